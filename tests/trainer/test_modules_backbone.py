@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, OPTConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from base_model.adapter import PEFT_PREFIX, Adapter, init_adapter, save_adapter
 from common.errors import InvalidInput
@@ -25,6 +26,7 @@ from common.messages import LoraSpec, LossSpec
 from tests.support.families import FAMILIES, NUM_LAYERS, VOCAB, save_family
 from tests.support.trainer_cases import make_rows
 from trainer_service import lora
+from trainer_service.backbone.attention import NAME
 from trainer_service.backbone.interface import Backbone, Sequences
 from trainer_service.backbone.loading import load_modules
 from trainer_service.batch import Batch, parse_rows
@@ -251,6 +253,30 @@ def test_missing_and_surplus_weights_are_refused(bases: dict[str, Path], tmp_pat
     with pytest.raises(
         InvalidInput, match=r"1 missing weights, such as model\.norm\.weight, nor .* 1 unexpected weights"
     ):
+        load_modules(folder)
+
+
+def change_attention(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Has layers call our attention with other arguments than their own."""
+    known: Any = ALL_ATTENTION_FUNCTIONS
+    ours: Any = known[NAME]
+
+    def changed(*given: Any, **named: Any) -> Any:
+        return ours(*given, **named | changes)
+
+    monkeypatch.setitem(known._global_mapping, NAME, changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"scaling": 3.0}, r"log-probs of .* are off by"), ({"sliding_window": None}, "do not say their sliding window")],
+)
+def test_layers_that_call_their_attention_otherwise_than_transformers_are_refused_when_they_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
+) -> None:
+    folder = save_family("mistral", tmp_path, sliding_window=64)  # wider than the rows that are compared
+    change_attention(monkeypatch, **changes)
+    with pytest.raises(InvalidInput, match=rf"model_type 'mistral': .*{reason}"):
         load_modules(folder)
 
 
