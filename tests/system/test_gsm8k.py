@@ -21,6 +21,16 @@ def test_a_row_becomes_an_item_with_its_final_answer(tmp_path: Path) -> None:
     assert item["answer"] == "1002" and item["messages"][0]["content"].startswith("Two and 1,000?\n")
 
 
+def test_the_hubs_parquet_has_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "train-00000-of-00001.parquet"
+    parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist([ROW]), file)
+    assert list(read_rows(file)) == [ROW]
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as where it is not installed
+    with pytest.raises(InvalidInput, match="pip install pyarrow"):
+        list(read_rows(file))
+
+
 def test_what_is_no_row_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="an answer with ####"):
         as_item({"question": "x", "answer": "7"})

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, OPTConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from base_model.adapter import PEFT_PREFIX, Adapter, init_adapter, save_adapter
 from common.errors import InvalidInput
@@ -27,6 +28,7 @@ from rollout_service.process.adapter_files import linear_shapes
 from tests.support.families import FAMILIES, NUM_LAYERS, VOCAB, save_family
 from tests.support.trainer_cases import make_rows
 from trainer_service import lora
+from trainer_service.backbone.attention import NAME
 from trainer_service.backbone.interface import Backbone, Sequences
 from trainer_service.backbone.loading import load_modules
 from trainer_service.batch import Batch, parse_rows
@@ -264,6 +266,30 @@ def test_manager_trainer_and_vllm_know_the_same_layers_that_an_adapter_may_targe
     shutil.copy(bases[family] / "config.json", tmp_path)  # all that a manager has of a base from the hub
     assert trained == weights_of(bases[family]).shapes == weights_of(tmp_path).shapes == linear_shapes(bases[family])
     assert ("layers.1.mlp.up_proj" in trained) == (family != "qwen3_moe")
+
+
+def change_attention(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Has layers call our attention with other arguments than their own."""
+    known: Any = ALL_ATTENTION_FUNCTIONS
+    ours: Any = known[NAME]
+
+    def changed(*given: Any, **named: Any) -> Any:
+        return ours(*given, **named | changes)
+
+    monkeypatch.setitem(known._global_mapping, NAME, changed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"scaling": 3.0}, r"log-probs of .* are off by"), ({"sliding_window": None}, "do not say their sliding window")],
+)
+def test_layers_that_call_their_attention_otherwise_than_transformers_are_refused_when_they_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str
+) -> None:
+    folder = save_family("mistral", tmp_path, sliding_window=64)  # wider than the rows that are compared
+    change_attention(monkeypatch, **changes)
+    with pytest.raises(InvalidInput, match=rf"model_type 'mistral': .*{reason}"):
+        load_modules(folder)
 
 
 def test_a_base_model_whose_adapters_would_have_other_names_is_refused(tmp_path: Path) -> None:
