@@ -40,6 +40,7 @@ KINDS = (
     Kind("restart", 3, (REDIS,), (0, 2)),  # SIGTERM, and started from its file
     Kind("replace", 3, (REDIS,), (0, 0)),  # killed; a replica that lost the last second takes its place
     Kind("full disk", 3, (REDIS,), (0.5, 3)),  # its file cannot grow; it ends, and is started from it
+    Kind("full memory", 3, (REDIS,), (0.5, 4)),  # it is above its limit, and refuses what needs memory
     Kind("away", 4, (STORE,), (0.5, 8)),  # refuses connections
     Kind("slow", 4, (STORE,), (0.5, 6)),  # answers 50 to 500 ms late
     Kind("fails", 4, (STORE,), (0.5, 8)),  # one call in ten

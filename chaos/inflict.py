@@ -184,6 +184,25 @@ async def redis_has_no_room(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hi
         await cluster.redis.restart()
 
 
+@asynccontextmanager
+async def redis_is_full(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
+    with cluster.redis.client() as client:
+
+        def num_calls() -> int:
+            """Of others."""
+            nonlocal own
+            own += 1
+            return int(client.info("stats")["total_commands_processed"]) - own
+
+        own = 0
+        await asyncio.to_thread(client.config_set, "maxmemory", 1)
+        before = num_calls()
+        try:
+            yield lambda: num_calls() - before
+        finally:
+            await asyncio.to_thread(client.config_set, "maxmemory", 0)
+
+
 # ---- the store ------------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +281,7 @@ INFLICTIONS: dict[tuple[str, str], Infliction] = {
     ("freeze", REDIS): redis_freezes,
     ("replace", REDIS): redis_is_replaced,
     ("full disk", REDIS): redis_has_no_room,
+    ("full memory", REDIS): redis_is_full,
     ("away", STORE): store_is_away,
     ("slow", STORE): _late(0.05, 0.5),
     ("fails", STORE): store_refuses,

@@ -6,7 +6,8 @@ Guarantees:
 - An entry is deleted with its acknowledgement, so a stream's length is its open work.
 - Connection losses, calls without an answer, a loading Redis, full memory, a lost script cache and an object storage that is
   away are retried with backoff until they pass; callers see no error, only time.
-- A full Redis drains: settling begins with a command that needs no memory, after which Redis refuses none of the script's.
+- A full Redis drains: what settles, renews, takes over and reports begins with a command that needs no memory, after which Redis
+  refuses none of the script's. What `publish` appends waits.
 
 An entry is one field, `payload`: the msgpack of the message. One above `CLAIM_CHECK_BYTES` goes to object storage and travels as
 `ref`, with plain fields (id, job, partition, epoch, kind) beside it (`payloads.py`).
@@ -34,7 +35,7 @@ from common.objects import Objects
 from common.payloads import Payloads, fields_of, plain_of
 from common.redis_connection import make_client, passes
 from common.repeats import sent_once
-from common.scripts import FIND_IDLE, READ_IN_ORDER, RENEW, SETTLE
+from common.scripts import BROADCAST, CREATE_GROUP, FIND_IDLE, READ_IN_ORDER, RENEW, SETTLE
 from common.streams import Cell
 from common.wire import AnyMessage, decode, encode
 
@@ -60,6 +61,8 @@ class Bus:
         self._renew = client.register_script(RENEW)
         self._read_in_order = client.register_script(READ_IN_ORDER)
         self._find_idle = client.register_script(FIND_IDLE)
+        self._create_group = client.register_script(CREATE_GROUP)
+        self._broadcast = client.register_script(BROADCAST)
 
     @classmethod
     def connect(cls, redis_url: str, cell: Cell, objects: Objects | None = None) -> "Bus":
@@ -74,8 +77,8 @@ class Bus:
     async def ensure_group(self, stream: str, group: str) -> None:
         """Creates the consumer group, from the stream's beginning, unless it is there. The stream too, unless another stands in for
         it: whoever keeps such a one brings it into being."""
-        new = self.cell.instead_of(stream) in ("", stream)
-        call = partial(self.client.xgroup_create, stream, group, id="0", mkstream=new)
+        words = [group, "MKSTREAM"] if self.cell.instead_of(stream) in ("", stream) else [group]
+        call = partial(self._create_group, keys=[stream], args=words)
         await self._unless(call, "BUSYGROUP", "requires the key to exist")
 
     async def keep_alive(self, stream: str, ttl_s: int) -> bool:
@@ -290,14 +293,8 @@ class Bus:
 
     async def broadcast(self, stream: str, message: Message, *, keep_s: float) -> None:
         """Appends, and trims what is older than `keep_s` by Redis' own clock."""
-        fields = await self.fields(message)
-
-        async def call() -> Any:
-            seconds, _ = await self.client.time()
-            oldest = int((seconds - keep_s) * 1000)
-            return await self.client.xadd(stream, _mapping(fields), minid=oldest, approximate=True)
-
-        await self.retrying(call)
+        words = [stream, keep_s, *await self.fields(message)]
+        await self.retrying(lambda: self._broadcast(keys=[], args=words))
 
     async def follow(
         self, stream: str, after: str, *, block_ms: int | None, count: int = 1000

@@ -52,6 +52,20 @@ end
 return settled
 """
 
+# KEYS[1] stream. ARGV: group, and MKSTREAM if the stream is to be made too. The first write needs no memory, as in SETTLE.
+CREATE_GROUP = """
+redis.call('XDEL', KEYS[1], '0-0')
+return redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', unpack(ARGV, 2))
+"""
+
+# KEYS: none named, for that would take the right to read the stream. ARGV: stream, seconds to keep entries, then the fields of a new
+# one. The first write needs no memory, as in SETTLE.
+BROADCAST = """
+local oldest = (redis.call('TIME')[1] - ARGV[2]) * 1000
+redis.call('XDEL', ARGV[1], '0-0')
+redis.call('XADD', ARGV[1], 'MINID', '~', string.format('%.0f', oldest), '*', unpack(ARGV, 3))
+"""
+
 # KEYS: streams. ARGV: group, consumer, how many entries together. What each stream gave, earlier streams first.
 READ_IN_ORDER = """
 local left, found = tonumber(ARGV[3]), {}
@@ -92,8 +106,10 @@ return renewed
 # KEYS[1] stream. ARGV: group, milliseconds that an entry must be idle, how many, key of the mark, milliseconds that it lasts, then
 # the entries that the caller works on itself. To look means a walk over all pending entries, so one worker does it for all while the
 # mark lasts. Who finds its own work idle leaves that to others, and the mark too: it may be the first to look each time.
+# The first write needs no memory, as in SETTLE.
 FIND_IDLE = """
 local most, lasts = tonumber(ARGV[3]), tonumber(ARGV[5])
+redis.call('XDEL', KEYS[1], '0-0')
 if lasts > 0 and not redis.call('SET', ARGV[4], '1', 'NX', 'PX', ARGV[5]) then return {} end
 local own, found, start, hangs = {}, {}, '-', false
 for i = 6, #ARGV do own[ARGV[i]] = true end

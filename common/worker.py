@@ -35,7 +35,7 @@ import structlog
 from common.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable, Unfetched
 from common.dead_letters import dead_letter
 from common.errors import StoreUnavailable, Unavailable
-from common.fullness import Gauge
+from common.fullness import MAX_MEMORY_USED, Gauge, memory_used
 from common.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
 from common.messages import AdapterNew, Cancel, Failure, Message
 from common.settler import Settler, window_s
@@ -355,7 +355,7 @@ class Worker:
 
     async def _keep_progress(self, resumes: Resumes) -> None:
         """Writes what is new of the work under way, which also renews it; nothing while Redis is too full."""
-        gauge = Gauge(self._bus)
+        gauge = Gauge(partial(memory_used, self._bus))
         while True:
             await asyncio.sleep(self._habits.progress_s)
             for inbox in self._inboxes:
@@ -364,7 +364,7 @@ class Worker:
                     for active in self._underway.of(inbox.stream)
                     if (progress := _new(resumes, active))
                 }
-                if not found or await gauge.too_full():
+                if not found or await gauge.used() > MAX_MEMORY_USED:
                     continue
                 new = {active.delivery.entry: progress for active, progress in found.items()}
                 await self._bus.renew(inbox.stream, inbox.group, self.name, list(new), new)

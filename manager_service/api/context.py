@@ -18,6 +18,7 @@ from starlette.types import Scope
 from common.adapters import AdapterStore
 from common.bus import Bus
 from common.errors import InvalidInput, NotFound
+from common.fullness import Gauge
 from common.objects import Objects
 from common.redis_connection import make_client
 from common.streams import Cell
@@ -52,6 +53,7 @@ class Base:
     name: str
     bus: Bus
     redis: Any  # an impatient client for the cell's keys: see connect_impatiently
+    gauge: Gauge  # of that Redis
     cluster: Cluster
     folder: Path  # of the model's files
     tokenizer: ChatTokenizer

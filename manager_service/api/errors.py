@@ -53,8 +53,8 @@ def conflict(message: str, *, code: str = "conflict") -> ApiError:
     return ApiError(409, message, code=code, retry=False)
 
 
-def unavailable(message: str) -> ApiError:
-    error = ApiError(503, message, code="unavailable")
+def unavailable(message: str, *, code: str = "unavailable") -> ApiError:
+    error = ApiError(503, message, code=code)
     error.headers = {"Retry-After": str(RETRY_AFTER_S)}
     return error
 

@@ -14,7 +14,7 @@ from manager_service.api.errors import COMMON, declared
 from manager_service.api.grader_models import base_asked, pin_models
 from manager_service.api.leaving import GONE, ClientGone, unless_gone
 from manager_service.api.outside import check_outside
-from manager_service.api.quota import check_quota, count_inference
+from manager_service.api.quota import check_quota, check_room, count_inference
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.tasks import CheckGrader
 from manager_service.api.starts import find_base
@@ -100,6 +100,7 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven, request: Request) -> R
         )
 
     await check_quota(base.redis, base.cell, tenant)
+    await check_room(base.gauge)
     charge = partial(count_inference, base.redis, base.cell, tenant.id)
     running = base.inference.grade(tenant, make, timeout_s=api.settings.grader_run_timeout_s, charge=charge)
     try:

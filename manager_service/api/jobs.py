@@ -18,7 +18,7 @@ from manager_service.api.estimates import estimated_finish
 from manager_service.api.hyperparameters import described
 from manager_service.api.job_store import JobRow, JobStore, Once
 from manager_service.api.paging import After, Limit, page, take
-from manager_service.api.quota import check_quota
+from manager_service.api.quota import check_quota, check_room
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import ErrorObject, HyperparameterObject, JobObject, Page
 from manager_service.api.submission import JobGiven, build_spec
@@ -76,6 +76,7 @@ async def _checked(api: Api, tenant: TenantRecord, body: JobGiven):
     spec = await build_spec(api, tenant, body)
     base = api.bases[spec.base_model]
     await check_quota(base.redis, base.cell, tenant)
+    await check_room(base.gauge)
     if not spec.integrations:
         return spec
     keys = await Receivers(api.redis).keys(tenant.id)

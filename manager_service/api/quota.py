@@ -1,13 +1,14 @@
-"""Counters of each tenant's use (`usage:<tenant>`), and the daily quota."""
+"""Counters of each tenant's use (`usage:<tenant>`), the daily quota, and room in Redis for new work."""
 
 import time
 from typing import Any
 
 import msgspec
 
+from common.fullness import MAX_USED_FOR_NEW, Gauge
 from common.messages import Usage
 from common.streams import Cell
-from manager_service.api.errors import ApiError
+from manager_service.api.errors import ApiError, unavailable
 from manager_service.records import INFERENCE, KEEP_HOURS_S, QUOTA_COUNTERS, TenantRecord, day_field, hour_of
 
 
@@ -29,6 +30,20 @@ async def check_quota(redis: Any, cell: Cell, tenant: TenantRecord) -> None:
             code="quota_exceeded",
             retry=False,
         )
+
+
+async def check_room(gauge: Gauge) -> None:
+    """Raises ApiError 503 while Redis is so full that what is under way needs the rest."""
+    if await gauge.used() > MAX_USED_FOR_NEW:
+        raise memory_full()
+
+
+def memory_full() -> ApiError:
+    return unavailable(
+        f"the service's memory is more than {MAX_USED_FOR_NEW:.0%} full, so it takes no new work: try again in a minute, when work"
+        " under way has ended, or cancel what you do not need; if it lasts, ask the operator for more memory for Redis",
+        code="memory_full",
+    )
 
 
 async def count_inference(redis: Any, cell: Cell, tenant: str, usage: Usage, session: str = "") -> None:

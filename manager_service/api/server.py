@@ -13,6 +13,7 @@ import uvicorn
 from common.adapters import AdapterStore
 from common.base_shape import NAMED_AS_LLAMA, BaseShape
 from common.bus import Bus
+from common.fullness import Gauge, used_of
 from common.objects import Objects, patiently
 from common.settings import resolve_config
 from common.streams import Cell
@@ -96,10 +97,16 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
         most_for_chat=settings.inference_share,
     )
     samples = Samples(bus, inference, api_id)
+    redis = connect_impatiently(settings.redis_url, bus.cell.key(""))
+
+    async def used() -> float:
+        return used_of(await redis.info("memory"))
+
     return Base(
         name=name,
         bus=bus,
-        redis=connect_impatiently(settings.redis_url, bus.cell.key("")),
+        redis=redis,
+        gauge=Gauge(used),
         cluster=cluster,
         folder=folder,
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder, settings.max_context),

@@ -25,11 +25,11 @@ KEY = GLOBAL + "exporter"
 WAIT_S = 1.0
 """Between two looks at a lock."""
 
-# KEYS: the lease. ARGV: token, milliseconds. A renewal needs no memory, which Redis may be out of.
+# KEYS: the lease. ARGV: token, milliseconds. Its first write needs no memory, which Redis may be out of.
 HOLD = """
 local holder = redis.call('GET', KEYS[1])
-if holder == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
-if holder then return 0 end
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """

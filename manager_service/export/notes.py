@@ -13,10 +13,12 @@ from manager_service.jobs.journal import Journal
 from manager_service.kept import Limits
 from manager_service.records import JSON, MOVING, EventRecord
 
-# KEYS: job, its events. ARGV: the field `moving`, state of before, new state, the event's entry and record.
+# KEYS: job, its events. ARGV: the field `moving`, state of before, new state, the event's entry and record. The first write needs no
+# memory, which Redis may be out of.
 WARN = """
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 'moving' end
 if redis.call('HGET', KEYS[1], 'state') ~= ARGV[2] then return 'changed' end
+redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('XADD', KEYS[2], ARGV[4], 'event', ARGV[5])
 redis.call('HSET', KEYS[1], 'state', ARGV[3])
 return 'done'

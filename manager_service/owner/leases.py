@@ -21,13 +21,13 @@ from manager_service.scheduling.correction import JOBS, numbers
 # KEYS: owners, weights, sampling, served, then the lease of each partition. ARGV: token, milliseconds, seconds of engines that jobs
 # were served since the last round, weight of each partition that the owner works for ("" for the others). Answers with the even
 # share, owners' and samplers' weight, what was served, and for each partition whether it is another's (0), was taken now (1) or
-# is renewed (2).
+# is renewed (2). The first write needs no memory: then Redis refuses none of the others, however full it is.
 ROUND = """
 local owners, weights, token, ms = KEYS[1], KEYS[2], ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('ZADD', owners, now + ms, token)
 redis.call('ZREMRANGEBYSCORE', owners, '-inf', '(' .. now)
+redis.call('ZADD', owners, now + ms, token)
 local partitions = #KEYS - 4
 local share = math.ceil(partitions / redis.call('ZCARD', owners))
 local answer, held, free = {}, 0, {}

@@ -3,7 +3,6 @@
 A kind is the first word of a key's name: `samples` of `marlaas:{tiny}:samples:<job>`. The owner of partition 0 measures for all.
 """
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +16,18 @@ EVERY_S = 30.0
 SAMPLE = 256
 """Keys that are drawn at random at a time, whatever the number of keys."""
 PREFIX = "marlaas:{"
-WRITE_S = 2.0
-"""The longest wait for a full Redis to take the figures, which the next time are newer anyway."""
+
+# Both begin with a write that needs no memory: then Redis refuses none of the others, however full it is.
+# KEYS: the hash. ARGV: fields and values.
+RENEW = """
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], unpack(ARGV))
+"""
+# KEYS: a stream, and the hash that counts. ARGV: entries to keep, the field.
+TRIM = """
+local num = redis.call('XTRIM', KEYS[1], 'MAXLEN', ARGV[1])
+redis.call('HINCRBY', KEYS[2], ARGV[2], num)
+"""
 
 
 class RedisMemory:
@@ -26,6 +35,7 @@ class RedisMemory:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
+        self._renew = bus.client.register_script(RENEW)
         self._due_s = 0.0  # monotonic
         self.by_kind: dict[str, int] = {}
 
@@ -42,17 +52,8 @@ class RedisMemory:
             self.by_kind = {kind.decode(): int(num) for kind, num in found.items()}
 
     async def _write(self) -> None:
-        async def call() -> None:
-            pipe = self._bus.client.pipeline(transaction=True)
-            pipe.delete(self._bus.cell.memory)
-            pipe.hset(self._bus.cell.memory, mapping={"other": 0, **self.by_kind})
-            await pipe.execute()
-
-        try:
-            async with asyncio.timeout(WRITE_S):
-                await self._bus.retrying(call)
-        except TimeoutError:
-            return
+        words: list[str | int] = ["other", 0, *(word for pair in self.by_kind.items() for word in pair)]
+        await self._bus.retrying(lambda: self._renew(keys=[self._bus.cell.memory], args=words))
 
     def largest(self) -> str:
         """The two largest kinds with their shares of what was measured: "samples 61%, events 20%"; empty if none is known."""
@@ -85,8 +86,8 @@ async def bound(bus: Bus, stream: str, max_bytes: int) -> None:
         return
     length: Any = await bus.retrying(lambda: bus.client.xlen(stream))
     kept = int(length * 0.9 * max_bytes / used)
-    num: Any = await bus.retrying(lambda: bus.client.xtrim(stream, maxlen=kept, approximate=False))
-    await bus.retrying(lambda: bus.client.hincrby(bus.cell.dropped, kind_of(stream), num))
+    trim, words = bus.client.register_script(TRIM), [kept, kind_of(stream)]
+    await bus.retrying(lambda: trim(keys=[stream, bus.cell.dropped], args=words))
 
 
 def kind_of(key: str) -> str:

@@ -17,11 +17,12 @@ from manager_service.jobs.changes import RedisCommand
 
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV, for each partition: lease, rev, token, stamp of the
 # write before, stamp of this one, number of commands, then the commands, each as its length and its words. Answers for each; a command
-# that Redis refuses ends its own partition's write alone. Above its memory limit Redis refuses a script's first write, and none
-# after it: then nothing at all is written.
+# that Redis refuses ends its own partition's write alone. Above its memory limit Redis refuses a script's first write if that needs
+# memory, and none after it: so the first is a DEL of nothing, and what an owner has done makes room in a full Redis too.
 COMMIT = """
 local at, answers = 1, {}
 local function take() at = at + 1; return ARGV[at - 1] end
+redis.call('DEL', KEYS[1] .. ':nothing')
 while at <= #ARGV do
   local lease, rev, token, before, stamp, commands = take(), take(), take(), take(), take(), tonumber(take())
   local last, answer = redis.call('GET', rev) or '', 'done'

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef
 from manager_service.api.context import Api, Base, Parts, Tenant
+from manager_service.api.quota import check_room
 from manager_service.api.reading.tasks import ReadSample, with_room
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.records import TenantRecord
@@ -63,6 +64,7 @@ async def asample(request: Request, api: Parts, tenant: Tenant, known: Known) ->
     found = await api.helpers.do(tenant, ReadSample(body), num_bytes=len(body))
     asked = msgspec.convert(found, CheckedSample)
     base, adapter = await _adapter(api, tenant, known, asked)
+    await check_room(base.gauge)
     once = f"{asked.sampler}/{asked.seq}/{hashlib.sha256(body).hexdigest()}" if asked.sampler else ""
     name = base.samples.start(_ask(tenant, base, adapter, asked), once, target_of(asked.sampler, asked.seq))
     ids = [f"{name}/{sample}@{adapter.version}" for sample in range(asked.num_samples)]

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from redis import Redis
+from redis.exceptions import OutOfMemoryError
 
 from chaos import act, inflict
 from chaos.__main__ import command, options, plans
@@ -24,6 +26,7 @@ from env_service.graders.attempt import Attempt
 from env_service.graders.text import TextComparer
 from env_service.work import Allowance
 from harness.proxy import nothing
+from harness.redis_server import RedisServer
 from manager_service.api.reading.helpers import SMALL_BYTES, Helpers
 from manager_service.api.reading.tasks import ParseBody
 from manager_service.records import TenantRecord
@@ -125,6 +128,20 @@ async def test_connections_that_are_cut_are_counted_and_waited_for(monkeypatch: 
             assert await reader.read() == b""
         writer.close()
         assert await striking == 1
+
+
+async def test_a_redis_whose_memory_is_full_refuses_writes_until_it_is_healed_and_counts_calls(tmp_path: Path) -> None:
+    server = RedisServer.start(tmp_path, durable=False)
+    cluster: Any = SimpleNamespace(redis=SimpleNamespace(client=lambda: Redis(port=server.port)))
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
+        client = stack.enter_context(cluster.redis.client())
+        async with inflict.INFLICTIONS["full memory", "redis"](cluster, fault("full memory", "redis")) as hits:
+            assert hits() == 0
+            with pytest.raises(OutOfMemoryError):
+                client.set("x", "1")
+            assert hits() > 0
+        assert client.set("x", "1")
 
 
 async def refused(cluster: Any, chance: float) -> list[int]:

@@ -32,10 +32,11 @@ GONE_S = 5.0
 
 # KEYS: inference, sampling, weights, served. ARGV: this replica, milliseconds until it counts as gone, what it tells, weight of all who
 # chat or sample in bulk, then kinds and the seconds of engines that they got of late. Answers with the weight of the owners'
-# tenants, what was served, then with what all live replicas tell.
+# tenants, what was served, then with what all live replicas tell. The first write needs no memory, which Redis may be out of.
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s', now + ARGV[2], ARGV[3]))
 local told = redis.call('HGETALL', KEYS[1])
 if ARGV[4] ~= '0.0' then redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[2]) end

@@ -21,7 +21,7 @@ from manager_service.api.errors import declared
 from manager_service.api.event_stream import DONE, data, event_stream
 from manager_service.api.leaving import GONE, ClientGone, unless_gone
 from manager_service.api.model_names import Named, find_model
-from manager_service.api.quota import check_quota, count_inference
+from manager_service.api.quota import check_quota, check_room, count_inference
 from manager_service.api.sampling.choices import Fresh, InferenceRequest
 from manager_service.api.sampling.replies import AnswerText
 from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted, inference_request
@@ -91,6 +91,7 @@ async def serve(request: Request, api: Api, tenant: TenantRecord, body: Body, di
     """Answers a request; its header and `system_fingerprint` say which version of the adapter did."""
     named = await find_model(api, tenant, body.model)
     await check_quota(named.base.redis, named.base.cell, tenant)
+    await check_room(named.base.gauge)
     reader = PromptReader(api.helpers, tenant, named.base, num_bytes=len(await request.body()))
     completion = _begun(reader, named, body, await dialect.read(body, reader), dialect)
     headers = {VERSION_HEADER: str(named.adapter)}

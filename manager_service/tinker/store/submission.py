@@ -7,11 +7,13 @@ from typing import Any
 import structlog
 
 from common.errors import Unavailable
+from common.fullness import MAX_USED_FOR_NEW
 from common.messages import Failure
 from common.objects import Objects
 from common.operations import Action, Operation
 from common.streams import partition_of
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
+from manager_service.api.quota import memory_full
 from manager_service.records import JSON
 from manager_service.runs.records import Sampler
 from manager_service.tinker.store.runs import RunRow
@@ -29,10 +31,10 @@ UNSAVED_KEPT_S = 2 * 86_400
 """Seconds that a sampler is kept whose save waits, also for the tokens of the next day. The owner shortens it when the save is done."""
 
 # KEYS: seqs, run, ops, held, sampler (or seqs again: none). ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most
-# open operations, most bytes of them, most bytes of all of the tenant's, numbers to remember, the sampler, seconds to keep it, then the
-# entry's fields. Answers with what came of it. The first open operation is taken in any case, for the others wait for it, unless the
-# tenant's runs hold too much: what has no data is taken then too, an optim_step above all, and what the run sends that holds the most
-# (of equals, the first by name), so that one of them always comes to its step.
+# open operations, most bytes of them, most bytes of all of the tenant's, numbers to remember, the sampler, seconds to keep it, whether
+# Redis has no room for data (1 or 0), then the entry's fields. Answers with what came of it. The first open operation is taken in any
+# case, for the others wait for it, unless the tenant's runs hold too much: what has no data is taken then too, an optim_step above all,
+# and what the run sends that holds the most (of equals, the first by name), so that one of them always comes to its step.
 _SUBMIT = """
 local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
 if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
@@ -46,6 +48,8 @@ for _, asked in ipairs(redis.call('HMGET', KEYS[1], unpack(numbers))) do
   if asked then bytes = bytes + tonumber(string.match(asked, '%d+$')) end
 end
 if seq > head and (seq > numbers[#numbers] or bytes > tonumber(ARGV[7])) then return 'full' end
+local has_data = string.sub(ARGV[3], 1, 7) == 'forward'
+if seq > head and has_data and ARGV[12] == '1' then return 'no_room' end
 bytes = bytes + tonumber(log or 0)
 local mine, held, most = tonumber(redis.call('HGET', KEYS[4], ARGV[5]) or 0), bytes, true
 local all = redis.call('HGETALL', KEYS[4])
@@ -56,9 +60,9 @@ for at = 1, #all, 2 do
     if size > mine or size == mine and name < ARGV[5] then most = false end
   end
 end
-if string.sub(ARGV[3], 1, 7) == 'forward' and held > tonumber(ARGV[8]) and not most then return 'holds' end
+if has_data and held > tonumber(ARGV[8]) and not most then return 'holds' end
 if bytes > 0 then redis.call('HSET', KEYS[4], ARGV[5], bytes) end
-redis.call('XADD', KEYS[3], '*', unpack(ARGV, 12))
+redis.call('XADD', KEYS[3], '*', unpack(ARGV, 13))
 local last = tonumber(redis.call('HGET', KEYS[1], 'last') or 0)
 redis.call('HSET', KEYS[1], seq, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4], 'last', math.max(seq, last))
 if seq > tonumber(ARGV[9]) then redis.call('HDEL', KEYS[1], seq - tonumber(ARGV[9])) end
@@ -99,7 +103,7 @@ def wrong(reason: str) -> Failure:
 
 async def submit(run: RunRow, asked: AskedOperation, objects: Objects) -> str:
     """The id of the operation's future. Raises ApiError: 400 if another operation has this number, 404 if the run has ended, 429 if
-    too many are open."""
+    too many are open, 503 for data behind other operations while Redis is too full."""
     answer = await _submit(run, asked, objects)
     if answer not in ("new", "known"):
         raise _refusal(answer, run, asked.seq)
@@ -142,7 +146,8 @@ async def _submit(run: RunRow, asked: AskedOperation, objects: Objects) -> str:
     limits = [MAX_OPEN, MAX_OPEN_BYTES, MAX_HELD_BYTES, NUM_KEPT]
     kept = [JSON.encode(sampler), UNSAVED_KEPT_S] if sampler else ["", 0]
     fields = await run.base.bus.fields(operation)
-    words: list[Any] = [asked.seq, asked.digest, asked.action, len(asked.payload), run.id, *limits, *kept, *fields]
+    no_room = int(await run.base.gauge.used() > MAX_USED_FOR_NEW)
+    words = [asked.seq, asked.digest, asked.action, len(asked.payload), run.id, *limits, *kept, no_room, *fields]
     answer: bytes = await run.base.redis.register_script(_SUBMIT)(keys=keys, args=words)
     if answer not in (b"new", b"known"):  # "known" may be this one's: Redis' answer to the first try was lost
         await _tidy(fields, objects)
@@ -160,6 +165,8 @@ async def _tidy(fields: list[Any], objects: Objects) -> None:
 
 
 def _refusal(answer: str, run: RunRow, seq: int) -> ApiError:
+    if answer == "no_room":
+        return memory_full()
     name = run.spec.public_id
     if answer in ("full", "holds"):
         mine = f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: send this again when some are done"

@@ -261,6 +261,20 @@ async def test_what_a_tenants_runs_hold_has_a_limit_that_a_step_ends(
         assert await server.bus.client.hgetall(server.bus.cell.held("default")) == {}
 
 
+async def test_while_redis_is_almost_full_a_run_sends_data_one_by_one_and_its_step_goes_through(
+    server: ApiServer, client: TinkerClient
+) -> None:
+    run, redis = await client.run(await client.session(), 0), server.bus.client
+    await redis.config_set("maxmemory", int((await redis.info("memory"))["used_memory"] / 0.9))
+    try:
+        refused = await client.send(pass_over(run, 2, num_tokens=20))
+        assert refused.status_code == 503 and "takes no new work" in refused.json()["error"]["message"]
+        assert (await client.send(pass_over(run, 1, num_tokens=20))).status_code == 200
+        assert (await client.post("optim_step", model_id=run, seq_id=3, adam_params={})).status_code == 200
+    finally:
+        await redis.config_set("maxmemory", 0)
+
+
 @pytest.mark.parametrize("limit,most", [("MAX_LOG", 3), ("MAX_LOG_BYTES", 6000)])
 async def test_one_step_has_so_many_operations_and_bytes(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
