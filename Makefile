@@ -69,7 +69,7 @@ test-slow: .venv/.ready-dev
 	@$(RUN) -m pytest -m "slow and not vllm and not gpu" -n 2 $(ARGS) || [ $$? -eq 5 ]
 
 test-vllm: .venv/.ready-dev
-	@$(RUN) -m pytest -m vllm $(ARGS) || [ $$? -eq 5 ]  # one vLLM for all of them; skipped without it
+	@$(RUN) -m pytest -m "vllm and not slow" $(ARGS) || [ $$? -eq 5 ]  # one vLLM for most of them; skipped without it
 
 test-gpu: .venv/.ready-dev
 	@$(RUN) -m pytest -m gpu $(ARGS)

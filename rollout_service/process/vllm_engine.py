@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from common.base_shape import EXPERTS
 from common.errors import InvalidInput, Unavailable
 from common.own_folder import roomy
+from common.text.model_folder import read_json
 from common.weight_files import LINEAR_LAYERS
 from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
@@ -68,8 +70,9 @@ class BaseTokenizer(Tokenizer, Protocol):
 
 
 def vllm_engine(options: VllmOptions, tokenizer: BaseTokenizer) -> ProcessEngine:
-    """Makes an engine, not started yet. Raises InvalidInput if vLLM is not installed, or not for this device."""
+    """Makes an engine, not started yet. Raises InvalidInput if vLLM is not installed, or not for this device or base model."""
     check_installed(options)
+    _check_experts(options)
     parent = roomy(options.idle_adapter_bytes)
     files = AdapterFiles(linear_shapes(options.folder), options.max_lora_rank, parent=parent)
     shape = Shape(
@@ -186,6 +189,15 @@ def check_installed(options: VllmOptions) -> None:
     if found != options.device.partition(":")[0]:
         raise InvalidInput(
             f"this vLLM computes on {found}, not on MARLAAS_ROLLOUT_DEVICE={options.device}: set that, or run make vllm"
+        )
+
+
+def _check_experts(options: VllmOptions) -> None:
+    """Raises InvalidInput for a mixture of experts on a CPU: with adapters vLLM computes experts by Triton's kernels alone."""
+    config = read_json(options.folder / "config.json")
+    if options.is_cpu and any(config.get("text_config", config).get(name) for name in EXPERTS):
+        raise InvalidInput(
+            f"{options.folder}: vLLM computes a mixture of experts on a GPU alone: set MARLAAS_ENGINE=torch"
         )
 
 

@@ -42,14 +42,17 @@ def broken_files() -> dict[str, bytes]:
     return save_adapter(Adapter(adapter.spec, {k: v * 1e38 for k, v in adapter.a.items()}, adapter.b), "tiny")
 
 
-def peft_model(folder: Path, files: dict[str, bytes]) -> Any:
-    """The base model with an adapter, by transformers and PEFT; `folder` is written to."""
+def peft_model(folder: Path, files: dict[str, bytes] | None, base: Path = TINY) -> Any:
+    """A base model, with an adapter if there is one, by transformers and PEFT; `folder` is written to."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    model: Any = AutoModelForCausalLM.from_pretrained(base).eval()
+    if files is None:
+        return model
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(folder)).eval()
+    return PeftModel.from_pretrained(model, str(folder)).eval()
 
 
 _decoders: list[Decoder] = []

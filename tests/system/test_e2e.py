@@ -15,6 +15,7 @@ from harness.live import Api, adapter_hashes, is_balanced
 from manager_service.local.supervisor import LocalCluster
 from rollout_service.handler import PROGRESS_BODY, PROGRESS_HEAD
 from tests.support.forked import running
+from tests.support.processes import restart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -151,7 +152,7 @@ async def test_a_killed_rollout_worker_costs_its_turns_only_what_was_not_kept_of
             await asyncio.sleep(0.02)
         await bus.close()
         # When their worker is killed
-        await cluster.restart("rollout-0", signal.SIGKILL)
+        await restart(cluster, "rollout-0", signal.SIGKILL)
         (done,) = await api.until_done(job)
         assert done["status"] == "succeeded", done["error"]
         # Then the next one samples the others alone

@@ -9,7 +9,7 @@ import torch
 
 from common.errors import InvalidInput
 from tests.support.families import NUM_LAYERS, save_family
-from tests.support.trainer_cases import TINY, load_tiny
+from tests.support.trainer_cases import TINY, load_tiny, measured
 from tests.trainer.test_trainer_fused import assert_each_learned_alone, job, together
 from trainer_service.__main__ import load_trainer
 from trainer_service.backbone.choice import load_backbone
@@ -17,7 +17,7 @@ from trainer_service.backbone.interface import Backbone
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sequences import DecoderBackbone
-from trainer_service.memory import fit, kept_bytes, measured
+from trainer_service.memory import fit, kept_bytes
 from trainer_service.packing import Budget
 from trainer_service.selftest import random_rows
 from trainer_service.settings import TrainerSettings

@@ -1,0 +1,134 @@
+"""vLLM beside transformers with PEFT: the same log-probs of every row, for families of base models that it is meant for."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from base_model.adapter import Adapter, init_adapter, save_adapter
+from common.messages import BASE, AdapterRef, LoraSpec
+from rollout_service.engine import Generated
+from rollout_service.process import process_engine as module
+from rollout_service.process import vllm_engine
+from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
+from rollout_service.process.process_engine import ProcessEngine, Shape
+from rollout_service.process.vllm_engine import VllmCore, VllmOptions, check_installed
+from tests.support.engines_under_test import needs_vllm
+from tests.support.families import VOCAB, save_family
+from tests.support.rollout_cases import NoEnd, one, peft_model, ref, request
+
+pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
+
+SIZES = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32}
+"""Those for which vLLM has kernels on a CPU."""
+CONTEXT, RANK, MAX_LORAS = 128, 8, 2
+PROMPT = list(range(5, 15))
+CLOSE = 1e-4
+
+
+def files_of(folder: Path, seed: int) -> dict[str, bytes]:
+    """An adapter whose B is not zero, so that it matters."""
+    initial = init_adapter(LoraSpec(RANK, 16.0), linear_shapes(folder), seed)
+    random = torch.Generator().manual_seed(seed)
+    b = {name: 0.1 * torch.randn(factor.shape, generator=random) for name, factor in initial.b.items()}
+    return save_adapter(Adapter(initial.spec, initial.a, b), "base")
+
+
+@asynccontextmanager
+async def running(folder: Path, tensor_parallel: int = 1) -> AsyncGenerator[ProcessEngine]:
+    options = VllmOptions(
+        folder=folder,
+        device="cpu",
+        dtype="float32",
+        slots=8,
+        max_loras=MAX_LORAS,
+        max_known=MAX_LORAS,
+        max_lora_rank=RANK,
+        tensor_parallel=tensor_parallel,
+        memory_fraction=0.9,
+        kv_bytes=1 << 26,
+        enforce_eager=True,
+        idle_adapter_bytes=0,
+    )
+    check_installed(options)
+    shape = Shape(VOCAB, CONTEXT, options.slots, MAX_LORAS, MAX_LORAS, max_temperature=2.0)
+    files = AdapterFiles(linear_shapes(folder), RANK)
+    engine = ProcessEngine(lambda: VllmCore(options, CONTEXT), files, NoEnd(), shape)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def sampled(engine: ProcessEngine, adapters: dict[AdapterRef, dict[str, bytes]]) -> list[Generated]:
+    """Two rows of the base and of each adapter, all in one batch."""
+    for adapter, files in adapters.items():
+        await engine.load_files(adapter, files)
+    asked = [request(name, tokens=PROMPT, sample=i, max_tokens=20) for i in range(2) for name in (BASE, *adapters)]
+    return await asyncio.gather(*[one(engine, each) for each in asked])
+
+
+@torch.no_grad()
+def expected(folder: Path, files: dict[str, bytes] | None, tokens: list[int], scratch: Path) -> np.ndarray:
+    """The tokens' log-probs by transformers and PEFT. `files`: of the adapter; None: the bare base model."""
+    model: Any = peft_model(scratch, files, folder)
+    logits_TV = model(input_ids=torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1]
+    return logits_TV.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).numpy()
+
+
+async def assert_logprobs_are_pefts(engine: ProcessEngine, folder: Path, scratch: Path) -> None:
+    adapters = {ref("a"): files_of(folder, 1), ref("b"): files_of(folder, 2)}
+    for found in await sampled(engine, adapters):
+        theirs = expected(folder, adapters.get(found.adapter), found.tokens, scratch)
+        assert np.allclose(found.logprobs, theirs, atol=CLOSE), found.adapter
+        if not found.adapter.is_base:
+            bare = expected(folder, None, found.tokens, scratch)
+            assert not np.allclose(found.logprobs, bare, atol=0.1), "the adapter does not matter"
+
+
+async def test_a_base_spread_over_two_processes_computes_the_same_and_ends_with_any_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a Llama 3 with its halves in two processes
+    monkeypatch.setattr(module, "RESTART_DELAYS_S", (3600.0,))  # its next start is not waited for
+    folder = save_family("llama3", tmp_path / "base", **SIZES)
+    async with running(folder, tensor_parallel=2) as engine:
+        halves = psutil.Process(engine.pid).children()
+        assert len(halves) == 2
+        await assert_logprobs_are_pefts(engine, folder, tmp_path)
+
+        # When one of them is killed, then the death is noticed, and the other one ends too
+        os.kill(halves[1].pid, signal.SIGKILL)
+        while not engine.counters()["engine_restarts"]:
+            await asyncio.sleep(0.05)
+    assert not psutil.wait_procs(halves, timeout=30)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "qwen3_moe"])
+async def test_log_probs_are_pefts(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if family == "qwen3_moe":
+        compute_experts_on_a_cpu(monkeypatch)
+    folder = save_family(family, tmp_path / "base", **SIZES)
+    async with running(folder) as engine:
+        await assert_logprobs_are_pefts(engine, folder, tmp_path)
+
+
+def compute_experts_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has vLLM take its CPU build's own kernels for experts beside adapters, as nobody else can."""
+    arguments: Any = vllm_engine._arguments  # pyright: ignore[reportPrivateUsage]
+    extended = {"worker_extension_cls": "tests.support.experts_on_cpu.ExpertsOnCpu"}
+
+    def asked(options: VllmOptions, context: int) -> dict[str, Any]:
+        return {**arguments(options, context), **extended}
+
+    monkeypatch.setattr(vllm_engine, "_arguments", asked)

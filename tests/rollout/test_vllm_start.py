@@ -1,0 +1,80 @@
+"""The arguments that vLLM is started with, and the base models that it is not started for; without its process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidInput, Unavailable
+from common.settings import TINY
+from rollout_service.__main__ import load_vllm
+from rollout_service.process import vllm_engine
+from rollout_service.process.vllm_engine import VllmOptions
+from rollout_service.settings import RolloutSettings
+from tests.support.families import save_family
+
+
+@pytest.fixture
+def started_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Fills with the arguments of the next vLLM that is started, which does not come up."""
+    given: dict[str, Any] = {}
+
+    def launch(options: VllmOptions, context: int) -> None:
+        given.update(vllm_engine._arguments(options, context))  # pyright: ignore[reportPrivateUsage]
+        raise RuntimeError("that is all")
+
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda options: None)  # pyright: ignore
+    monkeypatch.setattr(vllm_engine, "_launch", launch)
+    return given
+
+
+async def start(folder: Path, **settings: Any) -> None:
+    with pytest.raises(Unavailable, match="that is all"):
+        await load_vllm(RolloutSettings(engine="vllm", **settings), folder).start()
+
+
+async def test_on_cuda_it_has_graphs_chunks_and_room_for_many_adapters(started_with: dict[str, Any]) -> None:
+    await start(TINY, rollout_device="cuda", vllm_tensor_parallel=4, vllm_memory_fraction=0.6, max_context=1024)
+    expected = {
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 4,
+        "gpu_memory_utilization": 0.6,
+        "enforce_eager": False,
+        "enable_chunked_prefill": True,
+        "max_num_batched_tokens": 8192,
+        "max_model_len": 1024,
+        "max_num_seqs": 320,  # 256, and a quarter for the turns of a worker that died
+        "max_loras": 9,  # with the one of the base
+        "max_cpu_loras": 65,
+        "max_lora_rank": 32,
+    }
+    assert started_with.items() >= expected.items()
+    assert "kv_cache_memory_bytes" not in started_with
+
+
+async def test_on_a_cpu_prompts_are_prefilled_whole_in_the_memory_that_is_set(started_with: dict[str, Any]) -> None:
+    await start(TINY, rollout_kv_bytes=1 << 28)
+    expected = {
+        "dtype": "float32",
+        "kv_cache_memory_bytes": 1 << 28,
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": 2048,
+    }
+    assert started_with.items() >= expected.items()
+    assert "gpu_memory_utilization" not in started_with
+
+
+async def test_the_operator_may_have_no_graphs_and_fewer_seats(started_with: dict[str, Any]) -> None:
+    await start(TINY, rollout_device="cuda", vllm_enforce_eager=True, rollout_slots=16, vllm_max_loras=80)
+    assert started_with.items() >= {"enforce_eager": True, "max_num_seqs": 20, "max_cpu_loras": 81}.items()
+
+
+async def test_a_mixture_of_experts_is_refused_on_a_cpu_alone(tmp_path: Path, started_with: dict[str, Any]) -> None:
+    folder = save_family("qwen3_moe", tmp_path / "base")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((TINY / name).read_bytes())
+    with pytest.raises(InvalidInput, match="a mixture of experts on a GPU alone"):
+        load_vllm(RolloutSettings(engine="vllm"), folder)
+    await start(folder, rollout_device="cuda")
+    assert started_with["model"] == str(folder)
