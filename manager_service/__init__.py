@@ -27,6 +27,7 @@ Its files:
     __main__.py     starts one manager: the HTTP API, and an owner for each base model's cell
     settings.py     reads the settings of one manager
     records.py      names what the manager keeps in Redis of jobs, tenants, keys and files
+    usage.py        names the counters of tenants' usage, and says which of them quotas count
     kept.py         bounds what is kept for people to read, by bytes
     data_format.py  refuses a Redis that another version wrote
     tenants.py      keeps tenants and their API keys

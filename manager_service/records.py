@@ -30,8 +30,7 @@ file-bytes:<tenant>        hash     file id -> bytes
 """
 
 import math
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -47,7 +46,6 @@ from common.messages import (
     LoraSpec,
     LossSpec,
     OptimSpec,
-    Usage,
 )
 from manager_service.kept import Kept
 
@@ -426,21 +424,6 @@ def brought_path(tenant: str, file: str) -> str:
 
 DELETED, MOVING = "deleted", "moving"
 """Fields of `job:<job>` that stand there only if they are true."""
-INFERENCE, ARCHIVED = "-", "archived"
-"""Stand for the job in counters of completions, which have none, and of all archived jobs together."""
-USAGE_COUNTERS = (*Usage.__struct_fields__, "wasted_tokens")
-"""Counters of a job in `usage:<tenant>`."""
-
-
-def usage_fields(job: str) -> list[str]:
-    """The fields of `usage:<tenant>` with a job's counters."""
-    return [f"{job}/{counter}" for counter in USAGE_COUNTERS]
-
-
-def usage_of(amounts: Sequence[bytes | None]) -> dict[str, float]:
-    """Counter -> amount, for the values of `usage_fields` that are there."""
-    found = zip(USAGE_COUNTERS, amounts, strict=True)
-    return {name: float(amount) for name, amount in found if amount is not None}
 
 
 def read_record(key: str, record: Mapping[bytes, bytes], spec: type[S], state: type[T]) -> tuple[S, T] | None:
@@ -451,26 +434,5 @@ def read_record(key: str, record: Mapping[bytes, bytes], spec: type[S], state: t
         log.error("record_unreadable", key=key, reason=str(error))
         return None
 
-
-QUOTA_COUNTERS = frozenset({"prompt_tokens", "sampled_tokens", "trained_tokens"})
-"""Counters of `Usage` that count towards a tenant's daily quota."""
-
-
-ROLLOUT_COUNTERS = ("prompt_tokens", "sampled_tokens")
-"""Those of what rollout workers computed."""
-
-
-def day_field(now: float) -> str:
-    """The field of `usage:<tenant>` in which a moment's day counts, UTC: `day/20261122`."""
-    return time.strftime("day/%Y%m%d", time.gmtime(now))
-
-
-def hour_of(seconds: float) -> str:
-    """The hour of a moment, UTC: `2026112207`."""
-    return time.strftime("%Y%m%d%H", time.gmtime(seconds))
-
-
-KEEP_HOURS_S = 35 * 86_400
-"""Seconds that a tenant's usage of an hour is kept."""
 
 JSON = msgspec.json.Encoder()

@@ -9,15 +9,8 @@ import msgspec
 from manager_service.api.context import Base
 from manager_service.archive.samples import by_version, joined
 from manager_service.archive.store import sample_versions
-from manager_service.records import (
-    LEDGER,
-    USAGE_COUNTERS,
-    CheckpointRecord,
-    EventRecord,
-    JobState,
-    usage_fields,
-    usage_of,
-)
+from manager_service.records import LEDGER, CheckpointRecord, EventRecord, JobState
+from manager_service.usage import USAGE_COUNTERS, usage_fields, usage_of
 
 EVENTS_AT_ONCE = 500
 """Events that are read, and decoded, before others have their turn."""

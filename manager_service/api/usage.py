@@ -8,7 +8,7 @@ from manager_service.api.context import Base, Parts, Tenant
 from manager_service.api.errors import COMMON
 from manager_service.api.quota import tokens_today
 from manager_service.api.schemas import UsageObject, UsageReport
-from manager_service.records import INFERENCE, USAGE_COUNTERS
+from manager_service.usage import INFERENCE, USAGE_COUNTERS
 
 router = APIRouter(prefix="/v1/usage", tags=["usage"], responses=COMMON)
 

@@ -18,7 +18,8 @@ from manager_service.archive.samples import by_version, joined
 from manager_service.archive.store import Archive, Archived, in_parts
 from manager_service.jobs.changes import Changes, Moved
 from manager_service.kept import Kept
-from manager_service.records import DELETED, JobSpec, JobState, read_record, usage_fields, usage_of
+from manager_service.records import DELETED, JobSpec, JobState, read_record
+from manager_service.usage import usage_fields, usage_of
 
 BATCH = 20
 """Jobs that are moved together."""

@@ -26,16 +26,8 @@ import msgspec
 from common.errors import AlreadyExists, NotFound
 from common.objects import Objects
 from manager_service.archive.samples import SampleFiles
-from manager_service.records import (
-    JSON,
-    LEDGER,
-    USAGE_COUNTERS,
-    CheckpointRecord,
-    EventRecord,
-    JobSpec,
-    JobState,
-    tuned_model,
-)
+from manager_service.records import JSON, LEDGER, CheckpointRecord, EventRecord, JobSpec, JobState, tuned_model
+from manager_service.usage import USAGE_COUNTERS
 
 T = TypeVar("T")
 Row = TypeVar("Row", EventRecord, CheckpointRecord)

@@ -14,19 +14,9 @@ from common.bus import Out
 from common.messages import Usage
 from common.operations import OperationResult
 from common.streams import GROUP_MANAGER, Cell
-from manager_service.records import (
-    ARCHIVED,
-    JSON,
-    KEEP_HOURS_S,
-    MOVING,
-    QUOTA_COUNTERS,
-    CheckpointRecord,
-    EventRecord,
-    JobState,
-    day_field,
-    hour_of,
-)
+from manager_service.records import JSON, MOVING, CheckpointRecord, EventRecord, JobState
 from manager_service.runs.records import USED_S, RunState, session_of
+from manager_service.usage import ARCHIVED, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
 
 RedisCommand = list[Any]
 KEEP_RESULTS_S = 3600

@@ -12,9 +12,9 @@ from common.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.env_streams import env_streams, named
 from manager_service.kept import Limits
 from manager_service.owner.memory import RedisMemory, bound
-from manager_service.records import INFERENCE, ROLLOUT_COUNTERS, day_field
 from manager_service.scheduling.allocator import Allocator, Slots
 from manager_service.tenants import Tenants
+from manager_service.usage import INFERENCE, ROLLOUT_COUNTERS, day_field
 
 BACKLOG_S = 0.02
 """Least time between two counts of the env workers' entries: two round trips, which each pass of a busy owner asks for."""

@@ -11,13 +11,14 @@ from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, JobC
 from common.operations import Forgotten, NameChange, Operation, OperationResult, OperationsAnswered, OperationsDone
 from common.streams import Cell
 from manager_service.jobs.changes import Changes, Moved
-from manager_service.records import JobError, read_record, usage_fields, usage_of
+from manager_service.records import JobError, read_record
 from manager_service.runs.names import change_name
 from manager_service.runs.records import CROWDED, CROWDED_TENANT, RunSpec, RunState, SamplerState
 from manager_service.runs.retention import LOOK_AGAIN_S, Retention, VersionNeeds, read_versions
 from manager_service.runs.run import Run
 from manager_service.runs.samplers import read_samplers
 from manager_service.scheduling.members import MemberTable
+from manager_service.usage import usage_fields, usage_of
 
 GRACE_S = 30.0
 """Time in which a silent session may show a sign of life again: after a Redis that was away, no session has shown one yet."""

@@ -13,11 +13,12 @@ from common.messages import AdapterRef, Failure
 from common.objects import Objects
 from common.operations import Action, OperationsAnswered, Outputs, Saved, SaveWeights
 from common.streams import GROUP_MANAGER, NUM_PARTITIONS
-from manager_service.records import JSON, TenantRecord, day_field
+from manager_service.records import JSON, TenantRecord
 from manager_service.runs import run as run_module
 from manager_service.runs import runs
 from manager_service.runs.records import USED_S, Checkpoint, SamplerState
 from manager_service.tenants import TENANTS
+from manager_service.usage import day_field
 from tests.common.test_worker import until
 from tests.support.run_world import LEASE_S, PARTITION, SESSION, TENANT, World
 

@@ -10,8 +10,8 @@ import pytest
 
 from common.adapters import AdapterStore
 from common.messages import AdapterRef
-from manager_service.records import hour_of
 from manager_service.runs.records import run_of
+from manager_service.usage import hour_of
 from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, Script, played, running_api
 from tests.support.owned_runs import owned_runs
