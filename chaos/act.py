@@ -44,7 +44,7 @@ class Plan:
     skipped: int = 0
     """Drawn faults before the first."""
     seconds: float | None = None
-    """Of the storm at most."""
+    """Longest duration of the storm."""
     deterministic: bool = True
 
 

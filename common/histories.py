@@ -12,7 +12,7 @@ from common.wire import AnyMessage, decode
 
 MOST_KNOWN = 4096
 HistoryItems = Mapping[History, tuple[list[Message], list[bytes]]]
-"""Of each history the message that its first items make, if it is known, and its other items."""
+"""For each history: the message made of its first items, if this process knows it, and the remaining items."""
 
 
 class KnownHistory(NamedTuple):
@@ -24,7 +24,7 @@ class KnownHistory(NamedTuple):
 
 
 class Histories:
-    """Those of one cell, as one process knows them."""
+    """Histories of one cell, as one process knows them."""
 
     def __init__(self, client: Any, cell: Cell) -> None:
         self._client = client

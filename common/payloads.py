@@ -48,7 +48,7 @@ def _readable(payload: bytes) -> dict[str, str]:
 
 
 class Payloads:
-    """Those of one cell."""
+    """Payloads of one cell."""
 
     def __init__(self, objects: Objects | None) -> None:
         """Without `objects` no large message can travel."""

@@ -11,7 +11,7 @@ from env_service.graders.answers.candidates import has_number
 from env_service.graders.answers.sentences import split, stated_result
 
 MAX_QUESTIONS = 10
-"""Of more, only the first are looked at."""
+"""Questions that are looked at: the first ones."""
 
 _ASIDE = re.compile(
     r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?![A-Za-z]\))(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"

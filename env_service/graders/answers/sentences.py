@@ -11,7 +11,7 @@ from env_service.graders.answers.values.numbers import NUMBER, quantity
 MAX_REMARKS = 5
 """After a result; it is not looked for before more of them."""
 MAX_SENTENCE = 1000
-"""Of a longer one only the end is read."""
+"""Characters of a sentence that are read: the end of a longer one."""
 
 _END = re.compile(
     r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s]|[a-z]\s?[-=+*/^])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])"

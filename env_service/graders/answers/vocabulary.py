@@ -51,7 +51,7 @@ PARTIAL = compiled(
     + words("not|cannot|never|nicht|kein|pas|no|não|non|не|nie|inte|ikke")
     + r"|n't\b|不|않|아니"
 )
-"""In `the answer to the first part is`, `the answer cannot be`."""
+"""Words in `the answer to the first part is`, `the answer cannot be`."""
 NEGATED = compiled(
     r"\W*(?:not|never|nicht|pas|no|não|non|не|nie|neither|不是)\b[^.\n]*?"
     r"(?:\b(?:but|rather|sondern|sino|mais|mas|ma|а|it is|it's)\b|而是|(?P<none>$))"
@@ -185,7 +185,7 @@ CUE = compiled(
     words("so|therefore|thus|hence|finally|total|altogether|in all|result|final|also|donc|entonces|quindi|portanto")
     + r"|[:=→∴\]]|[-=]>"
 )
-"""Before the result of a line without a full stop."""
+"""Words before the result of a line without a full stop."""
 REASON = compiled(
     r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,?\s*\band indeed\b|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
 )
@@ -242,7 +242,7 @@ SOFT = compiled(
     r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam|voor|для|dla|för|için)"
     r"(?:\s+(?:a|all|about|las|los|les|den)|\s+(?:the|his|her|their|its|these|those)(?:\s[a-z]+)?){0,2}\s+[＄€£]?$"
 )
-"""Before a number that is a circumstance if there is another: `$20 for 5 books`."""
+"""Words before a number that is a circumstance if there is another: `$20 for 5 books`."""
 CIRCUMSTANCE = compiled(
     r"(?:[\W_]*(?:so|therefore|thus|hence|finally|and|but|now|then|also|donc|por lo tanto),?\s)?"
     r"(?:(?:if|when|given|once|[a-z]{2,}ing)\s[^,;:=.]*\d[^,;:=.]*"
@@ -262,7 +262,7 @@ ADDRESS = compiled(
     """)
     + "|[©⭐]"
 )
-"""In a sentence to the reader, or on another matter: it states no result."""
+"""Words in a sentence to the reader, or on another matter: it states no result."""
 SUMMARY = compiled(
     words("""
     totals?|sum|answer|result|final|remain\\w*|left|profit|change|average|mean|difference|all|together|overall|net|gesamt\\w*
@@ -270,7 +270,7 @@ SUMMARY = compiled(
     rest|so|therefore|totale|result\\w*|reste|restant
 """)
 )
-"""In the name of a value that others lead to."""
+"""Words in the name of a value that others lead to."""
 SETUP = compiled(
     r"[\W_]*(?:first|next|now)?,?\s*(?:let (?!me\b)|let's (?:say|assume|suppose)\b|say,? (?:each|there|that|he|she|we)\b|given\s?:"
     r"|suppose|assume|consider|recall|remember|note that|for (?:example|instance)\b|(?:because|since)\b[^,:]*$"
@@ -290,7 +290,7 @@ REFUSED = compiled(
     r"\b(?:not|cannot|never|nicht|kein|pas|no|não|non|не|than)(?: (?:be|is|es|est|ist|the|equal|to|exactly))*\s+[＄€£⟦⟪]?$"
     r"|n't(?: be)? [＄€£⟦⟪]?$|不是\s*$"
 )
-"""Before a number that is said not to be the result."""
+"""Words before a number that is said not to be the result."""
 SEVERAL = compiled(words("solutions?|roots?|values|zeros|intercepts|answers|numbers are|lösungen|soluciones"))
 
 # ---- the end of a text ----------------------------------------------------------------------------------------------
