@@ -21,6 +21,7 @@ from common.bus import Bus
 from common.messages import AdapterRef
 from common.objects import Objects
 from common.redis_connection import FastConnection
+from common.scripts import CREATE_GROUP
 from common.streams import GROUP_ENV, GROUP_TRAINER, NUM_PARTITIONS, Cell, partition_of
 from common.tasks import cancel_all
 from common.worker import Inbox
@@ -46,7 +47,13 @@ from tests.manager.test_kept import kept_answers
 STEPS, BATCH, GROUP, HELD_OUT = 2, 2, 2, 2
 LEASE_S = 60.0
 AT_ONCE = 8
-TEXTS = {"COMMIT": COMMIT, "ROUND": ROUND, "RELEASE": RELEASE, "DELETE_IF_SAME": DELETE_IF_SAME}
+TEXTS = {
+    "COMMIT": COMMIT,
+    "ROUND": ROUND,
+    "RELEASE": RELEASE,
+    "DELETE_IF_SAME": DELETE_IF_SAME,
+    "CREATE_GROUP": CREATE_GROUP,
+}
 SCRIPTS = {sha1(text.encode()).hexdigest(): name for name, text in TEXTS.items()}
 SET_UP = {"AUTH", "CLIENT", "HELLO", "SELECT"}
 """Commands by which the client library greets Redis."""
@@ -54,7 +61,7 @@ SET_UP = {"AUTH", "CLIENT", "HELLO", "SELECT"}
 OCCURRENCES: dict[str, Iterable[int]] = {
     "COMMIT": range(1, 11),
     "ROUND": (1, 2),
-    "XGROUP": (1, 5, 20, 53),
+    "CREATE_GROUP": (1, 5, 20, 53),
     "GET": (1, 9, 16),
     "SMEMBERS": (1, 8, 16),
     "HGETALL": (1,),
@@ -177,7 +184,7 @@ class Life:
     async def _first_owner(self, bus: Bus, job: str) -> None:
         """Runs until it dies, or until the job has succeeded."""
         pool = aioredis.ConnectionPool.from_url(
-            self.url, connection_class=MortalConnection, fate=self.fate, client_name=self.cell.base_model
+            self.url, connection_class=MortalConnection, fate=self.fate, client_name=self.cell.base_model, protocol=3
         )
         mortal = Bus(aioredis.Redis.from_pool(pool), self.cell, self.objects)
         living = asyncio.create_task(self._owner(mortal).run(asyncio.Event()))
@@ -272,7 +279,7 @@ async def test_an_owner_that_dies_at_any_command_loses_nothing(redis_url: str, o
     whole = Fate()
     await Life(redis_url, objects, Cell("whole"), whole).run()
     # all but the 53 that make groups, one like the other: the test before dies at some of them
-    fates = [Fate(at, "", after) for at, name in enumerate(whole.order, start=1) if name != "XGROUP"]
+    fates = [Fate(at, "", after) for at, name in enumerate(whole.order, start=1) if name != "CREATE_GROUP"]
     await live(redis_url, objects, fates)
     died = [fate.met for fate in fates if fate.dead]
     assert len(died) > len(fates) // 2
