@@ -76,7 +76,7 @@ class PlannedEngine(NamedTuple):
 
     @classmethod
     def of(cls, name: Literal["torch", "vllm"], device: Device) -> "PlannedEngine":
-        return cls(name, 256 if name == "vllm" and device.gpu else 64)
+        return cls(name, 256 if name == "vllm" and device.gpu else 128)
 
 
 class Load(NamedTuple):

@@ -15,8 +15,9 @@ import pytest
 from openai.types.fine_tuning import FineTuningJob
 
 from common.adapters import PEFT_FILES, AdapterStore, Manifest
-from common.messages import AdapterRef, EnvSpec, Failure
+from common.messages import AdapterRef, EnvSpec, Failure, JobCommand
 from common.streams import partition_of
+from common.wire import decode
 from manager_service.api.adapters import with_base
 from manager_service.archive.samples import SampleFiles
 from manager_service.kept import Kept
@@ -86,7 +87,8 @@ async def test_creation_tells_the_owner_in_the_same_moment(server: ApiServer) ->
     job = await create(server)
     cell, partition = server.bus.cell, partition_of("default")
     ((_, fields),) = await server.api.redis.xrange(cell.jobs(partition))
-    assert (fields[b"kind"], fields[b"job"]) == (b"JobCommand", job.id.encode())
+    command = decode(fields[b"payload"])
+    assert isinstance(command, JobCommand) and command.job == job.id
     assert await server.api.redis.smembers(cell.active(partition)) == {job.id.encode()}
 
 

@@ -249,16 +249,6 @@ def test_a_refused_job_leaves_no_files_behind(api: type[FakeApi], tmp_path: Path
     assert not api.requests, "what is seen here is said before anything is uploaded"
 
 
-@pytest.mark.parametrize("status", [404, 405])
-def test_a_service_that_cannot_estimate_takes_jobs(api: type[FakeApi], status: int) -> None:
-    missing = (status, {"error": {"message": "there is no such address"}})
-    api.answers = {("POST", "/v1/fine_tuning/jobs"): JOB, ESTIMATED: missing}
-    words = ("submit", "--environment", "calculator", "--hyper", "max_steps=15")
-    assert "ftjob-1" in run(*words) and api.requests[-1][0] == "/v1/fine_tuning/jobs"
-    with pytest.raises(Refused, match="no such address"):
-        run(*words, "--estimate")
-
-
 def test_a_password_in_the_url_is_refused_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("http://me:secret@host:8000/v1", "me:secret@host", "http://me:secret@host:99999", "ftp://secret@host"):
         monkeypatch.setenv("MARLAAS_URL", url)
