@@ -56,7 +56,9 @@ class RolloutHandler:
         send_delta: SendDelta,
         deterministic: bool = False,
     ) -> None:
-        """`deterministic`: a moved turn of a job starts again, because bits differ when it goes on from its tokens."""
+        """`deterministic`: no progress is kept, and a moved turn of a job starts again, because bits differ when it goes on from its
+        tokens.
+        """
         self._engine = engine
         self._adapters = adapters
         self._cell = cell
@@ -88,22 +90,24 @@ class RolloutHandler:
         return self.failed(self._charged(message), Failure("cancelled", "the job has ended"))
 
     def hand_back(self, message: TurnRequest) -> list[Out]:
-        """The request with the tokens sampled so far, for any other worker."""
+        """The request with the tokens sampled so far, for any other worker; for the API replica that asked, which asks again."""
         partial = self._engine.partial(message.id)
         request = self._charged(message)
         if self._restarts(message):
             request = _without_partial(request)
         elif partial is not None:
             request = _with_tokens(request, partial.tokens, partial.logprobs)
-        return [(self._cell.rollout_first, request)]
+        return [(message.reply_to or self._cell.rollout_first, request)]
 
     def progress(self, message: TurnRequest) -> tuple[bytes, bytes] | None:
         """The turn's tokens and log-probs so far, and what its trajectory has cost with them; see `Resumes`.
 
-        None for a short turn, and for one of a chat, of which the API replica that asked keeps the tokens.
+        None for a short turn, and for a stream, of which the API replica that asked keeps the tokens.
         """
         partial = self._engine.partial(message.id)
-        if partial is None or len(partial.tokens) <= SHORT_TURN or message.reply_to or self._restarts(message):
+        if partial is None or len(partial.tokens) <= SHORT_TURN or message.stream:
+            return None
+        if self._deterministic or self._restarts(message):
             return None
         usage = self._charged(message).usage
         head = PROGRESS_HEAD.pack(usage.prompt_tokens, usage.sampled_tokens, usage.rollout_s)
@@ -159,7 +163,8 @@ class RolloutHandler:
             pump.cancel()
 
     def _restarts(self, message: TurnRequest) -> bool:
-        return self._deterministic and not message.reply_to
+        """True for a turn of a job in deterministic mode, and where each token's alternatives are told: nobody keeps those."""
+        return (self._deterministic and not message.reply_to) or bool(message.sampling.num_top_logprobs)
 
     def _restarted(self, message: TurnRequest) -> TurnRequest:
         return _without_partial(message) if self._restarts(message) else message

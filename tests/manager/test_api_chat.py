@@ -10,7 +10,10 @@ import msgspec
 import openai
 import pytest
 
-from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult
+from common.bus import Settlement
+from common.deliveries import Idle
+from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, Usage
+from common.streams import GROUP_ROLLOUT
 from common.wire import decode
 from manager_service.api.sampling.replies import AnswerText
 from manager_service.records import JSON, JobState
@@ -228,20 +231,51 @@ async def test_what_cannot_be_done_is_refused_by_name(server: ApiServer) -> None
 # Workers that die, clients that leave -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_turn_whose_worker_dies_is_asked_for_again_from_what_was_seen(server: ApiServer, stream: bool) -> None:
+async def test_a_stream_whose_worker_dies_is_asked_for_again_from_what_was_seen(server: ApiServer) -> None:
     text = "a long answer"
     async with played(Script(server.bus, text=text, dies_after=4)) as script:
-        answer: Any = await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
+        answer: Any = await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)
         told = await text_of(answer)
     assert told == text
     first, second = script.seen
     assert (first.trajectory.attempt, second.trajectory.attempt) == (0, 1)
-    assert (second.num_partial, second.epoch, second.job) == (4 if stream else 0, 1, first.job)
-    assert second.logprobs.numpy()[-2:].tolist() == ([-0.5, -0.5] if stream else [0, 0])
+    assert (second.num_partial, second.epoch, second.job) == (4, 1, first.job)
+    assert second.logprobs.numpy()[-2:].tolist() == [-0.5, -0.5]
     while not (told := await cancels(server)):  # they are sent beside the answer
         await asyncio.sleep(0.01)
     assert [(c.job, c.epoch) for c in told] == [(first.job, 0)]
+
+
+async def test_a_whole_answer_whose_worker_dies_is_left_to_the_one_that_takes_over_what_was_kept(
+    server: ApiServer,
+) -> None:
+    """Asked for again it would begin from nothing: only its workers know its tokens."""
+    stream, bus = server.bus.cell.rollout_first, server.bus
+    await bus.ensure_group(stream, GROUP_ROLLOUT)
+    asking = asyncio.create_task(server.openai.chat.completions.create(model="tiny", messages=HELLO))
+    while not (lost := await bus.read([stream], GROUP_ROLLOUT, "dead", count=1, block_ms=100)):
+        pass
+    await asyncio.sleep(1.2)  # three silences
+    assert await server.api.redis.xlen(stream) == 1
+    (taken,) = await bus.claim(stream, GROUP_ROLLOUT, "other", [Idle(lost[0].entry, 1)], min_idle_ms=0)
+    assert isinstance(taken.message, TurnRequest)
+    await bus.settle([Settlement(taken, [Script(bus).result(taken.message)])])
+    assert (await asking).choices[0].message.content == "95"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_that_its_worker_gives_back_is_asked_for_again_from_all_its_tokens(
+    server: ApiServer, stream: bool
+) -> None:
+    text = "a long answer"
+    async with played(Script(server.bus, text=text, gives_back_after=6)) as script:
+        answer: Any = await server.openai.chat.completions.create(
+            model="tiny", messages=HELLO, stream=stream, logprobs=True
+        )
+        assert await text_of(answer) == text
+    first, second = script.seen
+    assert (second.num_partial, second.epoch, second.usage) == (6, 1, Usage(sampled_tokens=6))
+    assert second.num_prompt == first.num_prompt
 
 
 async def cancels(server: ApiServer) -> list[Cancel]:
@@ -286,8 +320,8 @@ async def test_a_client_that_leaves_frees_the_workers(server: ApiServer, stream:
 
 async def test_a_failed_turn_is_an_error_with_its_reason(server: ApiServer) -> None:
     class Failing(Script):
-        def _result(self, request: TurnRequest, tokens: Any) -> Any:
-            stream, result = super()._result(request, [])
+        def result(self, request: TurnRequest, tokens: Any = None) -> Any:
+            stream, result = super().result(request, [])
             assert isinstance(result, TurnResult)
             failure = Failure("corrupt_adapter", "its sha256 is wrong")
             return stream, msgspec.structs.replace(result, failure=failure, stop_reason="failed")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -176,16 +177,28 @@ async def test_progress_is_all_that_another_worker_needs_to_go_on() -> None:
         assert again.num_partial == 71 and again.usage.rollout_s == 2.0 and again.usage.sampled_tokens == 71
 
 
+API: dict[str, Any] = {"purpose": "chat", "reply_to": CELL.reply("api")}
+
+
 @pytest.mark.parametrize(
-    "num,reply_to,deterministic", [(64, "", False), (70, CELL.reply("api"), False), (70, "", True)]
+    ("num", "asked", "deterministic", "kept"),
+    [
+        (70, {}, False, True),
+        (70, API, False, True),
+        (64, {}, False, False),
+        (70, API | {"stream": True}, False, False),
+        (70, API | {"num_top_logprobs": 2}, False, False),
+        (70, {}, True, False),
+        (70, API, True, False),
+    ],
 )
-async def test_no_progress_is_kept_of_short_turns_chats_and_in_deterministic_mode(
-    num: int, reply_to: str, deterministic: bool
+async def test_progress_is_kept_but_of_short_turns_streams_told_alternatives_and_in_deterministic_mode(
+    num: int, asked: dict[str, Any], deterministic: bool, kept: bool
 ) -> None:
     store, _ = await store_with()
     engine = FakeEngine(sampled=Partial([1] * num, [0.0] * num, num_sampled=num, busy_s=1.0))
     async with serving(engine, store, deterministic=deterministic) as (handler, _):
-        assert handler.progress(request(BASE, max_tokens=200, reply_to=reply_to)) is None
+        assert (handler.progress(request(BASE, max_tokens=200, **asked)) is not None) == kept
 
 
 async def test_inference_is_answered_on_its_reply_stream_with_deltas_before() -> None:
@@ -228,8 +241,12 @@ async def test_handing_back_keeps_the_tokens_unless_bits_must_not_change(determi
     async with serving(FakeEngine(sampled=partial), store, deterministic=deterministic) as (handler, _):
         asked = request(BASE, partial=([5], [-1.0]))
         ((stream, handed),) = handler.hand_back(asked)
-        ((_, chat),) = handler.hand_back(request(BASE, purpose="chat", reply_to="r", partial=([5], [-1.0])))
-    assert stream == CELL.rollout_first and isinstance(handed, TurnRequest) and isinstance(chat, TurnRequest)
+        ((asker, chat),) = handler.hand_back(request(BASE, **API, partial=([5], [-1.0])))
+    assert (
+        (stream, asker) == (CELL.rollout_first, CELL.reply("api"))
+        and isinstance(handed, TurnRequest)
+        and isinstance(chat, TurnRequest)
+    )
     assert handed.num_prompt == chat.num_prompt == asked.num_prompt
     assert (handed.num_partial, chat.num_partial) == (0 if deterministic else 2, 2)
     assert chat.tokens.numpy()[-2:].tolist() == [5, 6] and chat.written.numpy()[-2:].tolist() == [1, 1]
@@ -253,6 +270,23 @@ async def test_a_turn_handed_back_halfway_ends_as_if_nothing_had_happened() -> N
     assert moved.tokens == whole.tokens
     assert np.allclose(moved.logprobs.numpy(), whole.logprobs.numpy(), atol=1e-4)
     assert moved.usage.sampled_tokens == 300
+
+
+async def test_a_turn_handed_back_halfway_has_the_alternatives_of_each_of_its_tokens() -> None:
+    store, _ = await store_with()
+    asked = request(BASE, **API, max_tokens=60, num_top_logprobs=2)
+    async with running(ends=False) as engine, serving(engine, store) as (handler, _):
+        _, whole = await turn(handler, asked)
+        task = asyncio.create_task(handler(asked, beat))
+        while (partial := engine.partial(asked.id)) is None or len(partial.tokens) < 5:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task])
+        ((_, handed),) = handler.hand_back(asked)
+        assert isinstance(handed, TurnRequest) and handed.usage.sampled_tokens >= 5
+        _, moved = await turn(handler, handed)
+    assert len(moved.tokens) == len(moved.top_logprobs) == 60
+    assert (moved.tokens, moved.top_logprobs) == (whole.tokens, whole.top_logprobs)
 
 
 async def test_a_paused_turn_is_parked_as_it_began() -> None:

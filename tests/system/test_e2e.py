@@ -141,18 +141,22 @@ async def check_whole(cluster: LocalCluster, api: Api, job: str, *, steps: int, 
 async def test_a_killed_rollout_worker_costs_its_turns_only_what_was_not_kept_of_them(tmp_path: Path) -> None:
     """E5: what the worker after it samples and what was kept are the turns' tokens together."""
     base = make_random_base(tmp_path / "base", last_word=FIRST_WORD, vocab_size=8192)  # its turns hardly ever stop
-    hyper: dict[str, Any] = {"max_steps": 1, "batch_size": 1, "group_size": 8, "max_tokens": 1000}
-    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_LEASE_S": "2"}
+    hyper: dict[str, Any] = {"max_steps": 1, "batch_size": 1, "group_size": 2, "max_tokens": 1000}
+    ask = {"model": "base", "prompt": "long", "n": 6, "max_tokens": 500}
+    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_LEASE_S": "2", "MARLAAS_INFERENCE_SILENCE_S": "1"}
     async with running(tmp_path / "data", environment=environment) as (cluster, api):
-        # Given long turns of which some tokens are kept
+        # Given long turns, of a job and of an answer that is asked for as a whole, of which some tokens are kept
         job = await api.submit("sort", model="base", **hyper)
+        api.http.timeout = None
+        asking = asyncio.create_task(api.post("/completions", ask))
         bus = Bus.connect(cluster.redis_url, Cell("base"))
-        while (kept := await tokens_kept(bus)) < 8 * 100:
+        while await tokens_kept(bus, bus.cell.rollout_first) < 200 or (kept := await tokens_kept(bus)) < 400:
             await asyncio.sleep(0.02)
         await bus.close()
         # When their worker is killed
         await cluster.restart("rollout-0", signal.SIGKILL)
         (done,) = await api.until_done(job)
+        answer = await asking
         assert done["status"] == "succeeded", done["error"]
         # Then the next one samples the others alone
         await asyncio.sleep(2.5)
@@ -161,12 +165,13 @@ async def test_a_killed_rollout_worker_costs_its_turns_only_what_was_not_kept_of
         await admin.close()
         (sampled,) = [w["counters"]["sampled_tokens"] for w in workers if w["pid"] == cluster.pids["rollout-0"]]
         (usage,) = [row for row in (await api.get("/usage"))["data"] if row["job"] == job]
-    assert 0 < sampled <= usage["sampled_tokens"] - kept, (sampled, usage, kept)
+    whole = usage["sampled_tokens"] + answer["usage"]["completion_tokens"]
+    assert 0 < sampled <= whole - kept, (sampled, usage, answer["usage"], kept)
 
 
-async def tokens_kept(bus: Bus) -> int:
-    """Of all turns under way."""
-    sizes = [await bus.client.strlen(key) for key in await bus.client.keys(bus.cell.partial(bus.cell.rollout, "*"))]
+async def tokens_kept(bus: Bus, stream: str = "*") -> int:
+    """Of all turns under way, or of those that were read from one stream."""
+    sizes = [await bus.client.strlen(key) for key in await bus.client.keys(bus.cell.partial(stream, "*"))]
     return sum((size - PROGRESS_HEAD.size) // PROGRESS_BODY.itemsize for size in sizes)
 
 

@@ -2,7 +2,8 @@
 
     reads: reply:<api>   writes: rollout:first, rollout, env, control   holds: turns under way (lost on a crash, with the connection)
     waits for: a delta or a result   unblocked by: rollout, env
-    when a worker dies: after a silence the turn is asked for again, from the tokens that were already seen
+    when a worker dies: another takes the turn over, from the tokens that were kept; a stream is asked for again after a silence, from
+    those that were seen. When it stops, it gives the turn back, and it is asked for again at once
 
 A completion is a job of its own, `chat-…`, so that it can be cancelled like one.
 """
@@ -107,7 +108,7 @@ class Replies:
 
     def _hand_over(self, message: Any) -> None:
         queue = self._waiting.get(message.job)
-        if queue is not None and isinstance(message, TurnDelta | TurnResult | GradeResult):
+        if queue is not None and isinstance(message, TurnDelta | TurnResult | TurnRequest | GradeResult):
             queue.put_nowait(message)
 
 
@@ -233,6 +234,8 @@ class Inference:
         if choice.result is not None:
             self._share.note(BULK if choice.bulk else CHAT, choice.result.usage.rollout_s)
             self._give_back(choice)
+        if choice.handed_back:
+            await self._ask_again(choice)
         return [] if fresh is None else [fresh]
 
     async def _publish(self, choices: "list[Choice]") -> None:
@@ -269,13 +272,18 @@ class Inference:
         if cared_for:
             choice.heard_s = now
             return
+        await self._ask_again(choice)
+
+    async def _ask_again(self, choice: Choice) -> None:
         log.warning("turn_asked_again", job=choice.request.job, num_tokens=len(choice.tokens))
         self._cancel(choice.request, epoch=choice.request.epoch)
-        choice.request = continued(choice)
+        choice.request, choice.handed_back = continued(choice), False
         await self._publish([choice])
 
     async def _is_cared_for(self, choice: Choice) -> bool:
-        """True if the request waits in the stream, or a worker renewed it within the silence."""
+        """True if the request waits in the stream, or a worker renewed it within the silence. Of a turn without a stream its workers
+        have kept what is done: whoever takes it over from a dead one goes on from there.
+        """
         stream, client, entry = self._stream(choice), self._bus.client, choice.entry
         if not await self._bus.retrying(lambda: client.xrange(stream, entry, entry)):
             return False
@@ -287,7 +295,8 @@ class Inference:
             if "NOGROUP" not in str(error):
                 raise
             return True
-        return not pending or pending[0]["time_since_delivered"] < self._silence_s * 1000
+        renewed = not pending or pending[0]["time_since_delivered"] < self._silence_s * 1000
+        return renewed or not choice.request.stream
 
     def _cancel(self, request: TurnRequest | GradeRequest, *, epoch: int) -> None:
         cancel = Cancel(
