@@ -55,7 +55,9 @@ class RolloutHandler:
         send_delta: SendDelta,
         deterministic: bool = False,
     ) -> None:
-        """`deterministic`: a moved turn of a job starts again, because bits differ when it goes on from its tokens."""
+        """`deterministic`: no progress is kept, and a moved turn of a job starts again, because bits differ when it goes on from its
+        tokens.
+        """
         self._engine = engine
         self._adapters = adapters
         self._cell = cell
@@ -87,14 +89,14 @@ class RolloutHandler:
         return self.failed(self._charged(message), Failure("cancelled", "the job has ended"))
 
     def hand_back(self, message: TurnRequest) -> list[Out]:
-        """The request with the tokens sampled so far, for any other worker."""
+        """The request with the tokens sampled so far, for any other worker; for the API replica that asked, which asks again."""
         partial = self._engine.partial(message.id)
         request = self._charged(message)
         if self._restarts(message):
             request = _without_partial(request)
         elif partial is not None:
             request = _with_tokens(request, partial.tokens, partial.logprobs)
-        return [(self._cell.rollout_first, request)]
+        return [(message.reply_to or self._cell.rollout_first, request)]
 
     def progress(self, message: TurnRequest) -> tuple[bytes, bytes] | None:
         """The turn's tokens and log-probs so far, and what its trajectory has cost with them; see `Resumes`.

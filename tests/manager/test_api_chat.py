@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult
+from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, Usage
 from common.wire import decode
 from manager_service.api.sampling.replies import AnswerText
 from manager_service.records import JSON, JobState
@@ -255,6 +255,21 @@ async def test_a_whole_answer_whose_worker_dies_is_left_to_whoever_goes_on_with_
     assert len(script.seen) == 1 and not await cancels(server)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_that_its_worker_gives_back_is_asked_for_again_from_all_its_tokens(
+    server: ApiServer, stream: bool
+) -> None:
+    text = "a long answer"
+    async with played(Script(server.bus, text=text, gives_back_after=6)) as script:
+        answer: Any = await server.openai.chat.completions.create(
+            model="tiny", messages=HELLO, stream=stream, logprobs=True
+        )
+        assert await text_of(answer) == text
+    first, second = script.seen
+    assert (second.num_partial, second.epoch, second.usage) == (6, 1, Usage(sampled_tokens=6))
+    assert second.num_prompt == first.num_prompt
+
+
 async def cancels(server: ApiServer) -> list[Cancel]:
     entries = await server.api.redis.xrange(server.bus.cell.control)
     found = [decode(fields[b"payload"]) for _, fields in entries]
@@ -297,8 +312,8 @@ async def test_a_client_that_leaves_frees_the_workers(server: ApiServer, stream:
 
 async def test_a_failed_turn_is_an_error_with_its_reason(server: ApiServer) -> None:
     class Failing(Script):
-        def _result(self, request: TurnRequest, tokens: Any) -> Any:
-            stream, result = super()._result(request, [])
+        def result(self, request: TurnRequest, tokens: Any = None) -> Any:
+            stream, result = super().result(request, [])
             assert isinstance(result, TurnResult)
             failure = Failure("corrupt_adapter", "its sha256 is wrong")
             return stream, msgspec.structs.replace(result, failure=failure, stop_reason="failed")

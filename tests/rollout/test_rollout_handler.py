@@ -178,6 +178,9 @@ async def test_progress_is_all_that_another_worker_needs_to_go_on(reply_to: str)
         assert again.num_partial == 71 and again.usage.rollout_s == 2.0 and again.usage.sampled_tokens == 71
 
 
+API: dict[str, Any] = {"purpose": "chat", "reply_to": CELL.reply("api")}
+
+
 @pytest.mark.parametrize(
     "num,asked,deterministic",
     [
@@ -238,8 +241,12 @@ async def test_handing_back_keeps_the_tokens_unless_bits_must_not_change(determi
     async with serving(FakeEngine(sampled=partial), store, deterministic=deterministic) as (handler, _):
         asked = request(BASE, partial=([5], [-1.0]))
         ((stream, handed),) = handler.hand_back(asked)
-        ((_, chat),) = handler.hand_back(request(BASE, purpose="chat", reply_to="r", partial=([5], [-1.0])))
-    assert stream == CELL.rollout_first and isinstance(handed, TurnRequest) and isinstance(chat, TurnRequest)
+        ((asker, chat),) = handler.hand_back(request(BASE, **API, partial=([5], [-1.0])))
+    assert (
+        (stream, asker) == (CELL.rollout_first, CELL.reply("api"))
+        and isinstance(handed, TurnRequest)
+        and isinstance(chat, TurnRequest)
+    )
     assert handed.num_prompt == chat.num_prompt == asked.num_prompt
     assert (handed.num_partial, chat.num_partial) == (0 if deterministic else 2, 2)
     assert chat.tokens.numpy()[-2:].tolist() == [5, 6] and chat.written.numpy()[-2:].tolist() == [1, 1]

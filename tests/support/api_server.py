@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from msgspec.structs import replace
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from common.adapters import AdapterStore
@@ -27,6 +28,7 @@ from common.messages import (
 )
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER
 from common.tasks import cancel_all
+from common.transcript import wrote
 from common.worker import Inbox
 from harness.redis_server import free_port
 from harness.standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_worker
@@ -155,6 +157,7 @@ class Script:
     failure: Failure | None = None  # of every turn
     chunk: int = 1
     dies_after: int | None = None  # tokens of the first attempt, after which nothing more is heard of it
+    gives_back_after: int | None = None  # tokens of the first attempt, with which its request goes back
     seen: list[TurnRequest] = field(default_factory=list)
     inbox: str = ""  # the stream that it reads; empty: the one of inference
 
@@ -175,12 +178,15 @@ class Script:
                 request = delivery.message
                 assert isinstance(request, TurnRequest)
                 self.seen.append(request)
+                if self.gives_back_after and request.trajectory.attempt == 0:
+                    await self.bus.settle([Settlement(delivery, [self._given_back(request, self.gives_back_after)])])
+                    continue
                 dies = self.dies_after if request.trajectory.attempt == 0 else None
                 tokens = self._tokens(request)[:dies]
                 if request.stream:
                     await self.bus.publish(self._deltas(request, tokens))
                 if dies is None:
-                    await self.bus.settle([Settlement(delivery, [self._result(request, tokens)])])
+                    await self.bus.settle([Settlement(delivery, [self.result(request, tokens)])])
 
     def _tokens(self, request: TurnRequest) -> list[int]:
         """Bytes are tokens in the tiny model; 256 is its end of turn."""
@@ -201,7 +207,14 @@ class Script:
         }
         return TurnDelta(adapter=request.adapter, **values)
 
-    def _result(self, request: TurnRequest, tokens: Sequence[int]) -> Out:
+    def _given_back(self, request: TurnRequest, num: int) -> Out:
+        partial = wrote(self._tokens(request)[:num], [-0.5] * num)
+        usage = Usage(sampled_tokens=num)
+        return request.reply_to, replace(request, transcript=request.transcript + partial, num_partial=num, usage=usage)
+
+    def result(self, request: TurnRequest, tokens: Sequence[int] | None = None) -> Out:
+        """Of these tokens; None: of all."""
+        tokens = self._tokens(request) if tokens is None else tokens
         tops = [[(int(t), -0.5), (65, -2.0)][: request.sampling.num_top_logprobs] for t in tokens]
         result = TurnResult(
             **_plain(request),

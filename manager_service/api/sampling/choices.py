@@ -1,4 +1,5 @@
-"""One answer that is asked for, and what each message about it says: tokens that are new, a result, a failure.
+"""One answer that is asked for, and what each message about it says: tokens that are new, a result, a failure, or that its worker
+stops and gives the request back.
 
 A completion's epoch rises with every attempt. Messages of an older attempt are not used, unless one of them is the whole answer.
 """
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from common.errors import CorruptObject, InvalidInput, Unavailable
 from common.messages import (
@@ -26,7 +28,7 @@ from common.streams import partition_of
 from common.transcript import shown, wrote
 from manager_service.records import TenantRecord
 
-ReplyMessage = TurnDelta | TurnResult | GradeResult
+ReplyMessage = TurnDelta | TurnResult | TurnRequest | GradeResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class Choice:
     logprobs: list[float] = field(default_factory=list[float])
     heard_s: float = 0.0  # monotonic: last sign of life, and last token
     advanced_s: float = 0.0
+    handed_back: bool = False  # nobody works on it any more
     result: TurnResult | None = None
 
 
@@ -97,9 +100,10 @@ def _choices_of(job: str, ask: InferenceRequest, reply_to: str, group: int) -> I
 
 
 def choice_key(message: Message) -> tuple[int, int] | None:
-    """(group, sample) of a turn's message: a field of results, a part of the id of deltas."""
-    if isinstance(message, TurnResult):
-        return message.request.trajectory.group, message.request.trajectory.sample
+    """(group, sample) of a turn's message: a field of requests, a part of the id of deltas."""
+    request = message.request if isinstance(message, TurnResult) else message
+    if isinstance(request, TurnRequest):
+        return request.trajectory.group, request.trajectory.sample
     parts = message.id.split("/")
     group = parts[1].rpartition(".")[2] if len(parts) > 2 else ""
     return (int(group), int(parts[2])) if group.isdecimal() and parts[2].isdecimal() else None
@@ -109,6 +113,8 @@ def take(choice: Choice, message: ReplyMessage, index: int) -> Fresh | None:
     """The news in a message. Raises Unavailable, InvalidInput or CorruptObject for a failed turn."""
     if isinstance(message, TurnDelta):
         return _take_delta(choice, message, index)
+    if isinstance(message, TurnRequest):
+        return _take_back(choice, message, index)
     if not isinstance(message, TurnResult):
         return None
     current = message.request.epoch == choice.request.epoch
@@ -129,12 +135,24 @@ def _take_delta(choice: Choice, delta: TurnDelta, index: int) -> Fresh | None:
     known = len(choice.tokens)
     if delta.epoch != choice.request.epoch or delta.offset > known:
         return None
-    choice.heard_s = time.monotonic()
     skip = known - delta.offset
-    tokens = [int(token) for token in delta.tokens.numpy()[skip:]]
-    logprobs = [float(value) for value in delta.logprobs.numpy()[skip:]]
-    if not tokens:
+    return _take_tokens(choice, delta.tokens.numpy()[skip:], delta.logprobs.numpy()[skip:], index)
+
+
+def _take_back(choice: Choice, request: TurnRequest, index: int) -> Fresh | None:
+    """What is new among the tokens that its worker had sampled; `choice.handed_back` then says that it is to be asked for again."""
+    if request.epoch != choice.request.epoch:
         return None
+    choice.request, choice.handed_back = request, True
+    start = request.num_prompt + len(choice.tokens)
+    return _take_tokens(choice, request.tokens.numpy()[start:], request.logprobs.numpy()[start:], index)
+
+
+def _take_tokens(choice: Choice, new: np.ndarray, values: np.ndarray, index: int) -> Fresh | None:
+    choice.heard_s = time.monotonic()
+    if not len(new):
+        return None
+    tokens, logprobs = [int(token) for token in new], [float(value) for value in values]
     choice.advanced_s = choice.heard_s
     choice.tokens += tokens
     choice.logprobs += logprobs

@@ -2,7 +2,8 @@
 
     reads: reply:<api>   writes: rollout:first, rollout, env, control   holds: turns under way (lost on a crash, with the connection)
     waits for: a delta or a result   unblocked by: rollout, env
-    when a worker dies: after a silence the turn is asked for again, from the tokens that were already seen
+    when a worker dies: another takes the turn over, from the tokens that were kept; a stream is asked for again after a silence, from
+    those that were seen. When it stops, it gives the turn back, and it is asked for again at once
 
 A completion is a job of its own, `chat-…`, so that it can be cancelled like one.
 """
@@ -98,7 +99,7 @@ class Replies:
 
     def _hand_over(self, message: Any) -> None:
         queue = self._waiting.get(message.job)
-        if queue is not None and isinstance(message, TurnDelta | TurnResult | GradeResult):
+        if queue is not None and isinstance(message, TurnDelta | TurnResult | TurnRequest | GradeResult):
             queue.put_nowait(message)
 
 
@@ -224,6 +225,8 @@ class Inference:
         if choice.result is not None:
             self._share.note(BULK if choice.bulk else CHAT, choice.result.usage.rollout_s)
             self._give_back(choice)
+        if choice.handed_back:
+            await self._ask_again(choice)
         return [] if fresh is None else [fresh]
 
     async def _publish(self, choices: "list[Choice]") -> None:
@@ -260,9 +263,12 @@ class Inference:
         if cared_for:
             choice.heard_s = now
             return
+        await self._ask_again(choice)
+
+    async def _ask_again(self, choice: Choice) -> None:
         log.warning("turn_asked_again", job=choice.request.job, num_tokens=len(choice.tokens))
         self._cancel(choice.request, epoch=choice.request.epoch)
-        choice.request = continued(choice)
+        choice.request, choice.handed_back = continued(choice), False
         await self._publish([choice])
 
     async def _is_cared_for(self, choice: Choice) -> bool:

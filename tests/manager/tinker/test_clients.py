@@ -211,7 +211,7 @@ async def test_samples_wait_for_the_tokens_of_the_day(server: ApiServer, monkeyp
 class Refusing(Script):
     """A worker that refuses what it is asked."""
 
-    def _result(self, request: TurnRequest, tokens: Any) -> tuple[str, Any]:
+    def result(self, request: TurnRequest, tokens: Any = None) -> tuple[str, Any]:
         names = ("id", "tenant", "job", "partition", "epoch", "adapter")
         about = {name: getattr(request, name) for name in names}
         failure = Failure("invalid", "the prompt is not liked")
