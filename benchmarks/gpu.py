@@ -213,15 +213,15 @@ def options() -> Any:
     known.add_argument("--jobs", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
     known.add_argument("--repetitions", type=positive, default=3, help="default 3")
     known.add_argument("--seconds", type=positive, default=540, help="after which no part begins; default 540")
+    beside = ("vllm", "trl")
+    known.add_argument(
+        "--beside", choices=beside, nargs="*", default=beside, help="systems to measure too; default both"
+    )
     known.add_argument("--quick", action="store_true", help="the first shape, one repetition")
     known.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")
     known.add_argument("--memory-bytes", type=int, default=0, help="as MARLAAS_TRAINER_MEMORY_BYTES")
     known.add_argument("--compile", action="store_true", help="compile the decoder, as MARLAAS_TRAINER_COMPILE")
     known.add_argument("--backbone", choices=("decoder", "transformers"), default="transformers", help="what trains")
-    beside = ("vllm", "trl")
-    known.add_argument(
-        "--beside", choices=beside, nargs="*", default=beside, help="systems to measure too; default both"
-    )
     known.add_argument("--peak-tflops", type=float, help="of the device, in bfloat16")
     known.add_argument("--peak-gbs", type=float, help="of the device's memory")
     given = known.parse_args()
