@@ -101,7 +101,7 @@ def measure_trl(shape: str, device: torch.device, repetitions: int) -> dict[str,
 
 
 def _trained(base: Path, device: torch.device, num_steps: int) -> list[float]:
-    """When the answers of each step were rewarded, which is once a step."""
+    """The times at which the answers of each step were rewarded, which is once a step."""
     from datasets import Dataset  # here: TRL needs them
     from peft import LoraConfig
     from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
