@@ -66,7 +66,7 @@ def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dic
         "separate": lambda: [trainer.step(*job, lambda: None) for job in jobs],
     }
     seconds = in_turns({name: timed(done(work, device)) for name, work in runs.items()}, repetitions)
-    peak = _peak_bytes(device, runs["fused"])
+    peak = peak_bytes(device, runs["fused"])
     with FlopCounterMode(display=False) as counter:
         metrics = [trained.metrics for trained in fused(trainer, jobs)]
     forward = [m["forward_tokens"] or 0.0 for m in metrics]
@@ -85,8 +85,8 @@ def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dic
     }
 
 
-def _peak_bytes(device: torch.device, work: Callable[[], object]) -> float:
-    """The most memory of a GPU that is taken at one time; NaN elsewhere."""
+def peak_bytes(device: torch.device, work: Callable[[], object]) -> float:
+    """The most memory of a GPU that is taken at one time; NaN elsewhere, where no work is done."""
     if device.type != "cuda":
         return float("nan")
     torch.cuda.reset_peak_memory_stats(device)
@@ -217,12 +217,17 @@ async def _sampled(model: EngineBackbone, state: TrainState) -> Rows:
 
 def measure_job(shape: str, device: torch.device) -> dict[str, float]:
     """A step of each of two jobs through all services, on one device. Raises ImportError for what the services lack."""
-    sizes, last_word = ({}, FIRST_WORD) if shape == "tiny" else (QWEN3_06B, LAST_WORD)
     names = ("MARLAAS_ROLLOUT_DEVICE", "MARLAAS_TRAINER_DEVICE")
     variables = dict.fromkeys(names, str(device)) | {"MARLAAS_MAX_CONTEXT": "2048"}
     with tempfile.TemporaryDirectory() as folder:
-        base = make_random_base(Path(folder) / "base", last_word=last_word, **sizes)
+        base = folder_of_shape(shape, Path(folder))
         return asyncio.run(_trained({"MARLAAS_BASE_MODELS": f"base={base}", **variables}))
+
+
+def folder_of_shape(shape: str, parent: Path) -> Path:
+    """Writes a base model of that shape, or of Qwen3-0.6B's in place of a larger one."""
+    sizes, last_word = ({}, FIRST_WORD) if shape == "tiny" else (QWEN3_06B, LAST_WORD)
+    return make_random_base(parent / "base", last_word=last_word, **sizes)
 
 
 async def _trained(variables: dict[str, str]) -> dict[str, float]:

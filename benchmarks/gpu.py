@@ -13,12 +13,15 @@ Weights are random, in bfloat16; adapters have rank 8 on all linear layers. tran
     peft       the same fused step of PEFT_JOBS jobs in turn with a plain loop of transformers + PEFT, a step for each job
     decoding   64 rows of N adapters on the embedded engine. MBU: bytes that each step must read (weights, adapters at work, keys and
                values) over what the device can read
+    plan       the most memory of a step of 8 rows of 4,096 tokens, and what `marlaas plan` says of it, both without the process and without
+               holes between allocations
     gap        between the log-probs of tokens that the engine sampled and those of the trainer, both in bfloat16
     busiest    operations by their share of the device's time
 
-And of the first shape a whole job, through all services on the one device. A part that fails says why, and the others go on; parts that
-would begin after `--seconds` are left out, and said so. The peaks of some devices are known; else give `--peak-tflops` and
-`--peak-gbs`. Without a GPU nothing is measured. What a bare machine needs is in docs/benchmarks.md.
+And of the first shape a whole job, through all services on the one device; and where they are installed (`--beside` chooses) decoding of
+such rows on vLLM, and steps of one job on TRL's GRPOTrainer, 4 groups of 8 answers of 64 tokens, which transformers generates. A part that
+fails says why, and the others go on; parts that would begin after `--seconds` are left out, and said so. The peaks of some devices are
+known; else give `--peak-tflops` and `--peak-gbs`. Without a GPU nothing is measured. What a bare machine needs is in docs/benchmarks.md.
 """
 
 import json
@@ -34,6 +37,8 @@ import torch
 from base_model.device import find_device, give_back_memory, prepare_cpu
 from benchmarks import _gpu_parts as parts
 from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, random_modules, sampling_backbone
+from benchmarks._gpu_beside import measure_trl, measure_vllm
+from benchmarks._gpu_plan import measure_plan
 from benchmarks._report import Goal, Report, console, make_table, parser, positive, show
 from benchmarks.fused import NUM_JOBS, SHAPES, fused, make_jobs
 from trainer_service.backbone.sequences import DecoderBackbone
@@ -44,6 +49,7 @@ from trainer_service.training import Trainer
 PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.04e12)}
 """Peaks from the data sheets (SXM): bfloat16 operations a second without sparsity, bytes a second."""
 PEFT_JOBS = 8
+FORESEEN = "memory that `marlaas plan` foresees, off the peak by"
 UNKNOWN = float("nan")
 
 
@@ -91,6 +97,8 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
     backbone = DecoderBackbone(decoder) if given.backbone == "decoder" else random_modules(decoder)
     trainer = Trainer(backbone, Budget(given.tokens))
     fit(trainer, given.memory_bytes)
+    if given.backbone == "transformers":
+        run.run(f"{shape}, plan", lambda: measure_plan(trainer, SHAPES_OF_BASES[shape]))
     most, times = max(given.jobs), given.repetitions
     for n in given.jobs:
         jobs = parts.heavy_tailed(trainer, n)
@@ -141,7 +149,7 @@ def tables(found: dict[str, dict[str, Any]], peak: tuple[float, float]) -> list[
     others = [
         (f"{name}: {figure}", value)
         for name, f in found.items()
-        if kinds.get(name) in ("peft", "gap", "whole job")
+        if kinds.get(name) in ("plan", "peft", "gap", "whole job", "vllm", "trl")
         for figure, value in f.items()
     ]
     return [
@@ -173,6 +181,16 @@ def goals(found: dict[str, dict[str, Any]], shapes: Sequence[str], peak: tuple[f
         for shape in shapes
         for part, figure, what, factor, limit, unit in promised
         if f"{shape}, {part}" in found and factor == factor
+    ] + [
+        Goal(
+            f"{shape}: {FORESEEN}",
+            100 * abs(f["planned_bytes"] / f["peak_bytes"] - 1),
+            15.0,
+            " %",
+            more_is_better=False,
+        )
+        for shape in shapes
+        if (f := found.get(f"{shape}, plan"))
     ]
 
 
@@ -195,6 +213,10 @@ def options() -> Any:
     known.add_argument("--jobs", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
     known.add_argument("--repetitions", type=positive, default=3, help="default 3")
     known.add_argument("--seconds", type=positive, default=540, help="after which no part begins; default 540")
+    beside = ("vllm", "trl")
+    known.add_argument(
+        "--beside", choices=beside, nargs="*", default=beside, help="systems to measure too; default both"
+    )
     known.add_argument("--quick", action="store_true", help="the first shape, one repetition")
     known.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")
     known.add_argument("--memory-bytes", type=int, default=0, help="as MARLAAS_TRAINER_MEMORY_BYTES")
@@ -222,6 +244,11 @@ def report(given: Any, device: torch.device) -> Report:
         give_back_memory()  # for the next base, or the services
     first = given.shapes[0]
     run.run(f"{first}, whole job", lambda: parts.measure_job(first, device))
+    if "vllm" in given.beside:
+        vllm = partial(measure_vllm, first, device, max(given.jobs), given.repetitions)
+        run.run(f"{first}, vllm, N = {max(given.jobs)}", vllm)
+    if "trl" in given.beside:
+        run.run(f"{first}, trl", lambda: measure_trl(first, device, given.repetitions))
     known = peaks(device)
     peak = (
         1e12 * given.peak_tflops if given.peak_tflops else known[0],

@@ -35,8 +35,6 @@ from manager_service.local.supervisor import LocalCluster
 
 LIMIT_S, LIMIT_GAP = 600.0, 1e-3
 LIMIT_MB = {"torch": 10_000.0, "vllm": 16_000.0}
-VLLM = {"MARLAAS_ENGINE": "vllm", "MARLAAS_MAX_CONTEXT": "3072"}
-"""vLLM does not start with a context that its memory does not hold, and nobody chooses one for it."""
 SOURCE = "def grade(sample, item):\n    return sum(map(ord, sample['output_text'])) % 5 / 4\n"
 GRADER = {"type": "python", "name": "sum", "source": SOURCE}
 HYPER: dict[str, Any] = {"batch_size": 2, "group_size": 4, "max_tokens": 16, "lora_rank": 8}
@@ -80,7 +78,7 @@ async def submit(api: Api, steps: int, seed: int) -> str:
 
 async def measure(base: Path, steps: int, engine: str) -> Figures:
     began = time.monotonic()
-    environment = {"MARLAAS_BASE_MODELS": f"base={base}"} | (VLLM if engine == "vllm" else {})
+    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_ENGINE": engine}
     async with running(environment=environment, notify=print) as (cluster, _):
         start_s = time.monotonic() - began
         admin = Api(cluster.base_url, cluster.admin_key)

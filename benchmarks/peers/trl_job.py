@@ -36,39 +36,41 @@ def rewards(completions: list[list[dict[str, str]]], answer: list[str], **_: obj
     return [reward(turns[0]["content"], expected) for turns, expected in zip(completions, answer, strict=True)]
 
 
-def config(out: Path, job: Job, settings: Settings) -> Any:
-    return GRPOConfig(
-        output_dir=str(out),
-        seed=job.seed,
-        per_device_train_batch_size=settings.rows,
-        num_generations=settings.group_size,
-        max_steps=settings.num_steps,
-        max_completion_length=settings.max_tokens,
-        temperature=settings.temperature,
-        learning_rate=settings.learning_rate,
-        lr_scheduler_type="constant",
-        adam_beta1=settings.adam_betas[0],
-        adam_beta2=settings.adam_betas[1],
-        adam_epsilon=settings.adam_eps,
-        weight_decay=0.0,
-        max_grad_norm=0.0,  # none
-        loss_type="grpo",
-        scale_rewards="group",
-        epsilon=settings.clip,
-        beta=0.0,
-        num_iterations=1,
-        shuffle_dataset=False,
-        model_init_kwargs={"dtype": "float32"},
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        logging_steps=settings.num_steps,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
+def config(out: Path, job: Job, settings: Settings, **changes: Any) -> Any:
+    """`changes`: of GRPOConfig's fields."""
+    fields: dict[str, Any] = {
+        "output_dir": str(out),
+        "seed": job.seed,
+        "per_device_train_batch_size": settings.rows,
+        "num_generations": settings.group_size,
+        "max_steps": settings.num_steps,
+        "max_completion_length": settings.max_tokens,
+        "temperature": settings.temperature,
+        "learning_rate": settings.learning_rate,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": settings.adam_betas[0],
+        "adam_beta2": settings.adam_betas[1],
+        "adam_epsilon": settings.adam_eps,
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,  # none
+        "loss_type": "grpo",
+        "scale_rewards": "group",
+        "epsilon": settings.clip,
+        "beta": 0.0,
+        "num_iterations": 1,
+        "shuffle_dataset": False,
+        "model_init_kwargs": {"dtype": "float32"},
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "logging_steps": settings.num_steps,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**fields | changes)
 
 
 def main() -> None:

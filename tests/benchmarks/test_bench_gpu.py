@@ -13,16 +13,18 @@ import pytest
 import torch
 
 from base_model.decoder import Decoder
-from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, random_modules, sampling_backbone
+from benchmarks._gpu_bases import SHAPES_OF_BASES, Shape, random_decoder, random_modules, sampling_backbone
 from benchmarks._gpu_parts import PROMPT, bytes_read, measure_gap, measure_training, random_adapters, rows_of
+from benchmarks._gpu_plan import measure_plan
 from benchmarks._lengths import answer_tokens
 from benchmarks.fused import SHAPES, make_jobs
 from benchmarks.gpu import Parts, goals, notes
 from common.messages import TrajectoryRef
 from common.settings import TINY
 from trainer_service.backbone.interface import Sequences
+from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sequences import DecoderBackbone
-from trainer_service.packing import Tree
+from trainer_service.packing import Budget, Tree
 from trainer_service.training import Trainer
 
 
@@ -95,6 +97,30 @@ def test_transformers_modules_train_without_padding() -> None:
     assert found["padding"] == 0 and found["flops_per_s"] > 0 and math.isnan(found["peak_bytes"])
 
 
+def planned(shape: Shape, device: str, *, num_checkpointed: int = 0) -> dict[str, float]:
+    """Of micro-batches of four rows on transformers' modules."""
+    backbone = random_modules(random_decoder(shape, torch.device(device), torch.bfloat16))
+    assert isinstance(backbone, ModulesBackbone)
+    return measure_plan(Trainer(backbone.checkpointing(num_checkpointed), Budget(16_384)), shape)
+
+
+def test_a_plan_counts_the_layers_that_keep_all() -> None:
+    shape = SHAPES_OF_BASES["tiny"]
+    whole, least = planned(shape, "cpu"), planned(shape, "cpu", num_checkpointed=4)
+    assert whole["planned_bytes"] > 2 * least["planned_bytes"] > 0 and math.isnan(whole["peak_bytes"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_checkpointed", [0, 2])
+def test_the_memory_of_a_step_is_what_was_planned(num_checkpointed: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device here")
+    known = SHAPES_OF_BASES["qwen3-0.6b"]
+    shape = replace(known, config=replace(known.config, num_layers=2))
+    found = planned(shape, "cuda", num_checkpointed=num_checkpointed)
+    assert abs(found["planned_bytes"] / found["peak_bytes"] - 1) < 0.15
+
+
 def test_the_gap_in_float32_is_rounding_and_in_bfloat16_is_not(device: str) -> None:
     gaps = [
         measure_gap(Trainer(random_modules(decoder)), sampling_backbone(decoder, "transformers"))
@@ -109,12 +135,21 @@ def test_the_gap_in_float32_is_rounding_and_in_bfloat16_is_not(device: str) -> N
 def test_it_measures_all_parts_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--shapes", "tiny", "--jobs", "1", "2"]
-    subprocess.run([*command, "--repetitions", "1", "--json", str(file)], check=True)
+    subprocess.run([*command, "--repetitions", "1", "--beside", "--json", str(file)], check=True)
 
     found = json.loads(file.read_text())["figures"]
     assert found["failures"] == []
     kinds = [name.split(", ")[1] for name in found["parts"]]
-    assert kinds == [*["training"] * 2, "small steps", "peft", *["decoding"] * 2, "gap", *["busiest"] * 2, "whole job"]
+    assert kinds == [
+        "plan",
+        *["training"] * 2,
+        "small steps",
+        "peft",
+        *["decoding"] * 2,
+        "gap",
+        *["busiest"] * 2,
+        "whole job",
+    ]
     assert found["parts"]["tiny, training, N = 2"]["tokens"] >= 2 * 32 * PROMPT
     assert all(found["parts"][f"tiny, decoding, N = {n}"]["bytes_per_s"] > 0 for n in (1, 2))
     assert found["parts"]["tiny, peft, N = 2"]["to_peft"] > 0

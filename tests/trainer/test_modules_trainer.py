@@ -1,5 +1,6 @@
 """A trainer over the transformers backbone: it learns what one over our decoder learns, and keeps within its memory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,7 @@ import torch
 
 from common.errors import InvalidInput
 from tests.support.families import NUM_LAYERS, save_family
-from tests.support.trainer_cases import TINY, load_tiny, measured
+from tests.support.trainer_cases import TINY, load_tiny, measured, nothing
 from tests.trainer.test_trainer_fused import assert_each_learned_alone, job, together
 from trainer_service.__main__ import load_trainer
 from trainer_service.backbone.choice import load_backbone
@@ -18,6 +19,7 @@ from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.memory import fit, kept_bytes
+from trainer_service.open_step import TrainState
 from trainer_service.packing import Budget
 from trainer_service.selftest import random_rows
 from trainer_service.settings import TrainerSettings
@@ -44,6 +46,24 @@ def test_jobs_together_learn_what_each_learns_alone_on_the_decoder(
 
     # Then each has learned what it learns alone
     assert_each_learned_alone(jobs, found, decoder)
+
+
+def on(device: str, state: TrainState) -> TrainState:
+    moments = replace(state.moments, mean_P=state.moments.mean_P.to(device), square_P=state.moments.square_P.to(device))
+    return replace(state, values_P=state.values_P.to(device), moments=moments)
+
+
+def test_a_step_on_a_device_learns_what_one_on_the_decoder_learns(device: str) -> None:
+    # Given a trainer on a device that chose by its memory what its layers keep
+    decoder, trainer = Trainer(DecoderBackbone(load_tiny())), Trainer(load_modules(TINY, device=device), Budget(500))
+    fit(trainer, 1 << 28)
+
+    # When it trains whole steps of jobs with other losses and ranks, then each learns what it learns on a processor
+    for number in (0, 3, 4, 9):
+        step, state = job(decoder, number)
+        trained = trainer.step(step, on(device, state), nothing)
+        assert trained.state.values_P.device.type == device
+        assert_each_learned_alone([(step, state)], [replace(trained, state=on("cpu", trained.state))], decoder)
 
 
 def test_a_budget_of_tokens_is_kept_and_the_oldest_job_goes_first(backbone: Backbone) -> None:
