@@ -89,11 +89,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def device(request: pytest.FixtureRequest) -> str:
     """Each device on which the same must hold."""
     if request.param == "cuda":
-        import torch  # here: most tests do not need it
-
-        if not torch.cuda.is_available():
-            pytest.skip("torch finds no CUDA device here")
+        _need_cuda()
     return request.param
+
+
+def _need_cuda() -> None:
+    import torch  # here: most tests do not need it
+
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device here")
 
 
 @pytest.fixture
@@ -154,7 +158,10 @@ def running(request: pytest.FixtureRequest) -> "Running":
     if request.param == "torch":
         return TorchRunning()
     if request.param == "modules":
-        return modules_running()
+        return modules_running("cpu")
+    if request.param == "cuda":
+        _need_cuda()
+        return modules_running("cuda")
     if request.param == "deterministic":
         return TorchRunning(min_rows=request.getfixturevalue("min_rows"))
     if request.param == "fake":

@@ -1,5 +1,5 @@
-"""Runners of the engines under the contract tests: `torch`, `modules` (the same on transformers' modules), `fake` (a process engine
-over a core that is no process), and `vllm`, whose process is started once and shared by all tests of a run."""
+"""Runners of the engines under the contract tests: `torch`, `modules` and `cuda` (the same on transformers' modules, on a CPU and on a
+GPU), `fake` (a process engine over a core that is no process), and `vllm`, whose process is started once and shared by all tests."""
 
 import asyncio
 import contextlib
@@ -28,6 +28,7 @@ needs_vllm = pytest.mark.skipif(
 KINDS = [
     "torch",
     "modules",
+    pytest.param("cuda", marks=pytest.mark.gpu),
     "fake",
     pytest.param("deterministic", marks=pytest.mark.exact),
     pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm]),
@@ -75,10 +76,10 @@ class TorchRunning:
 
 
 @functools.cache
-def modules_running() -> TorchRunning:
+def modules_running(device: str) -> TorchRunning:
     from rollout_service.embedded.backbone.loading import load_modules  # here: transformers takes seconds
 
-    return TorchRunning(backbone=load_modules(TINY))
+    return TorchRunning(backbone=load_modules(TINY, device=device))
 
 
 @dataclasses.dataclass
