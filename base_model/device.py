@@ -26,10 +26,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""From glibc's malloc.h."""
+"""Options from glibc's malloc.h."""
 KEPT_BYTES = 1 << 30
 OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Of errors that torch raises as plain ones: of its allocator on a processor, and of a library of CUDA."""
+"""Beginnings of errors that torch raises as plain ones: from its allocator on a processor, and from a library of CUDA."""
 _C = ctypes.CDLL(None)
 
 
@@ -65,7 +65,7 @@ def give_back_memory() -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out."""
+    """Does the error say that memory ran out?"""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in str(error) for words in OUT_OF_MEMORY
     )

@@ -36,7 +36,7 @@ from rollout_service.handler import RolloutHandler
 CELL = Cell("tiny")
 NUM_WORKERS = 3
 OWN_TOKENS = (100, 300)
-"""Of the survivors' own turns, at least and at most."""
+"""Tokens of the survivors' own turns, at least and at most."""
 SAMPLED, LEFT = 100, 200
 """Tokens of an orphan that were sampled before the kill, and those to come."""
 WARM_S = 3.0
@@ -50,7 +50,7 @@ class Case:
     lease_s: float
     num_orphans: int
     slots: int
-    """Of each worker."""
+    """Slots of each worker."""
     kills: bool
 
 

@@ -52,7 +52,7 @@ def step(client: tinker.TrainingClient, rng: random.Random) -> list[float]:
 
 
 def saved(client: tinker.TrainingClient) -> tinker.SamplingClient:
-    """Of what the client has trained; the SDK gives it at once, or as a future since 0.30."""
+    """The sampler of what the client has trained; the SDK gives it at once, or as a future since 0.30."""
     found: Any = client.save_weights_and_get_sampling_client()
     return found.result() if hasattr(found, "result") else found
 

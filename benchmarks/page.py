@@ -34,7 +34,7 @@ from manager_service.records import JSON, EventRecord, JobState
 
 TENANT = "default"
 SHORT_STEPS = 20
-"""Of all jobs but the long one."""
+"""Steps of all jobs but the long one."""
 CHUNK = 1000
 MOVES, STRETCHES = 40, 5
 FIRST_PAINT_MS, LIST_MS, FRAME_MS, PAGE_KB = 500, 1000, 33.4, 200
@@ -46,7 +46,7 @@ WATCH = "window.frames_at = []; const note = (now) => { frames_at.push(now); req
 
 @dataclass
 class Taken:
-    """In ms, one of each round; of frames all."""
+    """Times in ms, one for each round; for frames all."""
 
     first_paint: list[float] = field(default_factory=list[float])
     jobs: list[float] = field(default_factory=list[float])
@@ -76,7 +76,7 @@ async def write_jobs(cluster: ScaleCluster, num_jobs: int, num_steps: int) -> st
 
 
 def event(step: int) -> EventRecord:
-    """Of a step, with all figures that every step has."""
+    """The event of a step, with all figures that every step has."""
     rng = random.Random(step)
     figures = {name: rng.random() for name in (*METRICS, "entropy", "reward_mean", "failed_share", "step_s")}
     counts = {"num_rows": 64, "written_tokens": 64 * rng.randrange(20, 60), "step_tokens": 4096}

@@ -36,7 +36,7 @@ def write_files(folder: Path, num: int, num_bytes: int) -> None:
 
 
 async def measure(num_jobs: int, megabytes: int, folder: Path) -> tuple[Memory, Memory]:
-    """Before the jobs, and with them."""
+    """Memory before the jobs, and with them."""
     redis = RedisServer.start(folder, durable=False)
     environment = {
         "MARLAAS_REDIS_URL": redis.url,

@@ -27,7 +27,7 @@ TIMES_ALONE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of the small steps: milliseconds. Of the large ones, how many ended meanwhile."""
+    """Milliseconds of the small steps, and how many of the large ones ended meanwhile."""
 
     beside: str
     p50_ms: float

@@ -42,7 +42,7 @@ ROWS, RANK = 16, 8
 GOALS = {1: 6.0, 4: 8.0}
 """Number of clients → steps a second at least."""
 TIMES_SKYRL = 3.0
-"""Of SkyRL's steps a second, with 4 clients."""
+"""A multiple of SkyRL's steps a second, with 4 clients."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ class Plan:
     faults: range
     """Numbers of the faults, from 0, among those that the seed draws."""
     seconds: float | None = None
-    """Of the storm at most."""
+    """Longest duration of the storm."""
     deterministic: bool = True
 
 

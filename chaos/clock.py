@@ -24,7 +24,7 @@ class Clock:
         (folder / "shift").write_bytes(SHIFT.pack(0.0))
 
     def shift(self, seconds: float) -> None:
-        """From now on the process is ahead of the true time by so much."""
+        """Puts the process ahead of the true time by so much from now on."""
         with (self.folder / "shift").open("r+b") as file:
             file.write(SHIFT.pack(seconds))
 

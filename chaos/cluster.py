@@ -21,7 +21,7 @@ from harness.s3_server import BUCKET, S3Server, environment
 from manager_service.local.supervisor import ROOT, LocalCluster, ServiceCommand, service_commands
 
 CELL = Cell("tiny")
-"""Of the base model that it serves."""
+"""The cell of the base model that it serves."""
 LEASE_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36
 MANIFEST = b"/manifest.json"
@@ -75,7 +75,7 @@ class Cluster:
 
     @property
     def urls(self) -> list[str]:
-        """Of both managers."""
+        """Addresses of both managers."""
         return [f"http://127.0.0.1:{port}" for port in (self.services.port, self.second_port)]
 
     def link(self, name: str) -> Proxy:
@@ -129,7 +129,7 @@ class Cluster:
 
 
 def adopt_orphans() -> None:
-    """From now on what a dead child leaves behind is a child of this process, where it is found at the end."""
+    """Makes what a dead child leaves behind a child of this process, where it is found at the end."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

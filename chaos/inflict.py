@@ -135,7 +135,7 @@ async def full_disk(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
 
 
 def limit_files(pid: int, num_bytes: int) -> None:
-    """From now on the process can write no file beyond this size."""
+    """Lets the process write no file beyond this size from now on."""
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
 

@@ -19,9 +19,9 @@ class Story:
 
     began: float = field(default_factory=time.monotonic)
     strikes: list[Strike] = field(default_factory=list[Strike])
-    """Those that hit something, or may still do so."""
+    """Strikes that hit something, or may still do so."""
     missed: list[Fault] = field(default_factory=list[Fault])
-    """Those that hit nothing."""
+    """Faults that hit nothing."""
     pace: float = 0.0
     """Versions a second, undisturbed."""
     commits: list[float] = field(default_factory=list[float])

@@ -37,7 +37,7 @@ class Recipe:
 
     @property
     def num_trajectories(self) -> int:
-        """Of each step."""
+        """Trajectories of each step."""
         return BATCH * GROUP
 
 

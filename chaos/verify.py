@@ -122,7 +122,7 @@ def left_keys(cluster: Cluster) -> list[str]:
 
 
 def _may_stay(key: str, *, expires: Any) -> bool:
-    """Of a key outside of the cell."""
+    """May a key outside of the cell stay?"""
     name = key.removeprefix(GLOBAL)
     return name != key and (name.startswith(OUTSIDE) or (name.startswith(OUTSIDE_EXPIRING) and expires >= 0))
 

@@ -27,7 +27,7 @@ class Experts:
     shared_ffn: int  # width of the one that all tokens take; 0: there is none
 
     def num_weights(self, hidden: int, num: int) -> int:
-        """Of the router, the shared expert with its gate, and `num` others."""
+        """Weights of the router, the shared expert with its gate, and `num` others."""
         shared = 3 * hidden * self.shared_ffn + hidden if self.shared_ffn else 0
         return hidden * self.num + shared + num * 3 * hidden * self.ffn
 
@@ -122,9 +122,9 @@ class BaseShape:
         return sum(before * after for before, after in self.linear_sizes) + experts + norms
 
     def kv_bytes(self, itemsize: int, num_parts: int = 1) -> int:
-        """Of a token's keys and values in all layers, on each of the devices that share the heads."""
+        """Bytes of a token's keys and values in all layers, on each of the devices that share the heads."""
         return 2 * self.num_layers * -(-self.num_kv_heads // num_parts) * self.head_dim * itemsize
 
     def adapter_weights(self, rank: int) -> int:
-        """Of an adapter on every linear layer that may have one."""
+        """Weights of an adapter on every linear layer that may have one."""
         return rank * self.num_layers * sum(before + after for before, after in self.linear_sizes)

@@ -41,7 +41,7 @@ MAX_BACKOFF_S = 2.0
 DEADLINE_S = 10.0
 """Seconds in which Redis must answer a call that does not wait for anything."""
 NO_GROUP_S = 0.05
-"""Before a stream without a group is read again."""
+"""Pause before a stream without a group is read again."""
 
 T = TypeVar("T")
 log = structlog.get_logger()

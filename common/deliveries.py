@@ -40,7 +40,7 @@ class Delivery:
     progress: bytes = b""
     """Progress on the entry that an earlier worker kept."""
     history: History | None = None
-    """That the entry refers to."""
+    """The history on which the entry builds; None: it stands for itself."""
     is_inline: bool = True
     """Its payload stands in the entry, and not in object storage."""
 
@@ -80,4 +80,4 @@ class Settlement:
     fields: Sequence[list[Any]] | None = None
     """The outputs as XADD takes them, once `Bus.written` made that of them."""
     refers_to: History | None = None
-    """To which the output refers; its last item is the input's payload."""
+    """The history that the output builds on. Its last item is the input's payload."""

@@ -45,7 +45,7 @@ MAX_INLINE_CHARACTERS = 64 * 1024
 """Documents given in the arguments travel in every message; larger collections belong into a folder."""
 
 MAX_ARGS_BYTES = 64 * 1024
-"""Of an environment that is installed, or a server."""
+"""Bytes of the arguments of an environment that is installed, or a server."""
 
 GraderArgs = dict[str, Any]
 
@@ -199,7 +199,7 @@ def reply_roles(spec: EnvSpec) -> tuple[str, ...]:
 
 
 def roles_of(environment: Any) -> tuple[str, ...]:
-    """Those that an environment, or its class, says. Raises InvalidInput."""
+    """The roles that an environment, or its class, says. Raises InvalidInput."""
     said: Any = getattr(environment, "reply_roles", TOOL_REPLIES)
     if isinstance(said, str) or not isinstance(said, Sequence) or any(role not in REPLY_ROLES for role in said):
         raise InvalidInput(f"the environment's reply_roles must be a list of {', '.join(REPLY_ROLES)}")

@@ -15,7 +15,7 @@ from common.base_shape import BaseShape
 MAX_SCORES = 1 << 22
 """Logits that exist at one time, or those of one position, if that has more."""
 BYTES_OF_SCORE = 16
-"""Of a score while log-probs are computed, copies included."""
+"""Bytes of a score while log-probs are computed, copies included."""
 SCORES_SHARE = 16
 """The part of a GPU's free memory that scores may take: one in so many."""
 FLOAT32 = 4
@@ -27,9 +27,9 @@ CPU_HOLES, GPU_HOLES = 0.8, 0.1
 """Holes beside each byte that torch holds of a pass: glibc's heap keeps them between aligned blocks (measured on a CPU); on a GPU
 torch's own allocator keeps few (not measured here)."""
 BYTES_OF_TRUTH = 1
-"""Of whether a position sees another, of which the numbers are made that attention adds to scores."""
+"""One entry of the boolean mask (does a position see another?) from which attention's additive mask is made."""
 BYTES_OF_CHOICE = 32
-"""Of an expert that a token takes: places in orders of the tokens by expert, four integers."""
+"""For each expert of a token: four integers, its places in the tokens sorted by expert."""
 FILE_ITEMSIZE = 2
 """Bytes of a weight in its file. On a CPU the file's weights are freed once they are converted, and the first holes lie there."""
 
@@ -64,7 +64,7 @@ def training_bytes(
     num_checkpointed: int = 0,
     num_ranks: int = 1,
 ) -> TrainingBytes:
-    """Of a micro-batch of so many tokens, all of which are learned; of several ranks, of the tokens on one.
+    """The bytes of a micro-batch of so many tokens, all learned. With several ranks: of one rank's tokens.
 
     `longest`: tokens of a sequence, all of which have branches; without it there is one sequence. `modules`: transformers' own compute
     the base model, as on a GPU; else our decoder, whose tables of positions are as long as the model's own context.
@@ -97,7 +97,7 @@ def _kept_per_token(shape: BaseShape, num_checkpointed: int, *, itemsize: int, r
 
 
 def _holes(shape: BaseShape, of_pass: float, *, gpu: bool) -> float:
-    """Beside so many bytes of a pass."""
+    """Bytes of holes in memory beside so many bytes of a pass."""
     return GPU_HOLES * of_pass if gpu else max(0, CPU_HOLES * of_pass - shape.num_weights * FILE_ITEMSIZE)
 
 

@@ -25,7 +25,7 @@ MAX_SOURCE_CHARACTERS = 256 * 1024
 METRICS = ("fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l")
 REFUSED_METRICS = ("cosine", "meteor")
 MAX_GRADER_TOKENS = 1024
-"""That a grader's model may answer with; 64 unless told."""
+"""Most tokens that a grader's model may answer with; 64 unless told."""
 
 
 class Declared(BaseModel):
@@ -168,7 +168,7 @@ class SamplingParams(Declared):
     """0 unless told: the likeliest answer."""
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = None
-    """Of a model at `url`. One of this service draws by the job's seed."""
+    """The seed of a model at `url`. One of this service draws by the job's seed."""
 
 
 class ModelGrader(Declared):

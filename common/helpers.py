@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 LENGTH_BYTES = 8
-"""Before each question and each answer stands its length."""
+"""Bytes of the length that stands before each question and each answer."""
 PR_SET_PDEATHSIG = 1
 
 

@@ -12,7 +12,7 @@ from common.wire import AnyMessage, decode
 
 MOST_KNOWN = 4096
 HistoryItems = Mapping[History, tuple[list[Message], list[bytes]]]
-"""Of each history the message that its first items make, if it is known, and its other items."""
+"""For each history: the message made of its first items, if this process knows it, and the remaining items."""
 
 
 class KnownHistory(NamedTuple):
@@ -24,7 +24,7 @@ class KnownHistory(NamedTuple):
 
 
 class Histories:
-    """Those of one cell, as one process knows them."""
+    """Histories of one cell, as one process knows them."""
 
     def __init__(self, client: Any, cell: Cell) -> None:
         self._client = client
@@ -71,7 +71,7 @@ class Histories:
         return cast(AnyMessage, restored([*known, *map(decode, rest)], message))
 
     def extended(self, delivery: Delivery) -> History:
-        """That of what follows on a delivery and refers to it: the delivery's payload is its last item."""
+        """The history of what follows on a delivery. Its last item is the delivery's payload."""
         begun = delivery.history or History(self._cell.begun_history(delivery.stream, delivery.entry), 0)
         history = History(begun.key, begun.num + 1)
         if isinstance(delivery.message, Message):

@@ -22,7 +22,7 @@ from common.transcript import EMPTY, Transcribed, Transcript
 Purpose = Literal["train", "eval", "eval_greedy", "chat"]
 LossName = Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"]
 JobLoss = LossName | Literal["cross_entropy"]
-"""Of a TrainStep: the last is that of rows which nobody sampled, a supervised job's."""
+"""The loss of a TrainStep: the last is that of rows which nobody sampled, a supervised job's."""
 StopReason = Literal["stop", "length", "context", "max_turns", "tool_error", "failed", "cancelled"]
 FailureKind = Literal[
     "grader",  # the grader raised, hung, or gave something that is not a number

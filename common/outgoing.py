@@ -84,7 +84,7 @@ class Caller:
         return await self._call("POST", httpx.URL(url), {**headers, "Content-Type": "application/json"}, content)
 
     async def get(self, url: str, *, known: bool = False) -> tuple[int, bytes]:
-        """As `post`. `known`: the host needs no leave."""
+        """Gets like `post`. `known`: the host needs no leave."""
         return await self._call("GET", httpx.URL(url), {}, None, known=known)
 
     async def host_to_call(self, url: httpx.URL, *, known: bool = False) -> str:

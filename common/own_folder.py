@@ -21,7 +21,7 @@ def roomy(num_bytes: int, memory: Path = SHARED_MEMORY) -> Path:
 
 
 class OwnFolder:
-    """Gone with `remove`, with this object, or else with the next process that makes one with the same prefix."""
+    """A folder that is gone with `remove`, with this object, or else with the next process that makes one with the same prefix."""
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
         """`parent`: the folder around it; without one, where the system keeps temporary files."""

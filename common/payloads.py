@@ -26,7 +26,7 @@ def fields_of(message: Message, path: str, payload: bytes) -> list[Any]:
 
 
 class Payloads:
-    """Those of one cell."""
+    """Payloads of one cell."""
 
     def __init__(self, objects: Objects | None) -> None:
         """Without `objects` no large message can travel."""

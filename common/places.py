@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from common.fairness import Fairness
 
 TELL_EVERY_S = 0.25
-"""Between two times that those who wait hear that the queue moves."""
+"""Least time between two signs to the waiting that the queue moves."""
 KEPT = 1
 """Places beyond their number, for tenants that hold none: one tenant's long calls keep no other waiting."""
 

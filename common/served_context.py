@@ -9,7 +9,7 @@ from common.text.model_folder import read_json
 GRAIN = 256
 """A default is a multiple of this."""
 ROWS_PART = 11 / 16
-"""Of the memory for keys and values, what the embedded engine has for rows at least: `EngineLimits.pools` says exactly."""
+"""The part of the memory for keys and values that the embedded engine has for rows at least: `EngineLimits.pools` says exactly."""
 
 
 def cache_bytes(config: Mapping[str, Any], element_bytes: int) -> int:
@@ -20,7 +20,7 @@ def cache_bytes(config: Mapping[str, Any], element_bytes: int) -> int:
 
 
 def cache_room(kv_bytes: int, num_layers: int) -> int:
-    """Of the memory for keys and values, bytes for rows; the rest is for one layer that is resized."""
+    """Bytes for rows of the memory for keys and values; the rest is for one layer that is resized."""
     return kv_bytes * num_layers // (num_layers + 1)
 
 

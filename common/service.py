@@ -32,7 +32,7 @@ S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
 HEARTBEAT_S = 1.0
 PROGRESS_S = 1.0
-"""Between two words of a download, or of what is loaded."""
+"""Time between two progress reports of a download or of loading."""
 LOADING_S = 10
 NEED_WEIGHTS = ("rollout", "trainer")
 YOUNG_OBJECTS = 20_000
@@ -50,7 +50,7 @@ class Parts:
     objects: Objects
     store: AdapterStore
     fingerprints: dict[str, str]
-    """Of the cell's services in deterministic mode; kept current while the worker runs."""
+    """Fingerprints of the cell's services in deterministic mode; kept current while the worker runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Coroutine
 
 
 def _allow_files() -> None:
-    """Lets this process open as many files and connections as the machine does; the usual limit is meant for programs of before."""
+    """Lets this process open as many files and connections as the machine does; the usual limit is too low for thousands of connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a system that caps it lower than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -7,7 +7,7 @@ from itertools import islice
 MAX_CHARACTERS = 64
 """Longer words are compared with nothing, nor suggested: users choose both, and the time grows with their product."""
 MAX_NAMES = 100
-"""Of those that a word is compared with."""
+"""Most names with which a word is compared."""
 
 MAX_SHOWN = 80
 """Characters of what a user has sent that an error shows."""

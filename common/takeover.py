@@ -1,4 +1,4 @@
-"""Take-over: works on the entries that other workers left behind, those that nobody renewed within the lease.
+"""Take-over: works on the entries that their workers did not renew within the lease.
 
 reads: its inboxes' idle entries   writes: nothing itself: what it begins is settled like all work
 waits for: an orphan to advance, or its own work to end   unblocked by: handlers

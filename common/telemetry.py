@@ -15,9 +15,9 @@ KEEP_REPORTS = 65_536
 WAITED_S = 5.0
 """Seconds for which reports repeat a worker's last wait."""
 MAX_WAITING, MAX_REASON = 16, 100
-"""Jobs in one report of which it says so, and characters of each reason."""
+"""Limits of a report: jobs that wait, and characters of each reason."""
 MAX_SPANS = 64
-"""In one report: the longest, should a worker have worked for more jobs in that second."""
+"""Most spans in one report: the longest, should a worker have worked for more jobs in that second."""
 
 
 @dataclass(slots=True)

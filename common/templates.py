@@ -21,9 +21,9 @@ MAX_TEMPLATE_CHARACTERS = 64 * 1024
 KEPT = 1024
 """Templates and variables whose words are kept."""
 MAX_NAME_CHARACTERS = 256
-"""Of one variable."""
+"""Characters of one variable."""
 MAX_TEXT_CHARACTERS = 2 * 1024 * 1024
-"""Of a rendered template: a short template may name a long field often."""
+"""Characters of a rendered template: a short template may name a long field often."""
 
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[\w-]+)*")
 

@@ -14,9 +14,9 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float6
 MAX_HEADER = 100_000_000
 """Bytes, as safetensors itself has it."""
 MAX_DIMS = 64
-"""Of a tensor, as numpy has it."""
+"""Dimensions of a tensor, as numpy has it."""
 NUM_KEYS = 3
-"""Of what a header says about a tensor."""
+"""Keys of what a header says about a tensor."""
 
 METADATA = "__metadata__"
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -130,12 +130,12 @@ def _check_texts(texts: Iterable[str]) -> None:
 
 
 def _all_are(kind: type, values: Iterable[object]) -> bool:
-    """Of just that type: True is no int."""
+    """Is each value of exactly this type? (True is an int otherwise.)"""
     return all(type(value) is kind for value in values)
 
 
 def _is_whole(tensor: StoredTensor, size: int) -> bool:
-    """Whether its shape has as many bytes as it says. `size`: of the file, a bound on each number before they are multiplied."""
+    """Does its shape have as many bytes as it says? `size`: of the file, a bound on each number before they are multiplied."""
     if len(tensor.shape) > MAX_DIMS or not all(0 <= number <= size for number in (tensor.num_bytes, *tensor.shape)):
         return False
     item_bytes = ITEM_BYTES.get(tensor.dtype)

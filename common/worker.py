@@ -49,7 +49,7 @@ UNAVAILABLE_LIMIT_S = 600.0
 REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
 FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
-"""For leftovers: after a delivery has ended, as another often follows it, and in the long run."""
+"""Pauses between two looks for leftovers: the first after a delivery has ended, since another often follows, and the longest."""
 
 M = TypeVar("M", bound=Message)
 log = structlog.get_logger()

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Conversation:
-    """Of one base model."""
+    """The conversations of one base model's chat template."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer

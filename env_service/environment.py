@@ -40,7 +40,7 @@ class Turn:
     """The text around the tool calls."""
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
-    """Of each token, as it was sampled."""
+    """The log-prob of each token, as it was sampled."""
     index: int = 0
     stop_reason: StopReason = "stop"
     last: bool = False
@@ -58,7 +58,7 @@ class Step:
     messages: Sequence[Mapping[str, Any]] = ()
     """One or several of roles `tool`, `user` and `system`, shown to the model as its chat template does; none if done."""
     tokens: Sequence[int] = ()
-    """In place of messages, where the environment renders them: what follows the model's turn, up to where its next one begins."""
+    """Tokens in place of messages, where the environment renders them: what follows the model's turn, up to where its next one begins."""
     done: bool
     reward: float | None = None
     """The trajectory's reward is the sum of those of its steps; at its end there must be one."""

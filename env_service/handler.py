@@ -91,7 +91,7 @@ class EnvHandler:
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         """Works on a message once its tenant's turn for a slot comes. Puts it back if that takes long: another worker may have a
-        free slot, and messages of other tenants may stand behind it. So it does where a live environment has no room.
+        free slot, and messages of other tenants may stand behind it. It also puts a message back when a live environment has no room.
         """
         try:
             return await self._in_turn(message, beat)

@@ -34,11 +34,11 @@ class Work:
         self.beat = beat
         """Says that the work advanced, so that no other worker takes it over."""
         self.answers: dict[str, str] = {}
-        """Of graders' models, by the grader's name in a `multi`, "" for one alone."""
+        """Answers of graders' models, by the grader's name in a `multi`, "" for one alone."""
         self.grader_tokens = 0
-        """Of models outside of this service."""
+        """Tokens of models outside of this service."""
         self.seat: Seat | None = None
-        """Of the live session of the message's trajectory."""
+        """The seat of the live session of the message's trajectory."""
         self.busy_s = 0.0
         """Seconds that the event loop, and helpers charged by `charge`, spent on it; waiting is not counted."""
 

@@ -29,7 +29,7 @@ HUB, HUB_FILE = "openai/gsm8k", "main/train-00000-of-00001.parquet"
 INSTRUCTION = "Think step by step, then write the final answer after ####."
 GRADER = {"type": "math", "name": "right", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 NAME = "q"
-"""Of the base model in the cluster that this starts."""
+"""The name of the base model in the cluster that this starts."""
 
 Row = dict[str, Any]
 

@@ -120,7 +120,7 @@ def draw_timeline(axes: Axes, busy: Sequence[Busy], colours: dict[str, str]) -> 
 
 
 def tenant_colours(tenants: Iterable[str]) -> dict[str, str]:
-    """In order of appearance; beyond the palette all are grey."""
+    """Colours in order of appearance; beyond the palette all are grey."""
     names = list(dict.fromkeys(tenants))
     return {name: PALETTE[i] if i < len(PALETTE) else GREY for i, name in enumerate(names)}
 
@@ -149,7 +149,7 @@ def merged(stretches: Iterable[Busy], gap_s: float) -> list[tuple[float, float]]
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Of each value and the `width - 1` before it, as far as there are."""
+    """The mean of each value and the `width - 1` before it, as far as there are."""
     windows = (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))
     return [sum(window) / len(window) for window in windows]
 

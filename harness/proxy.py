@@ -37,7 +37,7 @@ class Proxy:
     num_passed: int = 0
     """Pieces so far, also those that wait."""
     num_halves: int = 0
-    """Those of which one half passed."""
+    """Number of those of which one half passed."""
     _server: asyncio.Server | None = None
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
 

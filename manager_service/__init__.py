@@ -26,6 +26,7 @@ Its files:
     cli/            the command line `marlaas`
     __main__.py     starts one manager: the HTTP API, and an owner for each base model's cell
     settings.py     reads the settings of one manager
+    hashes.py       reads jobs, runs and counters from the hashes of Redis
     records.py      names what the manager keeps in Redis of jobs, tenants, keys and files
     kept.py         bounds what is kept for people to read, by bytes
     data_format.py  refuses a Redis that another version wrote

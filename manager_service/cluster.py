@@ -24,7 +24,7 @@ BLOCK_MS = 1000
 READ_COUNT = 100
 """Reports at a time: a manager that starts has an hour of them to read, and partitions to serve meanwhile."""
 GATHER_S = 0.2
-"""Between two reads: each worker reports once a second, and a thousand of them must not wake the manager a thousand times."""
+"""Time between two reads: each worker reports once a second, and a thousand of them must not wake the manager a thousand times."""
 SUMS_S = 0.25
 """Most age of sums over the workers: as many decisions as there are messages ask for them."""
 

@@ -21,7 +21,7 @@ from manager_service.records import GLOBAL, JSON, LoggerKey, LoggerName, Webhook
 
 LOGGERS = GLOBAL + "loggers"
 MAX_WEBHOOKS = 8
-"""Of one tenant."""
+"""Webhooks of one tenant."""
 
 # KEYS: the tenant's webhooks. ARGV: id, record, most.
 ADD = """

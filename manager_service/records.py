@@ -31,11 +31,10 @@ file-bytes:<tenant>        hash     file id -> bytes
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Collection
+from typing import Any, Literal
 
 import msgspec
-import structlog
 
 from common.environments import SUPERVISED
 from common.messages import (
@@ -50,10 +49,6 @@ from common.messages import (
     Usage,
 )
 from manager_service.kept import Kept
-
-S = TypeVar("S")
-T = TypeVar("T")
-log = structlog.get_logger()
 
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
@@ -292,7 +287,7 @@ class JobState(msgspec.Struct, kw_only=True):
 
     @property
     def commonest_reason(self) -> str:
-        """Of the failures since the last step, one that says something; empty if there were none."""
+        """The commonest of the failures since the last step that say something; empty if there were none."""
         return max(self.reasons, key=lambda reason: (reason != OTHER_REASONS, self.reasons[reason]), default="")
 
 
@@ -429,34 +424,12 @@ INFERENCE, ARCHIVED = "-", "archived"
 """Stand for the job in counters of completions, which have none, and of all archived jobs together."""
 USAGE_COUNTERS = (*Usage.__struct_fields__, "wasted_tokens")
 """Counters of a job in `usage:<tenant>`."""
-
-
-def usage_fields(job: str) -> list[str]:
-    """The fields of `usage:<tenant>` with a job's counters."""
-    return [f"{job}/{counter}" for counter in USAGE_COUNTERS]
-
-
-def usage_of(amounts: Sequence[bytes | None]) -> dict[str, float]:
-    """Counter -> amount, for the values of `usage_fields` that are there."""
-    found = zip(USAGE_COUNTERS, amounts, strict=True)
-    return {name: float(amount) for name, amount in found if amount is not None}
-
-
-def read_record(key: str, record: Mapping[bytes, bytes], spec: type[S], state: type[T]) -> tuple[S, T] | None:
-    """The `spec` and `state` of a job's or run's hash; None, with a line in the log, if they cannot be read."""
-    try:
-        return msgspec.json.decode(record[b"spec"], type=spec), msgspec.json.decode(record[b"state"], type=state)
-    except (KeyError, msgspec.MsgspecError) as error:
-        log.error("record_unreadable", key=key, reason=str(error))
-        return None
-
-
 QUOTA_COUNTERS = frozenset({"prompt_tokens", "sampled_tokens", "trained_tokens"})
 """Counters of `Usage` that count towards a tenant's daily quota."""
 
 
 ROLLOUT_COUNTERS = ("prompt_tokens", "sampled_tokens")
-"""Those of what rollout workers computed."""
+"""Counters of what rollout workers computed."""
 
 
 def day_field(now: float) -> str:

@@ -23,7 +23,7 @@ class Pulled(NamedTuple):
 
 
 def says_version(name: str) -> bool:
-    """Whether a model's name means one version."""
+    """Says whether a model's name means one version."""
     return "@" in name or name.startswith("tinker://")
 
 

@@ -49,7 +49,7 @@ class Client:
         admin: bool = False,
         reconnect_s: float = RECONNECT_S,
     ) -> None:
-        """Of the API at `url`; what is not given is looked for as `place.find` says. Raises InvalidInput."""
+        """A client of the API at `url`; what is not given is looked for as `place.find` says. Raises InvalidInput."""
         self.base_url, self._key, self.bases = find(url, key, data, admin=admin)
         self._reconnect_s = reconnect_s
         headers = {"Authorization": f"Bearer {self._key}"}
@@ -134,7 +134,7 @@ class Client:
         return cast(Job, self.post(f"{JOBS}/{job}/{verb}"))
 
     def events(self, job: str) -> list[Event]:
-        """Those so far, oldest first."""
+        """The events so far, oldest first."""
         return cast(list[Event], list(self.items(f"{JOBS}/{job}/events"))[::-1])
 
     def follow(self, job: str) -> Iterator[Event]:
@@ -202,7 +202,7 @@ class Client:
         return f"{model}{at}{version}"
 
     def _newest_version(self, name: str) -> int:
-        """Of a job, or the version that a model's name means."""
+        """The newest version of a job, or the version that a model's name means."""
         if ":" in name:
             pinned = name.partition("@")[2]
             return int(pinned if pinned.isdecimal() else self.get(f"/v1/models/{quote(name, safe='')}")["version"])

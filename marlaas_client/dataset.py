@@ -20,7 +20,7 @@ DatasetRow = dict[str, Any]
 BATCH = 256
 """Rows of a Parquet file in memory at once."""
 JSON_COLUMNS = frozenset({"messages", "tools"})
-"""Of CSV; the others hold texts."""
+"""Columns of CSV; the others hold texts."""
 ASKING = {"prompt", "messages"}
 """Fields of which an item needs one."""
 TALK = {"prompt": "user", "completion": "assistant"}
@@ -90,7 +90,7 @@ def _line(item: DatasetRow, number: int) -> bytes:
 
 
 def rows_of_file(file: Path) -> Iterator[DatasetRow]:
-    """Of JSONL, or of CSV or Parquet by the name's end. Raises InvalidInput."""
+    """Rows of JSONL, or of CSV or Parquet by the name's end. Raises InvalidInput."""
     read = {".csv": _of_csv, ".parquet": _of_parquet}.get(file.suffix.lower(), _of_jsonl)
     try:
         yield from read(file)
@@ -124,7 +124,7 @@ def _of_csv(file: Path) -> Iterator[DatasetRow]:
 
 
 def _of_cell(name: str, value: str, where: str) -> Any:
-    """As the service reads cells."""
+    """Reads a cell as the service does."""
     if name not in JSON_COLUMNS:
         return value
     try:
@@ -150,7 +150,7 @@ def _of_parquet(file: Path) -> Iterator[DatasetRow]:
 
 
 def rows_of_dataset(name: str, split: str) -> Iterator[DatasetRow]:
-    """Of a folder, or of a dataset of the hub: `owner/name`, `owner/name:configuration@revision`. Raises InvalidInput."""
+    """Rows of a folder, or of a dataset of the hub: `owner/name`, `owner/name:configuration@revision`. Raises InvalidInput."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
         from datasets.exceptions import DatasetsError  # pyright: ignore[reportMissingImports]

@@ -45,10 +45,10 @@ class Event(TypedDict):
 
 class Sample(TypedDict):
     step: int
-    """That trained on it; of an evaluation the version that it measures."""
+    """The step that trained on it; of an evaluation the version that it measures."""
     version: int
     item: int | None
-    """Of an evaluation: its place in the held-out file."""
+    """The place of an evaluation's item in the held-out file."""
     kept: Literal["first", "best", "worst", "failed", "evaluation"]
     group: int
     sample: int

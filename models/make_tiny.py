@@ -144,7 +144,7 @@ def train_clean(model: Qwen3ForCausalLM, rng: random.Random) -> None:
 
 
 def _cosine(step: int, num_steps: int) -> float:
-    """From a warm-up over 50 steps to a hundredth."""
+    """Falls from a warm-up over 50 steps to a hundredth."""
     return min((step + 1) / 50, 0.505 + 0.495 * math.cos(math.pi * step / num_steps))
 
 

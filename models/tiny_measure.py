@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from common.skills import SKILLS, generate, is_held_out
 
 Choose = Callable[[Tensor], Tensor]
-"""From logits [B, V] to one id per row [B]."""
+"""Chooses from logits [B, V] one id per row [B]."""
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def complete(model: PreTrainedModel, prompts: list[list[int]], choose: Choose, m
 
 
 def complete_equal(model: PreTrainedModel, prompt: Tensor, choose: Choose, max_tokens: int) -> Tensor:
-    """From prompts [B, P] of equal length to new ids [B, <= max_tokens]; after the first END: noise."""
+    """Continues prompts [B, P] of equal length by new ids [B, <= max_tokens]; after the first END: noise."""
     cache = DynamicCache()
     ids, new = prompt, []
     ended = torch.zeros(len(prompt), dtype=torch.bool)

@@ -37,7 +37,7 @@ from rollout_service.turns import weights_of
 SHORT_TURN = 64
 """Tokens of a turn of which no progress is kept: sampling them again costs less."""
 PROGRESS_HEAD = struct.Struct("<qqd")
-"""Of the trajectory up to now: prompt tokens, sampled tokens, engine seconds."""
+"""Figures of the trajectory up to now: prompt tokens, sampled tokens, engine seconds."""
 PROGRESS_BODY = np.dtype([("token", "<i4"), ("logprob", "<f4")])
 
 SendDelta = Callable[[str, TurnDelta], Awaitable[None]]

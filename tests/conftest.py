@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test is imported: kernels are chosen before a process's first product."""
+    """Chooses kernels before any test is imported: they stand with a process's first product."""
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if config.getoption("--exact") and runs_tests:
         config.stash[exact] = prepare()

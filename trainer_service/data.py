@@ -169,7 +169,7 @@ def _ids(name: str, array: Array, num: int, vocab: int) -> Ints:
 
 
 def _numbers(name: str, array: Array | None, num: int, otherwise: float) -> Floats:
-    """As float64; `otherwise` where none are given."""
+    """The numbers as float64; `otherwise` where none are given."""
     if array is None:
         return np.full(num, otherwise)
     values = _flat(name, array, "f4", num).astype(np.float64)

@@ -26,7 +26,7 @@ from trainer_service.training import DoesNotFit, Trainer
 AHEAD = 8
 """Micro-batches that a tenant may be served more than another that waits."""
 LEAST_PART = 1 / 32
-"""Of a micro-batch's tokens: what a tenant is charged for at least, since the smallest takes its time too."""
+"""The part of a micro-batch's tokens that a tenant is charged for at least, since the smallest takes its time too."""
 FOLLOWS_PART = 0.25
 """The longest wait for a small step that follows, as a part of a micro-batch's time. It is on its way to its run's owner and back."""
 SHARED_S, SHARED_PART = 10.0, 0.5

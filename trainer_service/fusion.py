@@ -28,7 +28,7 @@ from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer
 
 EXPRESS_PART = 0.25
-"""Of a micro-batch: the tokens, and the memory, that the express driver has."""
+"""The part of a micro-batch, in tokens and in memory, that the express driver has."""
 
 T = TypeVar("T")
 O = TypeVar("O", bound=Opened)  # noqa: E741

@@ -73,8 +73,8 @@ class TrainHandler:
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
     async def __call__(self, message: TrainerMessage, beat: Beat) -> list[Out]:
-        """The AdapterUpdate of the version that `message` asks for, or the OperationsDone; what is asked for at a time is computed
-        together. Or the Forgotten, once the files are deleted.
+        """Returns the AdapterUpdate (Init, TrainStep), OperationsDone (Operations) or Forgotten (Forget). Messages under way together
+        are computed together.
 
         What will fail in the same way again is an answer with a failure. Raises Unavailable when the store stays
         away or full after a few attempts: nothing is lost, deliver the message again.
@@ -111,11 +111,11 @@ class TrainHandler:
         self._fusion.again[message.id] = times
 
     def has_room(self) -> bool:
-        """Whether one message more would be worked on soon; if not, it is better left to another trainer."""
+        """Says whether one message more would be worked on soon; if not, it is better left to another trainer."""
         return sum(self._held) < WINDOW * self._trainer.budget.tokens
 
     def takes_leftovers(self) -> bool:
-        """Whether it takes one message more that no other trainer waits for, so that a small one overtakes the large ones here."""
+        """Says whether it takes one message more that no other trainer waits for, so that a small one overtakes the large ones here."""
         large = LARGE * self._trainer.budget.tokens
         return sum(min(tokens, large) for tokens in self._held) < MOST_LARGE * large
 

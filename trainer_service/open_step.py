@@ -148,7 +148,7 @@ def batch_metrics(batch: SampledRows, terms: RowTerms, message: TrainStep) -> di
 
 
 def _sampled_metrics(batch: SampledRows, terms: RowTerms, message: TrainStep) -> dict[str, float | None]:
-    """Those of rows that a policy sampled. `entropy`: of that policy for a token, estimated by its own samples."""
+    """The metrics of rows that a policy sampled. `entropy`: of that policy for a token, estimated by its own samples."""
     sampled = np.concatenate([values[mask] for values, mask in zip(batch.logprobs, batch.written, strict=True)])
     return {
         "reward_mean": float(batch.rewards_R.mean()),

@@ -161,7 +161,7 @@ class Budget:
         return math.sqrt(half**2 + self.num_bytes / self.bytes_per_pair) - half
 
     def holds_packed(self, sequences: Sequence[Tree], num_ranks: int) -> bool:
-        """Whether sequences fit end to end, without padding, the fullest rank's share of them too."""
+        """Says whether sequences fit end to end, without padding, the fullest rank's share of them too."""
         if sum(map(len, sequences)) > self.tokens:
             return False
         shares = spread([*map(len, sequences)], num_ranks)

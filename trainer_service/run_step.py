@@ -30,7 +30,7 @@ class Gradient:
 
     @property
     def num_bytes(self) -> int:
-        """In memory; the object itself counts too, for many have nothing else."""
+        """Bytes in memory; the object itself counts too, for many have nothing else."""
         return 1024 + (0 if self.grad_P is None else self.grad_P.numel() * self.grad_P.element_size())
 
 

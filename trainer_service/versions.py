@@ -49,7 +49,7 @@ class Versions:
         self._told = False
 
     def resident(self) -> list[AdapterRef]:
-        """Those in memory."""
+        """The versions in memory."""
         return list(self._cache)
 
     async def manifest(self, adapter: AdapterRef) -> Manifest | None:
@@ -65,7 +65,7 @@ class Versions:
             raise InvalidInput(f"{parent} was trained in another mode, or on other bits, than this trainer's")
 
     async def state(self, adapter: AdapterRef, beat: Beat) -> TrainState:
-        """From memory, else from the store. Raises CorruptObject or NotFound."""
+        """The state from memory, else from the store. Raises CorruptObject or NotFound."""
         state = self._cache.get(adapter)
         if state is None:
             state = await self.read(adapter, beat)
@@ -73,7 +73,7 @@ class Versions:
         return state
 
     async def read(self, adapter: AdapterRef, beat: Beat, *, with_optimizer: bool = True) -> TrainState:
-        """From the store; without its optimiser, with a new one. Raises CorruptObject or NotFound."""
+        """A state from the store; without its optimiser, with a new one. Raises CorruptObject or NotFound."""
         names = (*PEFT_FILES, OPTIMIZER_FILE) if with_optimizer else PEFT_FILES
         files = await beating(beat, self._patiently(partial(self.store.read, adapter, names)))
         return await beating(beat, asyncio.to_thread(self._load, files))

@@ -28,7 +28,7 @@ HELD_S = 3.0
 """Time for which connections are kept that do nothing."""
 NUM_HALF_OPEN = 300
 LARGE_BYTES = 32 << 20
-"""Of an upload."""
+"""Bytes of an upload."""
 BEGINS_S, SERVES_S = 20.0, 4.0
 """Time that a deserter has to begin, and before it is killed."""
 JSON = {"Content-Type": "application/json"}
@@ -64,7 +64,7 @@ class Foe:
     wrong: list[str] = field(default_factory=list[str])
     """Answers that nobody may get."""
     sessions: list[str] = field(default_factory=list[str])
-    """Of its deserters."""
+    """Sessions of its deserters."""
     aged: list[bool] = field(default_factory=list[bool])
     """Did five minutes pass for a session?"""
     graded: list[bool] = field(default_factory=list[bool])
@@ -163,7 +163,7 @@ async def hostile_names(foe: Foe) -> None:
 
 
 async def foreign_ids(foe: Foe) -> None:
-    """Of the jobs of others, and of a run that is nobody's."""
+    """Asks for ids of the jobs of others, and of a run that is nobody's."""
     for job in foe.others()[-3:]:
         for part in ("", "/events", "/samples", "/ledger", "/checkpoints"):
             await foe.must_fail("GET", f"/v1/fine_tuning/jobs/{job}{part}")
@@ -254,7 +254,7 @@ async def flood_of_futures(foe: Foe) -> None:
 
 
 async def flood_of_uploads(foe: Foe) -> None:
-    """Of what is no file of items, and of files whose sender stops half-way."""
+    """Uploads what is no file of items, and files whose sender stops half-way."""
     rows = ITEM % b"3" * 2000
     form: Any = {"files": {"file": ("../../x\x1b[2J.jsonl", rows + b"{")}, "data": {"purpose": "fine-tune"}}
     await foe.flood(*(foe.must_fail("POST", "/v1/files", **form) for _ in range(12)))
@@ -272,7 +272,7 @@ async def flood_of_uploads(foe: Foe) -> None:
 
 
 async def large_uploads(foe: Foe) -> None:
-    """Of tens of megabytes: rows of which the last is none, and one row alone."""
+    """Uploads tens of megabytes: rows of which the last is none, and one row alone."""
     row = ITEM % (b"x" * 4000)
     for content in (row * (LARGE_BYTES // len(row)) + b"{", ITEM % (b"x" * LARGE_BYTES)):
         form: Any = {"files": {"file": ("large.jsonl", content)}, "data": {"purpose": "fine-tune"}}

@@ -43,7 +43,7 @@ URLS = (
     "http://999.1.1.1/", "http://a b/", "http://\ud800/", "http://a/" + "x" * 3000, "file:///etc/passwd", "",
 )  # fmt: skip
 OWN_URLS = ("http://127.0.0.1:6379/", "http://169.254.169.254/latest/meta-data/", "http://[::ffff:127.0.0.1]:6379/")
-"""Of what only the operator may reach."""
+"""Addresses of what only the operator may reach."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def is_text(item: Mapping[str, Any]) -> bool:
 
 
 def _has_completion(item: Mapping[str, Any]) -> bool:
-    """Beside `messages` a field of that name is one that graders use."""
+    """Does the item teach a completion? Beside `messages` a field of that name is one that graders use."""
     return item.get("completion") is not None and "messages" not in item
 
 

@@ -1,4 +1,4 @@
-"""Between a model's turns and an OpenEnv environment's actions and observations, by the schemas that its server tells.
+"""Maps a model's turns to an OpenEnv environment's actions and back, by the schemas that its server tells.
 
 action with one text that it must have            the model's text is that text
 any other action                                  the model calls the tool `act`, whose parameters are the action's
@@ -49,7 +49,7 @@ def shape_of(schemas: Schemas) -> ActionShape:
 
 
 def definition(name: str, description: str, parameters: Mapping[str, Any]) -> Definition:
-    """Of a tool, in OpenAI's form."""
+    """The definition of a tool, in OpenAI's form."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 

@@ -62,7 +62,7 @@ class OpenEnvServer:
 
 
 class Servers:
-    """Those that jobs may use."""
+    """The servers that jobs may use."""
 
     def __init__(self, endpoints: Endpoints, named: str = "", *, proxy: str = "") -> None:
         """`named`: see `read_servers`. `proxy`: as for Endpoints."""

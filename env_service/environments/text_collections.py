@@ -18,7 +18,7 @@ from env_service import work
 
 MAX_COLLECTION_BYTES = 256 * 1024 * 1024
 MAX_KEPT_CHARACTERS = 2 * MAX_COLLECTION_BYTES
-"""Of the texts of all collections whose indexes are in memory."""
+"""Characters of the texts of all collections whose indexes are in memory."""
 MAX_QUERY_WORDS = 64
 MAX_POSTINGS = 4_000_000
 """Read for a query, some 50 ms: those of its rarest words, which weigh most."""
@@ -119,7 +119,7 @@ class Collections:
         return Index(read_collection(path, self._directory))
 
     def _forget(self) -> None:
-        """Those used longest ago, beyond what memory has room for."""
+        """Drops the collections used longest ago, beyond what memory has room for."""
         built = [
             (path, index.result()) for path, index in self._indexes.items() if index.done() and not index.exception()
         ]

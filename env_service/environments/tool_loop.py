@@ -33,7 +33,7 @@ class Tool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """The tool in OpenAI's form."""
         properties = {self.argument: {"type": "string"}}
         parameters = {"type": "object", "properties": properties, "required": [self.argument]}
         function = {"name": self.name, "description": self.description, "parameters": parameters}

@@ -44,7 +44,7 @@ class FromTRL:
     factory: ClassVar[Callable[..., Any]]
     """A class, or what returns an instance."""
     reward_funcs: ClassVar[Sequence[Callable[..., Any]]] = ()
-    """Those of one trajectory at a time: the lists that they get and return have one element. They get no state of a trainer."""
+    """Functions for one trajectory at a time: the lists that they get and return have one element. They get no state of a trainer."""
     job_args: ClassVar[Sequence[str]] = ()
     """Arguments of the factory that jobs may give."""
     tools: ClassVar[Sequence[Definition]] = ()
@@ -154,7 +154,7 @@ class TRLSession:
 
     @property
     def _columns(self) -> dict[str, Any]:
-        """Those of the row beside the prompt."""
+        """The row's columns beside the prompt."""
         return {name: value for name, value in self._item.items() if name != "messages"}
 
     async def _reply(self, index: int, call: ToolCall, timeout_s: float) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ class Grading:
     key: str
     """A repeat has the same."""
     name: str = ""
-    """Of the grader in a `multi`."""
+    """The name of the grader in a `multi`."""
 
 
 class GraderRunner:

@@ -17,9 +17,9 @@ from env_service.work import Allowance
 HELPER = "env_service.graders.comparing"
 """The program of the helpers."""
 SHORT_CHARACTERS = 2048
-"""Of a text that is compared here by `string_check`: microseconds."""
+"""Characters of a text that is compared here by `string_check`: microseconds."""
 SHORT_MATH_CHARACTERS = 512
-"""Of a text in which a final answer is looked for here: usually 1 ms, at worst 15."""
+"""Characters of a text in which a final answer is looked for here: usually 1 ms, at worst 15."""
 
 TextGrader = StringCheck | TextSimilarity | MathGrader
 

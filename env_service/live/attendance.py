@@ -57,7 +57,7 @@ class Attendance:
         return absent
 
     async def _call(self, hold_s: float) -> tuple[bool, bool, float]:
-        """Whether it was absent, whether there is more to do, and until when it is there, by the event loop's clock."""
+        """Says whether it was absent, whether there is more to do, and until when it is there, by the event loop's clock."""
         cell, clock, began_s = self._bus.cell, asyncio.get_running_loop(), 0.0
         words = [self._worker, int(hold_s * 1000), cell.env_worker(""), cell.looked(cell.env_worker("")), GROUP_ENV]
 

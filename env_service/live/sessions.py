@@ -36,10 +36,10 @@ class Seat:
     """The newest message of its trajectory."""
     claim: Claim
     limit_s: float
-    """Of each call of the session."""
+    """Time limit of each call of the session."""
     session: Session | None = None
     num_turns: int = 0
-    """That the session has answered."""
+    """Turns that the session has answered."""
     stays: bool = False
     """The trajectory goes on: the seat is kept for its next turn."""
     void: bool = False

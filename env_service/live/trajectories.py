@@ -25,7 +25,7 @@ MAX_WAITS = 10_000
 
 
 class Trajectories:
-    """Those of one env worker. Without `sessions` it holds none, and each fails with a reason."""
+    """The live trajectories of one env worker. Without `sessions` each fails with a reason."""
 
     def __init__(
         self, cell: Cell, environments: Catalogue, conversation: Conversation, sessions: Sessions | None

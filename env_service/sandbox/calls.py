@@ -53,7 +53,7 @@ _ARCHITECTURES = {"x86_64": (0xC000003E, 56), "aarch64": (0xC00000B7, 220)}
 _CLONE_THREAD = 0x10000
 _X32 = 0x40000000
 _NEW = 435
-"""From `clone3` on, programs try a call first and use an older one where there is none, so these calls look missing."""
+"""The first of the calls, `clone3`, that programs try before an older one, so these calls look missing."""
 
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000

@@ -35,7 +35,7 @@ class Verifiers:
     args: ClassVar[Mapping[str, Any]] = {}
     """The fields of the taskset's configuration, or the arguments of `load_environment`."""
     job_args: ClassVar[Sequence[str]] = ()
-    """Those of `args` that jobs may give. Name none that can hold a path or the name of a module."""
+    """The part of `args` that jobs may give. Name none that can hold a path or the name of a module."""
     env: ClassVar[Mapping[str, Any]] = {}
     """`verifiers.v1`: the rest of the environment's configuration, such as its agent's harness and runtime."""
     renderer: ClassVar[Mapping[str, Any] | None] = None

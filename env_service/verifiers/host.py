@@ -52,13 +52,13 @@ model = beside("host_model")
 ModelRefused: Any = model.ModelRefused
 MAX_SENT_BYTES = 4 * 1024 * 1024
 MAX_PARTS = 64
-"""Of a reward, metrics included."""
+"""Parts of a reward, metrics included."""
 GRACE_S = 2.0
 """Once the worker is gone, environments have so long to end what they started."""
 KEY_VARIABLE = "MARLAAS_HOST_API_KEY"
 """Holds the model's key, of this process alone; verifiers gives no program of a harness a variable of such a name."""
 MAX_TASKS = 10_000
-"""Of a taskset without an end."""
+"""Tasks of a taskset without an end."""
 HELD_OUT_EACH = 10
 """Every so manieth task of a taskset, which has no split of its own, is held out."""
 
@@ -78,7 +78,7 @@ class Episode:
         self.faults: list[str] = []
         """Faults in spite of which the environment went on."""
         self.traces: list[Any] = []
-        """Those of `verifiers.v1`."""
+        """Traces of `verifiers.v1`."""
 
     async def ask(self, request: "dict[str, Any]") -> "dict[str, Any]":
         """The model's next turn. Raises ModelRefused."""

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 MAX_BYTES = 64 * 1024 * 1024
-"""Of what the package asks, or the worker says."""
+"""Bytes of what the package asks, or the worker says."""
 MODEL = "policy"
 SESSION_HEADER = "X-Session-ID"
 

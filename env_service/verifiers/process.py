@@ -35,7 +35,7 @@ _NAMES = """
     HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_HUB_OFFLINE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE
 """
 VARIABLES = frozenset(_NAMES.split())
-"""Those of the worker that a package's process has too, beside LC_*. None of them is a secret."""
+"""Variables of the worker that a package's process has too, beside LC_*. None of them is a secret."""
 MAX_LINE_BYTES = 4 * 1024 * 1024 + 1024
 MAX_HOSTS = 8
 """Processes of one worker, and one more of a tenant that has none. Jobs that give a package different arguments have different ones."""
@@ -49,7 +49,7 @@ AFTER_FAILURE_S = 30.0
 WAITING_S = 10.0
 """A tenant that found no room counts as waiting for so long."""
 KEPT_BYTES = 2000
-"""Of what a process last wrote, for the operator's log."""
+"""Bytes of what a process last wrote, for the operator's log."""
 
 ENDED = "the environment's process ended"
 

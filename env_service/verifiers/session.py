@@ -16,7 +16,7 @@ from env_service.failures import EnvironmentFailed
 from env_service.verifiers.process import HostedTrajectory
 
 MAX_SHOWN_BYTES = 256 * 1024
-"""Of the messages and tools that a trajectory begins with, and of those behind a turn."""
+"""Bytes of the messages and tools that a trajectory begins with, and of those behind a turn."""
 
 
 class VerifiersSession:

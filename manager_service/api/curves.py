@@ -57,7 +57,7 @@ def _steps(events: Iterable[EventRecord]) -> list[dict[str, Any]]:
 
 
 def _means(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of every figure, over the steps that have it."""
+    """The mean of every figure, over the steps that have it."""
     names = {name for step in steps for name in step} - LEFT_OUT
     values = {name: [step[name] for step in steps if _is_number(step.get(name))] for name in names}
     return {name: math.fsum(found) / len(found) for name, found in values.items() if found}

@@ -67,7 +67,7 @@ def schema_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _schema_of_keywords(made: Any) -> dict[str, Any]:
-    """Of a class that declares no model of its arguments: what it can be called with."""
+    """The schema of a class that declares no model of its arguments: what it can be called with."""
     properties, required, more = dict[str, Any](), list[str](), False
     for name, one in inspect.signature(made).parameters.items():
         if one.kind is inspect.Parameter.VAR_KEYWORD:

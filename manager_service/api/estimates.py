@@ -29,11 +29,11 @@ NEWEST = 20
 UNKNOWN_PROMPT = 64
 """Tokens of a prompt that an environment makes."""
 LEAST_BUSY_S = 1.0
-"""Of workers whose speed says something."""
+"""Busy seconds of workers whose speed says something."""
 
 
 class Tokens(NamedTuple):
-    """Of one trajectory."""
+    """Tokens of one trajectory."""
 
     prompt: float
     whole: float  # with what is sampled
@@ -137,7 +137,7 @@ def seconds_for(sampled: float, trained: float, workers: Sequence[WorkerReport])
 
 
 def _tokens_per_s(counters: Iterable[dict[str, float]], counter: str) -> float:
-    """Of all workers together; 0: not known."""
+    """The speed of all workers together; 0: not known."""
     return sum(
         counted.get(counter, 0.0) / counted["busy_s"]
         for counted in counters

@@ -29,7 +29,7 @@ LINES_A_SLICE = 4
 ADAPTER = "adapter"
 """The purpose of files that jobs start from; of all others it is OpenAI's."""
 MAX_FILES = 10_000
-"""Of one tenant."""
+"""Files of one tenant."""
 BOM = b"\xef\xbb\xbf"
 """Windows programs write it before UTF-8."""
 

@@ -226,7 +226,7 @@ def num_steps(given: Hyperparameters, num_items: int) -> int:
 
 
 def as_given_supervised(hyper: Hyper, given: Hyperparameters) -> dict[str, Any]:
-    """As `as_given`, of a supervised job."""
+    """Tells what `as_given` does, for a supervised job."""
     return {name: value for name, value in as_given(hyper, given).items() if name in SUPERVISED_NAMES}
 
 

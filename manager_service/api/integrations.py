@@ -104,7 +104,7 @@ _WHOSE = "in the data folder of the service (of `marlaas up`: .marlaas, or its -
 
 
 def shown(integration: Integration) -> dict[str, Any]:
-    """In OpenAI's form."""
+    """The integration in OpenAI's form."""
     own: dict[str, Any] = {"project": integration.project, "name": integration.name or None}
     if integration.type == "wandb":
         own |= {"entity": integration.entity or None, "tags": list(integration.tags)}

@@ -9,15 +9,8 @@ import msgspec
 from manager_service.api.context import Base
 from manager_service.archive.samples import by_version, joined
 from manager_service.archive.store import sample_versions
-from manager_service.records import (
-    LEDGER,
-    USAGE_COUNTERS,
-    CheckpointRecord,
-    EventRecord,
-    JobState,
-    usage_fields,
-    usage_of,
-)
+from manager_service.hashes import usage_fields, usage_of
+from manager_service.records import LEDGER, USAGE_COUNTERS, CheckpointRecord, EventRecord, JobState
 
 EVENTS_AT_ONCE = 500
 """Events that are read, and decoded, before others have their turn."""
@@ -39,13 +32,11 @@ class JobRecords(Protocol):
         ...
 
     async def samples(self, version: int | None) -> bytes:
-        """Those that the step to a version trained on; without one, of the newest step that has some: a list of SampleRecord as
-        JSON.
-        """
+        """The samples that the step to a version trained on; without one, of the newest step that has some: SampleRecords as JSON."""
         ...
 
     async def sample_versions(self) -> list[int]:
-        """Those of which samples may be kept, ascending."""
+        """Versions of which samples may be kept, ascending."""
         ...
 
     async def answers(self, version: int | None) -> bytes:
@@ -53,7 +44,7 @@ class JobRecords(Protocol):
         ...
 
     async def answer_versions(self) -> list[int]:
-        """Those of whose evaluation something is kept, ascending."""
+        """Versions of whose evaluation something is kept, ascending."""
         ...
 
     async def ledger(self) -> dict[str, int]:
@@ -67,7 +58,7 @@ class JobRecords(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LiveRecords:
-    """Those of a job in Redis."""
+    """The records of a job in Redis."""
 
     base: Base
     tenant: str

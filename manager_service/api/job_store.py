@@ -153,7 +153,7 @@ class JobStore:
             yield entry
 
     async def several(self, tenant: str, entries: Sequence[ListedJob]) -> list[JobRow]:
-        """Those of the tenant's jobs that exist, in their order."""
+        """The entries of the tenant's jobs that exist, in their order."""
         live: dict[str, JobRow] = {}
         for base in self._api.bases.values():
             jobs = [entry.job for entry in entries if entry.base is base]
@@ -164,7 +164,7 @@ class JobStore:
         return [found[entry.job] for entry in entries if entry.job in found]
 
     async def present(self, base: Base, jobs: Sequence[str]) -> list[JobRow]:
-        """Those of the jobs that are in Redis, whosever they are."""
+        """The jobs of these that are in Redis, whosever they are."""
         pipe = base.redis.pipeline(transaction=False)
         for job in jobs:
             pipe.hmget(base.cell.job(job), "spec", "state", DELETED)

@@ -82,7 +82,7 @@ class SharedPlaces:
         self._places.serve()
 
     def asks(self, tenant: str) -> bool:
-        """Whether the tenant holds or waits for a place."""
+        """Says whether the tenant holds or waits for a place."""
         return tenant in self._open
 
     def asking(self) -> Mapping[str, Asked]:

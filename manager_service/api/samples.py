@@ -128,7 +128,7 @@ async def _decoded(records: bytes) -> list[SampleRecord]:
 
 
 async def _kept(store: JobStore, row: JobRow, evaluation: bool) -> list[int]:
-    """Those that may have samples, ascending."""
+    """Versions that may have samples, ascending."""
     if evaluation:
         return await store.read(row, lambda records: records.answer_versions()) if row.spec.num_eval_items else []
     return await store.read(row, lambda records: records.sample_versions())

@@ -167,7 +167,7 @@ class SampleObject(BaseModel):
     failure: FailureObject | None = None
     written: WrittenObject | None = None
     kept: Literal["first", "best", "worst", "failed", "evaluation"] = "first"
-    """As one of the step's first groups, or of its others; or as the answer of an evaluation."""
+    """The reason why it was kept: as one of the step's first groups, or of its others; or as the answer of an evaluation."""
 
 
 class TurnObject(BaseModel):

@@ -1,4 +1,4 @@
-"""From the body of `POST /v1/fine_tuning/jobs` to a JobSpec, with everything checked before anything is queued."""
+"""Makes a JobSpec from the body of `POST /v1/fine_tuning/jobs`, with everything checked before anything is queued."""
 
 import re
 import secrets
@@ -37,7 +37,7 @@ from manager_service.scheduling.fairness import largest_group
 from manager_service.scheduling.policies import Policy
 
 MAX_METHOD_BYTES = 384 << 10
-"""Of a job's grader, environment and hyperparameters: they travel in its messages, and stand in every list of jobs."""
+"""Bytes of a job's grader, environment and hyperparameters: they travel in its messages, and stand in every list of jobs."""
 
 _SUFFIX = re.compile(r"[A-Za-z0-9_.-]*")
 _METHODS = ("reinforcement", "supervised")
@@ -111,7 +111,7 @@ class JobPlan:
         return SUPERVISED_PARAM if self.supervised else PARAM
 
     def most_tokens(self, base: Base) -> int:
-        """Of a prompt, or of a supervised job's example."""
+        """Most tokens of a prompt, or of a supervised job's example."""
         served = base.tokenizer.context
         return served - 1 if self.supervised else (self.given.max_context or served) - self.given.max_tokens
 

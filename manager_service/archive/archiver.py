@@ -16,9 +16,10 @@ from common.errors import Unavailable
 from common.objects import Objects
 from manager_service.archive.samples import by_version, joined
 from manager_service.archive.store import Archive, Archived, in_parts
+from manager_service.hashes import read_record, usage_fields, usage_of
 from manager_service.jobs.changes import Changes, Moved
 from manager_service.kept import Kept
-from manager_service.records import DELETED, JobSpec, JobState, read_record, usage_fields, usage_of
+from manager_service.records import DELETED, JobSpec, JobState
 
 BATCH = 20
 """Jobs that are moved together."""
@@ -40,7 +41,7 @@ class Archiver:
     async def run(
         self, due: Callable[[], tuple[list[int], float]], commit: Callable[[int, Changes], Awaitable[bool]]
     ) -> None:
-        """Archives until cancelled. `due`: of which partitions the jobs, and before when they must have finished. `commit`: writes
+        """Archives until cancelled. `due`: the partitions to look at, and the time before which a job must have finished. `commit`: writes
         changes of a partition to Redis, unless it is another owner's by now."""
         while True:
             partitions, before_s = due()

@@ -12,7 +12,7 @@ from common.objects import Objects
 
 
 class SampleFiles:
-    """Those of one kind, of one base model's jobs. Raises Unavailable."""
+    """The files of one kind, of one base model's jobs. Raises Unavailable."""
 
     def __init__(self, objects: Objects, base_model: str, kind: Literal["samples", "answers"] = "samples") -> None:
         self._objects = objects
@@ -34,7 +34,7 @@ class SampleFiles:
             return b"[]"
 
     async def versions(self, tenant: str, job: str) -> list[int]:
-        """Those that have a file, ascending. Lists all files of the job."""
+        """Versions that have a file, ascending. Lists all files of the job."""
         names = await self._objects.paths(self._folder(tenant, job))
         return sorted(int(name.rpartition("/")[2].removesuffix(".json")) for name in names)
 
@@ -56,5 +56,5 @@ def by_version(answers: Mapping[bytes, bytes]) -> dict[int, dict[bytes, bytes]]:
 
 
 def joined(answers: Mapping[bytes, bytes]) -> bytes:
-    """Those of one version as a list in JSON."""
+    """The answers of one version as a list in JSON."""
     return b"[" + b",".join(answers.values()) + b"]"

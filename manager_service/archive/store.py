@@ -76,9 +76,9 @@ class Archive:
         self.objects = objects
         self._base_model = base_model
         self.sample_files = SampleFiles(objects, base_model)
-        """Those that were moved before their job ended."""
+        """Samples that were moved before their job ended."""
         self.answer_files = SampleFiles(objects, base_model, "answers")
-        """Likewise, of evaluations."""
+        """The same of evaluations."""
 
     def folder(self, tenant: str) -> str:
         return f"records/{tenant}/{self._base_model}"
@@ -167,7 +167,7 @@ class ArchivedRecords:
         return [*reversed(late), *found][:limit]
 
     async def events_after(self, last: int) -> AsyncIterator[EventRecord]:
-        """Those with a sequence number above `last`, oldest first."""
+        """Events with a sequence number above `last`, oldest first."""
         starts = _starts(self.job, "events")
         for start, following in zip(starts, [*starts[1:], None], strict=True):
             if following is None or following > last + 1:
@@ -242,8 +242,7 @@ class ArchivedRecords:
 
 
 def sample_versions(state: JobState, elsewhere: Iterable[int]) -> list[int]:
-    """A job's versions that may have samples, ascending: those with a file, which its state says, and those of which samples are
-    elsewhere, of the newest above all."""
+    """A job's versions that may have samples, ascending: those with a file (known from the state), and those in `elsewhere`."""
     known, kept = set(elsewhere), state.kept.get("samples")
     return sorted(
         known if kept is None else known.union(range(max(1, kept.first), max(known, default=state.version) + 1))

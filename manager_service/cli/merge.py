@@ -23,12 +23,12 @@ COPIED = (*TEXT_FILES, "*.model")
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 DTYPES = ("F32", "BF16", "F16")
 ROWS = 1024
-"""Of a matrix that are merged at once."""
+"""Rows of a matrix that are merged at once."""
 CHUNK = 16 << 20
 
 
 class Factors(NamedTuple):
-    """Of one layer; R rank."""
+    """The factors of one layer; R rank."""
 
     a: np.ndarray  # [R, in]
     b: np.ndarray  # [out, R]

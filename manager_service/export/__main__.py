@@ -30,9 +30,9 @@ from manager_service.settings import ManagerSettings
 log = structlog.get_logger()
 PASSES = Passes()
 FOLDER = "loggers"
-"""In the data folder: what loggers keep on this machine, by tenant."""
+"""The folder, below that of the data, of what loggers keep on this machine, by tenant."""
 LOOK_EVERY_S = 5.0
-"""Between two looks at which loggers are installed."""
+"""Time between two looks at which loggers are installed."""
 
 
 async def main(settings: ManagerSettings, passes: Passes = PASSES, loggers: Sequence[LoggerName] | None = None) -> None:

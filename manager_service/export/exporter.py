@@ -35,7 +35,7 @@ LOOK_EVERY_S = 1.0
 EVENTS_A_JOB = 500
 JOBS_A_PASS = 20
 FIRST_WAIT_S, MOST_WAIT_S = 5.0, 3600.0
-"""Between two tries of a logger that is away."""
+"""Time between two tries of a logger that is away."""
 MAX_WAITING = 5000
 """Jobs of one tenant on their way to one logger; of more, those that have failed for the longest time are given up."""
 FRAGMENT_ROWS, FRAGMENT_PASSES = 100, 10
@@ -48,7 +48,7 @@ LoggerGroup = tuple[str, LoggerName]
 
 
 class Delay(msgspec.Struct, frozen=True):
-    """Beside a job in `exports`, while a logger does not take its rows: so that a new exporter knows it too."""
+    """Stands beside a job in `exports` while a logger does not take its rows, so that a new exporter knows it too."""
 
     since: float  # seconds since 1970
     held: int
@@ -74,7 +74,7 @@ class Export:
 
     @property
     def field(self) -> str:
-        """Of its `Delay`."""
+        """The field of its `Delay`."""
         return f"{self.job}/{self.logger}"
 
 
@@ -181,7 +181,7 @@ class Exporter:
                 self._wait(export)
 
     async def _safely(self, export: Export, work: Awaitable[T]) -> T | None:
-        """Awaits work on one job, of which the others are to see nothing if Redis or the object store is away."""
+        """Awaits work on one job. If Redis or the store is away, only this job waits."""
         try:
             return await work
         except Unavailable as error:

@@ -23,7 +23,7 @@ from manager_service.records import GLOBAL
 
 KEY = GLOBAL + "exporter"
 WAIT_S = 1.0
-"""Between two looks at a lock."""
+"""Time between two looks at a lock."""
 
 # KEYS: the lease. ARGV: token, milliseconds. A renewal needs no memory, which Redis may be out of.
 HOLD = """

@@ -19,7 +19,7 @@ from manager_service.records import JSON, LoggerName
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180.0
-"""Of one pass. What it has not answered for by then is tried again later."""
+"""Time limit of one pass. What it has not answered for by then is tried again later."""
 WRITER = (sys.executable, "-m", "manager_service.export.writer")
 
 

@@ -32,20 +32,20 @@ from manager_service.records import JSON, JobState, Webhook
 
 LOOK_EVERY_S = 1.0
 FIRST_WAIT_S, MOST_WAIT_S = 5.0, 3600.0
-"""Between two tries."""
+"""Time between two tries."""
 TIMEOUT_S = 10.0
 CALLS, CALLS_A_TENANT = 32, 4
 """Calls at once."""
 DELIVERIES_A_TENANT = 16
-"""That are being worked on at once."""
+"""Deliveries of one tenant that are being worked on at once."""
 MAX_WAITING = 1000
-"""Ends of one tenant's jobs of which webhooks are to hear; of more, the oldest are given up."""
+"""Most ends of one tenant's jobs that wait for webhooks; the oldest beyond that are given up."""
 
 log = structlog.get_logger()
 
 
 class Told(msgspec.Struct, frozen=True):
-    """Beside an entry of `ends`, once a webhook was called: so that a new exporter knows it too."""
+    """Stands beside an entry of `ends` once a webhook was called, so that a new exporter knows it too."""
 
     taken: set[str]
     num_tries: int

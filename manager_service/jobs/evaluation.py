@@ -18,7 +18,7 @@ def begin(spec: JobSpec, state: JobState) -> None:
 
 
 def new_tally(spec: JobSpec) -> EvalTally:
-    """Of the items of the job's validation file."""
+    """A tally of the items of the job's validation file."""
     num = spec.num_eval_items
     if spec.is_supervised:
         return EvalTally(units=num, expected=num)
@@ -38,8 +38,8 @@ def next_unit(tally: EvalTally, version: int, spec: JobSpec) -> list[TrajectoryK
 
 
 def leave_out(spec: JobSpec, state: JobState) -> dict[str, EvalTally]:
-    """Takes away the evaluations that the job has no tokens for: one that has not begun if it would use more than are left, by the
-    mean of those so far, and all once none are left."""
+    """Removes evaluations that the job's tokens do not cover. One that has not begun goes if its estimate (the mean of those so far)
+    exceeds what is left; all go once nothing is left."""
     limit, progress = spec.hyper.max_tokens_total, state.progress
     if limit is None:
         return {}

@@ -74,7 +74,7 @@ class Job:
 
     @property
     def num_steps(self) -> int:
-        """Of the whole job, as far as is known."""
+        """Steps of the whole job, as far as is known."""
         return self.state.stop.version if self.state.stop else self.spec.hyper.num_steps
 
     def wants_group(self) -> bool:
@@ -271,7 +271,7 @@ class Job:
             self._waste(entry, request.usage, changes)
 
     def on_dead_letter(self, entry: str, letter: DeadLetter, now: float, changes: Changes) -> None:
-        """Takes in that nobody can read a message of this job: what it asked for has failed. Raises ValueError for a strange id."""
+        """Handles an unreadable message of this job: what it asked for has failed. Raises ValueError for a strange id."""
         failure = Failure("dead_letter", f"a message could not be read: {letter.reason}")
         if letter.stream == self.cell.train:
             self._on_refused(letter.id, self.state.version + 1, failure, now, changes)

@@ -85,7 +85,7 @@ class Journal:
     # ---- figures ----------------------------------------------------------------------------------------------------
 
     def charge(self, usage: Usage, changes: Changes, *, wasted: bool = False) -> None:
-        """Counts what the job has used. Only where its tokens are limited is that worth to write the state for."""
+        """Counts what the job has used. Writes the state for it only if the job's tokens are limited."""
         changes.add_usage(self._spec.tenant, self._spec.id, usage, wasted=wasted)
         self._state.tokens += usage.prompt_tokens + usage.sampled_tokens + usage.trained_tokens
         if self._spec.hyper.max_tokens_total is not None:

@@ -78,7 +78,7 @@ class OpenTrajectories:
         self.groups: dict[int, Group] = {}
         """Groups by number, without those that a batch has used or that were dropped."""
         self.decided: set[int] = set()
-        """Those of them that wait for nothing."""
+        """The decided groups: nothing of them is waited for."""
         self.num_in_groups = 0
         """Trajectories for training that were issued and are not back yet."""
         self._undropped: set[int] = set()  # decided groups that may have to be dropped

@@ -17,7 +17,7 @@ MAX_TEXT = 4000
 MAX_TOKENS = 2048
 """Tokens that are kept of a trajectory, from its beginning."""
 DECIMALS = 3
-"""Of a log-prob, in nats, and of an advantage."""
+"""Decimals of a log-prob, in nats, and of an advantage."""
 
 
 ChosenSample = tuple[int, int, Scored, KeptAs]
@@ -39,7 +39,7 @@ def chosen(batch: Sequence[tuple[int, Group]], *, groups: int, others: int) -> l
 
 
 def advantages(batch: Sequence[tuple[int, Group]], loss: JobLoss) -> dict[int, list[float]]:
-    """Of the rows of each group, by its number; a failed trajectory is none."""
+    """Advantages of each group's rows, by group number, without failed trajectories."""
     rewards = {number: [scored.message.reward or 0.0 for scored in group.rows()] for number, group in batch}
     return {number: group_advantages(np.array(row), ADVANTAGES[loss]).tolist() for number, row in rewards.items()}
 

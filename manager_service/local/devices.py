@@ -82,7 +82,7 @@ def _seats(
     devices: Mapping[str, Sequence[int]],
     gpus: Sequence[Gpu],
 ) -> Seats:
-    """Of the workers on GPUs that are known. Raises InvalidInput."""
+    """The seats of the workers on GPUs that are known. Raises InvalidInput."""
     needs = {
         service: Needs([worker.name for worker in workers if worker.service == service], _size(environment, service))
         for service in SERVICES

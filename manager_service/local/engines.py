@@ -17,7 +17,7 @@ MAX_LORAS, MAX_LORA_RANK = 8, 32
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
 STEP_TOKENS = 8192
-"""Of one step of vLLM on a GPU, prompts' pieces included."""
+"""Tokens of one step of vLLM on a GPU, prompts' pieces included."""
 BLOCK = 16
 """Tokens of a block of vLLM's keys and values."""
 CUDA_GRAPHS = 1e9
@@ -45,7 +45,7 @@ GPUS = {
     "h100": Device(80e9, 3350e9, 989e12),
     "h200": Device(141e9, 4800e9, 989e12),
 }
-"""As their makers' data sheets have them: dense bfloat16."""
+"""Operations a second from the makers' data sheets: dense bfloat16."""
 CORE = Device(0, 10e9, 60e9, gpu=False)
 """One core of a server's processor in float32, as measured here."""
 

@@ -21,15 +21,15 @@ from common.footprint import SCORES_SHARE, TrainingBytes, training_bytes
 from manager_service.local.engines import Device, Load, PlannedEngine
 
 USABLE = 0.95
-"""Of a device's memory."""
+"""The usable part of a device's memory."""
 VLLM_FRACTION = 0.9
-"""Of a device of its own, what vLLM takes by default."""
+"""The part of a device of its own that vLLM takes by default."""
 OTHERS = 650_000_000
 """Bytes of Redis, the manager, the env worker and the supervisor, beside which a CPU's workers live."""
 TRAINER_CACHE = 2 * (512 << 20)
 """Adapters with their optimiser states, and gradients of runs: at most."""
 WANTED_ROWS = 16
-"""Rows of a whole context at once, of which a plan is content."""
+"""Rows of a whole context at once that a plan aims for."""
 MICRO_BATCH_TOKENS = 2048
 """The trainer's default; a longer row is a micro-batch of its own."""
 FIRST_CONTEXT = 1024
@@ -198,7 +198,7 @@ def _with_checkpoints(case: Case, context: int, split: DeviceSplit, number: int)
 
 
 def _fraction(case: Case, trainer: float, split: DeviceSplit) -> float:
-    """Of a device's memory, what rollouts may take: 0 if the trainer does not fit. `trainer`: bytes that it takes of a device in a pass."""
+    """The part of a device's memory that rollouts may take: 0 if the trainer does not fit. `trainer`: bytes that it takes in a pass."""
     memory = case.device.memory
     others = memory / SCORES_SHARE if case.device.gpu else OTHERS
     left = USABLE * memory - trainer - TRAINER_CACHE - others

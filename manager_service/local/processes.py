@@ -169,7 +169,7 @@ def rotate(log: Path, limit_bytes: int = MAX_LOG_BYTES) -> None:
 
 
 def size(log: Path) -> int:
-    """In bytes; 0 before its first line."""
+    """Bytes in bytes; 0 before its first line."""
     return log.stat().st_size if log.exists() else 0
 
 

@@ -24,7 +24,7 @@ from manager_service.local.engines import Device, Load, PlannedEngine
 from manager_service.local.plan import MICRO_BATCH_TOKENS, OTHERS, USABLE, WANTED_ROWS
 
 RANK = 16
-"""Of the adapters that are reckoned with."""
+"""Rank of the adapters that are reckoned with."""
 STATES = 3
 """States of such adapters that a trainer keeps, and as many gradients of runs."""
 LEAST_CACHE, LEAST_KV = 512 << 20, 1 << 30
@@ -32,7 +32,7 @@ LEAST_CACHE, LEAST_KV = 512 << 20, 1 << 30
 ENOUGH = 4096
 """Tokens of a context that most tasks need."""
 CPU_ROWS = 4
-"""Rows of the whole context at once of which a choice is content on a processor."""
+"""Rows of the whole context at once that a choice aims for on a processor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Setup:
 
     @property
     def wanted_rows(self) -> int:
-        """Rows of the whole context at once, of which a choice is content."""
+        """Rows of the whole context at once that a choice aims for."""
         if self.kv is not None:
             return 1
         return WANTED_ROWS if self.device.gpu else CPU_ROWS
@@ -142,7 +142,7 @@ def _fit(copies: Sequence[Copies], setup: Setup, context: int, *, checkpointed: 
 
 
 def _training(copy: Copies, setup: Setup, context: int, *, checkpointed: bool) -> TrainingBytes:
-    """Of one rank, whose fullest micro-batch may have a row more than the first one's. On a processor one row is as good as more."""
+    """Bytes of one rank, whose fullest micro-batch may have a row more than the first one's. On a processor one row is as good as more."""
     longest = min(context, copy.shape.context)
     tokens = max(MICRO_BATCH_TOKENS, longest) if setup.device.gpu else longest
     return training_bytes(

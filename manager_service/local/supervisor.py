@@ -345,7 +345,7 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
 
 
 def _workers(commands: Sequence[ServiceCommand]) -> Iterator[LocalWorker]:
-    """Those that hold a base model."""
+    """The commands that hold a base model."""
     for command in commands:
         if (service := command.name.partition("-")[0]) in SERVICES:
             yield LocalWorker(command.name, service, command.environment.get("MARLAAS_BASE_MODEL", ""))

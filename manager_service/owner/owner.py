@@ -51,7 +51,7 @@ MAX_FETCHES = 8
 TAKEN_TOGETHER = 8
 """New jobs of a partition that are read before the first of them starts."""
 FETCH_AGAIN_S = 1.0
-"""Between two tries to read a new job's files."""
+"""Time between two tries to read a new job's files."""
 STALL_S = 30.0
 ARCHIVE_AFTER_S = 3600.0
 ARCHIVE_ALL_ABOVE = MAX_MEMORY_USED / 2

@@ -19,12 +19,13 @@ from common.errors import CorruptObject, NotFound, StoreUnavailable, Unavailable
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
 from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
+from manager_service.hashes import read_record
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.kept import LIMITS, Limits
 from manager_service.owner.arriving import Delayed, download_lines
-from manager_service.records import JobError, JobSpec, JobState, file_path, read_record
+from manager_service.records import JobError, JobSpec, JobState, file_path
 from manager_service.runs.records import is_run
 from manager_service.runs.runs import Runs
 from manager_service.scheduling.members import MemberTable

@@ -113,7 +113,7 @@ class Surroundings:
         return own_then == own and sum(lengths) <= sum(row["pending"] for row in held)
 
     async def silent_sessions(self, sessions: Collection[str]) -> set[str]:
-        """Those of these whose client has said nothing for too long."""
+        """The sessions of these whose client has said nothing for too long."""
 
         async def call() -> list[Any]:
             pipe = self._bus.client.pipeline(transaction=False)

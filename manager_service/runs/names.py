@@ -6,7 +6,7 @@ from common.operations import Kind, NameChange, SaveWeights
 from manager_service.runs.records import Checkpoint, RunState
 
 MAX_CHECKPOINTS = 1000
-"""Of one run: the state has them all, and is written with each operation."""
+"""Checkpoints of one run: the state has them all, and is written with each operation."""
 
 
 def give_name(state: RunState, wanted: SaveWeights, kind: Kind, now: float) -> str:

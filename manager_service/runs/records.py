@@ -71,7 +71,7 @@ class RunSpec(msgspec.Struct, frozen=True):
 
     @property
     def urgency(self) -> tuple[float, float]:
-        """As of a job without priority and deadline."""
+        """The urgency of a job without priority and deadline."""
         return 0.0, math.inf
 
     @property
@@ -133,7 +133,7 @@ class RunState(msgspec.Struct):
     makes_room: bool = False  # its tenant has so many runs that it is forgotten sooner
 
     def fields(self) -> dict[Any, Any]:
-        """Of the record, as Redis keeps them."""
+        """The fields of the record, as Redis keeps them."""
         return {"state": msgspec.json.encode(self), "status": self.status, "head": self.head}
 
 
@@ -142,7 +142,7 @@ UNNAMED_KEPT_S = 7 * 86_400
 CROWDED = 9_000
 """Runs of one tenant in a cell from which on the oldest that have ended without a checkpoint are forgotten an hour after their end."""
 CROWDED_TENANT = "tenant:"
-"""Before a tenant's name in `retire:<p>`."""
+"""The word before a tenant's name in `retire:<p>`."""
 USED_S = 3600
 """A version is kept for so long after its last use."""
 

@@ -28,7 +28,7 @@ from manager_service.scheduling.members import View
 MAX_TOKENS = 16_384
 """Positions in one message to a trainer: what tenants take turns by. One operation may have more."""
 MAX_BYTES = 512 << 10
-"""Of payloads in one message to a trainer, so that it travels itself. One operation may have more."""
+"""Bytes of payloads in one message to a trainer, so that it travels itself. One operation may have more."""
 HAS_FAILED = "has failed"
 NEVER_CAME = "never came: it was refused, or its client gave it up"
 MAX_LOG, MAX_LOG_BYTES = 4096, 128 << 20
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def held_bytes(self) -> int:
-        """Of the payloads that stay in Redis because of this run."""
+        """Bytes of the payloads that stay in Redis because of this run."""
         return self.log_bytes + sum(len(held.operation.payload) for held in self._waiting.values())
 
     @property

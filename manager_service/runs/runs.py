@@ -10,8 +10,9 @@ from common.bus import Bus, Delivery
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, JobCommand, Message, Usage
 from common.operations import Forgotten, NameChange, Operation, OperationResult, OperationsAnswered, OperationsDone
 from common.streams import Cell
+from manager_service.hashes import read_record, usage_fields, usage_of
 from manager_service.jobs.changes import Changes, Moved
-from manager_service.records import JobError, read_record, usage_fields, usage_of
+from manager_service.records import JobError
 from manager_service.runs.names import change_name
 from manager_service.runs.records import CROWDED, CROWDED_TENANT, RunSpec, RunState, SamplerState
 from manager_service.runs.retention import LOOK_AGAIN_S, Retention, VersionNeeds, read_versions
@@ -22,11 +23,11 @@ from manager_service.scheduling.members import MemberTable
 GRACE_S = 30.0
 """Time in which a silent session may show a sign of life again: after a Redis that was away, no session has shown one yet."""
 RETIRE_EVERY_S = 10.0
-"""Between two looks at the versions of runs."""
+"""Time between two looks at the versions of runs."""
 LOAD_COUNT = 200
 """Ended runs whose versions are looked at together."""
 LOOKED_AT = 1000
-"""Of a crowded tenant's ended runs, the oldest that may make room."""
+"""The oldest of a crowded tenant's ended runs that may make room."""
 READ_COUNT = 1000
 """Keys in one command at most."""
 log = structlog.get_logger()
@@ -123,7 +124,7 @@ class Runs:
             self._guarded(run, now, changes, lambda run: _apply(run, message, changes))
 
     async def _change_name(self, change: NameChange, now: float, changes: Changes) -> None:
-        """Of any run: what one that has ended saved can be deleted too."""
+        """Changes a name of any run: what one that has ended saved can be deleted too."""
         keeping = self._retention(change.job)
         state = keeping.state if keeping else changes.runs.get(change.job) or await self._ended_state(change.job)
         if state is not None:
@@ -266,7 +267,7 @@ class Runs:
                 keeping.asked_at = now
 
     async def _used(self, doubtful: Mapping[str, Sequence[int]]) -> dict[str, VersionNeeds]:
-        """Those of these runs' versions that somebody uses."""
+        """The versions of these runs that somebody uses."""
         wanted = [(name, version) for name, versions in doubtful.items() for version in versions]
         keys = [self._cell.use(*one, with_optimizer=whole) for one in wanted for whole in (False, True)]
         found: list[Any] = []

@@ -9,9 +9,9 @@ from manager_service.records import JSON
 from manager_service.runs.records import SamplerState
 
 MAX_SAMPLERS = 10_000
-"""Of one run: beyond, those of the oldest versions are forgotten."""
+"""Samplers of one run: beyond, those of the oldest versions are forgotten."""
 MAX_INFLIGHT = 1000
-"""Of those, the ones whose version follows the saves, so that each save writes them all; the oldest are forgotten."""
+"""Samplers of these whose version follows the saves, so that each save writes them all; the oldest are forgotten."""
 
 
 class RunSamplers:

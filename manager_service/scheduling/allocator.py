@@ -57,7 +57,7 @@ class Slots(Protocol):
         ...
 
     def least_kv_tokens(self) -> int | None:
-        """Those that the smallest of them holds; None: not known."""
+        """The tokens that the smallest of them holds; None: not known."""
         ...
 
     def sampling_gap_bound(self) -> float:

@@ -26,7 +26,7 @@ DISCIPLINES: tuple[Discipline, ...] = get_args(Discipline)
 Weight = Callable[[str], float]
 
 TOKENS_A_SLOT = 1024
-"""For each trainer slot: a tenant of whom trainers have fewer tokens may always hand over one batch more."""
+"""Tokens per trainer slot below which a tenant may always hand over one more batch."""
 FIRST_RATE = 5000.0
 """Tokens a second that a trainer is assumed to train until its rate is measured."""
 

@@ -13,7 +13,7 @@ MAX_NUMBER = 999_999
 """The largest number of a session's run or sampler."""
 
 MAX_CHARACTERS = 512
-"""Of a base model's name."""
+"""Characters of a base model's name."""
 
 KINDS: Mapping[str, Kind] = {
     "weights": "weights",

@@ -63,7 +63,7 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: 
 
 
 MAX_POSITIONS = 262_144
-"""Of one operation: a trainer does nothing else meanwhile. The largest that any version of the SDK makes by itself has 250,000."""
+"""Most positions of one operation, for a trainer does nothing else meanwhile. The largest that the SDK makes by itself has 250,000."""
 
 
 def _misfit(base: Base, given: CheckedPass) -> str:

@@ -15,7 +15,7 @@ from manager_service.tinker.store.sessions import ClientSessions
 
 PREFIX = "/api/v1"
 MAX_PASS_BYTES = 16 << 20
-"""Of the body of a pass over data: as JSON, what older versions of the SDK send at once has up to 12 MB."""
+"""Bytes of the body of a pass over data: as JSON, what older versions of the SDK send at once has up to 12 MB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from fastapi import Request
 from common.errors import InvalidInput
 
 MAX_BYTES = 64 << 10
-"""Of such a body."""
+"""Bytes of such a body."""
 
 T = TypeVar("T")
 

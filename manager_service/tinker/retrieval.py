@@ -34,7 +34,7 @@ WAIT_S = 35.0
 LONG_POLL_S = 30.0
 """The same of one for the ends of many requests."""
 MAX_IDS_BYTES = 1 << 20
-"""Of a body that lists what its client has retrieved."""
+"""Bytes of a body that lists what its client has retrieved."""
 MAX_CURSOR = 1 << 62
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]

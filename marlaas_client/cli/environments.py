@@ -26,7 +26,7 @@ app = typer.Typer(no_args_is_help=True, help="Environments: which there are, and
 
 MAX_SUFFIX = 64
 UNREACHABLE = "the OpenEnv server cannot be reached"
-"""Of a warning. A job waits for a server that starts again; a check says so."""
+"""The text of a warning. A job waits for a server that starts again; a check says so."""
 ITEMS, A_STEP = 10, 2
 """Items that are tried, and those of a step: as many as it keeps whole."""
 CHECK: Record = {
@@ -130,7 +130,7 @@ def _follow(client: Client, job: str, name: str) -> None:
 
 
 def _suffix(name: str) -> str:
-    """Of a check's job, so that the list of jobs tells them apart."""
+    """The suffix of a check's job, so that the list of jobs tells them apart."""
     return f"check-{re.sub('[^A-Za-z0-9-]+', '-', name)}"[:MAX_SUFFIX].rstrip("-")
 
 

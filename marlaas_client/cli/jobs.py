@@ -15,7 +15,7 @@ from marlaas_client.records import Event, Job
 MAX_REASON = 200
 Level = Literal["info", "warn", "error"]
 LEVELS: tuple[Level, ...] = get_args(Level)
-"""From the least to the most severe."""
+"""Levels from the least to the most severe."""
 
 
 def jobs(

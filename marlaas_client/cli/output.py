@@ -25,7 +25,7 @@ def _console(width: int | None = None) -> Console:
 console = _console()
 UNLIMITED = console.options.update(max_width=10_000)
 FOLDED_WIDTH = 30
-"""Of columns that may be wrapped, in a narrow terminal."""
+"""Width of columns that may be wrapped, in a narrow terminal."""
 
 COPIED = ("id", "job", "tuned model")
 """Columns whose values are copied to other commands: they are never cut or wrapped."""
@@ -58,7 +58,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(shown: Table) -> None:
-    """As wide as its ids and names need, however narrow the terminal is: a terminal wraps a line without cutting it."""
+    """Prints a table as wide as its ids and names need, however narrow the terminal is: a terminal wraps a line without cutting it."""
     needed = sum(_width(column) + 2 for column in shown.columns)
     _console(max(console.width, needed)).print(shown)
 

@@ -26,7 +26,7 @@ class JobProgress:
     rewards: list[float] = field(default_factory=list[float])
     """reward_mean of each step."""
     loss: float | None = None
-    """Of the newest step."""
+    """The loss of the newest step."""
     evals: dict[int, float] = field(default_factory=dict[int, float])
     """version -> eval_reward_mean."""
     warning: Record | None = None
@@ -59,7 +59,7 @@ class JobProgress:
 
     @property
     def seconds(self) -> float | None:
-        """From creation to end."""
+        """Time from creation to end."""
         if self.created_at is None or self.finished_at is None:
             return None
         return self.finished_at - self.created_at

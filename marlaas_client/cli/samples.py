@@ -81,7 +81,7 @@ def _none(client: Client, job: str, step: int | None, *, rewarded: bool, evaluat
 
 
 def chosen(found: Iterable[Sample], *, best: bool, worst: bool) -> list[Sample]:
-    """In the order in which they are shown; by reward those that have one, as a supervised job's have not."""
+    """The samples in the order in which they are shown; by reward those that have one, as a supervised job's have not."""
     if not best and not worst:
         return list(found)
     rewarded = [sample for sample in found if sample["reward"] is not None]
@@ -109,7 +109,7 @@ def show(sample: Sample) -> None:
 
 
 def _texts(sample: Sample) -> list[dict[str, str]]:
-    """Of a sample whose tokens are not kept: its last message and its last turn."""
+    """The texts of a sample whose tokens are not kept: its last message and its last turn."""
     return [{"by": by, "text": text} for by, text in (("prompt", sample["prompt"]), ("model", sample["text"])) if text]
 
 

@@ -334,7 +334,7 @@ class RunningRows:
 
 
 def _sum_of_scores(row: TurnRow) -> float:
-    """Of a row's prompt log-probs: not a number if one of them is not."""
+    """The sum of a row's prompt log-probs: not a number if one of them is not."""
     return float(row.prompt_logprobs.numpy()[first_scored(row.request) :].sum())
 
 

@@ -135,7 +135,7 @@ class PrefillAttend:
 
 
 def _written(rows: Sequence[tuple[Pool, int]], nums: Sequence[int], width: int) -> list[tuple[Pool, Tensor, Tensor]]:
-    """For each pool: the positions of the forward [m] whose keys and values it holds, and their places in it [m]."""
+    """For each pool: which positions of the forward it holds [m], and where [m]."""
     positions: dict[Pool, list[np.ndarray]] = {}
     places: dict[Pool, list[np.ndarray]] = {}
     for index, ((pool, row), num) in enumerate(zip(rows, nums, strict=True)):

@@ -14,7 +14,7 @@ from rollout_service.process.core import AdapterFolder
 
 
 class KnownAdapters:
-    """Those of one life of the process."""
+    """The adapters known in one life of the process."""
 
     def __init__(
         self,

@@ -153,7 +153,7 @@ class ProcessEngine:
 
     @property
     def kv_tokens(self) -> int | None:
-        """As the process tells it; None while there is none."""
+        """The number that the process tells; None while there is none."""
         life = self._current()
         return life.core.kv_tokens if life else None
 

@@ -58,7 +58,7 @@ class OpenTurn:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether it may be the one that harms the process: it runs alone from now on."""
+        """Says whether it may be the one that harms the process: it runs alone from now on."""
         return self.deaths >= 2 or self.not_finite >= 1
 
     def next_request(self, name: str, adapter: AdapterFolder) -> SamplingRequest:

@@ -57,7 +57,7 @@ def test_sign_flips_of_many_pairs_find_what_is_there_and_nothing_else() -> None:
 
 
 def test_the_sign_flip_test_keeps_its_level() -> None:
-    """Of many experiments without a difference, no more than a twentieth give p ≤ 0.05, but for chance."""
+    """Lets no more than a twentieth of many experiments without a difference give p ≤ 0.05, but for chance."""
     random = np.random.default_rng(2)
     found = [statistics.sign_flip_p(random.normal(0, 1, (8, 1))) for _ in range(400)]
     assert 0.02 <= np.mean(np.array(found) <= 0.05) <= 0.08

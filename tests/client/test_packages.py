@@ -96,7 +96,7 @@ def named(requirements: Iterable[str]) -> set[str]:
 
 
 def distribution(name: str, known: Mapping[str, Sequence[str]]) -> set[str]:
-    """That a package is of, or those that bring it. vLLM has several."""
+    """The package that this is a part of, or those that bring it. vLLM has several."""
     found = named([*known.get(name, ()), name])
     return found.union(*(BROUGHT.get(one, ()) for one in found))
 

@@ -15,7 +15,7 @@ def member(bus: Bus, service: str = "rollout", bits: str = "aaa", *, determinist
 
 
 async def all_are_gone(bus: Bus) -> None:
-    """As if no worker had been heard for longer than a hold."""
+    """Forgets the workers that live, as if none had been heard for longer than a hold."""
     await bus.client.delete(bus.cell.bits_live)
 
 

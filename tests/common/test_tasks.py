@@ -8,7 +8,7 @@ from common.tasks import cancel_all, running
 
 
 async def swallows(times: int) -> None:
-    """As a client library that is interrupted while it closes a connection."""
+    """Stands for a client library that is interrupted while it closes a connection."""
     while True:
         try:
             await asyncio.Event().wait()

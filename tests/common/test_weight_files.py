@@ -63,7 +63,7 @@ ODD = st.one_of(st.none(), st.booleans(), st.integers(-9, 20), st.integers(), st
 
 @st.composite
 def headers(draw: st.DrawFn) -> bytes:
-    """Of a file with twelve bytes of numbers, with a few lies."""
+    """Headers of a file with twelve bytes of numbers, with a few lies."""
     header: dict[str, Any] = json.loads(json.dumps(SOUND))
     for name, field, at in draw(st.lists(st.sampled_from(PLACES), max_size=2)):
         if field == "dtype":

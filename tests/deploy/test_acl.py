@@ -44,7 +44,7 @@ def client(server: RedisServer, user: str) -> "redis.Redis":
 
 
 def allowed(server: RedisServer, user: str, *command: str) -> bool:
-    """Whether Redis would do it; other errors of the command do not count."""
+    """Says whether Redis would do it; other errors of the command do not count."""
     with client(server, user) as connection:
         try:
             connection.execute_command(*command)

@@ -27,7 +27,7 @@ KUBERNETES_GPU = ROOT / "deploy" / "kubernetes-gpu"
 KUBERNETES_RANKS = ROOT / "deploy" / "kubernetes-gpu-ranks"
 KUBERNETES_DOWNLOAD = ROOT / "deploy" / "kubernetes-download"
 VERSIONS = ("1.32", "1.37")
-"""Of Kubernetes: the oldest that is promised, and the newest."""
+"""Versions of Kubernetes: the oldest that is promised, and the newest."""
 
 TOLD = set(re.findall(r"`([a-z0-9-]+)`", (ROOT / "docs" / "operations.md").read_text()))
 """Names that operators read."""
@@ -218,7 +218,7 @@ def limits(pod: dict[str, Any]) -> dict[str, str]:
 
 
 def num_bytes(quantity: str) -> int:
-    """Of a quantity such as `8Gi`, or `8g` in the compose file."""
+    """The bytes of a quantity such as `8Gi`, or `8g` in the compose file."""
     number, unit = re.fullmatch(r"(\d+)([KMGkmg])[ib]?", quantity).groups()  # pyright: ignore[reportOptionalMemberAccess]
     return int(number) << {"k": 10, "m": 20, "g": 30}[unit.lower()]
 

@@ -94,7 +94,7 @@ class Run:
         self.beats += 1
 
     async def handle(self, message: Message) -> list[tuple[str, Message]]:
-        """As a worker would: over the wire and back."""
+        """Handles a message as a worker would: over the wire and back."""
         out = await self.handler(decode(encode(message)), self.beat)
         return [(stream, decode(encode(each))) for stream, each in out]
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 LONG = "What is 347*86? The quick brown fox says no.\n" * 16_000
 QUESTION = {"messages": [{"role": "user", "content": LONG}], "answer": "29842"}
 PART = 1 / 2
-"""Of the work's own CPU time; the loop's thread had all of it, or half where the work was done in two pieces."""
+"""A part of the work's own CPU time; the loop's thread had all of it, or half where the work was done in two pieces."""
 
 
 @pytest.fixture(scope="module")

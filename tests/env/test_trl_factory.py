@@ -21,7 +21,7 @@ ITEM = {"messages": [{"role": "user", "content": "go:"}], "word": "17"}
 
 
 class GuessEnv:
-    """As in TRL's documentation: no class of TRL's is needed."""
+    """An environment as in TRL's documentation: no class of TRL's is needed."""
 
     def __init__(self, most: int = 2) -> None:
         self.left = most

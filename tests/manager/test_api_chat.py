@@ -43,7 +43,7 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
 
 
 async def text_of(answer: Any) -> str:
-    """Of the first choice, streamed or not."""
+    """The text of the first choice, streamed or not."""
     if hasattr(answer, "choices"):
         return answer.choices[0].message.content
     return "".join([chunk.choices[0].delta.content or "" async for chunk in answer])

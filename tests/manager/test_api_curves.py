@@ -33,7 +33,7 @@ async def create(server: ApiServer, **changes: Any) -> str:
 
 
 async def write_events(server: ApiServer, job: str, rows: list[dict[str, Any]]) -> None:
-    """As the owner would, with an event for each row of figures; an empty one has none."""
+    """Writes as the owner would, with an event for each row of figures; an empty one has none."""
     for number, data in enumerate(rows, 1):
         event = EventRecord(number, 1, "info", "x", "metrics" if data else "message", data)
         await server.api.redis.xadd(server.bus.cell.events(job), {"event": JSON.encode(event)}, id=f"{number}-0")

@@ -47,7 +47,7 @@ from tests.support.api_server import (
 T = TypeVar("T")
 
 LONGEST_STOP_S = 0.25
-"""Of this process's CPU time, which other processes do not lengthen. The measured stops are 5 to 60 ms."""
+"""A part of this process's CPU time, which other processes do not lengthen. The measured stops are 5 to 60 ms."""
 
 
 @pytest.fixture
@@ -540,7 +540,7 @@ async def test_a_file_is_read_no_further_when_its_client_has_left(server: ApiSer
 
 
 def helper_processes() -> list[Path]:
-    """Those of this process's children that read texts."""
+    """The children of this process that read texts."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     programs = [Path(f"/proc/{child}/cmdline") for child in children]
     return [one for one in programs if one.exists() and b"reading.process" in one.read_bytes()]

@@ -128,7 +128,7 @@ async def test_the_longest_waiting_of_a_tenants_too_many_connections_is_closed(
 
 @pytest.fixture
 async def file_url(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of a file of LARGE bytes; who knows it needs no key."""
+    """The address of a file of LARGE bytes; who knows it needs no key."""
     client = await client_of(server, "acme")
     async with owned_runs(server):
         _, urls = await external(client, await client.run(await client.session()))

@@ -77,7 +77,7 @@ class FakeApi(BaseHTTPRequestHandler):
     answers: dict[tuple[str, str], Any]
     requests: list[tuple[str, Any]]
     query: ClassVar[dict[str, str]] = {}
-    """Of the last request."""
+    """The query of the last request."""
     drop_after: int | None = None
     """The first stream of events breaks after so many."""
 

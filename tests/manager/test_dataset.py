@@ -151,7 +151,7 @@ for words in sys.argv[1:]:
     ended = CliRunner().invoke(app, json.loads(words))
     print(json.dumps([ended.stdout, str(ended.exception)]))
 """
-"""In a process of its own, since the hub's client reads its environment once."""
+"""A script for a process of its own, since the hub's client reads its environment once."""
 CARD = """---
 configs:
 - config_name: main

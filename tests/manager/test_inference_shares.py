@@ -142,7 +142,7 @@ async def test_samples_in_bulk_share_the_slots_with_jobs_by_weight(redis_url: st
 async def test_completions_share_the_slots_with_jobs_by_weight(
     redis_url: str, tmp_path: Path, bus: Bus, num_asking: int, held: int, told: float
 ) -> None:
-    """Of 16 slots a weight of 3 beside 5 has 6. Who asks for one alone leaves the others to the jobs."""
+    """Gives a weight of 3 beside 5 six of 16 slots. Who asks for one alone leaves the others to the jobs."""
     await bus.client.hset(bus.cell.weights, "1", "5.0")
     async with two_replicas(redis_url, tmp_path) as apis:
         base = apis[0].bases["tiny"]

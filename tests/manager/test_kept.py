@@ -68,7 +68,7 @@ def test_what_comes_late_is_counted_and_goes_with_its_number(late: list[tuple[in
 
 
 async def kept_answers(bus: Bus, objects: Objects, job: str, version: int) -> list[dict[str, Any]]:
-    """Of an evaluation, as readers see them: in Redis, or else in their file."""
+    """The answers of an evaluation, as readers see them: in Redis, or else in their file."""
     there: Any = await bus.client.hgetall(bus.cell.answers(job))
     found = by_version(there)
     files = SampleFiles(objects, bus.cell.base_model, "answers")

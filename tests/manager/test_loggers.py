@@ -83,7 +83,7 @@ async def killed(one: Logger, asked: Order, when: Callable[[], bool]) -> None:
 
 
 def nth_state(folder: Path, number: int) -> Callable[[], bool]:
-    """Whether the folder's files, and their sizes, have been seen in so many states."""
+    """Says whether the folder's files, and their sizes, have been seen in so many states."""
     states = set[frozenset[tuple[str, int]]]()
 
     def reached() -> bool:

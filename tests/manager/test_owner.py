@@ -545,7 +545,7 @@ async def _blocks_longest(bus: Bus) -> bool:
 
 
 async def forget_leases(bus: Bus) -> None:
-    """As when they have run out."""
+    """Ends all leases, as when they have run out."""
     await bus.client.delete(bus.cell.owners, *(bus.cell.lease(p) for p in range(NUM_PARTITIONS)))
 
 
@@ -604,7 +604,7 @@ async def has_at_most(bus: Bus, stream: str, count: int) -> bool:
 
 
 async def test_payloads_go_once_no_message_can_name_their_version(system: System) -> None:
-    """Those that a crash left too: nobody remembers them."""
+    """Payloads that a crash left go too: nobody remembers them."""
     spec = job_spec(num_steps=10_000)
     for version in (0, 1, 9_999):
         await system.objects.write(f"payloads/{spec.id}/{version:08d}/left", b"by a crash")

@@ -129,7 +129,7 @@ class MortalConnection(FastConnection):
 
 
 def _name(command: Any) -> str:
-    """Of the first command in packed ones: `*<words> $<length> <name> $<length> <argument> …`."""
+    """The name of the first command in packed ones: `*<words> $<length> <name> $<length> <argument> …`."""
     words = (command if isinstance(command, bytes) else b"".join(command))[:200].split(b"\r\n")
     name = words[2].decode().upper()
     return SCRIPTS.get(words[4].decode(), "EVALSHA") if name == "EVALSHA" else name

@@ -142,7 +142,7 @@ async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: 
 
 
 async def test_the_headers_stop_a_script_that_comes_in_all_the_same(server: ApiServer) -> None:
-    """As if a view had made markup of a text."""
+    """A script is stopped as if a view had made markup of a text."""
     async with browsing(server.url) as tab:
         await tab.enter(server.key)
         tried = (

@@ -32,7 +32,7 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
 
 
 def answer(server: ApiServer, version: int, at: int) -> SampleRecord:
-    """Of an evaluation, in two turns; the last item's failed."""
+    """The answer of an evaluation, in two turns; the last item's failed."""
     first, last = ANSWERS[version]
     parts = [server.api.bases["tiny"].tokenizer.encode(text) for text in (PROMPT, first, REPLY, f"{last} item {at}")]
     lengths = [len(part) for part in parts]

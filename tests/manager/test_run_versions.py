@@ -316,7 +316,7 @@ CELL = Cell("tiny")
 
 
 def retention(num: int, *checkpoints: Checkpoint) -> Retention:
-    """Of a run with this many versions, all whole."""
+    """The retention of a run with this many versions, all whole."""
     spec = RunSpec("run-0123456789abcdef-0", TENANT, SESSION, "tiny", "tiny", LoraSpec(), seed=5, created_at=0)
     state = RunState(status="ready", version=num - 1, checkpoints=list(checkpoints))
     return Retention(CELL, spec, state, dict.fromkeys(range(num), True), {})

@@ -158,7 +158,7 @@ async def test_a_failed_operation_fails_its_step_by_name_and_nothing_else(world:
 
 
 async def test_a_gradient_that_its_trainer_gave_up_is_begun_again(world: World) -> None:
-    """As when a stretch without a part of it is refused as a whole: the trainer answers, and holds nothing any more."""
+    """The trainer answers, and holds nothing any more, when a stretch without a part of it is refused as a whole."""
     async with world.trainer() as trainer:
         run = await world.create()
         await world.send(run, (1, "forward_backward"))

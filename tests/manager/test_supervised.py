@@ -36,7 +36,7 @@ async def system(bus: Bus, objects: Objects) -> AsyncIterator[System]:
 
 
 def supervised(**hyper: Any) -> JobSpec:
-    """As the API resolves it: a group is one example."""
+    """A job as the API resolves it: a group is one example."""
     loss = LossSpec(name="cross_entropy")
     spec = job_spec()
     values = {"batch_size": 4, "num_steps": 6, **hyper, "group_size": 1, "max_staleness": 1, "loss": loss}

@@ -186,7 +186,7 @@ def test_what_trainers_have_of_a_tenant_is_bounded_and_known_to_the_next_owner()
 
 
 def heir_of(world: World) -> Allocator:
-    """Of an owner that reads the jobs' records."""
+    """The allocator of an owner that reads the jobs' records."""
     heir, members = Allocator(world.cluster), MemberTable[Job]()
     for job in world.jobs.values():
         state = msgspec.json.decode(msgspec.json.encode(job.state), type=JobState)

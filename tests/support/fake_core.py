@@ -143,5 +143,5 @@ def _logprobs(digest: str, tokens: list[int], vocab: int, temperature: float) ->
 
 
 def _job(adapter: AdapterFolder) -> str:
-    """From a name such as `tenant/job@3#7`."""
+    """The job from a name such as `tenant/job@3#7`."""
     return adapter.name.partition("/")[2].partition("@")[0].partition("#")[0]

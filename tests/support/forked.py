@@ -30,7 +30,7 @@ FORKS.set_forkserver_preload(["tests.support.warm", "tests.support.forked"])
 
 
 def running(folder: Path | None = None, **options: Any) -> AbstractAsyncContextManager[tuple[LocalCluster, Api]]:
-    """As `harness.live.running`."""
+    """A cluster like `harness.live.running`'s."""
     return live.running(folder, start=start, **options)
 
 
@@ -70,7 +70,7 @@ class Forked:
 
 
 def _become(module: str, variables: Mapping[str, str], log: Path) -> None:
-    """In the forked process: runs the module as the main program, as `child.py` would. Ends with the process of the tests."""
+    """Runs the module as the main program in the forked process, as `child.py` would. Ends with the process of the tests."""
     os.setsid()
     os.umask(0o077)
     with open_log(log) as file:

@@ -21,7 +21,7 @@ class GatedStore(Objects):
         await self.gate.wait()
 
     def payloads(self) -> list[str]:
-        """Those that were asked for."""
+        """Payloads that were asked for."""
         return [path for path in self.asked if path.startswith("payloads/")]
 
     async def get(self, path: str) -> bytes:

@@ -121,7 +121,7 @@ def request(
 
 
 def exact_limits(min_rows: int, **options: int) -> EngineLimits:
-    """As in deterministic mode, which keeps nothing between turns."""
+    """Limits as in deterministic mode, which keeps nothing between turns."""
     return EngineLimits(min_rows=min_rows, turn_bytes=0, exact=True, **options)
 
 

@@ -36,7 +36,7 @@ def make_datum(loss: LossFn, seed: int, *, num_prompt: int = 6, num_answer: int 
 
 
 def forward_backward(seq: int, loss: LossFn = "cross_entropy", *data: Datum, **changes: Any) -> RunOperation:
-    """Of three data of unlike lengths, unless some are given."""
+    """A pass over three data of unlike lengths, unless some are given."""
     made = data or tuple(make_datum(loss, 10 * seq + i, num_prompt=4 + 3 * i, num_answer=9 - 2 * i) for i in range(3))
     action, answered = changes.pop("action", "forward_backward"), changes.pop("answered", False)
     payload = msgspec.msgpack.encode(Forward(made, loss, **changes))

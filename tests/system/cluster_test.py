@@ -132,7 +132,7 @@ def image(container: str) -> str:
 
 
 def address(container: str) -> str:
-    """In any of its networks."""
+    """The container's address in any of its networks."""
     return str(next(iter(inspect(container)["NetworkSettings"]["Networks"].values()))["IPAddress"])
 
 

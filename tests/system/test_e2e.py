@@ -165,7 +165,7 @@ async def test_a_killed_rollout_worker_costs_its_turns_only_what_was_not_kept_of
 
 
 async def tokens_kept(bus: Bus) -> int:
-    """Of all turns under way."""
+    """Tokens of all turns under way."""
     sizes = [await bus.client.strlen(key) for key in await bus.client.keys(bus.cell.partial(bus.cell.rollout, "*"))]
     return sum((size - PROGRESS_HEAD.size) // PROGRESS_BODY.itemsize for size in sizes)
 

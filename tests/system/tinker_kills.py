@@ -49,12 +49,12 @@ ENVIRONMENT: dict[Mode, dict[str, str]] = {
 }
 VICTIMS = ("trainer-0", "trainer-1", "manager", "rollout-0", "redis", "env-0")
 BETWEEN_S = (0.0, 0.4)
-"""From the answer that the run got after the kill of before, to the next kill: several operations may be answered in this time."""
+"""Time from the answer that the run got after the kill of before, to the next kill: several operations may be answered in this time."""
 LIMIT_S = 3600.0
 PARTS, TOKENS = 3, 12
 """Passes of a step, each over one datum of so many tokens."""
 CLOSE = 0.02
-"""Of a loss or a norm: what the order of sums may change in default mode. A pass lost or taken twice changes a norm by a third."""
+"""A part of a loss or a norm: what the order of sums may change in default mode. A pass lost or taken twice changes a norm by a third."""
 
 TRAIN = """
 import json, os, tinker

@@ -35,7 +35,7 @@ from trainer_service.packing import Cost, trees
 SHARING, APART = Cost(per_token=1000, per_pair=1), None
 CLOSE = 1e-5
 ROUNDED_LOGPROB, ROUNDED_GRADIENT = 0.05, 0.1
-"""Of a base in bfloat16: the mean difference of a log-prob, and the gradient's distance over its norm."""
+"""Tolerances of a base in bfloat16: the mean difference of a log-prob, and the gradient's distance over its norm."""
 
 
 @pytest.fixture(autouse=True)

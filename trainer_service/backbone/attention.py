@@ -22,7 +22,7 @@ from common.errors import InvalidInput
 from trainer_service.packing import Tree
 
 NAME = "marlaas_packed"
-"""As which transformers knows this attention."""
+"""The name under which transformers knows this attention."""
 NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 """Additions of other families' attention to scores."""
 

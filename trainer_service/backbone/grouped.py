@@ -1,8 +1,7 @@
 """Linear layers with the adapters of packed tokens, that train adapters and nothing else.
 
-The tokens of one adapter stand side by side, so a grouped product a factor serves all adapters of a rank (`grouped_mm`, which
-wants rows of a multiple of ALIGNMENT bytes: ranks are padded to it; on CUDA it is for bfloat16 on devices of capability 8.0 on alone.
-Elsewhere, and where a layer's width is no such multiple, a product an adapter).
+The tokens of one adapter stand side by side, so `grouped_mm` multiplies all adapters of a rank at once. It needs rows of a multiple of
+ALIGNMENT bytes (ranks are padded), and on CUDA bfloat16 with capability 8.0 or newer. Elsewhere each adapter has its own product.
 Forward y = x W' + s (x A') B'. Backward, with g = s dy B: dx = dy W + g A, dA = g' x, dB = dy' (s x A').
 
 Axes: N tokens of a pack, n of a lane, G adapters of a lane, I and O widths of a layer, R padded rank.
@@ -165,7 +164,7 @@ def _over_tokens(left_nO: Tensor, right_nI: Tensor, lane: Lane) -> Tensor:
 
 
 def _is_served(x: Tensor, other: int) -> bool:
-    """Whether grouped_mm multiplies x [n, I] and matrices whose rows have `other` values."""
+    """Says whether grouped_mm multiplies x [n, I] and matrices whose rows have `other` values."""
     if x.is_cuda and not (x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)):
         return False
     return x.shape[1] * x.dtype.itemsize % ALIGNMENT == 0 and other * x.dtype.itemsize % ALIGNMENT == 0

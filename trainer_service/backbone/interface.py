@@ -57,7 +57,7 @@ class Backbone(Protocol):
 
     @property
     def pads(self) -> bool:
-        """Whether the sequences of a pass are padded to one length."""
+        """Says whether the sequences of a pass are padded to one length."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class Backbone(Protocol):
 
     @property
     def concurrent(self) -> bool:
-        """Whether several threads may compute at once."""
+        """Says whether several threads may compute at once."""
         ...
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:

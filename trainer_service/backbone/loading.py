@@ -18,7 +18,7 @@ from trainer_service.batch import Ints
 from trainer_service.packing import Tree
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Of the mean difference between log-probs of packed rows and of rows one by one."""
+"""Tolerance of the mean difference between log-probs of packed rows and of rows one by one."""
 
 
 def load_modules(
@@ -122,7 +122,7 @@ def _written_logprobs(backbone: ModulesBackbone, begin_T: Ints, own_M: Ints) -> 
 
 @torch.no_grad()
 def _window_is_asked_for(backbone: ModulesBackbone, pack: Pack) -> bool:
-    """Whether the layers tell our attention the sliding window that the configuration has, if it has one."""
+    """Says whether the layers tell our attention the sliding window that the configuration has, if it has one."""
     text = backbone.model.config.get_text_config()
     window, types = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
     if window is None or (types and "sliding_attention" not in types):

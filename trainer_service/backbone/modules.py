@@ -36,7 +36,7 @@ class ModulesBackbone:
     whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     """Makes a module's weights whole, outside of its own forward."""
     shortage: Shortage | None = None
-    """Of memory, where several processes compute in step: what it notes raises no error, and the results are good for nothing."""
+    """A shortage of memory, where several processes compute in step: what it notes raises no error, and the results are worthless."""
     _current: CurrentLanes = field(default_factory=CurrentLanes)
     _shapes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 

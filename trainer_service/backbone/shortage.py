@@ -23,7 +23,7 @@ from base_model.device import is_out_of_memory
 
 @dataclass(slots=True)
 class Shortage:
-    """Whether memory ran out on this process in the pass under way."""
+    """Notes whether memory ran out on this process in the pass under way."""
 
     reason: str = ""
     _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))

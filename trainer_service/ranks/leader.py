@@ -43,9 +43,9 @@ class Ranks:
     group: RankGroup
     processes: Sequence["subprocess.Popen[bytes]"]
     bytes_held: Sequence[int] = ()
-    """Of the base model, on each rank, between two passes."""
+    """Bytes of the base model, on each rank, between two passes."""
     tokens: list[int] = field(default_factory=list[int])
-    """Of each rank in all passes, for which a backward is a part of its forward's."""
+    """Tokens of each rank in all passes, for which a backward is a part of its forward's."""
     busy_s: float = 0.0
     """Seconds in passes."""
     _num_stacks: int = 0

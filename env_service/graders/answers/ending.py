@@ -10,7 +10,7 @@ from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.sentences import has_number, split, stated_result
 
 MAX_QUESTIONS = 10
-"""Of more, only the first are looked at."""
+"""Questions that are looked at: the first ones."""
 
 _ASIDE = re.compile(
     r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?![A-Za-z]\))(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"

@@ -67,7 +67,7 @@ _LETTERED = re.compile(r"\(([A-J])\)\s*(.*)", re.DOTALL)
 _OPEN_GROUP = re.compile(r"[\s,;⟦⟧⟪⟫]*(?:and|or|oder)?[\s,;⟦⟧⟪⟫]*", re.IGNORECASE)
 
 MAX_PHRASES = 20
-"""Of more that are followed by words, the last are read."""
+"""Phrases followed by words that are read: the last ones."""
 
 Found = tuple[int, str]
 """Position of a marker, and the answer that it names."""

@@ -18,7 +18,7 @@ from env_service.graders.answers.values.numbers import spelled
 from env_service.graders.answers.vocabulary import COMMA_LANGUAGES, ENGLISH
 
 MAX_CHARACTERS = 10_000
-"""Of a longer text only the end is read."""
+"""Characters that are read: the end of a longer text."""
 
 _SIGNS = str.maketrans(
     dict.fromkeys("⟦⟧⟪⟫", " ")

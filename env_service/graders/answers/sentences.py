@@ -18,7 +18,7 @@ Candidate = tuple[int, str]
 MAX_REMARKS = 5
 """After a result; it is not looked for before more of them."""
 MAX_SENTENCE = 1000
-"""Of a longer one only the end is read."""
+"""Characters of a sentence that are read: the end of a longer one."""
 
 _END = re.compile(r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])")
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
@@ -217,7 +217,7 @@ def _named_whole(sentence: str) -> str | None:
 
 
 def _without_circumstances(sentence: str, free: list[Candidate]) -> list[Candidate]:
-    """Those not said to be the circumstance of another; `for $20` is a price, and no circumstance."""
+    """The candidates that are no circumstance of another. `for $20` is a price."""
     money = [at for at, text in free if re.search("[＄€£¥]", text) and re.search(r"\bfor\s+$", sentence[:at])][-1:]
     kept, hidden_end = list[Candidate](), -1
     for at, text in free:

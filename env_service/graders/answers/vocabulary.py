@@ -48,7 +48,7 @@ PARTIAL = compiled(
     + words("not|cannot|never|nicht|kein|pas|no|não|non|не|nie|inte|ikke")
     + r"|n't\b|不|않|아니"
 )
-"""In `the answer to the first part is`, `the answer cannot be`."""
+"""Words in `the answer to the first part is`, `the answer cannot be`."""
 NEGATED = compiled(
     r"\W*(?:not|never|nicht|pas|no|não|non|не|nie|neither|不是)\b[^.\n]*?"
     r"(?:\b(?:but|rather|sondern|sino|mais|mas|ma|а|it is|it's)\b|而是|(?P<none>$))"
@@ -117,7 +117,7 @@ REFUSAL = compiled(
     + r"|(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
     + r"|\b(?:reward of|full credit|rubric)\b|\bnot enough information\b|\binsufficient\b"
 )
-"""In a sentence that decides on no answer."""
+"""Words in a sentence that decides on no answer."""
 HEDGE = compiled(
     words("""
         either|somewhere|torn between|depends|otherwise|vary|could (?:also )?be|might be|may be|one of|not sure|unsure
@@ -152,7 +152,7 @@ CUE = compiled(
     words("so|therefore|thus|hence|finally|total|altogether|in all|result|final|also|donc|entonces|quindi|portanto")
     + r"|[:=→∴\]]|[-=]>"
 )
-"""Before the result of a line without a full stop."""
+"""Words before the result of a line without a full stop."""
 REASON = compiled(
     r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
 )
@@ -186,14 +186,14 @@ GOVERNED = compiled(
     """)
     + rf"(?:\s+(?:{_DETERMINERS})){{0,3}}\s+[＄€£]?$"
 )
-"""Before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
+"""Words before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
 SOFT = compiled(
     r"\b(?:in|for|over|each|every|on|at|per|into|among|(?<!left )(?<!up )(?<!ends )with"
     r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!es )(?<!est )de|del|du|o"
     r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam)"
     r"(?:\s+(?:a|all|about|las|los|les|den)|\s+(?:the|his|her|their|its|these|those)(?:\s[a-z]+)?){0,2}\s+[＄€£]?$"
 )
-"""Before a number that is a circumstance if there is another: `$20 for 5 books`."""
+"""Words before a number that is a circumstance if there is another: `$20 for 5 books`."""
 CIRCUMSTANCE = compiled(
     r"(?:[\W_]*(?:so|therefore|thus|hence|finally|and|but|now|then|also|donc|por lo tanto),?\s)?"
     r"(?:(?:if|when|given|once|[a-z]{2,}ing)\s[^,;:=.]*\d[^,;:=.]*"
@@ -212,14 +212,14 @@ ADDRESS = compiled(
     """)
     + "|[©⭐]"
 )
-"""In a sentence to the reader, or on another matter: it states no result."""
+"""Words in a sentence to the reader, or on another matter: it states no result."""
 SUMMARY = compiled(
     words("""
     totals?|sum|answer|result|final|remain\\w*|left|profit|change|average|mean|difference|all|together|overall|net|gesamt\\w*|summe
     rest|so|therefore|totale|result\\w*|reste|restant
 """)
 )
-"""In the name of a value that others lead to."""
+"""Words in the name of a value that others lead to."""
 SETUP = compiled(
     r"[\W_]*(?:first|next|now)?,?\s*(?:let (?!me\b)|given\s?:|suppose|assume|consider|recall"
     r"|the (?:problem|question) (?:says|states|gives|tells)"
@@ -230,7 +230,7 @@ REFUSED = compiled(
     r"\b(?:not|cannot|never|nicht|kein|pas|no|não|non|не|than)(?: (?:be|is|es|est|ist|the|equal|to|exactly))*\s+[＄€£⟦⟪]?$"
     r"|n't(?: be)? [＄€£⟦⟪]?$|不是\s*$"
 )
-"""Before a number that is said not to be the result."""
+"""Words before a number that is said not to be the result."""
 SEVERAL = compiled(words("solutions?|roots?|values|zeros|intercepts|answers|numbers are|lösungen|soluciones"))
 
 # ---- the end of a text ----------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from env_service.graders.answers.sentences import split
 from env_service.graders.answers.vocabulary import ANSWER, CONCLUSION
 
 MAX_WORDS = 6
-"""Of an answer that says more than its reference."""
+"""Words of an answer that says more than its reference."""
 
 _MONTH = (
     r"jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sep(?:t(?:ember)?)?"

@@ -83,7 +83,7 @@ def refuse_pickle(name: str, start: bytes) -> None:
 
 
 def header_bytes(start: bytes, size: int) -> int:
-    """Of a safetensors file that begins so, the eight bytes before its header included."""
+    """The size of the header of a safetensors file that begins so, the eight bytes before its header included."""
     length = int.from_bytes(start[:8], "little")
     if size < 8 or length > min(size - 8, MAX_HEADER):
         raise _wrong(

@@ -144,7 +144,7 @@ def _lengths(item: dict[str, Any], tokenizers: Mapping[str, ChatTokenizer]) -> d
 
 
 def _num_tokens(item: dict[str, Any], tokenizer: ChatTokenizer) -> int:
-    """Of an item's prompt, or of the whole example. Raises ValueError."""
+    """Tokens of an item's prompt, or of the whole example. Raises ValueError."""
     if is_example(item):
         return len(read_example(item, tokenizer).tokens)
     return len(tokenizer.render(with_messages(item)["messages"]))

@@ -254,7 +254,7 @@ def _encode(text: str, tokenizer: ChatTokenizer) -> list[int]:
 
 
 def _characters(messages: list[Any]) -> int:
-    """Of the texts of messages that are plain strings."""
+    """Characters of the texts of messages that are plain strings."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     return sum(len(content) for content in contents if isinstance(content, str))
 

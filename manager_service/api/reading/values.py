@@ -10,7 +10,7 @@ from common.spelling import quoted
 
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
-"""Of one text. What is done with a text later takes time for each of them."""
+"""Values of one text. What is done with a text later takes time for each of them."""
 
 
 def parse_json(text: bytes) -> Any:

@@ -119,7 +119,7 @@ async def _whole(completion: Completion[Body], dialect: Dialect[Body]) -> bytes:
 
 
 def _shown(completion: Completion[Body], dialect: Dialect[Body]) -> bytes:
-    """In a thread: an answer may have a million log-probs."""
+    """Encodes the answer, in a thread: it may have a million log-probs."""
     choices = [dialect.choice(completion, index) for index in range(len(completion.answers))]
     return msgspec.json.encode(completion.shown(dialect.kind, choices, usage=completion.usage()))
 

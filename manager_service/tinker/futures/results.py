@@ -100,7 +100,7 @@ async def _creation(run: RunRow, action: str) -> ReadyResult | Pending:
 
 
 def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobuf: bool) -> ReadyResult:
-    """In a thread: a result may have a million numbers."""
+    """Encodes a result, in a thread: it may have a million numbers."""
     if result.failure is not None:
         return failed(result.failure)
     public_id = run.spec.public_id

@@ -39,7 +39,7 @@ _ID = re.compile(rf"{PREFIX}-([0-9a-f]{{16}})-(.+)-\d+")  # replica, base model
 MAX_OPEN = 10_000
 """Requests of one tenant that are under way."""
 MAX_SAMPLES = 65_536
-"""Of those requests together: each is held in memory from the beginning."""
+"""Samples of those requests together: each is held in memory from the beginning."""
 KEPT_S, RETRIEVED_S = 600.0, 30.0
 """Seconds that a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
 SILENT_S = 300.0
@@ -181,7 +181,7 @@ class Samples:
         return [request for request in found if not request.done.is_set()]
 
     async def _there(self, sessions: Iterable[str], key: Callable[[str], str]) -> set[str]:
-        """Those of these sessions that have such a key."""
+        """The sessions of these that have such a key."""
         asked, client = list(sessions), self._bus.client
         found: Any = await self._bus.retrying(lambda: client.mget([key(each) for each in asked])) if asked else []
         return {session for session, value in zip(asked, found, strict=True) if value is not None}
@@ -193,7 +193,7 @@ class Samples:
             request.task.cancel()
 
     def note_sign_of_life(self, asker: Target) -> None:
-        """Of a client that waits for all of its requests at once."""
+        """Notes that a client waits for all of its requests at once."""
         for request in self._requests.values():
             if request.asker == asker:
                 request.asked_s = self._clock()

@@ -1,4 +1,4 @@
-"""Hears of the operations whose results are there: one reader a replica, whoever many wait.
+"""Hears of the operations whose results are there: one reader per replica, however many wait.
 
 reads: done   waits for: OperationsAnswered   unblocked by: the owners of partitions
 after a crash: clients ask again, and look at the results first

@@ -123,7 +123,7 @@ async def _stored(api: Api, tenant: TenantRecord, known: Records) -> tuple[int, 
 
 
 async def _size(api: Api, free: asyncio.Semaphore, run: RunRow, state: RunState, now: float) -> tuple[int, int]:
-    """Of a run. Its versions are as large as each other, so one manifest tells of all."""
+    """The size of a run. Its versions are as large as each other, so one manifest tells of all."""
     kept = [one for one in state.checkpoints if one.is_kept(now)]
     if not kept:
         return 0, 0

@@ -76,7 +76,7 @@ def _proof(key: bytes, said: bytes) -> bytes:
 
 
 async def file_names(api: Api, adapter: AdapterRef) -> list[str]:
-    """Of a version's files, those that PEFT loads. Raises NotFound if it has none."""
+    """The files of a version that PEFT loads. Raises NotFound if it has none."""
     manifest = await api.adapters.manifest(adapter)
     names = [name for name in PEFT_FILES if manifest is not None and name in manifest.files]
     if not names:

@@ -15,7 +15,7 @@ from manager_service.tinker.store.uses import use
 NAMED_KEPT_S = 30 * 86_400
 """Seconds that a sampler of the base model or of a checkpoint is kept after its last use."""
 MAX_NAMED = 20_000
-"""Of one tenant in a cell."""
+"""Named samplers of one tenant in a cell."""
 SAVED_KEPT_S = USED_S
 """The same of one that a save made without a name. As long, nobody deletes its version."""
 
@@ -26,7 +26,7 @@ class Samplers:
         self._runs = runs
 
     async def create(self, base: Base, sampler: Sampler) -> None:
-        """Of the base model or of a checkpoint. Those that were the longest unused are forgotten beyond MAX_NAMED."""
+        """Makes a sampler of the base model or of a checkpoint. Those that were the longest unused are forgotten beyond MAX_NAMED."""
         await base.redis.set(base.cell.sampler(sampler.id), JSON.encode(sampler), ex=sampler.keep_s)
         await self._note_use(base, sampler)
         key, now = base.cell.tenant_samplers(sampler.tenant), time.time()

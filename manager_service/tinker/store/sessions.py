@@ -94,7 +94,7 @@ class ClientSessions:
             await self._api.redis.zrem(of, *gone)
 
     async def _surely_ended_first(self, silent: Sequence[str]) -> list[str]:
-        """Those that were alive a moment ago and did not finish come last: an outage may have cut their clients off."""
+        """Sorts sessions that were alive a moment ago and did not finish behind the others: an outage may have cut their clients off."""
         pipe = self._api.redis.pipeline(transaction=False)
         for session in silent:
             pipe.ttl(_key(session))
@@ -128,13 +128,13 @@ class ClientSessions:
         return [session for created_at, session in rows if before is None or (created_at, session) < before]
 
     async def some(self, tenant: str, sessions: Sequence[str]) -> list[ClientSession]:
-        """Those of a tenant that are still kept."""
+        """The sessions of a tenant that are still kept."""
         records = await self._api.redis.mget([_key(session) for session in sessions]) if sessions else []
         found = [msgspec.json.decode(record, type=ClientSession) for record in records if record is not None]
         return [session for session in found if session.tenant == tenant]
 
     async def alive(self, sessions: Sequence[str]) -> set[str]:
-        """Those whose clients have shown a sign of life."""
+        """The sessions whose clients have shown a sign of life."""
         base = next(iter(self._api.bases.values()))  # each cell knows the same
         signs = await base.redis.mget([base.cell.session(session) for session in sessions]) if sessions else []
         return {session for session, sign in zip(sessions, signs, strict=True) if sign is not None}

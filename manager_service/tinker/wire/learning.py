@@ -27,7 +27,7 @@ from common.spelling import did_you_mean
 
 MAX_TOKEN = 2**31 - 1
 MAX_VALUE = 1e9
-"""Of weights, advantages, log-probs and thresholds: squares of them, and sums of those, stay numbers in float32."""
+"""The largest of weights, advantages, log-probs and thresholds: squares of them, and sums of those, stay numbers in float32."""
 
 MAX_FAULT = 1000
 """Characters. What is wrong may be a name that its user made very long."""

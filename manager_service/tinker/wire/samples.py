@@ -9,7 +9,7 @@ from common.errors import InvalidInput
 from common.messages import EMPTY_F32, Array, Sampling, i32
 
 MAX_SAMPLES = 1024
-"""Of one request."""
+"""Samples of one request."""
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 
 NOT_OFFERED: Mapping[str, str] = {

@@ -117,7 +117,7 @@ async def test_the_end_of_a_checkpoint_is_set_and_cleared(server: ApiServer, cli
     path = await save(client, run, 1, path="first")
 
     async def end_s() -> float | None:
-        """From now."""
+        """Seconds from now."""
         (known,) = (await state_of(server, run)).checkpoints
         return None if known.expires_at is None else known.expires_at - time.time()
 

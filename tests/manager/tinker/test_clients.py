@@ -302,7 +302,7 @@ async def test_a_sampler_follows_the_saves_of_its_run_or_not(
 async def test_a_sampler_that_is_saved_again_under_another_number_is_the_first_one(
     client: TinkerClient, owner: StandInRuns
 ) -> None:
-    """As the SDK does, when it got no answer: it counts its samplers once more."""
+    """The client does as the SDK does when it got no answer: it counts its samplers once more."""
     run = await client.run(session := await client.session())
     sent = [
         await client.post("save_weights_for_sampler", model_id=run, seq_id=1, sampling_session_seq_id=number)

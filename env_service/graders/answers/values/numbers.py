@@ -46,7 +46,7 @@ class Quantity:
     """Its sign, "" if it has none."""
     dozen: bool = False
     unit: str = ""
-    """Of those that `units` knows, "" if it has none."""
+    """One of those that `units` knows, "" if it has none."""
 
 
 def quantity(match: re.Match[str]) -> Quantity | None:

@@ -8,13 +8,13 @@ import re
 from itertools import accumulate
 
 MAX_DIGITS = 20_000
-"""Of a power or a factorial that is worth computing."""
+"""Digits of a power or a factorial that is worth computing."""
 LOOKED_AT = 200
 """Characters behind the sign of a power."""
 _TOO_LARGE = 10.0**9
 
 MAX_DEPTH = 30
-"""Of groups within each other: the parser's time grows with the square."""
+"""Depth of groups within each other: the parser's time grows with the square."""
 _COUNTS = re.compile(r"\\(?:binom|tbinom|dbinom|choose|sum|prod)(?![A-Za-z])")
 _LARGE = re.compile(r"\d{5}")
 _POWER = re.compile(r"\^\s*+")
