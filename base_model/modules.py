@@ -22,7 +22,7 @@ from common.modules_families import unsupported_by_modules
 
 T = TypeVar("T")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Of the mean difference between log-probs as they are computed here and as transformers computes them."""
+"""The bound of the mean difference between log-probs as they are computed here and as transformers computes them."""
 NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 """Additions of other families' attention to scores."""
 

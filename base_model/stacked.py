@@ -100,7 +100,7 @@ def padded_rank(rank: int) -> int:
 
 
 def fused_of(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:
-    """Those of FUSED that there are in a base, whose layers are all alike."""
+    """The entries of FUSED that a base has; its layers are all alike."""
     there = {name.split(".", 2)[2] for name in shapes}
     return [found for leaves in FUSED if (found := tuple(leaf for leaf in leaves if leaf in there))]
 

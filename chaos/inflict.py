@@ -189,7 +189,7 @@ async def redis_is_full(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
     with cluster.redis.client() as client:
 
         def num_calls() -> int:
-            """Of others."""
+            """The calls that others have made."""
             nonlocal own
             own += 1
             return int(client.info("stats")["total_commands_processed"]) - own

@@ -253,7 +253,7 @@ class Bus:
         return [entries != 0 or len(calls) > 1 for entries in found]
 
     def _arguments(self, settlement: Settlement) -> list[Any]:
-        """Of the script that settles."""
+        """Arguments of the script that settles."""
         delivery, outputs = settlement.delivery, settlement.outputs
         progress = self.cell.partial(delivery.stream, delivery.entry)
         num_outputs = -1 if outputs is None else len(outputs)

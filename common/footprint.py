@@ -29,7 +29,7 @@ torch's own allocator keeps few (not measured here)."""
 MASK_QUERIES = 272
 """Queries for which transformers' modules have a mask: more than they attend with at one time."""
 BYTES_OF_TRUTH = 1
-"""Of whether a position sees another, of which the numbers are made that our decoder's attention adds to scores."""
+"""Bytes that say whether a position sees another, of which the numbers are made that our decoder's attention adds to scores."""
 BYTES_OF_CHOICE = 32
 """For each expert of a token: four integers, its places in the tokens sorted by expert."""
 FILE_ITEMSIZE = 2

@@ -75,7 +75,7 @@ class Histories:
         return cast(AnyMessage, restored([*known, *map(decode, rest)], message))
 
     def extended(self, delivery: Delivery) -> History:
-        """That of what follows on a delivery and refers to it: the delivery's payload is its last item."""
+        """The history of what follows on a delivery and refers to it: the delivery's payload is its last item."""
         begun = delivery.history
         key = begun.key if begun else self._cell.begun_history(delivery.stream, delivery.entry)
         return History(key, begun.num + 1 if begun else 1, delivery.entry)

@@ -63,7 +63,7 @@ def read_weights(folder: Path) -> Weights:
 
 
 def _linear_shapes(shapes: Mapping[str, list[int]]) -> dict[str, tuple[int, int]]:
-    """Those that every layer has, in one shape. `shapes`: of all weights."""
+    """The linear layers that every layer has, in one shape. `shapes`: of all weights."""
     found = defaultdict[str, dict[str, list[int]]](dict)
     for match, shape in ((IN_LAYER.fullmatch(name), shape) for name, shape in shapes.items()):
         if match:

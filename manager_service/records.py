@@ -291,7 +291,7 @@ class JobState(msgspec.Struct, kw_only=True):
 
     @property
     def commonest_reason(self) -> str:
-        """Of the failures since the last step, one that says something; empty if there were none."""
+        """The commonest of the failures since the last step that say something; empty if there were none."""
         return max(self.reasons, key=lambda reason: (reason != OTHER_REASONS, self.reasons[reason]), default="")
 
 

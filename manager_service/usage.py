@@ -13,7 +13,7 @@ QUOTA_COUNTERS = frozenset({"prompt_tokens", "sampled_tokens", "trained_tokens"}
 """Counters of `Usage` that count towards a tenant's daily quota."""
 
 ROLLOUT_COUNTERS = ("prompt_tokens", "sampled_tokens")
-"""Those of what rollout workers computed."""
+"""The counters of what rollout workers computed."""
 KEEP_HOURS_S = 35 * 86_400
 """Seconds that a tenant's usage of an hour is kept."""
 

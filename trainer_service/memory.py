@@ -24,7 +24,7 @@ WIDTH = 32  # positions of a probe's sequence: few, for each costs a large base 
 GROUP_SIZE = 2
 NUM_WRITTEN = 5
 NO_BACKWARD = -1
-"""In place of the number of the backward under way."""
+"""Stands in place of the number of the backward under way."""
 
 
 def fit(trainer: Trainer, num_bytes: int) -> None:

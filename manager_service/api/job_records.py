@@ -32,13 +32,11 @@ class JobRecords(Protocol):
         ...
 
     async def samples(self, version: int | None) -> bytes:
-        """Those that the step to a version trained on; without one, of the newest step that has some: a list of SampleRecord as
-        JSON.
-        """
+        """The samples that the step to a version trained on; without one, of the newest step that has some: SampleRecords as JSON."""
         ...
 
     async def sample_versions(self) -> list[int]:
-        """Those of which samples may be kept, ascending."""
+        """Versions of which samples may be kept, ascending."""
         ...
 
     async def answers(self, version: int | None) -> bytes:
@@ -46,7 +44,7 @@ class JobRecords(Protocol):
         ...
 
     async def answer_versions(self) -> list[int]:
-        """Those of whose evaluation something is kept, ascending."""
+        """Versions of whose evaluation something is kept, ascending."""
         ...
 
     async def ledger(self) -> dict[str, int]:
@@ -60,7 +58,7 @@ class JobRecords(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LiveRecords:
-    """Those of a job in Redis."""
+    """The records of a job in Redis."""
 
     base: Base
     tenant: str

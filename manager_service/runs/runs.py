@@ -23,11 +23,11 @@ from manager_service.usage import usage_fields, usage_of
 GRACE_S = 30.0
 """Time in which a silent session may show a sign of life again: after a Redis that was away, no session has shown one yet."""
 RETIRE_EVERY_S = 10.0
-"""Between two looks at the versions of runs."""
+"""Time between two looks at the versions of runs."""
 LOAD_COUNT = 200
 """Ended runs whose versions are looked at together."""
 LOOKED_AT = 1000
-"""Of a crowded tenant's ended runs, the oldest that may make room."""
+"""The oldest of a crowded tenant's ended runs that may make room."""
 READ_COUNT = 1000
 """Keys in one command at most."""
 log = structlog.get_logger()
@@ -124,7 +124,7 @@ class Runs:
             self._guarded(run, now, changes, lambda run: _apply(run, message, changes))
 
     async def _change_name(self, change: NameChange, now: float, changes: Changes) -> None:
-        """Of any run: what one that has ended saved can be deleted too."""
+        """Changes a name of any run: what one that has ended saved can be deleted too."""
         keeping = self._retention(change.job)
         state = keeping.state if keeping else changes.runs.get(change.job) or await self._ended_state(change.job)
         if state is not None:
@@ -267,7 +267,7 @@ class Runs:
                 keeping.asked_at = now
 
     async def _used(self, doubtful: Mapping[str, Sequence[int]]) -> dict[str, VersionNeeds]:
-        """Those of these runs' versions that somebody uses."""
+        """The versions of these runs that somebody uses."""
         wanted = [(name, version) for name, versions in doubtful.items() for version in versions]
         keys = [self._cell.use(*one, with_optimizer=whole) for one in wanted for whole in (False, True)]
         found: list[Any] = []

@@ -98,7 +98,7 @@ def test_transformers_modules_train_without_padding() -> None:
 
 
 def planned(shape: Shape, device: str, *, num_checkpointed: int = 0) -> dict[str, float]:
-    """Of micro-batches of four rows on transformers' modules."""
+    """The plan of micro-batches of four rows on transformers' modules."""
     backbone = random_modules(random_decoder(shape, torch.device(device), torch.bfloat16))
     assert isinstance(backbone, ModulesBackbone)
     return measure_plan(Trainer(backbone.checkpointing(num_checkpointed), Budget(16_384)), shape)

@@ -42,7 +42,7 @@ MANY_HEADS = "gemma3 of four key heads"
 STOPS = tuple(range(0, VOCAB, 3))
 """Tokens that end a turn, so that most are kept for the next one."""
 Talk = list[tuple[list[int], Generated]]
-"""Of each turn the tokens before it, and what was generated."""
+"""The tokens before each turn, and what it generated."""
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from tests.support.rollout_cases import NoEnd, one, peft_model, ref, request
 pytestmark = [pytest.mark.vllm, needs_vllm, pytest.mark.timeout(600)]
 
 SIZES = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32}
-"""Those for which vLLM has kernels on a CPU."""
+"""The families for which vLLM has kernels on a CPU."""
 CONTEXT, RANK, MAX_LORAS = 128, 8, 2
 PROMPT = list(range(5, 15))
 CLOSE = 1e-4

@@ -213,7 +213,7 @@ class Script:
         return request.reply_to, replace(request, transcript=request.transcript + partial, num_partial=num, usage=usage)
 
     def result(self, request: TurnRequest, tokens: Sequence[int] | None = None) -> Out:
-        """Of these tokens; None: of all."""
+        """The result of these tokens; None: of all."""
         tokens = self._tokens(request) if tokens is None else tokens
         tops = [[(int(t), -0.5), (65, -2.0)][: request.sampling.num_top_logprobs] for t in tokens]
         result = TurnResult(

@@ -190,7 +190,7 @@ async def tokens_sampled(cluster: LocalCluster) -> int:
 
 
 async def tokens_kept(bus: Bus, stream: str) -> int:
-    """Of all turns under way."""
+    """Tokens of all turns under way."""
     sizes = [await bus.client.strlen(key) for key in await bus.client.keys(bus.cell.partial(stream, "*"))]
     return sum((size - PROGRESS_HEAD.size) // PROGRESS_BODY.itemsize for size in sizes)
 

@@ -32,11 +32,11 @@ from common.footprint import MASK_QUERIES
 from trainer_service.packing import Tree
 
 NAME = "marlaas_packed"
-"""As which transformers knows this attention."""
+"""The name by which transformers knows this attention."""
 ALIGNED = 16
 """CUDA's kernels want rows of masks to begin at multiples of so many numbers, or they copy masks."""
 QUERIES = MASK_QUERIES - ALIGNED
-"""Of a block."""
+"""Queries of a block."""
 
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

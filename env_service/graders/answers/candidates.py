@@ -38,7 +38,7 @@ _COMPOUND = re.compile(
 _LEFT = re.compile(r"\b(?:left|remain\w*)\b")
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
 _OPERAND = re.compile(r"[\w)] [×*÷+] [＄€£]?$")
-"""Before a number that is calculated with."""
+"""Words before a number that is calculated with."""
 
 
 def has_number(text: str) -> bool:
@@ -67,7 +67,7 @@ def _numbers(sentence: str, start: int, end: int) -> Iterator[Candidate]:
 
 
 def free_candidates(sentence: str) -> list[Candidate]:
-    """Those that are no circumstance; of circumstances alone the first, or what says when or where."""
+    """The candidates that are no circumstance; of circumstances alone the first, or what says when or where."""
     found = [c for c in candidates(sentence) if not said.REFUSED.search(_before(sentence, c[0]))]
     free = [c for c in found if not said.GOVERNED.search(_before(sentence, c[0]))]
     terms = [c for c in found if said.TERM.search(_before(sentence, c[0]))]
@@ -75,7 +75,7 @@ def free_candidates(sentence: str) -> list[Candidate]:
 
 
 def _without_circumstances(sentence: str, free: list[Candidate]) -> list[Candidate]:
-    """Those not said to be the circumstance of another; `for $20` is a price, and no circumstance."""
+    """The candidates not said to be the circumstance of another; `for $20` is a price, and no circumstance."""
     money = [at for at, text in free if re.search("[＄€£¥]", text) and re.search(r"\bfor\s+$", sentence[:at])][-1:]
     kept, hidden_end = list[Candidate](), -1
     for at, text in free:

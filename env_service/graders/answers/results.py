@@ -34,7 +34,7 @@ _OR_RATHER = re.compile(
     r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus|out of)\b"
     r"|% of\b) ?[^,=.\d]{0,60}\d[^,=.]{0,60}?),? (?:or|which is) (?=[＄€£]?\d)"
 )
-"""Before the value of a calculation: `28 - 12, or 16`."""
+"""Words before the value of a calculation: `28 - 12, or 16`."""
 _WAYS = re.compile(r"\bin (?=\d+ (?:[a-z]+ )?(?:ways|orders)\b)")
 _MORE = r"(?:(?:, (?:and )?| and )-?\d[\d.]*)"
 _LIST = re.compile(

@@ -128,7 +128,7 @@ REFUSAL = compiled(
     + r"|\b(?:is|are|was|were)(?:n't| not) (?:given|known|stated|specified|provided)\b|not sure of\b"
     + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b|\binsufficient\b"
 )
-"""In a sentence that decides on no answer."""
+"""Words in a sentence that decides on no answer."""
 REJECTED = compiled(
     r"\b(?:is|are|was|were|be|were) (?:(?:clearly|definitely|just) )?(?:wrong|incorrect|too (?:few|many|much|little|small|large"
     r"|high|low)|not enough"
@@ -136,7 +136,7 @@ REJECTED = compiled(
     r"|wrong answer|\bwould (?:answer|say)\b|\bgive up\b"
     r"|,? (?:so|and) (?:so )?(?:to [a-z]+ [^\d]*)?(?:we|i|you) (?:now )?(?:need to|have to|must|divide|multiply|add|subtract)\b[^\d]*$"
 )
-"""In a clause that rejects the number which it names, or says only what to do with it."""
+"""Words in a clause that rejects the number which it names, or says only what to do with it."""
 HEDGE = compiled(
     words("""
         either|somewhere|torn between|depend(?:s|ing)|otherwise|vary|or if|or [＄€£]?\\d\\S* if|if not|else it|could argue
@@ -229,11 +229,11 @@ GOVERNED = compiled(
     """)
     + rf"(?:\s+(?:{_DETERMINERS})){{0,3}}\s+[＄€£]?$"
 )
-"""Before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
+"""Words before a number that is a circumstance: `after 3 weeks`, `of the 72 students`, `on day 4`, `to make 16 muffins`."""
 TERM = compiled(
     r"\b(?:after|before|within|until|during|year|day|week|page|age|grade|level|chapter|floor)(?: about| only| another)?\s+[＄€£]?$"
 )
-"""Before a number that is a result if there is no other: `full after 8 hours`."""
+"""Words before a number that is a result if there is no other: `full after 8 hours`."""
 SOFT = compiled(
     r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)"

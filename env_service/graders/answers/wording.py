@@ -28,7 +28,7 @@ _SO_FAR = re.compile(
     r"[,;] (?:but|and) (?!not\b)|; (?!not\b)|\bnot (?:[\w']+ ){1,4}but |\s=\s*(?=\D{0,60}[A-Za-z]{2})"
     r"|:\s+(?=(?:[A-Za-z]+ ?){1,3}\W*$)|,\s+(?=on \w+\W*$)|\bi\.e\.,?\s"
 )
-"""Before the part of a sentence that concludes it."""
+"""Words before the part of a sentence that concludes it."""
 _CIRCUMSTANCE = re.compile(
     r"[\W_]*(?:[a-z]+ing|if|when|since|because|although|though|while|after|before|for|of|given|as|at|from|between|with)\b"
     r"[^,]*,\s(?:then )?(?=.*\w)",
@@ -78,7 +78,7 @@ _COMPARED = re.compile(
     r"|(?<!us )(?<!me )(?<!get )(?<!gets )(?<!goes )(?<!comes )(?<!belongs )(?<!days )to)(?: (?:the|a|an|in|on|that|with))* $",
     re.IGNORECASE,
 )
-"""Before a name that is no answer."""
+"""Words before a name that is no answer."""
 _BESIDE = re.compile(rf"{_COMPARED.pattern}|\b(?:in|at|on|with|by|of)(?: the)? (?:\w+ )?$", re.IGNORECASE)
 _SUBJECT = re.compile(r"(?:so|thus|hence|therefore|that|the|an?|only|it's|[,:\s])*", re.IGNORECASE)
 _PREDICATE = re.compile(

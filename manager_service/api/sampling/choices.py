@@ -140,7 +140,7 @@ def _take_delta(choice: Choice, delta: TurnDelta, index: int) -> Fresh | None:
 
 
 def _take_back(choice: Choice, request: TurnRequest, index: int) -> Fresh | None:
-    """What is new among the tokens that its worker had sampled; `choice.handed_back` then says that it is to be asked for again."""
+    """Takes what is new among the tokens that its worker had sampled; `choice.handed_back` then says that it is to be asked for again."""
     if request.epoch != choice.request.epoch:
         return None
     choice.request, choice.handed_back = request, True

@@ -21,7 +21,7 @@ from common.errors import InvalidInput
 from rollout_service.embedded.backbone.interface import ForwardPart, adapt, cut, joined
 
 NAME = "marlaas_rows"
-"""As which transformers knows the engine's attention."""
+"""The name by which transformers knows the engine's attention."""
 SHAPES_DIFFER = (
     "the transformers backbone does not sample where keys and values, or those of other layers, differ in shape"
 )
