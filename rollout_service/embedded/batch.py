@@ -23,6 +23,7 @@ from base_model.device import give_back_memory
 from base_model.stacked import LanePlanner, Product
 from common.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
+from rollout_service.embedded.backbone.compiling import quick_attend
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
@@ -87,6 +88,7 @@ class RunningRows:
         self._decode = decode
         self._limits = limits
         self._rounded = exact_rows if limits.exact else rounded_rows
+        self._quick_attend = quick_attend(model.embedding, exact=limits.exact)
         self._seats = Seats(limits.slots, end_ids, config.context)
         self._pools = Pools(config, model.embedding, limits.pools)
         wide = None if limits.exact else WIDE_LANE_ROWS
@@ -253,7 +255,7 @@ class RunningRows:
         tokens, positions = torch.from_numpy(inputs).to(self._device)
         longest = [int(seats.length[pool.seats].max()) for pool in layout.pools]
         places = kv.slices(layout.pools, positions[before : before + num], longest)
-        attend = kv.DecodeAttend(self._config, places, exact=self._limits.exact)
+        attend = kv.DecodeAttend(self._config, places, exact=self._limits.exact, kernel=self._quick_attend())
         parts = [ForwardPart(layout.size, attend, layout.products)]
         hidden = self._model.forward(tokens, positions, [extension.part, *parts] if extension else parts)[before:]
         uniforms = torch.from_numpy(seats.uniforms(layout.seats)).to(self._device)

@@ -4,7 +4,7 @@ Axes: n rows, T positions, L positions of a pool's rows, H query heads, K key/va
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,10 @@ MERGED_HEADS = 2
 """Up to so many key heads, a CPU is faster with `_merged_attention`, in spite of its zeros."""
 
 
+DecodeKernel = Callable[..., None]
+"""See `backbone/decode_kernel.py`."""
+ANY = 1 << 40
+"""A window of all positions."""
 BLOCK = 128
 """Positions of one product of weights and values in deterministic mode."""
 MIN_WIDTH = 16
@@ -73,20 +77,34 @@ def slices(pools: Sequence[Pool], positions: Tensor, lengths: Sequence[int]) -> 
 class DecodeAttend:
     """Attention of one new token a row on its pool's rows."""
 
-    def __init__(self, config: ModelShape, parts: Sequence[Slice], *, exact: bool) -> None:
-        """`exact`: a row's bits do not depend on how long its neighbours are; on a CPU."""
+    def __init__(
+        self, config: ModelShape, parts: Sequence[Slice], *, exact: bool, kernel: DecodeKernel | None = None
+    ) -> None:
+        """`exact`: a row's bits do not depend on how long its neighbours are; on a CPU. `kernel`: computes instead of torch."""
         self._parts = parts
         self._exact = exact
+        self._kernel = kernel
         self._heads = config.num_heads
         self._kv_heads = config.num_kv_heads
 
     def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
+        if self._kernel:
+            return self._by(self._kernel, layer, qkv, scale, window)
         if len(self._parts) == 1 and len(self._parts[0].places) == len(qkv):
             return self._one(layer, self._parts[0], qkv, scale, window)
         owned = [qkv[part.first : part.first + len(part.places)] for part in self._parts]
         each = zip(self._parts, owned, strict=True)
         found = torch.cat([self._one(layer, part, own, scale, window) for part, own in each])
         return F.pad(found, (0, 0, 0, len(qkv) - len(found)))
+
+    def _by(self, kernel: DecodeKernel, layer: int, qkv: Tensor, scale: float | None, window: int | None) -> Tensor:
+        out = qkv.new_zeros(len(qkv), self._heads, qkv.shape[2])
+        limits = np.float32(scale or qkv.shape[2] ** -0.5), window or ANY
+        for part in self._parts:
+            own = slice(part.first, part.first + len(part.places))
+            tensors = (qkv[own], part.pool.layers[layer], part.positions, out[own])
+            kernel(*(each.numpy() for each in tensors), *limits)
+        return out.flatten(1)
 
     def _one(self, layer: int, part: Slice, qkv: Tensor, scale: float | None, window: int | None) -> Tensor:
         """qkv [n, H + 2K, D] -> [n, H * D]. The query heads of one key head stand as its rows."""

@@ -1,0 +1,106 @@
+"""Attention of one new token a row, compiled for this machine's processor: on a CPU, torch's products of so few rows are mostly calls.
+
+Importing this compiles it, which takes a second, or a few milliseconds where an earlier process has left the code in numba's cache. A
+row's result depends on that row alone, and what is not a number stays so, in its row.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+
+F32, I32 = np.float32, np.int32
+LOG2_E = F32(1.4426950408889634)
+LEAST = F32(-126)
+"""The least power of two that is a normal number: smaller weights count as this."""
+C1, C2, C3, C4, C5, C6 = (
+    F32(c) for c in (0.693147180559, 0.240226506959, 0.055504108664, 0.009618129107, 0.001333355814, 0.000154035303)
+)
+"""2^y for |y| <= 1/2 as a polynomial: the series of exp(y ln 2), good to float32's last digit."""
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+"""Sums in any order. Numbers that are none, or infinite, count as such."""
+
+OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
+F = TypeVar("F", bound=Callable[..., Any])
+inlined: Callable[[F], F] = numba.njit(**OPTIONS)  # pyright: ignore
+SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], i8[::1], f4[:,:,::1], f4, i8)"
+
+
+@inlined
+def _score(query, seen, k, scale, weights):  # pyright: ignore
+    """Writes the scores of a query [D] with key head k of `seen` [positions, 2K, D]. Returns the largest."""
+    largest = F32(-np.inf)
+    for at in range(seen.shape[0]):
+        score = F32(0)
+        for d in range(query.shape[0]):
+            score += query[d] * seen[at, k, d]
+        score *= scale
+        weights[at] = score
+        if score > largest:
+            largest = score
+    return largest
+
+
+@inlined
+def _weigh(weights, num, largest, powers, powers_as_bits):  # pyright: ignore
+    """Makes weights of scores: exp(score - largest), as 2^(whole + rest). Returns their sum."""
+    for at in range(num):
+        power = (weights[at] - largest) * LOG2_E
+        if power < LEAST:
+            power = LEAST
+        whole = I32(power - F32(0.5))
+        rest = power - F32(whole)
+        powers_as_bits[at] = (whole + I32(127)) << I32(23)
+        weights[at] = F32(1) + rest * (C1 + rest * (C2 + rest * (C3 + rest * (C4 + rest * (C5 + rest * C6)))))
+    total = F32(0)
+    for at in range(num):
+        weights[at] *= powers[at]
+        total += weights[at]
+    return total
+
+
+@inlined
+def _mix(weights, share, seen, v, found):  # pyright: ignore
+    """Writes the sum of value head v of `seen`, by weight."""
+    for d in range(found.shape[0]):
+        found[d] = F32(0)
+    for at in range(seen.shape[0]):
+        weight = weights[at] * share
+        for d in range(found.shape[0]):
+            found[d] += weight * seen[at, v, d]
+
+
+def _attend(qkv, cache, positions, out, scale, window):  # pyright: ignore
+    """Writes each row's new keys and values into its cache, and its attention into `out`.
+
+    `qkv` [n, H + 2K, D]; `cache` [n or more, L, 2K, D]; `positions` [n], of the new tokens; `out` [n, H, D]. `scale`: of scores;
+    `window`: positions that a position sees, itself included.
+    """
+    num_heads, kv_heads = out.shape[1], cache.shape[2] // 2
+    group = num_heads // kv_heads
+    weights, powers_as_bits = np.empty(cache.shape[1], F32), np.empty(cache.shape[1], I32)
+    powers = powers_as_bits.view(F32)
+    for r in range(qkv.shape[0]):
+        end = positions[r] + 1
+        seen, new = cache[r, max(0, end - window) : end], cache[r, end - 1]
+        for j in range(2 * kv_heads):
+            for d in range(new.shape[1]):
+                new[j, d] = qkv[r, num_heads + j, d]
+        for h in range(num_heads):
+            largest = _score(qkv[r, h], seen, h // group, scale, weights)
+            total = _weigh(weights, seen.shape[0], largest, powers, powers_as_bits)
+            _mix(weights, F32(1) / total, seen, kv_heads + h // group, out[r, h])
+
+
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Compiles for SIGNATURE; keeps the code for later processes where a folder for it can be written."""
+    try:
+        return numba.njit(SIGNATURE, cache=True, **OPTIONS)(function)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        return numba.njit(SIGNATURE, **OPTIONS)(function)
+
+
+attend = _compiled(_attend)
