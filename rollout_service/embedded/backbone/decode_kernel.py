@@ -27,7 +27,7 @@ inlined: Callable[[F], F] = numba.njit(**OPTIONS)  # pyright: ignore
 SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], i8[::1], f4[:,:,::1], f4, i8)"
 
 
-@inlined
+@inlined  # pyright: ignore[reportUntypedFunctionDecorator]
 def _score(query, seen, k, scale, weights):  # pyright: ignore
     """Writes the scores of a query [D] with key head k of `seen` [positions, 2K, D]. Returns the largest."""
     largest = F32(-np.inf)
@@ -42,7 +42,7 @@ def _score(query, seen, k, scale, weights):  # pyright: ignore
     return largest
 
 
-@inlined
+@inlined  # pyright: ignore[reportUntypedFunctionDecorator]
 def _weigh(weights, num, largest, powers, powers_as_bits):  # pyright: ignore
     """Makes weights of scores: exp(score - largest), as 2^(whole + rest). Returns their sum."""
     for at in range(num):
@@ -60,7 +60,7 @@ def _weigh(weights, num, largest, powers, powers_as_bits):  # pyright: ignore
     return total
 
 
-@inlined
+@inlined  # pyright: ignore[reportUntypedFunctionDecorator]
 def _mix(weights, share, seen, v, found):  # pyright: ignore
     """Writes the sum of value head v of `seen`, by weight."""
     for d in range(found.shape[0]):
