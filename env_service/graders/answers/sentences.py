@@ -48,6 +48,8 @@ def stated_result(text: str) -> str:
     if len(sentences) > 1 and (headline := _headline(sentences)):
         return headline
     for i, sentence in enumerate(reversed(sentences)):
+        if i and _is_remark(sentences[: len(sentences) - i]):
+            continue
         if _is_item(sentences[: len(sentences) - i]):
             return ""
         if sentence.rstrip("⟫* ").endswith("?") and has_number(sentence):

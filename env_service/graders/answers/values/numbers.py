@@ -95,7 +95,8 @@ _WORDS = re.compile(
 )
 _FIRST = re.compile(rf"(?<![A-Za-z])(?:{_WORD}|dozen)", re.IGNORECASE)
 _ALONE = re.compile(
-    rf"(?<![\w-])(?:(?:minus|negative) )?(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])(?! of\b)|(?:an? )?(?:half|quarter|third)(?![\w-]))",
+    rf"(?<![\w-])(?<!this )(?<!another )(?<!each )(?<!every )(?<!other )(?<!which )(?:(?:minus|negative) )?"
+    rf"(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])|(?:an? )?(?:half|quarter|third)(?![\w-]))",
     re.IGNORECASE,
 )
 _MONEY = re.compile(rf"(?<![\w-])(?:{'|'.join(reversed(_SMALL))})(?= (?:dollars?|euros?|cents)\b)", re.IGNORECASE)
