@@ -19,7 +19,9 @@ _ASIDE = re.compile(
 _NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*", re.MULTILINE)
 _REFERENCE = re.compile(r"(?<=\S) ?\[\d{1,2}\]")
 
-_CONCLUDES_AGAIN = re.compile(r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n\d]*\d[^\n]*\Z", re.IGNORECASE)
+_CONCLUDES_AGAIN = re.compile(
+    r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n\d]*\d[^\n]*\Z|\n⟪[^⟪⟫\n]*\d[^⟪⟫\n]*⟫\W*\Z", re.IGNORECASE
+)
 
 
 def before_next_question(text: str, stated: int | None) -> str:

@@ -61,6 +61,7 @@ _UNSOLVED = re.compile(
     r"^[^=≈]*(?:\b[xyzn]\s*[-+/]|[-+/]\s*\d*[xyzn]\b(?!\s*\d)|\d[xyzn]\b(?!\s*\d))[^=≈]*=[^=≈A-Za-z]*$"
 )
 """An equation with an unknown, and no other."""
+_AFTER_COLON = re.compile(r"(?<!\s):\s+([^:=]{1,40})$")
 _CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
 
@@ -126,7 +127,14 @@ def _whole(sentence: str) -> str | None:
     solutions = _SOLUTIONS.search(sentence)
     if solutions and not has_number(sentence[solutions.end() :]):
         return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
-    return _named_whole(concluded_part(sentence))
+    return _after_colon(sentence) or _named_whole(concluded_part(sentence))
+
+
+def _after_colon(sentence: str) -> str | None:
+    """The value with which a sentence ends, if nothing but it and a word or two follow a colon: `24 less 5: 19`."""
+    end = _AFTER_COLON.search(sentence)
+    alone = end and len(end[1].split()) <= 3 and len(list(candidates(end[1]))) == 1
+    return value_at(end[1]) if end and alone else None
 
 
 def _relation(sentence: str) -> str | None:

@@ -1,6 +1,8 @@
 """The result that a text ends with, where no marker names it: its last sentence's, unless that is a remark."""
 
 import re
+from collections.abc import Iterator
+from fractions import Fraction
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, has_number, hidden
@@ -17,7 +19,7 @@ _END = re.compile(
     r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s]|[a-z]\s?[-=+*/^])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])"
 )
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
-_ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪⟫]*[＄€£]?\d[\d.,]*[^=.\n]{0,25}")
+_ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪⟫]*[＄€£]?\d[\d.,]*[^=.*/×÷+\n]{0,25}")
 """One of several lines that list values: `Pens: ＄6`."""
 _TERMINATED = re.compile(r"[.!?。！？।][*_)\"'⟫⟧\]\s]*$|\|\s*$")
 _OPEN_END = re.compile(r"[-+*/=×÷,(\\{^:]\s*$|\\boxed\{[^{}]*$")
@@ -76,7 +78,7 @@ def _is_remark(sentences: list[str]) -> bool:
 
 def _breaks_down(stating: str, last: str) -> bool:
     """True if the numbers of the last sentence, which states no result, are the parts of what the one before it states."""
-    parts = [known.value for n in NUMBER.finditer(last) if (known := quantity(n))]
+    parts = list(_values(last))
     whole = NUMBER.match(result_of(stating)) if len(parts) > 1 and not result_of(last) else None
     return bool(whole and (known := quantity(whole)) and known.value == sum(parts))
 
@@ -97,8 +99,22 @@ def _concludes(sentence: str) -> bool:
 
 
 def _is_item(sentences: list[str]) -> bool:
-    """True if the last two lines are alike, each a name and its value, and neither names a total."""
-    return len(sentences) > 1 and all(_ITEM.fullmatch(s) and not said.SUMMARY.search(s) for s in sentences[-2:])
+    """True if the last two lines are alike, each a name and its value, and neither names or is a total."""
+    alike = len(sentences) > 1 and all(_ITEM.fullmatch(s) and not said.SUMMARY.search(s) for s in sentences[-2:])
+    return alike and not _is_computed([list(_values(s)) for s in sentences])
+
+
+def _is_computed(values: list[list[Fraction]]) -> bool:
+    """True if the only number of the last line is computed from those of the two before it, or adds up all that stand alone."""
+    *before, last = [line[0] for line in values if len(line) == 1]
+    if len(before) < 2 or len(values[-1]) != 1:
+        return False
+    a, b = before[-2:]
+    return last in (a + b, a - b, a * b, sum(before)) or a == last * b
+
+
+def _values(sentence: str) -> Iterator[Fraction]:
+    return (known.value for number in NUMBER.finditer(sentence) if (known := quantity(number)))
 
 
 def split(text: str) -> list[str]:

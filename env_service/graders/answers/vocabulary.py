@@ -78,7 +78,7 @@ CHECK = re.compile(
     r"(?:(?:let's|let us|to|we can|you can|we|i'll) (?:quickly )?(?:double[- ]?)?(?:verify|check)\b|(?:a |as a )?(?:quick |sanity "
     r"|as a )check\b|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that"
     r"|it) can be (?:verified|checked)|"
-    r"verification\b|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
+    r"verification\b|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
     re.IGNORECASE | re.MULTILINE,
 )
 """Words before a check of a result that was stated earlier."""
@@ -127,7 +127,7 @@ REFUSAL = compiled(
     + words("tell|determined?|answer(?:ed)?|solved?|say|give|know|find|found|calculated?|computed?")
     + r"|(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
     + r"|\b(?:is|are|was|were)(?:n't| not) (?:given|known|stated|specified|provided)\b|not sure of\b"
-    + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b|\binsufficient\b"
+    + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b|\b(?:insufficient|incomplete)\b"
 )
 """Words in a sentence that decides on no answer."""
 REJECTED = compiled(
@@ -281,7 +281,7 @@ SETUP = compiled(
 )
 """Beginning of a sentence that says what is known or asked."""
 TASK = compiled(
-    r"(?:[\W_]*(?:(?:first|next|then|now|so|just|simply|hint|start by|to [^,]*(?=,))[,:]?\s)*|[^,]*, (?:and|but|then) |step \d+\W+)"
+    r"(?:[\W_]*(?:(?:first|next|then|now|so|just|simply|hint|start by|to [^,]*(?=,))[,:]?\s)*|[^,]*, (?:and|but|then) |[\W_]*step \d+\W+)"
     r"(?:(?:we|i|you)?(?:'ll)? ?(?:first |now |then )?(?:need|have|want|must|should)(?: to)? |let(?:'s| us| me) (?:first |now |then )?|)"
     r"(?:comput|calculat|find|determin|solv|multipl|divid|add|subtract)(?:e|y|ing|ying)?\b"
     r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|(?<!to )gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b))"
