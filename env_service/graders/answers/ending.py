@@ -16,7 +16,7 @@ MAX_QUESTIONS = 10
 _ASIDE = re.compile(
     r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?![A-Za-z]\))(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"
 )
-_NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*", re.MULTILINE)
+_NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*|^#{1,3} \d+ (?:points|marks)$", re.MULTILINE)
 _REFERENCE = re.compile(r"(?<=\S) ?\[\d{1,2}\]")
 
 _CONCLUDES_AGAIN = re.compile(

@@ -36,7 +36,8 @@ _SIGNS = str.maketrans(
 )
 _CALCULATOR = re.compile(
     r"<tool_call>[^<]*</tool_call>|~~[^~\n]{1,200}~~|\\(?:begin|end)\{(?:sol\w*|ans\w*|proof|document|center|quote)\}"
-    r"|```[ \t]*(?:py\w*|js|javascript|c|cpp|java|r|matlab)\n[^`]*```|\\(?:blacksquare|square|qed|hfill)(?![A-Za-z])|\\(?:label|tag)\{[^{}]*\}"
+    r"|```[ \t]*(?:py\w*|js|javascript|c|cpp|java|r|matlab)\n[^`]*```|\\(?:blacksquare|square|qed|hfill)(?![A-Za-z])"
+    r"|\\(?:label|tag)\{[^{}]*\}"
     r"|\b(?:QED|Q\.E\.D\.?)(?!\w)|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-"
 )
 _ENUMERATOR = re.compile(r"(?<=[\s,:])\([1-9]\)\s(?=[a-z])")
@@ -74,7 +75,7 @@ _MEASURES = [
     (re.compile(r"\ban (hour and \d)", re.IGNORECASE), r"1 \1"),
 ]
 """Measures in words and signs, and how the rest of the package reads them."""
-_HOURS = "one two three four five six seven eight nine ten eleven twelve".split()
+_HOURS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _CLOCK = re.compile(rf"\b(half past|(?:a )?quarter (?:past|to)) ({'|'.join(_HOURS)}|1[0-2]|[1-9])\b", re.IGNORECASE)
 _POUND = re.compile(r"\\(?:pounds|textsterling)(?![A-Za-z])|\\text\{£\}")
 _EURO = re.compile(r"\\(?:euro|texteuro|EUR)(?![A-Za-z])(?:\{\})?|\\text\{€\}")

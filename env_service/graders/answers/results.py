@@ -11,7 +11,10 @@ from env_service.graders.answers.expressions import assigned, assignments, value
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 
 _EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
-_EXACT = re.compile(r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?(?=[ a-z]*,? ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))")
+_EXACT = re.compile(
+    r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?"
+    r"(?=[ a-z]*,? ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))"
+)
 _NOT_STATED = re.compile(
     r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
     r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3

@@ -34,6 +34,8 @@ _UNKNOWN = re.compile(
 _GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)++\s*\Z", re.IGNORECASE)
 _EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
 
+_EXPLANATION = re.compile(r"\W*(?:explanation|reasoning|working|why|details)\W*:", re.IGNORECASE)
+
 
 def stated_result(text: str) -> str:
     """The result that a plain text ends with, "" if it breaks off, asks, or leaves open which of several it is."""
@@ -77,15 +79,18 @@ def _is_remark(sentences: list[str]) -> bool:
 
 
 def _breaks_down(stating: str, last: str) -> bool:
-    """True if the numbers of the last sentence, which states no result, are the parts of what the one before it states."""
+    """True if the numbers of the last sentence, which concludes nothing, are the parts of what the one before it states."""
     parts = list(_values(last))
-    whole = NUMBER.match(result_of(stating)) if len(parts) > 1 and not result_of(last) else None
+    few = 2 if not result_of(last) else 3
+    whole = NUMBER.match(result_of(stating)) if len(parts) >= few and not _concludes(last) else None
     return bool(whole and (known := quantity(whole)) and known.value == sum(parts))
 
 
 def _headline(sentences: list[str]) -> str | None:
     """The value of which the first sentence consists, if all that follows is its explanation."""
     first, *rest = sentences
+    if _EXPLANATION.match(rest[0]) and not any(map(_concludes, rest)):
+        return result_of(first)
     value = value_at(re.sub(r"^(?:TL;DR|short answer|it's|it is)\b:?", "", first, flags=re.IGNORECASE))
     if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
         return None
@@ -106,11 +111,8 @@ def _is_item(sentences: list[str]) -> bool:
 
 def _is_computed(values: list[list[Fraction]]) -> bool:
     """True if the only number of the last line is computed from those of the two before it, or adds up all that stand alone."""
-    *before, last = [line[0] for line in values if len(line) == 1]
-    if len(before) < 2 or len(values[-1]) != 1:
-        return False
-    a, b = before[-2:]
-    return last in (a + b, a - b, a * b, sum(before)) or a == last * b
+    *others, a, b, last = [Fraction(0)] * 3 + [line[0] for line in values if len(line) == 1]
+    return len(values[-1]) == 1 and (last in (a + b, a - b, a * b, sum(others, a + b)) or a == last * b != 0)
 
 
 def _values(sentence: str) -> Iterator[Fraction]:

@@ -127,7 +127,8 @@ REFUSAL = compiled(
     + words("tell|determined?|answer(?:ed)?|solved?|say|give|know|find|found|calculated?|computed?")
     + r"|(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
     + r"|\b(?:is|are|was|were)(?:n't| not) (?:given|known|stated|specified|provided)\b|not sure of\b"
-    + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b|\b(?:insufficient|incomplete)\b"
+    + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b"
+    + r"|\b(?:insufficient|incomplete)\b"
 )
 """Words in a sentence that decides on no answer."""
 REJECTED = compiled(
@@ -254,15 +255,7 @@ CIRCUMSTANCE = compiled(
 TOTAL = compiled(
     words("in total|altogether|in all|all together|total of|grand total|insgesamt|en total|en tout|in totale|no total")
 )
-ADDRESS = compiled(
-    words("""
-        i'll|i will|i can|our next|try|post|video|lesson
-        (?:this|that|it) (?:makes sense|is (?:reasonable|plausible|consistent|correct|because))|note|notice|remember|indeed|proof
-        page
-        related|copyright|points|solved in|ignored
-    """)
-    + "|[©⭐]"
-)
+ADDRESS = compiled(words("i'll|i can|want me|would you|do you|shall (?:i|we)|try|post|remember|note"))
 """Words in a sentence to the reader, or on another matter: it states no result."""
 SUMMARY = compiled(
     words("""
@@ -281,10 +274,12 @@ SETUP = compiled(
 )
 """Beginning of a sentence that says what is known or asked."""
 TASK = compiled(
-    r"(?:[\W_]*(?:(?:first|next|then|now|so|just|simply|hint|start by|to [^,]*(?=,))[,:]?\s)*|[^,]*, (?:and|but|then) |[\W_]*step \d+\W+)"
-    r"(?:(?:we|i|you)?(?:'ll)? ?(?:first |now |then )?(?:need|have|want|must|should)(?: to)? |let(?:'s| us| me) (?:first |now |then )?|)"
+    r"(?:[\W_]*(?:(?:first|next|then|now|so|just|simply|hint|start by|to [^,]*(?=,))[,:]?\s)*|[^,]*, (?:and|but|then) "
+    r"|[\W_]*step \d+\W+)"
+    r"(?:(?:we|i|you)?(?:'ll)? ?(?:first |now |then )?(?:need|have|want|must|should)(?: to)? "
+    r"|(?:we|you) |let(?:'s| us| me) (?:first |now |then )?|)"
     r"(?:comput|calculat|find|determin|solv|multipl|divid|add|subtract)(?:e|y|ing|ying)?\b"
-    r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|(?<!to )gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b))"
+    r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b)(?=.*[\d⟦]))"
 )
 """Beginning of a sentence that says what is to be done, without its result."""
 REFUSED = compiled(

@@ -47,7 +47,9 @@ _HEADLINE = re.compile(
 """A first sentence that is nothing but a name."""
 _REASON = re.compile(r",? (?:because|since|as) ")
 _LETTERS = re.compile(r"(?<![\w'])\(?([B-HJ]|A(?! [a-z]))\)?(?![\w'-]| ?=)")
-_LETTERED_NAME = re.compile(r"(?<!\bis )\b(?!Option|Choice|Answer|Letter|So|Thus|Hence|Therefore|Only)[A-Z][a-z]+ [A-J]\b")
+_LETTERED_NAME = re.compile(
+    r"(?<!\bis )\b(?!Option|Choice|Answer|Letter|So|Thus|Hence|Therefore|Only)[A-Z][a-z]+ [A-J]\b"
+)
 _OPTIONS = re.compile(r"\b(?:options|choices)\b", re.IGNORECASE)
 _CHOOSES = re.compile(
     r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|works|go with|closest|it's|it is)\b|\b(?:is"
