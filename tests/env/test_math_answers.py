@@ -151,6 +151,7 @@ def test_the_final_answer_counts(text: str) -> None:
         "Given: 20 apples, 18 boxes.",
         "The problem states that 18 apples are in 3 boxes.",
         "Pens: $6\nBooks: $18",
+        "Pens: $18\nBooks: $18",
         "So there are 20 apples and 18 pears.",
         "20 apples are left. Try it yourself with 18 apples!",
         "The answer is eighteen point five.",

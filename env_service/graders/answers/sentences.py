@@ -111,8 +111,11 @@ def _is_item(sentences: list[str]) -> bool:
 
 def _is_computed(values: list[list[Fraction]]) -> bool:
     """True if the only number of the last line is computed from those of the two before it, or adds up all that stand alone."""
-    *others, a, b, last = [Fraction(0)] * 3 + [line[0] for line in values if len(line) == 1]
-    return len(values[-1]) == 1 and (last in (a + b, a - b, a * b, sum(others, a + b)) or a == last * b != 0)
+    alone = [line[0] for line in values if len(line) == 1]
+    if len(alone) < 3 or len(values[-1]) != 1:
+        return False
+    *others, a, b, last = alone
+    return last in (a + b, a - b, a * b, sum(others, a + b)) or a == last * b
 
 
 def _values(sentence: str) -> Iterator[Fraction]:
