@@ -23,7 +23,7 @@ _WHOLE = re.compile(rf"(?<![\d:])\d{{1,3}}(?: ?: ?\d{{1,3}})+|{MIXED}|{_POWER}|{
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _JOINED = re.compile(rf"[\s.…]*,?\s*{said.OR}\s*", re.IGNORECASE)
 _BESIDE = re.compile(
-    rf"(?: (?!first\b|once\b|before\b)[a-z]+){{0,3}}[;,] |\s?[-–—]\s?|\s(?:to|minus|plus|times)\s"
+    rf"\s+|(?: (?!first\b|once\b|before\b)[a-z]+){{0,3}}[;,] |\s?[-–—]\s?|\s(?:to|minus|plus|times)\s"
     rf"|(?: [a-z]+)?[;,] (?:(?-i:[A-Z])[a-z]+|the (?!total|sum|rest|difference|answer|remain|whole|other)[a-z]+)(?: (?:is|has"
     rf"|gets?))?:? |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!(?:[a-z]+ )?now|(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other"
     rf"|remaining) $|(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
@@ -111,6 +111,7 @@ def chosen_value(sentence: str, free: list[Candidate]) -> str:
     if (
         before
         and before[-1][1] != text
+        and not text.startswith(("⟦(", "⟦["))
         and _BESIDE.fullmatch(_unmarked(sentence[before[-1][0] + len(before[-1][1]) : start]))
     ):
         return ""

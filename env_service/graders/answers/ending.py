@@ -16,10 +16,12 @@ MAX_QUESTIONS = 10
 _ASIDE = re.compile(
     r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?![A-Za-z]\))(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"
 )
-_NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*", re.MULTILINE)
+_NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*|^#{1,3} \d+ (?:points|marks)$", re.MULTILINE)
 _REFERENCE = re.compile(r"(?<=\S) ?\[\d{1,2}\]")
 
-_CONCLUDES_AGAIN = re.compile(r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n\d]*\d[^\n]*\Z", re.IGNORECASE)
+_CONCLUDES_AGAIN = re.compile(
+    r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n\d]*\d[^\n]*\Z|\n⟪[^⟪⟫\n]*\d[^⟪⟫\n]*⟫\W*\Z", re.IGNORECASE
+)
 
 
 def before_next_question(text: str, stated: int | None) -> str:

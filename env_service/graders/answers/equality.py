@@ -30,7 +30,7 @@ _EXPRESSION = re.compile(
 _RELATION = re.compile(r"[<>≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[a-zA-Z](?<![ei])(?![A-Za-z])")
 _MEASURED = re.compile(
-    rf"(?P<number>[^A-Za-z]{{1,40}})(?P<unit>{UNIT})(?:,?\s*(?:and\s+)?(?P<number2>\d+(?:\.\d+)?)\s*(?P<unit2>{UNIT}))?",
+    rf"(?P<number>(?:[^A-Za-z]|x(?= ?10)){{1,40}})(?P<unit>{UNIT})(?:,?\s*(?:and\s+)?(?P<number2>\d+(?:\.\d+)?)\s*(?P<unit2>{UNIT}))?",
     re.IGNORECASE,
 )
 _REPEATING = re.compile(r"(?P<sign>-)?(?P<whole>\d+)\.(?P<fixed>\d*)\\overline\s*\{?(?P<again>\d+)\}?")

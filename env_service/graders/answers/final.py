@@ -67,6 +67,7 @@ _TURN = re.compile(
     r"<\|[a-z_]{1,30}\|>(?:assistant)?|</?s>|<eos>|<(?:end|start)_of_turn>(?:model)?|\[/?INST\]", re.IGNORECASE
 )
 """Signs by which chat templates begin and end a turn."""
+_NEXT_TURN = re.compile(r"(?<=\S)\s*\n\s*(?:Human|User):")
 _OPTION = re.compile(
     r"(?:option |choice )?(?:\(([A-J])\)|([A-J])(?:[).:]|(?=[\s⟫*]*(?:$|\n))))[.:,]?[ ⟫*]*(?=[^a-z]|$)", re.IGNORECASE
 )
@@ -130,7 +131,7 @@ def _reconsidered(text: str) -> str | None:
 
 def _said(text: str) -> str:
     """The text after its thoughts; nothing if they do not end."""
-    *_, said = _THOUGHT.split(text)
+    *_, said = _THOUGHT.split(_NEXT_TURN.split(text)[0])
     said = next((part for part in _TURN.split(said) if part.strip()), "")
     return said if not _THINKS.search(said) else _THINKS.split(said)[0]
 

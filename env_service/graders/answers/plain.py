@@ -37,8 +37,10 @@ _SIGNS = str.maketrans(
 _CALCULATOR = re.compile(
     r"<tool_call>[^<]*</tool_call>|~~[^~\n]{1,200}~~|\\(?:begin|end)\{(?:sol\w*|ans\w*|proof|document|center|quote)\}"
     r"|```[ \t]*(?:py\w*|js|javascript|c|cpp|java|r|matlab)\n[^`]*```|\\(?:blacksquare|square|qed|hfill)(?![A-Za-z])"
+    r"|\\(?:label|tag)\{[^{}]*\}"
     r"|\b(?:QED|Q\.E\.D\.?)(?!\w)|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-"
 )
+_ENUMERATOR = re.compile(r"(?<=[\s,:])\([1-9]\)\s(?=[a-z])")
 _BOLD_TAGS = re.compile(r"</?(?:b|strong)>", re.IGNORECASE)
 _TAGS = re.compile(r"</?(?:p|div|span|i|em|u|code|br|h\d|ul|ol|li|center|mark|font)(?: [^<>]{0,80})?/?>", re.IGNORECASE)
 _OPENING = re.compile(r"\\[(\[]|\\begin\{(?:align|aligned|equation|gather|gathered|eqnarray|multline)\*?\}")
@@ -69,9 +71,12 @@ _MEASURES = [
     ),
     (re.compile(r"\ban? (hour|day|week|year|minute|mile) and a half\b", re.IGNORECASE), r"1.5 \1s"),
     (re.compile(r"\bhalf an hour\b", re.IGNORECASE), "0.5 hours"),
+    (re.compile(r"(?<=\d) ?h ?(?=[0-5]\d\b(?! ?m))"), ":"),
     (re.compile(r"\ban (hour and \d)", re.IGNORECASE), r"1 \1"),
 ]
 """Measures in words and signs, and how the rest of the package reads them."""
+_HOURS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_CLOCK = re.compile(rf"\b(half past|(?:a )?quarter (?:past|to)) ({'|'.join(_HOURS)}|1[0-2]|[1-9])\b", re.IGNORECASE)
 _POUND = re.compile(r"\\(?:pounds|textsterling)(?![A-Za-z])|\\text\{£\}")
 _EURO = re.compile(r"\\(?:euro|texteuro|EUR)(?![A-Za-z])(?:\{\})?|\\text\{€\}")
 
@@ -85,6 +90,9 @@ def plain(text: str) -> str:
         text = re.sub(r"(?<![\w.)])[–—](?=[\d$€£¥])", "-", text)
     for pattern, written in _MEASURES:
         text = pattern.sub(written, text)
+    text = _CLOCK.sub(_clock, text)
+    if "(1)" in text and "(2)" in text:
+        text = _ENUMERATOR.sub("", text)
     text = _TAGS.sub("", _BOLD_TAGS.sub("**", _CALCULATOR.sub("", text)))
     text = _DECIMAL_BRACES.sub(
         ".", _GROUPED.sub(lambda sign: "," * ("," in sign[0]), _POUND.sub("£", _EURO.sub("€", text)))
@@ -104,6 +112,15 @@ def plain(text: str) -> str:
 def _digit(character: str) -> str:
     value = unicodedata.decimal(character, None)
     return character if value is None else str(value)
+
+
+def _clock(said: re.Match[str]) -> str:
+    """`half past six` as 6:30."""
+    words, name = said[1].casefold(), said[2].casefold()
+    hour = int(name) if name.isdigit() else _HOURS.index(name) + 1
+    if words.endswith("to"):
+        return f"{(hour - 2) % 12 + 1}:45"
+    return f"{hour}:{30 if words == 'half past' else 15}"
 
 
 def _with_math_marked(text: str) -> str:

@@ -11,11 +11,15 @@ from env_service.graders.answers.expressions import assigned, assignments, value
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 
 _EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
-_EXACT = re.compile(r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?(?=\s*\(?(?:≈|\\approx))")
+_EXACT = re.compile(
+    r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?"
+    r"(?=[ a-z]*,? ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))"
+)
 _NOT_STATED = re.compile(
     r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
     r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
     r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )|(?<=a ))\d[\d.]* by \d[\d.]*(?= [a-z])"
+    r"|\b(?:discard|reject|ignore)\w* (?:the )?(?:[a-z]+ ){0,3}⟦?[a-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"
     r"|, who (?:is|was|has|had)\b[^,.;]*(?:,|(?=\.|$))"
     r"|\b(?:sum|difference|product|quotient|average|mean|multiple|divisor|factor) (?:of|between)"
     r" [＄€£]?\d[\d.,]*(?:, \d+)*,? and [＄€£]?\d[\d,]*"
@@ -60,6 +64,7 @@ _UNSOLVED = re.compile(
     r"^[^=≈]*(?:\b[xyzn]\s*[-+/]|[-+/]\s*\d*[xyzn]\b(?!\s*\d)|\d[xyzn]\b(?!\s*\d))[^=≈]*=[^=≈A-Za-z]*$"
 )
 """An equation with an unknown, and no other."""
+_AFTER_COLON = re.compile(r"(?<!\s):\s+([^:=]{1,40})$")
 _CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
 
@@ -125,7 +130,14 @@ def _whole(sentence: str) -> str | None:
     solutions = _SOLUTIONS.search(sentence)
     if solutions and not has_number(sentence[solutions.end() :]):
         return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
-    return _named_whole(concluded_part(sentence))
+    return _after_colon(sentence) or _named_whole(concluded_part(sentence))
+
+
+def _after_colon(sentence: str) -> str | None:
+    """The value with which a sentence ends, if nothing but it and a word or two follow a colon: `24 less 5: 19`."""
+    end = _AFTER_COLON.search(sentence)
+    alone = end and len(end[1].split()) <= 3 and len(list(candidates(end[1]))) == 1
+    return value_at(end[1]) if end and alone else None
 
 
 def _relation(sentence: str) -> str | None:

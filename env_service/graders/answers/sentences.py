@@ -1,6 +1,8 @@
 """The result that a text ends with, where no marker names it: its last sentence's, unless that is a remark."""
 
 import re
+from collections.abc import Iterator
+from fractions import Fraction
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, has_number, hidden
@@ -17,7 +19,7 @@ _END = re.compile(
     r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s]|[a-z]\s?[-=+*/^])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])"
 )
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
-_ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪⟫]*[＄€£]?\d[\d.,]*[^=.\n]{0,25}")
+_ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪⟫]*[＄€£]?\d[\d.,]*[^=.*/×÷+\n]{0,25}")
 """One of several lines that list values: `Pens: ＄6`."""
 _TERMINATED = re.compile(r"[.!?。！？।][*_)\"'⟫⟧\]\s]*$|\|\s*$")
 _OPEN_END = re.compile(r"[-+*/=×÷,(\\{^:]\s*$|\\boxed\{[^{}]*$")
@@ -31,6 +33,8 @@ _UNKNOWN = re.compile(
 )
 _GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)++\s*\Z", re.IGNORECASE)
 _EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
+
+_EXPLANATION = re.compile(r"\W*(?:explanation|reasoning|working|why|details)\W*:", re.IGNORECASE)
 
 
 def stated_result(text: str) -> str:
@@ -48,6 +52,8 @@ def stated_result(text: str) -> str:
     if len(sentences) > 1 and (headline := _headline(sentences)):
         return headline
     for i, sentence in enumerate(reversed(sentences)):
+        if i and _is_remark(sentences[: len(sentences) - i]):
+            continue
         if _is_item(sentences[: len(sentences) - i]):
             return ""
         if sentence.rstrip("⟫* ").endswith("?") and has_number(sentence):
@@ -73,15 +79,18 @@ def _is_remark(sentences: list[str]) -> bool:
 
 
 def _breaks_down(stating: str, last: str) -> bool:
-    """True if the numbers of the last sentence, which states no result, are the parts of what the one before it states."""
-    parts = [known.value for n in NUMBER.finditer(last) if (known := quantity(n))]
-    whole = NUMBER.match(result_of(stating)) if len(parts) > 1 and not result_of(last) else None
+    """True if the numbers of the last sentence, which concludes nothing, are the parts of what the one before it states."""
+    parts = list(_values(last))
+    few = 2 if not result_of(last) else 3
+    whole = NUMBER.match(result_of(stating)) if len(parts) >= few and not _concludes(last) else None
     return bool(whole and (known := quantity(whole)) and known.value == sum(parts))
 
 
 def _headline(sentences: list[str]) -> str | None:
     """The value of which the first sentence consists, if all that follows is its explanation."""
     first, *rest = sentences
+    if _EXPLANATION.match(rest[0]) and not any(map(_concludes, rest)):
+        return result_of(first)
     value = value_at(re.sub(r"^(?:TL;DR|short answer|it's|it is)\b:?", "", first, flags=re.IGNORECASE))
     if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
         return None
@@ -95,8 +104,22 @@ def _concludes(sentence: str) -> bool:
 
 
 def _is_item(sentences: list[str]) -> bool:
-    """True if the last two lines are alike, each a name and its value, and neither names a total."""
-    return len(sentences) > 1 and all(_ITEM.fullmatch(s) and not said.SUMMARY.search(s) for s in sentences[-2:])
+    """True if the last two lines are alike, each a name and its value, and neither names or is a total."""
+    alike = len(sentences) > 1 and all(_ITEM.fullmatch(s) and not said.SUMMARY.search(s) for s in sentences[-2:])
+    return alike and not _is_computed([list(_values(s)) for s in sentences])
+
+
+def _is_computed(values: list[list[Fraction]]) -> bool:
+    """True if the only number of the last line is computed from those of the two before it, or adds up all that stand alone."""
+    alone = [line[0] for line in values if len(line) == 1]
+    if len(alone) < 3 or len(values[-1]) != 1:
+        return False
+    *others, a, b, last = alone
+    return last in (a + b, a - b, a * b, sum(others, a + b)) or a == last * b
+
+
+def _values(sentence: str) -> Iterator[Fraction]:
+    return (known.value for number in NUMBER.finditer(sentence) if (known := quantity(number)))
 
 
 def split(text: str) -> list[str]:

@@ -66,7 +66,7 @@ TAKEN_BACK = compiled(
     """)
 )
 _ASKS = either("""
-    (?:next |another )?(?:question|problem|example)|q|human|user|instruction|exercise|frage|pregunta|вопрос|问题|問題|문제
+    (?:next |another )?(?:question|problem|example)|q|instruction|exercise|frage|pregunta|вопрос|问题|問題|문제
 """)
 QUESTION = re.compile(
     rf"^[ \t*#⟪]*(?:{_ASKS}\s*(?:\d*\s*:|\d+\b)|\\begin\{{(?:prob|exer|quest|example)"
@@ -78,7 +78,7 @@ CHECK = re.compile(
     r"(?:(?:let's|let us|to|we can|you can|we|i'll) (?:quickly )?(?:double[- ]?)?(?:verify|check)\b|(?:a |as a )?(?:quick |sanity "
     r"|as a )check\b|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that"
     r"|it) can be (?:verified|checked)|"
-    r"verification\b|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
+    r"verification\b|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
     re.IGNORECASE | re.MULTILINE,
 )
 """Words before a check of a result that was stated earlier."""
@@ -114,7 +114,8 @@ COMMENT = re.compile(
 CLOSING = re.compile(
     r"^[ \t*_]*"
     + either("""
-        (?:best|kind|warm)(?: regards| wishes)?,|(?:yours )?sincerely|regards,|cheers,|posted by|reply\\b|i hope
+        (?:best|kind|warm)(?: regards| wishes)?,|(?:yours )?sincerely|regards,|cheers,|yours,|love,|posted by|reply\\b|(?:i )?hope
+        related\\b|comments?\\b
         i think this is right
         disclaimer|copyright|tags?:|category:
     """),
@@ -126,7 +127,8 @@ REFUSAL = compiled(
     + words("tell|determined?|answer(?:ed)?|solved?|say|give|know|find|found|calculated?|computed?")
     + r"|(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
     + r"|\b(?:is|are|was|were)(?:n't| not) (?:given|known|stated|specified|provided)\b|not sure of\b"
-    + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b|\binsufficient\b"
+    + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b"
+    + r"|\b(?:insufficient|incomplete)\b"
 )
 """Words in a sentence that decides on no answer."""
 REJECTED = compiled(
@@ -200,8 +202,8 @@ ASIDE = compiled(
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
         \d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
-        (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))|\d+ (?:in|for|on|per) (?:each|every)(?=[^,]*$)
-        or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|is \d[\d.]*% of|or \d+ (?:per|a|each)
+        (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))
+        or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|or \d+ (?:per|a|each)
         which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar
         comparado|y no
     """)
@@ -238,7 +240,7 @@ SOFT = compiled(
     r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)"
     r"|(?<!left )(?<!up )(?<!ends )(?<!him )(?<!her )(?<!them )with"
-    r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!es )(?<!est )de|del|du|o"
+    r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!\bes )(?<!\best )de|del|du|o"
     r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam|voor|для|dla|för|için)"
     r"(?:\s+(?:a|all|about|las|los|les|den)|\s+(?:the|his|her|their|its|these|those)(?:\s[a-z]+)?){0,2}\s+[＄€£]?$"
 )
@@ -253,15 +255,7 @@ CIRCUMSTANCE = compiled(
 TOTAL = compiled(
     words("in total|altogether|in all|all together|total of|grand total|insgesamt|en total|en tout|in totale|no total")
 )
-ADDRESS = compiled(
-    words("""
-        you|your|yourself|i'll|i will|i can|my|me|our next|instead|would have|try|post|video|lesson
-        (?:this|that|it) (?:makes sense|is (?:reasonable|plausible|consistent|correct|because))|note|notice|remember|indeed|proof
-        page
-        related|copyright|points|solved in|ignored
-    """)
-    + "|[©⭐]"
-)
+ADDRESS = compiled(words("i'll|i can|want me|would you|do you|shall (?:i|we)|try|post|remember|note"))
 """Words in a sentence to the reader, or on another matter: it states no result."""
 SUMMARY = compiled(
     words("""
@@ -280,10 +274,12 @@ SETUP = compiled(
 )
 """Beginning of a sentence that says what is known or asked."""
 TASK = compiled(
-    r"(?:[\W_]*(?:(?:first|next|then|now|so|just|simply|hint|start by|to [^,]*(?=,))[,:]?\s)*|[^,]*, (?:and|but) )"
-    r"(?:(?:we|i|you)?(?:'ll)? ?(?:first |now |then )?(?:need|have|want|must|should)(?: to)? |let(?:'s| us| me) (?:first |now |then )?|)"
+    r"(?:[\W_]*(?:(?:first|next|then|now|so|just|simply|hint|start by|to [^,]*(?=,))[,:]?\s)*|[^,]*, (?:and|but|then) "
+    r"|[\W_]*step \d+\W+)"
+    r"(?:(?:we|i|you)?(?:'ll)? ?(?:first |now |then )?(?:need|have|want|must|should)(?: to)? "
+    r"|(?:we|you) |let(?:'s| us| me) (?:first |now |then )?|)"
     r"(?:comput|calculat|find|determin|solv|multipl|divid|add|subtract)(?:e|y|ing|ying)?\b"
-    r"(?!.*(?:=|\b(?:is|are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b))"
+    r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b)(?=.*[\d⟦]))"
 )
 """Beginning of a sentence that says what is to be done, without its result."""
 REFUSED = compiled(
@@ -308,7 +304,7 @@ OPEN_WORD = compiled(
     + either("""
         the|an?|of|to|is|are|was|and|or|by|in|with|for|from|that|then|which|at|on|so|but|as|than|if|we|he|she|they|his|her|their
         has
-        have|will|be|get|gives?|equals|makes?|need|divide|multiply|add|subtract|calculate|compute|find
+        have|will|be|were|had|can|not|into|about|after|because|there|this|these|get|gives?|equals|makes?|need|divide|multiply|add|subtract|calculate|compute|find
     """)
     + r"\s*$"
 )

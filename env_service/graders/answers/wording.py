@@ -40,14 +40,16 @@ _YES_NO = re.compile(
     re.IGNORECASE,
 )
 _HEADLINE = re.compile(
-    r"\W*(?!(?:sure|okay|ok|great|alright|right|solution|explanation|hello|hi|of course|certainly)\b)"
+    r"\W*(?!(?:sure|okay|ok|great|alright|right|solution|explanation|let's|hello|hi|of course|certainly)\b)"
     r"(?:the )?[A-Z][\w'-]*(?: [A-Z][\w'-]*)?\.\W*",
     re.IGNORECASE,
 )
 """A first sentence that is nothing but a name."""
 _REASON = re.compile(r",? (?:because|since|as) ")
 _LETTERS = re.compile(r"(?<![\w'])\(?([B-HJ]|A(?! [a-z]))\)?(?![\w'-]| ?=)")
-_LETTERED_NAME = re.compile(r"\b(?!Option|Choice|Answer|Letter|So|Thus|Hence|Therefore|Only)[A-Z][a-z]+ [A-J]\b")
+_LETTERED_NAME = re.compile(
+    r"(?<!\bis )\b(?!Option|Choice|Answer|Letter|So|Thus|Hence|Therefore|Only)[A-Z][a-z]+ [A-J]\b"
+)
 _OPTIONS = re.compile(r"\b(?:options|choices)\b", re.IGNORECASE)
 _CHOOSES = re.compile(
     r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|works|go with|closest|it's|it is)\b|\b(?:is"
@@ -129,7 +131,7 @@ def words_of(text: str) -> str:
 
 def worded_result(text: str) -> str:
     """The words that conclude a text: its yes or no, its letter, the main clause of its last sentence."""
-    if len(text) < 80 and _CHOICE.match(text.strip()):
+    if len({letter[1] for letter in _LETTERS.finditer(text)}) == 1 and len(text) < 80 and _CHOICE.match(text.strip()):
         return words_of(text)
     sentences = [s for s in split(text.strip()) if re.search(r"\w", s)]
     while len(sentences) > 1 and REMARK.search(sentences[-1]) and not _YES_NO.search(sentences[-1]):
@@ -141,7 +143,7 @@ def worded_result(text: str) -> str:
     if len(sentences) > 1 and _HEADLINE.fullmatch(sentences[0]):
         return words_of(sentences[0])
     last = CONCLUSION.split(" " + re.sub("[⟪⟫]", "", sentences[-1]))[-1].lstrip(" ,:")
-    return _chosen_letter(_REASON.split(last)[0]) or words_of(_main_clause(last))
+    return _chosen_letter(_main_clause(_REASON.split(last)[0])) or words_of(_main_clause(last))
 
 
 def _chosen_letter(clause: str) -> str | None:

@@ -95,9 +95,11 @@ _WORDS = re.compile(
 )
 _FIRST = re.compile(rf"(?<![A-Za-z])(?:{_WORD}|dozen)", re.IGNORECASE)
 _ALONE = re.compile(
-    rf"(?<![\w-])(?:(?:minus|negative) )?(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])(?! of\b)|(?:an? )?(?:half|quarter|third)(?![\w-]))",
+    rf"(?<![\w-])(?<!this )(?<!another )(?<!each )(?<!every )(?<!other )(?<!which )(?:(?:minus|negative) )?"
+    rf"(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])|(?:an? )?(?:half|quarter|third)(?![\w-]))",
     re.IGNORECASE,
 )
+_NONE = re.compile(r"\bnone\b(?! of (?:the above|these|those))", re.IGNORECASE)
 _MONEY = re.compile(rf"(?<![\w-])(?:{'|'.join(reversed(_SMALL))})(?= (?:dollars?|euros?|cents)\b)", re.IGNORECASE)
 _POINT = re.compile(
     rf"(?<![\w-])({'|'.join(reversed(_UNITS))}) point ((?:(?:{'|'.join(_SMALL[:10])})(?![\w-]) ?)+)(?<! )",
@@ -114,8 +116,8 @@ def spelled(text: str) -> str:
 
 
 def spelled_small(text: str) -> str:
-    """The text with digits for `one` to `twelve` and `half` too."""
-    return _ALONE.sub(lambda match: _digits(match[0]) or match[0], text)
+    """The text with digits for `none`, `one` to `twelve` and `half` too."""
+    return _ALONE.sub(lambda match: _digits(match[0]) or match[0], _NONE.sub("0", text))
 
 
 def _as_digits(match: re.Match[str]) -> str:
