@@ -15,7 +15,12 @@ from env_service.graders.math import plainly_equal
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TEXTS = sorted(DATA.glob("math_texts_*.jsonl"))
-BELOW = {"math_texts_fourth": (99.6, 1), "math_texts_fifth_blind": (99.0, 1), "math_texts_sixth_blind": (97.8, 2)}
+BELOW = {
+    "math_texts_fourth": (99.6, 1),
+    "math_texts_fifth_blind": (99.0, 1),
+    "math_texts_sixth_blind": (97.8, 2),
+    "math_texts_ninth_blind": (95.0, 0),
+}
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
 
