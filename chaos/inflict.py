@@ -23,8 +23,8 @@ FAILED_SHARE = 0.1
 CALLS = (b"GET /", b"PUT /", b"HEAD /", b"POST /", b"DELETE /")
 WRITES = (b"PUT /", b"POST /")
 HALVED_SHARE = 0.05
-PATIENCE_S, PAUSE_S = 5.0, 0.1
-"""Time in which a victim that comes and goes must be there (a helper, a connection to the store), and between two looks."""
+PATIENCE_S, PAUSE_S = 10.0, 0.1
+"""Time in which a victim that comes and goes must be there (a helper, a call, a connection to the store), and between two looks."""
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 FULL = b"HTTP/1.1 507 Insufficient Storage\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -152,7 +152,7 @@ async def full_disk(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
     limit_files(pid := await _running(cluster, fault.victim), 0)
     before = num_writes(pid)
     try:
-        yield lambda: num_writes(pid) - before
+        yield lambda: max(0, num_writes(pid) - before)
     finally:
         if cluster.services.pids.get(fault.victim) == pid:
             limit_files(pid, resource.RLIM_INFINITY)

@@ -267,7 +267,7 @@ async def test_faults_are_drawn_until_as_many_as_asked_for_have_hit(monkeypatch:
     assert [one.number for _, one in play.story.strikes] == [11, 13, 15, 17, 19, 21, 23, 25]
 
 
-@pytest.mark.parametrize("line", ["--seed 3", "--seconds 40 --faults 90 --mode default", "--quick --seed 5"])
+@pytest.mark.parametrize("line", ["--seed 3", "--seconds 12345.678 --faults 90 --mode default", "--quick --seed 5"])
 def test_the_command_that_is_printed_plays_the_same(line: str) -> None:
     given = options().parse_args(line.split())
     _, _, args = command(given).partition("ARGS=")
