@@ -15,6 +15,7 @@ A run has two acts, in deterministic mode and in default mode, on a cluster each
     clock.py       shifts the wall clock of one process
     faults.py      the table of faults, and how they are drawn
     inflict.py     applies and heals each kind of fault
+    helpers.py     finds the processes that services start for tenants
     client.py      calls the API as a patient user does
     tenants.py     the jobs of four tenants, submitted again as they end
     hostile/       a tenant that means harm

@@ -44,7 +44,7 @@ def main() -> None:
 def command(given: argparse.Namespace) -> str:
     """The command that plays the same plans."""
     args = f"--seed {given.seed} --faults {given.faults} --mode {given.mode}"
-    args += "" if given.seconds is None else f" --seconds {given.seconds:g}"
+    args += "" if given.seconds is None else f" --seconds {given.seconds}"
     return f"make chaos ARGS='{args}{' --quick' if given.quick else ''}'"
 
 

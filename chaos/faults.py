@@ -11,7 +11,8 @@ from dataclasses import dataclass
 MANAGERS = ("manager-0", "manager-1")
 WORKERS = ("rollout-0", "rollout-1", "env-0", "env-1", "trainer-0", "trainer-1")
 PROCESSES = (*MANAGERS, "exporter", *WORKERS)
-HELPED = ("env-0", "env-1", *MANAGERS)
+CALLING = ("env-0", "env-1")
+HELPED = (*CALLING, *MANAGERS)
 REDIS, STORE = "redis", "store"
 LINKS = ("redis link", "store link")
 GAP_S = (0.8, 2.4)
@@ -28,9 +29,11 @@ class Kind:
 
 
 KINDS = (
-    Kind("kill", 36, PROCESSES, (0, 0)),  # SIGKILL
+    Kind("kill", 38, PROCESSES, (0, 0)),  # SIGKILL
     Kind("kill a helper", 3, HELPED, (0, 0)),  # SIGKILL of a process that it started for graders or large texts
+    Kind("kill a call", 2, CALLING, (0, 0)),  # SIGKILL of tenants' code, below the sandbox's own process
     Kind("freeze", 11, PROCESSES, (0.2, 5)),  # SIGSTOP, SIGCONT: up to two and a half leases
+    Kind("freeze a helper", 3, HELPED, (0.2, 4)),  # with what it runs for tenants
     Kind(
         "clock", 6, PROCESSES, (0.5, 8)
     ),  # the wall clock is off by a second to a day, either way, and then right again
@@ -43,9 +46,11 @@ KINDS = (
     Kind("full memory", 3, (REDIS,), (0.5, 4)),  # it is above its limit, and refuses what needs memory
     Kind("away", 4, (STORE,), (0.5, 8)),  # refuses connections
     Kind("slow", 4, (STORE,), (0.5, 6)),  # answers 50 to 500 ms late
+    Kind("freeze", 2, (STORE,), (5, 20)),  # takes connections, and answers nothing before it goes on
     Kind("fails", 4, (STORE,), (0.5, 8)),  # one call in ten
     Kind("full disk", 3, (STORE,), (0.5, 6)),  # answers every write with 507
     Kind("cut", 4, LINKS, (0, 0)),  # all connections are reset
+    Kind("silent", 3, LINKS, (5, 15)),  # what comes is swallowed, without an end: the bus waits for 10 s
     Kind("late", 3, LINKS, (0.5, 4)),  # each piece comes 5 to 200 ms late
     Kind("halved", 2, LINKS, (0.5, 3)),  # of one piece in twenty one half comes, and then the end
 )

@@ -12,20 +12,19 @@ import psutil
 
 from chaos.cluster import Cluster
 from chaos.faults import LINKS, REDIS, STORE, Fault
-from env_service.graders import text
-from harness.processes import with_descendants
-from manager_service.api.reading import helpers
+from chaos.helpers import calls, helpers, signalled
+from harness.proxy import Proxy
+from harness.redis_server import RedisServer
+from harness.s3_server import S3Server
 
 POLL_S = 0.02
 DAY_S = 86_400.0
 FAILED_SHARE = 0.1
 CALLS = (b"GET /", b"PUT /", b"HEAD /", b"POST /", b"DELETE /")
 WRITES = (b"PUT /", b"POST /")
-HELPERS = {text.HELPER, helpers.HELPER}
-"""Modules that they run."""
 HALVED_SHARE = 0.05
-PATIENCE_S, PAUSE_S = 5.0, 0.1
-"""Time in which a victim that comes and goes must be there (a helper, a connection to the store), and between two looks."""
+PATIENCE_S, PAUSE_S = 10.0, 0.1
+"""Time in which a victim that comes and goes must be there (a helper, a call, a connection to the store), and between two looks."""
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 FULL = b"HTTP/1.1 507 Insufficient Storage\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
@@ -62,6 +61,11 @@ def _group(victim: str) -> str:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
+def _pids(cluster: Cluster, fault: Fault) -> list[int]:
+    """The victim's process; none if it is between two runs."""
+    return [pid for name, pid in cluster.services.pids.items() if name == fault.victim]
+
+
 async def _running(cluster: Cluster, name: str) -> int:
     """The process's id, once it runs."""
     while (pid := cluster.services.pids.get(name)) is None:
@@ -77,30 +81,49 @@ async def kill(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
 
 
 @asynccontextmanager
-async def kill_a_helper(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
+async def kill_helpers(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
     """Kills all that there are: none is missed, and idle ones are started again when they are needed."""
-
-    def strike() -> int:
-        num, roots = 0, [pid for name, pid in cluster.services.pids.items() if name == fault.victim]
-        for process in with_descendants(roots):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if set(process.cmdline()) & HELPERS:
-                    process.kill()
-                    num += 1
-        return num
-
-    num = await _until_hit(strike)
+    num = await _until_hit(lambda: signalled(helpers(_pids(cluster, fault)), signal.SIGKILL))
     yield lambda: num
 
 
 @asynccontextmanager
-async def freeze(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
-    while not cluster.services.kill(fault.victim, signal.SIGSTOP):
-        await asyncio.sleep(POLL_S)
+async def kill_calls(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
+    num = await _until_hit(lambda: signalled(calls(_pids(cluster, fault)), signal.SIGKILL))
+    yield lambda: num
+
+
+@asynccontextmanager
+async def freeze_helpers(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
+    """Freezes those that there are, with what they run for tenants."""
+    frozen: list[psutil.Process] = []
+
+    def strike() -> int:
+        frozen[:] = helpers(_pids(cluster, fault))
+        return signalled(frozen, signal.SIGSTOP)
+
+    num = await _until_hit(strike)
     try:
-        yield _one
+        yield lambda: num
+    finally:
+        signalled(frozen, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def freeze(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
+    pid = await _running(cluster, fault.victim)
+    cluster.services.kill(fault.victim, signal.SIGSTOP)
+    try:
+        yield lambda: int(_stands_still(pid))
     finally:
         cluster.services.kill(fault.victim, signal.SIGCONT)
+
+
+def _stands_still(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
 
 
 @asynccontextmanager
@@ -127,8 +150,9 @@ def jump_s(chance: float) -> float:
 @asynccontextmanager
 async def full_disk(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
     limit_files(pid := await _running(cluster, fault.victim), 0)
+    before = num_writes(pid)
     try:
-        yield _one
+        yield lambda: max(0, num_writes(pid) - before)
     finally:
         if cluster.services.pids.get(fault.victim) == pid:
             limit_files(pid, resource.RLIM_INFINITY)
@@ -138,6 +162,14 @@ def limit_files(pid: int, num_bytes: int) -> None:
     """Lets the process write no file beyond this size from now on."""
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+
+def num_writes(pid: int) -> int:
+    """Number of times that the process has tried to write, other than to a socket; 0 if it has ended."""
+    try:
+        return psutil.Process(pid).io_counters().write_count
+    except psutil.NoSuchProcess:
+        return 0
 
 
 # ---- Redis ----------------------------------------------------------------------------------------------------------
@@ -156,14 +188,22 @@ async def redis_ends(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
 
 
 @asynccontextmanager
-async def redis_freezes(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
-    process = cluster.redis.server.process
-    assert process is not None
-    process.send_signal(signal.SIGSTOP)
+async def server_freezes(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
+    """Redis or the store takes connections and calls, and answers when it goes on."""
+    server, link = _server(cluster, fault)
+    assert server.process is not None
+    server.process.send_signal(signal.SIGSTOP)
+    before = link.num_passed
     try:
-        yield _one
+        yield lambda: link.num_passed - before
     finally:
-        process.send_signal(signal.SIGCONT)
+        server.process.send_signal(signal.SIGCONT)
+
+
+def _server(cluster: Cluster, fault: Fault) -> tuple[RedisServer | S3Server, Proxy]:
+    if fault.victim == STORE:
+        return cluster.store, cluster.store_link
+    return cluster.redis.server, cluster.redis.link
 
 
 @asynccontextmanager
@@ -259,6 +299,17 @@ async def cut(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
 
 
 @asynccontextmanager
+async def silent(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
+    link = cluster.link(fault.victim)
+    before = link.num_swallowed
+    link.fall_silent()
+    try:
+        yield lambda: link.num_swallowed - before
+    finally:
+        link.speak()
+
+
+@asynccontextmanager
 async def halved(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
     link = cluster.link(fault.victim)
     link.halved, before = HALVED_SHARE, link.num_halves
@@ -272,21 +323,25 @@ async def halved(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
 Infliction = Callable[[Cluster, Fault], AbstractAsyncContextManager[Hits]]
 INFLICTIONS: dict[tuple[str, str], Infliction] = {
     ("kill", "process"): kill,
-    ("kill a helper", "process"): kill_a_helper,
+    ("kill a helper", "process"): kill_helpers,
+    ("kill a call", "process"): kill_calls,
     ("freeze", "process"): freeze,
+    ("freeze a helper", "process"): freeze_helpers,
     ("clock", "process"): clock,
     ("full disk", "process"): full_disk,
     ("kill", REDIS): redis_ends,
     ("restart", REDIS): redis_ends,
-    ("freeze", REDIS): redis_freezes,
+    ("freeze", REDIS): server_freezes,
     ("replace", REDIS): redis_is_replaced,
     ("full disk", REDIS): redis_has_no_room,
     ("full memory", REDIS): redis_is_full,
     ("away", STORE): store_is_away,
     ("slow", STORE): _late(0.05, 0.5),
+    ("freeze", STORE): server_freezes,
     ("fails", STORE): store_refuses,
     ("full disk", STORE): store_refuses,
     ("cut", "link"): cut,
+    ("silent", "link"): silent,
     ("late", "link"): _late(0.005, 0.2),
     ("halved", "link"): halved,
 }

@@ -14,6 +14,7 @@ An entry is one field, `payload`: the msgpack of the message. One above `CLAIM_C
 """
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -377,8 +378,9 @@ class Bus:
     async def retrying(self, call: Callable[[], Awaitable[T]], *, block_ms: int | None = None) -> T:
         """Awaits `call()` until Redis answers. Raises only the errors that the caller made.
 
-        A call without an answer after DEADLINE_S, and `block_ms` if Redis is to wait, is made again on a fresh connection; it may
-        have been carried out, see docs/decisions/no_socket_timeout.md. Raises InvalidInput if Redis does not take the credentials.
+        A call without an answer after DEADLINE_S, and `block_ms` if Redis is to wait, is made again on a fresh connection, and so are
+        those that follow; it may have been carried out, see docs/decisions/no_socket_timeout.md. Raises InvalidInput if Redis does not
+        take the credentials.
         """
         delay = 0.02
         while True:
@@ -391,11 +393,19 @@ class Bus:
                 if not passes(error):
                     raise
                 reason = str(error)
+            except TimeoutError:
+                await self._close_idle()
+                reason = f"no answer within {DEADLINE_S:g} s"
             except (redis_errors.ConnectionError, redis_errors.TimeoutError, OSError) as error:
-                reason = str(error) or f"no answer within {DEADLINE_S:g} s"
+                reason = str(error)
             log.debug("redis_away", reason=reason)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(delay * 2, MAX_BACKOFF_S)
+
+    async def _close_idle(self) -> None:
+        """Closes the connections that nobody uses: the host to which they lead may have vanished."""
+        with contextlib.suppress(redis_errors.RedisError):
+            await self.client.connection_pool.disconnect(inuse_connections=False)
 
 
 def connect(redis_url: str, cell: Cell) -> "aioredis.Redis":

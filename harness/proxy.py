@@ -1,11 +1,11 @@
-"""A TCP relay that can be shut, and that delays, halves or answers what passes."""
+"""A TCP relay that can be shut or silent, and that delays, halves or answers what passes."""
 
 import asyncio
 import contextlib
 import random
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from harness.redis_server import free_port
@@ -38,8 +38,12 @@ class Proxy:
     """Pieces so far, also those that wait."""
     num_halves: int = 0
     """Number of those of which one half passed."""
+    num_swallowed: int = 0
+    """Pieces that came on mute connections, besides."""
     _server: asyncio.Server | None = None
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
+    _mute: set[asyncio.StreamWriter] = field(default_factory=set)
+    _silent: bool = False
 
     @property
     def endpoint(self) -> str:
@@ -61,25 +65,39 @@ class Proxy:
             _reset(writer)
         return len(writers) // 2
 
+    def fall_silent(self) -> None:
+        """Behaves as a host that has vanished: connections stay open, and neither side hears of the other again. So do new ones until
+        it speaks again; those of before stay mute until their client ends them."""
+        self._silent = True
+        self._mute |= self._open
+
+    def speak(self) -> None:
+        """Serves new connections again."""
+        self._silent = False
+
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
         except OSError:
             return _reset(writer)
-        self._open |= {writer, far_writer}
+        both = {writer, far_writer}
+        self._open |= both
+        self._mute |= both if self._silent else set()
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._to_target(reader, far_writer, writer))
                 group.create_task(self._to_client(far_reader, writer))
         finally:
-            self._open -= {writer, far_writer}
+            self._open -= both
+            self._mute -= both
+            writer.close()
             far_writer.close()
 
     async def _to_target(
         self, reader: asyncio.StreamReader, target: asyncio.StreamWriter, client: asyncio.StreamWriter
     ) -> None:
         try:
-            while piece := await reader.read(PIECE_BYTES):
+            async for piece in self._heard(reader, client):
                 if told := self.answer(piece):
                     client.write(told)
                     break
@@ -90,9 +108,18 @@ class Proxy:
 
     async def _to_client(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
-            while piece := await reader.read(PIECE_BYTES):
+            async for piece in self._heard(reader, client):
                 await self._pass(piece, client)
-        client.close()
+        if client not in self._mute:
+            client.close()
+
+    async def _heard(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> AsyncGenerator[bytes]:
+        """Pieces of a client's connection from either side, as long as it is not mute; to its end all the same."""
+        while piece := await reader.read(PIECE_BYTES):
+            if client in self._mute:
+                self.num_swallowed += 1
+            else:
+                yield piece
 
     async def _pass(self, piece: bytes, writer: asyncio.StreamWriter) -> None:
         """Raises ConnectionAbortedError after half of a piece."""

@@ -92,6 +92,8 @@ class Outcome:
     """The layers that held: see the table in `child.py`."""
     seconds: float = 0.0
     """Wall-clock seconds, waiting for a free place not included."""
+    killed: bool = False
+    """It was killed before its end, and not by the sandbox."""
 
 
 class Reply(msgspec.Struct):
@@ -132,8 +134,9 @@ class Sandbox:
         """Executes `source`, then `call(*arguments)` if it is named. Never raises for what the code does. Raises Unavailable if the
         disk has no room for a call's files, which others may have filled.
 
-        The time limit begins when a place is free. Nothing of the call lives on afterwards. `parsed`: a field that the first argument
-        gets within the process, and the one whose text it is as JSON.
+        The time limit begins when a place is free. Nothing of the call lives on afterwards. One that was killed, as where the machine's
+        memory runs out, is made once more in the time that is left. `parsed`: a field that the first argument gets within the process,
+        and the one whose text it is as JSON.
         """
         try:
             job = self._job(source, {"call": call, "arguments": arguments, "parsed": parsed}, timeout_s)
@@ -141,11 +144,11 @@ class Sandbox:
             return Outcome(ending="raised", reason=f"UnicodeEncodeError: {error}")
         if len(job) > self._limits.input_bytes:
             return Outcome(ending="raised", reason=f"source and arguments exceed {self._limits.input_bytes} bytes")
-        async with self._folder() as folder, work.place(self._places):
-            started = time.monotonic()
-            outcome = await self._run(job, folder, timeout_s)
-            if outcome.ending in ("raised", "crashed") and "files" not in outcome.layers:
-                _check_room(folder)
+        async with work.place(self._places):
+            allowance, started = work.Allowance(timeout_s), time.monotonic()
+            outcome = await self._run(job, allowance)
+            if outcome.killed:
+                outcome = await self._run(job, allowance)
         seconds = time.monotonic() - started
         work.charge(seconds)
         work.beat()
@@ -191,12 +194,21 @@ class Sandbox:
         job = {"source": source, **call, "limits": limits, "layers": self._layers}
         return msgspec.json.encode(job | self._filters | {"worker": os.getpid()})
 
-    async def _run(self, job: bytes, folder: str, timeout_s: float) -> Outcome:
+    async def _run(self, job: bytes, allowance: work.Allowance) -> Outcome:
+        """Raises Unavailable."""
+        async with self._folder() as folder:
+            with allowance.spending():
+                outcome = await self._run_in(folder, job, allowance)
+            if outcome.ending in ("raised", "crashed") and "files" not in outcome.layers:
+                _check_room(folder)
+        return outcome
+
+    async def _run_in(self, folder: str, job: bytes, allowance: work.Allowance) -> Outcome:
         nonce = secrets.token_hex(16)
         job = b'{"nonce": "' + nonce.encode() + b'", ' + job[1:]
         process = await self._spawn(folder)
         try:
-            return await self._converse(process, job, nonce, timeout_s)
+            return await self._converse(process, job, nonce, allowance)
         finally:
             await _end(process)
 
@@ -211,13 +223,15 @@ class Sandbox:
             start_new_session=True,
         )  # fmt: skip
 
-    async def _converse(self, process: asyncio.subprocess.Process, job: bytes, nonce: str, timeout_s: float) -> Outcome:
+    async def _converse(
+        self, process: asyncio.subprocess.Process, job: bytes, nonce: str, allowance: work.Allowance
+    ) -> Outcome:
         """Sends the job and collects the answer, each stream up to its limit."""
         assert process.stdout and process.stderr
         result, output = bytearray(), bytearray()
         timed_out = False
         try:
-            async with work.time_limit(timeout_s):
+            async with work.time_limit(allowance.left_s):
                 await asyncio.gather(
                     _give(process, job),
                     _read(process.stdout, result, limit=self._limits.result_bytes, process=process),
@@ -230,7 +244,7 @@ class Sandbox:
         if len(output) > self._limits.output_bytes:
             return Outcome(ending="output", output=text, reason=f"printed more than {self._limits.output_bytes} bytes")
         if timed_out:
-            return Outcome(ending="timeout", output=text, reason=f"took longer than {timeout_s:g} seconds")
+            return Outcome(ending="timeout", output=text, reason=f"took longer than {allowance.seconds:g} seconds")
         return _outcome(process.returncode, bytes(result), text, nonce)
 
 
@@ -255,7 +269,8 @@ def _check_room(folder: str) -> None:
 def _outcome(status: int | None, result: bytes, text: str, nonce: str) -> Outcome:
     reply = _parse(result, nonce)
     if reply is None:
-        return Outcome(ending="crashed", output=text, reason=_how_it_died(status, text))
+        killed = _signal(status) == signal.SIGKILL
+        return Outcome(ending="crashed", output=text, reason=_how_it_died(status, text), killed=killed)
     ending: RunEnding = "raised" if reply.error else "ok"
     return Outcome(ending=ending, value=reply.value, output=text, reason=reply.error, layers=reply.layers)
 
@@ -269,9 +284,14 @@ def _parse(result: bytes, nonce: str) -> Reply | None:
     return reply if secrets.compare_digest(reply.nonce, nonce) else None
 
 
-def _how_it_died(status: int | None, output: str) -> str:
+def _signal(status: int | None) -> int:
+    """The signal that ended the keeper, or the call below it. Below 1, or no signal, if none did."""
     code = status or 0
-    number = -code if code < 0 else code - 128
+    return -code if code < 0 else code - 128
+
+
+def _how_it_died(status: int | None, output: str) -> str:
+    code, number = status or 0, _signal(status)
     if number == signal.SIGXCPU:
         return "used more CPU time than allowed"
     if number == signal.SIGXFSZ:

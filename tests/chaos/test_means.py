@@ -70,6 +70,36 @@ async def test_a_proxy_answers_in_place_of_its_target() -> None:
         assert await sent(proxy, b"GET /x") == b"GET /x"
 
 
+async def test_a_proxy_that_is_silent_ends_no_connection_and_those_of_then_stay_mute() -> None:
+    heard: list[bytes] = []
+    async with echoing(heard) as proxy:
+        # Given a connection of before
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        writer.write(b"x")
+        while not proxy.num_passed:
+            await asyncio.sleep(0.01)
+        # When the proxy falls silent, then nothing comes of that connection and of a new one, not even when the target ends them
+        proxy.fall_silent()
+        late_reader, late_writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        for each in (writer, late_writer):
+            each.write(b"y")
+        while proxy.num_swallowed < 2:
+            await asyncio.sleep(0.01)
+        # And the proxy serves new ones alone when it speaks again
+        proxy.speak()
+        assert await sent(proxy, b"z") == b"z"
+        late_writer.write(b"y")
+        for each in (reader, late_reader):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(each.read(), 0.1)
+        # And the target hears of their end
+        for each in (writer, late_writer):
+            each.close()
+        while len(heard) < 3:
+            await asyncio.sleep(0.01)
+    assert sorted(heard) == [b"", b"x", b"z"] and proxy.num_swallowed == 3 + 1
+
+
 async def test_a_proxy_that_is_shut_refuses_and_has_cut_and_opens_again() -> None:
     async with echoing() as proxy:
         reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)

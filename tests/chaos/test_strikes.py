@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterator
@@ -20,12 +21,15 @@ from chaos import act, inflict
 from chaos.__main__ import command, options, plans
 from chaos.clock import Clock
 from chaos.faults import Fault
+from chaos.helpers import calls, helpers
 from chaos.report import Story
 from common.graders import TextSimilarity
 from env_service.graders.attempt import Attempt
 from env_service.graders.text import TextComparer
+from env_service.sandbox.sandbox import Sandbox
+from env_service.verifiers.process import HOST
 from env_service.work import Allowance
-from harness.proxy import nothing
+from harness.proxy import Proxy, nothing
 from harness.redis_server import RedisServer
 from manager_service.api.reading.helpers import SMALL_BYTES, Helpers
 from manager_service.api.reading.tasks import ParseBody
@@ -68,12 +72,68 @@ async def test_the_helpers_of_graders_and_those_that_read_large_texts_are_killed
     await reading.close()
 
 
-async def test_a_worker_without_helpers_has_none_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("kind", "num"), [("kill a helper", 3), ("kill a call", 1), ("freeze a helper", 3)])
+async def test_keepers_calls_and_hosts_of_packages_are_struck(kind: str, num: int) -> None:
+    # Given a call in the sandbox, and a host that waits for what it is to load
+    others, (ours, theirs) = descendants(os.getpid()), socket.socketpair()
+    host = subprocess.Popen([sys.executable, str(HOST), str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    call = asyncio.create_task(Sandbox().run("import time\ntime.sleep(1)\nprint('done')", timeout_s=30))
+    while not calls([os.getpid()]) or len(helpers([os.getpid()])) < 3:
+        await asyncio.sleep(0.02)
+    struck = helpers([os.getpid()])
+    async with inflict.INFLICTIONS[kind, "process"](running(env=os.getpid()), fault(kind, "env")) as hits:
+        assert hits() == num
+        while kind == "freeze a helper" and {process.status() for process in struck} != {"stopped"}:
+            await asyncio.sleep(0.01)
+    # Then the call goes on, or is made again, and nothing is left
+    assert (await call).output == "done\n"
+    for each in (ours, theirs):
+        each.close()
+    host.wait()
+    assert alive(descendants(os.getpid()) - others) == set()
+
+
+@pytest.mark.parametrize("kind", ["kill a helper", "kill a call", "freeze a helper"])
+async def test_a_worker_without_helpers_has_none_struck(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inflict, "PATIENCE_S", 0.2)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert await inflict.inflict(running(env=process.pid), fault("kill a helper", "env")) == 0
-        assert await inflict.inflict(running(), fault("kill a helper", "env")) == 0
+        assert await inflict.inflict(running(env=process.pid), fault(kind, "env")) == 0
+        assert await inflict.inflict(running(), fault(kind, "env")) == 0
         process.kill()
+
+
+WRITES = """
+import sys
+print(flush=True)
+for _ in sys.stdin:
+    try: open('file', 'wb', 0).write(b'x')
+    except OSError: pass
+    print(flush=True)
+"""
+
+
+async def test_a_full_disk_hits_a_process_that_writes_and_a_freeze_one_that_lives(tmp_path: Path) -> None:
+    argv, pipe = [sys.executable, "-c", WRITES], subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, cwd=tmp_path, bufsize=0) as process:
+        assert process.stdin and process.stdout and process.stdout.readline()
+
+        def kill(_: str, number: int) -> None:
+            process.send_signal(number)
+
+        cluster = running(env=process.pid)
+        cluster.services.kill = kill
+        async with inflict.INFLICTIONS["full disk", "process"](cluster, fault("full disk", "env")) as hits:
+            assert hits() == 0
+            process.stdin.write(b"x\n")
+            process.stdout.readline()
+            assert hits() > 0 and (tmp_path / "file").stat().st_size == 0
+        async with inflict.INFLICTIONS["freeze", "process"](cluster, fault("freeze", "env")) as hits:
+            while not hits():
+                await asyncio.sleep(0.01)
+            process.kill()
+            process.wait()
+            assert hits() == 0
 
 
 async def test_a_clock_hits_a_process_that_tells_the_time_by_it_alone(tmp_path: Path) -> None:
@@ -100,7 +160,10 @@ async def linked() -> AsyncGenerator[Any]:
 
 @pytest.mark.parametrize(
     ("kind", "victim", "num"),
-    [("full disk", "store", 1), ("fails", "store", 2), ("slow", "store", 4), ("late", "store link", 4), ("halved", "store link", 2)],
+    [
+        ("full disk", "store", 1), ("fails", "store", 2), ("slow", "store", 4),
+        ("late", "store link", 4), ("halved", "store link", 2), ("silent", "store link", 2),
+    ],
 )  # fmt: skip
 async def test_calls_and_pieces_that_a_fault_hits_are_counted(
     kind: str, victim: str, num: int, monkeypatch: pytest.MonkeyPatch
@@ -111,9 +174,40 @@ async def test_calls_and_pieces_that_a_fault_hits_are_counted(
     async with linked() as cluster, inflict.INFLICTIONS[kind, group](cluster, fault(kind, victim)) as hits:
         assert hits() == 0
         for piece in (b"PUT /x", b"GET /x"):
-            with contextlib.suppress(ConnectionError):
-                await sent(cluster.store_link, piece)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(1):
+                    await sent(cluster.store_link, piece)
         assert hits() == num
+
+
+ANSWERS = """
+import socket
+server = socket.create_server(('127.0.0.1', 0))
+print(server.getsockname()[1], flush=True)
+connection, _ = server.accept()
+while piece := connection.recv(9): connection.send(piece)
+"""
+
+
+async def test_a_store_that_is_frozen_takes_calls_and_answers_when_it_goes_on() -> None:
+    with subprocess.Popen([sys.executable, "-c", ANSWERS], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        link = Proxy(int(process.stdout.readline()))
+        await link.open()
+        cluster: Any = SimpleNamespace(store=SimpleNamespace(process=process), store_link=link)
+        async with inflict.INFLICTIONS["freeze", "store"](cluster, fault("freeze", "store")) as hits:
+            reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+            assert hits() == 0
+            writer.write(b"x")
+            while not hits():
+                await asyncio.sleep(0.01)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.1)
+        async with asyncio.timeout(20):
+            assert await reader.read(1) == b"x"
+        writer.close()
+        await link.shut()
+        process.kill()
 
 
 async def test_connections_that_are_cut_are_counted_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +267,7 @@ async def test_faults_are_drawn_until_as_many_as_asked_for_have_hit(monkeypatch:
     assert [one.number for _, one in play.story.strikes] == [11, 13, 15, 17, 19, 21, 23, 25]
 
 
-@pytest.mark.parametrize("line", ["--seed 3", "--seconds 40 --faults 90 --mode default", "--quick --seed 5"])
+@pytest.mark.parametrize("line", ["--seed 3", "--seconds 12345.678 --faults 90 --mode default", "--quick --seed 5"])
 def test_the_command_that_is_printed_plays_the_same(line: str) -> None:
     given = options().parse_args(line.split())
     _, _, args = command(given).partition("ARGS=")

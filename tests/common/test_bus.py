@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from common.objects import Objects
 from common.payloads import CLAIM_CHECK_BYTES
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 from common.wire import decode, encode
+from harness.proxy import Proxy
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.local.embedded_redis import find_server
 
@@ -286,16 +288,46 @@ async def test_a_call_without_an_answer_is_made_again_on_a_fresh_connection(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.bus.DEADLINE_S", 0.3)
-    async with swallowing_proxy(int(urlsplit(redis_url).port or 0)) as (port, swallow):
-        bus = Bus.connect(f"redis://127.0.0.1:{port}/0", CELL)
+    async with linked_bus(redis_url) as (bus, link):
         await bus.ensure_group(CELL.env, GROUP_ENV)
         # Given connections that lead nowhere any more, as those to a vanished host
-        swallow()
+        link.fall_silent()
+        link.speak()
         # When it is called, then an answer comes all the same
         async with asyncio.timeout(10):
             await bus.publish([(CELL.env, start())])
             assert len(await bus.read([CELL.env], GROUP_ENV, "w", count=1, block_ms=100)) == 1
+
+
+async def test_one_call_without_an_answer_ends_all_connections_that_nobody_uses(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.bus.DEADLINE_S", 0.3)
+
+    async def call(bus: Bus) -> None:
+        await bus.retrying(partial(bus.client.ping))
+
+    async with linked_bus(redis_url) as (bus, link):
+        # Given several connections that lead nowhere any more
+        await asyncio.gather(*(call(bus) for _ in range(4)))
+        link.fall_silent()
+        link.speak()
+        # When one call has waited for its answer, then no other waits
+        await call(bus)
+        await asyncio.gather(*(call(bus) for _ in range(4)))
+        assert link.num_swallowed == 1
+
+
+@contextlib.asynccontextmanager
+async def linked_bus(redis_url: str) -> AsyncGenerator[tuple[Bus, Proxy]]:
+    link = Proxy(int(urlsplit(redis_url).port or 0))
+    await link.open()
+    bus = Bus.connect(f"redis://127.0.0.1:{link.port}/0", CELL)
+    try:
+        yield bus, link
+    finally:
         await bus.close()
+        await link.shut()
 
 
 async def test_wrong_credentials_end_in_a_line(tmp_path: Path) -> None:
@@ -310,31 +342,6 @@ async def test_wrong_credentials_end_in_a_line(tmp_path: Path) -> None:
         await wrong.close()
         await bus.close()
         server.stop()
-
-
-@contextlib.asynccontextmanager
-async def swallowing_proxy(port: int) -> AsyncGenerator[tuple[int, Callable[[], None]]]:
-    """Gives a port that leads to a server, and a call after which all connections up to then stay open and carry nothing."""
-    alive: set[object] = set()
-
-    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: object) -> None:
-        while data := await reader.read(65536):
-            if connection in alive:
-                writer.write(data)
-        writer.close()
-
-    async def connect_through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = object()
-        alive.add(connection)
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
-        with contextlib.suppress(OSError):
-            await asyncio.gather(pump(reader, up_writer, connection), pump(up_reader, writer, connection))
-
-    server = await asyncio.start_server(connect_through, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1], alive.clear
-    finally:
-        server.close()
 
 
 async def test_a_large_payload_travels_as_a_claim_check(bus: Bus, objects: Objects) -> None:

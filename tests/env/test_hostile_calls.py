@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from chaos.helpers import calls
 from common.bus import Bus
 from common.errors import InvalidInput, Unavailable
 from env_service import work
@@ -76,6 +77,44 @@ def test_nothing_of_a_call_lives_on_after_its_worker_was_killed(layers: tuple[st
         f"asyncio.run(Sandbox(layers={layers!r}).run({ESCAPE!r}, timeout_s=50))"
     )
     assert left_behind(worker, num=2) == set()
+
+
+SEEN = """
+import _thread, os, time
+_thread.start_new_thread(time.sleep, (60,))
+print(os.listdir(), flush=True)
+open('mine', 'w').close()
+time.sleep({seconds})
+"""
+
+
+@EITHER
+@pytest.mark.parametrize("generation", [0, 1], ids=["its keeper", "the code"])
+async def test_a_call_that_is_killed_is_made_once_more_from_the_beginning(
+    generation: int, layers: tuple[str, ...]
+) -> None:
+    others, sandbox = descendants(os.getpid()), Sandbox(layers=layers)
+
+    async def outcome(*, seconds: float, kills: int) -> Outcome:
+        call = asyncio.create_task(sandbox.run(SEEN.format(seconds=seconds), timeout_s=40))
+        for _ in range(kills):
+            await kill_when_it_runs(generation)
+        return await call
+
+    repeated = await outcome(seconds=0.3, kills=1)
+    assert (repeated.ending, repeated.output) == ("ok", "[]\n")
+    assert (await outcome(seconds=30, kills=2)).reason == "killed by signal 9"
+    assert alive(descendants(os.getpid()) - others) == set()
+
+
+async def kill_when_it_runs(generation: int) -> None:
+    """Kills a call's keeper, or the call, once its code has made a thread, and waits for the call's end."""
+    while not (found := [one for one in calls([os.getpid()]) if one.num_threads() > 1]):
+        await asyncio.sleep(0.02)
+    (call,) = found
+    [call.parents()[0], call][generation].kill()
+    while call.is_running():
+        await asyncio.sleep(0.02)
 
 
 @EITHER
