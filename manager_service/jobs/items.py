@@ -110,10 +110,10 @@ class NumbersOnDisk:
     """Numbers below 2**32 in a file without a name. Each is read when it is asked for."""
 
     def __init__(self, numbers: np.ndarray) -> None:
-        """Raises OSError if the disk is full."""
+        """`numbers`: of the type NUMBER. Raises OSError if the disk is full."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this is
         weakref.finalize(self, self._file.close)
-        self._file.write(numbers.astype(NUMBER).tobytes())
+        self._file.write(numbers.tobytes())
         self._file.flush()
 
     def __getitem__(self, index: int) -> int:
@@ -156,5 +156,5 @@ class Shuffle:
             self._orders = {epoch: known[epoch] if epoch in known else self._drawn(epoch) for epoch in epochs}
 
     def _drawn(self, epoch: int) -> np.ndarray | NumbersOnDisk:
-        order = permutation(self._seed, epoch, self._n)
+        order = permutation(self._seed, epoch, self._n).astype(NUMBER)
         return order if self._n <= SMALL else NumbersOnDisk(order)

@@ -12,7 +12,7 @@ from manager_service.owner.partition import Partition
 from manager_service.owner.transaction import Fence
 
 AGAIN_S = 1.0
-"""Between two tries to read a job's files."""
+"""Time between two tries to read a job's files."""
 Owned = tuple[Partition, Fence]
 
 
@@ -49,22 +49,29 @@ class Intake:
                             under_way[owned[0], job] = group.create_task(self._take_in(number, owned, job))
 
     async def _take_in(self, number: int, owned: Owned, job: str) -> None:
-        """Reads a job. Who has the lock first lets all that are read enter, and decides at once what follows, as a pass does."""
-        self._read.append((number, owned, job, await _fetched(owned[0], job)))
+        """Reads a job. Who has the lock first lets all that are read enter."""
+        failure = await _fetched(owned[0], job)
+        self._read.append((number, owned, job, failure))
         async with self._lock:
-            read, self._read = self._read, []
-            changes: defaultdict[int, Changes] = defaultdict(Changes)
-            for number, owned, job, failure in read:
-                if self._owned.get(number) is owned:  # else the next owner does it
-                    await self._enter(owned[0], job, failure, changes[number])
-            if changes:
-                await self._decide(changes, time.time())
+            await self._let_in()
+        if failure:
+            await asyncio.sleep(AGAIN_S)
+            self.wanted.set()
+
+    async def _let_in(self) -> None:
+        """Lets all jobs that were read enter, and decides at once what follows, as a pass does."""
+        read, self._read = self._read, []
+        changes: defaultdict[int, Changes] = defaultdict(Changes)
+        for number, owned, job, failure in read:
+            if self._owned.get(number) is owned:  # else the next owner does it
+                await self._enter(owned[0], job, failure, changes[number])
+        if changes:
+            await self._decide(changes, time.time())
 
     async def _enter(self, partition: Partition, job: str, failure: Unavailable | None, changes: Changes) -> None:
         """Lets a job that was read enter, or notes why it cannot."""
         if failure:
             await partition.delay(job, failure, time.time(), changes)
-            asyncio.get_running_loop().call_later(AGAIN_S, self.wanted.set)
         if not failure or job in partition.jobs:
             await partition.take_in(job, time.time(), changes)
             self._entered(filter(None, [partition.jobs.get(job)]))

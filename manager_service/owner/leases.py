@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from common.bus import Bus
 from common.streams import NUM_PARTITIONS
@@ -20,7 +21,7 @@ from manager_service.scheduling.correction import JOBS, numbers
 
 # KEYS: owners, weights, sampling, served, then the lease of each partition. ARGV: token, milliseconds, seconds of engines that jobs
 # were served since the last round, whether free ones are left to the others ("1"), which then share without this owner, if there is
-# any; weight of each partition that the owner works for ("" for the others). Answers with the even
+# any; weight of each partition that the owner works for ("" for the others). Answers with the number of other owners, the even
 # share, owners' and samplers' weight, what was served, and for each partition whether it is another's (0), was taken now (1) or
 # is renewed (2). The first write needs no memory: then Redis refuses none of the others, however full it is.
 ROUND = """
@@ -29,7 +30,8 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZREMRANGEBYSCORE', owners, '-inf', '(' .. now)
 redis.call('ZREM', owners, token)
-local leaves = ARGV[4] == '1' and redis.call('ZCARD', owners) > 0
+local others = redis.call('ZCARD', owners)
+local leaves = ARGV[4] == '1' and others > 0
 if not leaves then redis.call('ZADD', owners, now + ms, token) end
 local partitions = #KEYS - 4
 local share = math.ceil(partitions / redis.call('ZCARD', owners))
@@ -56,7 +58,7 @@ end
 local total = 0
 for _, weight in ipairs(redis.call('HVALS', weights)) do total = total + tonumber(weight) end
 if ARGV[3] ~= '0.0' then redis.call('HINCRBYFLOAT', KEYS[4], '%s', ARGV[3]) end
-return {share, tostring(total), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[4]), unpack(answer)}
+return {others, share, tostring(total), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[4]), unpack(answer)}
 """.replace("%s", JOBS)
 
 # KEYS: owners, then leases. ARGV: token, "1" if the owner leaves for good.
@@ -81,6 +83,7 @@ class Round:
     """The result of one round."""
 
     leases: Mapping[int, Held]  # every partition
+    others: int  # live owners that take partitions, without this one
     share: int  # partitions that one owner should hold at most
     other_weight: float  # of active tenants in partitions that this owner does not work for
     sampling_weight: float  # of those who chat or sample in bulk
@@ -118,11 +121,12 @@ class Leases:
         cell = self.bus.cell
         keys = [cell.owners, cell.weights, cell.sampling, cell.served, *self._leases]
         arguments = [self.token, int(self.lease_s * 1000), repr(float(served_s)), int(leaves), *told]
-        share, total, sampling, served, *held = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
+        answer: list[Any] = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
+        others, share, total, sampling, served, *held = answer
         self.valid_until_s = began_s + self.lease_s
         mine = sum(weight for partition, weight in weights.items() if held[partition] == Held.RENEWED.value)
         leases = {partition: Held(value) for partition, value in enumerate(held)}
-        return Round(leases, int(share), max(0.0, float(total) - mine), float(sampling), numbers(served))
+        return Round(leases, others, share, max(0.0, float(total) - mine), float(sampling), numbers(served))
 
     def surely_held(self, margin_s: float) -> bool:
         """Will the leases that the last round renewed last for `margin_s` more?"""

@@ -51,7 +51,9 @@ ROUND_SHARE = 0.1
 MAX_FETCHES = 8
 """Payloads that are fetched from object storage at once."""
 LOAD_TRIES = 3
-"""After so many a partition is left to another owner."""
+"""Tries to load a partition, before it is left to another owner."""
+LEAVE_AFTER_S = 3.0
+"""A partition is left to another owner if a job's files have found no room on this machine's disk for so long."""
 LEAVES_LEASES = 6.0
 """Time for which its owner then takes no others, if others are there, in leases."""
 STALL_S = 30.0
@@ -85,8 +87,8 @@ class Owner:
         self._reader = JobReader(bus, self._files, store, limits)
         self._token, self._commits = secrets.token_hex(16), Commits(bus)
         self._leases = Leases(bus, self._token, lease_s)
-        self._surplus = 0  # partitions to give back
-        self._leaves_until = 0.0  # monotonic: up to then free partitions are others', for one could not be loaded
+        self._surplus, self._others = 0, 0  # partitions to give back; other owners
+        self._leaves_until = 0.0  # monotonic: up to then free partitions are others'
         self._to_load: set[int] = set()  # leases that were taken, of partitions that are not in memory yet
         self._taken = asyncio.Event()  # something is to be loaded
         self._owned: dict[int, Owned] = {}
@@ -127,7 +129,7 @@ class Owner:
                 leaves=time.monotonic() < self._leaves_until,
             )
             self._allocator.hear_of_others(found.other_weight, found.sampling_weight, found.served)
-            self._surplus = found.surplus
+            self._surplus, self._others = found.surplus, found.others
             for number, held in found.leases.items():
                 await self._follow_lease(number, held)
             await asyncio.sleep(self._lease_s * ROUND_SHARE)
@@ -165,9 +167,7 @@ class Owner:
             except Exception:  # the boundary: a partition that cannot be loaded must not stop the others
                 log.exception("partition_not_loaded", partition=number)
             await asyncio.sleep(self._lease_s * ROUND_SHARE)
-        self._leaves_until = time.monotonic() + LEAVES_LEASES * self._lease_s
-        self._to_load.discard(number)
-        await self._leases.release(number)
+        await self._leave(number)
 
     async def _take_over(self, number: int) -> None:
         fence = Fence(self._bus, number, self._token)
@@ -195,14 +195,27 @@ class Owner:
             log.warning("partition_forgotten", partition=number, reason=reason)
 
     async def _give_back(self) -> None:
-        """Gives back what exceeds this owner's share. Call while no read is under way, so that no entry is lost."""
+        """Gives back what exceeds this owner's share, and what needs more disk than there is here, if there are others to take it.
+
+        Call while no read is under way, so that no entry is lost.
+        """
+        for number, (partition, _) in list(self._owned.items()):
+            if self._others and partition.lacks_room(time.time() - LEAVE_AFTER_S):
+                await self._leave(number)
         while self._surplus > 0 and (held := self._to_load | self._owned.keys()):
-            number = max(held)
             self._surplus -= 1
-            async with self._lock:
-                self._to_load.discard(number)
-                self._forget(number, "given to another owner")
-                await self._leases.release(number)
+            await self._release(max(held))
+
+    async def _leave(self, number: int) -> None:
+        """Leaves to others a partition with which this owner cannot work."""
+        self._leaves_until = time.monotonic() + LEAVES_LEASES * self._lease_s
+        await self._release(number)
+
+    async def _release(self, number: int) -> None:
+        async with self._lock:
+            self._to_load.discard(number)
+            self._forget(number, "given to another owner")
+            await self._leases.release(number)
 
     # ---- one pass ---------------------------------------------------------------------------------------------------
 

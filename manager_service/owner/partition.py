@@ -20,7 +20,7 @@ from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, P
 from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.job import Job
-from manager_service.owner.reading import Fetched, JobReader, Records, Searched
+from manager_service.owner.reading import Fetched, JobHashes, JobReader, Searched
 from manager_service.records import JobError
 from manager_service.runs.records import is_run
 from manager_service.runs.runs import Runs
@@ -31,7 +31,7 @@ LOAD_COUNT = 200
 FILES_S = 2.0
 """Time for which a partition that is taken over waits for its jobs' files and versions. Jobs whose come later enter later."""
 GIVE_UP_S = 600.0
-"""A job fails if this machine's disk has no room for its files for so long. For the store it waits without limit."""
+"""A job that has not begun fails if this machine's disk has no room for its files for so long. For the store it waits without limit."""
 
 Fetch = Callable[[], Awaitable[Delivery]]
 log = structlog.get_logger()
@@ -112,14 +112,14 @@ class Partition:
             found = zip(some, await self._reader.records(some), strict=True)
             await asyncio.gather(*(self._load_job(job_id, records, now, changes) for job_id, records in found))
 
-    async def _load_job(self, job_id: str, records: Records, now: float, changes: Changes) -> None:
+    async def _load_job(self, job_id: str, records: JobHashes, now: float, changes: Changes) -> None:
         try:
             async with asyncio.timeout(FILES_S):
                 await self._isolated(job_id, now, changes, self._read(job_id, records))
         except (Unavailable, TimeoutError):
             self._arriving[job_id] = {}
 
-    async def _read(self, job_id: str, records: Records) -> None:
+    async def _read(self, job_id: str, records: JobHashes) -> None:
         if fetched := await self._reader.read(job_id, records):
             self._fetched[job_id] = fetched
 
@@ -191,7 +191,9 @@ class Partition:
     ) -> None:
         """Takes in which trainers are alive and which sessions are silent, and lets versions go that nobody needs."""
         self.runs.look(live_trainers, silent, now, changes)
-        if self.runs.may_retire(now):
+        if (
+            self.runs.may_retire(now) and self._arriving.keys() <= self._delayed.keys()
+        ):  # the others' sources are unknown
             begun = [job.spec.source for job in self.jobs.values() if job.state.version < 0]
             delayed = [waiting.source for waiting in self._delayed.values()]
             await self.runs.retire([(source, False) for source in begun + delayed if source], now, changes)
@@ -330,7 +332,7 @@ class Partition:
             job.queue(now, changes)
         return job
 
-    # ---- arriving jobs ---------------------------------------------------------------------------------------------------
+    # ---- arriving jobs ----------------------------------------------------------------------------------------------
 
     @property
     def arriving(self) -> list[str]:
@@ -347,7 +349,7 @@ class Partition:
         await self._isolated(job_id, 0.0, nothing, self._read(job_id, records))
 
     async def delay(self, job_id: str, error: Unavailable, now: float, changes: Changes) -> None:
-        """Tells in a job's events why it waits for its files, once; fails it after GIVE_UP_S if it is not the store that is away."""
+        """Tells in a job's events why it waits for its files, once; fails a new one after GIVE_UP_S if it is not the store that is away."""
         (records,) = await self._reader.records([job_id])
         job = self._reader.without_files(job_id, records)
         if job is None:
@@ -355,7 +357,8 @@ class Partition:
         before = self._delayed.get(job_id)
         since = before.since if before and type(before.error) is type(error) else now
         self._delayed[job_id] = Delayed(since, error, job.spec.source)
-        gives_up = now - since >= GIVE_UP_S and not isinstance(error, StoreUnavailable)
+        is_new = job.state.started_at is None
+        gives_up = is_new and now - since >= GIVE_UP_S and not isinstance(error, StoreUnavailable)
         if before and str(before.error) == str(error) and not gives_up:
             return
         if not gives_up:
@@ -364,6 +367,11 @@ class Partition:
         self.jobs.add(job)
         waited = f"the job's files could not be read for {GIVE_UP_S:.0f} s: {error}; create it again later"
         job.fail(JobError("files_unavailable", waited), now, changes)
+
+    def lacks_room(self, since: float) -> bool:
+        """Has this machine's disk had no room for a job's files since then?"""
+        of_disk = [each for each in self._delayed.values() if not isinstance(each.error, StoreUnavailable)]
+        return any(each.since <= since for each in of_disk)
 
     async def take_in(self, job_id: str, now: float, changes: Changes) -> None:
         """Lets a job that is fetched count, and handles what waited for it."""

@@ -20,7 +20,7 @@ from manager_service.kept import LIMITS, Limits
 from manager_service.records import JobSpec, JobState, file_path, read_record
 from manager_service.scheduling.members import MemberTable
 
-Records = Sequence[Mapping[bytes, bytes]]
+JobHashes = Sequence[Mapping[bytes, bytes]]
 """A job's hashes at the keys `job`, `open` and `evals`."""
 AT_ONCE = 16
 """Files that are read from object storage at once."""
@@ -57,13 +57,13 @@ class JobReader:
         self._files, self._store = files, store
         self._limits = limits
 
-    async def records(self, job_ids: Sequence[str]) -> list[Records]:
-        """Of each job; empty ones of a job that has none."""
+    async def records(self, job_ids: Sequence[str]) -> list[JobHashes]:
+        """The record of each job; empty hashes of a job that has none."""
         keys = [key(job) for job in job_ids for key in (self._cell.job, self._cell.open, self._cell.evals)]
         found = await self._bus.read_hashes(keys)
         return [found[at : at + 3] for at in range(0, len(found), 3)]
 
-    async def read(self, job_id: str, records: Records) -> Fetched | None:
+    async def read(self, job_id: str, records: JobHashes) -> Fetched | None:
         """A job with its files. None if it has no record that can be read. Raises Unavailable."""
         decoded = self._decoded(job_id, records)
         if decoded is None:
@@ -74,22 +74,22 @@ class JobReader:
         except NotFound as error:
             items, missing = [Items(), Items()], f"the job's file is gone: {error}"
         job = self._made(spec, state, records, *items)
-        if not all(map(job.orders.has_item, (*job.open.groups, state.next_group))):
+        if not job.orders.has_item(state.next_group):
             await self._files.draw(job)
         searched = Searched(job.changed_at)
         await self.search(job, searched)
         return Fetched(job, searched, missing)
 
-    def without_files(self, job_id: str, records: Records) -> Job | None:
+    def without_files(self, job_id: str, records: JobHashes) -> Job | None:
         """A job whose files cannot be read. None if it has no record that can be read."""
         decoded = self._decoded(job_id, records)
         return decoded and self._made(*decoded, records, Items(), Items())
 
-    def _decoded(self, job_id: str, records: Records) -> tuple[JobSpec, JobState] | None:
+    def _decoded(self, job_id: str, records: JobHashes) -> tuple[JobSpec, JobState] | None:
         """A job's record, decoded. None if it has none, or one that cannot be read."""
         return read_record(self._cell.job(job_id), records[0], JobSpec, JobState) if records[0] else None
 
-    def _made(self, spec: JobSpec, state: JobState, records: Records, items: Items, eval_items: Items) -> Job:
+    def _made(self, spec: JobSpec, state: JobState, records: JobHashes, items: Items, eval_items: Items) -> Job:
         job = Job(self._cell, spec, state, items, eval_items, limits=self._limits)
         job.open.load(state, *records[1:])
         return job
@@ -133,10 +133,9 @@ class ItemFiles:
 
     async def draw(self, job: Job) -> None:
         """Finds the order of the items that a job asks for next, beside the event loop. Raises Unavailable if the disk is full."""
-        last = job.state.next_group
         async with self._drawing:
             with _told_of_disk():
-                await asyncio.to_thread(job.orders.draw, min(job.open.groups, default=last), last)
+                await asyncio.to_thread(job.orders.draw, job.state.oldest_group, job.state.next_group)
 
     def draw_soon(self, jobs: "MemberTable[Job]", name: str) -> None:
         """Lets a job, if it is still there then, find the order of its next items."""

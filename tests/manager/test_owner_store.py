@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from common.bus import Bus
-from common.errors import StoreUnavailable
+from common.errors import StoreUnavailable, Unavailable
 from common.messages import ScoredTrajectory, Start
 from common.objects import Objects
 from common.streams import Cell, partition_of
 from common.transcript import wrote
 from harness.standin import StandInEnv, command, create_job, job_spec, ledger_of, state_of, until_status
-from manager_service.owner import arriving, partition, reading
+from manager_service.owner import arriving, owner, partition, reading
 from manager_service.owner.partition import Partition
 from manager_service.records import JobSpec
 from tests.common.test_worker import until
@@ -27,6 +27,8 @@ from tests.support.gated_store import GatedStore
 
 OTHER = next(f"tenant-{n}" for n in range(1000) if partition_of(f"tenant-{n}") == partition_of("acme"))
 """Shares its owner, its partition and its lock with `acme`."""
+KEPT = next(f"tenant-{n}" for n in range(1000) if partition_of(f"tenant-{n}") == 0)
+"""Its partition is the last that an owner gives back because it has more than its share."""
 SMALL: dict[str, Any] = {"batch_size": 2, "group_size": 2}
 
 
@@ -236,7 +238,7 @@ def _with_file(spec: JobSpec) -> JobSpec:
 def _with_known_lock(start: Any) -> Any:
     def started() -> Any:
         owner = start()
-        owner._lock = KnownLock()
+        owner._lock = owner._intake._lock = KnownLock()
         return owner
 
     return started
@@ -256,7 +258,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return monkeypatch.undo
 
 
-async def waiting(system: Owning, job: str) -> bool:
+async def waiting(system: System, job: str) -> bool:
     text = "The job waits, because its files cannot be read: the manager's disk"
     return any(text in event.message for event in await system.events(job))
 
@@ -394,6 +396,33 @@ async def test_a_partition_that_an_owner_cannot_load_goes_to_another(
     # Then a job of every partition ends with the second
     spec = job_spec("any", num_steps=1, **SMALL)
     await create_job(bus, spec)
+    await until_status(bus, spec.id, "succeeded")
+    await first.stop()
+    await second.stop()
+
+
+async def test_a_job_whose_files_find_no_room_here_goes_to_an_owner_with_more(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "LEAVE_AFTER_S", 0.0)
+    monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
+    await objects.write(f"files/{KEPT}/file-1", ITEMS)
+    first, second = System(bus, objects), System(bus, objects)
+    spec = _with_file(job_spec("filed", KEPT, num_steps=1, **SMALL))
+
+    async def full(tenant: str, file: str | None) -> Any:
+        raise Unavailable("the manager's disk is full")
+
+    # Given an owner without room, alone: the job waits with it
+    await first.start()
+    await first.kill_owner()
+    first.start_owner()._files.items = full  # pyright: ignore[reportPrivateUsage]
+    await create(bus, spec)
+    await until(lambda: waiting(first, spec.id))
+    await asyncio.sleep(LEASE_S)
+    assert len(await first.events(spec.id)) == 1
+    # When there is another one, then the job ends there
+    second.start_owner()
     await until_status(bus, spec.id, "succeeded")
     await first.stop()
     await second.stop()
