@@ -6,14 +6,14 @@ What a large file's order takes (seconds for four million rows) is done ahead, i
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import Any, BinaryIO, Protocol
 
 import msgspec
 import numpy as np
 
-from common.rng import permutation
+from common.rng import permutation, permutation_parts
 from common.text.prompts import with_messages
 
 BOUNDS = Struct("@qq")
@@ -109,11 +109,12 @@ NUMBER = np.dtype(np.uint32)
 class NumbersOnDisk:
     """Numbers below 2**32 in a file without a name. Each is read when it is asked for."""
 
-    def __init__(self, numbers: np.ndarray) -> None:
-        """`numbers`: of the type NUMBER. Raises OSError if the disk is full."""
+    def __init__(self, parts: Iterable[np.ndarray]) -> None:
+        """Raises OSError if the disk is full."""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this is
         weakref.finalize(self, self._file.close)
-        self._file.write(numbers.tobytes())
+        for numbers in parts:
+            self._file.write(numbers.astype(NUMBER).tobytes())
         self._file.flush()
 
     def __getitem__(self, index: int) -> int:
@@ -156,5 +157,6 @@ class Shuffle:
             self._orders = {epoch: known[epoch] if epoch in known else self._drawn(epoch) for epoch in epochs}
 
     def _drawn(self, epoch: int) -> np.ndarray | NumbersOnDisk:
-        order = permutation(self._seed, epoch, self._n).astype(NUMBER)
-        return order if self._n <= SMALL else NumbersOnDisk(order)
+        if self._n <= SMALL:
+            return permutation(self._seed, epoch, self._n).astype(NUMBER)
+        return NumbersOnDisk(permutation_parts(self._seed, epoch, self._n))

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 import structlog
@@ -116,7 +118,9 @@ class ItemFiles:
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by path; while it is read
         self._places = asyncio.Semaphore(AT_ONCE)
-        self._drawing = asyncio.Lock()  # each takes some bytes a row
+        self._drawing = ThreadPoolExecutor(
+            1
+        )  # one after the other, and always the same thread, whose memory is used again
         self._to_draw = asyncio.Queue[tuple[MemberTable[Job], str]]()
 
     async def items(self, tenant: str, file: str | None) -> Items:
@@ -133,9 +137,9 @@ class ItemFiles:
 
     async def draw(self, job: Job) -> None:
         """Finds the order of the items that a job asks for next, beside the event loop. Raises Unavailable if the disk is full."""
-        async with self._drawing:
-            with _told_of_disk():
-                await asyncio.to_thread(job.orders.draw, job.state.oldest_group, job.state.next_group)
+        draw = partial(job.orders.draw, job.state.oldest_group, job.state.next_group)
+        with _told_of_disk():
+            await asyncio.get_running_loop().run_in_executor(self._drawing, draw)
 
     def draw_soon(self, jobs: "MemberTable[Job]", name: str) -> None:
         """Lets a job, if it is still there then, find the order of its next items."""

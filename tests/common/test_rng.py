@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from common.rng import BLOCK, bits, key_of, permutation, philox, uniform, uniform_rows
+from common.rng import PART, bits, key_of, permutation, permutation_parts, philox, uniform, uniform_rows
 
 
 def words(*values: int) -> list[np.ndarray]:
@@ -71,18 +71,19 @@ def test_an_epoch_visits_every_item_once(n: int) -> None:
     assert sorted(permutation(5, 0, n).tolist()) == list(range(n))
 
 
-def test_an_order_drawn_in_blocks_is_that_of_all_numbers_together() -> None:
-    n = 2 * BLOCK + 3
+def test_an_order_found_in_parts_is_that_of_all_numbers_together() -> None:
+    n = 2 * PART + 3
     together = np.argsort(bits(5, "data_order", 1, np.arange(n)), kind="stable")
     assert np.array_equal(permutation(5, 1, n), together)
 
 
 def test_an_order_takes_little_more_memory_than_its_numbers() -> None:
     tracemalloc.start()
-    permutation(5, 0, 500_000)
+    for _ in permutation_parts(5, 0, 3_000_000):
+        pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 32 * 500_000
+    assert peak < 8 * 3_000_000 + (16 << 20)
 
 
 def test_epochs_and_seeds_differ_in_their_order_and_repeat_themselves() -> None:

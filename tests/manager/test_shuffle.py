@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.rng import permutation
+from common.rng import permutation, permutation_parts
 from common.streams import Cell
 from harness.standin import job_spec
 from manager_service.jobs import items as rows
@@ -48,9 +48,9 @@ def test_a_job_asks_for_its_next_epoch_ahead_and_waits_for_it(large: None, monke
 
     def noted(*arguments: Any) -> Any:
         drawn_in.append(threading.current_thread())
-        return permutation(*arguments)
+        return permutation_parts(*arguments)
 
-    monkeypatch.setattr(rows, "permutation", noted)
+    monkeypatch.setattr(rows, "permutation_parts", noted)
     # Given a job whose first epoch's order was drawn before it entered
     spec = job_spec(batch_size=4 * N, group_size=1, num_steps=1)
     items = Items([b'{"messages": [{"role": "user", "content": "%d"}]}' % n for n in range(N)])
