@@ -96,6 +96,7 @@ class System:
             policy=self.policy,
         )
         self.owner_task = asyncio.create_task(owner.run(self._stop))
+        self.owner = owner
         return owner
 
     async def kill_owner(self) -> None:

@@ -15,11 +15,12 @@ from common.bus import Bus
 from common.errors import StoreUnavailable, Unavailable
 from common.messages import ScoredTrajectory, Start
 from common.objects import Objects
-from common.streams import Cell, partition_of
+from common.streams import NUM_PARTITIONS, Cell, partition_of
 from common.transcript import wrote
 from harness.standin import StandInEnv, command, create_job, job_spec, ledger_of, state_of, until_status
 from manager_service.owner import arriving, owner, partition, reading
 from manager_service.owner.partition import Partition
+from manager_service.owner.transaction import Commits
 from manager_service.records import JobSpec
 from tests.common.test_worker import until
 from tests.manager.test_owner import LEASE_S, System
@@ -244,6 +245,43 @@ def _with_known_lock(start: Any) -> Any:
     return started
 
 
+async def test_jobs_of_all_partitions_that_were_read_meanwhile_enter_by_one_commit(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an owner that asks for the files of three tenants' jobs at once, and is busy while they come
+    tenants, system, commits, asked = ("acme", OTHER, KEPT), System(bus, objects), list[int](), asyncio.Barrier(4)
+    apply, download = Commits.apply, Objects.download
+
+    async def noted(self: Commits, writes: Any) -> Any:
+        commits.append(len(writes))
+        return await apply(self, writes)
+
+    async def gated(self: Objects, path: str, file: BinaryIO) -> None:
+        await asked.wait()
+        await download(self, path, file)
+
+    monkeypatch.setattr(Commits, "apply", noted)
+    monkeypatch.setattr(Objects, "download", gated)
+    await system.start()
+    owner = system.owner
+    await until(lambda: _is(len(owner._owned) == NUM_PARTITIONS))  # pyright: ignore[reportPrivateUsage]
+    specs = [_with_file(job_spec(tenant, tenant, num_steps=1, **SMALL)) for tenant in tenants]
+    for spec in specs:
+        await objects.write(f"files/{spec.tenant}/file-1", ITEMS)
+    await create(bus, *specs)
+    await until(lambda: _is(asked.n_waiting == 3))
+    async with owner._lock:  # pyright: ignore[reportPrivateUsage]
+        await asked.wait()
+        await until(lambda: _is(len(owner._intake._read) == 3))  # pyright: ignore[reportPrivateUsage]
+        commits.clear()
+    # Then all of them begin by one commit, which writes both of their partitions
+    await until(lambda: _is(bool(commits)))
+    assert commits[0] == 2
+    for spec in specs:
+        await until_status(bus, spec.id, "succeeded")
+    await system.stop()
+
+
 # ---- files that cannot be read ---------------------------------------------------------------------------------------
 
 ITEMS = b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 4
@@ -415,8 +453,7 @@ async def test_a_job_whose_files_find_no_room_here_goes_to_an_owner_with_more(
 
     # Given an owner without room, alone: the job waits with it
     await first.start()
-    await first.kill_owner()
-    first.start_owner()._files.items = full  # pyright: ignore[reportPrivateUsage]
+    first.owner._files.items = full  # pyright: ignore[reportPrivateUsage]
     await create(bus, spec)
     await until(lambda: waiting(first, spec.id))
     await asyncio.sleep(LEASE_S)
