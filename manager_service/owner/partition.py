@@ -191,9 +191,8 @@ class Partition:
     ) -> None:
         """Takes in which trainers are alive and which sessions are silent, and lets versions go that nobody needs."""
         self.runs.look(live_trainers, silent, now, changes)
-        if (
-            self.runs.may_retire(now) and self._arriving.keys() <= self._delayed.keys()
-        ):  # the others' sources are unknown
+        sources_known = self._arriving.keys() <= self._delayed.keys()
+        if sources_known and self.runs.may_retire(now):
             begun = [job.spec.source for job in self.jobs.values() if job.state.version < 0]
             delayed = [waiting.source for waiting in self._delayed.values()]
             await self.runs.retire([(source, False) for source in begun + delayed if source], now, changes)
@@ -370,8 +369,8 @@ class Partition:
 
     def lacks_room(self, since: float) -> bool:
         """Has this machine's disk had no room for a job's files since then?"""
-        of_disk = [each for each in self._delayed.values() if not isinstance(each.error, StoreUnavailable)]
-        return any(each.since <= since for each in of_disk)
+        delayed = self._delayed.values()
+        return any(each.since <= since and not isinstance(each.error, StoreUnavailable) for each in delayed)
 
     async def take_in(self, job_id: str, now: float, changes: Changes) -> None:
         """Lets a job that is fetched count, and handles what waited for it."""
