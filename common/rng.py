@@ -57,7 +57,7 @@ def permutation_parts(seed: int, epoch: int, n: int) -> Iterator[np.ndarray]:
     for start in range(0, n, BLOCK):
         block = drawn[start : start + BLOCK]
         block[:] = bits(seed, "data_order", epoch, np.arange(start, start + len(block)))
-    width = (1 << 64) >> max(0, (n // PART).bit_length())
+    width = (1 << 64) >> (n // PART).bit_length()
     for low in range(0, 1 << 64, width):
         yield _places_of(drawn, np.uint64(low), np.uint64(low + width - 1))
 

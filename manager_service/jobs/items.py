@@ -1,6 +1,6 @@
 """Rows of a training or validation file, and the order in which a job visits them: another one each epoch.
 
-What a large file's order takes (seconds for four million rows) is done ahead, in a thread, and lies on disk.
+What a large file's order takes (a second for four million rows) is done ahead, in a thread, and lies on disk.
 """
 
 import os
