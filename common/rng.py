@@ -4,11 +4,13 @@ Philox 4x32 with 10 rounds (Salmon et al. 2011, "Parallel random numbers: as eas
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+BLOCK, PART = 1 << 16, 1 << 18
+"""Numbers that are drawn together, and sorted together, where there are many."""
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = np.uint64(0xFFFFFFFF)
@@ -46,7 +48,25 @@ def uniform(seed: int, purpose: str, *coordinates: Any) -> np.ndarray:
 
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """The order of a training file's n items in one epoch: int64 [n]."""
-    return np.argsort(bits(seed, "data_order", epoch, np.arange(n)), kind="stable")
+    return np.concatenate(list(permutation_parts(seed, epoch, n)))
+
+
+def permutation_parts(seed: int, epoch: int, n: int) -> Iterator[np.ndarray]:
+    """Gives `permutation` part by part. Takes 8 bytes an item meanwhile, and some MB."""
+    drawn = np.empty(n, np.uint64)
+    for start in range(0, n, BLOCK):
+        block = drawn[start : start + BLOCK]
+        block[:] = bits(seed, "data_order", epoch, np.arange(start, start + len(block)))
+    width = (1 << 64) >> (n // PART).bit_length()
+    for low in range(0, 1 << 64, width):
+        yield _places_of(drawn, np.uint64(low), np.uint64(low + width - 1))
+
+
+def _places_of(drawn: np.ndarray, low: np.uint64, high: np.uint64) -> np.ndarray:
+    """Places of the numbers from `low` to `high`, by size, and among equal ones by place."""
+    blocks = ((start, drawn[start : start + BLOCK]) for start in range(0, len(drawn), BLOCK))
+    places = np.concatenate([start + np.flatnonzero((low <= block) & (block <= high)) for start, block in blocks])
+    return places[np.argsort(drawn[places], kind="stable")]
 
 
 def key_of(seed: int, purpose: str) -> tuple[int, int]:

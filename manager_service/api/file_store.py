@@ -30,6 +30,8 @@ ADAPTER = "adapter"
 """The purpose of files that jobs start from; of all others it is OpenAI's."""
 MAX_FILES = 10_000
 """Files of one tenant."""
+MAX_ROWS = 4_000_000
+"""Rows of a file: managers put them into another order each epoch."""
 BOM = b"\xef\xbb\xbf"
 """Windows programs write it before UTF-8."""
 
@@ -80,6 +82,9 @@ class Files:
         async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
             task = CheckLines(part, all_found.num_lines, self._max_line_bytes, named)
             all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
+            if all_found.num_items > MAX_ROWS:
+                told = f"the file has more than {MAX_ROWS:,} rows: leave some out, or upload it as several files, for several jobs"
+                raise InvalidInput(told, param="file", code="too_many_rows")
         if not all_found.num_items:
             what = "one JSON object a line" if named == "line" else "the columns' names, and a row for each item"
             raise InvalidInput(f"the file is empty: it needs {what}", param="file", code="invalid_file")

@@ -14,6 +14,6 @@ Its files:
     journal.py              writes what the user reads of a job: events, figures of steps, samples
     samples.py              makes of a trajectory what its owner reads
     orders.py               makes the messages that a job sends to workers: Start, Init, TrainStep
-    items.py                reads the rows of a training or validation file from disk
+    items.py                reads the rows of a file from disk, and draws the order of each epoch
     changes.py              holds what an event changes, as values, and reads it as Redis commands
 """

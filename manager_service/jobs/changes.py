@@ -54,6 +54,7 @@ class Changes:
     evaluated: list[str] = field(default_factory=list)  # jobs of which an evaluation has ended
     dropped_samples: list[tuple[str, int, int]] = field(default_factory=list)  # job, first version, one past the last
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
+    to_draw: list[str] = field(default_factory=list)  # jobs that are to find the order of their next items
     begun: list[str] = field(default_factory=list)  # issued something of their version 0
     ended: list[str] = field(default_factory=list)  # succeeded, failed or cancelled; a step may still be under way
     oldest_in_use: dict[str, int] = field(

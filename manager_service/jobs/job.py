@@ -44,8 +44,7 @@ class Job:
         self.open = OpenTrajectories(cell, spec)
         self.journal = Journal(spec, state, limits)
         self.lengths = Lengths(spec.hyper.max_tokens, spec.hyper.max_context)
-        self.changed_at = 0.0
-        """Time at which something last came back or was sent: seconds since 1970."""
+        self.changed_at = 0.0  # time at which something last came back or was sent: seconds since 1970
 
     # ---- what others ask --------------------------------------------------------------------------------------------
 
@@ -87,7 +86,7 @@ class Job:
         untrained = len(self.open.groups) + (hyper.batch_size if state.training else 0)
         room = capacity(eta=hyper.max_staleness, batch_size=hyper.batch_size, num_untrained=untrained)
         left = (self.num_steps - self.steps_sent) * hyper.batch_size
-        return room > 0 and len(self.open.groups) < left
+        return room > 0 and len(self.open.groups) < left and self.orders.has_item(state.next_group)
 
     def wants_eval(self) -> bool:
         """May a part of an evaluation be issued now?"""
@@ -190,6 +189,8 @@ class Job:
         keys = [TrajectoryKey(number, sample) for sample in range(size)]
         self._sample(self.state.version, keys, changes)
         changes.ledger[self.id, "issued"] += size
+        if self.orders.is_to_draw(number):
+            changes.to_draw.append(self.id)
         self._dirty(changes)
 
     @property
@@ -383,8 +384,7 @@ class Job:
         elif not (self.state.initialising and version == 0):
             return
         self.state.initialising = False
-        reason = f"version {version} was not made: {failure.reason}"
-        self.fail(JobError(failure.kind, reason), now, changes)
+        self.fail(JobError(failure.kind, f"version {version} was not made: {failure.reason}"), now, changes)
 
     def _commit(self, message: AdapterUpdate, now: float, changes: Changes) -> None:
         self._reach(message.adapter.version, now, changes)

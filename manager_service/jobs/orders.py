@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from common.bus import Out
 from common.messages import (
@@ -20,24 +19,23 @@ from common.messages import (
     TrajectoryRef,
     TurnRequest,
 )
-from common.rng import permutation
 from common.streams import Cell, partition_of
 from manager_service.jobs.groups import Group, pack
-from manager_service.jobs.items import Items
+from manager_service.jobs.items import Items, Shuffle
 from manager_service.jobs.open_trajectories import TrajectoryKey
 from manager_service.jobs.retention import is_untrained
 from manager_service.records import JobSpec, JobState, brought_path
 
 
 class Orders:
-    """Builds a job's messages, each with the stream it goes to. It keeps only the order of one epoch's items."""
+    """Builds a job's messages, each with the stream it goes to."""
 
     def __init__(self, cell: Cell, spec: JobSpec, items: Items, eval_items: Items) -> None:
         self._cell = cell
         self._spec = spec
         self._items = items
         self._eval_items = eval_items
-        self._order: tuple[int, np.ndarray] | None = None
+        self._shuffle = Shuffle(spec.seed, len(items)) if len(items) else None
 
     def init(self, state: JobState) -> Out:
         """Asks for version 0."""
@@ -137,14 +135,24 @@ class Orders:
         return self.item(key.group) if key.purpose == "train" else self._eval_items[key.group]
 
     def item(self, group: int) -> dict[str, Any] | None:
-        """The item of a group: permutation(seed, epoch)[group mod n]. None: the environment makes its own."""
-        n = len(self._items)
-        if n == 0:
-            return None
-        epoch, at = divmod(group, n)
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, permutation(self._spec.seed, epoch, n))
-        return self._items[int(self._order[1][at])]
+        """The item of a group. None: the environment makes its own."""
+        return self._items[self._shuffle.place(group)] if self._shuffle else None
+
+    def has_item(self, group: int) -> bool:
+        """May the item of a group be asked for without waiting?"""
+        return self._shuffle is None or self._shuffle.is_drawn(group)
+
+    def is_to_draw(self, group: int) -> bool:
+        """Is `draw` to be called when this group is issued?"""
+        return self._shuffle is not None and self._shuffle.is_due(group)
+
+    def draw(self, first: int, last: int) -> None:
+        """Finds the order of the items of these groups and those between, which takes a while for a large file. Call it in a thread.
+
+        Raises OSError if the disk is full.
+        """
+        if self._shuffle is not None:
+            self._shuffle.draw(first, last)
 
     def about(self, state: JobState) -> dict[str, Any]:
         """Fields that every message about the job has; see `Message.about`."""

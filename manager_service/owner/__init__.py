@@ -6,7 +6,8 @@ After a crash another replica takes the leases, and rebuilds each partition from
 
     owner.py           runs the loop: reads, lets jobs change, asks what follows, commits
     partition.py       holds the jobs of one partition, and applies messages to them
-    arriving.py        reads the files of new jobs
+    arriving.py        takes in jobs, once their files are read
+    reading.py         reads jobs: records, files on this machine's disk, versions that only the store knows
     leases.py          shares the partitions among the live owners
     big_steps.py       writes big TrainSteps to object storage before they are published
     sample_mover.py    moves samples from Redis to object storage

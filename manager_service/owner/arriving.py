@@ -1,32 +1,86 @@
-"""New jobs whose files are still to be read."""
+"""Takes jobs in beside an owner's passes, because their files may be long in coming: new ones, and those that a take-over left."""
 
 import asyncio
-import contextlib
-import tempfile
-from typing import NamedTuple
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from common.errors import Unavailable
-from common.messages import AdapterRef
-from common.objects import Objects
-from manager_service.jobs.items import LinesOnDisk
+from manager_service.jobs.changes import Changes
+from manager_service.jobs.job import Job
+from manager_service.owner.partition import Partition
+from manager_service.owner.transaction import Fence
+
+AGAIN_S = 1.0
+"""Time between two tries to read a job's files."""
+Owned = tuple[Partition, Fence]
 
 
-class Delayed(NamedTuple):
-    """A new job that waits for its files."""
+class Intake:
+    """Takes in jobs of the partitions of one owner, each for itself."""
 
-    since: float  # seconds since 1970, when errors of this kind began
-    error: Unavailable
-    source: AdapterRef | None
+    def __init__(
+        self,
+        owned: Mapping[int, Owned],
+        lock: asyncio.Lock,
+        decide: Callable[[defaultdict[int, Changes], float], Awaitable[None]],
+        entered: Callable[[Iterable[Job]], None],
+    ) -> None:
+        """`owned`: the owner's partitions at each moment. `lock`: while jobs change. `decide`: what follows from changes, and commits."""
+        self._owned = owned
+        self._lock = lock
+        self._decide = decide
+        self._entered = entered
+        self._read: list[tuple[int, Owned, str, Unavailable | None]] = []  # jobs that are to enter, or why they cannot
+        self.wanted = asyncio.Event()
+        """Set it when a partition has jobs that arrive."""
+
+    async def run(self) -> None:
+        """Works until cancelled."""
+        under_way: dict[tuple[Partition, str], asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self.wanted.wait()
+                self.wanted.clear()
+                under_way = {key: task for key, task in under_way.items() if not task.done()}
+                for number, owned in self._owned.items():
+                    for job in owned[0].arriving:
+                        if (owned[0], job) not in under_way:
+                            under_way[owned[0], job] = group.create_task(self._take_in(number, owned, job))
+
+    async def _take_in(self, number: int, owned: Owned, job: str) -> None:
+        """Reads a job. Who has the lock first lets all that are read enter."""
+        failure = await _fetched(owned[0], job)
+        self._read.append((number, owned, job, failure))
+        async with self._lock:
+            await self._let_in()
+        if failure:
+            await asyncio.sleep(AGAIN_S)
+            self.wanted.set()
+
+    async def _let_in(self) -> None:
+        """Lets all jobs that were read enter, and decides at once what follows, as a pass does."""
+        read, self._read = self._read, []
+        changes: defaultdict[int, Changes] = defaultdict(Changes)
+        for number, owned, job, failure in read:
+            if self._owned.get(number) is owned:  # else the next owner does it
+                await self._enter(owned[0], job, failure, changes[number])
+        if changes:
+            await self._decide(changes, time.time())
+
+    async def _enter(self, partition: Partition, job: str, failure: Unavailable | None, changes: Changes) -> None:
+        """Lets a job that was read enter, or notes why it cannot."""
+        if failure:
+            await partition.delay(job, failure, time.time(), changes)
+        if not failure or job in partition.jobs:
+            await partition.take_in(job, time.time(), changes)
+            self._entered(filter(None, [partition.jobs.get(job)]))
 
 
-async def download_lines(objects: Objects, path: str) -> LinesOnDisk:
-    """A file's lines, on this machine's disk. Raises NotFound, and Unavailable: StoreUnavailable if it is not the disk."""
+async def _fetched(partition: Partition, job: str) -> Unavailable | None:
+    """Reads a job's record and files, or returns why they cannot be read now."""
     try:
-        with contextlib.ExitStack() as stack:
-            rows = stack.enter_context(tempfile.TemporaryFile())
-            await objects.download(path, rows)
-            lines = await asyncio.to_thread(LinesOnDisk, rows)
-            stack.pop_all()  # open as long as the items
-            return lines
-    except OSError as error:
-        raise Unavailable(f"the manager's disk for temporary files: {error.strerror or error}") from error
+        await partition.fetch(job)
+    except Unavailable as error:
+        return error
+    return None

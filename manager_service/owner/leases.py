@@ -13,13 +13,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from common.bus import Bus
 from common.streams import NUM_PARTITIONS
 from manager_service.scheduling.correction import JOBS, numbers
 
 # KEYS: owners, weights, sampling, served, then the lease of each partition. ARGV: token, milliseconds, seconds of engines that jobs
-# were served since the last round, weight of each partition that the owner works for ("" for the others). Answers with the even
+# were served since the last round, whether free ones are left to the others ("1"), which then share without this owner, if there is
+# any; weight of each partition that the owner works for ("" for the others). Answers with the number of other owners, the even
 # share, owners' and samplers' weight, what was served, and for each partition whether it is another's (0), was taken now (1) or
 # is renewed (2). The first write needs no memory: then Redis refuses none of the others, however full it is.
 ROUND = """
@@ -27,7 +29,10 @@ local owners, weights, token, ms = KEYS[1], KEYS[2], ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZREMRANGEBYSCORE', owners, '-inf', '(' .. now)
-redis.call('ZADD', owners, now + ms, token)
+redis.call('ZREM', owners, token)
+local others = redis.call('ZCARD', owners)
+local leaves = ARGV[4] == '1' and others > 0
+if not leaves then redis.call('ZADD', owners, now + ms, token) end
 local partitions = #KEYS - 4
 local share = math.ceil(partitions / redis.call('ZCARD', owners))
 local answer, held, free = {}, 0, {}
@@ -42,18 +47,18 @@ for i = 1, partitions do
   end
 end
 for _, i in ipairs(free) do
-  if held < share then
+  if held < share and not leaves then
     redis.call('SET', KEYS[i + 4], token, 'PX', ms)
     answer[i], held = 1, held + 1
   end
 end
 for i = 1, partitions do
-  if ARGV[i + 3] ~= '' and answer[i] == 2 then redis.call('HSET', weights, i, ARGV[i + 3]) end
+  if ARGV[i + 4] ~= '' and answer[i] == 2 then redis.call('HSET', weights, i, ARGV[i + 4]) end
 end
 local total = 0
 for _, weight in ipairs(redis.call('HVALS', weights)) do total = total + tonumber(weight) end
 if ARGV[3] ~= '0.0' then redis.call('HINCRBYFLOAT', KEYS[4], '%s', ARGV[3]) end
-return {share, tostring(total), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[4]), unpack(answer)}
+return {others, share, tostring(total), redis.call('GET', KEYS[3]) or '0', redis.call('HGETALL', KEYS[4]), unpack(answer)}
 """.replace("%s", JOBS)
 
 # KEYS: owners, then leases. ARGV: token, "1" if the owner leaves for good.
@@ -78,6 +83,7 @@ class Round:
     """The result of one round."""
 
     leases: Mapping[int, Held]  # every partition
+    others: int  # live owners that take partitions, without this one
     share: int  # partitions that one owner should hold at most
     other_weight: float  # of active tenants in partitions that this owner does not work for
     sampling_weight: float  # of those who chat or sample in bulk
@@ -106,20 +112,21 @@ class Leases:
         self._round = self.bus.client.register_script(ROUND)
         self._release = self.bus.client.register_script(RELEASE)
 
-    async def round(self, weights: Mapping[int, float], served_s: float = 0.0) -> Round:
+    async def round(self, weights: Mapping[int, float], served_s: float = 0.0, *, leaves: bool = False) -> Round:
         """Renews leases, and takes free ones. `weights`: of the partitions that this owner works for. `served_s`: seconds of
-        rollout engines that its jobs got since the last round.
+        rollout engines that its jobs got since the last round. `leaves`: it takes none while there are others, who share them.
         """
         began_s = time.monotonic()
         told = [repr(float(weights[p])) if p in weights else "" for p in range(NUM_PARTITIONS)]
         cell = self.bus.cell
         keys = [cell.owners, cell.weights, cell.sampling, cell.served, *self._leases]
-        arguments = [self.token, int(self.lease_s * 1000), repr(float(served_s)), *told]
-        share, total, sampling, served, *held = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
+        arguments = [self.token, int(self.lease_s * 1000), repr(float(served_s)), int(leaves), *told]
+        answer: list[Any] = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
+        others, share, total, sampling, served, *held = answer
         self.valid_until_s = began_s + self.lease_s
         mine = sum(weight for partition, weight in weights.items() if held[partition] == Held.RENEWED.value)
         leases = {partition: Held(value) for partition, value in enumerate(held)}
-        return Round(leases, int(share), max(0.0, float(total) - mine), float(sampling), numbers(served))
+        return Round(leases, others, share, max(0.0, float(total) - mine), float(sampling), numbers(served))
 
     def surely_held(self, margin_s: float) -> bool:
         """Will the leases that the last round renewed last for `margin_s` more?"""

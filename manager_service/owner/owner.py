@@ -28,10 +28,12 @@ from common.tasks import running
 from manager_service.archive.archiver import Archiver
 from manager_service.jobs.changes import Changes, RedisCommand, commands
 from manager_service.kept import LIMITS, Limits
+from manager_service.owner.arriving import Intake, Owned
 from manager_service.owner.big_steps import BigSteps
 from manager_service.owner.leases import Held, Leases
 from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.payload_tidier import PayloadTidier
+from manager_service.owner.reading import ItemFiles, JobReader
 from manager_service.owner.sample_mover import SampleMover
 from manager_service.owner.surroundings import Seen, Surroundings
 from manager_service.owner.transaction import Commits, Fence
@@ -48,10 +50,12 @@ ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""
 MAX_FETCHES = 8
 """Payloads that are fetched from object storage at once."""
-TAKEN_TOGETHER = 8
-"""New jobs of a partition that are read before the first of them starts."""
-FETCH_AGAIN_S = 1.0
-"""Time between two tries to read a new job's files."""
+LOAD_TRIES = 3
+"""Tries to load a partition, before it is left to another owner."""
+LEAVE_AFTER_S = 3.0
+"""A partition is left to another owner if a job's files have found no room on this machine's disk for so long."""
+LEAVES_LEASES = 6.0
+"""Time for which its owner then takes no others, if others are there, in leases."""
 STALL_S = 30.0
 ARCHIVE_AFTER_S = 3600.0
 ARCHIVE_ALL_ABOVE = MAX_MEMORY_USED / 2
@@ -78,17 +82,16 @@ class Owner:
         archive_after_s: float = ARCHIVE_AFTER_S,
         limits: Limits = LIMITS,
     ) -> None:
-        self._bus, self._cell = bus, bus.cell
-        self._cluster = cluster
-        self._store, self._objects = store, objects
-        self._lease_s, self._limits = lease_s, limits
+        self._bus, self._cell, self._cluster, self._lease_s = bus, bus.cell, cluster, lease_s
+        self._files = ItemFiles(objects)
+        self._reader = JobReader(bus, self._files, store, limits)
         self._token, self._commits = secrets.token_hex(16), Commits(bus)
         self._leases = Leases(bus, self._token, lease_s)
-        self._surplus = 0  # partitions to give back
+        self._surplus, self._others = 0, 0  # partitions to give back; other owners
+        self._leaves_until = 0.0  # monotonic: up to then free partitions are others'
         self._to_load: set[int] = set()  # leases that were taken, of partitions that are not in memory yet
         self._taken = asyncio.Event()  # something is to be loaded
-        self._owned: dict[int, tuple[Partition, Fence]] = {}
-        self._arrived = asyncio.Event()  # new jobs are to be fetched
+        self._owned: dict[int, Owned] = {}
         self._archiver = Archiver(bus, objects, every_s=min(lease_s, 1 + archive_after_s / 10))
         self._archive_after_s = archive_after_s
         self._samples = SampleMover(bus, objects)
@@ -97,6 +100,7 @@ class Owner:
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._searched: set[int] = set()  # partitions that are to be reconciled at the next pass
         self._lock = asyncio.Lock()  # while jobs change; to wait for object storage under it would stop every tenant
+        self._intake = Intake(self._owned, self._lock, self._decide, self._samples.resume)
         self._big_steps = BigSteps(bus, objects)
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue), admits=self._big_steps.admits)
         self._surroundings = Surroundings(bus, tenants, self._allocator, limits)
@@ -109,9 +113,9 @@ class Owner:
         for stream, group in self._cell.work:
             await self._bus.ensure_group(stream, group)
         async with running(
-            self._keep_leases(), self._load_taken(), self._watch(), self._take_in_jobs(), self._payloads.run(), self._passes(),
-            self._big_steps.run(self._written), self._ask_store(), self._samples.run(),
-            self._archiver.run(self._archive_now, self._commit_archived),
+            self._keep_leases(), self._load_taken(), self._watch(), self._intake.run(), self._files.run(),
+            self._payloads.run(), self._passes(), self._big_steps.run(self._written), self._ask_store(),
+            self._samples.run(), self._archiver.run(self._archive_now, self._commit_archived),
         ):  # fmt: skip
             await stop.wait()
         await self._leases.leave()
@@ -120,10 +124,12 @@ class Owner:
         """Renews leases and takes free ones. Partitions are loaded elsewhere, so that no lease runs out meanwhile."""
         while True:
             found = await self._leases.round(
-                self._allocator.active_weights(self._owned), self._allocator.take_served_s()
+                self._allocator.active_weights(self._owned),
+                self._allocator.take_served_s(),
+                leaves=time.monotonic() < self._leaves_until,
             )
             self._allocator.hear_of_others(found.other_weight, found.sampling_weight, found.served)
-            self._surplus = found.surplus
+            self._surplus, self._others = found.surplus, found.others
             for number, held in found.leases.items():
                 await self._follow_lease(number, held)
             await asyncio.sleep(self._lease_s * ROUND_SHARE)
@@ -139,21 +145,33 @@ class Owner:
             self._taken.set()
 
     async def _load_taken(self) -> None:
-        while True:
-            await self._taken.wait()
-            self._taken.clear()
-            for number in sorted(self._to_load):
-                try:
-                    if number in self._to_load:  # it may have been given back
-                        await self._take_over(number)
-                except Unavailable as error:  # the next round of leases wants it again
-                    log.warning("loading_delayed", partition=number, reason=str(error))
-                except Exception:  # the boundary: a partition that cannot be loaded must not stop the others
-                    log.exception("partition_not_loaded", partition=number)
+        """Takes over the partitions whose leases were taken, each for itself."""
+        loading: dict[int, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._taken.wait()
+                self._taken.clear()
+                for number in self._to_load:
+                    if number not in loading or loading[number].done():
+                        loading[number] = group.create_task(self._load(number))
+
+    async def _load(self, number: int) -> None:
+        """Takes a partition over, or leaves it to another owner after some tries."""
+        for _ in range(LOAD_TRIES):
+            try:
+                if number in self._to_load:  # it may have been given back
+                    await self._take_over(number)
+                return
+            except Unavailable as error:
+                log.warning("loading_delayed", partition=number, reason=str(error))
+            except Exception:  # the boundary: a partition that cannot be loaded must not stop the others
+                log.exception("partition_not_loaded", partition=number)
+            await asyncio.sleep(self._lease_s * ROUND_SHARE)
+        await self._leave(number)
 
     async def _take_over(self, number: int) -> None:
         fence = Fence(self._bus, number, self._token)
-        partition, changes = Partition(number, self._bus, self._objects, self._store, self._limits), Changes()
+        partition, changes = Partition(number, self._bus, self._reader), Changes()
         await fence.read_stamp()
         await partition.load(time.time(), changes)
         async with self._lock:
@@ -161,42 +179,13 @@ class Owner:
                 return  # the lease was lost meanwhile
             self._to_load.discard(number)
             self._owned[number] = (partition, fence)
-            self._payloads.note(partition.jobs)  # of the last owner, for all that is known
+            self._payloads.note([*partition.jobs, *partition.arriving])  # of the last owner, for all that is known
             await self._commit({number: changes})
-            self._samples.resume(partition.jobs)
+            self._samples.resume(partition.jobs.values())
         if partition.arriving:
-            self._arrived.set()
+            self._intake.wanted.set()
         if partition.jobs:
             log.info("partition_taken", partition=number, jobs=len(partition.jobs))
-
-    async def _take_in_jobs(self) -> None:
-        """Takes in new jobs beside the passes, because their files may be long in coming."""
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            waited_for = [(n, owned) for n, owned in self._owned.items() if owned[0].arriving]
-            await asyncio.gather(*(self._take_in(number, owned) for number, owned in waited_for))
-
-    async def _take_in(self, number: int, owned: tuple[Partition, Fence]) -> None:
-        """Reads a partition's new jobs, some at a time, and decides at once what follows, as a pass does."""
-        partition, arriving = owned[0], owned[0].arriving
-        for first in range(0, len(arriving), TAKEN_TOGETHER):
-            jobs, changes = arriving[first : first + TAKEN_TOGETHER], Changes()
-            failures = [await _fetch_job(partition, job, changes) for job in jobs]
-            async with self._lock:
-                if self._owned.get(number) is not owned:  # the next owner does it
-                    return
-                for job, failure in zip(jobs, failures, strict=True):
-                    await self._enter(partition, job, failure, changes)
-                await self._decide(defaultdict(Changes, {number: changes}), time.time())
-
-    async def _enter(self, partition: Partition, job: str, failure: Unavailable | None, changes: Changes) -> None:
-        """Takes in a new job that was read, or notes why it could not be. Call under the lock."""
-        if failure:
-            await partition.delay(job, failure, time.time(), changes)
-            asyncio.get_running_loop().call_later(FETCH_AGAIN_S, self._arrived.set)
-        if not failure or job in partition.jobs:
-            await partition.take_in(job, time.time(), changes)
 
     def _forget(self, number: int, reason: str) -> None:
         if owned := self._owned.pop(number, None):
@@ -206,14 +195,27 @@ class Owner:
             log.warning("partition_forgotten", partition=number, reason=reason)
 
     async def _give_back(self) -> None:
-        """Gives back what exceeds this owner's share. Call while no read is under way, so that no entry is lost."""
+        """Gives back what exceeds this owner's share, and what needs more disk than there is here, if there are others to take it.
+
+        Call while no read is under way, so that no entry is lost.
+        """
+        for number, (partition, _) in list(self._owned.items()):
+            if self._others and partition.lacks_room(time.time() - LEAVE_AFTER_S):
+                await self._leave(number)
         while self._surplus > 0 and (held := self._to_load | self._owned.keys()):
-            number = max(held)
             self._surplus -= 1
-            async with self._lock:
-                self._to_load.discard(number)
-                self._forget(number, "given to another owner")
-                await self._leases.release(number)
+            await self._release(max(held))
+
+    async def _leave(self, number: int) -> None:
+        """Leaves to others a partition with which this owner cannot work."""
+        self._leaves_until = time.monotonic() + LEAVES_LEASES * self._lease_s
+        await self._release(number)
+
+    async def _release(self, number: int) -> None:
+        async with self._lock:
+            self._to_load.discard(number)
+            self._forget(number, "given to another owner")
+            await self._leases.release(number)
 
     # ---- one pass ---------------------------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class Owner:
                 await self._pass([d for d in deliveries if self._still_owned(d, owned)])
             await asyncio.sleep(next_at - time.monotonic())
 
-    def _still_owned(self, delivery: Delivery, owned: Mapping[int, tuple[Partition, Fence]]) -> bool:
+    def _still_owned(self, delivery: Delivery, owned: Mapping[int, Owned]) -> bool:
         """Is a partition the same as when its entry was read? If not, a fresh take-over must read the entry again."""
         number = _partition_number(delivery)
         if self._owned.get(number) is owned.get(number):
@@ -236,7 +238,7 @@ class Owner:
         self._forget(number, "read across a take-over")
         return False
 
-    async def _read(self, owned: Mapping[int, tuple[Partition, Fence]]) -> list[Delivery]:
+    async def _read(self, owned: Mapping[int, Owned]) -> list[Delivery]:
         streams = [name for partition, _ in owned.values() for name in partition.inboxes]
         if not streams:
             await asyncio.sleep(BLOCK_MS / 2000)
@@ -275,7 +277,7 @@ class Owner:
             if job_id in partition.jobs:
                 partition.jobs.touch(job_id)
 
-    def _fetched_later(self, owned: Mapping[int, tuple[Partition, Fence]], delivery: Delivery) -> bool:
+    def _fetched_later(self, owned: Mapping[int, Owned], delivery: Delivery) -> bool:
         """Takes in a claim check that was read while these partitions were owned. False for another delivery."""
         if not isinstance(delivery.message, Unfetched):
             return False
@@ -295,7 +297,7 @@ class Owner:
                     if owned[0].to_search:
                         group.create_task(self._search(number, owned[0]))
 
-    async def _fetch(self, number: int, owned: tuple[Partition, Fence], entry: tuple[str, str], fetch: Fetch) -> None:
+    async def _fetch(self, number: int, owned: Owned, entry: tuple[str, str], fetch: Fetch) -> None:
         async with self._fetches:
             delivery = await fetch()
         if not isinstance(delivery.message, Undecodable):
@@ -320,7 +322,7 @@ class Owner:
             number = _partition_number(delivery)
             await self._owned[number][0].handle(delivery, now, changes[number])
             if self._owned[number][0].arriving:
-                self._arrived.set()
+                self._intake.wanted.set()
         await self._decide(changes, now)
 
     async def _decide(self, changes: defaultdict[int, Changes], now: float) -> None:
@@ -367,6 +369,8 @@ class Owner:
         self._big_steps.forget([message.job for _, message in changes.published if isinstance(message, TrainStep)])
         self._big_steps.forget(changes.finished)
         self._payloads.follow(changes)
+        for name in changes.to_draw:
+            self._files.draw_soon(partition.jobs, name)
 
     def _archive_now(self) -> tuple[list[int], float]:
         """The partitions whose finished jobs are archived, and since when those must have finished: seconds since 1970."""
@@ -427,15 +431,6 @@ class Owner:
         inboxes = [name for partition in partitions for name in partition.inboxes]
         trainers = {name for partition in partitions for name in partition.runs.trainer_streams}
         return await self._surroundings.nothing_under_way(inboxes, sorted(trainers))
-
-
-async def _fetch_job(partition: Partition, job: str, changes: Changes) -> Unavailable | None:
-    """Reads a new job's record and files, or returns why they cannot be read now."""
-    try:
-        await partition.fetch(job, time.time(), changes)
-    except Unavailable as error:
-        return error
-    return None
 
 
 def _partition_number(delivery: Delivery) -> int:

@@ -5,66 +5,60 @@ holds: unfinished jobs with their half-full batches (lost on a crash, read again
 after a crash: the next owner takes the lease, loads the records, and reads the entries that the last one had pending
 """
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from weakref import WeakValueDictionary
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
-import msgspec
 import structlog
 
-from common.adapters import AdapterStore, Manifest, update_of
+from common.adapters import update_of
 from common.bus import Bus, Delivery, Undecodable, Unfetched
 from common.dead_letters import dead_letter
-from common.errors import CorruptObject, NotFound, StoreUnavailable, Unavailable
+from common.errors import CorruptObject, StoreUnavailable, Unavailable
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
-from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
-from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
-from manager_service.kept import LIMITS, Limits
-from manager_service.owner.arriving import Delayed, download_lines
-from manager_service.records import JobError, JobSpec, JobState, file_path, read_record
+from manager_service.owner.reading import Fetched, JobHashes, JobReader, Searched
+from manager_service.records import JobError
 from manager_service.runs.records import is_run
 from manager_service.runs.runs import Runs
 from manager_service.scheduling.members import MemberTable
 
 LOAD_COUNT = 200
 """Jobs whose records are read together."""
+FILES_S = 2.0
+"""Time for which a partition that is taken over waits for its jobs' files and versions. Jobs whose come later enter later."""
 GIVE_UP_S = 600.0
-"""A new job fails if this machine's disk has no room for its files for so long. For the store it waits without limit."""
+"""A job that has not begun fails if this machine's disk has no room for its files for so long. For the store it waits without limit."""
 
 Fetch = Callable[[], Awaitable[Delivery]]
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
-class Searched:
-    """The store's answer about the next version of a quiet job."""
+class Delayed(NamedTuple):
+    """A job that waits for its files."""
 
-    since: float  # seconds since 1970, when something last happened to the job
-    asked: bool = False  # the store is asked, or has answered
-    done: bool = False
-    manifest: Manifest | None = None
-    error: CorruptObject | None = None
+    since: float  # seconds since 1970, when errors of this kind began
+    error: Unavailable
+    source: AdapterRef | None
 
 
 class Partition:
     """The state machine of one partition's jobs. All its methods fill `changes`; the owner commits them."""
 
-    def __init__(self, number: int, bus: Bus, objects: Objects, store: AdapterStore, limits: Limits = LIMITS) -> None:
+    def __init__(self, number: int, bus: Bus, reader: JobReader) -> None:
         self.number = number
         self.jobs: MemberTable[Job] = MemberTable()
         self.runs = Runs(number, bus)
         self._bus = bus
         self._cell = bus.cell
         self.inboxes = bus.cell.inboxes(number)
-        self._objects = objects
-        self._store = store
-        self._limits = limits
-        self._arriving: dict[str, dict[str, Delivery]] = {}  # job -> entry -> a command that waits for it
+        self._reader = reader
+        self._arriving: dict[str, dict[tuple[str, str], Delivery]] = {}  # job -> stream and entry -> what waits for it
         self._delayed: dict[str, Delayed] = {}  # arriving jobs
-        self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
+        self._fetched: dict[str, Fetched] = {}  # arriving jobs that were read
         self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
         self._searched: dict[str, Searched] = {}  # job -> the version that the store has or has not
         self.fetching: set[tuple[str, str]] = set()
@@ -76,23 +70,24 @@ class Partition:
     async def load(self, now: float, changes: Changes) -> None:
         """Rebuilds memory from the records, the pending entries of the last owner, and versions that only the store knows.
 
-        Raises Unavailable when the store is away. A job whose records or files cannot be read fails alone.
+        A job whose records cannot be read fails alone. One whose files or version cannot be had now is `arriving`, as a new job is.
         """
         for stream in self.inboxes:
             await self._bus.ensure_group(stream, GROUP_MANAGER)
         names = [name.decode() for name in await self._bus.read_set(self._cell.active(self.number))]
         await self.runs.load([name for name in names if is_run(name)], now)
         await self._load_jobs([name for name in names if not is_run(name)], now, changes)
+        entered = {job_id: searched for job_id in list(self._fetched) if (searched := self._add(job_id, now, changes))}
         for stream in self.inboxes:
             await self._replay(stream, now, changes)
         self.runs.advance_all(now, changes)
-        for job in list(self.jobs.values()):
-            await self._isolated(job.id, now, changes, self._search_and_reconcile(job, now, changes))
+        for job_id, searched in entered.items():
+            await self._catch_up(job_id, searched, now, changes)
 
-    async def _search_and_reconcile(self, job: Job, now: float, changes: Changes) -> None:
-        searched = Searched(job.changed_at)
-        await self._search_one(job, searched)
-        await self._reconcile(job, searched, now, changes, lost=False)
+    async def _catch_up(self, job_id: str, searched: Searched, now: float, changes: Changes) -> None:
+        """Brings a job that has just entered in line. Call when its pending entries are handled."""
+        job = self.jobs[job_id]
+        await self._isolated(job_id, now, changes, self._reconcile(job, searched, now, changes, lost=False))
 
     async def _isolated(self, job_id: str, now: float, changes: Changes, work: Awaitable[object]) -> None:
         """Does the work on one job; its error fails that job alone. Raises Unavailable."""
@@ -111,54 +106,34 @@ class Partition:
         job.fail(JobError(code, f"{type(error).__name__}: {error}"), now, changes)
 
     async def _load_jobs(self, job_ids: Sequence[str], now: float, changes: Changes) -> None:
-        """Brings jobs into memory, many at a time; jobs without a record are left out."""
-        cell = self._cell
+        """Reads jobs, many at a time; jobs without a record are left out."""
         for start in range(0, len(job_ids), LOAD_COUNT):
             some = job_ids[start : start + LOAD_COUNT]
-            records = await self._bus.read_hashes(
-                [key(job) for job in some for key in (cell.job, cell.open, cell.evals)]
-            )
-            for number, job_id in enumerate(some):
-                work = self._load_job(job_id, records[3 * number : 3 * number + 3], now, changes)
-                await self._isolated(job_id, now, changes, work)
+            found = zip(some, await self._reader.records(some), strict=True)
+            await asyncio.gather(*(self._load_job(job_id, records, now, changes) for job_id, records in found))
 
-    async def _load_job(
-        self, job_id: str, records: Sequence[Mapping[bytes, bytes]], now: float, changes: Changes
-    ) -> None:
-        """`records`: the hashes at the keys `job`, `open` and `evals`."""
-        record, unsettled, evals = records
-        if not record:
-            return
-        found = read_record(self._cell.job(job_id), record, JobSpec, JobState)
-        if found is None:
-            return
-        spec, state = found
+    async def _load_job(self, job_id: str, records: JobHashes, now: float, changes: Changes) -> None:
         try:
-            files = [await self._items(spec.tenant, file) for file in (spec.training_file, spec.validation_file)]
-            missing = ""
-        except NotFound as error:
-            files, missing = [Items(), Items()], str(error)
-        except Unavailable:
-            if job_id in self._arriving or state.started_at is not None:
-                raise
-            self._arriving[job_id] = {}  # nothing of it is under way: the partition need not wait for it
-            return
-        job = Job(self._cell, spec, state, *files, limits=self._limits)
+            async with asyncio.timeout(FILES_S):
+                await self._isolated(job_id, now, changes, self._read(job_id, records))
+        except (Unavailable, TimeoutError):
+            self._arriving[job_id] = {}
+
+    async def _read(self, job_id: str, records: JobHashes) -> None:
+        if fetched := await self._reader.read(job_id, records):
+            self._fetched[job_id] = fetched
+
+    def _add(self, job_id: str, now: float, changes: Changes) -> Searched | None:
+        """Lets a job count from now on that was read. None if it was not."""
+        fetched = self._fetched.pop(job_id, None)
+        if fetched is None:
+            return None
+        job = fetched.job
         job.changed_at = now
         self.jobs.add(job)
-        job.open.load(state, unsettled, evals)
-        if missing:
-            job.fail(JobError("file_not_found", f"the job's file is gone: {missing}"), now, changes)
-
-    async def _items(self, tenant: str, file: str | None) -> Items:
-        """The rows of a file, which all its jobs share."""
-        if file is None:
-            return Items()
-        path = file_path(tenant, file)
-        items = self._files.get(path)
-        if items is None:
-            self._files[path] = items = Items(await download_lines(self._objects, path))
-        return items
+        if fetched.missing:
+            job.fail(JobError("file_not_found", fetched.missing), now, changes)
+        return fetched.searched
 
     async def _replay(self, stream: str, now: float, changes: Changes) -> None:
         after = "0"
@@ -216,7 +191,8 @@ class Partition:
     ) -> None:
         """Takes in which trainers are alive and which sessions are silent, and lets versions go that nobody needs."""
         self.runs.look(live_trainers, silent, now, changes)
-        if self.runs.may_retire(now):
+        sources_known = self._arriving.keys() <= self._delayed.keys()
+        if sources_known and self.runs.may_retire(now):
             begun = [job.spec.source for job in self.jobs.values() if job.state.version < 0]
             delayed = [waiting.source for waiting in self._delayed.values()]
             await self.runs.retire([(source, False) for source in begun + delayed if source], now, changes)
@@ -230,21 +206,11 @@ class Partition:
             if not searched.asked and (job := self.jobs.get(name)):
                 searched.asked = True
                 try:
-                    await self._search_one(job, searched)
+                    await self._reader.search(job, searched)
                 finally:
                     searched.asked = searched.done
 
-    async def _search_one(self, job: Job, searched: "Searched") -> None:
-        if job.state.training or job.state.initialising:
-            try:
-                searched.manifest = await self._store.manifest(
-                    AdapterRef(job.spec.tenant, job.id, job.state.version + 1)
-                )
-            except CorruptObject as error:
-                searched.error = error
-        searched.done = True
-
-    async def _reconcile(self, job: Job, searched: "Searched", now: float, changes: Changes, *, lost: bool) -> None:
+    async def _reconcile(self, job: Job, searched: Searched, now: float, changes: Changes, *, lost: bool) -> None:
         """Brings one job in line. `lost`: nothing of it is in any stream. Raises CorruptObject."""
         job.open.expect_counted()
         if job.state.status == "validating_files":
@@ -259,11 +225,11 @@ class Partition:
 
     async def _handle_unseen(self, stream: str, now: float, changes: Changes) -> None:
         """Handles the pending entries of an inbox that no job holds. Each pending entry is looked at once."""
-        held = {entry for commands in self._arriving.values() for entry in commands}
+        held = {entry for waiting in self._arriving.values() for inbox, entry in waiting if inbox == stream}
         if stream == self._cell.scored(self.number):
-            held = self._held()
+            held |= self._held()
         elif stream == self._cell.ops(self.number):
-            held = self.runs.held_entries
+            held |= self.runs.held_entries
         held |= {entry for inbox, entry in self.fetching if inbox == stream}
         while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
             unseen = [entry for entry in entries if entry not in held]
@@ -323,13 +289,14 @@ class Partition:
 
     async def _dispatch(self, delivery: Delivery, now: float, changes: Changes) -> Job | None:
         message = delivery.message
+        assert not isinstance(message, Undecodable)
+        is_new = isinstance(message, JobCommand) and message.action == "create" and message.job not in self.jobs
+        if is_new or message.job in self._arriving:
+            self._arriving.setdefault(message.job, {})[delivery.stream, delivery.entry] = delivery
+            return None
         if isinstance(message, JobCommand):
-            if message.job not in self.jobs and (message.action == "create" or message.job in self._arriving):
-                self._arriving.setdefault(message.job, {})[delivery.entry] = delivery
-                return None
             changes.ack(delivery.stream, delivery.entry)
             return self._command(message, now, changes)
-        assert not isinstance(message, Undecodable)
         job = self.jobs.get(message.job)
         if job is None:  # it has finished; the work is still counted
             changes.ack(delivery.stream, delivery.entry)
@@ -364,33 +331,35 @@ class Partition:
             job.queue(now, changes)
         return job
 
-    # ---- new jobs ---------------------------------------------------------------------------------------------------
+    # ---- arriving jobs ----------------------------------------------------------------------------------------------
 
     @property
     def arriving(self) -> list[str]:
-        """New jobs that are to be fetched. Their commands wait, pending."""
+        """Jobs that are to be fetched: new ones, and those of the last owner that could not be read. What comes for them waits, pending."""
         return list(self._arriving)
 
-    async def fetch(self, job_id: str, now: float, changes: Changes) -> None:
-        """Reads a new job's record and files, however long that takes. Call beside the passes, not in one.
+    async def fetch(self, job_id: str) -> None:
+        """Reads a job's record and files, however long that takes. Call beside the passes, not in one.
 
         Raises Unavailable if store or disk do not let it: then call `delay`, and this again later.
         """
-        await self._load_jobs([job_id], now, changes)
+        (records,) = await self._reader.records([job_id])
+        nothing = Changes()  # for the job does not count yet
+        await self._isolated(job_id, 0.0, nothing, self._read(job_id, records))
 
     async def delay(self, job_id: str, error: Unavailable, now: float, changes: Changes) -> None:
-        """Tells in a job's events why it waits for its files, once; fails it after GIVE_UP_S if it is not the store that is away."""
-        (record,) = await self._bus.read_hashes([self._cell.job(job_id)])
-        if not record:
+        """Tells in a job's events why it waits for its files, once; fails a new one after GIVE_UP_S if it is not the store that is away."""
+        (records,) = await self._reader.records([job_id])
+        job = self._reader.without_files(job_id, records)
+        if job is None:
             return
-        spec = msgspec.json.decode(record[b"spec"], type=JobSpec)
         before = self._delayed.get(job_id)
         since = before.since if before and type(before.error) is type(error) else now
-        self._delayed[job_id] = Delayed(since, error, spec.source)
-        gives_up = now - since >= GIVE_UP_S and not isinstance(error, StoreUnavailable)
+        self._delayed[job_id] = Delayed(since, error, job.spec.source)
+        is_new = job.state.started_at is None
+        gives_up = is_new and now - since >= GIVE_UP_S and not isinstance(error, StoreUnavailable)
         if before and str(before.error) == str(error) and not gives_up:
             return
-        job = Job(self._cell, spec, msgspec.json.decode(record[b"state"], type=JobState), Items(), Items())
         if not gives_up:
             job.journal.warn(now, f"The job waits, because its files cannot be read: {error}", changes)
             return
@@ -398,17 +367,22 @@ class Partition:
         waited = f"the job's files could not be read for {GIVE_UP_S:.0f} s: {error}; create it again later"
         job.fail(JobError("files_unavailable", waited), now, changes)
 
+    def lacks_room(self, since: float) -> bool:
+        """Has this machine's disk had no room for a job's files since then?"""
+        delayed = self._delayed.values()
+        return any(each.since <= since and not isinstance(each.error, StoreUnavailable) for each in delayed)
+
     async def take_in(self, job_id: str, now: float, changes: Changes) -> None:
-        """Carries out the commands that waited for a job, now that it is fetched."""
+        """Lets a job that is fetched count, and handles what waited for it."""
         self._delayed.pop(job_id, None)
+        searched = self._add(job_id, now, changes)
         for delivery in self._arriving.pop(job_id).values():
-            if job_id in self.jobs:
-                await self.handle(delivery, now, changes)
-            else:
+            if job_id not in self.jobs:
                 changes.ack(delivery.stream, delivery.entry)
-        if (job := self.jobs.get(job_id)) and job.state.status == "validating_files":  # its command is lost
-            job.queue(now, changes)
-            self.advance(job, now, changes)
+            elif not self._restored(delivery, changes):
+                await self.handle(delivery, now, changes)
+        if searched is not None:
+            await self._catch_up(job_id, searched, now, changes)
 
     def advance(self, job: Job, now: float, changes: Changes) -> None:
         """Does what follows from the state of a job to which something has happened."""

@@ -12,7 +12,7 @@ files are deleted; so the next owner goes on, and the archiver deletes what is l
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +74,9 @@ class SampleMover:
         for name, _, end in changes.dropped_samples:
             self._want(jobs.get(name), end)
 
-    def resume(self, jobs: "MemberTable[Job]") -> None:
+    def resume(self, jobs: Iterable[Job]) -> None:
         """Takes in jobs of another owner, which may have left files of dropped samples."""
-        for job in jobs.values():
+        for job in jobs:
             if (kept := job.state.kept.get("samples")) and kept.dropped and kept.cleared < kept.first:
                 self._want(job, kept.first)
 

@@ -1,9 +1,11 @@
 """Random numbers are functions of their coordinates, and the generator is the published one."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
-from common.rng import bits, key_of, permutation, philox, uniform, uniform_rows
+from common.rng import PART, bits, key_of, permutation, permutation_parts, philox, uniform, uniform_rows
 
 
 def words(*values: int) -> list[np.ndarray]:
@@ -67,6 +69,21 @@ def test_more_than_four_coordinates_are_refused() -> None:
 @pytest.mark.parametrize("n", [1, 2, 97, 5000])
 def test_an_epoch_visits_every_item_once(n: int) -> None:
     assert sorted(permutation(5, 0, n).tolist()) == list(range(n))
+
+
+def test_an_order_found_in_parts_is_that_of_all_numbers_together() -> None:
+    n = 2 * PART + 3
+    together = np.argsort(bits(5, "data_order", 1, np.arange(n)), kind="stable")
+    assert np.array_equal(permutation(5, 1, n), together)
+
+
+def test_an_order_takes_little_more_memory_than_its_numbers() -> None:
+    tracemalloc.start()
+    for _ in permutation_parts(5, 0, 3_000_000):
+        pass
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * 3_000_000 + (16 << 20)
 
 
 def test_epochs_and_seeds_differ_in_their_order_and_repeat_themselves() -> None:

@@ -260,3 +260,13 @@ def test_a_file_keeps_the_names_of_fields_that_all_of_its_items_have() -> None:
         jsonl({"prompt": "x"} | {f"field{i:03}": i for i in range(100)}), before=0, max_line_bytes=10_000, tokenizers={}
     )
     assert many.fields is not None and len(many.fields) == 64
+
+
+async def test_a_file_of_too_many_rows_is_refused_with_the_number(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_store, "MAX_ROWS", 3)
+    await upload(server.openai, jsonl(*(item() for _ in range(3))))
+    with pytest.raises(openai.BadRequestError, match="more than 3 rows") as refused:
+        await upload(server.openai, jsonl(*(item() for _ in range(4))))
+    assert refused.value.code == "too_many_rows"

@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from common.errors import NotFound
 from common.objects import PART_BYTES, Objects
+from manager_service.jobs import items
 from manager_service.jobs.items import Items, LinesOnDisk
 
 
+@pytest.mark.parametrize("block", [2, 3, 1 << 18])
 @given(st.text(alphabet="a \r\n", max_size=30))
-def test_lines_are_found_as_if_the_whole_file_were_split(text: str) -> None:
+def test_lines_are_found_as_if_the_whole_file_were_split(block: int, text: str) -> None:
     content = text.encode()
-    with tempfile.TemporaryFile() as file:
+    with tempfile.TemporaryFile() as file, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(items, "BLOCK_BYTES", block)
         file.write(content)
         lines = LinesOnDisk(file)
         found = [lines[n].rstrip(b"\r\n") for n in range(len(lines))]
@@ -36,10 +39,10 @@ def test_a_queued_file_holds_no_memory_however_many_lines_it_has() -> None:
         file.write(b'{"n": 0}\n' * 200_000)
         tracemalloc.start()
         lines = LinesOnDisk(file)
-        held, _ = tracemalloc.get_traced_memory()
+        held, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert (len(lines), lines[199_999]) == (200_000, b'{"n": 0}\n')
-    assert held < 100_000
+    assert held < 100_000 and peak < 8 << 20
 
 
 @pytest.mark.parametrize("size", [0, 10, PART_BYTES + 10])

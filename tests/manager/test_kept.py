@@ -80,7 +80,7 @@ class Bounded(System):
 
     def start_owner(self) -> Owner:
         owner = super().start_owner()
-        owner._limits = Limits(events=LIMIT // 8, samples=LIMIT // 16)  # pyright: ignore[reportPrivateUsage]
+        owner._reader._limits = Limits(events=LIMIT // 8, samples=LIMIT // 16)  # pyright: ignore[reportPrivateUsage]
         return owner
 
 

@@ -52,6 +52,27 @@ async def test_owners_that_come_get_their_share_and_those_that_go_leave_it(bus: 
     assert sorted(map(len, shares)) == [8, 8]
 
 
+async def test_who_leaves_free_partitions_to_others_keeps_its_own_and_the_others_get_beyond_their_share(
+    bus: Bus,
+) -> None:
+    one, two = Leases(bus, "one", 60), Leases(bus, "two", 60)
+    for owner in (one, two, one):
+        found = await owner.round({})
+        for partition in sorted(mine(found))[found.share :]:
+            await owner.release(partition)
+    await two.round({})
+    left = max(mine(await one.round({})))
+    await one.release(left)
+    assert left not in mine(await one.round({}, leaves=True))
+    assert left in mine(await two.round({}))
+    kept = await one.round({}, leaves=True)
+    assert len(mine(kept)) == NUM_PARTITIONS // 2 - 1 and kept.surplus == 0
+
+
+async def test_an_owner_alone_leaves_nothing_to_others(bus: Bus) -> None:
+    assert len(mine(await Leases(bus, "one", 60).round({}, leaves=True))) == NUM_PARTITIONS
+
+
 async def test_capacity_goes_to_where_the_active_tenants_are(bus: Bus) -> None:
     # Given two owners, one with a tenant of weight 3, the other with one of weight 1
     one, two = Leases(bus, "one", 60), Leases(bus, "two", 60)

@@ -49,6 +49,7 @@ from manager_service.owner.leases import Held, Leases
 from manager_service.owner.memory import measured
 from manager_service.owner.owner import Owner
 from manager_service.owner.partition import Partition
+from manager_service.owner.reading import ItemFiles, JobReader
 from manager_service.owner.surroundings import KEEP_HINTS, Surroundings
 from manager_service.owner.transaction import Commits, Fence, Lost
 from manager_service.records import JSON, EventRecord, JobState, TenantRecord, Training
@@ -95,6 +96,7 @@ class System:
             policy=self.policy,
         )
         self.owner_task = asyncio.create_task(owner.run(self._stop))
+        self.owner = owner
         return owner
 
     async def kill_owner(self) -> None:
@@ -372,7 +374,7 @@ async def test_lost_work_is_found_though_the_owners_clock_has_gone_back(bus: Bus
     state = JSON.encode(JobState(status="running", initialising=True))
     await bus.client.hset(bus.cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": state})
     await bus.client.sadd(bus.cell.active(partition_of(spec.tenant)), spec.id)
-    partition = Partition(partition_of(spec.tenant), bus, objects, AdapterStore(objects))
+    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
     await partition.load(10_000.0, changes)
 
     async def nothing_under_way() -> bool:
@@ -639,7 +641,7 @@ def test_a_version_that_groups_are_sampled_by_keeps_its_payloads() -> None:
 
 async def test_a_command_that_waits_for_its_jobs_file_is_not_taken_for_a_lost_one(bus: Bus, objects: Objects) -> None:
     spec, changes = job_spec(), Changes()
-    partition = Partition(partition_of(spec.tenant), bus, objects, AdapterStore(objects))
+    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
     await partition.load(1.0, changes)
     await create_job(bus, spec)
     (delivery,) = await bus.read([bus.cell.jobs(partition.number)], GROUP_MANAGER, OWNER, count=1, block_ms=1000)

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from common.bus import Bus
-from common.errors import StoreUnavailable
+from common.errors import StoreUnavailable, Unavailable
 from common.messages import ScoredTrajectory, Start
 from common.objects import Objects
-from common.streams import Cell, partition_of
+from common.streams import NUM_PARTITIONS, Cell, partition_of
 from common.transcript import wrote
 from harness.standin import StandInEnv, command, create_job, job_spec, ledger_of, state_of, until_status
-from manager_service.owner import arriving, owner, partition
+from manager_service.owner import arriving, owner, partition, reading
+from manager_service.owner.partition import Partition
+from manager_service.owner.transaction import Commits
 from manager_service.records import JobSpec
 from tests.common.test_worker import until
 from tests.manager.test_owner import LEASE_S, System
@@ -26,6 +28,8 @@ from tests.support.gated_store import GatedStore
 
 OTHER = next(f"tenant-{n}" for n in range(1000) if partition_of(f"tenant-{n}") == partition_of("acme"))
 """Shares its owner, its partition and its lock with `acme`."""
+KEPT = next(f"tenant-{n}" for n in range(1000) if partition_of(f"tenant-{n}") == 0)
+"""Its partition is the last that an owner gives back because it has more than its share."""
 SMALL: dict[str, Any] = {"batch_size": 2, "group_size": 2}
 
 
@@ -235,10 +239,47 @@ def _with_file(spec: JobSpec) -> JobSpec:
 def _with_known_lock(start: Any) -> Any:
     def started() -> Any:
         owner = start()
-        owner._lock = KnownLock()
+        owner._lock = owner._intake._lock = KnownLock()
         return owner
 
     return started
+
+
+async def test_jobs_of_all_partitions_that_were_read_meanwhile_enter_by_one_commit(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an owner that asks for the files of three tenants' jobs at once, and is busy while they come
+    tenants, system, commits, asked = ("acme", OTHER, KEPT), System(bus, objects), list[int](), asyncio.Barrier(4)
+    apply, download = Commits.apply, Objects.download
+
+    async def noted(self: Commits, writes: Any) -> Any:
+        commits.append(len(writes))
+        return await apply(self, writes)
+
+    async def gated(self: Objects, path: str, file: BinaryIO) -> None:
+        await asked.wait()
+        await download(self, path, file)
+
+    monkeypatch.setattr(Commits, "apply", noted)
+    monkeypatch.setattr(Objects, "download", gated)
+    await system.start()
+    owner = system.owner
+    await until(lambda: _is(len(owner._owned) == NUM_PARTITIONS))  # pyright: ignore[reportPrivateUsage]
+    specs = [_with_file(job_spec(tenant, tenant, num_steps=1, **SMALL)) for tenant in tenants]
+    for spec in specs:
+        await objects.write(f"files/{spec.tenant}/file-1", ITEMS)
+    await create(bus, *specs)
+    await until(lambda: _is(asked.n_waiting == 3))
+    async with owner._lock:  # pyright: ignore[reportPrivateUsage]
+        await asked.wait()
+        await until(lambda: _is(len(owner._intake._read) == 3))  # pyright: ignore[reportPrivateUsage]
+        commits.clear()
+    # Then all of them begin by one commit, which writes both of their partitions
+    await until(lambda: _is(bool(commits)))
+    assert commits[0] == 2
+    for spec in specs:
+        await until_status(bus, spec.id, "succeeded")
+    await system.stop()
 
 
 # ---- files that cannot be read ---------------------------------------------------------------------------------------
@@ -250,12 +291,12 @@ ITEMS = b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 4
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A disk for temporary files without room. The result makes room."""
     opened = partial(Path("/dev/full").open, "rb+", 0)
-    monkeypatch.setattr(arriving.tempfile, "TemporaryFile", opened)
-    monkeypatch.setattr(owner, "FETCH_AGAIN_S", 0.1)
+    monkeypatch.setattr(reading.tempfile, "TemporaryFile", opened)
+    monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
     return monkeypatch.undo
 
 
-async def waiting(system: Owning, job: str) -> bool:
+async def waiting(system: System, job: str) -> bool:
     text = "The job waits, because its files cannot be read: the manager's disk"
     return any(text in event.message for event in await system.events(job))
 
@@ -296,7 +337,7 @@ async def test_a_new_job_waits_for_a_store_that_is_away_however_long(
 ) -> None:
     # Given a store that is away for longer than a full disk may last
     monkeypatch.setattr(partition, "GIVE_UP_S", 0.0)
-    monkeypatch.setattr(owner, "FETCH_AGAIN_S", 0.1)
+    monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
     tries = 0
 
     async def away(path: str, file: BinaryIO) -> None:
@@ -317,6 +358,111 @@ async def test_a_new_job_waits_for_a_store_that_is_away_however_long(
     ]
     del system.gated.download
     await until_status(system.bus, spec.id, "succeeded")
+
+
+async def test_a_started_job_whose_file_finds_no_room_after_a_take_over_waits_and_loses_nothing(
+    system: Owning, objects: Objects
+) -> None:
+    # Given a job that has begun, when its owner dies
+    system.gated.gate.set()
+    await objects.write("files/acme/file-1", ITEMS)
+    spec, other = _with_file(job_spec("filed", num_steps=8, **SMALL)), job_spec("small", OTHER, num_steps=2, **SMALL)
+    system.env.delay_s = 0.05
+    await create(system.bus, spec)
+    await until(lambda: system.trainer.seen)
+    await system.kill_owner()
+    # When the next owner's disk is full
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reading.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "rb+", 0))
+        patched.setattr(arriving, "AGAIN_S", 0.1)
+        system.start_owner()
+        # Then the job says that it waits, and the other one runs meanwhile
+        await until(lambda: waiting(system, spec.id))
+        await create(system.bus, other)
+        await until_status(system.bus, other.id, "succeeded")
+        assert (await state_of(system.bus, spec.id)).status == "running"
+    # And it ends once there is room, with nothing lost or sampled again
+    state = await until_status(system.bus, spec.id, "succeeded")
+    assert state.version == 8
+    assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
+
+
+async def test_a_slow_file_keeps_only_its_own_job_out_of_a_partition_that_is_taken_over(
+    system: Owning, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partition, "FILES_S", 0.1)
+    system.gated.gate.set()
+    await objects.write("files/acme/file-1", ITEMS)
+    spec, other = _with_file(job_spec("filed", num_steps=8, **SMALL)), job_spec("small", OTHER, num_steps=2, **SMALL)
+    system.env.delay_s = 0.05
+    await create(system.bus, spec)
+    await until(lambda: system.trainer.seen)
+    await system.kill_owner()
+    answers, download = asyncio.Event(), system.gated.download
+
+    async def slow(path: str, file: BinaryIO) -> None:
+        await answers.wait()
+        await download(path, file)
+
+    system.gated.download = slow
+    system.start_owner()
+    await create(system.bus, other)
+    await until_status(system.bus, other.id, "succeeded")
+    answers.set()
+    await until_status(system.bus, spec.id, "succeeded")
+    assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
+
+
+async def test_a_partition_that_an_owner_cannot_load_goes_to_another(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two owners, the first of which can load nothing
+    loads, broken = Partition.load, set[int]()
+
+    async def load(self: Partition, now: float, changes: Any) -> None:
+        if id(self._reader) in broken:  # pyright: ignore[reportPrivateUsage]
+            raise StoreUnavailable("broken on purpose")
+        await loads(self, now, changes)
+
+    monkeypatch.setattr(Partition, "load", load)
+    first, second = System(bus, objects), System(bus, objects)
+    await first.start()
+    await asyncio.sleep(LEASE_S)
+    await first.kill_owner()
+    broken.add(id(first.start_owner()._reader))  # pyright: ignore[reportPrivateUsage]
+    second.start_owner()
+    # Then a job of every partition ends with the second
+    spec = job_spec("any", num_steps=1, **SMALL)
+    await create_job(bus, spec)
+    await until_status(bus, spec.id, "succeeded")
+    await first.stop()
+    await second.stop()
+
+
+async def test_a_job_whose_files_find_no_room_here_goes_to_an_owner_with_more(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "LEAVE_AFTER_S", 0.0)
+    monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
+    await objects.write(f"files/{KEPT}/file-1", ITEMS)
+    first, second = System(bus, objects), System(bus, objects)
+    spec = _with_file(job_spec("filed", KEPT, num_steps=1, **SMALL))
+
+    async def full(tenant: str, file: str | None) -> Any:
+        raise Unavailable("the manager's disk is full")
+
+    # Given an owner without room, alone: the job waits with it
+    await first.start()
+    first.owner._files.items = full  # pyright: ignore[reportPrivateUsage]
+    await create(bus, spec)
+    await until(lambda: waiting(first, spec.id))
+    await asyncio.sleep(LEASE_S)
+    assert len(await first.events(spec.id)) == 1
+    # When there is another one, then the job ends there
+    second.start_owner()
+    await until_status(bus, spec.id, "succeeded")
+    await first.stop()
+    await second.stop()
 
 
 async def _is(holds: bool) -> bool:
