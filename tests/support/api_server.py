@@ -168,7 +168,7 @@ class Script:
         for delivery in await self.bus.claim(stream, GROUP_ROLLOUT, "other", idle, min_idle_ms=0):
             request = delivery.message
             assert isinstance(request, TurnRequest)
-            await self.bus.settle([Settlement(delivery, [self._result(request, self._tokens(request))])])
+            await self.bus.settle([Settlement(delivery, [self.result(request, self._tokens(request))])])
 
     async def run(self) -> None:
         stream = self.inbox or self.bus.cell.rollout_first
