@@ -23,17 +23,17 @@ STATES = 9
 """Copies of an adapter while it is trained: values, gradient and two moments, those of the step before, and of the stack."""
 CPU_PROCESS, GPU_PROCESS = 280_000_000, 700_000_000
 """Bytes: of Python and torch with the code that a pass runs through; on a GPU, of its driver's context (not measured here)."""
-CPU_HOLES, GPU_HOLES = 0.8, 0.1
-"""Holes beside each byte that torch holds of a pass: glibc's heap keeps them between aligned blocks (measured on a CPU); on a GPU
-torch's own allocator keeps few (not measured here)."""
+CPU_COMPILER, CPU_MODULES = 157_000_000, 225_000_000
+"""Bytes more: of torch's compiler, which checkpointing loads; of transformers, which loads it too."""
+CPU_HOLES, GPU_HOLES = 0.33, 0.1
+"""Holes beside each byte of a pass: glibc's heap keeps them between aligned blocks, as many where layers are computed again as where
+they are kept (measured on a CPU); on a GPU torch's own allocator keeps few of what is held at one time (not measured here)."""
 MASK_QUERIES = 272
 """Queries for which transformers' modules have a mask: more than they attend with at one time."""
 BYTES_OF_TRUTH = 1
 """Bytes that say whether a position sees another, of which the numbers are made that our decoder's attention adds to scores."""
 BYTES_OF_CHOICE = 32
 """For each expert of a token: four integers, its places in the tokens sorted by expert."""
-FILE_ITEMSIZE = 2
-"""Bytes of a weight in its file. On a CPU the file's weights are freed once they are converted, and the first holes lie there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,10 @@ def training_bytes(
     `num_checkpointed`: layers that keep their input alone.
     """
     modules = gpu if modules is None else modules
-    kept = _kept_per_token(shape, num_checkpointed, itemsize=itemsize, rank=rank, modules=modules)
+    kept, keeping_all = (
+        _kept_per_token(shape, number, itemsize=itemsize, rank=rank, modules=modules)
+        for number in (num_checkpointed, 0)
+    )
     passing = passing_per_token(shape, itemsize=itemsize)
     tables = 0 if modules else 2 * shape.context * shape.head_dim * itemsize
     return TrainingBytes(
@@ -83,8 +86,8 @@ def training_bytes(
         masks=_masks(tokens, longest or tokens, itemsize=itemsize, modules=modules),
         passing=tokens * passing,
         scores=max(MAX_SCORES, shape.vocab) * BYTES_OF_SCORE,
-        holes=_holes(shape, tokens * (kept + passing), gpu=gpu),
-        process=GPU_PROCESS if gpu else CPU_PROCESS,
+        holes=GPU_HOLES * tokens * (kept + passing) if gpu else CPU_HOLES * tokens * (keeping_all + passing),
+        process=GPU_PROCESS if gpu else _cpu_process(modules=modules, checkpoints=num_checkpointed > 0),
     )
 
 
@@ -96,9 +99,9 @@ def _kept_per_token(shape: BaseShape, num_checkpointed: int, *, itemsize: int, r
     return kept + 2 * input_bytes
 
 
-def _holes(shape: BaseShape, of_pass: float, *, gpu: bool) -> float:
-    """Bytes of holes in memory beside so many bytes of a pass."""
-    return GPU_HOLES * of_pass if gpu else max(0, CPU_HOLES * of_pass - shape.num_weights * FILE_ITEMSIZE)
+def _cpu_process(*, modules: bool, checkpoints: bool) -> float:
+    more = CPU_MODULES if modules else CPU_COMPILER if checkpoints else 0
+    return CPU_PROCESS + more
 
 
 def weights_of_rank(shape: BaseShape, num_ranks: int) -> float:

@@ -85,7 +85,8 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
 async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     keep_freed_memory()  # before the thread that loads has a heap of its own
     with contextlib.ExitStack() as turn:
-        await asyncio.to_thread(turn.enter_context, alone_on(settings.rollout_device, settings.vllm_tensor_parallel))
+        if settings.engine == "torch":  # vLLM's process waits for its turn whenever it starts
+            await asyncio.to_thread(turn.enter_context, alone_on(settings.rollout_device))
         engine, bits = await asyncio.to_thread(load_engine, settings)
         await engine.start()
     if settings.engine == "torch":

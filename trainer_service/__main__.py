@@ -49,7 +49,7 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     with alone_on(settings.trainer_device, settings.trainer_ranks):
         backbone = _load(settings, folder)
         trainer = Trainer(backbone, Budget(settings.trainer_micro_batch_tokens * backbone.num_ranks), deterministic)
-        fit(trainer, settings.trainer_memory_bytes)
+        fit(trainer, settings.trainer_memory_bytes, most_tokens=settings.most_tokens)
     return trainer, choice.fingerprint(lambda: selftest(trainer)) if choice else ""
 
 

@@ -27,11 +27,14 @@ NO_BACKWARD = -1
 """Stands in place of the number of the backward under way."""
 
 
-def fit(trainer: Trainer, num_bytes: int) -> None:
+def fit(trainer: Trainer, num_bytes: int, *, most_tokens: int = 0) -> None:
     """Bounds the trainer's budget by memory too, by a measurement, and lets its base model keep no more than the budget's tokens
-    need. `num_bytes` 0: half of what is free now."""
+    need. `num_bytes` 0: half of what is free now. `most_tokens` of a rank: the budget's grow to so many, as far as no layer has to be
+    computed again for them."""
     probed = _probe(trainer)
     budget = _bounded(trainer, probed, num_bytes)
+    kept = trainer.backbone.num_ranks * int(min(most_tokens, budget.num_bytes / budget.bytes_per_token))
+    trainer.budget = budget = replace(budget, tokens=max(budget.tokens, kept))
     tokens_of_rank = budget.tokens / trainer.backbone.num_ranks
     trainer.backbone = trainer.backbone.fitting(probed.per_token, budget.num_bytes / tokens_of_rank)
     trainer.budget = _bounded(trainer, probed, num_bytes)

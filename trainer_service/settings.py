@@ -6,6 +6,9 @@ from pydantic import Field
 
 from common.settings import Settings, dtype_on
 
+GPU_TOKENS = 16_384
+"""Tokens of a micro-batch on a GPU at most, where nobody has said how many: more are no faster."""
+
 
 class TrainerSettings(Settings):
     """Environment variables `MARLAAS_<NAME>`."""
@@ -25,8 +28,9 @@ class TrainerSettings(Settings):
     trainer_slots: int = Field(default=32, ge=1)
     """Steps of different jobs that are trained together at most."""
     trainer_micro_batch_tokens: int = Field(default=2048, ge=1)
-    """Tokens in one forward and backward, padding included: on a CPU more do not make it faster, a GPU wants as
-    many as its memory holds. Of each rank. Results depend on it by rounding only, in deterministic mode not at all."""
+    """Tokens in one forward and backward, padding included: on a CPU more do not make it faster. On a GPU, where nobody has said how
+    many, up to 16,384, as many as its memory holds. Of each rank. Results depend on it by rounding only, in deterministic mode not at
+    all."""
     trainer_memory_bytes: int = Field(default=0, ge=0)
     """Memory that one forward and backward may take on a rank, by a measurement at the start. 0: half of what is free then, and what the
     control groups of a container leave. Say it where workers that share a device or a machine start at once: each finds free what
@@ -46,3 +50,9 @@ class TrainerSettings(Settings):
     def dtype(self) -> str:
         """The dtype that `trainer_dtype` stands for here."""
         return dtype_on(self.trainer_device) if self.trainer_dtype == "auto" else self.trainer_dtype
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a micro-batch where memory holds more than `trainer_micro_batch_tokens`."""
+        chosen = "trainer_micro_batch_tokens" in self.model_fields_set or not self.trainer_device.startswith("cuda")
+        return self.trainer_micro_batch_tokens if chosen else GPU_TOKENS

@@ -164,16 +164,20 @@ def settings_of(found: Plan, fit: Fit) -> dict[str, str]:
         settings["MARLAAS_ROLLOUT_KV_BYTES"] = str(fit.kv)
     if vllm and case.rank > MAX_LORA_RANK:
         settings["MARLAAS_VLLM_MAX_LORA_RANK"] = str(max_lora_rank(case.rank))
+    trainer = {
+        "MARLAAS_TRAINER_MICRO_BATCH_TOKENS": str(fit.micro_batch_tokens),
+        "MARLAAS_TRAINER_MEMORY_BYTES": str(fit.micro_batch_bytes),
+    }
     if not case.device.gpu:
-        return settings | ({"MARLAAS_TRAINER_CHECKPOINTING": "true"} if fit.num_checkpointed else {})
+        again = {"MARLAAS_TRAINER_CHECKPOINTING": "true"} if fit.num_checkpointed else {}
+        return settings | again | trainer
     return {
         "MARLAAS_ROLLOUT_DEVICE": "cuda",
         "MARLAAS_TRAINER_DEVICE": "cuda",
         **settings,
         **({"MARLAAS_VLLM_MEMORY_FRACTION": f"{fit.fraction:.3g}"} if vllm else {}),
         **({} if fit.split.shared else _of_split(fit.split)),
-        "MARLAAS_TRAINER_MICRO_BATCH_TOKENS": str(fit.micro_batch_tokens),
-        "MARLAAS_TRAINER_MEMORY_BYTES": str(fit.micro_batch_bytes),
+        **trainer,
     }
 
 

@@ -43,10 +43,11 @@ class SharedMemory:
     name: str  # "GPU 0", "this machine"
     copies: Sequence[Copies]
     setup: Setup
+    whole: float  # bytes, with what others hold
 
     @property
     def memory(self) -> float:
-        """Bytes: all of a GPU's, what the machine has free."""
+        """Bytes that nobody holds."""
         return self.setup.device.memory
 
     @property
@@ -151,12 +152,13 @@ def _read(environment: Mapping[str, str]) -> dict[str, LocalBase]:
     return found
 
 
-def _setup(environment: Mapping[str, str], device: Device) -> Setup:
-    """Raises ValueError."""
+def _setup(environment: Mapping[str, str], device: Device, whole: float) -> Setup:
+    """`whole`: bytes of the memory, of which vLLM's own setting names a part. Raises ValueError."""
     kv, share = environment.get("MARLAAS_ROLLOUT_KV_BYTES"), LocalSettings.of(environment).rollout_share
     vllm = environment.get("MARLAAS_ENGINE") == "vllm"
     if vllm and device.gpu:
-        share = share or float(environment.get("MARLAAS_VLLM_MEMORY_FRACTION", 0)) or None
+        of_whole = float(environment.get("MARLAAS_VLLM_MEMORY_FRACTION", 0))
+        share = share or of_whole * whole / device.memory or None
     return Setup(
         device=device,
         engine=PlannedEngine.of("vllm" if vllm else "torch", device),
@@ -187,10 +189,13 @@ def _places(
     """The GPUs that are taken, each with its workers, and the machine with those that compute on the processor."""
     for number, gpu in enumerate(gpus):
         if copies := _copies([worker for worker in workers if number in seats.get(worker.name, ())], bases, gpu=True):
-            yield SharedMemory(f"GPU {number}", copies, _setup(environment, Device(gpu.memory, 0, 0)))
+            setup = _setup(environment, Device(gpu.free, 0, 0), gpu.memory)
+            yield SharedMemory(f"GPU {number}", copies, setup, gpu.memory)
     on_cpu = [each for each in workers if environment.get(f"MARLAAS_{each.service.upper()}_DEVICE", "cpu") == "cpu"]
     if copies := _copies(on_cpu, bases, gpu=False):
-        yield SharedMemory("this machine", copies, _setup(environment, Device(free(), 0, 0, gpu=False)))
+        memory = free()
+        setup = _setup(environment, Device(memory, 0, 0, gpu=False), memory)
+        yield SharedMemory("this machine", copies, setup, memory)
 
 
 def _copies(workers: Sequence[LocalWorker], bases: Mapping[str, LocalBase], *, gpu: bool) -> list[Copies]:
@@ -232,7 +237,7 @@ def _settings(fits: Sequence[tuple[SharedMemory, WorkerBytes]], own_context: int
         (place, each) for place, each in rollouts if place.setup.device.gpu and place.setup.engine.name == "vllm"
     ]:
         if any(place.has("trainer") or sum(copy.rollouts for copy in place.copies) > 1 for place, _ in on_gpu):
-            part = min(each.rollout / place.memory for place, each in on_gpu)
+            part = min(each.rollout / place.whole for place, each in on_gpu)
             found["MARLAAS_VLLM_MEMORY_FRACTION"] = f"{int(part * 100) / 100:.2f}"
     elif rollouts:
         found["MARLAAS_ROLLOUT_KV_BYTES"] = str(min(each.kv for _, each in rollouts))

@@ -18,6 +18,7 @@ from manager_service.local.gpus import (
     described,
     find_gpus,
     parse_devices,
+    told_of_others,
     visible,
 )
 from manager_service.local.settings import LocalSettings
@@ -52,7 +53,8 @@ def arrange(environment: Mapping[str, str], workers: Sequence[LocalWorker]) -> A
     one_each = bool(seats) and (bool(devices) or len(gpus) > 1) and not _numbered(everything)
     of_workers = {name: visible(seat, gpus) for name, seat in seats.items()} if one_each else {}
     chosen = choose(everything, workers, seats, gpus)
-    lines = [described(seats, len(gpus))] * one_each + chosen.lines
+    taken = {number for seat in seats.values() for number in seat}
+    lines = [described(seats, len(gpus))] * one_each + told_of_others(gpus, taken) + chosen.lines
     return Arrangement(settings | chosen.settings, of_workers, lines)
 
 

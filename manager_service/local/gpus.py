@@ -6,7 +6,7 @@ CUDA_VISIBLE_DEVICES has them, where the operator has set that.
 
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,9 @@ from common.errors import InvalidInput
 
 SERVICES = ("rollout", "trainer")
 TIMEOUT_S = 30.0
+MIB = 1 << 20
+UNNOTICED = 0.03
+"""A part of a GPU's memory within what plans leave: less is not reckoned with."""
 EXAMPLE = "write rollout:0-3,trainer:4-7"
 
 
@@ -26,6 +29,11 @@ class LocalWorker(NamedTuple):
 class Gpu(NamedTuple):
     name: str  # as CUDA_VISIBLE_DEVICES has it
     memory: float  # bytes, all of it
+    held: float = 0  # bytes that others hold now
+
+    @property
+    def free(self) -> float:
+        return self.memory - self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +57,11 @@ def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
         return []
-    query = [program, "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    query = [program, "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
         rows = [tuple(map(str.strip, line.split(","))) for line in told.splitlines() if line.strip()]
-        found = [(uuid, Gpu(index, float(mib) * (1 << 20))) for index, uuid, mib in rows]
+        found = [(uuid, _gpu(index, float(total), float(free))) for index, uuid, total, free in rows]
     except (
         OSError,
         subprocess.SubprocessError,
@@ -65,6 +73,12 @@ def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:
         return [gpu for _, gpu in found]
     names = [name.strip() for name in visible.split(",") if name.strip()]
     return [gpu for name in names for uuid, gpu in found if name == gpu.name or uuid.startswith(name)]
+
+
+def _gpu(index: str, total: float, free: float) -> Gpu:
+    """`total`, `free`: MiB. What the driver keeps for itself is nobody's, and no reason to tell of others."""
+    held = total - free if total - free > UNNOTICED * total else 0
+    return Gpu(index, total * MIB, held * MIB)
 
 
 def parse_devices(text: str, num_gpus: int) -> dict[str, list[int]]:
@@ -136,3 +150,12 @@ def described(seats: Seats, num_gpus: int) -> str:
         f"; {idle} of {num_gpus} are idle: --rollout, --trainer or more GPUs for each worker take them" if idle else ""
     )
     return f"GPUs: {told}{more}; MARLAAS_DEVICES=rollout:0,trainer:1 chooses"
+
+
+def told_of_others(gpus: Sequence[Gpu], numbers: Collection[int]) -> list[str]:
+    """A line for each of those GPUs on which others hold memory."""
+    return [
+        f"GPU {number}: others hold {gpu.held / 1e9:.1f} of its {gpu.memory / 1e9:.1f} GB; reckoned with is what is free"
+        for number, gpu in enumerate(gpus)
+        if number in numbers and gpu.held
+    ]

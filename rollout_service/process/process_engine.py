@@ -38,6 +38,7 @@ SILENCE_S = 120.0
 """A process is taken for dead when it owes tokens and gives none for so long."""
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 20.0, 60.0)
 
+LoadingTurn = Callable[[], contextlib.AbstractContextManager[None]]
 T = TypeVar("T")
 log = structlog.get_logger()
 
@@ -121,9 +122,17 @@ class Counts:
 class ProcessEngine:
     """Implements `Engine` over a `Core`."""
 
-    def __init__(self, make_core: Callable[[], Core], files: AdapterFiles, tokenizer: Tokenizer, shape: Shape) -> None:
-        """`make_core` makes the next life's core; it must not block."""
+    def __init__(
+        self,
+        make_core: Callable[[], Core],
+        files: AdapterFiles,
+        tokenizer: Tokenizer,
+        shape: Shape,
+        turn: LoadingTurn = contextlib.nullcontext,
+    ) -> None:
+        """`make_core` makes the next life's core; it must not block. `turn`, which may, is held while one starts, and measures memory."""
         self._make_core = make_core
+        self._turn_to_load = turn
         self._files = files
         self._shape = shape
         self._tokenizer = tokenizer
@@ -301,7 +310,12 @@ class ProcessEngine:
             await asyncio.sleep(0)  # `_keep` is about to notice
 
     async def _begin(self) -> Life:
-        """Starts a fresh process and loads the bare base model's adapter."""
+        """Starts a fresh process and loads the bare base model's adapter, when it is its turn to load."""
+        with contextlib.ExitStack() as turn:
+            await asyncio.to_thread(turn.enter_context, self._turn_to_load())
+            return await self._begin_now()
+
+    async def _begin_now(self) -> Life:
         core = self._make_core()
         try:
             await core.start()

@@ -16,9 +16,11 @@ import secrets
 import signal
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from base_model.loading_turn import alone_on
 from common.base_shape import EXPERTS
 from common.errors import InvalidInput, Unavailable
 from common.own_folder import roomy
@@ -78,7 +80,8 @@ def vllm_engine(options: VllmOptions, tokenizer: BaseTokenizer) -> ProcessEngine
     shape = Shape(
         tokenizer.vocab_size, tokenizer.context, options.slots, options.max_loras, options.max_known, MAX_TEMPERATURE
     )
-    return ProcessEngine(lambda: VllmCore(options, tokenizer.context), files, tokenizer, shape)
+    turn = partial(alone_on, options.device, options.tensor_parallel)
+    return ProcessEngine(lambda: VllmCore(options, tokenizer.context), files, tokenizer, shape, turn)
 
 
 class VllmCore:

@@ -153,6 +153,12 @@ def test_rollout_and_trainer_choose_one_dtype_for_one_kind_of_device(device: str
     assert TrainerSettings(trainer_device=device, trainer_dtype="bfloat16").dtype == "bfloat16"
 
 
+def test_a_gpu_has_larger_micro_batches_unless_somebody_has_said_how_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (TrainerSettings().most_tokens, TrainerSettings(trainer_device="cuda").most_tokens) == (2048, 16_384)
+    monkeypatch.setenv("MARLAAS_TRAINER_MICRO_BATCH_TOKENS", "4096")
+    assert TrainerSettings(trainer_device="cuda:1").most_tokens == 4096
+
+
 def test_vllm_on_a_gpu_has_defaults_of_its_own_and_what_is_set_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     here, gpu = RolloutSettings(engine="vllm"), RolloutSettings(engine="vllm", rollout_device="cuda")
     assert (here.rollout_slots, gpu.rollout_slots) == (128, 256)

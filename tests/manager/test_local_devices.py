@@ -4,6 +4,7 @@ nvidia-smi is a script that answers as the real one does.
 """
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import InvalidInput
+from common.settings import TINY
+from harness.bases import QWEN3_06B
 from manager_service.local.devices import arrange, idle_gpu
 from manager_service.local.gpus import LocalWorker
 from manager_service.local.supervisor import LocalCluster, ServiceCommand
@@ -19,9 +22,9 @@ from tests.manager.test_supervisor import API, python
 ON_GPU = {"MARLAAS_ROLLOUT_DEVICE": "cuda", "MARLAAS_TRAINER_DEVICE": "cuda"}
 
 
-def with_gpus(tmp_path: Path, number: int, **settings: str) -> dict[str, str]:
-    """An environment with a nvidia-smi that finds so many."""
-    rows = "".join(f"echo '{index}, GPU-{index}aaa-bbb, 24564'\n" for index in range(number))
+def with_gpus(tmp_path: Path, number: int, *, free_mib: int = 24_100, **settings: str) -> dict[str, str]:
+    """An environment with a nvidia-smi that finds so many, with so much of each one's memory free."""
+    rows = "".join(f"echo '{index}, GPU-{index}aaa-bbb, 24564, {free_mib}'\n" for index in range(number))
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir(exist_ok=True)
     program.write_text(f"#!/bin/sh\n{rows}")
@@ -73,6 +76,17 @@ def test_a_service_on_the_cpu_has_no_gpu_and_one_that_names_its_own_keeps_it(tmp
 
 def test_the_operators_own_visible_gpus_are_those_that_are_shared(tmp_path: Path) -> None:
     assert seen(with_gpus(tmp_path, 8) | {"CUDA_VISIBLE_DEVICES": "5,GPU-2aaa"}) == {"rollout-0": "5", "trainer-0": "2"}
+
+
+def test_what_others_hold_of_a_gpu_is_said_and_not_given_away(tmp_path: Path) -> None:
+    config = json.loads((TINY / "config.json").read_text()) | QWEN3_06B | {"layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = {"MARLAAS_BASE_MODELS": f"tiny={tmp_path}", "MARLAAS_ENGINE": "vllm"}
+    idle, busy = (arrange(with_gpus(tmp_path, 1, free_mib=free) | asked, workers(1, 1)) for free in (24_100, 14_564))
+    assert not any("others hold" in line for line in idle.lines)
+    assert "GPU 0: others hold 10.5 of its 25.8 GB" in busy.lines[0] and "15.3 GB of GPU 0" in busy.lines[1]
+    fractions = [float(each.settings["MARLAAS_VLLM_MEMORY_FRACTION"]) for each in (idle, busy)]
+    assert fractions[1] * 24_564 < 14_564 and fractions[1] < fractions[0], "a fraction is of the whole memory"
 
 
 def test_without_nvidia_smi_all_is_as_it_was(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ tests can make it fail. The engine's contract is in `test_engine_contract.py`, t
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,26 @@ async def test_a_resumed_turn_draws_from_another_stream_and_the_same_each_time()
         first, again = [await one(engine, request(max_tokens=60, partial=done)) for _ in range(2)]
     assert first.tokens == again.tokens and first.tokens[:20] == whole.tokens[:20]
     assert first.tokens[20:] != whole.tokens[20:] and first.tokens[20:40] != whole.tokens[:20]
+
+
+async def test_a_process_starts_in_its_turn_to_load_the_first_time_and_again() -> None:
+    cores, held, seen = Cores(), threading.Lock(), list[bool]()
+
+    @contextlib.contextmanager
+    def turn() -> Generator[None]:
+        with held:
+            yield
+
+    def make_core() -> Core:
+        seen.append(held.locked())
+        return cores()
+
+    async with started(make_core, "a", turn=turn) as engine:
+        assert not held.locked(), "and then others load"
+        cores.last.dead.set()
+        await until(lambda: len(seen) == 2 and not held.locked())
+        await one(engine, request(ref("a"), max_tokens=5))
+    assert seen == [True, True]
 
 
 async def test_a_process_that_dies_while_an_adapter_loads_or_before_it_gives_a_token_is_replaced() -> None:

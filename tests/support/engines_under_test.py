@@ -17,7 +17,7 @@ from rollout_service.embedded.pools import EngineLimits
 from rollout_service.engine import Engine
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, Core, CoreDied, SamplingRequest, TokenChunk
-from rollout_service.process.process_engine import ProcessEngine, Shape
+from rollout_service.process.process_engine import LoadingTurn, ProcessEngine, Shape
 from tests.support.fake_core import FakeCore
 from tests.support.rollout_cases import TINY, NoEnd, exact_limits, running, tokenizer
 
@@ -112,11 +112,12 @@ def process_engine(
     max_loras: int = MAX_LORAS,
     max_known: int = 0,
     files: AdapterFiles | None = None,
+    turn: LoadingTurn = contextlib.nullcontext,
 ) -> ProcessEngine:
     known = tokenizer()
     shape = Shape(known.vocab_size, known.context, slots, max_loras, max_known, max_temperature=2.0)
     stored = files or AdapterFiles(linear_shapes(TINY), max_rank=16)
-    return ProcessEngine(make_core, stored, known if ends else NoEnd(), shape)
+    return ProcessEngine(make_core, stored, known if ends else NoEnd(), shape, turn)
 
 
 def fake_core(**told: Any) -> FakeCore:

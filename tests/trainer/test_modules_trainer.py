@@ -81,6 +81,18 @@ def test_a_budget_of_tokens_is_kept_and_the_oldest_job_goes_first(backbone: Back
     assert all(step.opened.sums.num_padding == 0 for step in steps)
 
 
+def test_a_micro_batch_grows_until_a_layer_would_be_computed_again(backbone: Backbone) -> None:
+    trainer = Trainer(backbone, Budget(500))
+    fit(trainer, 1 << 28, most_tokens=600)
+    assert trainer.budget.tokens == 600
+    per_token = trainer.budget.bytes_per_token
+    for tokens, expected in ((550, 550), (300, 500)):
+        tight = Trainer(backbone, Budget(500))
+        fit(tight, int(tokens * per_token) + 1, most_tokens=600)
+        assert isinstance(tight.backbone, ModulesBackbone) and tight.budget.tokens == pytest.approx(expected, abs=1)
+        assert (tight.backbone.num_checkpointed > 0) == (tokens < 500)
+
+
 def test_layers_are_checkpointed_as_memory_demands(backbone: Backbone) -> None:
     # Given the bytes that a micro-batch keeps when all is kept
     roomy = Trainer(backbone, Budget(500), share_prefixes=False)

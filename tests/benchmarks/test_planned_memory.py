@@ -1,0 +1,18 @@
+"""Measures what a trainer's process takes, and holds to it what `marlaas plan` says."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planned_memory import LIMIT, SHAPES, Way, measured, predicted
+from harness.bases import make_random_base
+
+NUM_TOKENS = 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [Way("decoder", "float32", True), Way("transformers", "bfloat16", True)])
+def test_a_trainer_that_computes_layers_again_takes_what_is_planned(tmp_path: Path, way: Way) -> None:
+    folder = make_random_base(tmp_path / "base", last_word=300, **SHAPES["deep"])
+    expected = predicted(folder, way, NUM_TOKENS).total
+    assert expected == pytest.approx(measured(folder, way, NUM_TOKENS), rel=LIMIT)
