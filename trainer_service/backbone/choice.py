@@ -5,7 +5,8 @@ from pathlib import Path
 import structlog
 import torch
 
-from base_model.decoder import Decoder, DecoderConfig, directly
+from base_model.backbone_kind import fitting_kind
+from base_model.decoder import Decoder, directly
 from base_model.device import find_device
 from common.errors import InvalidInput
 from trainer_service.backbone.interface import Backbone
@@ -20,26 +21,12 @@ def load_backbone(settings: TrainerSettings, folder: Path) -> Backbone:
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
     kind = settings.trainer_backbone
     if kind == "auto":
-        kind = _fitting(settings, folder, device)
+        kind = fitting_kind(folder, device, only_decoder=settings.deterministic or settings.trainer_compile)
     log.info("backbone_chosen", backbone=kind, device=str(device), dtype=settings.dtype)
     dtype = getattr(torch, settings.dtype)
     if kind == "decoder":
         return _decoder(settings, folder, device, dtype)
     return _modules(settings, folder, device, dtype)
-
-
-def _fitting(settings: TrainerSettings, folder: Path, device: torch.device) -> str:
-    """The decoder on a CPU, and in what only it does, for the families that it knows."""
-    if settings.deterministic or settings.trainer_compile:
-        return "decoder"
-    if device.type != "cpu":
-        return "transformers"
-    try:
-        DecoderConfig.load(folder)
-    except InvalidInput as error:
-        log.info("decoder_refused", reason=str(error))
-        return "transformers"
-    return "decoder"
 
 
 def _decoder(settings: TrainerSettings, folder: Path, device: torch.device, dtype: torch.dtype) -> DecoderBackbone:

@@ -5,7 +5,8 @@ from pathlib import Path
 import structlog
 import torch
 
-from base_model.decoder import Decoder, DecoderConfig
+from base_model.backbone_kind import fitting_kind
+from base_model.decoder import Decoder
 from base_model.device import find_device
 from common.errors import InvalidInput
 from rollout_service.embedded.backbone.fused import FusedDecoder
@@ -23,7 +24,7 @@ def load_backbone(settings: RolloutSettings, folder: Path) -> EngineBackbone:
     device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
     kind = settings.rollout_backbone
     if kind == "auto":
-        kind = _fitting(settings, folder, device)
+        kind = fitting_kind(folder, device, only_decoder=settings.deterministic)
     log.info("backbone_chosen", backbone=kind, device=str(device), dtype=settings.dtype)
     dtype = getattr(torch, settings.dtype)
     if kind == "decoder":
@@ -35,17 +36,3 @@ def load_backbone(settings: RolloutSettings, folder: Path) -> EngineBackbone:
         return load_modules(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
     except InvalidInput as error:
         raise InvalidInput(f"{error} (vLLM may sample from it: MARLAAS_ENGINE=vllm)") from error
-
-
-def _fitting(settings: RolloutSettings, folder: Path, device: torch.device) -> str:
-    """Our decoder in deterministic mode, and on a CPU for the families that it knows; else transformers' modules, as in trainers."""
-    if settings.deterministic:
-        return "decoder"
-    if device.type != "cpu":
-        return "transformers"
-    try:
-        DecoderConfig.load(folder)
-    except InvalidInput as error:
-        log.info("decoder_refused", reason=str(error))
-        return "transformers"
-    return "decoder"
