@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from base_model.device import give_back_memory
-from base_model.stacked import LanePlanner, Product
+from base_model.stacked import FusedAdapter, LanePlanner, Product
 from common.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
-from rollout_service.embedded.backbone.compiling import quick_attend
-from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart
+from rollout_service.embedded.backbone.compiling import compiled_for
+from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart, QkvAttend
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
 from rollout_service.embedded.prefill import Extension, Prefill, Rest
@@ -54,7 +54,8 @@ class ForwardLayout:
     pools: list[Pool]
     seats: np.ndarray  # [n] seat of each row of the forward
     size: int  # rows of the forward, rounded up
-    products: list[Product]
+    adapters: list[FusedAdapter | None]  # [n]
+    products: list[Product] | None  # None: not planned, or another plan came after it
     sampling: SamplingPlan
     watched: list[int]  # rows of the forward that need a look after each token: stop strings, streaming, top log-probs
 
@@ -88,8 +89,8 @@ class RunningRows:
         self._decode = decode
         self._limits = limits
         self._rounded = exact_rows if limits.exact else rounded_rows
-        self._quick_attend = quick_attend(model.embedding, exact=limits.exact)
-        self._seats = Seats(limits.slots, end_ids, config.context)
+        self._compiled = compiled_for(model.embedding, exact=limits.exact)
+        self._seats = Seats(limits.slots, end_ids, config.context, self._compiled)
         self._pools = Pools(config, model.embedding, limits.pools)
         wide = None if limits.exact else WIDE_LANE_ROWS
         self._planner = LanePlanner(device, limits.min_rows, wide_rows=wide, budget_bytes=limits.step_lanes)
@@ -235,8 +236,8 @@ class RunningRows:
     def _count(self, layout: ForwardLayout, extension: Extension | None, computed_s: float, seconds: float) -> None:
         """Counts a step's time, of the meter's clock and of the wall's: each position costs alike."""
         if extension:
-            share = extension.part.num / (extension.part.num + layout.size)
-            self._prefill.count(extension.shares, extension.part.num, share * computed_s, share * seconds)
+            share = extension.num / (extension.num + layout.size)
+            self._prefill.count(extension.shares, extension.num, share * computed_s, share * seconds)
             computed_s, seconds = (1 - share) * computed_s, (1 - share) * seconds
         self.meter.stepped(layout.size, computed_s)
         self._step_s += seconds
@@ -249,26 +250,42 @@ class RunningRows:
         inputs = np.zeros((2, layout.size), np.int64)
         inputs[0, :num] = seats.last[layout.seats]
         inputs[1, :num] = seats.length[layout.seats] - 1
-        before = extension.part.num if extension else 0
+        before = extension.num if extension else 0
         if extension:
             inputs = np.concatenate([[extension.tokens, extension.positions], inputs], axis=1)
         tokens, positions = torch.from_numpy(inputs).to(self._device)
-        longest = [int(seats.length[pool.seats].max()) for pool in layout.pools]
-        places = kv.slices(layout.pools, positions[before : before + num], longest)
-        attend = kv.DecodeAttend(self._config, places, exact=self._limits.exact, kernel=self._quick_attend())
-        parts = [ForwardPart(layout.size, attend, layout.products)]
-        hidden = self._model.forward(tokens, positions, [extension.part, *parts] if extension else parts)[before:]
+        parts = self._parts(layout, extension, positions[before : before + num])
+        hidden = self._model.forward(tokens, positions, parts)[before:]
         uniforms = torch.from_numpy(seats.uniforms(layout.seats)).to(self._device)
         return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling)
+
+    def _parts(self, layout: ForwardLayout, extension: Extension | None, positions: Tensor) -> list[ForwardPart]:
+        """One part for all rows where attention is compiled, else one for each kind. `positions` [n]: of rows' newest tokens."""
+        if (compiled := self._compiled()) is not None:
+            rows = kv.new_rows(layout.pools, positions.numpy(), extension.spans if extension else ())
+            return [self._one_part(layout, extension, kv.CompiledAttend(self._config, compiled.attend, rows))]
+        longest = [int(self._seats.length[pool.seats].max()) for pool in layout.pools]
+        places = kv.slices(layout.pools, positions, longest)
+        newest = self._one_part(layout, None, kv.DecodeAttend(self._config, places, exact=self._limits.exact))
+        return [self._prefill.part(extension), newest] if extension else [newest]
+
+    def _one_part(self, layout: ForwardLayout, extension: Extension | None, attend: QkvAttend) -> ForwardPart:
+        if extension:
+            layout.products = None
+            size = extension.num + layout.size
+            return ForwardPart(size, attend, self._planner.plan([*extension.adapters, *layout.adapters], size))
+        if layout.products is None:
+            layout.products = self._planner.plan(layout.adapters, layout.size)
+        return ForwardPart(layout.size, attend, layout.products)
 
     def _lay_out(self) -> ForwardLayout:
         pools = [pool for pool in self._pools if pool.seats]
         seats = np.array([seat for pool in pools for seat in pool.seats])
         rows = [self._row(seat) for seat in seats]
         size = self._rounded(len(rows), self._limits.min_rows)
-        products = self._planner.plan([row.adapter for row in rows], size)
+        adapters = [row.adapter for row in rows]
         watched = [i for i, row in enumerate(rows) if _is_watched(row)]
-        self._layout = ForwardLayout(pools, seats, size, products, self._sampling(rows), watched)
+        self._layout = ForwardLayout(pools, seats, size, adapters, None, self._sampling(rows), watched)
         return self._layout
 
     def _sampling(self, rows: Sequence[TurnRow]) -> SamplingPlan:

@@ -20,7 +20,7 @@ MERGED_HEADS = 2
 """Up to so many key heads, a CPU is faster with `_merged_attention`, in spite of its zeros."""
 
 
-DecodeKernel = Callable[..., None]
+Kernel = Callable[..., None]
 """See `backbone/decode_kernel.py`."""
 ANY = 1 << 40
 """A window of all positions."""
@@ -77,34 +77,20 @@ def slices(pools: Sequence[Pool], positions: Tensor, lengths: Sequence[int]) -> 
 class DecodeAttend:
     """Attention of one new token a row on its pool's rows."""
 
-    def __init__(
-        self, config: ModelShape, parts: Sequence[Slice], *, exact: bool, kernel: DecodeKernel | None = None
-    ) -> None:
-        """`exact`: a row's bits do not depend on how long its neighbours are; on a CPU. `kernel`: computes instead of torch."""
+    def __init__(self, config: ModelShape, parts: Sequence[Slice], *, exact: bool) -> None:
+        """`exact`: a row's bits do not depend on how long its neighbours are; on a CPU."""
         self._parts = parts
         self._exact = exact
-        self._kernel = kernel
         self._heads = config.num_heads
         self._kv_heads = config.num_kv_heads
 
     def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
-        if self._kernel:
-            return self._by(self._kernel, layer, qkv, scale, window)
         if len(self._parts) == 1 and len(self._parts[0].places) == len(qkv):
             return self._one(layer, self._parts[0], qkv, scale, window)
         owned = [qkv[part.first : part.first + len(part.places)] for part in self._parts]
         each = zip(self._parts, owned, strict=True)
         found = torch.cat([self._one(layer, part, own, scale, window) for part, own in each])
         return F.pad(found, (0, 0, 0, len(qkv) - len(found)))
-
-    def _by(self, kernel: DecodeKernel, layer: int, qkv: Tensor, scale: float | None, window: int | None) -> Tensor:
-        out = qkv.new_zeros(len(qkv), self._heads, qkv.shape[2])
-        limits = np.float32(scale or qkv.shape[2] ** -0.5), window or ANY
-        for part in self._parts:
-            own = slice(part.first, part.first + len(part.places))
-            tensors = (qkv[own], part.pool.layers[layer], part.positions, out[own])
-            kernel(*(each.numpy() for each in tensors), *limits)
-        return out.flatten(1)
 
     def _one(self, layer: int, part: Slice, qkv: Tensor, scale: float | None, window: int | None) -> Tensor:
         """qkv [n, H + 2K, D] -> [n, H * D]. The query heads of one key head stand as its rows."""
@@ -231,6 +217,48 @@ class ExtendAttend:
     def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
         owned = zip(self._parts, qkv.split(self._sizes), strict=True)
         return joined([part(layer, own, scale, window) for part, own in owned])
+
+
+class CompiledAttend:
+    """The same as `ExtendAttend` and, for rows with one new token, as `DecodeAttend`, by a compiled function."""
+
+    def __init__(self, config: ModelShape, kernel: Kernel, rows: Sequence["NewRows"]) -> None:
+        """`rows`: none twice; rows of the forward that none of them names get zeros."""
+        self._heads, self._kernel = config.num_heads, kernel
+        self._rows = rows
+
+    def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
+        out = qkv.new_zeros(len(qkv), self._heads, qkv.shape[2])
+        limits = np.float32(scale or qkv.shape[2] ** -0.5), window or ANY
+        for pool, places in self._rows:
+            self._kernel(qkv.numpy(), pool.layers[layer].numpy(), places, out.numpy(), *limits)
+        return out.flatten(1)
+
+
+class NewRows(NamedTuple):
+    """New tokens of rows of a pool, those of a row in order."""
+
+    pool: Pool
+    places: np.ndarray  # int64 [n, 3]: row of the forward, row of the pool, position
+
+
+def new_rows(pools: Sequence[Pool], positions: np.ndarray, spans: Sequence[NewTokens] = ()) -> list[NewRows]:
+    """The rows of a forward: of `spans`, all their tokens; then one of each row of the pools, at these positions [n]."""
+    places: dict[Pool, list[np.ndarray]] = {}
+    first = 0
+    for span in spans:
+        at = np.arange(span.num)
+        places.setdefault(span.pool, []).append(_placed(first + at, span.row, span.start + at))
+        first += span.num
+    ends = list(itertools.accumulate(len(pool.seats) for pool in pools))
+    for pool, own in zip(pools, np.split(positions, ends), strict=False):
+        places.setdefault(pool, []).append(_placed(first + np.arange(len(own)), np.arange(len(own)), own))
+        first += len(own)
+    return [NewRows(pool, each[0] if len(each) == 1 else np.concatenate(each)) for pool, each in places.items()]
+
+
+def _placed(*columns: np.ndarray | int) -> np.ndarray:
+    return np.stack(np.broadcast_arrays(*columns), axis=1)
 
 
 class _SameKind:

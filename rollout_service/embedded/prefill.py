@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base_model.stacked import LanePlanner
+from base_model.stacked import FusedAdapter, LanePlanner
 from common.messages import AdapterRef, Array, TurnRequest
 from rollout_service.embedded import kv
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart
@@ -60,8 +60,13 @@ class Extension(NamedTuple):
 
     tokens: np.ndarray
     positions: np.ndarray
-    part: ForwardPart
+    spans: Sequence[kv.NewTokens]
+    adapters: Sequence[FusedAdapter | None]  # of each token
     shares: Shares
+
+    @property
+    def num(self) -> int:
+        return len(self.tokens)
 
 
 def prefix_key(row: TurnRow) -> PrefixKey:
@@ -183,14 +188,18 @@ class Prefill:
         """Puts the rests of rows end to end, all lengths, ranks and pools together."""
         placed = sorted(((self._span(rest), rest) for rest in rests), key=lambda pair: pair[0].kind)
         spans = [span for span, _ in placed]
-        adapters = [rest.row.adapter for _, rest in placed for _ in range(rest.num)]
-        products = self._planner.plan(adapters, len(adapters))
         return Extension(
             np.concatenate([rest.row.request.tokens.numpy()[rest.start : -1] for _, rest in placed]),
             np.concatenate([np.arange(span.start, span.start + span.num) for span in spans]),
-            ForwardPart(len(adapters), kv.ExtendAttend(self._model.config, spans), products),
+            spans,
+            [rest.row.adapter for _, rest in placed for _ in range(rest.num)],
             [(rest.row, rest.num) for rest in rests],
         )
+
+    def part(self, extension: Extension) -> ForwardPart:
+        """Makes a part of a forward of it, with attention and adapters of its own."""
+        attend = kv.ExtendAttend(self._model.config, extension.spans)
+        return ForwardPart(extension.num, attend, self._planner.plan(extension.adapters, extension.num))
 
     def _span(self, rest: Rest) -> kv.NewTokens:
         pool = self._pools.of(rest.row)
@@ -199,7 +208,7 @@ class Prefill:
     def _extend(self, rests: Sequence[Rest]) -> None:
         with self._metered([(rest.row, rest.num) for rest in rests], sum(rest.num for rest in rests)):
             extension = self.extension(rests)
-            self._forward(extension.tokens, extension.positions, extension.part)
+            self._forward(extension.tokens, extension.positions, self.part(extension))
 
     # ---- both -------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 A row keeps its seat from admission to its end; its place in a forward changes as others come and go.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from base_model.stacked import FusedAdapter
 from common.messages import EMPTY_F32, Array, StopReason, TurnRequest
 from common.rng import key_of, uniform_rows
+from rollout_service.embedded.backbone.compiling import Compiled
 from rollout_service.engine import OnToken
 
 DRAWN_AHEAD = 64
@@ -37,9 +38,13 @@ class TurnRow:
 class Seats:
     """The rows under way, by seat."""
 
-    def __init__(self, num: int, end_ids: Sequence[int], context: int) -> None:
-        """`end_ids`: end the turns of requests that do not say which do. `context`: the most tokens of any sequence."""
+    def __init__(
+        self, num: int, end_ids: Sequence[int], context: int, compiled: Callable[[], Compiled | None] = lambda: None
+    ) -> None:
+        """`end_ids`: end the turns of requests that do not say which do. `context`: the most tokens of any sequence. `compiled`: tells
+        what draws numbers faster."""
         self._served = context
+        self._compiled = compiled
         self._end_ids = end_ids
         self.rows: list[TurnRow | None] = [None] * num
         self.free = list(range(num - 1, -1, -1))
@@ -53,7 +58,7 @@ class Seats:
         self.tokens = np.zeros((num, 64), np.int32)
         self.logprobs = np.zeros((num, 64), np.float32)
         self._keys = np.zeros((num, 2), np.uint64)
-        self._coordinates = np.zeros((3, num, 1), np.uint64)  # group, sample, turn
+        self._coordinates = np.zeros((num, 3), np.uint64)  # group, sample, turn
         self._drawn = np.zeros((num, DRAWN_AHEAD))
 
     def take(self, row: TurnRow) -> int:
@@ -74,7 +79,7 @@ class Seats:
             self.logprobs[seat, :partial] = request.logprobs.numpy()[-partial:]
         ref = request.trajectory
         self._keys[seat] = key_of(*ref.sampling_stream)
-        self._coordinates[:, seat, 0] = [v & 0xFFFFFFFF for v in (ref.group, ref.sample, request.turn)]
+        self._coordinates[seat] = [v & 0xFFFFFFFF for v in (ref.group, ref.sample, request.turn)]
         self.rows[seat] = row
         row.seat = seat  # last: from here on other threads may read its progress
         return seat
@@ -119,9 +124,14 @@ class Seats:
 
     def draw(self, seats: np.ndarray) -> None:
         """Draws the next numbers of rows: of those just seated, or with none left."""
-        first = self.count[seats] // DRAWN_AHEAD * DRAWN_AHEAD
-        positions = first[:, None] + np.arange(DRAWN_AHEAD)
-        self._drawn[seats] = uniform_rows(self._keys[seats], *self._coordinates[:, seats], positions)
+        first = (self.count[seats] // DRAWN_AHEAD * DRAWN_AHEAD).astype(np.uint64)
+        keys, coordinates, drawn = self._keys[seats], self._coordinates[seats], np.empty((len(seats), DRAWN_AHEAD))
+        if (compiled := self._compiled()) is not None:
+            compiled.draw(keys, coordinates, first, drawn)
+        else:
+            positions = first[:, None] + np.arange(DRAWN_AHEAD, dtype=np.uint64)
+            drawn = uniform_rows(keys, *coordinates.T[:, :, None], positions)
+        self._drawn[seats] = drawn
 
     def _end_with(self, seat: int, tokens: Sequence[int]) -> None:
         if (extra := len(tokens) - self.ends.shape[1]) > 0:

@@ -1,4 +1,4 @@
-"""Compiled attention of a decode step: it is that of torch, whatever the heads and lengths, and no row meets another."""
+"""Compiled attention: it is that of torch, whatever the heads, the lengths and the new tokens of a row, and no row meets another."""
 
 from types import SimpleNamespace
 
@@ -8,18 +8,22 @@ import torch
 from torch import Tensor
 
 from common.messages import TurnRequest
+from common.rng import key_of, uniform_rows
 from rollout_service.embedded import batch, kv
-from rollout_service.embedded.backbone.compiling import compiling, quick_attend
+from rollout_service.embedded.backbone.compiling import Compiled, compiled_for, compiling
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits, Pool
 from rollout_service.embedded.seats import TurnRow
 from tests.support.rollout_cases import BASE, model, request
 
-POSITIONS = (0, 1, 31, 63, 40)
+POSITIONS = np.array([0, 1, 31, 63, 40])
+SPANS = ((0, 3, 5, 7), (1, 2, 60, 1), (1, 3, 0, 20))
+"""Pool, row, first position and number of new tokens of rows that have several; in order of kind."""
 
 
-def attended(kernel: kv.DecodeKernel | None, qkv: Tensor, num_heads: int, **asked: float | int | None) -> Tensor:
-    """Attention of five rows in two pools, whose keys and values are always the same, and of a row that only fills up the forward."""
+def attended(compiled: Compiled | None, qkv: Tensor, num_heads: int, **asked: float | int | None) -> Tensor:
+    """Attention of several new tokens of three rows, of one of five rows, in two pools whose keys and values are always the same, and
+    of a row that only fills up the forward."""
     kv_heads = (qkv.shape[1] - num_heads) // 2
     shape = SimpleNamespace(num_layers=1, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=qkv.shape[2])
     pools, drawn = [Pool(shape, length, qkv) for length in (64, 128)], torch.Generator().manual_seed(1)  # pyright: ignore
@@ -27,36 +31,44 @@ def attended(kernel: kv.DecodeKernel | None, qkv: Tensor, num_heads: int, **aske
         pool.resize(4)
         pool.layers[0].normal_(generator=drawn)
         pool.seats += seats
-    parts = kv.slices(pools, torch.tensor(POSITIONS), [32, 64])
-    attend = kv.DecodeAttend(shape, parts, exact=False, kernel=kernel)  # pyright: ignore
-    return attend(0, qkv, **asked)  # pyright: ignore
+    spans = [kv.NewTokens(pools[pool], *span) for pool, *span in SPANS]
+    if compiled:
+        attend = kv.CompiledAttend(shape, compiled.attend, kv.new_rows(pools, POSITIONS, spans))  # pyright: ignore
+        return attend(0, qkv, **asked)  # pyright: ignore
+    several = kv.ExtendAttend(shape, spans)  # pyright: ignore
+    one = kv.DecodeAttend(shape, kv.slices(pools, torch.from_numpy(POSITIONS), [32, 64]), exact=False)  # pyright: ignore
+    return torch.cat([several(0, qkv[:NUM], **asked), one(0, qkv[NUM:], **asked)])  # pyright: ignore
+
+
+NUM = sum(span[-1] for span in SPANS)
 
 
 @pytest.mark.parametrize("asked", [{}, {"window": 8}, {"scale": 0.5}], ids=str)
 @pytest.mark.parametrize(("num_heads", "kv_heads", "size"), [(4, 2, 32), (6, 1, 16), (8, 8, 64)])
 def test_it_is_what_torch_computes(num_heads: int, kv_heads: int, size: int, asked: dict[str, float | int]) -> None:
     compiling().wait()
-    qkv = torch.randn(6, num_heads + 2 * kv_heads, size, generator=torch.Generator().manual_seed(2))
-    qkv[4] *= 20  # a row whose weights are nearly all on one position
-    expected, found = attended(None, qkv, num_heads, **asked), attended(compiling().attend, qkv, num_heads, **asked)
-    assert compiling().attend and torch.allclose(found[:5], expected[:5], rtol=1e-5, atol=1e-5)
+    qkv = torch.randn(NUM + 6, num_heads + 2 * kv_heads, size, generator=torch.Generator().manual_seed(2))
+    qkv[NUM + 4] *= 20  # a row whose weights are nearly all on one position
+    expected, found = attended(None, qkv, num_heads, **asked), attended(compiling().found, qkv, num_heads, **asked)
+    assert compiling().found and torch.allclose(found[:-1], expected[:-1], rtol=1e-5, atol=1e-5)
     assert bool(found.isfinite().all())
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 def test_what_is_no_number_stays_in_its_row(odd: float) -> None:
     compiling().wait()
-    qkv = torch.randn(6, 8, 32, generator=torch.Generator().manual_seed(3))
-    whole = attended(compiling().attend, qkv, 4)
-    qkv[1, 5] = odd  # a key
-    found = attended(compiling().attend, qkv, 4)
-    assert found[[0, 2, 3, 4]].equal(whole[[0, 2, 3, 4]]) and bool(found[1].isnan().any())
+    qkv = torch.randn(NUM + 6, 8, 32, generator=torch.Generator().manual_seed(3))
+    whole = attended(compiling().found, qkv, 4)
+    qkv[NUM + 1, 5] = odd  # a key
+    found = attended(compiling().found, qkv, 4)
+    others = [row for row in range(len(qkv)) if row != NUM + 1]
+    assert found[others].equal(whole[others]) and bool(found[NUM + 1].isnan().any())
 
 
 def test_turns_have_the_same_tokens_and_logprobs_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     compiling().wait()
     tokens, logprobs = generated()
-    monkeypatch.setattr(compiling(), "attend", None)  # as before it is compiled
+    monkeypatch.setattr(compiling(), "found", None)  # as before it is compiled
     assert (slow := generated())[0] == tokens
     assert np.allclose(slow[1], logprobs, atol=1e-5)
 
@@ -79,4 +91,16 @@ def generated() -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize(("dtype", "exact"), [(torch.bfloat16, False), (torch.float32, True)])
 def test_other_numbers_and_deterministic_mode_keep_torchs(dtype: torch.dtype, exact: bool) -> None:
     compiling().wait()
-    assert quick_attend(torch.zeros(1, dtype=dtype), exact=exact)() is None
+    assert compiled_for(torch.zeros(1, dtype=dtype), exact=exact)() is None
+
+
+def test_it_draws_the_same_numbers() -> None:
+    compiling().wait()
+    keys = np.array([key_of(7919**seat, "train") for seat in range(5)], np.uint64)
+    coordinates = np.array([(seat, 2**32 - 1, 3) for seat in range(5)], np.uint64)
+    first, found = np.arange(0, 320, 64, dtype=np.uint64), np.empty((5, 64))
+    compiled = compiling().found
+    assert compiled
+    compiled.draw(keys, coordinates, first, found)
+    positions = first[:, None] + np.arange(64, dtype=np.uint64)
+    assert np.array_equal(found, uniform_rows(keys, *coordinates.T[:, :, None], positions))

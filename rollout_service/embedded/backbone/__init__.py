@@ -9,6 +9,7 @@ Its files:
     fused.py          our decoder, with few and large operations
     modules.py        transformers' own modules, for the families that our decoder does not know, and on a GPU
     compiling.py      compiles what a CPU computes faster without torch, beside the engine
-    decode_kernel.py  attention of one new token a row, as numba compiles it
+    decode_kernel.py  attention of few new tokens, as numba compiles it
+    draw_kernel.py    random numbers, by numba too
     loading.py        loads a base model into them, and compares them with transformers
 """

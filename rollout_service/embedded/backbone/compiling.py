@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -12,11 +13,18 @@ from torch import Tensor
 log = structlog.get_logger()
 
 
+class Compiled(NamedTuple):
+    """The compiled functions."""
+
+    attend: Callable[..., None]  # see decode_kernel.py
+    draw: Callable[..., None]  # see draw_kernel.py
+
+
 class Compiling:
-    """The attention of `decode_kernel.py`, which a thread of its own compiles."""
+    """Compiles in a thread of its own."""
 
     def __init__(self) -> None:
-        self.attend: Callable[..., None] | None = None  # as soon as it is there
+        self.found: Compiled | None = None  # as soon as it is there
         self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
         self._thread.start()
 
@@ -26,11 +34,11 @@ class Compiling:
     def _compile(self) -> None:
         start = time.monotonic()
         try:
-            from rollout_service.embedded.backbone import decode_kernel  # here: it compiles
+            from rollout_service.embedded.backbone import decode_kernel, draw_kernel  # here: it compiles
         except (ImportError, RuntimeError) as error:
             log.warning("attention_not_compiled", reason=str(error))  # torch computes it then, slower
             return
-        self.attend = decode_kernel.attend
+        self.found = Compiled(decode_kernel.attend, draw_kernel.draw)
         log.info("attention_compiled", seconds=round(time.monotonic() - start, 1))
 
 
@@ -40,11 +48,11 @@ def compiling() -> Compiling:
     return Compiling()
 
 
-def quick_attend(like: Tensor, *, exact: bool) -> Callable[[], Callable[..., None] | None]:
-    """Returns what to ask before each step for compiled attention: there is none in deterministic mode, on a GPU, in other numbers
-    than float32, nor until it is compiled.
+def compiled_for(like: Tensor, *, exact: bool) -> Callable[[], Compiled | None]:
+    """Returns what to ask before each step for what is compiled: nothing in deterministic mode, on a GPU, in other numbers than float32,
+    nor until it is there.
     """
     if exact or like.device.type != "cpu" or like.dtype != torch.float32:
         return lambda: None
-    found = compiling()
-    return lambda: found.attend
+    compiled = compiling()
+    return lambda: compiled.found

@@ -1,4 +1,4 @@
-"""Attention of one new token a row, compiled for this machine's processor: on a CPU, torch's products of so few rows are mostly calls.
+"""Attention of few new tokens a row, compiled for this machine's processor: on a CPU, torch's products of so few rows are mostly calls.
 
 Importing this compiles it, which takes a second, or a few milliseconds where an earlier process has left the code in numba's cache. A
 row's result depends on that row alone, and what is not a number stays so, in its row.
@@ -24,7 +24,7 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
 F = TypeVar("F", bound=Callable[..., Any])
 inlined: Callable[[F], F] = numba.njit(**OPTIONS)  # pyright: ignore
-SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], i8[::1], f4[:,:,::1], f4, i8)"
+SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], i8[:,::1], f4[:,:,::1], f4, i8)"
 
 
 @inlined  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -71,19 +71,20 @@ def _mix(weights, share, seen, v, found):  # pyright: ignore
             found[d] += weight * seen[at, v, d]
 
 
-def _attend(qkv, cache, positions, out, scale, window):  # pyright: ignore
-    """Writes each row's new keys and values into its cache, and its attention into `out`.
+def _attend(qkv, cache, places, out, scale, window):  # pyright: ignore
+    """Writes each new token's keys and values into its row's cache, and its attention into `out`.
 
-    `qkv` [n, H + 2K, D]; `cache` [n or more, L, 2K, D]; `positions` [n], of the new tokens; `out` [n, H, D]. `scale`: of scores;
-    `window`: positions that a position sees, itself included.
+    `qkv` [N, H + 2K, D]; `cache` [rows, L, 2K, D]; `places` [n, 3]: of each new token its row of `qkv` and `out`, its row of the cache,
+    and its position, those of a row in order; `out` [N, H, D]. `scale`: of scores; `window`: positions that a position sees, itself
+    included.
     """
     num_heads, kv_heads = out.shape[1], cache.shape[2] // 2
     group = num_heads // kv_heads
     weights, powers_as_bits = np.empty(cache.shape[1], F32), np.empty(cache.shape[1], I32)
     powers = powers_as_bits.view(F32)
-    for r in range(qkv.shape[0]):
-        end = positions[r] + 1
-        seen, new = cache[r, max(0, end - window) : end], cache[r, end - 1]
+    for n in range(places.shape[0]):
+        r, row, end = places[n, 0], places[n, 1], places[n, 2] + 1
+        seen, new = cache[row, max(0, end - window) : end], cache[row, end - 1]
         for j in range(2 * kv_heads):
             for d in range(new.shape[1]):
                 new[j, d] = qkv[r, num_heads + j, d]
@@ -93,14 +94,14 @@ def _attend(qkv, cache, positions, out, scale, window):  # pyright: ignore
             _mix(weights, F32(1) / total, seen, kv_heads + h // group, out[r, h])
 
 
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Compiles for SIGNATURE; keeps the code for later processes where a folder for it can be written."""
+def compiled(function: Callable[..., None], signature: str) -> Callable[..., None]:
+    """Compiles for a signature; keeps the code for later processes where a folder for it can be written."""
     try:
-        return numba.njit(SIGNATURE, cache=True, **OPTIONS)(function)
+        return numba.njit(signature, cache=True, **OPTIONS)(function)
     except RuntimeError as error:
         if "cannot cache" not in str(error):
             raise
-        return numba.njit(SIGNATURE, **OPTIONS)(function)
+        return numba.njit(signature, **OPTIONS)(function)
 
 
-attend = _compiled(_attend)
+attend = compiled(_attend, SIGNATURE)
