@@ -240,7 +240,9 @@ class Bus:
         if not settlements:
             return []
         finished = [each if each.fields else await self.written(each) for each in settlements]
-        arguments = [len(finished), *(argument for each in finished for argument in self._arguments(each))]
+        arguments: list[Any] = [len(finished)]
+        for each in finished:
+            arguments += self._arguments(each)
         calls: list[Awaitable[Any]] = []
 
         def call() -> Awaitable[Any]:

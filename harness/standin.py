@@ -164,7 +164,7 @@ class StandInTrainer(StandIn):
 NUM_PROMPT, NUM_TOKENS = 24, 64
 """Lengths of the trajectories of `OneTurnEnv` and `OneTurnRollout`."""
 PROMPT = shown(np.arange(NUM_PROMPT))
-ANSWER = wrote(np.arange(NUM_PROMPT, NUM_TOKENS), np.linspace(-2, 0, NUM_TOKENS)[NUM_PROMPT:])
+ANSWERED = PROMPT + wrote(np.arange(NUM_PROMPT, NUM_TOKENS), np.linspace(-2, 0, NUM_TOKENS)[NUM_PROMPT:])
 
 
 @dataclass(slots=True)
@@ -207,7 +207,7 @@ class OneTurnRollout(StandIn):
             id=message.id,
             adapter=message.adapter,
             trajectory=message.trajectory,
-            transcript=PROMPT + ANSWER,
+            transcript=ANSWERED,
             num_prompt=NUM_PROMPT,
             reward=float(message.trajectory.sample % 2),
             stop_reason="stop",

@@ -23,6 +23,7 @@ from common import log
 from common.adapters import AdapterStore
 from common.bus import Bus, Delivery, connect
 from common.objects import Objects
+from common.service import spare_collections
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
 from common.tasks import cancel_all
 from common.telemetry import About, Reporter
@@ -129,6 +130,7 @@ async def report_idle(bus: Bus, num: int) -> None:
 
 
 async def main(load: Load) -> None:
+    spare_collections()
     bus, rng, stop = MeasuredBus(load.redis_url), random.Random(1), asyncio.Event()
     rollout = OneTurnRollout(bus.cell, lambda: load.delay_s * rng.uniform(0.5, 1.5))
     running = [asyncio.create_task(worker.run(stop)) for worker in workers(load, bus, rollout)]
