@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from common.bus import Bus, Out, Settlement
 from common.telemetry import Reporter
 
-GATHER_S, MOST_S = 0.0002, 0.01
+GATHER_S, MOST_S = 0.001, 0.01
 """Time between two scripts, and between two reads: for each delivery under way, and at most. Both cost nearly as much for one entry as for
 ten."""
 
