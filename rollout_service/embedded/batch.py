@@ -350,7 +350,7 @@ class RunningRows:
 
     def _remove(self, row: TurnRow, *, clear: bool = False, in_pool: bool = True) -> None:
         if in_pool:
-            self._pools.of(row).remove(row.seat, clear=clear)
+            self._pools.of(row).remove(row.seat, self._seats.length, clear=clear)
         self._seats.leave(row)
         self._pools.release(row)
         self._layout = None

@@ -16,6 +16,7 @@ of its rows, or of a prefill's positions.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,13 +112,15 @@ class Pool:
         row = self.row(seat)
         return torch.stack([layer[row, :num_tokens] for layer in self.layers])
 
-    def remove(self, seat: int, *, clear: bool = False) -> None:
+    def remove(self, seat: int, lengths: np.ndarray, *, clear: bool = False) -> None:
+        """Gives its place to the last row. `lengths`: tokens of the rows, by seat; what lies behind them is not copied."""
         row, last = self.row(seat), len(self.seats) - 1
+        num = lengths[self.seats[last]]
         for layer in self.layers:
             if row != last:
-                layer[row] = layer[last]
+                layer[row, :num] = layer[last, :num]
             if clear:
-                layer[last] = 0
+                layer[row, num:] = layer[last] = 0
         self.seats[row] = self.seats[last]
         self.seats.pop()
 
