@@ -1,5 +1,7 @@
-"""Compiled attention: it is that of torch, whatever the heads, the lengths and the new tokens of a row, and no row meets another."""
+"""What is compiled is what torch and numpy compute: attention, whatever the heads, the lengths and the new tokens of a row, where no row
+meets another; rotary embedding; random numbers."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -92,6 +94,20 @@ def generated() -> tuple[list[int], list[float]]:
 def test_other_numbers_and_deterministic_mode_keep_torchs(dtype: torch.dtype, exact: bool) -> None:
     compiling().wait()
     assert compiled_for(torch.zeros(1, dtype=dtype), exact=exact)() is None
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_it_rotates_as_torch_does(has_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling().wait()
+    decoder, positions = model(), torch.tensor([0, 1, 77])
+    layer, c = decoder.layers[0], decoder.config
+    layer = layer if has_norm else replace(layer, qk_norm=None, qk_weight=layer.qk_weight[:0])
+    found = torch.randn(3, c.num_heads + 2 * c.num_kv_heads, c.head_dim, generator=torch.Generator().manual_seed(4))
+    expected = found.clone()
+    decoder.rotation(positions)(layer, found)
+    monkeypatch.setattr(compiling(), "found", None)
+    decoder.rotation(positions)(layer, expected)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_it_draws_the_same_numbers() -> None:

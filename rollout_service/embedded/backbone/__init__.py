@@ -11,5 +11,6 @@ Its files:
     compiling.py      compiles what a CPU computes faster without torch, beside the engine
     decode_kernel.py  attention of few new tokens, as numba compiles it
     draw_kernel.py    random numbers, by numba too
+    rotate_kernel.py  rotary embedding, by numba too
     loading.py        loads a base model into them, and compares them with transformers
 """

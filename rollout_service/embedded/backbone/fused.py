@@ -8,15 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from base_model.decoder import Decoder
 from base_model.stacked import NUM_FUSED
+from rollout_service.embedded.backbone.compiling import compiled_for
 from rollout_service.embedded.backbone.interface import ForwardPart, adapt, cut, joined
 
 Norm = Callable[[Tensor], Tensor]
+Rotate = Callable[["FusedLayer", Tensor], None]
+"""Normalises and rotates the queries and keys of qkv [N, H + 2K, D], in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,8 @@ class FusedLayer:
 
     qkv: Tensor  # [(H + 2K) * D, E]
     qkv_bias: Tensor | None
-    qk_norm: Norm | None  # weight [H + K, D]
+    qk_norm: Norm | None
+    qk_weight: Tensor  # [H + K, D] of that norm; [0, D] without it
     out: Tensor
     out_bias: Tensor | None
     gate_up: Tensor
@@ -51,34 +56,47 @@ class FusedDecoder:
         half = self.config.head_dim // 2
         self._cos = decoder.cos.unsqueeze(1)  # [context, 1, D]
         self._sin = torch.cat([-decoder.sin[:, :half], decoder.sin[:, half:]], dim=-1).unsqueeze(1)
+        self._compiled = compiled_for(self.embedding, exact=exact)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self._shapes
 
     def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
         x = F.embedding(tokens, self.embedding)
-        cos, sin = self._cos[positions], self._sin[positions]
+        rotate = self.rotation(positions)
         for number, layer in enumerate(self.layers):
-            x = x.add_(self._attention(number, layer, x, cos, sin, parts))
+            x = x.add_(self._attention(number, layer, x, rotate, parts))
             x = x.add_(self._mlp(number, layer, x, parts))
         return self.final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head).float()
 
+    def rotation(self, positions: Tensor) -> Rotate:
+        """For rows at these positions [N]: by a compiled function as soon as that is there."""
+        num = self.config.num_heads + self.config.num_kv_heads
+        if (compiled := self._compiled()) is not None:
+            eps, angles = np.float32(self.config.norm_eps), [each.squeeze(1).numpy() for each in (self._cos, self._sin)]
+            at = positions.numpy()
+            return lambda layer, qkv: compiled.rotate(qkv.numpy(), num, layer.qk_weight.numpy(), eps, *angles, at)
+        cos, sin = self._cos[positions], self._sin[positions]
+
+        def rotate(layer: FusedLayer, qkv: Tensor) -> None:
+            rotated = qkv[:, :num]
+            qk = layer.qk_norm(rotated) if layer.qk_norm is not None else rotated
+            torch.addcmul(qk * cos, qk.roll(qk.shape[2] // 2, -1), sin, out=rotated)
+
+        return rotate
+
     def _attention(
-        self, number: int, layer: FusedLayer, x: Tensor, cos: Tensor, sin: Tensor, parts: Sequence[ForwardPart]
+        self, number: int, layer: FusedLayer, x: Tensor, rotate: Rotate, parts: Sequence[ForwardPart]
     ) -> Tensor:
         c = self.config
         x = layer.input_norm(x)
         qkv = F.linear(x, layer.qkv, layer.qkv_bias)
         adapt(qkv, x, number * NUM_FUSED, parts)
         qkv = qkv.view(len(x), -1, c.head_dim)
-        rotated = qkv[:, : c.num_heads + c.num_kv_heads]
-        qk = rotated
-        if layer.qk_norm is not None:
-            qk = layer.qk_norm(qk)
-        torch.addcmul(qk * cos, qk.roll(c.head_dim // 2, -1), sin, out=rotated)
+        rotate(layer, qkv)
         found = [part.attend(number, own) for part, own in zip(parts, cut(qkv, parts), strict=True)]
         seen = joined(found)
         out = F.linear(seen, layer.out, layer.out_bias)
@@ -131,15 +149,17 @@ def _fuse_layer(decoder: Decoder, layer: int, make_norm: Callable[[Tensor], Norm
 
     q_norm, k_norm = (weights.get(f"{at}.self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
     c = decoder.config
-    qk_norm = None
+    qk_norm, qk_weight = None, decoder.embedding.new_zeros(0, c.head_dim)
     if q_norm is not None and k_norm is not None:
-        qk_norm = make_norm(torch.cat([q_norm.expand(c.num_heads, -1), k_norm.expand(c.num_kv_heads, -1)]))
+        qk_weight = torch.cat([q_norm.expand(c.num_heads, -1), k_norm.expand(c.num_kv_heads, -1)])
+        qk_norm = make_norm(qk_weight)
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return FusedLayer(
         qkv=fused(*qkv),
         qkv_bias=bias(*qkv),
         qk_norm=qk_norm,
+        qk_weight=qk_weight,
         out=fused("self_attn.o_proj"),
         out_bias=bias("self_attn.o_proj"),
         gate_up=fused(*gate_up),
