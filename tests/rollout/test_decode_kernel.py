@@ -1,5 +1,5 @@
-"""What is compiled is what torch and numpy compute: attention, whatever the heads, the lengths and the new tokens of a row, where no row
-meets another; rotary embedding; random numbers."""
+"""Compiled functions: they compute what torch and numpy do. Attention, whatever the heads, the lengths and the new tokens of a row,
+where no row meets another; rotary embedding; random numbers."""
 
 from dataclasses import replace
 from types import SimpleNamespace
