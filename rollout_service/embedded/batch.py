@@ -205,7 +205,7 @@ class RunningRows:
         request = row.request
         context = request.sampling.context(self._config.context)
         longest = min(context, request.num_prompt + request.sampling.max_tokens)
-        return self._pools.reserve(row, max(longest, len(request.tokens)))
+        return self._pools.reserve(row, max(longest, len(request.transcript)))
 
     def _seat_all(self, joined: list[TurnRow]) -> None:
         if not joined:
@@ -342,7 +342,7 @@ class RunningRows:
         if not self._prefill.turns.wants(row.request):
             return
         num = int(self._seats.length[row.seat]) - 1
-        prompt = row.request.tokens.data[: 4 * row.request.num_prompt]
+        prompt = row.request.transcript.ids[: 4 * row.request.num_prompt]
         self._prefill.keep(row, prompt + self._seats.tokens[row.seat, : num - row.request.num_prompt].tobytes())
 
     def _spent(self, row: TurnRow, seconds: float) -> None:

@@ -52,7 +52,7 @@ class Rest(NamedTuple):
 
     @property
     def num(self) -> int:
-        return len(self.row.request.tokens) - 1 - self.start
+        return len(self.row.request.transcript) - 1 - self.start
 
 
 class Extension(NamedTuple):
@@ -70,7 +70,7 @@ class Extension(NamedTuple):
 
 
 def prefix_key(row: TurnRow) -> PrefixKey:
-    return row.request.adapter, row.request.tokens.data[:-4]
+    return row.request.adapter, row.request.transcript.ids[:-4]
 
 
 class Prefill:
@@ -159,7 +159,7 @@ class Prefill:
         known: dict[tuple[Any, ...], Array] = {}
         for row in rows:
             started, sampling = time.perf_counter(), row.request.sampling
-            asked = (row.request.tokens.data, row.request.num_prompt, sampling.prompt_logprobs, sampling.temperature)
+            asked = (row.request.transcript.ids, row.request.num_prompt, sampling.prompt_logprobs, sampling.temperature)
             if asked not in known:
                 known[asked] = self._prompt_logprobs(row.request, hidden)
             row.prompt_logprobs = known[asked]

@@ -64,7 +64,7 @@ class TurnCache:
         if len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
         tokens, cache = self._turns.pop(_turn_key(request)) or (b"", None)
-        return cache if request.tokens.data[:-4].startswith(tokens) else None
+        return cache if request.transcript.ids[:-4].startswith(tokens) else None
 
     def drop(self, adapter: AdapterRef) -> None:
         for key in self._turns:

@@ -64,18 +64,18 @@ class Seats:
     def take(self, row: TurnRow) -> int:
         """Gives the row a seat; the tokens that its request brought count as sampled."""
         request, seat = row.request, self.free.pop()
-        partial = request.num_partial
-        self.length[seat] = len(request.tokens)
+        partial, tokens = request.num_partial, request.tokens.numpy()
+        self.length[seat] = len(tokens)
         self.count[seat] = partial
         self.limit[seat] = request.sampling.max_tokens
         self.context[seat] = request.sampling.context(self._served)
         self.busy_s[seat] = 0.0
         self._end_with(seat, self._end_ids if request.sampling.stop_ids is None else request.sampling.stop_ids)
         self._widen(max(request.sampling.max_tokens, partial))
-        if len(request.tokens):
-            self.last[seat] = request.tokens.numpy()[-1]
+        if len(tokens):
+            self.last[seat] = tokens[-1]
         if partial:
-            self.tokens[seat, :partial] = request.tokens.numpy()[-partial:]
+            self.tokens[seat, :partial] = tokens[-partial:]
             self.logprobs[seat, :partial] = request.logprobs.numpy()[-partial:]
         ref = request.trajectory
         self._keys[seat] = key_of(*ref.sampling_stream)

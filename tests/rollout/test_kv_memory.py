@@ -33,7 +33,7 @@ def asked(sample: int, turn: int, tokens: list[int]) -> TurnRequest:
 def sample_all(limits: EngineLimits, *, num: int = 16, turns: int = 2, longest: int = 400) -> tuple[Answers, int]:
     """Samples all turns of `num` trajectories; says the most bytes on the way. Prompts have 2 to `longest` tokens, some are shared."""
     rng, fused, answers = np.random.default_rng(0), adapters(), Answers()
-    batch = RunningRows(model(), end_ids=range(97, 103), decode=lambda _: "", limits=limits)
+    batch = RunningRows(model(exact=limits.exact), end_ids=range(97, 103), decode=lambda _: "", limits=limits)
     prompts = [rng.integers(97, 122, 2 + longest * (i // 2 * 7 % 24) // 24).tolist() for i in range(num)]
     with torch.inference_mode(), KvBytes(decoder().config) as measured:
         for sample, tokens in enumerate(prompts):
