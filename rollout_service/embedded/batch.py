@@ -36,6 +36,8 @@ from rollout_service.turns import first_scored
 
 WIDE_LANE_ROWS = 8
 """Rows of a lane where an adapter has a group's rows; measured, wider ones are no faster."""
+MOST_TOGETHER = 256
+"""New tokens of later turns that share attention and adapters' lanes with the newest tokens: more would take many copies of factors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +262,17 @@ class RunningRows:
         return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling)
 
     def _parts(self, layout: ForwardLayout, extension: Extension | None, positions: Tensor) -> list[ForwardPart]:
-        """One part for all rows where attention is compiled, else one for each kind. `positions` [n]: of rows' newest tokens."""
-        if (compiled := self._compiled()) is not None:
+        """Returns one part for all, or one for new tokens of later turns if these are many, or if attention is not compiled. `positions`
+        [n]: of rows' newest tokens."""
+        compiled = self._compiled()
+        if extension and (compiled is None or extension.num > MOST_TOGETHER):
+            return [self._prefill.part(extension), *self._parts(layout, None, positions)]
+        if compiled is not None:
             rows = kv.new_rows(layout.pools, positions.numpy(), extension.spans if extension else ())
             return [self._one_part(layout, extension, kv.CompiledAttend(self._config, compiled.attend, rows))]
         longest = [int(self._seats.length[pool.seats].max()) for pool in layout.pools]
         places = kv.slices(layout.pools, positions, longest)
-        newest = self._one_part(layout, None, kv.DecodeAttend(self._config, places, exact=self._limits.exact))
-        return [self._prefill.part(extension), newest] if extension else [newest]
+        return [self._one_part(layout, None, kv.DecodeAttend(self._config, places, exact=self._limits.exact))]
 
     def _one_part(self, layout: ForwardLayout, extension: Extension | None, attend: QkvAttend) -> ForwardPart:
         if extension:

@@ -9,6 +9,7 @@ import torch
 
 from base_model.stacked import fuse
 from common.messages import AdapterRef
+from rollout_service.embedded.backbone.compiling import compiling
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
@@ -51,8 +52,13 @@ async def talks(limits: EngineLimits) -> tuple[Talks, float]:
         return await talk(engine), prefilled(engine) - before
 
 
+@pytest.mark.parametrize("most_together", [0, 256])
 @pytest.mark.asyncio
-async def test_a_later_turn_computes_what_is_new_and_gives_the_same() -> None:
+async def test_a_later_turn_computes_what_is_new_and_gives_the_same(
+    most_together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling().wait()
+    monkeypatch.setattr("rollout_service.embedded.batch.MOST_TOGETHER", most_together)
     whole, all_tokens = await talks(EngineLimits(turn_bytes=0))
     kept, new_tokens = await talks(EngineLimits())
     for mine, theirs in zip(kept, whole, strict=True):
