@@ -47,6 +47,7 @@ from benchmarks.fused import NUM_JOBS, SHAPES, fused, make_jobs
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.memory import fit
 from trainer_service.packing import Budget
+from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
 PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.04e12)}
@@ -125,7 +126,8 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
     for what, work in busiest.items():
         run.run(f"{shape}, busiest, {what}", lambda work=work: dict(parts.busiest(work, device)))
     for names in given.kernels if given.backbone == "transformers" else ():
-        work = partial(measure_kernels, trainer, decoder, names.split(","), last, times)
+        kernels = TrainerSettings(trainer_kernels=names).kernels
+        work = partial(measure_kernels, trainer, decoder, kernels, last, times)
         run.run(f"{shape}, kernels, {names}, N = {most}", work)
 
 
