@@ -160,6 +160,14 @@ def test_experts_whose_sizes_are_not_known_are_refused_by_name(qwen: Path) -> No
         BaseShape.of({"num_attention_heads": 1})
 
 
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
 QWEN3_32B = {
     "hidden_size": 5120,
     "intermediate_size": 25_600,
@@ -306,7 +314,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [({}, "--gpu 24GB"), ({}, ""), (QWEN3_32B, "--gpu h100 --gpus 8 --engine vllm")],
+    [({}, "--gpu 24GB"), ({}, ""), (QWEN3_8B, "--gpu 80GB"), (QWEN3_32B, "--gpu h100 --gpus 8 --engine vllm")],
 )
 def test_the_guide_has_what_the_command_prints(
     qwen: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], options: str
