@@ -257,6 +257,11 @@ def test_kernels_are_refused_where_they_cannot_run(others: dict[str, Any], reaso
         load_trainer(settings)
 
 
+def test_a_kernel_that_fails_when_a_base_model_loads_is_named() -> None:
+    with pytest.raises(InvalidInput, match=r"KERNELS=varlen: it does not run here \(.*CPU"):
+        load_modules(TINY, kernels=("varlen",))
+
+
 def test_ranks_do_without_compiled_blocks() -> None:
     with pytest.raises(InvalidInput, match="no trainer_kernels=compile"):
         begin_of(TrainerSettings(trainer_kernels="compile", trainer_ranks=2), TINY)

@@ -44,9 +44,8 @@ def _decoder(settings: TrainerSettings, folder: Path, device: torch.device, dtyp
 def _modules(settings: TrainerSettings, folder: Path, device: torch.device, dtype: torch.dtype) -> Backbone:
     if settings.trainer_compile:
         raise InvalidInput("trainer_compile is for trainer_backbone=decoder; leave it off for transformers")
-    from trainer_service.backbone.device_kernels.choice import (
-        refuse_kernels,
-    )  # imported here: transformers takes seconds
+    # imported here: transformers takes seconds
+    from trainer_service.backbone.device_kernels.choice import refuse_kernels
     from trainer_service.backbone.loading import load_modules
 
     refuse_kernels(settings.kernels, device, dtype)

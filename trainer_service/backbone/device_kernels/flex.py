@@ -15,6 +15,8 @@ from base_model.modules import passed_on
 from trainer_service.backbone.attention import Pack
 
 NAME = "marlaas_flex"
+FAR = 1 << 30
+"""Positions: more than a row has."""
 _fused: Any = torch.compile(flex_attention, dynamic=True)
 
 
@@ -42,6 +44,7 @@ def flex_packed(
 def block_mask(pack: Pack, window: int | None) -> BlockMask:
     """The mask of a pack's trees: a position sees its own branch and its tree's beginning, as far as the window."""
     positions_N, device, length = pack.positions_N, pack.tokens_N.device, len(pack.tokens_N)
+    reach = window or FAR  # a number that does not change with the pack: the compiler knows it
 
     def on_device(numbers: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(numbers)).to(device)
@@ -52,7 +55,7 @@ def block_mask(pack: Pack, window: int | None) -> BlockMask:
     def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         own = (branches_N[k] == branches_N[q]) | (branches_N[k] == 0)
         before = positions_N[q] - positions_N[k]
-        return own & (trees_N[k] == trees_N[q]) & (before >= 0) & (before < (window or length))
+        return own & (trees_N[k] == trees_N[q]) & (before >= 0) & (before < reach)
 
     compiled = device.type == "cuda"  # or all pairs of positions exist for a moment
     return create_block_mask(seen, None, None, length, length, device=device, _compile=compiled)
