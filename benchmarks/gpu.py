@@ -10,6 +10,8 @@ Weights are random, in bfloat16; adapters have rank 8 on all linear layers. tran
     training   one step of each of N jobs, 4 groups of 8 rows each, fused, against N separate steps; and with 2 rows of 16 tokens each;
                and the most memory that a fused step takes on a GPU, weights included. MFU: floating-point operations of what is
                executed, less the share of padding, over what the device can do
+    kernels    the same fused step of most jobs with each of `--kernels` in place of parts of the plain path (MARLAAS_TRAINER_KERNELS), and
+               plainly in turn
     peft       the same fused step of PEFT_JOBS jobs in turn with a plain loop of transformers + PEFT, a step for each job
     decoding   64 rows of N adapters on the embedded engine. MBU: bytes that each step must read (weights, adapters at work, keys and
                values) over what the device can read
@@ -38,17 +40,20 @@ from base_model.device import find_device, give_back_memory, prepare_cpu
 from benchmarks import _gpu_parts as parts
 from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, random_modules, sampling_backbone
 from benchmarks._gpu_beside import measure_trl, measure_vllm
+from benchmarks._gpu_kernels import measure_kernels
 from benchmarks._gpu_plan import measure_plan
 from benchmarks._report import Goal, Report, console, make_table, parser, positive, show
 from benchmarks.fused import NUM_JOBS, SHAPES, fused, make_jobs
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.memory import fit
 from trainer_service.packing import Budget
+from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
 PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.04e12)}
 """Peaks from the data sheets (SXM): bfloat16 operations a second without sparsity, bytes a second."""
 PEFT_JOBS = 8
+KERNELS = ("flex", "varlen", "liger", "compile", "flex,compile", "varlen,compile")
 FORESEEN = "memory that `marlaas plan` foresees, off the peak by"
 UNKNOWN = float("nan")
 
@@ -120,6 +125,10 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
     }
     for what, work in busiest.items():
         run.run(f"{shape}, busiest, {what}", lambda work=work: dict(parts.busiest(work, device)))
+    for names in given.kernels if given.backbone == "transformers" else ():
+        kernels = TrainerSettings(trainer_kernels=names).kernels
+        work = partial(measure_kernels, trainer, decoder, kernels, last, times)
+        run.run(f"{shape}, kernels, {names}, N = {most}", work)
 
 
 TRAINING = ("", "tokens", "tokens/s", "x separate", "TFLOP/s", "MFU %", "padding %", "peak GiB")
@@ -141,6 +150,11 @@ def tables(found: dict[str, dict[str, Any]], peak: tuple[float, float]) -> list[
         for name, f in found.items()
         if kinds.get(name) in ("training", "small steps")
     ]
+    kernels = [
+        (name, f["tokens_per_s"], f["to_plain"], f["flops_per_s"] / 1e12, 100 * f["flops_per_s"] / peak[0])
+        for name, f in found.items()
+        if kinds.get(name) == "kernels"
+    ]
     decoding = [
         (name, f["tokens_per_s"], f["to_one_adapter"], f["bytes_per_s"] / 1e9, 100 * f["bytes_per_s"] / peak[1])
         for name, f in found.items()
@@ -154,6 +168,7 @@ def tables(found: dict[str, dict[str, Any]], peak: tuple[float, float]) -> list[
     ]
     return [
         make_table("Fused training", TRAINING, training),
+        make_table("Fused training with kernels", ("", "tokens/s", "x plain", "TFLOP/s", "MFU %"), kernels),
         make_table(f"Decoding {parts.ROWS} rows", ("", "tokens/s", "x one adapter", "GB/s", "MBU %"), decoding),
         make_table("Both ends", ("", ""), others),
         *(make_table(name, ("", "%"), list(f.items())) for name, f in found.items() if kinds.get(name) == "busiest"),
@@ -216,6 +231,9 @@ def options() -> Any:
     beside = ("vllm", "trl")
     known.add_argument(
         "--beside", choices=beside, nargs="*", default=beside, help="systems to measure too; default both"
+    )
+    known.add_argument(
+        "--kernels", nargs="*", default=KERNELS, metavar="NAMES", help=f"to measure; default {' '.join(KERNELS)}"
     )
     known.add_argument("--quick", action="store_true", help="the first shape, one repetition")
     known.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")

@@ -14,10 +14,12 @@ from common.base_shape import BaseShape
 
 MAX_SCORES = 1 << 22
 """Logits that exist at one time, or those of one position, if that has more."""
+MODULES_SCORES = 1 << 24
+"""The most of them in transformers' modules on a CPU: more hardly save time (110 rows at a vocabulary of 152 k take half as long as 27)."""
 BYTES_OF_SCORE = 16
 """Bytes of a score while log-probs are computed, copies included."""
 SCORES_SHARE = 16
-"""The part of a GPU's free memory that scores may take: one in so many."""
+"""The part of free memory that transformers' modules let scores take: one in so many."""
 FLOAT32 = 4
 STATES = 9
 """Copies of an adapter while it is trained: values, gradient and two moments, those of the step before, and of the stack."""
@@ -85,7 +87,7 @@ def training_bytes(
         kept=tokens * kept,
         masks=_masks(tokens, longest or tokens, itemsize=itemsize, modules=modules),
         passing=tokens * passing,
-        scores=max(MAX_SCORES, shape.vocab) * BYTES_OF_SCORE,
+        scores=max(MODULES_SCORES if modules and not gpu else MAX_SCORES, shape.vocab) * BYTES_OF_SCORE,
         holes=GPU_HOLES * tokens * (kept + passing) if gpu else CPU_HOLES * tokens * (keeping_all + passing),
         process=GPU_PROCESS if gpu else _cpu_process(modules=modules, checkpoints=num_checkpointed > 0),
     )

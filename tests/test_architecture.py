@@ -50,8 +50,10 @@ IMPORTERS = {
         "manager_service/cli/plan.py",
         "rollout_service/embedded/backbone/modules.py",
         "trainer_service/backbone/attention.py",
+        "trainer_service/backbone/device_kernels/",
     },
     "peft": set[str](),
+    "liger_kernel": {"trainer_service/backbone/device_kernels/liger.py"},
     "vllm": {"rollout_service/process/vllm_engine.py"},
     "redis": {
         "common/bus.py",

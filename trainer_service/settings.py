@@ -2,9 +2,17 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from common.settings import Settings, dtype_on
+
+KERNELS = {
+    "flex": "attention",
+    "varlen": "attention",
+    "liger": "what stands between products",
+    "compile": "what stands between products",
+}
+"""Kernels for CUDA, each with what it computes: of two that compute the same one is enough."""
 
 GPU_TOKENS = 16_384
 """Tokens of a micro-batch on a GPU at most, where nobody has said how many: more are no faster."""
@@ -41,10 +49,26 @@ class TrainerSettings(Settings):
     trainer_compile: bool = False
     """Let torch compile the operations between the matrix products, half a minute at the start: a seventh less memory. Made
     for GPUs; on a CPU it is no faster. It needs a C++ compiler; deterministic mode and the transformers backbone do without."""
+    trainer_kernels: str = ""
+    """Kernels with which the transformers backbone computes on CUDA, comma-separated: `flex` or `varlen` for attention, `liger` or
+    `compile` for what stands between the products. Empty: its plain path. None has run on CUDA yet."""
     trainer_cache_bytes: int = Field(default=0, ge=0)
     """Memory for adapters with optimiser state, kept between their steps, and as much again for gradients of runs; the least
     recently used are dropped first. 0: for four adapters of rank 32, at most an eighth of what is free at the start, at
     least 512 MiB."""
+
+    @field_validator("trainer_kernels")
+    @classmethod
+    def _are_known(cls, value: str) -> str:
+        computed = [KERNELS.get(name) for name in _names(value)]
+        if None in computed or len(set(computed)) < len(computed):
+            raise ValueError("flex or varlen, and liger or compile, comma-separated")
+        return value
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of `trainer_kernels`."""
+        return _names(self.trainer_kernels)
 
     @property
     def dtype(self) -> str:
@@ -56,3 +80,7 @@ class TrainerSettings(Settings):
         """Tokens of a micro-batch where memory holds more than `trainer_micro_batch_tokens`."""
         chosen = "trainer_micro_batch_tokens" in self.model_fields_set or not self.trainer_device.startswith("cuda")
         return self.trainer_micro_batch_tokens if chosen else GPU_TOKENS
+
+
+def _names(value: str) -> tuple[str, ...]:
+    return tuple(filter(None, (name.strip() for name in value.split(","))))

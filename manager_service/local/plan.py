@@ -1,4 +1,4 @@
-"""Says what of a base model fits on one device or several: memory by context, rows at once, bounds on speed. Arithmetic alone.
+"""Says what of a base model fits on one device or several: memory by context, rows at once, speed. Arithmetic alone.
 
 On one device a rollout worker and a trainer share it, each with its own copy of the weights:
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
 from common.footprint import SCORES_SHARE, TrainingBytes, training_bytes
-from manager_service.local.engines import Device, Load, PlannedEngine
+from manager_service.local.engines import TRAINING_REACHED, Device, Load, PlannedEngine
 
 USABLE = 0.95
 """The usable part of a device's memory."""
@@ -72,8 +72,10 @@ class Fit:
     fraction: float  # of a device's memory that rollouts take
     kv: int  # of a device; 0: nothing is left
     rows: int  # of the whole context at once, in all workers
-    most_tokens_per_s: float  # sampled, no matter how good the engine is
+    most_tokens_per_s: float  # sampled, no matter how good the engine is; and as many as are expected of it
+    tokens_per_s: float
     most_trained_per_s: float
+    trained_per_s: float
 
     @property
     def fits(self) -> bool:
@@ -181,7 +183,9 @@ def _with_checkpoints(case: Case, context: int, split: DeviceSplit, number: int)
     fraction = _fraction(case, training.total, split)
     kv = max(0, int(fraction * device.memory - load.beside_kv)) // (1 << 20) * (1 << 20)
     rows = load.rows(kv)
+    most_sampled = split.workers * load.tokens_per_s(rows)
     work = 2 * shape.num_active * (2 + number / shape.num_layers)  # forward, slopes, and layers again
+    most_trained = split.ranks * device.flops / work
     return Fit(
         context,
         split,
@@ -192,8 +196,10 @@ def _with_checkpoints(case: Case, context: int, split: DeviceSplit, number: int)
         fraction,
         kv,
         split.workers * rows,
-        split.workers * load.tokens_per_s(rows),
-        split.ranks * device.flops / work,
+        most_sampled,
+        most_sampled * case.engine.reached,
+        most_trained,
+        most_trained * TRAINING_REACHED[device.gpu],
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from base_model.decoder import Decoder
 from benchmarks._gpu_bases import SHAPES_OF_BASES, Shape, random_decoder, random_modules, sampling_backbone
+from benchmarks._gpu_kernels import measure_kernels
 from benchmarks._gpu_parts import PROMPT, bytes_read, measure_gap, measure_training, random_adapters, rows_of
 from benchmarks._gpu_plan import measure_plan
 from benchmarks._lengths import answer_tokens
@@ -110,6 +111,15 @@ def test_a_plan_counts_the_layers_that_keep_all() -> None:
     assert whole["planned_bytes"] > 2 * least["planned_bytes"] > 0 and math.isnan(whole["peak_bytes"])
 
 
+def test_kernels_are_measured_beside_the_plain_path() -> None:
+    decoder = tiny()
+    trainer = Trainer(random_modules(decoder))
+    found = measure_kernels(trainer, decoder, (), make_jobs(trainer, SHAPES[0], 2), 1)
+    assert found["flops_per_s"] > 0 and found["to_plain"] > 0
+    with pytest.raises(NotImplementedError, match="backward"):
+        measure_kernels(trainer, decoder, ["flex"], make_jobs(trainer, SHAPES[0], 1), 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_checkpointed", [0, 2])
 def test_the_memory_of_a_step_is_what_was_planned(num_checkpointed: int) -> None:
@@ -135,7 +145,7 @@ def test_the_gap_in_float32_is_rounding_and_in_bfloat16_is_not(device: str) -> N
 def test_it_measures_all_parts_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--shapes", "tiny", "--jobs", "1", "2"]
-    subprocess.run([*command, "--repetitions", "1", "--beside", "--json", str(file)], check=True)
+    subprocess.run([*command, "--repetitions", "1", "--beside", "--kernels", "--json", str(file)], check=True)
 
     found = json.loads(file.read_text())["figures"]
     assert found["failures"] == []

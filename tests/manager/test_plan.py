@@ -20,7 +20,7 @@ from harness.bases import QWEN3_06B, make_random_base
 from manager_service.cli.main import app
 from manager_service.cli.plan import plan_for, settings_of
 from manager_service.local import engines, sharing
-from manager_service.local.engines import CORE, GPUS, Load, PlannedEngine, max_lora_rank, parse_gpu
+from manager_service.local.engines import CORE, GPUS, REACHED, Load, PlannedEngine, max_lora_rank, parse_gpu
 from manager_service.local.gpus import Needs, chosen_seats, parse_devices
 from manager_service.local.plan import (
     MICRO_BATCH_TOKENS,
@@ -160,6 +160,14 @@ def test_experts_whose_sizes_are_not_known_are_refused_by_name(qwen: Path) -> No
         BaseShape.of({"num_attention_heads": 1})
 
 
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
 QWEN3_32B = {
     "hidden_size": 5120,
     "intermediate_size": 25_600,
@@ -306,7 +314,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [({}, "--gpu 24GB"), ({}, ""), (QWEN3_32B, "--gpu h100 --gpus 8 --engine vllm")],
+    [({}, "--gpu 24GB"), ({}, ""), (QWEN3_8B, "--gpu 80GB"), (QWEN3_32B, "--gpu h100 --gpus 8 --engine vllm")],
 )
 def test_the_guide_has_what_the_command_prints(
     qwen: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], options: str
@@ -379,6 +387,18 @@ def test_a_cpu_in_a_container_has_what_its_control_group_allows(qwen: Path, monk
     limited(monkeypatch, 24 << 30)
     status, printed = run(str(qwen), "--json")
     assert status == 0 and json.loads(printed)["memory_bytes"] == 24 << 30
+
+
+@pytest.mark.parametrize(
+    ("options", "part"), [("", REACHED["torch", False]), ("--gpu l4 --engine vllm", REACHED["vllm", True])]
+)
+def test_the_speed_that_is_expected_is_a_part_of_what_is_possible(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch, options: str, part: float
+) -> None:
+    limited(monkeypatch, 24e9)
+    for fit in json.loads(run(str(qwen), "--json", *options.split())[1])["contexts"]:
+        assert fit["tokens_per_s"] == pytest.approx(part * fit["max_tokens_per_s"], abs=1)
+        assert (fit["tokens_per_s"] > 0) == (fit["rows"] > 0) and fit["trained_tokens_per_s"] > 0
 
 
 def test_several_cpus_are_one_device(qwen: Path) -> None:

@@ -76,5 +76,6 @@ def test_masks_grow_with_the_length_of_a_row_and_not_with_its_square() -> None:
     pack = Pack.of([tree(100, 2000, 2000), tree(3000)], torch.device("cpu"))
     packed_attention(torch.nn.Module(), *inputs(pack), None, packed=pack, sliding_window=64)
     packed_attention(torch.nn.Module(), *inputs(pack), None, packed=pack)
-    assert pack.windows == pack.masks.keys() == {64, None}
-    assert all(mask.numel() <= MASK_QUERIES * (3000 + ALIGNED) for mask in pack.masks.values())
+    assert pack.windows == {64, None}
+    masks: list[Tensor] = list(pack.known.values())
+    assert len(masks) == 2 and all(mask.numel() <= MASK_QUERIES * (3000 + ALIGNED) for mask in masks)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.footprint import BYTES_OF_SCORE, MAX_SCORES, SCORES_SHARE
+from common.footprint import BYTES_OF_SCORE, MAX_SCORES, MODULES_SCORES, SCORES_SHARE
 from trainer_service.backbone import modules
 from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.modules import scores_on
@@ -46,9 +46,14 @@ def test_the_size_of_a_chunk_changes_neither_log_probs_nor_gradients(
     torch.testing.assert_close(finding_ME.grad, expecting_ME.grad)
 
 
-def test_on_a_gpu_a_sixteenth_of_its_free_memory_may_be_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modules, "free_bytes", lambda device: 64 << 30)  # pyright: ignore
-    assert scores_on(torch.device("cuda")) * BYTES_OF_SCORE * SCORES_SHARE == 64 << 30
-    assert scores_on(torch.device("cpu")) == MAX_SCORES
-    monkeypatch.setattr(modules, "free_bytes", lambda device: 1 << 20)  # pyright: ignore
-    assert scores_on(torch.device("cuda")) == MAX_SCORES
+def test_scores_take_a_sixteenth_of_free_memory_but_on_a_cpu_no_more_than_helps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def on(free: int, device: str) -> int:
+        monkeypatch.setattr(modules, "free_bytes", lambda device: free)  # pyright: ignore
+        return scores_on(torch.device(device))
+
+    assert on(64 << 30, "cuda") * BYTES_OF_SCORE * SCORES_SHARE == 64 << 30
+    assert on(64 << 30, "cpu") == MODULES_SCORES > 100 * 151_936
+    assert on(2 << 30, "cpu") * BYTES_OF_SCORE * SCORES_SHARE == 2 << 30
+    assert on(1 << 20, "cuda") == on(1 << 20, "cpu") == MAX_SCORES

@@ -17,4 +17,5 @@ Its files:
     attention.py   attention over packed sequences
     grouped.py     linear layers with the adapters of packed tokens
     head.py        log-probs of targets from hidden states, without all scores at once
+    device_kernels/  kernels for CUDA in their place, by setting
 """

@@ -24,6 +24,11 @@ def load_backbone(settings: TrainerSettings, folder: Path) -> Backbone:
         kind = fitting_kind(folder, device, only_decoder=settings.deterministic or settings.trainer_compile)
     log.info("backbone_chosen", backbone=kind, device=str(device), dtype=settings.dtype)
     dtype = getattr(torch, settings.dtype)
+    if kind == "decoder" and settings.kernels:
+        raise InvalidInput(
+            f"MARLAAS_TRAINER_KERNELS={settings.trainer_kernels} is for the transformers backbone on CUDA, and here our decoder "
+            f"computes on {device.type}"
+        )
     if kind == "decoder":
         return _decoder(settings, folder, device, dtype)
     return _modules(settings, folder, device, dtype)
@@ -39,7 +44,11 @@ def _decoder(settings: TrainerSettings, folder: Path, device: torch.device, dtyp
 def _modules(settings: TrainerSettings, folder: Path, device: torch.device, dtype: torch.dtype) -> Backbone:
     if settings.trainer_compile:
         raise InvalidInput("trainer_compile is for trainer_backbone=decoder; leave it off for transformers")
-    from trainer_service.backbone.loading import load_modules  # imported here: transformers takes seconds
+    # imported here: transformers takes seconds
+    from trainer_service.backbone.device_kernels.choice import refuse_kernels
+    from trainer_service.backbone.loading import load_modules
 
-    backbone = load_modules(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
+    refuse_kernels(settings.kernels, device, dtype)
+    context, kernels = settings.max_context, settings.kernels
+    backbone = load_modules(folder, device=str(device), dtype=dtype, max_context=context, kernels=kernels)
     return backbone.checkpointing(len(backbone.layers)) if settings.trainer_checkpointing else backbone

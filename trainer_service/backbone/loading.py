@@ -1,12 +1,15 @@
 """Loads a base model into the backbone of devices, and compares packed rows of a few tokens with transformers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from base_model.modules import check_computed, context_of, load_model, target_layers, written_logprobs
-from trainer_service.backbone.attention import NAME, Pack
+from common.errors import InvalidInput
+from trainer_service.backbone.attention import Pack
+from trainer_service.backbone.device_kernels.choice import use_kernels
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.packing import Tree
@@ -19,30 +22,37 @@ def load_modules(
     dtype: torch.dtype = torch.float32,
     max_context: int | None = None,
     checked: bool = False,
+    kernels: Sequence[str] = (),
 ) -> ModulesBackbone:
     """Loads a local folder in Hugging Face layout. `max_context`: serve no longer context than this. `checked`: another process has
-    computed a few tokens with it, and found no difference.
+    computed a few tokens with it, and found no difference. `kernels`: see `device_kernels`.
 
-    Raises InvalidInput for a model that this backbone does not compute as transformers does.
+    Raises InvalidInput for a model that this backbone does not compute as transformers does, and for kernels that do not run here.
     """
     model = load_model(folder, device=device, dtype=dtype)
     backbone = ModulesBackbone.of(model, target_layers(model), context_of(model, max_context))
     if checked:
-        model.set_attn_implementation(NAME)
-    else:
-        _check_packed(folder, backbone)
+        use_kernels(backbone, kernels)
+        return backbone
+    try:
+        _check_packed(folder, backbone, kernels)
+    except (ImportError, RuntimeError) as error:
+        if not kernels:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise InvalidInput(f"MARLAAS_TRAINER_KERNELS={','.join(kernels)}: it does not run here ({reason})") from error
     return backbone
 
 
-def _check_packed(folder: Path, backbone: ModulesBackbone) -> None:
+def _check_packed(folder: Path, backbone: ModulesBackbone, kernels: Sequence[str]) -> None:
     """Compares log-probs of packed rows with those of transformers' model, a row at a time, on a few tokens.
 
-    Leaves our attention in the model. Raises InvalidInput for a model that does not treat rows of a pack apart.
+    Leaves our attention in the model, and the kernels. Raises InvalidInput for a model that does not treat rows of a pack apart.
     """
     begin_T, *owns = np.split(np.arange(11) * 7919 % backbone.vocab, [4, 8])
     rows = [(np.concatenate([begin_T, own]), len(own)) for own in (*owns, owns[1])]
     theirs_M = torch.cat([written_logprobs(backbone.model, *row) for row in rows])
-    backbone.model.set_attn_implementation(NAME)
+    use_kernels(backbone, kernels)
     branched = Tree(
         group=0,
         rows=(0, 1),

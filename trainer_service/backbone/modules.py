@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from base_model.device import free_bytes
-from common.footprint import BYTES_OF_SCORE, MAX_SCORES, SCORES_SHARE, kept_with_checkpoints
+from common.footprint import BYTES_OF_SCORE, MAX_SCORES, MODULES_SCORES, SCORES_SHARE, kept_with_checkpoints
 from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.grouped import CurrentLanes, Lane, LoraLinear, lanes_of
 from trainer_service.backbone.head import target_logprobs
@@ -141,9 +141,9 @@ class ModulesBackbone:
 
 
 def scores_on(device: torch.device) -> int:
-    """The number of scores that may exist at one time on a device."""
-    some = free_bytes(device) // (SCORES_SHARE * BYTES_OF_SCORE) if device.type == "cuda" else 0
-    return max(MAX_SCORES, some)
+    """The number of scores that may exist at one time on a device, by its free memory."""
+    some = free_bytes(device) // (SCORES_SHARE * BYTES_OF_SCORE)
+    return max(MAX_SCORES, some if device.type == "cuda" else min(some, MODULES_SCORES))
 
 
 def _let_checkpoint(layer: Any, wanted: bool, again: Any) -> None:

@@ -17,6 +17,7 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 from torch.distributed.device_mesh import DeviceMesh
 
 from base_model.device import give_back_memory
+from trainer_service.backbone.device_kernels.choice import use_kernels
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sharding import bytes_held, shard
@@ -35,6 +36,7 @@ class Begin(msgspec.Struct, frozen=True):
     folder: str
     device: str  # cpu; or cuda, of which each rank takes the device of its own number
     dtype: str
+    kernels: tuple[str, ...]
     max_context: int | None
     threads: int
     parent: int  # the first rank's process
@@ -104,6 +106,7 @@ class RankGroup:
         whole = load_modules(Path(begin.folder), dtype=dtype, max_context=context, checked=checked)
         assert dist.group.WORLD is not None
         part = shard(whole, DeviceMesh.from_group(dist.group.WORLD, self.device.type))
+        use_kernels(part, begin.kernels)
         give_back_memory()
         self.store.set(f"loaded/{self.rank}", str(bytes_held(part)))
         return part

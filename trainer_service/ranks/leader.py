@@ -23,6 +23,7 @@ from base_model.device import find_device
 from common.errors import InvalidInput
 from common.helpers import LENGTH_BYTES
 from common.service import leave
+from trainer_service.backbone.device_kernels.choice import refuse_kernels
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.ranks import commands
 from trainer_service.ranks.commands import RankCommand
@@ -144,16 +145,19 @@ def _environment() -> dict[str, str]:
 def begin_of(settings: TrainerSettings, folder: Path) -> Begin:
     """The parts with which the first rank begins. Raises InvalidInput for settings of which several ranks can make nothing."""
     name, num_ranks = settings.trainer_device, settings.trainer_ranks
-    if settings.trainer_backbone == "decoder" or settings.trainer_compile:
+    if settings.trainer_backbone == "decoder" or settings.trainer_compile or "compile" in settings.kernels:
         raise InvalidInput(
-            "trainer_ranks above 1 needs trainer_backbone=transformers (or auto) and trainer_compile=false"
+            "trainer_ranks above 1 needs trainer_backbone=transformers (or auto) and trainer_compile=false, "
+            "and no trainer_kernels=compile"
         )
     if name not in ("cpu", "cuda"):
         raise InvalidInput(
             f"trainer_ranks={num_ranks} needs trainer_device=cpu or cuda, of which each rank takes its own"
         )
-    if find_device(name, "MARLAAS_TRAINER_DEVICE").type == "cuda" and torch.cuda.device_count() < num_ranks:
+    device = find_device(name, "MARLAAS_TRAINER_DEVICE")
+    if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise InvalidInput(f"trainer_ranks={num_ranks}, but torch finds {torch.cuda.device_count()} CUDA devices here")
+    refuse_kernels(settings.kernels, device, getattr(torch, settings.dtype))
     return Begin(
         rank=0,
         num_ranks=num_ranks,
@@ -161,6 +165,7 @@ def begin_of(settings: TrainerSettings, folder: Path) -> Begin:
         folder=str(folder),
         device=name,
         dtype=settings.dtype,
+        kernels=settings.kernels,
         max_context=settings.max_context,
         threads=settings.trainer_threads,
         parent=os.getpid(),

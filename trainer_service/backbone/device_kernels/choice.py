@@ -1,0 +1,55 @@
+"""Chooses the kernels of a transformers backbone by their names, and refuses those that cannot run."""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+
+from common.errors import InvalidInput
+from trainer_service.backbone.attention import NAME
+from trainer_service.backbone.modules import ModulesBackbone
+
+
+def refuse_kernels(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
+    """Raises InvalidInput for kernels that cannot run on this device, or in this dtype of a base model."""
+    for name in names:
+        if reason := _hindrance(name, device, dtype):
+            raise InvalidInput(f"MARLAAS_TRAINER_KERNELS={name}: {reason}")
+
+
+def _hindrance(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    if device.type != "cuda":
+        return f"it runs on CUDA alone, and MARLAAS_TRAINER_DEVICE is {device.type}"
+    if name == "liger" and not find_spec("liger_kernel"):
+        return "install liger-kernel (pip install 'marlaas[liger]')"
+    if name == "varlen" and dtype != torch.bfloat16:
+        return "flash attention needs MARLAAS_TRAINER_DTYPE=bfloat16"
+    if name == "varlen" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "flash attention needs a GPU of capability 8.0 or newer"
+    return ""
+
+
+def use_kernels(backbone: ModulesBackbone, names: Sequence[str]) -> None:
+    """Lets a backbone compute with these kernels from now on, and plainly where none is named."""
+    backbone.model.set_attn_implementation(_attention(names))
+    if "liger" in names:
+        from trainer_service.backbone.device_kernels.liger import use_liger  # here: few have it
+
+        use_liger(backbone.model)
+    if "compile" in names:
+        from trainer_service.backbone.device_kernels.blocks import compile_blocks  # here, as flex: torch's compiler
+
+        compile_blocks(backbone.layers)
+
+
+def _attention(names: Sequence[str]) -> str:
+    """The name by which transformers knows the attention."""
+    if "flex" in names:
+        from trainer_service.backbone.device_kernels import flex
+
+        return flex.NAME
+    if "varlen" in names:
+        from trainer_service.backbone.device_kernels import varlen
+
+        return varlen.NAME
+    return NAME

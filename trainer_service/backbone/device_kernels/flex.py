@@ -1,0 +1,64 @@
+"""Attention over a pack by torch's flex attention: who sees whom is a block mask, of which blocks that nobody sees cost nothing.
+
+On CUDA it is one fused kernel. Elsewhere it is written out, with scores of all pairs and without a backward: for tests.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from transformers import AttentionInterface
+
+from base_model.modules import passed_on
+from trainer_service.backbone.attention import Pack
+
+NAME = "marlaas_flex"
+FAR = 1 << 30
+"""Positions: more than a row has."""
+_fused: Any = torch.compile(flex_attention, dynamic=True)
+
+
+def flex_packed(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packed: Pack | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """See `packed_attention`."""
+    packed = passed_on(packed, others)
+    packed.windows.add(sliding_window)
+    attend = _fused if query.is_cuda else flex_attention
+    mask = packed.once(block_mask, sliding_window)
+    found: Tensor = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] > key.shape[1])
+    return found.transpose(1, 2), None
+
+
+def block_mask(pack: Pack, window: int | None) -> BlockMask:
+    """The mask of a pack's trees: a position sees its own branch and its tree's beginning, as far as the window."""
+    positions_N, device, length = pack.positions_N, pack.tokens_N.device, len(pack.tokens_N)
+    reach = window or FAR  # a number that does not change with the pack: the compiler knows it
+
+    def on_device(numbers: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(numbers)).to(device)
+
+    trees_N = on_device([np.full(len(tree), number) for number, tree in enumerate(pack.trees)])
+    branches_N = on_device([tree.branches for tree in pack.trees])
+
+    def seen(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        own = (branches_N[k] == branches_N[q]) | (branches_N[k] == 0)
+        before = positions_N[q] - positions_N[k]
+        return own & (trees_N[k] == trees_N[q]) & (before >= 0) & (before < reach)
+
+    compiled = device.type == "cuda"  # or all pairs of positions exist for a moment
+    return create_block_mask(seen, None, None, length, length, device=device, _compile=compiled)
+
+
+AttentionInterface.register(NAME, torch.compiler.disable(flex_packed))  # pyright: ignore
