@@ -136,12 +136,17 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     server.stop()
 
 
-@pytest.fixture
-def redis_url(redis_server: RedisServer) -> str:
-    """An empty Redis."""
+@pytest.fixture(scope="session")
+def redis_client(redis_server: RedisServer) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(redis_server.url) as client:
-        client.config_set("maxmemory", 0)  # a test that failed may have left it full
-        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer, redis_client: redis.Redis) -> str:
+    """An empty Redis."""
+    redis_client.config_set("maxmemory", 0)  # a test that failed may have left it full
+    redis_client.flushall()
     return redis_server.url
 
 
