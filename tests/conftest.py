@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         assert _may_have(path, kind), f"{path}: its tests that are {kind} would not be found"
     wanted = bool(config.getoption("--exact"))
     chosen = [item for item in items if (item.get_closest_marker("exact") is not None) == wanted]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
     num_workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
     items[:] = _dealt(chosen, num_workers) if num_workers > 1 else chosen
 
