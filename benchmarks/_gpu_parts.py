@@ -39,8 +39,8 @@ from trainer_service.training import Trainer
 ROWS = 64
 PROMPT = 64
 TOP = 8
-PROFILED = 32
-"""Steps of decoding: a profiler keeps every call."""
+PROFILED = 8
+"""Steps of decoding that warm up, or that a profiler sees: it keeps every call."""
 JOB_S = 300.0
 """The longest that two jobs are waited for."""
 
@@ -149,7 +149,7 @@ def measure_decoding(model: EngineBackbone, adapters: Sequence[FusedAdapter], re
     """Decodes with one adapter and with all in turn."""
     alone, mixed = rows_of(adapters[:1]), rows_of(adapters)
     num_tokens = sum(row.request.sampling.max_tokens - 1 for row in mixed)
-    decode(model, mixed)
+    decode(model, mixed, PROFILED)
     seconds = [(decode(model, alone), decode(model, mixed)) for _ in range(repetitions)]
     mixed_s = statistics.median(s for _, s in seconds)
     return {

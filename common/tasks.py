@@ -49,13 +49,28 @@ async def done_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> b
 
 
 @contextlib.asynccontextmanager
-async def running(*loops: Coroutine[Any, Any, None]) -> "AsyncGenerator[list[asyncio.Task[None]]]":
-    """Runs tasks as long as the block. If one fails, ends the block and the others, and raises its error in a group."""
+async def starting() -> "AsyncGenerator[Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]]":
+    """Gives the block a function that starts tasks, which end with it. If one fails, ends the block and the others, and raises its
+    error in a group."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    def start(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = group.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(loop) for loop in loops]
         guard = group.create_task(_end_with_guard(tasks))
-        yield tasks
+        yield start
         await cancel_all([*tasks, guard])
+
+
+@contextlib.asynccontextmanager
+async def running(*loops: Coroutine[Any, Any, None]) -> "AsyncGenerator[list[asyncio.Task[None]]]":
+    """Runs tasks as long as the block, as `starting` does."""
+    async with starting() as start:
+        yield [start(loop) for loop in loops]
 
 
 async def _end_with_guard(tasks: "Collection[asyncio.Task[None]]") -> None:

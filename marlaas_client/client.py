@@ -1,10 +1,11 @@
 """The client: what the SDK of OpenAI lacks for this service, and that SDK itself as `Client.openai`."""
 
 import json
+import ssl
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self, cast
 from urllib.parse import quote
@@ -53,7 +54,7 @@ class Client:
         self.base_url, self._key, self.bases = find(url, key, data, admin=admin)
         self._reconnect_s = reconnect_s
         headers = {"Authorization": f"Bearer {self._key}"}
-        self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=60.0)
+        self._http = httpx.Client(base_url=self.base_url, headers=headers, timeout=60.0, verify=certificates())
 
     def __enter__(self) -> Self:
         return self
@@ -317,6 +318,12 @@ def server_sent_events(lines: Iterator[str]) -> Iterator[tuple[str, Record]]:
             if value == "[DONE]":
                 return
             yield number, json.loads(value)
+
+
+@cache
+def certificates() -> ssl.SSLContext:
+    """The certificates that httpx trusts: loading them takes longer than a request, so that all clients of a process share them."""
+    return httpx.create_ssl_context()
 
 
 def _raise_for(response: httpx.Response) -> None:

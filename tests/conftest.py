@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import AsyncIterator, Generator, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         assert _may_have(path, kind), f"{path}: its tests that are {kind} would not be found"
     wanted = bool(config.getoption("--exact"))
     chosen = [item for item in items if (item.get_closest_marker("exact") is not None) == wanted]
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-    items[:] = chosen
+    config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
+    num_workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = _dealt(chosen, num_workers) if num_workers > 1 else chosen
+
+
+def _dealt(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """A part for each worker, as `--dist worksteal` cuts them: its files of slow tests, then fast ones, which workers take from each
+    other in the end."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    fast = [item for item in items if not item.get_closest_marker("slow")]
+    parts: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
+    for number, (_, tests) in enumerate(groupby(slow, key=lambda item: item.path)):
+        parts[number % num_workers] += tests
+    for part in parts:
+        missing = -(-len(items) // num_workers) - len(part)
+        part += fast[:missing]
+        fast = fast[missing:]
+    return [item for part in parts for item in part]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -119,12 +136,17 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     server.stop()
 
 
-@pytest.fixture
-def redis_url(redis_server: RedisServer) -> str:
-    """An empty Redis."""
+@pytest.fixture(scope="session")
+def redis_client(redis_server: RedisServer) -> Iterator[redis.Redis]:
     with redis.Redis.from_url(redis_server.url) as client:
-        client.config_set("maxmemory", 0)  # a test that failed may have left it full
-        client.flushall()
+        yield client
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer, redis_client: redis.Redis) -> str:
+    """An empty Redis."""
+    redis_client.config_set("maxmemory", 0)  # a test that failed may have left it full
+    redis_client.flushall()
     return redis_server.url
 
 

@@ -138,14 +138,17 @@ def tree(file: str) -> ast.Module:
     return ast.parse((ROOT / file).read_text())
 
 
-def imports(file: str) -> Iterator[str]:
+@cache
+def imports(file: str) -> list[str]:
     """Full names of the modules that a file imports, inside of functions too."""
+    names: list[str] = []
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            yield node.module or ""
+            names.append(node.module or "")
+    return names
 
 
 def module_names(*packages: str) -> list[str]:

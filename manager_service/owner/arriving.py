@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from common.errors import Unavailable
+from common.tasks import starting
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.job import Job
 from manager_service.owner.partition import Partition
@@ -38,7 +39,7 @@ class Intake:
     async def run(self) -> None:
         """Works until cancelled."""
         under_way: dict[tuple[Partition, str], asyncio.Task[None]] = {}
-        async with asyncio.TaskGroup() as group:
+        async with starting() as start:
             while True:
                 await self.wanted.wait()
                 self.wanted.clear()
@@ -46,7 +47,7 @@ class Intake:
                 for number, owned in self._owned.items():
                     for job in owned[0].arriving:
                         if (owned[0], job) not in under_way:
-                            under_way[owned[0], job] = group.create_task(self._take_in(number, owned, job))
+                            under_way[owned[0], job] = start(self._take_in(number, owned, job))
 
     async def _take_in(self, number: int, owned: Owned, job: str) -> None:
         """Reads a job. Who has the lock first lets all that are read enter."""

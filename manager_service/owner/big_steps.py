@@ -18,6 +18,7 @@ from common.errors import Unavailable
 from common.messages import Message, TrainStep
 from common.objects import Objects
 from common.payloads import CLAIM_CHECK_BYTES
+from common.tasks import starting
 from manager_service.jobs.job import Job
 
 TOKEN_BYTES, ROW_BYTES, REST_BYTES = 9, 512, 16 << 10
@@ -68,10 +69,10 @@ class BigSteps:
 
     async def run(self, written: Callable[[str], None]) -> None:
         """Writes, several at a time, until cancelled. Calls `written` with the job of each step that may now be published."""
-        async with asyncio.TaskGroup() as group:
+        async with starting() as start:
             while True:
                 job, big = await self._unwritten.get()
-                group.create_task(self._write(job, big, written))
+                start(self._write(job, big, written))
 
     async def _write(self, job: str, big: BigStep, written: Callable[[str], None]) -> None:
         assert big.step is not None

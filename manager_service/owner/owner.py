@@ -24,7 +24,7 @@ from common.fullness import MAX_MEMORY_USED
 from common.messages import TrainStep
 from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
-from common.tasks import running
+from common.tasks import running, starting
 from manager_service.archive.archiver import Archiver
 from manager_service.jobs.changes import Changes, RedisCommand, commands
 from manager_service.kept import LIMITS, Limits
@@ -147,13 +147,13 @@ class Owner:
     async def _load_taken(self) -> None:
         """Takes over the partitions whose leases were taken, each for itself."""
         loading: dict[int, asyncio.Task[None]] = {}
-        async with asyncio.TaskGroup() as group:
+        async with starting() as start:
             while True:
                 await self._taken.wait()
                 self._taken.clear()
                 for number in self._to_load:
                     if number not in loading or loading[number].done():
-                        loading[number] = group.create_task(self._load(number))
+                        loading[number] = start(self._load(number))
 
     async def _load(self, number: int) -> None:
         """Takes a partition over, or leaves it to another owner after some tries."""
@@ -287,15 +287,15 @@ class Owner:
 
     async def _ask_store(self) -> None:
         """Fetches the payloads, and looks for the versions, that partitions want."""
-        async with asyncio.TaskGroup() as group:
+        async with starting() as start:
             while True:
                 await self._wanted.wait()
                 self._wanted.clear()
                 for number, owned in list(self._owned.items()):
                     for stream, entry, fetch in owned[0].take_unfetched():
-                        group.create_task(self._fetch(number, owned, (stream, entry), fetch))
+                        start(self._fetch(number, owned, (stream, entry), fetch))
                     if owned[0].to_search:
-                        group.create_task(self._search(number, owned[0]))
+                        start(self._search(number, owned[0]))
 
     async def _fetch(self, number: int, owned: Owned, entry: tuple[str, str], fetch: Fetch) -> None:
         async with self._fetches:

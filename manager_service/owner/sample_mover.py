@@ -22,6 +22,7 @@ import structlog
 from common.bus import Bus
 from common.errors import Unavailable
 from common.objects import Objects
+from common.tasks import running
 from manager_service.archive.samples import SampleFiles, by_version, joined
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.job import Job
@@ -82,10 +83,8 @@ class SampleMover:
 
     async def run(self) -> None:
         """Works until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._keep_short())
-            for _ in range(AT_ONCE):
-                group.create_task(self._work())
+        async with running(self._keep_short(), *(self._work() for _ in range(AT_ONCE))):
+            await asyncio.Event().wait()
 
     def _want(self, job: Job | None, first: int = 0) -> None:
         if job is None:

@@ -38,6 +38,8 @@ LEAST_LOGPROB = -9999.0
 """Stands for the log-prob of a token that top_p or top_k excludes, minus infinity, which JSON cannot say."""
 CHUNK_TOKENS = 8192
 """The most tokens of a step on CUDA; longer prompts are prefilled in pieces, beside rows that decode."""
+IN_THE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Computes in the engine core's process. On a CPU vLLM would start another one, and both would spin while they wait for each other."""
 STOP_S = 1.0
 """The time that vLLM gets to stop before its processes are killed; nobody waits for its answers any more."""
 
@@ -236,6 +238,7 @@ def _arguments(options: VllmOptions, context: int) -> dict[str, Any]:
         "generation_config": "vllm",  # not the base model's own sampling defaults
         "dtype": options.dtype,
         "tensor_parallel_size": options.tensor_parallel,
+        "distributed_executor_backend": IN_THE_CORE if options.is_cpu and options.tensor_parallel == 1 else None,
         "enforce_eager": options.enforce_eager or options.is_cpu,
         "max_model_len": context,
         "max_num_seqs": options.slots,

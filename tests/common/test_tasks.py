@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from common.tasks import cancel_all, running
+from common.tasks import cancel_all, running, starting
 
 
 async def swallows(times: int) -> None:
@@ -52,3 +52,15 @@ async def test_an_error_in_the_block_ends_them_too() -> None:
         async with running(swallows(1)):
             await asyncio.sleep(0)
             raise ValueError("why")
+
+
+@pytest.mark.timeout(30)
+async def test_what_a_loop_has_started_ends_with_it_though_it_swallows_a_cancellation() -> None:
+    async def loop() -> None:
+        async with starting() as start:
+            start(swallows(1))
+            await asyncio.Event().wait()
+
+    async with running(loop()) as tasks:
+        await asyncio.sleep(0.01)
+    assert tasks[0].cancelled()

@@ -13,13 +13,14 @@ from common.bus import Bus, Progress
 from common.fullness import memory_used
 from common.streams import GROUP_ROLLOUT, Cell
 from deploy.acl import SERVICES, USERS, acl_file
-from harness.live import Api, is_balanced, running
+from harness.live import Api, is_balanced
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.local.embedded_redis import find_server
 from manager_service.local.supervisor import ServiceCommand
 from manager_service.receivers import LOGGERS
 from tests.manager.test_export import create, exporter, nothing_waits, until
 from tests.support.api_server import running_api, running_jobs
+from tests.support.forked import running
 from tests.support.processes import restart
 from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import client_of, pass_over

@@ -8,6 +8,7 @@ import pytest
 
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.messages import BASE
+from common.tasks import cancel_all
 from rollout_service.engine import CorruptAdapter, Generated
 from tests.support.engines_under_test import KINDS, Running
 from tests.support.rollout_cases import beat, bits, broken_files, files_of, nearly, one, prompt, ref, request, tokenizer
@@ -322,5 +323,8 @@ async def test_nothing_of_one_version_is_used_for_another(running: Running) -> N
 async def test_beat_is_called_while_tokens_come(running: Running) -> None:
     beats: list[int] = []
     async with running(ends=False) as engine:
-        await engine.generate(request(max_tokens=1000), beat=lambda: beats.append(1))
+        turn = asyncio.create_task(engine.generate(request(max_tokens=1000), beat=lambda: beats.append(1)))
+        while len(beats) < 2 and not turn.done():
+            await asyncio.sleep(0.01)
+        await cancel_all([turn])
     assert beats

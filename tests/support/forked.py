@@ -2,7 +2,7 @@
 
     first cluster of a test run ─► a fork server imports `warm` once ─► each process of a cluster: fork, own variables, `python -m SERVICE`
 
-A process has its own id, session, log and variables, as one that is executed, and dies of the same signals. Several tests leave the
+A process has its own id, session, log and variables, as one that is executed, and dies of the same signals. Few tests leave the
 starting to `harness.live.running`, which executes each process as `marlaas up` does.
 """
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ def peft_model(folder: Path, files: dict[str, bytes] | None, base: Path = TINY) 
     return PeftModel.from_pretrained(model, str(folder)).eval()
 
 
-_decoders: list[Decoder] = []
+@cache
+def _loaded() -> Decoder:
+    return Decoder.load(TINY)
 
 
 def decoder() -> Decoder:
     torch.set_num_threads(1)
-    if not _decoders:
-        _decoders.append(Decoder.load(TINY))
-    return _decoders[0]
+    return _loaded()
 
 
 def model(*, exact: bool = False) -> FusedDecoder:
@@ -70,6 +71,7 @@ def model(*, exact: bool = False) -> FusedDecoder:
     return FusedDecoder(decoder(), exact=exact)
 
 
+@cache
 def tokenizer() -> ChatTokenizer:
     return ChatTokenizer.load(TINY)
 

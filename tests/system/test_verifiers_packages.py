@@ -15,9 +15,10 @@ from env_service.verifiers.environment import Verifiers
 from env_service.verifiers.process import Hosts
 from examples import verifiers_addition as addition
 from examples.three_turns import client_of, learn
-from harness.live import is_balanced, running
+from harness.live import is_balanced
 from manager_service.local.supervisor import LocalCluster
 from tests.env.test_env_handler import TINY, TOKENIZER, ids_of
+from tests.support.forked import running
 from tests.support.verifiers_python import model_by_script, plain, run, verifiers_python, with_packages
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

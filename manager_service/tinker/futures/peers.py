@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from common.bus import Bus
+from common.tasks import starting
 from manager_service.tinker.futures.samples import GONE, Samples, SamplesOutcome
 
 TTL_S = 60
@@ -84,7 +85,7 @@ class Peers:
     async def run(self) -> None:
         """Reads until cancelled."""
         cursor, refreshed_s = "0", float("-inf")
-        async with asyncio.TaskGroup() as answering:
+        async with starting() as start:
             while True:
                 if time.monotonic() - refreshed_s > REFRESH_S:
                     await self._bus.keep_alive(self._bus.cell.peers(self._api_id), TTL_S)
@@ -92,7 +93,7 @@ class Peers:
                 for entry, message in await self._read(cursor):
                     cursor = entry
                     if isinstance(message, PeerQuestion):
-                        answering.create_task(self._answer(message))
+                        start(self._answer(message))
                     elif isinstance(message, GivenUp):
                         self._samples.give_up(message.tenant, message.request)
                     elif (waiting := self._waiting.get(message.number)) is not None and not waiting.done():
