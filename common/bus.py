@@ -155,11 +155,14 @@ class Bus:
     async def _opened(
         self, rows: Iterable[tuple[str, Any, Any]], group: str, consumer: str, fetch: bool
     ) -> list[Delivery]:
-        """Makes deliveries of (stream, entry, fields). A pending entry that was deleted has no fields, and is left out."""
+        """Makes deliveries of (stream, entry, fields). A pending entry that was deleted has no fields, and is left out; so is one that
+        another worker settled before its history was read."""
         deliveries: list[Delivery] = []
         there = [row for row in rows if row[2]]
         items = await self._histories.read([fields for _, _, fields in there], self.retrying)
         for stream, entry, fields in there:
+            if self._histories.is_gone(fields, items) and not await self._is_open(stream, group, entry):
+                continue
             opening = partial(self._fetched, stream, group, entry, fields, items, consumer=consumer)
             if (payload := fields.get(b"payload")) is not None:
                 deliveries.append(self._delivery(stream, group, entry, fields, payload, items))
@@ -170,6 +173,11 @@ class Bus:
                 history = self._histories.of(fields)
                 deliveries.append(Delivery(stream, group, _text(entry), unfetched, history=history, is_inline=False))
         return deliveries
+
+    async def _is_open(self, stream: str, group: str, entry: Any) -> bool:
+        """Is it pending, whoever has it?"""
+        call = partial(self.client.xpending_range, stream, group, entry, entry, 1)
+        return bool(await self._unless(call, "NOGROUP"))
 
     async def find_idle(
         self, stream: str, group: str, *, min_idle_ms: int, every_ms: int = 0, own: Sequence[str] = (), count: int = 256
@@ -197,9 +205,10 @@ class Bus:
         taken = [(stream, entry, fields) for entry, fields in rows if entry is not None and fields]
         keys = [self.cell.partial(stream, _text(entry)) for _, entry, _ in taken]
         kept = await self.retrying(lambda: self.client.mget(keys)) if keys else []
+        progress = {_text(entry): found or b"" for (_, entry, _), found in zip(taken, kept, strict=True)}
         return [
-            replace(delivery, deliveries=known[delivery.entry].deliveries + 1, progress=progress or b"")
-            for delivery, progress in zip(await self._opened(taken, group, consumer, fetch), kept, strict=True)
+            replace(delivery, deliveries=known[delivery.entry].deliveries + 1, progress=progress[delivery.entry])
+            for delivery in await self._opened(taken, group, consumer, fetch)
         ]
 
     async def pending(self, stream: str, group: str, *, after: str, count: int = 1000) -> list[str]:

@@ -315,8 +315,6 @@ class Worker:
 
     def _dead(self, delivery: Delivery, reason: str) -> list[Out]:
         message = delivery.message
-        self._reporter.count("dead_letters")
-        log.error("dead_letter", stream=delivery.stream, entry=delivery.entry, reason=reason)
         letter = (self._bus.cell.dead, dead_letter(delivery, reason))
         if isinstance(message, Undecodable):
             owner = self._bus.cell.owner_inbox(delivery.stream, letter[1].partition)
