@@ -183,9 +183,9 @@ class Bus:
         self, stream: str, group: str, *, min_idle_ms: int, every_ms: int = 0, own: Sequence[str] = (), count: int = 256
     ) -> list[Idle]:
         """Pending entries besides `own` that nobody renewed for `min_idle_ms`, oldest first; none if one looked within `every_ms`."""
-        args = [group, min_idle_ms, count, self.cell.looked(stream), every_ms, *own]
+        args = [group, min_idle_ms, count, self.cell.looked(stream), every_ms, self.cell.partial(stream, ""), *own]
         found = await self._unless(lambda: self._find_idle(keys=[stream], args=args), "NOGROUP")
-        return [Idle(_text(entry), int(deliveries)) for entry, _, _, deliveries in found or ()]
+        return [Idle(_text(entry), int(num), advanced=int(by) == num) for entry, _, _, num, by in found or ()]
 
     async def claim(
         self,
