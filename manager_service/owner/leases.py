@@ -68,9 +68,8 @@ for i = 2, #KEYS do
   if redis.call('GET', KEYS[i]) == ARGV[1] then redis.call('DEL', KEYS[i]) end
 end
 """
-
-
 LONGEST_ABSENCE_S = 3600.0
+"""The longest `Absence`, and the time after one within which the next is longer."""
 
 
 class Held(Enum):

@@ -78,7 +78,8 @@ class Partition:
         names = [name.decode() for name in await self._bus.read_set(self._cell.active(self.number))]
         await self.runs.load([name for name in names if is_run(name)], now)
         await self._load_jobs([name for name in names if not is_run(name)])
-        entered = {job_id: searched for job_id in list(self._fetched) if (searched := self._add(job_id, now, changes))}
+        read = [job_id for job_id in self._fetched if job_id not in self._arriving]
+        entered = {job_id: searched for job_id in read if (searched := self._add(job_id, now, changes))}
         for stream in self.inboxes:
             await self._replay(stream, now, changes)
         self.runs.advance_all(now, changes)
