@@ -58,6 +58,7 @@ class Bus:
         self.cell = cell
         self._payloads = Payloads(objects)
         self._histories = Histories(client, cell)
+        self._keep_s: dict[str, int] = {}  # streams that last only as long as this process
         self._settle = client.register_script(SETTLE)
         self._renew = client.register_script(RENEW)
         self._read_in_order = client.register_script(READ_IN_ORDER)
@@ -75,10 +76,13 @@ class Bus:
 
     # ---- work streams -----------------------------------------------------------------------------------------------
 
-    async def ensure_group(self, stream: str, group: str) -> None:
+    async def ensure_group(self, stream: str, group: str, *, keep_s: int | None = None) -> None:
         """Creates the consumer group, from the stream's beginning, unless it is there. The stream too, unless another stands in for
-        it: whoever keeps such a one brings it into being."""
-        words = [group, "MKSTREAM"] if self.cell.instead_of(stream) in ("", stream) else [group]
+        it: whoever keeps such a one brings it into being. `keep_s`: seconds after which it goes, now and whenever it is made anew."""
+        if keep_s is not None:
+            self._keep_s[stream] = keep_s
+        makes = ["MKSTREAM"] if self.cell.instead_of(stream) in ("", stream) else []
+        words = [group, self._keep_s.get(stream, ""), *makes]
         call = partial(self._create_group, keys=[stream], args=words)
         await self._unless(call, "BUSYGROUP", "requires the key to exist")
 
@@ -86,8 +90,7 @@ class Bus:
         """Puts off the end of a stream that lasts only as long as its reader. False: Redis had lost it, and it is made anew."""
         if await self.retrying(lambda: self.client.expire(stream, ttl_s)):
             return True
-        await self.ensure_group(stream, "alive")  # the one command that makes an empty stream
-        await self.retrying(lambda: self.client.expire(stream, ttl_s))
+        await self.ensure_group(stream, "alive", keep_s=ttl_s)  # the one command that makes an empty stream
         return False
 
     async def read(

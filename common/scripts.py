@@ -52,10 +52,13 @@ end
 return settled
 """
 
-# KEYS[1] stream. ARGV: group, and MKSTREAM if the stream is to be made too. The first write needs no memory, as in SETTLE.
+# KEYS[1] stream. ARGV: group, seconds after which the stream goes ("": it stays), and MKSTREAM if the stream is to be made too. The
+# first write needs no memory, as in SETTLE.
 CREATE_GROUP = """
 redis.call('XDEL', KEYS[1], '0-0')
-return redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', unpack(ARGV, 2))
+local made = redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', unpack(ARGV, 3))
+if ARGV[2] ~= '' then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
+return made
 """
 
 # KEYS: none named, for that would take the right to read the stream. ARGV: stream, seconds to keep entries, then the fields of a new

@@ -160,8 +160,7 @@ class Worker:
 
     async def _make_groups(self) -> None:
         for inbox in self._inboxes:
-            await self._bus.ensure_group(inbox.stream, inbox.group)
-        await self._keep_own()
+            await self._bus.ensure_group(inbox.stream, inbox.group, keep_s=inbox.keep_s)
 
     async def _keep_own(self) -> None:
         """Puts off the end of the streams that are this worker's own."""
