@@ -210,8 +210,9 @@ class Act:
         for run in (run for run in tenant.runs if not run.forgotten and run.job["status"] == "succeeded"):
             ledger = await tenant.client.get(f"/fine_tuning/jobs/{run.id}/ledger")
             found = verify.manifests(store, paths, tenant.name, run.id)
-            wrong += verify.ledger_balances(run.id, ledger) + verify.trained_once(run, ledger)
-            wrong += verify.steps_once(run.id, await tenant.client.pages(f"/fine_tuning/jobs/{run.id}/events"))
+            events = await tenant.client.pages(f"/fine_tuning/jobs/{run.id}/events")
+            wrong += verify.ledger_balances(run.id, ledger) + verify.trained_once(run, ledger, events)
+            wrong += verify.steps_once(run.id, events)
             wrong += verify.versions_once(run.id, found, trajectories=run.recipe.num_trajectories)
             wrong += [line for manifest in found for line in verify.bytes_are_there(store, manifest)]
             if self.plan.deterministic:

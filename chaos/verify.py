@@ -28,6 +28,8 @@ EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling
 OUTSIDE = ("tenants", "keys", "sessions:", "alive:", "format", "signing-key", "loggers")
 OUTSIDE_EXPIRING = ("session:", "exporter")
 """The same outside of the cell: neither a file nor an upload is among them."""
+GONE = -2
+"""Redis' answer for the time that a key has left which has expired since the keys were listed."""
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled", "in_flight")
 
 
@@ -47,11 +49,14 @@ def ledger_balances(job: str, ledger: Mapping[str, int]) -> list[str]:
     return [] if is_balanced(counts) and counts["in_flight"] == 0 else [f"{job}: the ledger does not balance: {counts}"]
 
 
-def trained_once(run: Run, ledger: Mapping[str, int]) -> list[str]:
-    """Each trajectory of a job that succeeded was trained, and none had to be replaced."""
+def trained_once(run: Run, ledger: Mapping[str, int], events: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Each trajectory of a job that succeeded was trained, and none had to be replaced. The events say why one failed."""
     wanted = {"trained": STEPS * run.recipe.num_trajectories, "failed": 0}
     found = {name: ledger[name] for name in wanted}
-    return [] if found == wanted else [f"{run.recipe.name} {run.id}: {found} instead of {wanted}"]
+    if found == wanted:
+        return []
+    reasons = {data["failed_reason"] for event in events if (data := event["data"] or {}).get("failed_reason")}
+    return [f"{run.recipe.name} {run.id}: {found} instead of {wanted}: {'; '.join(sorted(reasons)) or 'no reason'}"]
 
 
 def steps_once(job: str, events: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -115,16 +120,18 @@ def left_keys(cluster: Cluster) -> list[str]:
         wrong = [f"{name} holds {num} entries" for name in streams if (num := client.xlen(name))]
         for key, name in mine.items():
             expires: Any = client.ttl(key)
-            if not (is_work(name) or name.startswith(RECORDS) or (name.startswith(EXPIRING) and expires >= 0)):
+            passes = expires == GONE or (name.startswith(EXPIRING) and expires >= 0)
+            if not (is_work(name) or name.startswith(RECORDS) or passes):
                 wrong.append(f"key {name} ({client.type(key)}) is left")
         outside = sorted(names - mine.keys())
         return wrong + [f"key {key} is left" for key in outside if not _may_stay(key, expires=client.ttl(key))]
 
 
 def _may_stay(key: str, *, expires: Any) -> bool:
-    """May a key outside of the cell stay?"""
+    """May a key outside of the cell stay, or has it gone by itself?"""
     name = key.removeprefix(GLOBAL)
-    return name != key and (name.startswith(OUTSIDE) or (name.startswith(OUTSIDE_EXPIRING) and expires >= 0))
+    stays = name.startswith(OUTSIDE) or (name.startswith(OUTSIDE_EXPIRING) and expires >= 0)
+    return expires == GONE or (name != key and stays)
 
 
 def is_work(name: str) -> bool:

@@ -58,6 +58,7 @@ class Bus:
         self.cell = cell
         self._payloads = Payloads(objects)
         self._histories = Histories(client, cell)
+        self._keep_s: dict[str, int] = {}  # streams that last only as long as this process
         self._settle = client.register_script(SETTLE)
         self._renew = client.register_script(RENEW)
         self._read_in_order = client.register_script(READ_IN_ORDER)
@@ -75,10 +76,13 @@ class Bus:
 
     # ---- work streams -----------------------------------------------------------------------------------------------
 
-    async def ensure_group(self, stream: str, group: str) -> None:
+    async def ensure_group(self, stream: str, group: str, *, keep_s: int | None = None) -> None:
         """Creates the consumer group, from the stream's beginning, unless it is there. The stream too, unless another stands in for
-        it: whoever keeps such a one brings it into being."""
-        words = [group, "MKSTREAM"] if self.cell.instead_of(stream) in ("", stream) else [group]
+        it: whoever keeps such a one brings it into being. `keep_s`: seconds after which it goes, now and whenever it is made anew."""
+        if keep_s is not None:
+            self._keep_s[stream] = keep_s
+        makes = ["MKSTREAM"] if self.cell.instead_of(stream) in ("", stream) else []
+        words = [group, self._keep_s.get(stream, ""), *makes]
         call = partial(self._create_group, keys=[stream], args=words)
         await self._unless(call, "BUSYGROUP", "requires the key to exist")
 
@@ -86,8 +90,7 @@ class Bus:
         """Puts off the end of a stream that lasts only as long as its reader. False: Redis had lost it, and it is made anew."""
         if await self.retrying(lambda: self.client.expire(stream, ttl_s)):
             return True
-        await self.ensure_group(stream, "alive")  # the one command that makes an empty stream
-        await self.retrying(lambda: self.client.expire(stream, ttl_s))
+        await self.ensure_group(stream, "alive", keep_s=ttl_s)  # the one command that makes an empty stream
         return False
 
     async def read(
@@ -155,11 +158,14 @@ class Bus:
     async def _opened(
         self, rows: Iterable[tuple[str, Any, Any]], group: str, consumer: str, fetch: bool
     ) -> list[Delivery]:
-        """Makes deliveries of (stream, entry, fields). A pending entry that was deleted has no fields, and is left out."""
+        """Makes deliveries of (stream, entry, fields). A pending entry that was deleted has no fields, and is left out; so is one that
+        another worker settled before its history was read."""
         deliveries: list[Delivery] = []
         there = [row for row in rows if row[2]]
         items = await self._histories.read([fields for _, _, fields in there], self.retrying)
         for stream, entry, fields in there:
+            if self._histories.is_gone(fields, items) and not await self._is_open(stream, group, entry):
+                continue
             opening = partial(self._fetched, stream, group, entry, fields, items, consumer=consumer)
             if (payload := fields.get(b"payload")) is not None:
                 deliveries.append(self._delivery(stream, group, entry, fields, payload, items))
@@ -171,13 +177,18 @@ class Bus:
                 deliveries.append(Delivery(stream, group, _text(entry), unfetched, history=history, is_inline=False))
         return deliveries
 
+    async def _is_open(self, stream: str, group: str, entry: Any) -> bool:
+        """Is it pending, whoever has it?"""
+        call = partial(self.client.xpending_range, stream, group, entry, entry, 1)
+        return bool(await self._unless(call, "NOGROUP"))
+
     async def find_idle(
         self, stream: str, group: str, *, min_idle_ms: int, every_ms: int = 0, own: Sequence[str] = (), count: int = 256
     ) -> list[Idle]:
         """Pending entries besides `own` that nobody renewed for `min_idle_ms`, oldest first; none if one looked within `every_ms`."""
-        args = [group, min_idle_ms, count, self.cell.looked(stream), every_ms, *own]
+        args = [group, min_idle_ms, count, self.cell.looked(stream), every_ms, self.cell.partial(stream, ""), *own]
         found = await self._unless(lambda: self._find_idle(keys=[stream], args=args), "NOGROUP")
-        return [Idle(_text(entry), int(deliveries)) for entry, _, _, deliveries in found or ()]
+        return [Idle(_text(entry), int(num), advanced=int(by) == num) for entry, _, _, num, by in found or ()]
 
     async def claim(
         self,
@@ -197,9 +208,10 @@ class Bus:
         taken = [(stream, entry, fields) for entry, fields in rows if entry is not None and fields]
         keys = [self.cell.partial(stream, _text(entry)) for _, entry, _ in taken]
         kept = await self.retrying(lambda: self.client.mget(keys)) if keys else []
+        progress = {_text(entry): found or b"" for (_, entry, _), found in zip(taken, kept, strict=True)}
         return [
-            replace(delivery, deliveries=known[delivery.entry].deliveries + 1, progress=progress or b"")
-            for delivery, progress in zip(await self._opened(taken, group, consumer, fetch), kept, strict=True)
+            replace(delivery, deliveries=known[delivery.entry].deliveries + 1, progress=progress[delivery.entry])
+            for delivery in await self._opened(taken, group, consumer, fetch)
         ]
 
     async def pending(self, stream: str, group: str, *, after: str, count: int = 1000) -> list[str]:

@@ -56,6 +56,8 @@ class Idle:
 
     entry: str
     deliveries: int  # up to now
+    advanced: bool = False
+    """The worker that had it last kept progress on it."""
 
 
 @dataclass(frozen=True, slots=True)

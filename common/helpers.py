@@ -17,7 +17,13 @@ from pathlib import Path
 
 LENGTH_BYTES = 8
 """Bytes of the length that stands before each question and each answer."""
+END_S = 1.0
+"""Time in which a helper that has closed its pipe ends by itself."""
 PR_SET_PDEATHSIG = 1
+
+
+class HelperKilled(ConnectionError):
+    """A helper got SIGKILL from outside, before it had answered."""
 
 
 class Helper:
@@ -31,7 +37,7 @@ class Helper:
         return self._process.returncode is None
 
     async def ask(self, question: bytes) -> bytes:
-        """Kills the helper unless it answers. Raises ConnectionError if it ended by itself."""
+        """Kills the helper unless it answers. Raises HelperKilled, or ConnectionError if it ended by itself."""
         process, answered = self._process, False
         assert process.stdin and process.stdout
         try:
@@ -39,12 +45,20 @@ class Helper:
             await process.stdin.drain()
             answer = await process.stdout.readexactly(int.from_bytes(await process.stdout.readexactly(LENGTH_BYTES)))
             answered = True
-        except EOFError as error:
-            raise ConnectionError("the helper ended") from error
+        except (EOFError, ConnectionError) as error:
+            raise await self._ended() from error
         finally:
             if not answered:
                 await self.close()
         return answer
+
+    async def _ended(self) -> ConnectionError:
+        """The reason why it answers no more."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._process.wait()
+        killed = self._process.returncode == -signal.SIGKILL
+        return HelperKilled("the helper was killed") if killed else ConnectionError("the helper ended")
 
     async def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):

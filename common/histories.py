@@ -69,6 +69,11 @@ class Histories:
             result[history] = ([known.message], found[1::2]) if known else ([], found[::2])
         return result
 
+    def is_gone(self, fields: Mapping[bytes, bytes], items: HistoryItems) -> bool:
+        """Does an entry refer to a history that was no more when it was read? It goes with its entry."""
+        history = self.of(fields)
+        return history is not None and not any(items[history])
+
     def whole(self, message: AnyMessage, history: History | None, items: HistoryItems) -> AnyMessage:
         """The message that an entry stands for. Raises ValueError, and what `decode` raises, if its history does not lead to it."""
         known, rest = items[history] if history else ([], [])

@@ -52,21 +52,35 @@ def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def permutation_parts(seed: int, epoch: int, n: int) -> Iterator[np.ndarray]:
-    """Gives `permutation` part by part. Takes 8 bytes an item meanwhile, and some MB."""
-    drawn = np.empty(n, np.uint64)
-    for start in range(0, n, BLOCK):
-        block = drawn[start : start + BLOCK]
-        block[:] = bits(seed, "data_order", epoch, np.arange(start, start + len(block)))
-    width = (1 << 64) >> (n // PART).bit_length()
-    for low in range(0, 1 << 64, width):
-        yield _places_of(drawn, np.uint64(low), np.uint64(low + width - 1))
+    """Gives `permutation` part by part. Takes a byte or two an item meanwhile, and some MB."""
+    num_bits = (n // PART).bit_length()
+    part_of = _leading_bits(seed, epoch, n, num_bits)
+    for part in range(1 << num_bits):
+        places = _places_of(part_of, part)
+        yield places[np.argsort(_numbers(seed, epoch, places), kind="stable")]
 
 
-def _places_of(drawn: np.ndarray, low: np.uint64, high: np.uint64) -> np.ndarray:
-    """Places of the numbers from `low` to `high`, by size, and among equal ones by place."""
-    blocks = ((start, drawn[start : start + BLOCK]) for start in range(0, len(drawn), BLOCK))
-    places = np.concatenate([start + np.flatnonzero((low <= block) & (block <= high)) for start, block in blocks])
-    return places[np.argsort(drawn[places], kind="stable")]
+def _leading_bits(seed: int, epoch: int, n: int, num_bits: int) -> np.ndarray:
+    """The first bits of each item's number: uint8 or uint16 [n]."""
+    found = np.zeros(n, np.uint8 if num_bits <= 8 else np.uint16)
+    for start in range(0, n if num_bits else 0, BLOCK):
+        block = found[start : start + BLOCK]
+        block[:] = _numbers(seed, epoch, np.arange(start, start + len(block))) >> np.uint64(64 - num_bits)
+    return found
+
+
+def _places_of(part_of: np.ndarray, part: int) -> np.ndarray:
+    """The items of one part, in order: int64."""
+    blocks = ((start, part_of[start : start + BLOCK]) for start in range(0, len(part_of), BLOCK))
+    return np.concatenate([start + np.flatnonzero(block == part) for start, block in blocks])
+
+
+def _numbers(seed: int, epoch: int, places: np.ndarray) -> np.ndarray:
+    """The numbers by whose size the items at these places are ordered, and by place where they are equal: uint64."""
+    drawn = np.empty(len(places), np.uint64)
+    for start in range(0, len(places), BLOCK):
+        drawn[start : start + BLOCK] = bits(seed, "data_order", epoch, places[start : start + BLOCK])
+    return drawn
 
 
 def key_of(seed: int, purpose: str) -> tuple[int, int]:

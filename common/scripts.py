@@ -26,7 +26,7 @@ for n = 1, tonumber(take()) do
   local rows = redis.pcall('XPENDING', stream, group, entry, entry, 1)
   if rows.err and not string.find(rows.err, 'NOGROUP', 1, true) then return rows end
   local open = #rows == 1
-  if open then redis.call('DEL', progress, unpack(becomes == 'ends' and {history} or {})) end
+  if open then redis.call('DEL', progress, progress .. ':by', unpack(becomes == 'ends' and {history} or {})) end
   if open and (outputs < 0 or becomes == 'on') then
     local fields = (redis.call('XCLAIM', stream, group, rows[1][2], 0, entry)[1] or {nil, {}})[2]
     if outputs < 0 and #fields > 0 then redis.call('XADD', stream, '*', unpack(fields)) end
@@ -52,10 +52,13 @@ end
 return settled
 """
 
-# KEYS[1] stream. ARGV: group, and MKSTREAM if the stream is to be made too. The first write needs no memory, as in SETTLE.
+# KEYS[1] stream. ARGV: group, seconds after which the stream goes ("": it stays), and MKSTREAM if the stream is to be made too. The
+# first write needs no memory, as in SETTLE.
 CREATE_GROUP = """
 redis.call('XDEL', KEYS[1], '0-0')
-return redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', unpack(ARGV, 2))
+local made = redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', unpack(ARGV, 3))
+if ARGV[2] ~= '' then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
+return made
 """
 
 # KEYS: none named, for that would take the right to read the stream. ARGV: stream, seconds to keep entries, then the fields of a new
@@ -82,8 +85,9 @@ return found
 """
 
 # KEYS[1] stream. ARGV: group, consumer, then for each entry: its id, and of its progress the key, the head, where the tail begins,
-# the tail ("": nothing new). Resets the idle time of those that the consumer still owns, and writes what is new of them. What
-# nobody settles goes after a day. A Redis that went back in time may have lost what a tail follows on: then what it has stands.
+# the tail ("": nothing new). Resets the idle time of those that the consumer still owns, and writes what is new of them, with the
+# number of the delivery by which it comes. What nobody settles goes after a day. A Redis that went back in time may have lost what a
+# tail follows on: then what it has stands.
 RENEW = """
 local renewed = 0
 for i = 3, #ARGV, 5 do
@@ -96,6 +100,7 @@ for i = 3, #ARGV, 5 do
       redis.call('SETRANGE', progress, 0, head)
       redis.call('SETRANGE', progress, start, tail)
       redis.call('EXPIRE', progress, 86400)
+      redis.call('SET', progress .. ':by', row[4], 'EX', 86400)
     end
     renewed = renewed + 1
   end
@@ -103,16 +108,17 @@ end
 return renewed
 """
 
-# KEYS[1] stream. ARGV: group, milliseconds that an entry must be idle, how many, key of the mark, milliseconds that it lasts, then
-# the entries that the caller works on itself. To look means a walk over all pending entries, so one worker does it for all while the
+# KEYS[1] stream. ARGV: group, milliseconds that an entry must be idle, how many, key of the mark, milliseconds that it lasts, what
+# stands before an entry in the key of its progress, then the entries that the caller works on itself. Returns their rows, each with the
+# number of the delivery that last kept progress. To look means a walk over all pending entries, so one worker does it for all while the
 # mark lasts. Who finds its own work idle leaves that to others, and the mark too: it may be the first to look each time.
 # The first write needs no memory, as in SETTLE.
 FIND_IDLE = """
 local most, lasts = tonumber(ARGV[3]), tonumber(ARGV[5])
 redis.call('XDEL', KEYS[1], '0-0')
 if lasts > 0 and not redis.call('SET', ARGV[4], '1', 'NX', 'PX', ARGV[5]) then return {} end
-local own, found, start, hangs = {}, {}, '-', false
-for i = 6, #ARGV do own[ARGV[i]] = true end
+local own, found, keys, start, hangs = {}, {}, {}, '-', false
+for i = 7, #ARGV do own[ARGV[i]] = true end
 repeat
   local rows = redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[2], start, '+', most)
   for _, row in ipairs(rows) do
@@ -121,6 +127,8 @@ repeat
   end
 until #found > 0 or #rows < most
 if hangs then redis.call('DEL', ARGV[4]) end
+for i, row in ipairs(found) do keys[i] = ARGV[6] .. row[1] .. ':by' end
+for i, by in ipairs(#keys > 0 and redis.call('MGET', unpack(keys)) or {}) do found[i][5] = by or '0' end
 return found
 """
 

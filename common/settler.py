@@ -9,12 +9,16 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+import structlog
+
 from common.bus import Bus, Out, Settlement
+from common.messages import DeadLetter
 from common.telemetry import Reporter
 
 GATHER_S, MOST_S = 0.001, 0.01
 """Time between two scripts, and between two reads: for each delivery under way, and at most. Both cost nearly as much for one entry as for
 ten."""
+log = structlog.get_logger()
 
 
 def window_s(num_under_way: int) -> float:
@@ -70,6 +74,9 @@ class Settler:
         for settlement, published in zip(batch, done, strict=True):
             if not published:
                 self._lost(settlement.outputs or ())
+            elif letter := next((out for _, out in settlement.outputs or () if isinstance(out, DeadLetter)), None):
+                self._reporter.count("dead_letters")
+                log.error("dead_letter", stream=letter.stream, entry=letter.entry, reason=letter.reason)
         self._reporter.count("settle_s", (time.monotonic() - since) * len(done))
         self._reporter.count("settled", sum(done))
         self._reporter.count("lost_races", len(done) - sum(done))

@@ -18,7 +18,7 @@
     control, adapters:new,
     done, telemetry            stream   broadcasts, trimmed by age                 no group
     dead                       stream   DeadLetter                                 no group
-    partial:<stream>:<entry>   string   what a worker has done so far of an entry it holds; expires
+    partial:<stream>:<entry>   string   what a worker has done so far of an entry it holds; expires. `:by` behind it: by which delivery
     history:<stream>:<entry>   list     payloads that led to a pending entry, each with its entry's id
     looked:<stream>            string   set while nobody need look for idle entries; expires
     lease:<p>                  string   the owner's random token, expires

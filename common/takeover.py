@@ -4,7 +4,8 @@ reads: its inboxes' idle entries   writes: nothing itself: what it begins is set
 waits for: an orphan to advance, or its own work to end   unblocked by: handlers
 
 An entry that was delivered once before runs in company: nothing waits for quiet. One that was delivered more often has seen several
-workers die, or hang: it runs alone, so that an entry which kills its worker harms no neighbour, and only then does the worker stop reading.
+workers die, or hang: unless the last of them kept progress on it, it runs alone, so that an entry which kills its worker harms no
+neighbour, and only then does the worker stop reading.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ LOOK_EVERY_S = 1.0
 """Time between two searches for idle entries, of all workers together; shorter with a short lease."""
 ORPHANS_SHARE = 4
 """One part in so many of a worker's slots may be orphans that have not advanced yet, also beyond its slots."""
+SUSPECT_AFTER = 5
+"""Deliveries after which an entry runs alone however far it has come: it may come far and kill its worker each time."""
 log = structlog.get_logger()
 
 
@@ -83,15 +86,15 @@ class Takeover:
 
     async def _take(self, inbox: Inbox, found: Sequence[Idle]) -> None:
         """Takes what may run in company, else one of the others alone."""
-        once = [idle for idle in found if idle.deliveries == 1]
-        if not once:
+        innocent = [idle for idle in found if not is_suspect(idle)]
+        if not innocent:
             await self._run_alone(inbox, found[0])
             return
         room = min(self._at_once - self._underway.num_orphans, self._most + self._at_once - len(self._underway))
-        self.is_short = room < len(once)
+        self.is_short = room < len(innocent)
         if room <= 0:
             await self._underway.changed(self._every_s)
-        for delivery in await self._claim(inbox, once[: max(0, room)]):
+        for delivery in await self._claim(inbox, innocent[: max(0, room)]):
             self._begin(delivery)
 
     async def _run_alone(self, inbox: Inbox, idle: Idle) -> None:
@@ -116,3 +119,8 @@ class Takeover:
     @property
     def _lease_ms(self) -> int:
         return int(self._lease_s * 1000)
+
+
+def is_suspect(idle: Idle) -> bool:
+    """May it be the entry that ended its workers?"""
+    return idle.deliveries > 1 and not (idle.advanced and idle.deliveries < SUSPECT_AFTER)

@@ -160,8 +160,7 @@ class Worker:
 
     async def _make_groups(self) -> None:
         for inbox in self._inboxes:
-            await self._bus.ensure_group(inbox.stream, inbox.group)
-        await self._keep_own()
+            await self._bus.ensure_group(inbox.stream, inbox.group, keep_s=inbox.keep_s)
 
     async def _keep_own(self) -> None:
         """Puts off the end of the streams that are this worker's own."""
@@ -315,8 +314,6 @@ class Worker:
 
     def _dead(self, delivery: Delivery, reason: str) -> list[Out]:
         message = delivery.message
-        self._reporter.count("dead_letters")
-        log.error("dead_letter", stream=delivery.stream, entry=delivery.entry, reason=reason)
         letter = (self._bus.cell.dead, dead_letter(delivery, reason))
         if isinstance(message, Undecodable):
             owner = self._bus.cell.owner_inbox(delivery.stream, letter[1].partition)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 
 from common import helpers
-from common.helpers import Helper
+from common.helpers import Helper, HelperKilled
 from common.places import Places
 from env_service import work
 from env_service.failures import GraderFailed
@@ -13,6 +13,8 @@ from env_service.failures import GraderFailed
 START_S = 30.0
 """Time to import the libraries of a helper on a busy machine."""
 MEMORY_BYTES = 512 * 1024**2
+MAX_HELPERS = 5
+"""Helpers that may be killed over one question, idle ones among them."""
 
 
 class GraderHelpers:
@@ -28,18 +30,23 @@ class GraderHelpers:
         self.close = self._pool.close
 
     async def ask(self, question: bytes, allowance: work.Allowance) -> bytes:
-        """Its time begins when it is this question's turn. Raises GraderFailed if it takes too long or too much memory."""
+        """Its time begins when it is this question's turn. Where others kill its helper, as the kernel does when the machine's memory
+        runs out, another is asked. Raises GraderFailed if it takes too long or too much memory."""
         async with work.place(self._places):
-            try:
-                with contextlib.suppress(
-                    ConnectionError
-                ):  # it was killed, or it took too much memory, as the next will
-                    return await self._ask_one(question, allowance)
-                return await self._ask_one(question, allowance)
-            except (TimeoutError, ConnectionError) as error:
-                timed_out = isinstance(error, TimeoutError)
-                reason = f"longer than {allowance.seconds:g} seconds" if timed_out else "too much memory"
-                raise GraderFailed(f"{self._name}: comparing the texts took {reason}") from error
+            for _ in range(MAX_HELPERS):
+                with contextlib.suppress(HelperKilled):
+                    return await self._tried(question, allowance)
+        raise GraderFailed(f"{self._name}: the process that compares the texts was killed {MAX_HELPERS} times")
+
+    async def _tried(self, question: bytes, allowance: work.Allowance) -> bytes:
+        try:
+            return await self._ask_one(question, allowance)
+        except HelperKilled:
+            raise
+        except (TimeoutError, ConnectionError) as error:
+            timed_out = isinstance(error, TimeoutError)
+            reason = f"longer than {allowance.seconds:g} seconds" if timed_out else "too much memory"
+            raise GraderFailed(f"{self._name}: comparing the texts took {reason}") from error
 
     async def _ask_one(self, question: bytes, allowance: work.Allowance) -> bytes:
         helper = self._pool.idle() or await self._ready()

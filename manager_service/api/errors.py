@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from redis import exceptions as redis_errors
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common.errors import AlreadyExists, InvalidInput, MarlaasError, NotFound
@@ -23,6 +24,8 @@ MAX_MESSAGE = 1000
 BAD_FORM = (
     "the body is no form that can be read: send multipart/form-data; a file's name has at most a few hundred characters"
 )
+UNREAD = "There was an error parsing the body"
+"""FastAPI says so with a 400, whatever went wrong while it read a body."""
 log = structlog.get_logger()
 
 
@@ -107,6 +110,8 @@ def translated(error: Exception) -> ApiError:
             return ApiError(404, str(error), code="not_found")
         case AlreadyExists():
             return conflict(str(error), code="already_exists")
+        case ClientDisconnect():
+            return ApiError(400, "the connection ended before the body did")  # nobody is left to read it
         case MarlaasError():
             return unavailable(str(error))
         case redis_errors.RedisError() if passes(error):
@@ -118,8 +123,11 @@ def translated(error: Exception) -> ApiError:
 
 
 def _of_framework(error: HTTPException) -> ApiError:
-    if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT):
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, "the disk for uploads is full; try again later, or tell the operator", code="disk_full")
+    if error.detail == UNREAD and isinstance(cause, Exception) and not isinstance(cause, ValueError):
+        return translated(cause)  # a ValueError is what parsers raise for a wrong body
     if error.detail == "Invalid multipart data.":
         return ApiError(400, BAD_FORM, code="invalid_request")
     codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
@@ -185,7 +193,7 @@ def model_of_field(model: type[BaseModel], name: str | int) -> type[BaseModel] |
 
 def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _handle_validation)
-    for kind in (HTTPException, MarlaasError, redis_errors.RedisError, Exception):
+    for kind in (HTTPException, MarlaasError, redis_errors.RedisError, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _handle)
 
 

@@ -68,6 +68,8 @@ for i = 2, #KEYS do
   if redis.call('GET', KEYS[i]) == ARGV[1] then redis.call('DEL', KEYS[i]) end
 end
 """
+LONGEST_ABSENCE_S = 3600.0
+"""The longest `Absence`, and the time after one within which the next is longer."""
 
 
 class Held(Enum):
@@ -93,6 +95,27 @@ class Round:
     def surplus(self) -> int:
         """Number of partitions to give back."""
         return max(0, sum(held is not Held.BY_ANOTHER for held in self.leases.values()) - self.share)
+
+
+@dataclass
+class Absence:
+    """Times in which an owner leaves free partitions to others: each twice as long as the last one, if that was lately. So owners
+    none of which has room pass a partition to and fro ever more rarely."""
+
+    first_s: float
+    _length_s: float = field(default=0.0, init=False)
+    _until_s: float = field(default=float("-inf"), init=False)  # monotonic
+
+    def lasts(self, now_s: float) -> bool:
+        return now_s < self._until_s
+
+    def begin(self, now_s: float) -> None:
+        """Begins one, unless one lasts."""
+        if self.lasts(now_s):
+            return
+        lately = now_s < self._until_s + LONGEST_ABSENCE_S
+        self._length_s = min(2 * self._length_s, LONGEST_ABSENCE_S) if lately else self.first_s
+        self._until_s = now_s + self._length_s
 
 
 @dataclass

@@ -30,7 +30,7 @@ from manager_service.jobs.changes import Changes, RedisCommand, commands
 from manager_service.kept import LIMITS, Limits
 from manager_service.owner.arriving import Intake, Owned
 from manager_service.owner.big_steps import BigSteps
-from manager_service.owner.leases import Held, Leases
+from manager_service.owner.leases import Absence, Held, Leases
 from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.payload_tidier import PayloadTidier
 from manager_service.owner.reading import ItemFiles, JobReader
@@ -55,7 +55,7 @@ LOAD_TRIES = 3
 LEAVE_AFTER_S = 3.0
 """A partition is left to another owner if a job's files have found no room on this machine's disk for so long."""
 LEAVES_LEASES = 6.0
-"""Time for which its owner then takes no others, if others are there, in leases."""
+"""Time for which its owner then takes no others, if others are there, in leases. The next times it is longer: see `Absence`."""
 STALL_S = 30.0
 ARCHIVE_AFTER_S = 3600.0
 ARCHIVE_ALL_ABOVE = MAX_MEMORY_USED / 2
@@ -88,7 +88,7 @@ class Owner:
         self._token, self._commits = secrets.token_hex(16), Commits(bus)
         self._leases = Leases(bus, self._token, lease_s)
         self._surplus, self._others = 0, 0  # partitions to give back; other owners
-        self._leaves_until = 0.0  # monotonic: up to then free partitions are others'
+        self._absence = Absence(LEAVES_LEASES * lease_s)
         self._to_load: set[int] = set()  # leases that were taken, of partitions that are not in memory yet
         self._taken = asyncio.Event()  # something is to be loaded
         self._owned: dict[int, Owned] = {}
@@ -126,7 +126,7 @@ class Owner:
             found = await self._leases.round(
                 self._allocator.active_weights(self._owned),
                 self._allocator.take_served_s(),
-                leaves=time.monotonic() < self._leaves_until,
+                leaves=self._absence.lasts(time.monotonic()),
             )
             self._allocator.hear_of_others(found.other_weight, found.sampling_weight, found.served)
             self._surplus, self._others = found.surplus, found.others
@@ -208,7 +208,7 @@ class Owner:
 
     async def _leave(self, number: int) -> None:
         """Leaves to others a partition with which this owner cannot work."""
-        self._leaves_until = time.monotonic() + LEAVES_LEASES * self._lease_s
+        self._absence.begin(time.monotonic())
         await self._release(number)
 
     async def _release(self, number: int) -> None:

@@ -59,6 +59,7 @@ class Partition:
         self._arriving: dict[str, dict[tuple[str, str], Delivery]] = {}  # job -> stream and entry -> what waits for it
         self._delayed: dict[str, Delayed] = {}  # arriving jobs
         self._fetched: dict[str, Fetched] = {}  # arriving jobs that were read
+        self._reading: dict[str, asyncio.Task[None]] = {}  # jobs whose files `load` began to read
         self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
         self._searched: dict[str, Searched] = {}  # job -> the version that the store has or has not
         self.fetching: set[tuple[str, str]] = set()
@@ -76,8 +77,9 @@ class Partition:
             await self._bus.ensure_group(stream, GROUP_MANAGER)
         names = [name.decode() for name in await self._bus.read_set(self._cell.active(self.number))]
         await self.runs.load([name for name in names if is_run(name)], now)
-        await self._load_jobs([name for name in names if not is_run(name)], now, changes)
-        entered = {job_id: searched for job_id in list(self._fetched) if (searched := self._add(job_id, now, changes))}
+        await self._load_jobs([name for name in names if not is_run(name)])
+        read = [job_id for job_id in self._fetched if job_id not in self._arriving]
+        entered = {job_id: searched for job_id in read if (searched := self._add(job_id, now, changes))}
         for stream in self.inboxes:
             await self._replay(stream, now, changes)
         self.runs.advance_all(now, changes)
@@ -105,21 +107,27 @@ class Partition:
         code = "corrupt_adapter" if isinstance(error, CorruptObject) else "internal_error"
         job.fail(JobError(code, f"{type(error).__name__}: {error}"), now, changes)
 
-    async def _load_jobs(self, job_ids: Sequence[str], now: float, changes: Changes) -> None:
+    async def _load_jobs(self, job_ids: Sequence[str]) -> None:
         """Reads jobs, many at a time; jobs without a record are left out."""
         for start in range(0, len(job_ids), LOAD_COUNT):
             some = job_ids[start : start + LOAD_COUNT]
             found = zip(some, await self._reader.records(some), strict=True)
-            await asyncio.gather(*(self._load_job(job_id, records, now, changes) for job_id, records in found))
+            await asyncio.gather(*(self._load_job(job_id, records) for job_id, records in found))
 
-    async def _load_job(self, job_id: str, records: JobHashes, now: float, changes: Changes) -> None:
-        try:
-            async with asyncio.timeout(FILES_S):
-                await self._isolated(job_id, now, changes, self._read(job_id, records))
-        except (Unavailable, TimeoutError):
+    async def _load_job(self, job_id: str, records: JobHashes) -> None:
+        """Reads a job, or leaves it arriving: `fetch` then waits for what was begun here."""
+        self._reading[job_id] = reading = asyncio.create_task(self._read(job_id, records))
+        await asyncio.wait([reading], timeout=FILES_S)
+        if reading.done():
+            del self._reading[job_id]
+        if not reading.done() or reading.exception():
             self._arriving[job_id] = {}
 
     async def _read(self, job_id: str, records: JobHashes) -> None:
+        """Reads a job's files. Raises Unavailable."""
+        await self._isolated(job_id, 0.0, Changes(), self._read_files(job_id, records))  # the job does not count yet
+
+    async def _read_files(self, job_id: str, records: JobHashes) -> None:
         if fetched := await self._reader.read(job_id, records):
             self._fetched[job_id] = fetched
 
@@ -343,9 +351,11 @@ class Partition:
 
         Raises Unavailable if store or disk do not let it: then call `delay`, and this again later.
         """
+        if reading := self._reading.pop(job_id, None):
+            await reading
+            return
         (records,) = await self._reader.records([job_id])
-        nothing = Changes()  # for the job does not count yet
-        await self._isolated(job_id, 0.0, nothing, self._read(job_id, records))
+        await self._read(job_id, records)
 
     async def delay(self, job_id: str, error: Unavailable, now: float, changes: Changes) -> None:
         """Tells in a job's events why it waits for its files, once; fails a new one after GIVE_UP_S if it is not the store that is away."""

@@ -118,7 +118,7 @@ class ItemFiles:
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by path; while it is read
         self._places = asyncio.Semaphore(AT_ONCE)
-        self._drawing = ThreadPoolExecutor(1)  # so that memory, some bytes a row, is taken once
+        self._drawing = ThreadPoolExecutor(1)  # so that memory, a byte or two a row, is taken once
         self._to_draw = asyncio.Queue[tuple[MemberTable[Job], str]]()
 
     async def items(self, tenant: str, file: str | None) -> Items:

@@ -75,8 +75,10 @@ def test_a_ledger_that_does_not_balance_is_found(changes: dict[str, int]) -> Non
 
 def test_a_trajectory_that_had_to_be_replaced_is_found() -> None:
     run = Run(RECIPES[0], "job-a")
-    assert verify.trained_once(run, LEDGER) == []
-    assert verify.trained_once(run, LEDGER | {"issued": 36, "failed": 4})
+    events = [{"data": {"step": 2, "failed_reason": "grader: it was killed"}}, *told(1)]
+    assert verify.trained_once(run, LEDGER, events) == []
+    (found,) = verify.trained_once(run, LEDGER | {"issued": 36, "failed": 4}, events)
+    assert "'failed': 4" in found and found.endswith("grader: it was killed")
 
 
 def told(*steps: int) -> list[dict[str, Any]]:
@@ -142,6 +144,12 @@ def test_keys_outside_of_the_cell_that_are_left_are_found(cluster: Any) -> None:
     client.set("tenants", "of somebody else")
     left = (f"{GLOBAL}exporter", f"{GLOBAL}files:acme", "tenants")
     assert verify.left_keys(cluster) == [f"key {key} is left" for key in left]
+
+
+def test_a_key_that_expires_while_keys_are_judged_is_not_left(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = [CELL.looked(CELL.env), f"{GLOBAL}session:ses-1"]
+    monkeypatch.setattr(cluster.client, "keys", {"*": gone}.get)
+    assert verify.left_keys(cluster) == []
 
 
 def test_runs_that_are_left_are_found(cluster: Any) -> None:

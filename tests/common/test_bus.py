@@ -212,6 +212,17 @@ async def test_a_full_redis_drains(tmp_path: Path, program: Callable[[], Path]) 
         server.stop()
 
 
+async def test_a_workers_own_stream_never_stays_for_good(bus: Bus) -> None:
+    own = CELL.trainer("w")
+    # Given the stream of a worker that may die at any moment
+    await bus.ensure_group(own, "trainer", keep_s=60)
+    assert 0 < await bus.client.ttl(own) <= 60
+    # When Redis loses it, and a read makes it anew, then it goes by itself too
+    await bus.client.delete(own)
+    assert await bus.read([own], "trainer", "w", count=1) == []
+    assert 0 < await bus.client.ttl(own) <= 60
+
+
 async def test_progress_is_kept_by_the_holder_until_the_entry_is_settled(bus: Bus) -> None:
     await bus.ensure_group(CELL.env, GROUP_ENV)
     await bus.publish([(CELL.env, start())])

@@ -2,11 +2,12 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 
 import pytest
 
-from common.helpers import HelperPool, serve
+from common.helpers import HelperKilled, HelperPool, serve
 
 
 def answer(question: bytes) -> bytes:
@@ -46,8 +47,9 @@ async def test_a_helper_answers_one_question_after_the_other_of_any_size(pool: H
 
 
 async def test_a_helper_that_dies_or_hangs_is_ended_and_another_takes_its_place(pool: HelperPool) -> None:
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError) as caught:
         await ask(pool, b"die")
+    assert not isinstance(caught.value, HelperKilled)
     helper = await pool.start()
     pid = int(await helper.ask(b"pid"))
     with pytest.raises(TimeoutError):
@@ -70,3 +72,13 @@ async def test_a_helper_that_died_while_idle_is_not_handed_out(pool: HelperPool)
 
 if __name__ == "__main__":
     serve(answer)
+
+
+async def test_a_helper_that_others_kill_is_told_from_one_that_ends_by_itself(pool: HelperPool) -> None:
+    helper = await pool.start()
+    pid = int(await helper.ask(b"pid"))
+    asking = asyncio.create_task(helper.ask(b"hang"))
+    await asyncio.sleep(0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(HelperKilled):
+        await asking

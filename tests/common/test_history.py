@@ -237,6 +237,24 @@ async def test_a_history_that_is_gone_makes_no_message(bus: Bus) -> None:
     assert "without its history" in (await read(knows_nothing(bus), CELL.env)).message.reason  # pyright: ignore
 
 
+async def test_what_another_worker_settled_while_it_was_read_is_no_message(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an entry that a worker was given, which stops before it reads the history
+    await bus.publish([(CELL.rollout, FIRST)])
+    await go_on(bus, await read(bus, CELL.rollout), CELL.env, answer(FIRST))
+    slow = knows_nothing(bus)
+    read_histories = slow._histories.read  # pyright: ignore[reportPrivateUsage]
+
+    async def late(*args: Any) -> Any:
+        await go_on(bus, await taken_over(bus, CELL.env), CELL.scored(3), SCORED)
+        return await read_histories(*args)
+
+    monkeypatch.setattr(slow._histories, "read", late)  # pyright: ignore[reportPrivateUsage]
+    # When another takes the entry over and settles it, then the first has nothing to work on
+    assert await slow.read([CELL.env], GROUP_ENV, "slow", count=10) == []
+
+
 @pytest.mark.parametrize(
     "changes",
     [

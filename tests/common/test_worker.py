@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from common.bus import Bus, Delivery, Out, Progress
+from common.bus import Bus, Delivery, Idle, Out, Progress
 from common.errors import StoreUnavailable, Unavailable
 from common.handlers import Beat
 from common.messages import Cancel, DeadLetter, Failure, Start
 from common.streams import GROUP_ENV, Cell
+from common.takeover import is_suspect
 from common.telemetry import About, Reporter
 from common.wire import decode
 from common.worker import Habits, Inbox, Worker
@@ -336,6 +337,23 @@ async def test_what_was_delivered_twice_runs_alone(bus: Bus) -> None:
     # Then no two of them ran together
     assert handler.seen[:3] == ["job/0", "job/1", "job/2"]
     assert handler.most_at_once <= 4
+
+
+async def test_what_was_delivered_twice_runs_in_company_if_it_advanced_the_last_time(bus: Bus) -> None:
+    # Given entries under which two workers died, of which some had come further under the second
+    await left_behind(bus, 4, deliveries=2)
+    *innocent, suspect = await bus.pending(CELL.env, GROUP_ENV, after="0")
+    new = {entry: Progress(b"", 0, b"+") for entry in innocent}
+    await bus.renew(CELL.env, GROUP_ENV, "dead", innocent, new)
+    # When another works, then those run together, and no suspect beside them
+    handler = Recorder(for_ever)
+    async with working(bus, handler, slots=16):
+        await until(lambda: handler.running == 3)
+        await asyncio.sleep(2 * LEASE_S)
+        assert sorted(handler.seen) == ["job/0", "job/1", "job/2"]
+    # And once they have died with several workers, they run alone too
+    assert is_suspect(Idle(suspect, 2)) and not is_suspect(Idle(suspect, 4, advanced=True))
+    assert is_suspect(Idle(suspect, 5, advanced=True))
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
-from common.bus import Bus, Progress
+from common.bus import Bus, Idle, Progress
 from common.fullness import memory_used
 from common.streams import GROUP_ROLLOUT, Cell
 from deploy.acl import SERVICES, USERS, acl_file
@@ -121,6 +121,8 @@ async def test_a_rollout_worker_keeps_progress_with_its_own_rights(server: Redis
         for begin in (2, 4):
             new = {held.entry: Progress(b"1.", begin, b"xx")}
             assert await bus.renew(CELL.rollout, GROUP_ROLLOUT, "w", [held.entry], new) == 1
+        idle = await bus.find_idle(CELL.rollout, GROUP_ROLLOUT, min_idle_ms=0)
+        assert idle == [Idle(held.entry, 1, advanced=True)]
         with client(server, "operator") as operator:
             assert operator.get(CELL.partial(CELL.rollout, held.entry)) == b"1.xxxx"
             assert [entry for entry in operator.acl_log() if "client" not in str(entry["object"])] == []

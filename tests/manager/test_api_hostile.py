@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import select
+import signal
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable
@@ -176,6 +177,17 @@ async def test_a_line_is_found_by_its_number_in_any_slice(server: ApiServer) -> 
     method: Any = {"type": "reinforcement", "reinforcement": {"grader": wanted}}
     with pytest.raises(openai.BadRequestError, match="training_file, line 1: the grader needs"):
         await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file.id, method=method)
+
+
+async def test_a_body_whose_reader_is_killed_is_no_fault_of_its_sender(server: ApiServer) -> None:
+    path, body = HOSTILE["nearly too many ids"]
+    asking = asyncio.create_task(server.http.post(path, content=body, headers={"Content-Type": "application/json"}))
+    while not (helpers := helper_processes()):
+        await asyncio.sleep(0.01)
+    for helper in helpers:
+        os.kill(int(helper.parent.name), signal.SIGKILL)
+    answer = await asking
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
 
 
 async def test_a_large_body_that_is_good_is_answered(server: ApiServer) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from common.bus import Bus
 from common.streams import NUM_PARTITIONS
 from common.tasks import cancel_all
 from harness.redis_server import free_port
-from manager_service.owner.leases import Held, Leases, Round
+from manager_service.owner.leases import LONGEST_ABSENCE_S, Absence, Held, Leases, Round
 from tests.common.test_worker import until
 
 LEASE_S = 3.0
@@ -107,6 +108,23 @@ async def test_a_lease_that_was_not_renewed_is_anothers(bus: Bus) -> None:
     assert set((await two.round({})).leases.values()) == {Held.TAKEN}
     assert not one.surely_held(0)
     assert mine(await one.round({})) == set()
+
+
+def test_owners_none_of_which_has_room_pass_a_partition_to_and_fro_ever_more_rarely() -> None:
+    # Given two owners, each of which leaves a partition as soon as the other is back
+    now_s, changes_s, owners = 0.0, list[float](), (Absence(60), Absence(60))
+    while now_s < 40_000:
+        leaving, other = owners[len(changes_s) % 2], owners[(len(changes_s) + 1) % 2]
+        while other.lasts(now_s):
+            now_s += 1
+        leaving.begin(now_s)
+        changes_s.append(now_s)
+    # Then each absence is longer than the one before, up to an hour
+    absences = [later - since for since, later in pairwise(changes_s)]
+    assert absences[:6] == [60, 60, 120, 120, 240, 240] and max(absences) == LONGEST_ABSENCE_S
+    # And it is short again for one that had room for long
+    owners[0].begin(100_000)
+    assert owners[0].lasts(100_059) and not owners[0].lasts(100_060)
 
 
 async def _free(bus: Bus) -> bool:

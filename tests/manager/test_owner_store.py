@@ -398,9 +398,10 @@ async def test_a_slow_file_keeps_only_its_own_job_out_of_a_partition_that_is_tak
     await create(system.bus, spec)
     await until(lambda: system.trainer.seen)
     await system.kill_owner()
-    answers, download = asyncio.Event(), system.gated.download
+    answers, begun, download = asyncio.Event(), list[str](), system.gated.download
 
     async def slow(path: str, file: BinaryIO) -> None:
+        begun.append(path)
         await answers.wait()
         await download(path, file)
 
@@ -411,6 +412,7 @@ async def test_a_slow_file_keeps_only_its_own_job_out_of_a_partition_that_is_tak
     answers.set()
     await until_status(system.bus, spec.id, "succeeded")
     assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
+    assert begun == ["files/acme/file-1"], "it was read once"
 
 
 async def test_a_partition_that_an_owner_cannot_load_goes_to_another(

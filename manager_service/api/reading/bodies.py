@@ -9,9 +9,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from common.errors import InvalidInput
 from manager_service.api.context import Api, tenant_of
-from manager_service.api.errors import body_model, model_of_field, translated
+from manager_service.api.errors import body_model, model_of_field
 from manager_service.api.reading.helpers import SMALL_BYTES
 from manager_service.api.reading.tasks import ParseBody, do
 
@@ -34,14 +33,11 @@ class JsonRoute(APIRoute):
 
 
 class JsonRequest(Request):
-    """Raises ApiError 400 for a body that is no JSON for us."""
+    """Raises InvalidInput for a body that is no JSON for us, and Unavailable if the helper that reads it dies."""
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            try:
-                self._json: Any = few_unknown(await self._parsed(await self.body()), body_model(self))
-            except InvalidInput as error:
-                raise translated(error) from error
+            self._json: Any = few_unknown(await self._parsed(await self.body()), body_model(self))
         return self._json
 
     async def _parsed(self, body: bytes) -> Any:
