@@ -37,6 +37,7 @@ _COMPOUND = re.compile(
 )
 _LEFT = re.compile(r"\b(?:left|remain\w*)\b")
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
+_TIMES = re.compile(r"(?: [a-z]+)?(?: ?[x×*] ?| of )(?:[a-z]+ )?")
 _OPERAND = re.compile(r"[\w)] [×*÷+] [＄€£]?$")
 """Words before a number that is calculated with."""
 
@@ -126,11 +127,9 @@ def _total(sentence: str, candidates: list[Candidate]) -> str | None:
         if values[-1] in (sum(values[:-1]), prod(values[:-1])):
             return candidates[-1][1]
         (at, text), (last, _) = candidates[-2:]
-        if (
-            values[0] == sum(values[1:])
-            and not _LEFT.search(sentence)
-            and _BESIDE.fullmatch(sentence[at + len(text) : last])
-        ):
+        between = sentence[at + len(text) : last]
+        added = values[0] == sum(values[1:]) and not _LEFT.search(sentence) and _BESIDE.fullmatch(between)
+        if added or (values[0] == prod(values[1:]) and _TIMES.fullmatch(between)):
             return candidates[0][1]
     return None
 

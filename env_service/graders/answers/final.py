@@ -19,6 +19,7 @@ from env_service.graders.answers.candidates import has_number
 from env_service.graders.answers.ending import before_next_question, unchecked, without_remarks
 from env_service.graders.answers.expressions import value_at, value_of, whole_value
 from env_service.graders.answers.plain import plain
+from env_service.graders.answers.remarks import first_of_story
 from env_service.graders.answers.sentences import split, stated_result
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 from env_service.graders.answers.vocabulary import ANSWER, IS
@@ -301,8 +302,14 @@ def _weak(text: str) -> Iterator[str]:
         if "\\boxed" in value:
             continue
         paragraph = value.lstrip(" *_:⟪⟫`\"'=\n").split("\n\n", 1)[0]
-        if answer := stated_result(paragraph) if has_number(paragraph) else _text_answer(paragraph):
+        if answer := _told(paragraph) if has_number(paragraph) else _text_answer(paragraph):
             yield answer
+
+
+def _told(paragraph: str) -> str:
+    """The result that a paragraph after a marker states: in its first sentence, if it is explained by the others."""
+    sentences = split(paragraph)
+    return (first_of_story(sentences) if len(sentences) > 1 else None) or stated_result(paragraph)
 
 
 def _text_answer(text: str) -> str:

@@ -16,10 +16,11 @@ _EXACT = re.compile(
     r"(?=[ a-z]*,? ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))"
 )
 _NOT_STATED = re.compile(
-    r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
+    r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?[＄€£]?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
     r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
     r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )|(?<=a ))\d[\d.]* by \d[\d.]*(?= [a-z])"
     r"|\b(?:discard|reject|ignore)\w* (?:the )?(?:[a-z]+ ){0,3}⟦?[a-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"
+    r"|(?<=[a-z]) of [＄€£]?\d[\d.,]* [a-z]+(?= (?:is|has|was|costs?|holds?|weighs?|takes?|needs?) )"
     r"|, who (?:is|was|has|had)\b[^,.;]*(?:,|(?=\.|$))"
     r"|\b(?:sum|difference|product|quotient|average|mean|multiple|divisor|factor) (?:of|between)"
     r" [＄€£]?\d[\d.,]*(?:, \d+)*,? and [＄€£]?\d[\d,]*"
@@ -64,6 +65,10 @@ _UNSOLVED = re.compile(
     r"^[^=≈]*(?:\b[xyzn]\s*[-+/]|[-+/]\s*\d*[xyzn]\b(?!\s*\d)|\d[xyzn]\b(?!\s*\d))[^=≈]*=[^=≈A-Za-z]*$"
 )
 """An equation with an unknown, and no other."""
+_DECIDES = re.compile(
+    r"(?:→|⇒|=>|->|,? (?:and|so) (?:it's|(?:it|that|he|she) is|(?:he|she)'s))\s*[⟪⟦]?[＄€£]?\d[\d.,/:]*\D*$"
+)
+"""A result at the end of a sentence that says what is asked."""
 _AFTER_COLON = re.compile(r"(?<!\s):\s+([^:=]{1,40})$")
 _CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
@@ -96,7 +101,7 @@ def _states_nothing(sentence: str) -> bool:
     concluded = concluded_part(sentence)
     return bool(
         said.REFUSAL.search(sentence)
-        or said.SETUP.match(sentence)
+        or (said.SETUP.match(sentence) and not _DECIDES.search(sentence))
         or said.TASK.match(concluded)
         or said.REJECTED.search(_without_aside(concluded, said.REASON))
         or (len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(concluded))
@@ -183,7 +188,8 @@ def concluded_part(sentence: str) -> str:
 
 
 def _main(sentence: str) -> str:
-    """The sentence without the circumstances that it begins with, if a number follows them."""
+    """The sentence without the circumstances that it, or its last part, begins with, if a number follows them."""
+    sentence = re.sub(r"^.*;\s+(?:if|when|once|after|in|with) [^,;]*, (?=.*\d)", "", sentence)
     while (circumstance := said.CIRCUMSTANCE.match(sentence)) and has_number(sentence[circumstance.end() :]):
         sentence = sentence[circumstance.end() :]
     return sentence

@@ -78,6 +78,7 @@ CHECK = re.compile(
     r"(?:(?:let's|let us|to|we can|you can|we|i'll) (?:quickly )?(?:double[- ]?)?(?:verify|check)\b|(?:a |as a )?(?:quick |sanity "
     r"|as a )check\b|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that"
     r"|it) can be (?:verified|checked)|"
+    r"(?:remarks?|notes?|check|proof|discussion|extra|bonus|(?:alternative|other) (?:method|solution|approach))[⟫*_ ]*$|"
     r"verification\b|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -146,7 +147,7 @@ HEDGE = compiled(
         with\\b[^.]{0,200}\\bwithout
         at least [^.]*at most
         (?:but|however|though|or|alternatively),? if (?:\\w+ ){0,2}(?:mean|count|includ|interpret|assum|ignor|exclud)\\w*
-        could (?:also )?be|might be|may be|one of|not sure|unsure
+        could (?:also )?be|might be|may be|(?<!every )(?<!each )one of|not sure|unsure
         can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess
         options
         choices|candidates|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez
@@ -167,8 +168,8 @@ FILLER = either("""
     also|therefore|thus|then|genau|etwa|environ|aproximadamente|cerca de
 """)
 _COMPARES = either(r"""
-    what|the answer|(?:just |more than )?enough|\d[\d./]*%? of\b|[\d.]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b
-    (?:\d+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b
+    what|the answer|(?:just |more than )?enough|\d[\d./]*%? of\b|[＄€£]?[\d.,]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b
+    (?:[＄€£]?[\d.,]+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b
 """)
 CONCLUSION = compiled(
     r"[,;\s]\s*"
@@ -177,8 +178,8 @@ CONCLUSION = compiled(
         so|therefore|thus|hence|which means|meaning|which gives|settles? on|becomes|for a total of|which rounds? (?:up |down )?to
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
         i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:-?[＄€£]?\d|⟦))(?!\.,? [\d./]+%? of\b)
-        that is(?=,? (?:\w+ )?[＄€£]?\d)|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que|entonces|quindi|portanto
-        logo|dus|also|deshalb
+        that is(?! {_COMPARES})(?=,? (?:\w+ )?[＄€£]?\d)|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que
+        entonces|quindi|portanto|logo|dus|also|deshalb
         daher|поэтому|значит
     """)
     + r"\b|\band since [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
@@ -189,16 +190,18 @@ CUE = compiled(
 )
 """Words before the result of a line without a full stop."""
 REASON = compiled(
-    r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,?\s*\band indeed\b|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
+    r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,?\s*\band indeed\b"
+    r"|,\s*for (?:they|he|she|it|we|\d\S* ?[-+*/×=])|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
 )
 ASIDE = compiled(
     r"[,\s]\s*(?<!and )(?<!but )"
-    + either(r"""
+    + either(rf"""
         compared (?:with|to)|even though|although|though|whereas|while|rather than|instead of|as opposed to|despite|because|since
         unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when
         (?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|(?:an? |one )?(?:half|third|quarter|fifth|tenth) of|versus|vs
         (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough
-        which is (?:more|less|\d[\d.,]*|about|approximately)|more to|at the beginning|saving|after (?:an?|the)
+        which is (?:more|less|\d[\d.,]*|about|approximately)|(?:which|that) is(?= {_COMPARES})|more to|at the beginning
+        (?<=, )(?:saving|keeping|having|using|counting)|(?:for|in|of) which|after (?:an?|the)
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
         \d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
@@ -219,7 +222,7 @@ _DETERMINERS = (
 GOVERNED = compiled(
     r"\b"
     + either(r"""
-        after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|all|day|age|grade|year|number
+        after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|(?<!in )all|day|age|grade|year|number
         step|week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
         (?<=[\d%] )(?:out )?of|(?:divid|multipl)(?:e|ed|y|ied|ing|ying)(?: [a-z]+){0,4} by|on top of|(?:class|group|set) of
         \d\s[a-z]+ of|choose|pick|select|the (?:initial|original)
@@ -270,7 +273,7 @@ SETUP = compiled(
     r"|suppose|assume|consider|recall|remember|note that|for (?:example|instance)\b|(?:because|since)\b[^,:]*$"
     r"|the (?:problem|question) (?:says|states|gives|tells|asks(?![^\n]*(?::|which is|, so))|is about)|this (?:problem|question) is about"
     r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry,? (?:but|i (?:can|could|do|am))\b"
-    r"|(?:print|return|def|import)\b)"
+    r"|(?:print\b(?!.*#\s*[＄€£]?\d)|return\b(?!\s*-?\d[\d.]*\s*$)|def\b|import\b))"
 )
 """Beginning of a sentence that says what is known or asked."""
 TASK = compiled(

@@ -1,0 +1,124 @@
+"""What a text says beside its result: remarks that follow it, and the explanation of a result that it begins with."""
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+
+from env_service.graders.answers import vocabulary as said
+from env_service.graders.answers.candidates import has_number
+from env_service.graders.answers.expressions import value_at
+from env_service.graders.answers.results import result_of, terse
+from env_service.graders.answers.values.numbers import NUMBER, quantity
+
+_EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
+_EXPLANATION = re.compile(
+    r"\W*(?:(?:explanation|reasoning|working|why|details|solution|calculation|steps)\W*:|here(?:'s| is) (?:why|how)\b)",
+    re.IGNORECASE,
+)
+_EXPLAINS = re.compile(
+    r"(?:which|where) |[(*_]*(?:proof|indeed|note)\b|(?:that|this)(?:'s| is) (?:what|how|why)\b", re.IGNORECASE
+)
+_UNASKED = re.compile(
+    r"\bwould(?:n't| not)? have (?:\w+ ){0,2}?(?:\w+ed|been|had|\w*[^e]en|made|paid|got|kept|spent|cost|lost|left|sold|bought)\b"
+    r"|\bnot what (?:is|was|we were|we are|they) (?:being )?ask",
+    re.IGNORECASE,
+)
+"""Words in a sentence of what is not the case, or was not asked."""
+_COMPARES = re.compile(
+    r"(?:that|this)(?: is|'s) (?:about |exactly |only )?[＄€£]?\d[\d.,]*%?(?: [a-z]+){0,2} (?:less|more|fewer|[a-z]+er) than\b",
+    re.IGNORECASE,
+)
+_EQUALS = re.compile(rf"=\s*(?:{NUMBER.pattern})(?!\s*[-+*/×·÷=(^])", re.IGNORECASE)
+_ADDS = re.compile(
+    r"[^,;.]*[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b"
+    r"(?!.*\b(?:leav|left|remain|total|so|now|then|after|altogether|sum|make))",
+    re.IGNORECASE,
+)
+"""What goes on after a result with another clause that concludes nothing."""
+_AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
+_PREMISE = re.compile(r"\W*(?:since|because|as|although|while)\s[^\n]*?,\s(?=\D*$)", re.IGNORECASE)
+"""Beginning of a sentence that has numbers in its subordinate clause alone."""
+
+
+def is_remark(sentences: list[str]) -> bool:
+    """True if the last sentence talks of something else than the result that was stated before it."""
+    *before, last = sentences
+    if not any(map(has_number, before)) or not has_number(last):
+        return False
+    if _EXPLAINS.match(last) or _UNASKED.search(last) or _PREMISE.match(last):
+        return True
+    if _COMPARES.match(last) and said.CONCLUSION.search(f" {before[-1]}"):
+        return True
+    if _breaks_down(before[-1], last) or _repeats(before[-1], last):
+        return True
+    known = {number[0].strip() for s in before for number in NUMBER.finditer(s)}
+    return bool(said.ADDRESS.search(last)) and known.isdisjoint(number[0].strip() for number in NUMBER.finditer(last))
+
+
+def _breaks_down(stating: str, last: str) -> bool:
+    """True if the numbers of the last sentence, which concludes nothing, are the parts of what the one before it states."""
+    parts = list(values(last))
+    few = 2 if not result_of(last) else 3
+    whole = NUMBER.match(result_of(stating)) if len(parts) >= few and not _concludes(last) else None
+    return bool(whole and (known := quantity(whole)) and known.value == sum(parts))
+
+
+def _repeats(stating: str, last: str) -> bool:
+    """True if the last sentence comes to the result that the one before it states in another way."""
+    whole = NUMBER.match(result_of(stating)) if _AGAIN.match(last) else None
+    return bool(whole and (known := quantity(whole)) and known.value in values(last))
+
+
+def headline(sentences: list[str]) -> str | None:
+    """The value of which the first sentence consists, if all that follows is its explanation."""
+    first, *rest = sentences
+    if _EXPLANATION.match(rest[0]) and not any(map(_concludes_anew, rest)):
+        return result_of(first)
+    value = value_at(re.sub(r"^(?:TL;DR|short answer|it's|it is)\b:?", "", first, flags=re.IGNORECASE))
+    if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
+        return None
+    explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
+    return value if explained and len(list(NUMBER.finditer(first))) == 1 else None
+
+
+def first_of_story(sentences: list[str]) -> str | None:
+    """The result that the first sentence after a marker states, if the others tell of the numbers that it is computed from."""
+    first, *rest = sentences
+    known, further = list(values(first)), [value for s in rest[:5] for value in values(s)]
+    if len(known) != 1 or len(further) < 2 or len(list(values(sentences[-1]))) < 2 or any(map(_concludes_anew, rest)):
+        return None
+    return result_of(first) if any(known[0] in (a + b, a - b, a * b) for a in further for b in further) else None
+
+
+def restated(sentences: list[str]) -> str | None:
+    """The result of the last equation, if the last sentence states it in its first clause, and adds others not computed."""
+    *before, last = sentences
+    computed = [found for s in before for found in _EQUALS.finditer(s)]
+    if not computed or "=" in last:
+        return None
+    results = {known.value for found in computed if (known := quantity(found))}
+    result = quantity(computed[-1])
+    stated, *others = [(n, known.value) for n in NUMBER.finditer(last) if (known := quantity(n))] or [(None, None)]
+    if (
+        not result
+        or not stated
+        or not others
+        or stated[1] != result.value
+        or any(value in results for _, value in others)
+    ):
+        return None
+    return value_at(last[stated[0].start() :]) if _ADDS.match(last, stated[0].end()) else None
+
+
+def _concludes_anew(sentence: str) -> bool:
+    return bool(said.CONCLUSION.search(f" {sentence}") and result_of(sentence))
+
+
+def _concludes(sentence: str) -> bool:
+    concludes = said.CONCLUSION.search(f" {sentence}") or said.SUMMARY.search(sentence)
+    states = concludes and has_number(sentence) and result_of(sentence)
+    return bool(states or terse(sentence) or "=" in sentence)
+
+
+def values(sentence: str) -> Iterator[Fraction]:
+    return (known.value for number in NUMBER.finditer(sentence) if (known := quantity(number)))
