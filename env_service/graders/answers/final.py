@@ -21,6 +21,7 @@ from env_service.graders.answers.expressions import value_at, value_of, whole_va
 from env_service.graders.answers.plain import plain
 from env_service.graders.answers.remarks import first_of_story
 from env_service.graders.answers.sentences import split, stated_result
+from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 from env_service.graders.answers.vocabulary import ANSWER, IS
 from env_service.graders.answers.wording import is_in_words, worded_result, words_of
@@ -228,7 +229,8 @@ def _named(value: str) -> str | None:
         return ", ".join(number[0] for number in NUMBER.finditer(sentence)) or None
     if option := _OPTION.match(head):
         return f"({(option[1] or option[2]).upper()}) {value_at(head[option.end() :]) or _text_answer(head[option.end() :])}".strip()
-    return value_at(head) or value_at(spelled_small(head.split("\n", 1)[0])) or whole_value(split(head)[0])
+    named = value_at(head) or value_at(spelled_small(head.split("\n", 1)[0])) or whole_value(sentence)
+    return named and in_each_form(named, sentence)
 
 
 def _is_calculation_of_more(head: str) -> bool:

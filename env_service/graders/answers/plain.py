@@ -28,7 +28,7 @@ _SIGNS = str.maketrans(
     | dict.fromkeys("−﹣－‐‑", "-")
     | dict.fromkeys("٫．", ".")
     | dict.fromkeys("٬", ",")
-    | {"∞": "\\infty", "≥": "\\geq ", "≤": "\\leq "}
+    | {"∞": "\\infty", "≥": "\\geq ", "≤": "\\leq ", "≡": "\\equiv "}
     | dict(zip("％：（）＝＋，［］｛｝＃＊／", "%:()=+,[]{}#*/", strict=True))
     | {sign: " " + unicodedata.normalize("NFKC", sign).replace("⁄", "/") for sign in "½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
     | {"⁄": "/"}
@@ -60,7 +60,9 @@ _ROOT = re.compile(r"√\s*(?:\(([^()\n]*+)\)|\{([^{}\n]*+)\}|(\d++|[a-z]))")
 _SUPERSCRIPTS = re.compile(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUBSCRIPTS = re.compile(r"(?<=\w)[₀₁₂₃₄₅₆₇₈₉]+")
 _NEGATIVE = re.compile(
-    r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|(?<='s )minus|^minus) (?=[$€£]?\d)", re.IGNORECASE
+    r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|(?<='s )minus"
+    r"|(?<=of )minus|(?<=to )minus|(?<=at )minus|(?<=equals )minus|(?<=gives )minus|^minus) (?=[$€£]?\d)",
+    re.IGNORECASE,
 )
 _LENGTH = r"\d+(?:\.\d+)?(?: ?(?:[cmk]?m|feet|ft|inches|in|yards|met(?:er|re)s|centimet(?:er|re)s|units))?"
 _MEASURES = [

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import permutations
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import has_number
@@ -10,17 +11,24 @@ from env_service.graders.answers.expressions import value_at
 from env_service.graders.answers.results import result_of, terse
 from env_service.graders.answers.values.numbers import NUMBER, quantity
 
+MAX_OPERANDS = 20
+"""Numbers in an explanation whose sums, differences, products and quotients are looked at."""
+
 _EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
 _EXPLANATION = re.compile(
-    r"\W*(?:(?:explanation|reasoning|working|why|details|solution|calculation|steps)\W*:|here(?:'s| is) (?:why|how)\b)",
+    r"\W*(?:(?:explanation|reason(?:ing)?|working|why|details|steps)\W*:|here(?:'s| is) (?:why|how)\b)",
     re.IGNORECASE,
 )
 _EXPLAINS = re.compile(
-    r"(?:which|where) |[(*_]*(?:proof|indeed|note)\b|(?:that|this)(?:'s| is) (?:what|how|why)\b", re.IGNORECASE
+    r"(?:which|where) |[(*_]*(?:proof|indeed|note)\b|(?:that|this)(?:'s| is) (?:what|how|why)\b"
+    r"|(?:this|that|it|here we) (?:assum|suppos)(?:es?|ing|ed)\b|(?:please )?(?:remember|note|notice|recall|keep in mind)\b"
+    r"|[^.!]*\byou\b[^.!]*\?$",
+    re.IGNORECASE,
 )
 _UNASKED = re.compile(
     r"\bwould(?:n't| not)? have (?:\w+ ){0,2}?(?:\w+ed|been|had|\w*[^e]en|made|paid|got|kept|spent|cost|lost|left|sold|bought)\b"
-    r"|\bnot what (?:is|was|we were|we are|they) (?:being )?ask",
+    r"|\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\b(?:there|he|she|it|they|you)'d (?:be|have|need|get)\b"
+    r"|\bby the way\b|\bnot what (?:is|was|we were|we are|they) (?:being )?ask",
     re.IGNORECASE,
 )
 """Words in a sentence of what is not the case, or was not asked."""
@@ -43,9 +51,13 @@ _PREMISE = re.compile(r"\W*(?:since|because|as|although|while)\s[^\n]*?,\s(?=\D*
 def is_remark(sentences: list[str]) -> bool:
     """True if the last sentence talks of something else than the result that was stated before it."""
     *before, last = sentences
-    if not any(map(has_number, before)) or not has_number(last):
+    if not any(map(has_number, before)):
         return False
-    if _EXPLAINS.match(last) or _UNASKED.search(last) or _PREMISE.match(last):
+    if _UNASKED.search(last):
+        return True
+    if not has_number(last):
+        return False
+    if _EXPLAINS.match(last) or _PREMISE.match(last):
         return True
     if _COMPARES.match(last) and said.CONCLUSION.search(f" {before[-1]}"):
         return True
@@ -72,7 +84,7 @@ def _repeats(stating: str, last: str) -> bool:
 def headline(sentences: list[str]) -> str | None:
     """The value of which the first sentence consists, if all that follows is its explanation."""
     first, *rest = sentences
-    if _EXPLANATION.match(rest[0]) and not any(map(_concludes_anew, rest)):
+    if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and not any(map(_concludes_anew, rest)):
         return result_of(first)
     value = value_at(re.sub(r"^(?:TL;DR|short answer|it's|it is)\b:?", "", first, flags=re.IGNORECASE))
     if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
@@ -82,32 +94,27 @@ def headline(sentences: list[str]) -> str | None:
 
 
 def first_of_story(sentences: list[str]) -> str | None:
-    """The result that the first sentence after a marker states, if the others tell of the numbers that it is computed from."""
+    """The result that the first sentence states, if the others tell of the numbers that it is computed from."""
     first, *rest = sentences
-    known, further = list(values(first)), [value for s in rest[:5] for value in values(s)]
-    if len(known) != 1 or len(further) < 2 or len(list(values(sentences[-1]))) < 2 or any(map(_concludes_anew, rest)):
+    known, further = list(values(result_of(first))), [value for s in rest for value in values(s)]
+    if len(known) != 1 or "=" in first or not 2 <= len(further) <= MAX_OPERANDS or any(map(_concludes_anew, rest)):
         return None
-    return result_of(first) if any(known[0] in (a + b, a - b, a * b) for a in further for b in further) else None
+    one_by_one = len(list(values(rest[-1]))) < 2
+    computed = any(known[0] in (a + b, a - b, a * b, b and a / b) for a, b in permutations(further, 2))
+    return result_of(first) if computed and not one_by_one else None
 
 
 def restated(sentences: list[str]) -> str | None:
     """The result of the last equation, if the last sentence states it in its first clause, and adds others not computed."""
     *before, last = sentences
-    computed = [found for s in before for found in _EQUALS.finditer(s)]
-    if not computed or "=" in last:
+    computed = [known.value for s in before for n in _EQUALS.finditer(s) if (known := quantity(n))]
+    stated = NUMBER.search(last)
+    if not computed or not stated or "=" in last or not _ADDS.match(last, stated.end()):
         return None
-    results = {known.value for found in computed if (known := quantity(found))}
-    result = quantity(computed[-1])
-    stated, *others = [(n, known.value) for n in NUMBER.finditer(last) if (known := quantity(n))] or [(None, None)]
-    if (
-        not result
-        or not stated
-        or not others
-        or stated[1] != result.value
-        or any(value in results for _, value in others)
-    ):
-        return None
-    return value_at(last[stated[0].start() :]) if _ADDS.match(last, stated[0].end()) else None
+    first, *others = values(last)
+    return (
+        value_at(last[stated.start() :]) if first == computed[-1] and others and not {*others} & {*computed} else None
+    )
 
 
 def _concludes_anew(sentence: str) -> bool:

@@ -8,6 +8,7 @@ import re
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, chosen_value, free_candidates, has_number, hidden
 from env_service.graders.answers.expressions import assigned, assignments, value_at, value_of, whole_value
+from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 
 _EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
@@ -21,6 +22,7 @@ _NOT_STATED = re.compile(
     r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )|(?<=a ))\d[\d.]* by \d[\d.]*(?= [a-z])"
     r"|\b(?:discard|reject|ignore)\w* (?:the )?(?:[a-z]+ ){0,3}⟦?[a-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"
     r"|(?<=[a-z]) of [＄€£]?\d[\d.,]* [a-z]+(?= (?:is|has|was|costs?|holds?|weighs?|takes?|needs?) )"
+    r"|,? \(?(?:which is|that is|i\.e\.,?|so)? ?(?:the )?(?:choice|option|answer) (?:⟦\\?[a-z]*\{?)?\(?[A-J]\)?(?:\}?⟧)?\)?(?=[.,;]|$)"
     r"|, who (?:is|was|has|had)\b[^,.;]*(?:,|(?=\.|$))"
     r"|\b(?:sum|difference|product|quotient|average|mean|multiple|divisor|factor) (?:of|between)"
     r" [＄€£]?\d[\d.,]*(?:, \d+)*,? and [＄€£]?\d[\d,]*"
@@ -74,7 +76,11 @@ _CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
 
 def result_of(sentence: str) -> str:
-    """The result that one sentence states, "" if none."""
+    """The result that one sentence states, "" if none; in each unit in which it states it."""
+    return in_each_form(_result_of(sentence), sentence)
+
+
+def _result_of(sentence: str) -> str:
     if _states_nothing(sentence):
         return ""
     sentence = _tidied(sentence)
@@ -151,7 +157,9 @@ def _relation(sentence: str) -> str | None:
         r"\w\s*(?:[<>]|\\[lg]eq?)|\b[a-z] (?:must be|is) (?:at|greater|less|more|larger|smaller)\b", sentence
     ):
         return None
-    return whole_value(sentence) or whole_value(re.split(r"\b(?:is|with|that|means)\b", sentence)[-1])
+    return whole_value(sentence) or whole_value(
+        re.split(r"\b(?:is|with|that|means|for|when|if|namely)\b", sentence)[-1]
+    )
 
 
 def _named_whole(sentence: str) -> str | None:

@@ -6,7 +6,7 @@ from fractions import Fraction
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, has_number, hidden
 from env_service.graders.answers.expressions import value_at
-from env_service.graders.answers.remarks import headline, is_remark, restated, values
+from env_service.graders.answers.remarks import first_of_story, headline, is_remark, restated, values
 from env_service.graders.answers.results import result_of
 from env_service.graders.answers.values.numbers import NUMBER
 
@@ -59,7 +59,7 @@ def stated_result(text: str) -> str:
             return found
         if has_number(sentence) or i == 3 or not _passes(sentence, first=i == 0):
             break
-    return "" if has_number(text) else _words(sentences[-1])
+    return (first_of_story(sentences) or "") if has_number(text) else _words(sentences[-1])
 
 
 def _is_item(sentences: list[str]) -> bool:

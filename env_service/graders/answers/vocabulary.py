@@ -170,19 +170,22 @@ FILLER = either("""
 _COMPARES = either(r"""
     what|the answer|(?:just |more than )?enough|\d[\d./]*%? of\b|[＄€£]?[\d.,]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b
     (?:[＄€£]?[\d.,]+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b
+    [＄€£]?[\d.,]+%?(?: [a-z]+)? [a-z]+er than\b
 """)
 CONCLUSION = compiled(
     r"[,;\s]\s*"
     + either(rf"""
         which is(?! {_COMPARES})
-        so|therefore|thus|hence|which means|meaning|which gives|settles? on|becomes|for a total of|which rounds? (?:up |down )?to
+        so|therefore|thus|hence
+        (?<=[,;] )now(?= (?:he|she|it|they|we|you|there)\b)|which means|meaning|which gives|settles? on|becomes
+        for a total of|which rounds? (?:up |down )?to
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
         i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:-?[＄€£]?\d|⟦))(?!\.,? [\d./]+%? of\b)
-        that is(?! {_COMPARES})(?=,? (?:\w+ )?[＄€£]?\d)|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que
+        that is(?! {_COMPARES})(?=,? (?:\w+ )?(?:[＄€£]?\d|⟦))|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que
         entonces|quindi|portanto|logo|dus|also|deshalb
         daher|поэтому|значит
     """)
-    + r"\b|\band since [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
+    + r"\b|\b(?:and|but) (?:since|as|because) [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
 )
 CUE = compiled(
     words("so|therefore|thus|hence|finally|total|altogether|in all|result|final|also|donc|entonces|quindi|portanto")
@@ -201,6 +204,7 @@ ASIDE = compiled(
         (?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|(?:an? |one )?(?:half|third|quarter|fifth|tenth) of|versus|vs
         (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough
         which is (?:more|less|\d[\d.,]*|about|approximately)|(?:which|that) is(?= {_COMPARES})|more to|at the beginning
+        (?<=, )an? (?:saving|discount|reduction) of(?= [＄€£])
         (?<=, )(?:saving|keeping|having|using|counting)|(?:for|in|of) which|after (?:an?|the)
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
         \d+ of (?:which|whom|them)
@@ -212,7 +216,10 @@ ASIDE = compiled(
     """)
     + r"\b|(?:,|\sor)\s[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|from|after|before|above|later|earlier|of"
     r"|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
-    + r"|\s[-–—]\s(?=\d[\d./]*%? of\b|[＄€£]?\d[\d.,]* [a-z]+ (?:of|at|with|for)\b)|;\s+(?:he|she|\d[\d./]*%? of|it|they|there"
+    + r"|;\s(?:that's|(?:that|this|it) is)(?= "
+    + _COMPARES
+    + r")|\s[-–—]\s(?=\d[\d./]*%? of\b|[＄€£]?\d[\d.,]*(?: [a-z]+)? (?:of|at|with|for|divided|times|minus|plus|split)\b)"
+    r"|;\s+(?:he|she|\d[\d./]*%? of|it|they|there"
     r"|we) (?:had|was|were)\b"
     + r"|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\D*\d[\d.,]*+\D+\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
 )
@@ -273,7 +280,7 @@ SETUP = compiled(
     r"|suppose|assume|consider|recall|remember|note that|for (?:example|instance)\b|(?:because|since)\b[^,:]*$"
     r"|the (?:problem|question) (?:says|states|gives|tells|asks(?![^\n]*(?::|which is|, so))|is about)|this (?:problem|question) is about"
     r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry,? (?:but|i (?:can|could|do|am))\b"
-    r"|(?:print\b(?!.*#\s*[＄€£]?\d)|return\b(?!\s*-?\d[\d.]*\s*$)|def\b|import\b))"
+    r"|(?:print\b(?!.*#.*\d)|return\b(?!\s*-?\d[\d.]*\s*$)|def\b|import\b))"
 )
 """Beginning of a sentence that says what is known or asked."""
 TASK = compiled(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _CURRENCY = (
-    r"(?:(?:US|CA|AU|NZ|HK|C|A|R|S)?＄|[€£¥₹₽₩₺₫₱₦฿₴₪]"
+    r"(?:(?:US|CA|AU|NZ|HK|C|A|R|S)?＄|[€£¥₹₽₩₺₫₱₦฿₴₪元円원]|(?<![A-Za-z\d])R(?=\d)"
     r"|(?:(?<![A-Za-z])(?:USD|EUR|GBP|JPY|CHF|CNY|RMB|INR|RUB|BRL|CAD|AUD|SEK|NOK|DKK|PLN|Rs\.?))(?![A-Za-z]))"
 )
 _DIGITS = r"(?:\d{1,2}(?:,\d\d(?!\d))++,\d{3}(?!\d)|\d{1,3}(?:[, ]\d{3}(?!\d))++(?:\.\d++)?|\d++(?:\.\d++)?|\.\d++)"
