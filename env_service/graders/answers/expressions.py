@@ -148,7 +148,7 @@ _EQUALITY = re.compile(
     r"(?<![<>!\\])=(?!=)|\\(?:equiv|implies|Rightarrow|rightarrow|to|therefore)(?![A-Za-z])|⇒|→|∴|\\in(?![a-z])|∈"
 )
 _UNITS = re.compile(
-    r"\s*(?!(?:pi|sqrt)\b)(?:(?:[A-Za-zµ°º]{2,}|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?"
+    r"\s*(?!(?:pi|sqrt)\b)(?:(?:[^\W\d_]{2,}|[µ°º一-龥][^\W\d_]*|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?"
 )
 _ASSIGNED = re.compile(r"[\s⟦⟧]*([A-Za-z](?:_\{?\w\}?)?)\s*=([^=A-Za-z]+)")
 _APPROXIMATE = re.compile(r"\\approx(?![a-z])|≈")

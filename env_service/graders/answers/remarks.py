@@ -19,6 +19,10 @@ _EXPLANATION = re.compile(
     r"\W*(?:(?:explanation|reason(?:ing)?|working|why|details|steps)\W*:|here(?:'s| is) (?:why|how)\b)",
     re.IGNORECASE,
 )
+_IN_SHORT = re.compile(
+    r"\W*(?:in short|(?:to make it |the )?short(?: answer| version)?|quick answer|TL;?DR|bottom line)\W*[:,]\W*",
+    re.IGNORECASE,
+)
 _EXPLAINS = re.compile(
     r"(?:which|where) |[(*_]*(?:proof|indeed|note)\b|(?:that|this)(?:'s| is) (?:what|how|why)\b"
     r"|(?:this|that|it|here we) (?:assum|suppos)(?:es?|ing|ed)\b|(?:please )?(?:remember|note|notice|recall|keep in mind)\b"
@@ -86,7 +90,9 @@ def headline(sentences: list[str]) -> str | None:
     first, *rest = sentences
     if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and not any(map(_concludes_anew, rest)):
         return result_of(first)
-    value = value_at(re.sub(r"^(?:TL;DR|short answer|it's|it is)\b:?", "", first, flags=re.IGNORECASE))
+    if (short := _IN_SHORT.match(first)) and not any(map(_concludes_anew, rest)):
+        return result_of(first[short.end() :])
+    value = value_at(re.sub(r"^(?:it's|it is)\b:?", "", first, flags=re.IGNORECASE))
     if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
         return None
     explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))

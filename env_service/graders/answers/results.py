@@ -9,7 +9,7 @@ from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, chosen_value, free_candidates, has_number, hidden
 from env_service.graders.answers.expressions import assigned, assignments, value_at, value_of, whole_value
 from env_service.graders.answers.values.amounts import in_each_form
-from env_service.graders.answers.values.numbers import NUMBER, spelled_small
+from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
 
 _EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
 _EXACT = re.compile(
@@ -38,7 +38,7 @@ _REDUCED = re.compile(
     r"(?<=\d)(?:,? or|,? which is|,? i\.e\.,?|,? which simplifies to| simplifies to| reduces to) (?=\d+(?:\s?:\s?| to )\d)"
 )
 _OR_RATHER = re.compile(
-    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus|out of)\b"
+    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus|out of|\d of \d+)\b"
     r"|% of\b) ?[^,=.\d]{0,60}\d[^,=.]{0,60}?),? (?:or|which is) (?=[＄€£]?\d)"
 )
 """Words before the value of a calculation: `28 - 12, or 16`."""
@@ -67,6 +67,9 @@ _UNSOLVED = re.compile(
     r"^[^=≈]*(?:\b[xyzn]\s*[-+/]|[-+/]\s*\d*[xyzn]\b(?!\s*\d)|\d[xyzn]\b(?!\s*\d))[^=≈]*=[^=≈A-Za-z]*$"
 )
 """An equation with an unknown, and no other."""
+_DASH = re.compile(
+    r"[⟪]?([-＄€£\d][^\s⟫]*(?: [a-z]+){0,2})[⟫]? [-–—] (?=[a-z]+ [a-z]+)(?![^\n]*(?:=|\b(?:leaves|total|equals)\b))"
+)
 _DECIDES = re.compile(
     r"(?:→|⇒|=>|->|,? (?:and|so) (?:it's|(?:it|that|he|she) is|(?:he|she)'s))\s*[⟪⟦]?[＄€£]?\d[\d.,/:]*\D*$"
 )
@@ -83,6 +86,8 @@ def result_of(sentence: str) -> str:
 def _result_of(sentence: str) -> str:
     if _states_nothing(sentence):
         return ""
+    if (known := _share(sentence) or _before_dash(sentence)) is not None:
+        return known
     sentence = _tidied(sentence)
     if (whole := _whole(sentence)) is not None:
         return whole
@@ -142,6 +147,27 @@ def _whole(sentence: str) -> str | None:
     if solutions and not has_number(sentence[solutions.end() :]):
         return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
     return _after_colon(sentence) or _named_whole(concluded_part(sentence))
+
+
+def _share(sentence: str) -> str | None:
+    """The fraction or percentage with which a sentence of three numbers ends, if it is the first of them over the second."""
+    part, whole, share = (
+        [*NUMBER.finditer(sentence), None, None, None][:3] if sentence.count(" of ") else (None, None, None)
+    )
+    if not part or not whole or not share or NUMBER.search(sentence, share.end()) or not re.search("[/%]", share[0]):
+        return None
+    amounts = [known.value / (100 if known.percent else 1) for n in (part, whole, share) if (known := quantity(n))]
+    return share[0].strip() if len(amounts) == 3 and amounts[0] == amounts[1] * amounts[2] else None
+
+
+def _before_dash(sentence: str) -> str | None:
+    """The value that stands before a dash at the beginning of a sentence, if words explain it: `7 - there are 28 at 4 tables`."""
+    dash = _DASH.match(sentence)
+    return (
+        value_at(dash[1])
+        if dash and len([*NUMBER.finditer(dash[1])]) == 1 and concluded_part(sentence) == sentence
+        else None
+    )
 
 
 def _after_colon(sentence: str) -> str | None:

@@ -170,7 +170,7 @@ FILLER = either("""
 _COMPARES = either(r"""
     what|the answer|(?:just |more than )?enough|\d[\d./]*%? of\b|[＄€£]?[\d.,]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b
     (?:[＄€£]?[\d.,]+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b
-    [＄€£]?[\d.,]+%?(?: [a-z]+)? [a-z]+er than\b
+    [＄€£]?[\d.,]+%?(?: [a-z]+)? (?:[a-z]+er than|rounded)\b
 """)
 CONCLUSION = compiled(
     r"[,;\s]\s*"
@@ -180,7 +180,7 @@ CONCLUSION = compiled(
         (?<=[,;] )now(?= (?:he|she|it|they|we|you|there)\b)|which means|meaning|which gives|settles? on|becomes
         for a total of|which rounds? (?:up |down )?to
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
-        i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:-?[＄€£]?\d|⟦))(?!\.,? [\d./]+%? of\b)
+        i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:-?[＄€£]?\d|⟦))(?!\.,? {_COMPARES})
         that is(?! {_COMPARES})(?=,? (?:\w+ )?(?:[＄€£]?\d|⟦))|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que
         entonces|quindi|portanto|logo|dus|also|deshalb
         daher|поэтому|значит
@@ -203,13 +203,13 @@ ASIDE = compiled(
         unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when
         (?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|(?:an? |one )?(?:half|third|quarter|fifth|tenth) of|versus|vs
         (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough
-        which is (?:more|less|\d[\d.,]*|about|approximately)|(?:which|that) is(?= {_COMPARES})|more to|at the beginning
+        which is (?:more|less|\d[\d.,]*|about|approximately)|(?:which is|that is|i\.e(?=\.))(?=\.?,? {_COMPARES})|more to|at the beginning
         (?<=, )an? (?:saving|discount|reduction) of(?= [＄€£])
         (?<=, )(?:saving|keeping|having|using|counting)|(?:for|in|of) which|after (?:an?|the)
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
         \d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
-        (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))
+        (?:which is |(?<!is )(?<!are ))(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|or \d+ (?:per|a|each)
         which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar
         comparado|y no
@@ -231,7 +231,7 @@ GOVERNED = compiled(
     + either(r"""
         after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|(?<!in )all|day|age|grade|year|number
         step|week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
-        (?<=[\d%] )(?:out )?of|(?:divid|multipl)(?:e|ed|y|ied|ing|ying)(?: [a-z]+){0,4} by|on top of|(?:class|group|set) of
+        (?<=[\d%] )(?:out )?of|(?:divid|multipl)(?:e|ed|y|ied|ing|ying)(?: [a-z]+){0,4} by|on top of|(?:class|group|set) of|as [a-z]+ as
         \d\s[a-z]+ of|choose|pick|select|the (?:initial|original)
         (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}
         (?<=to )[a-z]{3,} (?:up|back|off)
