@@ -28,7 +28,7 @@ from env_service.graders.answers.wording import is_in_words, worded_result, word
 
 _PHRASE = re.compile(rf"{ANSWER}(?P<gap>[^\n\d.!?。！？⟦＄€£\\]{{0,60}}?){IS}", re.IGNORECASE)
 _BARE = re.compile(
-    rf"{ANSWER}[ \t⟫).]*(?=[-+＄€£⟦]?\d|⟦|\n\s*(?:[-+＄€£⟪]?\d|⟦))|(?:(?<=^)|(?<=[\s⟪]))A(?=:[⟫\s])|<final>",
+    rf"{ANSWER}[ \t⟫).]*(?=[-+＄€£⟦]?\d|⟦|\n\s*(?:[-+＄€£⟪]?\d|⟦))|(?:(?<=^)|(?<=[\s⟪])(?<!option )(?<!choice ))A(?=:[⟫\s])|<final>",
     re.IGNORECASE,
 )
 _TAG = re.compile(

@@ -1,4 +1,4 @@
-"""What a text says beside its result: remarks that follow it, and the explanation of a result that it begins with."""
+"""Tells remarks that follow a result, and explanations of a result that a text begins with, from the result."""
 
 import re
 from collections.abc import Iterator
@@ -32,7 +32,8 @@ _EXPLAINS = re.compile(
 _UNASKED = re.compile(
     r"\bwould(?:n't| not)? have (?:\w+ ){0,2}?(?:\w+ed|been|had|\w*[^e]en|made|paid|got|kept|spent|cost|lost|left|sold|bought)\b"
     r"|\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\b(?:there|he|she|it|they|you)'d (?:be|have|need|get)\b"
-    r"|\bby the way\b|\bnot what (?:is|was|we were|we are|they) (?:being )?ask",
+    r"|\bby the way\b|^if (?:there (?:was|were)|[^,]*\b(?:another|instead|one more|didn't|hadn't|were|had))\b"
+    r"|\bnot what (?:is|was|we were|we are|they) (?:being )?ask",
     re.IGNORECASE,
 )
 """Words in a sentence of what is not the case, or was not asked."""
@@ -40,13 +41,14 @@ _COMPARES = re.compile(
     r"(?:that|this)(?: is|'s) (?:about |exactly |only )?[＄€£]?\d[\d.,]*%?(?: [a-z]+){0,2} (?:less|more|fewer|[a-z]+er) than\b",
     re.IGNORECASE,
 )
+_COMPARED = re.compile(r"\bcompared (?:with|to)\b", re.IGNORECASE)
 _EQUALS = re.compile(rf"=\s*(?:{NUMBER.pattern})(?!\s*[-+*/×·÷=(^])", re.IGNORECASE)
 _ADDS = re.compile(
     r"[^,;.]*[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b"
     r"(?!.*\b(?:leav|left|remain|total|so|now|then|after|altogether|sum|make))",
     re.IGNORECASE,
 )
-"""What goes on after a result with another clause that concludes nothing."""
+"""The rest of a sentence after a result: another clause, which concludes nothing."""
 _AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
 _PREMISE = re.compile(r"\W*(?:since|because|as|although|while)\s[^\n]*?,\s(?=\D*$)", re.IGNORECASE)
 """Beginning of a sentence that has numbers in its subordinate clause alone."""
@@ -63,7 +65,7 @@ def is_remark(sentences: list[str]) -> bool:
         return False
     if _EXPLAINS.match(last) or _PREMISE.match(last):
         return True
-    if _COMPARES.match(last) and said.CONCLUSION.search(f" {before[-1]}"):
+    if (_COMPARES.match(last) or _COMPARED.search(last)) and said.CONCLUSION.search(f" {before[-1]}"):
         return True
     if _breaks_down(before[-1], last) or _repeats(before[-1], last):
         return True

@@ -21,6 +21,7 @@ _NOT_STATED = re.compile(
     r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
     r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )|(?<=a ))\d[\d.]* by \d[\d.]*(?= [a-z])"
     r"|\b(?:discard|reject|ignore)\w* (?:the )?(?:[a-z]+ ){0,3}⟦?[a-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"
+    r"|, from [＄€£]?\d[\d.,]*%?(?: [a-z]+)? to [＄€£]?\d[\d.,]*%?(?: [a-z]+)?(?=\.?$)"
     r"|(?<=[a-z]) of [＄€£]?\d[\d.,]* [a-z]+(?= (?:is|has|was|costs?|holds?|weighs?|takes?|needs?) )"
     r"|,? \(?(?:which is|that is|i\.e\.,?|so)? ?(?:the )?(?:choice|option|answer) (?:⟦\\?[a-z]*\{?)?\(?[A-J]\)?(?:\}?⟧)?\)?(?=[.,;]|$)"
     r"|, who (?:is|was|has|had)\b[^,.;]*(?:,|(?=\.|$))"
@@ -29,7 +30,8 @@ _NOT_STATED = re.compile(
 )
 """Calculations, parameters and operands that a sentence names beside its result."""
 _COPULA = re.compile(
-    r"(?:\b(?:is|are|equals|obtain|get|be|factors as|to|gives?|yields?|becomes)\b|:)\s+", re.IGNORECASE
+    r"(?:\b(?:is|are|equals|obtain|get|be|(?:factors|written|expressed|factored|represented) as|to|gives?|yields?|becomes)\b|:)\s+",
+    re.IGNORECASE,
 )
 _SOLUTIONS = re.compile(
     r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"

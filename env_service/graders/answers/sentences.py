@@ -121,4 +121,4 @@ def _ends_in_value(line: str) -> bool:
 def _words(sentence: str) -> str:
     """The answer of a sentence without numbers: what something *is*, or the whole."""
     bare = sentence.strip(" .。!*_`\"'⟪⟫")
-    return re.sub(r"^.*\s(?:is|are|was|were)\s+(?:(?:an?|the)\s+)?(?=\w)", "", bare)
+    return re.sub(r"^.*\s(?:is|are|was|were)\s+(?:(?:an?|the)\s+)?(?=[\w⟦])", "", bare).strip("⟦⟧")

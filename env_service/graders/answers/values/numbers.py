@@ -16,7 +16,7 @@ _SCALES = {
     "milliarde": 10**9, "k": 1000, "m": 10**6, "b": 10**9,
 }  # fmt: skip
 _SCALE = (
-    r"(?:\s?[万萬億亿千百만억]|\s?(?:thousand|million(?:en|s)?|billion|trillion|lakhs?|crores?|mio\.?|mrd\.?|hundred|тысяч[аи]?"
+    r"(?:\s?(?:[万萬億亿百만억]|千(?![米克瓦]))|\s?(?:thousand|million(?:en|s)?|billion|trillion|lakhs?|crores?|mio\.?|mrd\.?|hundred|тысяч[аи]?"
     r"|миллион(?:ов|а)?|tausend|mille|mil|millones|millón|milliarden?)(?![A-Za-zà-ÿ])|k(?![\w/])"
     r"|(?(before)\s?(?:m|mn|b|bn)(?![\w/])|(?!)))"
 )
