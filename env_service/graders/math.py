@@ -11,10 +11,10 @@ from typing import Any
 from common.errors import InvalidInput
 from env_service.graders.answers.equality import quick
 from env_service.graders.answers.final import expected_answer, final_answer
-from env_service.graders.answers.plain import comma_is_decimal
+from env_service.graders.answers.plain import MAX_CHARACTERS, comma_is_decimal
 from env_service.graders.answers.wording import is_in_words
 
-_DECIMAL = re.compile(r"(?<![\d,.(])(\d+),(\d{1,2})(?![\d,)])")
+_DECIMAL = re.compile(r"(?<![\d,.(\[{])(\d+),(\d{1,2})(?![\d,)\]}])")
 """A decimal comma in a reference whose text writes them."""
 
 
@@ -33,7 +33,7 @@ def equal(text: str, reference: str) -> bool:
 
 
 def _answers(text: str, reference: str) -> tuple[str, str]:
-    if comma_is_decimal(text):
+    if _DECIMAL.search(reference) and comma_is_decimal(text[-MAX_CHARACTERS:]):
         reference = _DECIMAL.sub(r"\1.\2", reference)
     if not (expected := expected_answer(reference)):
         raise InvalidInput("the reference is empty")

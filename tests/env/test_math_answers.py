@@ -294,6 +294,9 @@ HOSTILE = [
     "half of 5 ",
     "if 5 ",
     "Tom 5, ",
+    "18 kg or 5 km ",
+    "Reason: 5 = 6 / 7. ",
+    "; if 5, 6 ",
 ]
 
 

@@ -117,7 +117,7 @@ def chosen_value(sentence: str, free: list[Candidate]) -> str:
         before
         and before[-1][1] != text
         and not text.startswith(("⟦(", "⟦["))
-        and not _STILL.search(sentence, at)
+        and not (_STILL.search(sentence, at) and not _STILL.search(sentence[:at]))
         and _BESIDE.fullmatch(_unmarked(sentence[before[-1][0] + len(before[-1][1]) : start]))
     ):
         return ""

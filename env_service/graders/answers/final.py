@@ -20,6 +20,7 @@ from env_service.graders.answers.ending import before_next_question, unchecked, 
 from env_service.graders.answers.expressions import value_at, value_of, whole_value
 from env_service.graders.answers.plain import plain
 from env_service.graders.answers.remarks import first_of_story
+from env_service.graders.answers.results import result_of
 from env_service.graders.answers.sentences import split, stated_result
 from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
@@ -59,6 +60,8 @@ _COUNTED = re.compile(r"\d+[一-龥ぁ-んァ-ヶ가-힣][^\n。=\d]*\d")
 """A sentence of a language without spaces, which begins with a number and states another."""
 _OPEN = re.compile(r"\d\s*[-+*/×÷=]\s*\Z")
 _CALCULATION = re.compile(r"\W*[\d.,]+ (?:[a-z]+ )?(?:[-+*/×÷]|times|plus|minus|divided by) [＄€£]?\d[^=]*$")
+_WORDED_CALCULATION = re.compile(r"\W*[\d.,]+(?: [a-z]+){1,2} [-+*/×÷] [＄€£]?\d[^=]*= ?[＄€£]?\d")
+"""A calculation with units: `3 rooms × 200 sq ft = 600 sq ft`."""
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox|answer|ans)\s*\{|\\boxed\s+(?=[\w\\])|\\[{}]|[{}]")
 _THINK = r"(?:\w{1,10}:)?(?:think|thinking|thought|reasoning|scratchpad|analysis|reflection)\s?[>\]▷]"
 _THOUGHT = re.compile(
@@ -225,6 +228,8 @@ def _named(value: str) -> str | None:
     sentence = split(head)[0]
     if _CALCULATION.match(sentence) and said.CONCLUSION.search(sentence):
         return None
+    if _WORDED_CALCULATION.match(sentence):
+        return result_of(sentence) or None
     if _GAMBLE.search(sentence) or (said.HEDGE.search(sentence) and len(set(re.findall(r"\d[\d.,]*\b", sentence))) > 1):
         return ", ".join(number[0] for number in NUMBER.finditer(sentence)) or None
     if option := _OPTION.match(head):

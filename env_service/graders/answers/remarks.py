@@ -25,18 +25,23 @@ _IN_SHORT = re.compile(
 )
 _EXPLAINS = re.compile(
     r"(?:which|where) |[(*_]*(?:proof|indeed|note)\b|(?:that|this)(?:'s| is) (?:what|how|why)\b"
-    r"|(?:this|that|it|here we) (?:assum|suppos)(?:es?|ing|ed)\b|(?:please )?(?:remember|note|notice|recall|keep in mind)\b"
+    r"|(?:this|that|it|here we) (?:assum|suppos)(?:es?|ing|ed)\b"
     r"|[^.!]*\byou\b[^.!]*\?$",
     re.IGNORECASE,
 )
+_REMINDS = re.compile(r"(?:please )?(?:remember|note|notice|recall|keep in mind)\b", re.IGNORECASE)
 _UNASKED = re.compile(
-    r"\bwould(?:n't| not)? have (?:\w+ ){0,2}?(?:\w+ed|been|had|\w*[^e]en|made|paid|got|kept|spent|cost|lost|left|sold|bought)\b"
-    r"|\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\b(?:there|he|she|it|they|you)'d (?:be|have|need|get)\b"
-    r"|\bby the way\b|^if (?:there (?:was|were)|[^,]*\b(?:another|instead|one more|didn't|hadn't|were|had))\b"
-    r"|\bnot what (?:is|was|we were|we are|they) (?:being )?ask",
+    r"\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
+    r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
+    r"|\bby the way\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
     re.IGNORECASE,
 )
-"""Words in a sentence of what is not the case, or was not asked."""
+_SUPPOSES = re.compile(
+    r"(?=.*\b(?:without|alone|on (?:his|her|their|its) own|instead|otherwise|originally)\b).*\bwould(?:n't| not)? have\b"
+    r"|if [^,]*\b(?:another|instead|one more)\b",
+    re.IGNORECASE,
+)
+"""Words in a sentence of what is not the case."""
 _COMPARES = re.compile(
     r"(?:that|this)(?: is|'s) (?:about |exactly |only )?[＄€£]?\d[\d.,]*%?(?: [a-z]+){0,2} (?:less|more|fewer|[a-z]+er) than\b",
     re.IGNORECASE,
@@ -59,18 +64,23 @@ def is_remark(sentences: list[str]) -> bool:
     *before, last = sentences
     if not any(map(has_number, before)):
         return False
-    if _UNASKED.search(last):
+    if _UNASKED.search(last) or (_goes_further(last) and said.CONCLUSION.search(f" {before[-1]}")):
         return True
     if not has_number(last):
         return False
-    if _EXPLAINS.match(last) or _PREMISE.match(last):
-        return True
-    if (_COMPARES.match(last) or _COMPARED.search(last)) and said.CONCLUSION.search(f" {before[-1]}"):
+    if _EXPLAINS.match(last) or _PREMISE.match(last) or ("=" not in last and _REMINDS.match(last)):
         return True
     if _breaks_down(before[-1], last) or _repeats(before[-1], last):
         return True
     known = {number[0].strip() for s in before for number in NUMBER.finditer(s)}
     return bool(said.ADDRESS.search(last)) and known.isdisjoint(number[0].strip() for number in NUMBER.finditer(last))
+
+
+def _goes_further(sentence: str) -> bool:
+    """True if a sentence compares a result or supposes another case, and computes nothing."""
+    return "=" not in sentence and bool(
+        _SUPPOSES.match(sentence) or _COMPARES.match(sentence) or _COMPARED.search(sentence)
+    )
 
 
 def _breaks_down(stating: str, last: str) -> bool:
@@ -91,7 +101,7 @@ def headline(sentences: list[str]) -> str | None:
     """The value of which the first sentence consists, if all that follows is its explanation."""
     first, *rest = sentences
     if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and not any(map(_concludes_anew, rest)):
-        return result_of(first)
+        return result_of(first) if not _is_given(first, rest) else None
     if (short := _IN_SHORT.match(first)) and not any(map(_concludes_anew, rest)):
         return result_of(first[short.end() :])
     value = value_at(re.sub(r"^(?:it's|it is)\b:?", "", first, flags=re.IGNORECASE))
@@ -99,6 +109,12 @@ def headline(sentences: list[str]) -> str | None:
         return None
     explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
     return value if explained and len(list(NUMBER.finditer(first))) == 1 else None
+
+
+def _is_given(first: str, rest: list[str]) -> bool:
+    """True if what the first sentence states is computed with, and another result follows from it."""
+    stated, results = set(values(result_of(first))), [r for s in rest for r in _equated(s)]
+    return bool(results) and stated.isdisjoint(results) and not stated.isdisjoint(v for s in rest for v in values(s))
 
 
 def first_of_story(sentences: list[str]) -> str | None:
@@ -115,7 +131,7 @@ def first_of_story(sentences: list[str]) -> str | None:
 def restated(sentences: list[str]) -> str | None:
     """The result of the last equation, if the last sentence states it in its first clause, and adds others not computed."""
     *before, last = sentences
-    computed = [known.value for s in before for n in _EQUALS.finditer(s) if (known := quantity(n))]
+    computed = [result for s in before for result in _equated(s)]
     stated = NUMBER.search(last)
     if not computed or not stated or "=" in last or not _ADDS.match(last, stated.end()):
         return None
@@ -133,6 +149,11 @@ def _concludes(sentence: str) -> bool:
     concludes = said.CONCLUSION.search(f" {sentence}") or said.SUMMARY.search(sentence)
     states = concludes and has_number(sentence) and result_of(sentence)
     return bool(states or terse(sentence) or "=" in sentence)
+
+
+def _equated(sentence: str) -> Iterator[Fraction]:
+    """The values that the equations of a sentence come to."""
+    return (known.value for number in _EQUALS.finditer(sentence) if (known := quantity(number)))
 
 
 def values(sentence: str) -> Iterator[Fraction]:

@@ -147,7 +147,7 @@ HEDGE = compiled(
         with\\b[^.]{0,200}\\bwithout
         at least [^.]*at most
         (?:but|however|though|or|alternatively),? if (?:\\w+ ){0,2}(?:mean|count|includ|interpret|assum|ignor|exclud)\\w*
-        could (?:also )?be|might be|may be|(?<!every )(?<!each )one of|not sure|unsure
+        could (?:also )?be|might be|may be|(?<!every )(?<!each )one of(?! the \\d)|not sure|unsure
         can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibly
         (?:is|are|it's) possible|maybe|no idea|i guess
         options
@@ -177,7 +177,7 @@ CONCLUSION = compiled(
     r"[,;\s]\s*"
     + either(rf"""
         which is(?! {_COMPARES})
-        so|therefore|thus|hence
+        so|therefore|thus|hence|consequently
         (?<=[,;] )now(?= (?:he|she|it|they|we|you|there)\b)|which means|meaning|which gives|settles? on|becomes
         for a total of|which rounds? (?:up |down )?to
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
@@ -237,7 +237,7 @@ GOVERNED = compiled(
         (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}
         (?<=to )[a-z]{3,} (?:up|back|off)
         (?:from|than|after|before|out of) (?:the|its|an?|his|her|their) (?:[a-z]+ ){1,3}of|(?:short|shy) of
-        takes? (?:[a-z]+ )?[\d.,]+ (?!away|off)[a-z]+ to get|(?:goal|target) of
+        (?:takes?|needs?) (?:[a-z]+ )?[\d.,]+ (?!away|off)[a-z]+ to get|(?:goal|target) of
         nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
     """)
     + rf"(?:\s+(?:{_DETERMINERS})){{0,3}}\s+[＄€£]?$"
