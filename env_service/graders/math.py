@@ -5,12 +5,17 @@ forever, and guards itself with signals that work in a main thread only. So it r
 """
 
 import functools
+import re
 from typing import Any
 
 from common.errors import InvalidInput
 from env_service.graders.answers.equality import quick
 from env_service.graders.answers.final import expected_answer, final_answer
+from env_service.graders.answers.plain import MAX_CHARACTERS, comma_is_decimal
 from env_service.graders.answers.wording import is_in_words
+
+_DECIMAL = re.compile(r"(?<![\d,.(\[{])(\d+),(\d{1,2})(?![\d,)\]}])")
+"""A decimal comma in a reference whose text writes them."""
 
 
 def plainly_equal(text: str, reference: str) -> bool | None:
@@ -28,6 +33,8 @@ def equal(text: str, reference: str) -> bool:
 
 
 def _answers(text: str, reference: str) -> tuple[str, str]:
+    if _DECIMAL.search(reference) and comma_is_decimal(text[-MAX_CHARACTERS:]):
+        reference = _DECIMAL.sub(r"\1.\2", reference)
     if not (expected := expected_answer(reference)):
         raise InvalidInput("the reference is empty")
     return final_answer(text, in_words=is_in_words(expected)), expected

@@ -16,10 +16,10 @@ from env_service.graders.math import plainly_equal
 DATA = Path(__file__).resolve().parents[1] / "data"
 TEXTS = sorted(DATA.glob("math_texts_*.jsonl"))
 BELOW = {
-    "math_texts_fourth": (99.6, 1),
-    "math_texts_fifth_blind": (99.0, 1),
-    "math_texts_sixth_blind": (97.8, 2),
-    "math_texts_ninth_blind": (95.0, 0),
+    "math_texts_fourth": (99.7, 1),
+    "math_texts_fifth_blind": (99.5, 0),
+    "math_texts_sixth_blind": (98.3, 1),
+    "math_texts_ninth": (99.6, 0),
 }
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
@@ -113,6 +113,23 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> 
         "Two are alike, so divide 36 by 2: 18 ways.",
         "**Distance = 18 km**\n\nExplanation: 6 km/h × 3 h.",
         "x = 20.\n\nCheck: 20 - 3 is not 15.\n\n**x = 18**",
+        "So Tom has 18 apples. That is 6 less than Ann.",
+        "Thus Tom earns $18. Without the tip he would have earned $15.",
+        "9 + 9 = 18. Tom gets 18 pieces, for which 17 cuts are necessary.",
+        "30 - 12 = 18\n\nRosie is 18 years old, and in 12 years she will be 30.",
+        "# Solution\nThe width is 43 - 25 = 18 m.\n\n# Remark\nThe area would be 450 m².",
+        "Tom needs 18 boxes.\n\nReason: 54 apples / 3 in a box = 18, and 17 boxes would hold only 51.",
+        "Answer: The zoo has 18 zebras. There are 42 animals, thereof 24 are monkeys (8 + 16).",
+        "18 - there are 6 packs with 3 pens each.",
+        "In short, 18 rows.\n\n54 seats in rows of 3 gives us the number of rows.",
+        "There were **18** cars:\n\n| Time | Cars |\n|---|---|\n| Morning | 12 |\n| Evening | 6 |",
+        "The trip takes 18 minutes, or 1080 seconds.",
+        "The trip takes 1080 seconds, i.e. 18 minutes.",
+        "eggs = 4 * 5 = 20\ngood = eggs - 2\nprint(good)  # 18",
+        "36 / 2 = 17.9, but since they can't hire half a taxi, they need 18 taxis.",
+        "Per month that's 3 dollars; if she goes on for half a year, she'll have 18 dollars.",
+        "The pair is 3 and 6. We were asked for their product → 18.",
+        "18 of 100 apples are red. That is 18%.",
     ],
 )
 def test_the_final_answer_counts(text: str) -> None:
@@ -277,6 +294,9 @@ HOSTILE = [
     "half of 5 ",
     "if 5 ",
     "Tom 5, ",
+    "18 kg or 5 km ",
+    "Reason: 5 = 6 / 7. ",
+    "; if 5, 6 ",
 ]
 
 

@@ -11,6 +11,7 @@ Its files:
     expressions.py        the value at the beginning of a text, and inside of math
     candidates.py         numbers in a sentence, and which of them is its result
     results.py            the result that a sentence states
+    remarks.py            remarks after a result, explanations of one
     sentences.py          the result that a text ends with
     wording.py            answers in words: names, dates, yes or no, letters of choice
     ending.py             cuts off what follows the answer: questions, checks, remarks

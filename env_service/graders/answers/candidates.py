@@ -36,7 +36,12 @@ _COMPOUND = re.compile(
     re.IGNORECASE,
 )
 _LEFT = re.compile(r"\b(?:left|remain\w*)\b")
+_STILL = re.compile(r"\bstill\b|\b(?:left|remain\w*)\b")
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
+_TIMES = re.compile(r"(?: [a-z]+)?(?: ?[x×*] ?| of )(?:[a-z]+ )?")
+_DIVIDED = re.compile(
+    r"(?: [a-z]+){0,2} ?(?:[/÷]|divided by|split (?:by|between|among)|(?:between|among|over))(?: the)? "
+)
 _OPERAND = re.compile(r"[\w)] [×*÷+] [＄€£]?$")
 """Words before a number that is calculated with."""
 
@@ -112,6 +117,7 @@ def chosen_value(sentence: str, free: list[Candidate]) -> str:
         before
         and before[-1][1] != text
         and not text.startswith(("⟦(", "⟦["))
+        and not (_STILL.search(sentence, at) and not _STILL.search(sentence[:at]))
         and _BESIDE.fullmatch(_unmarked(sentence[before[-1][0] + len(before[-1][1]) : start]))
     ):
         return ""
@@ -126,11 +132,10 @@ def _total(sentence: str, candidates: list[Candidate]) -> str | None:
         if values[-1] in (sum(values[:-1]), prod(values[:-1])):
             return candidates[-1][1]
         (at, text), (last, _) = candidates[-2:]
-        if (
-            values[0] == sum(values[1:])
-            and not _LEFT.search(sentence)
-            and _BESIDE.fullmatch(sentence[at + len(text) : last])
-        ):
+        between = sentence[at + len(text) : last]
+        added = values[0] == sum(values[1:]) and not _LEFT.search(sentence) and _BESIDE.fullmatch(between)
+        divided = len(values) == 3 and values[2] and values[0] == values[1] / values[2] and _DIVIDED.fullmatch(between)
+        if added or divided or (values[0] == prod(values[1:]) and _TIMES.fullmatch(between)):
             return candidates[0][1]
     return None
 

@@ -17,6 +17,8 @@ _ASIDE = re.compile(
     r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?![A-Za-z]\))(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"
 )
 _NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*|^#{1,3} \d+ (?:points|marks)$", re.MULTILINE)
+_WITH_TABLE = re.compile(r"\s*([^\n|⟪]*⟪[^⟪⟫\n|]*\d[^⟪⟫\n|]*⟫[^\n|⟪\d]*)\n+(?:\|[^\n]*\n?)++\s*")
+"""A line with a number in bold, and a table that shows where it comes from."""
 _REFERENCE = re.compile(r"(?<=\S) ?\[\d{1,2}\]")
 
 _CONCLUDES_AGAIN = re.compile(
@@ -42,7 +44,9 @@ def _is_solved(text: str) -> bool:
 
 
 def unchecked(text: str, states: Callable[[str], object]) -> str:
-    """The text before it verifies what it has stated. `states`: whether a text has what may be an answer."""
+    """The text before it verifies or tabulates what it has stated. `states`: whether a text has what may be an answer."""
+    if tabulated := _WITH_TABLE.fullmatch(text):
+        return tabulated[1].rstrip(" :")
     check = next((found for found in said.CHECK.finditer(text) if states(text[: found.start()])), None)
     if not check or _CONCLUDES_AGAIN.search(text, check.start()):
         return text

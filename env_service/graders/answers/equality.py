@@ -1,14 +1,14 @@
 r"""Are two final answers equal? Numbers, fractions, percent, money, times, ratios, tuples and lists are compared exactly."""
 
 import re
-from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 
-from env_service.graders.answers.values.foreign_numbers import foreign_number
-from env_service.graders.answers.values.numbers import NUMBER, Quantity, quantity, spelled_small
+from env_service.graders.answers.values.amounts import SAME_AMOUNT, number
+from env_service.graders.answers.values.numbers import Quantity
 from env_service.graders.answers.values.ranges import ranges
 from env_service.graders.answers.values.sizes import is_huge
-from env_service.graders.answers.values.units import UNIT, measure
+from env_service.graders.answers.values.units import measure
 from env_service.graders.answers.wording import is_in_words, same_words
 
 MAX_ANSWER_CHARACTERS = 1000
@@ -17,9 +17,6 @@ MAX_ANSWER_CHARACTERS = 1000
 _SPACES = re.compile(r"(?<!\\)\\(?:left|right|displaystyle|limits|quad|[,;:! ])(?![A-Za-z])|[\s~]")
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*(?:\\circ|∘)\s*\}?|°|º)\s*(?:[CF](?![A-Za-z]))?|\\degree")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))")
-_SCIENTIFIC = re.compile(
-    r"(-?\d+(?:\.\d+)?)\s*(?:\\cdot|\\times|×|·|\*|x)\s*10\s*(?:\^|\*\*)\s*\{?\s*\(?([-+]?\d{1,3})\)?\s*\}?"
-)
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\s*\{([^{}]*+)\}")
 _TIME = re.compile(r"(\d{1,2}):(\d\d)(?::\d\d)?\s*([ap])?\.?\s*(?:m\.?)?", re.IGNORECASE)
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -29,11 +26,6 @@ _EXPRESSION = re.compile(
 )
 _RELATION = re.compile(r"[<>≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[a-zA-Z](?<![ei])(?![A-Za-z])")
-_MEASURED = re.compile(
-    rf"(?P<number>(?:[^A-Za-z]|x(?= ?10)){{1,40}})(?P<unit>{UNIT})(?:,?\s*(?:and\s+)?(?P<number2>\d+(?:\.\d+)?)\s*(?P<unit2>{UNIT}))?",
-    re.IGNORECASE,
-)
-_REPEATING = re.compile(r"(?P<sign>-)?(?P<whole>\d+)\.(?P<fixed>\d*)\\overline\s*\{?(?P<again>\d+)\}?")
 _NAME = re.compile(r"\s*[A-Za-z](?:\s*_\s*\{?\w\}?)?(?:\([a-z]\))?\s*(?:=|\\in)\s*")
 
 
@@ -43,7 +35,12 @@ def quick(answer: str, reference: str) -> bool | None:
         return False
     if is_in_words(reference):
         return same_words(answer, reference)
-    answer, reference = _tidy(answer), _tidy(reference)
+    forms = product(answer.split(SAME_AMOUNT), reference.split(SAME_AMOUNT))
+    found = {_compared(_tidy(ours), _tidy(theirs)) for ours, theirs in forms}
+    return True if True in found else None if None in found else False
+
+
+def _compared(answer: str, reference: str) -> bool | None:
     found = _same(answer, reference)
     return False if found is None and (is_huge(answer) or is_huge(reference)) else found
 
@@ -115,44 +112,6 @@ def _squeezed(text: str) -> str:
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 
-def number(text: str) -> Quantity | None:
-    """A plain number, with `4.4 \\cdot 10^{4}` and `- 3`; None for anything else."""
-    text = re.sub(r"^-\s+", "-", text.strip().rstrip(". "))
-    if len(text) > 100:
-        return None
-    if repeating := _REPEATING.fullmatch(text):
-        return Quantity(_repeating(repeating))
-    if power := _SCIENTIFIC.fullmatch(text):
-        return Quantity(Fraction(power[1]) * Fraction(10) ** int(power[2]))
-    if text.startswith("(") and text.endswith(")"):
-        text = text[1:-1]
-    if (named := foreign_number(text)) is not None:
-        return Quantity(Fraction(named))
-    forms = (text.removesuffix("＄"), text, spelled_small(text))
-    if (match := next(filter(None, map(NUMBER.fullmatch, forms)), None)) is not None:
-        return quantity(match)
-    measured = _MEASURED.fullmatch(text)
-    return _measured(measured) if measured else None
-
-
-def _measured(found: re.Match[str]) -> Quantity | None:
-    """A number with a unit, or with two: `1 hour 20 minutes`."""
-    ours, further = number(found["number"]), found["number2"]
-    if ours is None or not further:
-        return ours and replace(ours, unit=found["unit"].casefold())
-    (kind, size), (other, part) = measure(found["unit"]), measure(found["unit2"])
-    if kind != other or size < part:
-        return None
-    return Quantity((ours.value * size + Fraction(further) * part) / part, unit=found["unit2"].casefold())
-
-
-def _repeating(found: re.Match[str]) -> Fraction:
-    places = len(found["fixed"])
-    fixed = Fraction(int(found["whole"] + found["fixed"]), 10**places)
-    value = fixed + Fraction(int(found["again"]), (10 ** len(found["again"]) - 1) * 10**places)
-    return -value if found["sign"] else value
-
-
 def _same_number(answer: str, ours: Quantity, theirs: Quantity) -> bool:
     if ours.unit and theirs.unit:
         (kind, size), (other, part) = measure(ours.unit), measure(theirs.unit)
@@ -176,7 +135,7 @@ def _readings(one: Quantity, other: Quantity) -> list[Fraction]:
 
 
 def _currency(one: Quantity) -> str:
-    names = ["USD＄", "US＄＄", "EUR€", "GBP£", "JPY¥", "CNY¥", "RMB¥", "INR₹", "RS₹", "RS.₹", "RUB₽"]
+    names = ["USD＄", "US＄＄", "EUR€", "GBP£", "JPY¥", "CNY¥", "RMB¥", "INR₹", "RS₹", "RS.₹", "RUB₽", "元¥", "円¥"]
     return next((name[-1] for name in names if name[:-1] == one.currency), one.currency)
 
 

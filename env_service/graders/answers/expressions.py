@@ -36,7 +36,8 @@ _PAIR = re.compile(
     re.IGNORECASE,
 )
 _MONEY_AND_CENTS = re.compile(
-    r"(\d++)\s*(?:dollars?|euros?|pounds?)\s*(?:and\s*)?(\d{1,2})\s*(?:cents?|pence)\b", re.IGNORECASE
+    r"(\d++)\s*(?:dollars?|euros?|pounds?)\s*(?:and\s*)?(\d{1,2}(?=\s*(?:cents?|pence)\b)|\d\d(?![\d.,]|\s*[a-z]))",
+    re.IGNORECASE,
 )
 _LONG_UNIT = rf"(?:{UNIT}|pounds?|lbs?|ounces?|oz)"
 _COMPOUND = re.compile(rf"\s*{_LONG_UNIT}\.?,?\s*(?:and\s+)?\d+(?:\.\d+)?\s*{_LONG_UNIT}\b", re.IGNORECASE)
@@ -135,6 +136,7 @@ _TEXT_NAMES = r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mathbb|mbox|bm|bold
 _UNIT_TEXT = re.compile(
     rf"(?:\\[,;:! ]|\s|~)*{_TEXT_NAMES}\{{(?:[^{{}}\d]|(?<=m)\d|(?<=\^)\d)*+\}}(?:\s*\^\s*\{{?\d\}}?)?"
     rf"(?:\s*/\s*{_TEXT_NAMES}\{{[^{{}}]*+\}})?[\s.]*$"
+    rf"|(?<=[\d\s])(?:\\[,;:! ]|\s|~)*\\[dt]?frac\s*(?:\{{\s*(?:{_TEXT_NAMES}\{{[^{{}}\d]*+\}}|[a-z]{{1,4}})\s*\}}){{2}}[\s.]*$"
 )
 _TEXT_COMMAND = re.compile(rf"{_TEXT_NAMES}\{{([^{{}}]*+)\}}")
 _SPACES = re.compile(r"(?<!\\)\\(?:[,;:! ]|(?:qquad|quad|displaystyle|left|right|[bB]ig[lr]?)(?![a-z]))|~")
@@ -146,7 +148,7 @@ _EQUALITY = re.compile(
     r"(?<![<>!\\])=(?!=)|\\(?:equiv|implies|Rightarrow|rightarrow|to|therefore)(?![A-Za-z])|⇒|→|∴|\\in(?![a-z])|∈"
 )
 _UNITS = re.compile(
-    r"\s*(?!(?:pi|sqrt)\b)(?:(?:[A-Za-zµ°º]{2,}|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?"
+    r"\s*(?!(?:pi|sqrt)\b)(?:(?:[^\W\d_]{2,}|[µ°º一-龥][^\W\d_]*|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?"
 )
 _ASSIGNED = re.compile(r"[\s⟦⟧]*([A-Za-z](?:_\{?\w\}?)?)\s*=([^=A-Za-z]+)")
 _APPROXIMATE = re.compile(r"\\approx(?![a-z])|≈")

@@ -19,14 +19,17 @@ from env_service.graders.answers.candidates import has_number
 from env_service.graders.answers.ending import before_next_question, unchecked, without_remarks
 from env_service.graders.answers.expressions import value_at, value_of, whole_value
 from env_service.graders.answers.plain import plain
+from env_service.graders.answers.remarks import first_of_story
+from env_service.graders.answers.results import result_of
 from env_service.graders.answers.sentences import split, stated_result
+from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 from env_service.graders.answers.vocabulary import ANSWER, IS
 from env_service.graders.answers.wording import is_in_words, worded_result, words_of
 
 _PHRASE = re.compile(rf"{ANSWER}(?P<gap>[^\n\d.!?。！？⟦＄€£\\]{{0,60}}?){IS}", re.IGNORECASE)
 _BARE = re.compile(
-    rf"{ANSWER}[ \t⟫).]*(?=[-+＄€£⟦]?\d|⟦|\n\s*(?:[-+＄€£⟪]?\d|⟦))|(?:(?<=^)|(?<=[\s⟪]))A(?=:[⟫\s])|<final>",
+    rf"{ANSWER}[ \t⟫).]*(?=[-+＄€£⟦]?\d|⟦|\n\s*(?:[-+＄€£⟪]?\d|⟦))|(?:(?<=^)|(?<=[\s⟪])(?<!option )(?<!choice ))A(?=:[⟫\s])|<final>",
     re.IGNORECASE,
 )
 _TAG = re.compile(
@@ -57,6 +60,8 @@ _COUNTED = re.compile(r"\d+[一-龥ぁ-んァ-ヶ가-힣][^\n。=\d]*\d")
 """A sentence of a language without spaces, which begins with a number and states another."""
 _OPEN = re.compile(r"\d\s*[-+*/×÷=]\s*\Z")
 _CALCULATION = re.compile(r"\W*[\d.,]+ (?:[a-z]+ )?(?:[-+*/×÷]|times|plus|minus|divided by) [＄€£]?\d[^=]*$")
+_WORDED_CALCULATION = re.compile(r"\W*[\d.,]+(?: [a-z]+){1,2} [-+*/×÷] [＄€£]?\d[^=]*= ?[＄€£]?\d")
+"""A calculation with units: `3 rooms × 200 sq ft = 600 sq ft`."""
 _BRACES = re.compile(r"\\(?:boxed|fbox|framebox|answer|ans)\s*\{|\\boxed\s+(?=[\w\\])|\\[{}]|[{}]")
 _THINK = r"(?:\w{1,10}:)?(?:think|thinking|thought|reasoning|scratchpad|analysis|reflection)\s?[>\]▷]"
 _THOUGHT = re.compile(
@@ -223,11 +228,14 @@ def _named(value: str) -> str | None:
     sentence = split(head)[0]
     if _CALCULATION.match(sentence) and said.CONCLUSION.search(sentence):
         return None
+    if _WORDED_CALCULATION.match(sentence):
+        return result_of(sentence) or None
     if _GAMBLE.search(sentence) or (said.HEDGE.search(sentence) and len(set(re.findall(r"\d[\d.,]*\b", sentence))) > 1):
         return ", ".join(number[0] for number in NUMBER.finditer(sentence)) or None
     if option := _OPTION.match(head):
         return f"({(option[1] or option[2]).upper()}) {value_at(head[option.end() :]) or _text_answer(head[option.end() :])}".strip()
-    return value_at(head) or value_at(spelled_small(head.split("\n", 1)[0])) or whole_value(split(head)[0])
+    named = value_at(head) or value_at(spelled_small(head.split("\n", 1)[0])) or whole_value(sentence)
+    return named and in_each_form(named, sentence)
 
 
 def _is_calculation_of_more(head: str) -> bool:
@@ -301,8 +309,14 @@ def _weak(text: str) -> Iterator[str]:
         if "\\boxed" in value:
             continue
         paragraph = value.lstrip(" *_:⟪⟫`\"'=\n").split("\n\n", 1)[0]
-        if answer := stated_result(paragraph) if has_number(paragraph) else _text_answer(paragraph):
+        if answer := _told(paragraph) if has_number(paragraph) else _text_answer(paragraph):
             yield answer
+
+
+def _told(paragraph: str) -> str:
+    """The result that a paragraph after a marker states: in its first sentence, if it is explained by the others."""
+    sentences = split(paragraph)
+    return (first_of_story(sentences) if len(sentences) > 1 else None) or stated_result(paragraph)
 
 
 def _text_answer(text: str) -> str:

@@ -28,7 +28,7 @@ _SIGNS = str.maketrans(
     | dict.fromkeys("−﹣－‐‑", "-")
     | dict.fromkeys("٫．", ".")
     | dict.fromkeys("٬", ",")
-    | {"∞": "\\infty", "≥": "\\geq ", "≤": "\\leq "}
+    | {"∞": "\\infty", "≥": "\\geq ", "≤": "\\leq ", "≡": "\\equiv "}
     | dict(zip("％：（）＝＋，［］｛｝＃＊／", "%:()=+,[]{}#*/", strict=True))
     | {sign: " " + unicodedata.normalize("NFKC", sign).replace("⁄", "/") for sign in "½¼¾⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
     | {"⁄": "/"}
@@ -60,14 +60,23 @@ _ROOT = re.compile(r"√\s*(?:\(([^()\n]*+)\)|\{([^{}\n]*+)\}|(\d++|[a-z]))")
 _SUPERSCRIPTS = re.compile(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _SUBSCRIPTS = re.compile(r"(?<=\w)[₀₁₂₃₄₅₆₇₈₉]+")
 _NEGATIVE = re.compile(
-    r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|(?<='s )minus|^minus) (?=[$€£]?\d)", re.IGNORECASE
+    r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|(?<='s )minus"
+    r"|(?<=of )minus|(?<=to )minus|(?<=at )minus|(?<=equals )minus|(?<=gives )minus|^minus) (?=[$€£]?\d)",
+    re.IGNORECASE,
 )
+_LENGTH = r"\d+(?:\.\d+)?(?: ?(?:[cmk]?m|feet|ft|inches|in|yards|met(?:er|re)s|centimet(?:er|re)s|units))?"
 _MEASURES = [
     (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9])\s?([ap])\.?\s?m\b", re.IGNORECASE), r"\1:00 \2m"),
     (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9]) o'clock"), r"\1:00"),
     (
         re.compile(r"(?<=\d)\s?(?:ft|feet|foot|')\.?,?\s?(?:and )?(\d+(?:\.\d+)?)\s?(?:in(?![\w ])\.?|\"|'')"),
         r" feet \1 inches",
+    ),
+    (
+        re.compile(
+            rf"(^|\b(?:is|are|measures?|be|dimensions|size)|:)( ?)({_LENGTH}) by ({_LENGTH})(?=[^\w/]|$)", re.IGNORECASE
+        ),
+        r"\1\2(\3, \4)",
     ),
     (re.compile(r"\ban? (hour|day|week|year|minute|mile) and a half\b", re.IGNORECASE), r"1.5 \1s"),
     (re.compile(r"\bhalf an hour\b", re.IGNORECASE), "0.5 hours"),

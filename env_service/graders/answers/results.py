@@ -8,7 +8,8 @@ import re
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, chosen_value, free_candidates, has_number, hidden
 from env_service.graders.answers.expressions import assigned, assignments, value_at, value_of, whole_value
-from env_service.graders.answers.values.numbers import NUMBER, spelled_small
+from env_service.graders.answers.values.amounts import in_each_form
+from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
 
 _EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
 _EXACT = re.compile(
@@ -16,17 +17,21 @@ _EXACT = re.compile(
     r"(?=[ a-z]*,? ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))"
 )
 _NOT_STATED = re.compile(
-    r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
+    r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?[＄€£]?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
     r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
     r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )|(?<=a ))\d[\d.]* by \d[\d.]*(?= [a-z])"
     r"|\b(?:discard|reject|ignore)\w* (?:the )?(?:[a-z]+ ){0,3}⟦?[a-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"
+    r"|, from [＄€£]?\d[\d.,]*%?(?: [a-z]+)? to [＄€£]?\d[\d.,]*%?(?: [a-z]+)?(?=\.?$)"
+    r"|(?<=[a-z]) of [＄€£]?\d[\d.,]* [a-z]+(?= (?:is|has|was|costs?|holds?|weighs?|takes?|needs?) )"
+    r"|,? \(?(?:which is|that is|i\.e\.,?|so)? ?(?:the )?(?:choice|option|answer) (?:⟦\\?[a-z]*\{?)?\(?[A-J]\)?(?:\}?⟧)?\)?(?=[.,;]|$)"
     r"|, who (?:is|was|has|had)\b[^,.;]*(?:,|(?=\.|$))"
     r"|\b(?:sum|difference|product|quotient|average|mean|multiple|divisor|factor) (?:of|between)"
     r" [＄€£]?\d[\d.,]*(?:, \d+)*,? and [＄€£]?\d[\d,]*"
 )
 """Calculations, parameters and operands that a sentence names beside its result."""
 _COPULA = re.compile(
-    r"(?:\b(?:is|are|equals|obtain|get|be|factors as|to|gives?|yields?|becomes)\b|:)\s+", re.IGNORECASE
+    r"(?:\b(?:is|are|equals|obtain|get|be|(?:factors|written|expressed|factored|represented) as|to|gives?|yields?|becomes)\b|:)\s+",
+    re.IGNORECASE,
 )
 _SOLUTIONS = re.compile(
     r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
@@ -35,7 +40,7 @@ _REDUCED = re.compile(
     r"(?<=\d)(?:,? or|,? which is|,? i\.e\.,?|,? which simplifies to| simplifies to| reduces to) (?=\d+(?:\s?:\s?| to )\d)"
 )
 _OR_RATHER = re.compile(
-    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus|out of)\b"
+    r"((?:\d ?[-+*/×÷]|\b(?:half|twice|double|third|quarter|divided by|times|minus|plus|out of|\d of \d+)\b"
     r"|% of\b) ?[^,=.\d]{0,60}\d[^,=.]{0,60}?),? (?:or|which is) (?=[＄€£]?\d)"
 )
 """Words before the value of a calculation: `28 - 12, or 16`."""
@@ -64,14 +69,27 @@ _UNSOLVED = re.compile(
     r"^[^=≈]*(?:\b[xyzn]\s*[-+/]|[-+/]\s*\d*[xyzn]\b(?!\s*\d)|\d[xyzn]\b(?!\s*\d))[^=≈]*=[^=≈A-Za-z]*$"
 )
 """An equation with an unknown, and no other."""
+_DASH = re.compile(
+    r"[⟪]?([-＄€£\d][^\s⟫]*(?: [a-z]+){0,2})[⟫]? [-–—] (?=[a-z]+ [a-z]+)(?![^\n]*(?:=|\b(?:leaves|total|equals)\b))"
+)
+_DECIDES = re.compile(
+    r"(?:→|⇒|=>|->|,? (?:and|so) (?:it's|(?:it|that|he|she) is|(?:he|she)'s))\s*[⟪⟦]?[＄€£]?\d[\d.,/:]*\D*$"
+)
+"""A result at the end of a sentence that says what is asked."""
 _AFTER_COLON = re.compile(r"(?<!\s):\s+([^:=]{1,40})$")
 _CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
 
 def result_of(sentence: str) -> str:
-    """The result that one sentence states, "" if none."""
+    """The result that one sentence states, "" if none; in each unit in which it states it."""
+    return in_each_form(_result_of(sentence), sentence)
+
+
+def _result_of(sentence: str) -> str:
     if _states_nothing(sentence):
         return ""
+    if (known := _share(sentence) or _before_dash(sentence)) is not None:
+        return known
     sentence = _tidied(sentence)
     if (whole := _whole(sentence)) is not None:
         return whole
@@ -96,7 +114,7 @@ def _states_nothing(sentence: str) -> bool:
     concluded = concluded_part(sentence)
     return bool(
         said.REFUSAL.search(sentence)
-        or said.SETUP.match(sentence)
+        or (said.SETUP.match(sentence) and not _DECIDES.search(sentence))
         or said.TASK.match(concluded)
         or said.REJECTED.search(_without_aside(concluded, said.REASON))
         or (len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(concluded))
@@ -133,6 +151,27 @@ def _whole(sentence: str) -> str | None:
     return _after_colon(sentence) or _named_whole(concluded_part(sentence))
 
 
+def _share(sentence: str) -> str | None:
+    """The fraction or percentage with which a sentence of three numbers ends, if it is the first of them over the second."""
+    part, whole, share = (
+        [*NUMBER.finditer(sentence), None, None, None][:3] if sentence.count(" of ") else (None, None, None)
+    )
+    if not part or not whole or not share or NUMBER.search(sentence, share.end()) or not re.search("[/%]", share[0]):
+        return None
+    amounts = [known.value / (100 if known.percent else 1) for n in (part, whole, share) if (known := quantity(n))]
+    return share[0].strip() if len(amounts) == 3 and amounts[0] == amounts[1] * amounts[2] else None
+
+
+def _before_dash(sentence: str) -> str | None:
+    """The value that stands before a dash at the beginning of a sentence, if words explain it: `7 - there are 28 at 4 tables`."""
+    dash = _DASH.match(sentence)
+    return (
+        value_at(dash[1])
+        if dash and len([*NUMBER.finditer(dash[1])]) == 1 and concluded_part(sentence) == sentence
+        else None
+    )
+
+
 def _after_colon(sentence: str) -> str | None:
     """The value with which a sentence ends, if nothing but it and a word or two follow a colon: `24 less 5: 19`."""
     end = _AFTER_COLON.search(sentence)
@@ -146,7 +185,9 @@ def _relation(sentence: str) -> str | None:
         r"\w\s*(?:[<>]|\\[lg]eq?)|\b[a-z] (?:must be|is) (?:at|greater|less|more|larger|smaller)\b", sentence
     ):
         return None
-    return whole_value(sentence) or whole_value(re.split(r"\b(?:is|with|that|means)\b", sentence)[-1])
+    return whole_value(sentence) or whole_value(
+        re.split(r"\b(?:is|with|that|means|for|when|if|namely)\b", sentence)[-1]
+    )
 
 
 def _named_whole(sentence: str) -> str | None:
@@ -183,7 +224,8 @@ def concluded_part(sentence: str) -> str:
 
 
 def _main(sentence: str) -> str:
-    """The sentence without the circumstances that it begins with, if a number follows them."""
+    """The sentence without the circumstances that it, or its last part, begins with, if a number follows them."""
+    sentence = re.sub(r"^.*;\s+(?:if|when|once|after|in|with) [^,;]*, (?=.*\d)", "", sentence)
     while (circumstance := said.CIRCUMSTANCE.match(sentence)) and has_number(sentence[circumstance.end() :]):
         sentence = sentence[circumstance.end() :]
     return sentence

@@ -1,14 +1,14 @@
 """The result that a text ends with, where no marker names it: its last sentence's, unless that is a remark."""
 
 import re
-from collections.abc import Iterator
 from fractions import Fraction
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, has_number, hidden
 from env_service.graders.answers.expressions import value_at
-from env_service.graders.answers.results import result_of, terse
-from env_service.graders.answers.values.numbers import NUMBER, quantity
+from env_service.graders.answers.remarks import first_of_story, headline, is_remark, restated, values
+from env_service.graders.answers.results import result_of
+from env_service.graders.answers.values.numbers import NUMBER
 
 MAX_REMARKS = 5
 """After a result; it is not looked for before more of them."""
@@ -32,9 +32,6 @@ _UNKNOWN = re.compile(
     re.IGNORECASE,
 )
 _GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)++\s*\Z", re.IGNORECASE)
-_EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
-
-_EXPLANATION = re.compile(r"\W*(?:explanation|reasoning|working|why|details)\W*:", re.IGNORECASE)
 
 
 def stated_result(text: str) -> str:
@@ -45,68 +42,30 @@ def stated_result(text: str) -> str:
     if len(sentences) > 2 and all(NUMBER.fullmatch(s.rstrip(".")) for s in sentences):
         return ", ".join(sentences)
     for _ in range(MAX_REMARKS):
-        if len(sentences) > 1 and _is_remark(sentences):
+        if len(sentences) > 1 and is_remark(sentences):
             sentences.pop()
     if not sentences or broken_off(sentences) or any(map(_UNKNOWN.search, sentences[-2:])):
         return ""
-    if len(sentences) > 1 and (headline := _headline(sentences)):
-        return headline
+    if len(sentences) > 1 and (first := headline(sentences)):
+        return first
     for i, sentence in enumerate(reversed(sentences)):
-        if i and _is_remark(sentences[: len(sentences) - i]):
+        if i and is_remark(sentences[: len(sentences) - i]):
             continue
         if _is_item(sentences[: len(sentences) - i]):
             return ""
         if sentence.rstrip("⟫* ").endswith("?") and has_number(sentence):
             return ""
-        if found := result_of(sentence):
+        if found := restated(sentences[: len(sentences) - i]) or result_of(sentence):
             return found
         if has_number(sentence) or i == 3 or not _passes(sentence, first=i == 0):
             break
-    return "" if has_number(text) else _words(sentences[-1])
-
-
-def _is_remark(sentences: list[str]) -> bool:
-    """True if the last sentence talks of something else than the result that was stated before it."""
-    *before, last = sentences
-    if not any(map(has_number, before)) or not has_number(last):
-        return False
-    if re.match("(?:which|where) |[(*_]*(?:proof|indeed|note)\\b", last, re.IGNORECASE):
-        return True
-    known = {number[0].strip() for s in before for number in NUMBER.finditer(s)}
-    if _breaks_down(before[-1], last):
-        return True
-    return bool(said.ADDRESS.search(last)) and known.isdisjoint(number[0].strip() for number in NUMBER.finditer(last))
-
-
-def _breaks_down(stating: str, last: str) -> bool:
-    """True if the numbers of the last sentence, which concludes nothing, are the parts of what the one before it states."""
-    parts = list(_values(last))
-    few = 2 if not result_of(last) else 3
-    whole = NUMBER.match(result_of(stating)) if len(parts) >= few and not _concludes(last) else None
-    return bool(whole and (known := quantity(whole)) and known.value == sum(parts))
-
-
-def _headline(sentences: list[str]) -> str | None:
-    """The value of which the first sentence consists, if all that follows is its explanation."""
-    first, *rest = sentences
-    if _EXPLANATION.match(rest[0]) and not any(map(_concludes, rest)):
-        return result_of(first)
-    value = value_at(re.sub(r"^(?:TL;DR|short answer|it's|it is)\b:?", "", first, flags=re.IGNORECASE))
-    if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
-        return None
-    explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
-    return value if explained and len(list(NUMBER.finditer(first))) == 1 else None
-
-
-def _concludes(sentence: str) -> bool:
-    concludes = said.CONCLUSION.search(f" {sentence}") or said.SUMMARY.search(sentence)
-    return bool((concludes and result_of(sentence)) or terse(sentence) or "=" in sentence)
+    return (first_of_story(sentences) or "") if has_number(text) else _words(sentences[-1])
 
 
 def _is_item(sentences: list[str]) -> bool:
     """True if the last two lines are alike, each a name and its value, and neither names or is a total."""
     alike = len(sentences) > 1 and all(_ITEM.fullmatch(s) and not said.SUMMARY.search(s) for s in sentences[-2:])
-    return alike and not _is_computed([list(_values(s)) for s in sentences])
+    return alike and not _is_computed([list(values(s)) for s in sentences])
 
 
 def _is_computed(values: list[list[Fraction]]) -> bool:
@@ -116,10 +75,6 @@ def _is_computed(values: list[list[Fraction]]) -> bool:
         return False
     *others, a, b, last = alone
     return last in (a + b, a - b, a * b, sum(others, a + b)) or a == last * b
-
-
-def _values(sentence: str) -> Iterator[Fraction]:
-    return (known.value for number in NUMBER.finditer(sentence) if (known := quantity(number)))
 
 
 def split(text: str) -> list[str]:
@@ -166,4 +121,4 @@ def _ends_in_value(line: str) -> bool:
 def _words(sentence: str) -> str:
     """The answer of a sentence without numbers: what something *is*, or the whole."""
     bare = sentence.strip(" .。!*_`\"'⟪⟫")
-    return re.sub(r"^.*\s(?:is|are|was|were)\s+(?:(?:an?|the)\s+)?(?=\w)", "", bare)
+    return re.sub(r"^.*\s(?:is|are|was|were)\s+(?:(?:an?|the)\s+)?(?=[\w⟦])", "", bare).strip("⟦⟧")

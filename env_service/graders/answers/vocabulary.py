@@ -78,7 +78,8 @@ CHECK = re.compile(
     r"(?:(?:let's|let us|to|we can|you can|we|i'll) (?:quickly )?(?:double[- ]?)?(?:verify|check)\b|(?:a |as a )?(?:quick |sanity "
     r"|as a )check\b|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that"
     r"|it) can be (?:verified|checked)|"
-    r"verification\b|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
+    r"(?:remarks?|notes?|check|proof|discussion|extra|bonus|(?:alternative|other) (?:method|solution|approach))[⟫*_ ]*$|"
+    r"verify(?:ing)?⟫?:|verification\b|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
     re.IGNORECASE | re.MULTILINE,
 )
 """Words before a check of a result that was stated earlier."""
@@ -146,8 +147,9 @@ HEDGE = compiled(
         with\\b[^.]{0,200}\\bwithout
         at least [^.]*at most
         (?:but|however|though|or|alternatively),? if (?:\\w+ ){0,2}(?:mean|count|includ|interpret|assum|ignor|exclud)\\w*
-        could (?:also )?be|might be|may be|one of|not sure|unsure
-        can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibl[ey]|maybe|no idea|i guess
+        could (?:also )?be|might be|may be|(?<!every )(?<!each )one of(?! the \\d)|not sure|unsure
+        can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibly
+        (?:is|are|it's) possible|maybe|no idea|i guess
         options
         choices|candidates|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez
         poderia
@@ -167,21 +169,24 @@ FILLER = either("""
     also|therefore|thus|then|genau|etwa|environ|aproximadamente|cerca de
 """)
 _COMPARES = either(r"""
-    what|the answer|(?:just |more than )?enough|\d[\d./]*%? of\b|[\d.]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b
-    (?:\d+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b
+    what|the answer|(?:just |more than )?enough|\d[\d./]*%? of\b|[＄€£]?[\d.,]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b
+    (?:[＄€£]?[\d.,]+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b
+    [＄€£]?[\d.,]+%?(?: [a-z]+)? (?:[a-z]+er than|rounded)\b
 """)
 CONCLUSION = compiled(
     r"[,;\s]\s*"
     + either(rf"""
         which is(?! {_COMPARES})
-        so|therefore|thus|hence|which means|meaning|which gives|settles? on|becomes|for a total of|which rounds? (?:up |down )?to
+        so|therefore|thus|hence|consequently
+        (?<=[,;] )now(?= (?:he|she|it|they|we|you|there)\b)|which means|meaning|which gives|settles? on|becomes
+        for a total of|which rounds? (?:up |down )?to
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
-        i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:-?[＄€£]?\d|⟦))(?!\.,? [\d./]+%? of\b)
-        that is(?=,? (?:\w+ )?[＄€£]?\d)|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que|entonces|quindi|portanto
-        logo|dus|also|deshalb
+        i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:-?[＄€£]?\d|⟦))(?!\.,? {_COMPARES})
+        that is(?! {_COMPARES})(?=,? (?:\w+ )?(?:[＄€£]?\d|⟦))|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que
+        entonces|quindi|portanto|logo|dus|also|deshalb
         daher|поэтому|значит
     """)
-    + r"\b|\band since [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
+    + r"\b|\b(?:and|but) (?:since|as|because) [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
 )
 CUE = compiled(
     words("so|therefore|thus|hence|finally|total|altogether|in all|result|final|also|donc|entonces|quindi|portanto")
@@ -189,27 +194,33 @@ CUE = compiled(
 )
 """Words before the result of a line without a full stop."""
 REASON = compiled(
-    r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,?\s*\band indeed\b|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
+    r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,?\s*\band indeed\b"
+    r"|,\s*for (?:they|he|she|it|we|\d\S* ?[-+*/×=])|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
 )
 ASIDE = compiled(
     r"[,\s]\s*(?<!and )(?<!but )"
-    + either(r"""
+    + either(rf"""
         compared (?:with|to)|even though|although|though|whereas|while|rather than|instead of|as opposed to|despite|because|since
         unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when
         (?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|(?:an? |one )?(?:half|third|quarter|fifth|tenth) of|versus|vs
         (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough
-        which is (?:more|less|\d[\d.,]*|about|approximately)|more to|at the beginning|saving|after (?:an?|the)
+        which is (?:more|less|\d[\d.,]*|about|approximately)|(?:which is|that is|i\.e(?=\.))(?=\.?,? {_COMPARES})|more to|at the beginning
+        (?<=, )(?:nearly|almost|just (?:under|over))(?= [＄€£]?\d)|(?<=, )an? (?:saving|discount|reduction) of(?= [＄€£])
+        (?<=, )(?:saving|keeping|having|using|counting)|(?:for|in|of) which|after (?:an?|the)
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
         \d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
-        (?:which is )?(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))
+        (?:which is |(?<!is )(?<!are ))(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|or \d+ (?:per|a|each)
         which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar
         comparado|y no
     """)
     + r"\b|(?:,|\sor)\s[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|from|after|before|above|later|earlier|of"
     r"|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
-    + r"|\s[-–—]\s(?=\d[\d./]*%? of\b|[＄€£]?\d[\d.,]* [a-z]+ (?:of|at|with|for)\b)|;\s+(?:he|she|\d[\d./]*%? of|it|they|there"
+    + r"|;\s(?:that's|(?:that|this|it) is)(?= "
+    + _COMPARES
+    + r")|\s[-–—]\s(?=\d[\d./]*%? of\b|[＄€£]?\d[\d.,]*(?: [a-z]+)? (?:of|at|with|for|divided|times|minus|plus|split)\b)"
+    r"|;\s+(?:he|she|\d[\d./]*%? of|it|they|there"
     r"|we) (?:had|was|were)\b"
     + r"|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\D*\d[\d.,]*+\D+\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
 )
@@ -219,14 +230,14 @@ _DETERMINERS = (
 GOVERNED = compiled(
     r"\b"
     + either(r"""
-        after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|all|day|age|grade|year|number
+        after|before|than|per|from|during|within|despite|except|unlike|since|until|including|the|(?<!in )all|day|age|grade|year|number
         step|week|chapter|page|question|problem|part|line|level|tag|jour|día|of (?:the|his|her|their|its|all|our|those|these)
-        (?<=[\d%] )(?:out )?of|(?:divid|multipl)(?:e|ed|y|ied|ing|ying)(?: [a-z]+){0,4} by|on top of|(?:class|group|set) of
+        (?<=[\d%] )(?:out )?of|(?:divid|multipl)(?:e|ed|y|ied|ing|ying)(?: [a-z]+){0,4} by|on top of|(?:class|group|set) of|as [a-z]+ as
         \d\s[a-z]+ of|choose|pick|select|the (?:initial|original)
         (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}
         (?<=to )[a-z]{3,} (?:up|back|off)
         (?:from|than|after|before|out of) (?:the|its|an?|his|her|their) (?:[a-z]+ ){1,3}of|(?:short|shy) of
-        takes? (?:[a-z]+ )?[\d.,]+ (?!away|off)[a-z]+ to get|(?:goal|target) of
+        (?:takes?|needs?) (?:[a-z]+ )?[\d.,]+ (?!away|off)[a-z]+ to get|(?:goal|target) of
         nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
     """)
     + rf"(?:\s+(?:{_DETERMINERS})){{0,3}}\s+[＄€£]?$"
@@ -240,7 +251,7 @@ SOFT = compiled(
     r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)"
     r"|(?<!left )(?<!up )(?<!ends )(?<!him )(?<!her )(?<!them )with"
-    r"|für|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!\bes )(?<!\best )de|del|du|o"
+    r"|für|je|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!\bes )(?<!\best )de|del|du|o"
     r"|para|con|por|em|su|di|за|в|на|из|w|za|z|på|trong|dalam|voor|для|dla|för|için)"
     r"(?:\s+(?:a|all|about|las|los|les|den)|\s+(?:the|his|her|their|its|these|those)(?:\s[a-z]+)?){0,2}\s+[＄€£]?$"
 )
@@ -270,7 +281,7 @@ SETUP = compiled(
     r"|suppose|assume|consider|recall|remember|note that|for (?:example|instance)\b|(?:because|since)\b[^,:]*$"
     r"|the (?:problem|question) (?:says|states|gives|tells|asks(?![^\n]*(?::|which is|, so))|is about)|this (?:problem|question) is about"
     r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry,? (?:but|i (?:can|could|do|am))\b"
-    r"|(?:print|return|def|import)\b)"
+    r"|(?:print\b(?!.*#.*\d)|return\b(?!\s*-?\d[\d.]*\s*$)|def\b|import\b))"
 )
 """Beginning of a sentence that says what is known or asked."""
 TASK = compiled(

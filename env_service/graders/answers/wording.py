@@ -52,8 +52,8 @@ _LETTERED_NAME = re.compile(
 )
 _OPTIONS = re.compile(r"\b(?:options|choices)\b", re.IGNORECASE)
 _CHOOSES = re.compile(
-    r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|works|go with|closest|it's|it is)\b|\b(?:is"
-    r"|leaves|to) \(?[A-J]\)?\W*$",
+    r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|works|go with|closest|corresponds? to|it's|it is)\b"
+    r"|\b(?:is|leaves|to) \(?[A-J]\)?\W*$",
     re.IGNORECASE,
 )
 _ARTICLES = re.compile(

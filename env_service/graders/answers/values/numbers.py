@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 _CURRENCY = (
-    r"(?:(?:US|CA|AU|NZ|HK|C|A|R|S)?＄|[€£¥₹₽₩₺₫₱₦฿₴₪]"
+    r"(?:(?:US|CA|AU|NZ|HK|C|A|R|S)?＄|[€£¥₹₽₩₺₫₱₦฿₴₪元円원]|(?<![A-Za-z\d])R(?=\d)"
     r"|(?:(?<![A-Za-z])(?:USD|EUR|GBP|JPY|CHF|CNY|RMB|INR|RUB|BRL|CAD|AUD|SEK|NOK|DKK|PLN|Rs\.?))(?![A-Za-z]))"
 )
 _DIGITS = r"(?:\d{1,2}(?:,\d\d(?!\d))++,\d{3}(?!\d)|\d{1,3}(?:[, ]\d{3}(?!\d))++(?:\.\d++)?|\d++(?:\.\d++)?|\.\d++)"
@@ -16,7 +16,7 @@ _SCALES = {
     "milliarde": 10**9, "k": 1000, "m": 10**6, "b": 10**9,
 }  # fmt: skip
 _SCALE = (
-    r"(?:\s?[万萬億亿千百만억]|\s?(?:thousand|million(?:en|s)?|billion|trillion|lakhs?|crores?|mio\.?|mrd\.?|hundred|тысяч[аи]?"
+    r"(?:\s?(?:[万萬億亿百만억]|千(?![米克瓦]))|\s?(?:thousand|million(?:en|s)?|billion|trillion|lakhs?|crores?|mio\.?|mrd\.?|hundred|тысяч[аи]?"
     r"|миллион(?:ов|а)?|tausend|mille|mil|millones|millón|milliarden?)(?![A-Za-zà-ÿ])|k(?![\w/])"
     r"|(?(before)\s?(?:m|mn|b|bn)(?![\w/])|(?!)))"
 )

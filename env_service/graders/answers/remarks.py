@@ -1,0 +1,160 @@
+"""Tells remarks that follow a result, and explanations of a result that a text begins with, from the result."""
+
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import permutations
+
+from env_service.graders.answers import vocabulary as said
+from env_service.graders.answers.candidates import has_number
+from env_service.graders.answers.expressions import value_at
+from env_service.graders.answers.results import result_of, terse
+from env_service.graders.answers.values.numbers import NUMBER, quantity
+
+MAX_OPERANDS = 20
+"""Numbers in an explanation whose sums, differences, products and quotients are looked at."""
+
+_EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
+_EXPLANATION = re.compile(
+    r"\W*(?:(?:explanation|reason(?:ing)?|working|why|details|steps)\W*:|here(?:'s| is) (?:why|how)\b)",
+    re.IGNORECASE,
+)
+_IN_SHORT = re.compile(
+    r"\W*(?:in short|(?:to make it |the )?short(?: answer| version)?|quick answer|TL;?DR|bottom line)\W*[:,]\W*",
+    re.IGNORECASE,
+)
+_EXPLAINS = re.compile(
+    r"(?:which|where) |[(*_]*(?:proof|indeed|note)\b|(?:that|this)(?:'s| is) (?:what|how|why)\b"
+    r"|(?:this|that|it|here we) (?:assum|suppos)(?:es?|ing|ed)\b"
+    r"|[^.!]*\byou\b[^.!]*\?$",
+    re.IGNORECASE,
+)
+_REMINDS = re.compile(r"(?:please )?(?:remember|note|notice|recall|keep in mind)\b", re.IGNORECASE)
+_UNASKED = re.compile(
+    r"\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
+    r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
+    r"|\bby the way\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
+    re.IGNORECASE,
+)
+_SUPPOSES = re.compile(
+    r"(?=.*\b(?:without|alone|on (?:his|her|their|its) own|instead|otherwise|originally)\b).*\bwould(?:n't| not)? have\b"
+    r"|if [^,]*\b(?:another|instead|one more)\b",
+    re.IGNORECASE,
+)
+"""Words in a sentence of what is not the case."""
+_COMPARES = re.compile(
+    r"(?:that|this)(?: is|'s) (?:about |exactly |only )?[＄€£]?\d[\d.,]*%?(?: [a-z]+){0,2} (?:less|more|fewer|[a-z]+er) than\b",
+    re.IGNORECASE,
+)
+_COMPARED = re.compile(r"\bcompared (?:with|to)\b", re.IGNORECASE)
+_EQUALS = re.compile(rf"=\s*(?:{NUMBER.pattern})(?!\s*[-+*/×·÷=(^])", re.IGNORECASE)
+_ADDS = re.compile(
+    r"[^,;.]*[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b"
+    r"(?!.*\b(?:leav|left|remain|total|so|now|then|after|altogether|sum|make))",
+    re.IGNORECASE,
+)
+"""The rest of a sentence after a result: another clause, which concludes nothing."""
+_AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
+_PREMISE = re.compile(r"\W*(?:since|because|as|although|while)\s[^\n]*?,\s(?=\D*$)", re.IGNORECASE)
+"""Beginning of a sentence that has numbers in its subordinate clause alone."""
+
+
+def is_remark(sentences: list[str]) -> bool:
+    """True if the last sentence talks of something else than the result that was stated before it."""
+    *before, last = sentences
+    if not any(map(has_number, before)):
+        return False
+    if _UNASKED.search(last) or (_goes_further(last) and said.CONCLUSION.search(f" {before[-1]}")):
+        return True
+    if not has_number(last):
+        return False
+    if _EXPLAINS.match(last) or _PREMISE.match(last) or ("=" not in last and _REMINDS.match(last)):
+        return True
+    if _breaks_down(before[-1], last) or _repeats(before[-1], last):
+        return True
+    known = {number[0].strip() for s in before for number in NUMBER.finditer(s)}
+    return bool(said.ADDRESS.search(last)) and known.isdisjoint(number[0].strip() for number in NUMBER.finditer(last))
+
+
+def _goes_further(sentence: str) -> bool:
+    """True if a sentence compares a result or supposes another case, and computes nothing."""
+    return "=" not in sentence and bool(
+        _SUPPOSES.match(sentence) or _COMPARES.match(sentence) or _COMPARED.search(sentence)
+    )
+
+
+def _breaks_down(stating: str, last: str) -> bool:
+    """True if the numbers of the last sentence, which concludes nothing, are the parts of what the one before it states."""
+    parts = list(values(last))
+    few = 2 if not result_of(last) else 3
+    whole = NUMBER.match(result_of(stating)) if len(parts) >= few and not _concludes(last) else None
+    return bool(whole and (known := quantity(whole)) and known.value == sum(parts))
+
+
+def _repeats(stating: str, last: str) -> bool:
+    """True if the last sentence comes to the result that the one before it states in another way."""
+    whole = NUMBER.match(result_of(stating)) if _AGAIN.match(last) else None
+    return bool(whole and (known := quantity(whole)) and known.value in values(last))
+
+
+def headline(sentences: list[str]) -> str | None:
+    """The value of which the first sentence consists, if all that follows is its explanation."""
+    first, *rest = sentences
+    if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and not any(map(_concludes_anew, rest)):
+        return result_of(first) if not _is_given(first, rest) else None
+    if (short := _IN_SHORT.match(first)) and not any(map(_concludes_anew, rest)):
+        return result_of(first[short.end() :])
+    value = value_at(re.sub(r"^(?:it's|it is)\b:?", "", first, flags=re.IGNORECASE))
+    if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
+        return None
+    explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
+    return value if explained and len(list(NUMBER.finditer(first))) == 1 else None
+
+
+def _is_given(first: str, rest: list[str]) -> bool:
+    """True if what the first sentence states is computed with, and another result follows from it."""
+    stated, results = set(values(result_of(first))), [r for s in rest for r in _equated(s)]
+    return bool(results) and stated.isdisjoint(results) and not stated.isdisjoint(v for s in rest for v in values(s))
+
+
+def first_of_story(sentences: list[str]) -> str | None:
+    """The result that the first sentence states, if the others tell of the numbers that it is computed from."""
+    first, *rest = sentences
+    known, further = list(values(result_of(first))), [value for s in rest for value in values(s)]
+    if len(known) != 1 or "=" in first or not 2 <= len(further) <= MAX_OPERANDS or any(map(_concludes_anew, rest)):
+        return None
+    one_by_one = len(list(values(rest[-1]))) < 2
+    computed = any(known[0] in (a + b, a - b, a * b, b and a / b) for a, b in permutations(further, 2))
+    return result_of(first) if computed and not one_by_one else None
+
+
+def restated(sentences: list[str]) -> str | None:
+    """The result of the last equation, if the last sentence states it in its first clause, and adds others not computed."""
+    *before, last = sentences
+    computed = [result for s in before for result in _equated(s)]
+    stated = NUMBER.search(last)
+    if not computed or not stated or "=" in last or not _ADDS.match(last, stated.end()):
+        return None
+    first, *others = values(last)
+    return (
+        value_at(last[stated.start() :]) if first == computed[-1] and others and not {*others} & {*computed} else None
+    )
+
+
+def _concludes_anew(sentence: str) -> bool:
+    return bool(said.CONCLUSION.search(f" {sentence}") and result_of(sentence))
+
+
+def _concludes(sentence: str) -> bool:
+    concludes = said.CONCLUSION.search(f" {sentence}") or said.SUMMARY.search(sentence)
+    states = concludes and has_number(sentence) and result_of(sentence)
+    return bool(states or terse(sentence) or "=" in sentence)
+
+
+def _equated(sentence: str) -> Iterator[Fraction]:
+    """The values that the equations of a sentence come to."""
+    return (known.value for number in _EQUALS.finditer(sentence) if (known := quantity(number)))
+
+
+def values(sentence: str) -> Iterator[Fraction]:
+    return (known.value for number in NUMBER.finditer(sentence) if (known := quantity(number)))
