@@ -1,7 +1,7 @@
 """Kernels of the transformers backbone beside its plain path: on a CPU what runs there, on CUDA all of them, with gradients."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,6 @@ D = 16
 """A head's size that kernels take on CUDA."""
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 BY_WINDOW = [None, 1, 6, 37, 500]
-LIGER = "trainer_service.backbone.device_kernels.liger"
 RANKS = ((1, 1.0), (8, 0.7), (8, 1.3), (64, 1.0))
 """Adapters' ranks, with temperatures."""
 
@@ -211,12 +210,8 @@ class Written:
 
 
 @pytest.fixture
-def written_liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def written_liger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace(ops=Written))
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops", Written)
-    sys.modules.pop(LIGER, None)
-    yield
-    sys.modules.pop(LIGER)  # it holds what stood in
 
 
 @pytest.mark.usefixtures("written_liger")

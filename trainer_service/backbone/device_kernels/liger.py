@@ -6,20 +6,11 @@ Its kernel for RoPE is not used: transformers' layers call theirs by a global of
 from functools import partial
 from typing import Any, NamedTuple
 
-from liger_kernel.ops import (  # pyright: ignore[reportMissingImports]
-    LigerGELUMulFunction,
-    LigerRMSNormFunction,
-    LigerSiLUMulFunction,
-)
 from torch import Tensor
 from transformers.activations import ACT2FN
 
 CENTRED = ("GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm")
 """Norms whose weights are counted from 1, and that multiply in float32."""
-GATES: dict[type, Any] = {
-    type(ACT2FN["silu"]): LigerSiLUMulFunction,
-    type(ACT2FN["gelu_pytorch_tanh"]): LigerGELUMulFunction,
-}
 PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
@@ -33,11 +24,15 @@ class LigerNorm(NamedTuple):
 
 def use_liger(model: Any) -> None:
     """Replaces the norms and the gated products that liger has; others stay. Loading compares what comes out of it."""
+    from liger_kernel import ops  # pyright: ignore[reportMissingImports]  # here: an extra brings it
+
+    silu, gelu = type(ACT2FN["silu"]), type(ACT2FN["gelu_pytorch_tanh"])
+    gates: dict[type, Any] = {silu: ops.LigerSiLUMulFunction, gelu: ops.LigerGELUMulFunction}
     for module in model.modules():
         if norm := _norm_of(module):
-            module.forward = partial(_normed, module, norm)
-        elif all(hasattr(module, part) for part in PARTS) and type(module.act_fn) in GATES:
-            module.forward = partial(_fed_forward, module, GATES[type(module.act_fn)])
+            module.forward = partial(_normed, module, ops.LigerRMSNormFunction, norm)
+        elif all(hasattr(module, part) for part in PARTS) and type(module.act_fn) in gates:
+            module.forward = partial(_fed_forward, module, gates[type(module.act_fn)])
 
 
 def _norm_of(module: Any) -> LigerNorm | None:
@@ -49,9 +44,9 @@ def _norm_of(module: Any) -> LigerNorm | None:
     return None
 
 
-def _normed(module: Any, norm: LigerNorm, hidden: Tensor) -> Tensor:
+def _normed(module: Any, kernel: Any, norm: LigerNorm, hidden: Tensor) -> Tensor:
     in_place = False  # layers may need what comes to the norm's backward for their residuals
-    return LigerRMSNormFunction.apply(hidden, module.weight, norm.eps, norm.offset, norm.casting, in_place)
+    return kernel.apply(hidden, module.weight, norm.eps, norm.offset, norm.casting, in_place)
 
 
 def _fed_forward(module: Any, gated: Any, hidden: Tensor) -> Tensor:
