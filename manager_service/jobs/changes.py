@@ -53,6 +53,7 @@ class Changes:
     answers: list[tuple[str, int, int, bytes]] = field(default_factory=list)  # job, version, item, SampleRecord as JSON
     evaluated: list[str] = field(default_factory=list)  # jobs of which an evaluation has ended
     dropped_samples: list[tuple[str, int, int]] = field(default_factory=list)  # job, first version, one past the last
+    entered: list[str] = field(default_factory=list)  # jobs read since the last commit, which Redis must still know
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
     to_draw: list[str] = field(default_factory=list)  # jobs that are to find the order of their next items
     begun: list[str] = field(default_factory=list)  # issued something of their version 0
@@ -102,7 +103,8 @@ def commands(
     changes: Changes, cell: Cell, partition: int, encoded: list[tuple[str, list[Any]]], now: float
 ) -> list[RedisCommand]:
     """The Redis commands of one script. `encoded`: the published messages as stream and fields."""
-    result: list[RedisCommand] = [["XADD", stream, "*", *fields] for stream, fields in encoded]
+    result: list[RedisCommand] = [["HEXISTS", cell.job(job), "spec"] for job in changes.entered]
+    result += [["XADD", stream, "*", *fields] for stream, fields in encoded]
     result += _bookkeeping(changes, cell)
     result += _usage(changes, cell, now)
     for job, event in changes.events:

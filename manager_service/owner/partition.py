@@ -139,6 +139,7 @@ class Partition:
         job = fetched.job
         job.changed_at = now
         self.jobs.add(job)
+        changes.entered.append(job_id)
         if fetched.missing:
             job.fail(JobError("file_not_found", fetched.missing), now, changes)
         return fetched.searched

@@ -18,7 +18,8 @@ from manager_service.jobs.changes import RedisCommand
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV, for each partition: lease, rev, token, stamp of the
 # write before, stamp of this one, number of commands, then the commands, each as its length and its words. Answers for each; a command
 # that Redis refuses ends its own partition's write alone. Above its memory limit Redis refuses a script's first write if that needs
-# memory, and none after it: so the first is a DEL of nothing, and what an owner has done makes room in a full Redis too.
+# memory, and none after it: so the first is a DEL of nothing, and what an owner has done makes room in a full Redis too. HEXISTS is
+# no write but a condition: a field that its owner has read, and that is gone, was lost with a last moment in which no owner wrote.
 COMMIT = """
 local at, answers = 1, {}
 local function take() at = at + 1; return ARGV[at - 1] end
@@ -32,6 +33,7 @@ while at <= #ARGV do
     local words = tonumber(take())
     local reply = writes and redis.pcall(unpack(ARGV, at, at + words - 1))
     if type(reply) == 'table' and reply.err then writes, answer = false, reply.err end
+    if reply == 0 and ARGV[at] == 'HEXISTS' then writes, answer = false, 'lost' end
     at = at + words
   end
   if writes then redis.call('SET', rev, stamp) end

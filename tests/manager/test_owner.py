@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.adapters import AdapterStore
-from common.bus import Bus
+from common.bus import Bus, Delivery
 from common.messages import (
     AdapterRef,
     AdapterUpdate,
@@ -41,7 +41,7 @@ from harness.standin import (
     until_status,
 )
 from manager_service.api.quota import count_inference
-from manager_service.jobs.changes import Changes
+from manager_service.jobs.changes import Changes, commands
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.kept import LIMITS
@@ -352,6 +352,32 @@ async def test_work_that_redis_lost_is_found_missing_and_done_again(system: Syst
     assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
 
 
+async def test_nothing_is_written_of_a_job_that_redis_lost_before_its_owner_wrote(bus: Bus, objects: Objects) -> None:
+    # Given an owner that has read a new job, in a moment that Redis then loses
+    spec, changes = job_spec(), Changes()
+    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
+    await partition.load(1.0, changes)
+    await create_job(bus, spec)
+    await partition.handle(await anext(deliveries(bus, partition)), 1.0, changes)
+    await partition.fetch(spec.id)
+    await bus.client.delete(bus.cell.job(spec.id))
+    # When the job enters
+    await partition.take_in(spec.id, 1.0, changes)
+    # Then the owner finds that Redis is not what it read
+    await bus.client.set(bus.cell.lease(partition.number), "one")
+    fence, writes = Fence(bus, partition.number, "one"), commands(changes, bus.cell, partition.number, [], 1.0)
+    assert [type(error) for error in await Commits(bus).apply([(fence, writes)])] == [Lost]
+    assert not await bus.client.exists(bus.cell.job(spec.id), bus.cell.events(spec.id))
+
+
+async def deliveries(bus: Bus, partition: Partition) -> AsyncIterator[Delivery]:
+    """Deliveries of commands to a partition."""
+    stream = bus.cell.jobs(partition.number)
+    while True:
+        for delivery in await bus.read([stream], GROUP_MANAGER, OWNER, count=1, block_ms=1000):
+            yield delivery
+
+
 async def test_turns_of_live_sessions_are_under_way_until_their_env_worker_has_settled_them(bus: Bus) -> None:
     allocator = Allocator(FixedSlots())
     surroundings = Surroundings(bus, Tenants(bus.client), allocator, LIMITS)
@@ -644,8 +670,7 @@ async def test_a_command_that_waits_for_its_jobs_file_is_not_taken_for_a_lost_on
     partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
     await partition.load(1.0, changes)
     await create_job(bus, spec)
-    (delivery,) = await bus.read([bus.cell.jobs(partition.number)], GROUP_MANAGER, OWNER, count=1, block_ms=1000)
-    await partition.handle(delivery, 1.0, changes)
+    await partition.handle(await anext(deliveries(bus, partition)), 1.0, changes)
     assert partition.arriving == [spec.id]
 
     async def nothing_under_way() -> bool:
