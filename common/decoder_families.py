@@ -1,6 +1,6 @@
 """Says what of a base model our decoder, which the embedded engine samples with, does not compute: of its configuration and its weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +48,40 @@ def check_weights(folder: Path, shape: BaseShape) -> None:
 
     Raises InvalidInput, naming one, for weights that are missing, would be left out, or have another shape.
     """
-    try:
-        stored = {name.removeprefix("model."): found for name, found in stored_shapes(folder).items()}
-    except ValueError as error:
-        raise InvalidInput(str(error)) from error
+    stored = _stored(folder)
     if not stored:
         raise InvalidInput(f"{folder}: no .safetensors file")
-    for fault in _unlike(stored, shape):
-        raise InvalidInput(f"{folder}: {fault}")
+    _refuse(folder, [*_other_names(stored, shape), *_other_shapes(stored, shape)])
 
 
-def _unlike(stored: Shapes, shape: BaseShape) -> Iterator[str]:
-    needed = _needed(shape)
-    known = needed | _optional(shape)
-    if missing := sorted(needed.keys() - stored.keys()):
+def check_shapes(folder: Path, shape: BaseShape) -> None:
+    """The same of the shapes alone: weights may be missing, as before they are downloaded."""
+    _refuse(folder, [*_other_shapes(_stored(folder), shape)])
+
+
+def _refuse(folder: Path, faults: Sequence[str]) -> None:
+    if faults:
+        raise InvalidInput(f"{folder}: {'; '.join(faults)}")
+
+
+def _stored(folder: Path) -> Shapes:
+    try:
+        return {name.removeprefix("model."): shape for name, shape in stored_shapes(folder).items()}
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
+
+
+def _other_names(stored: Shapes, shape: BaseShape) -> Iterator[str]:
+    needed = _needed(shape).keys()
+    known = needed | _optional(shape).keys()
+    if missing := sorted(needed - stored.keys()):
         yield f"{len(missing)} weights are missing, such as {missing[0]}"
-    if unknown := sorted(name for name in stored.keys() - known.keys() if not name.endswith("rotary_emb.inv_freq")):
+    if unknown := sorted(name for name in stored.keys() - known if not name.endswith("rotary_emb.inv_freq")):
         yield f"{len(unknown)} weights would be left out, such as {unknown[0]}"
+
+
+def _other_shapes(stored: Shapes, shape: BaseShape) -> Iterator[str]:
+    known = _needed(shape) | _optional(shape)
     if odd := sorted(name for name in known.keys() & stored.keys() if stored[name] != known[name]):
         has, asked = list(stored[odd[0]]), list(known[odd[0]])
         yield f"{len(odd)} weights have other shapes, such as {odd[0]}: {has}, where config.json asks for {asked}"

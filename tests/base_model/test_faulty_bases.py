@@ -80,7 +80,7 @@ OTHER_SHAPES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "told"), OTHER_SHAPES, ids=["vocabulary", "heads", "width", "keys"])
-@pytest.mark.parametrize("load", [Decoder.load, load_modules])
+@pytest.mark.parametrize("load", [Decoder.load, load_modules, plan])
 def test_weights_of_other_shapes_are_refused_by_name_and_nothing_else_is_told(
     tmp_path: Path, load: Callable[[Path], Any], changed: dict[str, Any], told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
