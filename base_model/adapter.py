@@ -50,7 +50,9 @@ def target_names(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[
     leaves = set(spec.targets) or known
     unknown = leaves - known
     if unknown:
-        raise InvalidInput(f"lora_targets: the base model has no layer {', '.join(sorted(unknown))}")
+        raise InvalidInput(
+            f"lora_targets: the base model has no layer {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}"
+        )
     return sorted(name for name in shapes if name.rsplit(".", 1)[-1] in leaves)
 
 

@@ -6,7 +6,7 @@ Callers pass in the parts that differ between rollout and training: `attend` (a 
 Axes: B rows, T positions, E hidden, H query heads, K key/value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.decoder_families import unsupported
+from common.base_shape import BaseShape
+from common.decoder_families import check_weights, unsupported
 from common.errors import InvalidInput
-from common.text.model_folder import read_json
-from common.weight_files import LINEAR_LAYERS, LINEAR_MODULES
-
-NORMS = ("input_layernorm", "post_attention_layernorm")
+from common.text.model_folder import read_config
+from common.weight_files import LINEAR_LAYERS
 
 
 class Project(Protocol):
@@ -57,24 +56,25 @@ class DecoderConfig:
 
         Raises InvalidInput for an architecture that this decoder does not compute exactly.
         """
-        raw = read_json(folder / "config.json")
+        raw = read_config(folder)
         if refused := list(unsupported(raw)):
             raise InvalidInput(
                 f"{folder}: our decoder does not compute {', nor '.join(refused)} "
-                "(others may: MARLAAS_ROLLOUT_BACKBONE=transformers or MARLAAS_ENGINE=vllm, and MARLAAS_TRAINER_BACKBONE=transformers)"
+                "(others may, outside deterministic mode: MARLAAS_ROLLOUT_BACKBONE=transformers or MARLAAS_ENGINE=vllm, and "
+                "MARLAAS_TRAINER_BACKBONE=transformers)"
             )
-        rope = raw.get("rope_parameters") or {}
+        shape, rope = BaseShape.load(folder), raw.get("rope_parameters") or {}
         return cls(
-            num_layers=raw["num_hidden_layers"],
-            hidden=raw["hidden_size"],
-            num_heads=raw["num_attention_heads"],
-            num_kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-            vocab=raw["vocab_size"],
-            context=min(raw["max_position_embeddings"], max_context or raw["max_position_embeddings"]),
+            num_layers=shape.num_layers,
+            hidden=shape.hidden,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab=shape.vocab,
+            context=min(shape.context, max_context or shape.context),
             rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
-            norm_eps=raw["rms_norm_eps"],
-            tied=raw.get("tie_word_embeddings", False),
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            tied=shape.tied,
         )
 
 
@@ -86,21 +86,6 @@ class RunLayer(Protocol):
 
 def directly(layer: Callable[..., Tensor], *args: Any) -> Tensor:
     return layer(*args)
-
-
-def _check_names(folder: Path, config: DecoderConfig, names: Collection[str]) -> None:
-    """Raises InvalidInput if a weight is missing, or one is there that would be left out."""
-    layers = range(config.num_layers)
-    needed = {f"layers.{n}.{name}.weight" for n in layers for name in (*NORMS, *LINEAR_MODULES)}
-    needed |= {"embed_tokens.weight", "norm.weight"} | (set() if config.tied else {"lm_head.weight"})
-    biases = {f"layers.{n}.{name}.bias" for n in layers for name in LINEAR_MODULES}
-    head_norms = {f"layers.{n}.self_attn.{name}.weight" for n in layers for name in ("q_norm", "k_norm")}
-    known = needed | biases | head_norms | {"lm_head.weight"}
-    unknown = sorted(name for name in names if name not in known and not name.endswith("rotary_emb.inv_freq"))
-    if missing := sorted(needed.difference(names)):
-        raise InvalidInput(f"{folder}: {len(missing)} weights are missing, such as {missing[0]}")
-    if unknown:
-        raise InvalidInput(f"{folder}: {len(unknown)} weights would be left out, such as {unknown[0]}")
 
 
 def plain(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -143,14 +128,11 @@ class Decoder:
         """Loads a local folder in Hugging Face layout. Raises InvalidInput for a model that this decoder does not compute exactly."""
         folder = Path(folder)
         config = DecoderConfig.load(folder, max_context)
-        shards = sorted(folder.glob("*.safetensors"))
-        if not shards:
-            raise InvalidInput(f"{folder}: no .safetensors file")
+        check_weights(folder, BaseShape.load(folder))
         weights: dict[str, Tensor] = {}
-        for shard in shards:
+        for shard in sorted(folder.glob("*.safetensors")):
             loaded = load_file(shard, device=device)
             weights |= {name.removeprefix("model."): tensor.to(dtype) for name, tensor in loaded.items()}
-        _check_names(folder, config, weights)
         return cls(config, weights)
 
     @property

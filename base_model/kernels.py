@@ -23,7 +23,7 @@ import torch
 
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
-from common.errors import InvalidInput, MarlaasError
+from common.errors import REFUSED, InvalidInput, MarlaasError
 
 DIFFERS = 3
 """Exit status of a self-test whose kernels do not keep the promise."""
@@ -86,6 +86,9 @@ def run_selftest(selftest: Callable[..., object]) -> None:
     except NotDeterministic as error:
         sys.stdout.write(str(error))
         sys.exit(DIFFERS)
+    except InvalidInput as error:
+        sys.stdout.write(str(error))
+        sys.exit(REFUSED)
 
 
 def _first_that_passes(selftest: str, folder: Path, sizes: Sequence[int], candidates: Sequence[Kernels]) -> Kernels:
@@ -99,6 +102,8 @@ def _first_that_passes(selftest: str, folder: Path, sizes: Sequence[int], candid
             raise InvalidInput(f"deterministic mode: {selftest} did not end in {PROBE_TIMEOUT_S:g} s") from error
         if done.returncode == 0:
             return kernels
+        if done.returncode == REFUSED:
+            raise InvalidInput(f"deterministic mode: {done.stdout}")
         if done.returncode != DIFFERS:
             raise InvalidInput(f"deterministic mode: {selftest} could not be run: {done.stderr.strip()[-500:]}")
         log.info("kernels_refused", mkl_cbwr=kernels.mkl_cbwr, min_rows=kernels.min_rows, reason=done.stdout.strip())

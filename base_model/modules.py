@@ -6,7 +6,9 @@ The callers replace its linear layers and its attention; `check_computed` then c
 Axes: T tokens of a row, M of them its own, V vocabulary.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import contextlib
+import logging
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity
 
-from base_model.decoder import LINEAR_MODULES
 from common.errors import InvalidInput
 from common.modules_families import unsupported_by_modules
+from common.text.model_folder import read_config
+from common.weight_files import LINEAR_MODULES
 
 T = TypeVar("T")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
@@ -30,19 +33,43 @@ NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 def load_model(folder: Path, *, device: str, dtype: torch.dtype) -> Any:
     """Loads a local folder in Hugging Face layout. Raises InvalidInput for a model that would be computed otherwise than transformers
     does."""
-    logging.disable_progress_bar()
+    read_config(folder)
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        refuse(folder, unsupported_by_modules(config))
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-        )
+        with _silent():
+            model, about = _loaded(folder, dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InvalidInput(f"{folder}: transformers cannot load it: {error}") from error
-    model, about = loaded
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidInput(f"{folder}: transformers cannot load it: {reason}") from error
     refuse(folder, _incomplete(about))
     refuse(folder, _unknown_parts(model))
     return model.to(device).eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _silent() -> Generator[None]:
+    """Keeps transformers from telling what the caller refuses in a line."""
+    disable_progress_bar()
+    before = get_verbosity()
+    set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        set_verbosity(before)
+
+
+def _loaded(folder: Path, dtype: torch.dtype) -> Any:
+    """The model, and what transformers tells of its weights; those of other shapes than it needs are drawn, and told."""
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    refuse(folder, unsupported_by_modules(config))
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
 
 
 def refuse(folder: Path, reasons: Iterable[str]) -> None:
@@ -114,7 +141,12 @@ def check_computed(folder: Path, model: Any, apart_M: Tensor, windows: Collectio
 
 def _incomplete(about: dict[str, Any]) -> Iterator[str]:
     """`about`: what transformers tells of the weights that it loaded."""
-    for kind in ("missing", "unexpected", "mismatched"):
+    mismatched: list[tuple[str, Any, Any]] = sorted(about.get("mismatched_keys") or ())
+    if mismatched:
+        name, has, asked = mismatched[0]
+        what = f"{len(mismatched)} weights of other shapes, such as {name}"
+        yield f"a base model with {what}: {[*has]}, where config.json asks for {[*asked]}"
+    for kind in ("missing", "unexpected"):
         names = sorted(map(str, about.get(f"{kind}_keys") or ()))
         if names:
             yield f"a base model with {len(names)} {kind} weights, such as {names[0]}"

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from common.text.model_folder import positive
+from common.errors import InvalidInput
+from common.text.model_folder import check_config, positive, read_config
 from common.weight_files import LINEAR_MODULES
 
 HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
@@ -73,9 +75,20 @@ class BaseShape:
     experts: Experts | None = None
 
     @classmethod
+    def load(cls, folder: Path) -> "BaseShape":
+        """Reads a base model's `config.json`. Raises InvalidInput where `of` raises ValueError, naming the folder too."""
+        config = read_config(folder)
+        try:
+            return cls.of(config)
+        except ValueError as error:
+            raise InvalidInput(f"{folder}: {error}") from error
+
+    @classmethod
     def of(cls, config: Mapping[str, Any]) -> "BaseShape":
-        """Raises ValueError, naming the field, for a configuration that does not say it, or experts that are not known here."""
-        config = config.get("text_config", config)
+        """Raises ValueError, naming the field, for a configuration that is not well-formed or does not say it, or experts that are not
+        known here."""
+        check_config(config)
+        config = config.get("text_config") or config
         hidden, num_heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
         experts = Experts.of(config)
         return cls(

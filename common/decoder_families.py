@@ -1,9 +1,17 @@
-"""Says what of a base model's configuration our decoder does not compute, which the embedded engine samples with."""
+"""Says what of a base model our decoder, which the embedded engine samples with, does not compute: of its configuration and its weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from common.base_shape import BaseShape
+from common.errors import InvalidInput
+from common.weight_files import stored_shapes
+
 SUPPORTED = ("qwen3", "qwen2", "llama")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+Shapes = dict[str, tuple[int, ...]]
 
 
 def unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
@@ -33,3 +41,63 @@ def _unsupported_rope(field: str, rope: Mapping[str, Any]) -> Iterator[str]:
         yield f"{field} with partial_rotary_factor {rope['partial_rotary_factor']}"
     if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
         yield f"{field} that differ between layers ({', '.join(nested)})"
+
+
+def check_weights(folder: Path, shape: BaseShape) -> None:
+    """Compares the weights in a folder's files, which stay unread, with what its configuration asks for, by names and shapes.
+
+    Raises InvalidInput, naming one, for weights that are missing, would be left out, or have another shape.
+    """
+    stored = _stored(folder)
+    if not stored:
+        raise InvalidInput(f"{folder}: no .safetensors file")
+    _refuse(folder, [*_other_names(stored, shape), *_other_shapes(stored, shape)])
+
+
+def check_shapes(folder: Path, shape: BaseShape) -> None:
+    """The same of the shapes alone: weights may be missing, as before they are downloaded."""
+    _refuse(folder, [*_other_shapes(_stored(folder), shape)])
+
+
+def _refuse(folder: Path, faults: Sequence[str]) -> None:
+    if faults:
+        raise InvalidInput(f"{folder}: {'; '.join(faults)}")
+
+
+def _stored(folder: Path) -> Shapes:
+    try:
+        return {name.removeprefix("model."): shape for name, shape in stored_shapes(folder).items()}
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
+
+
+def _other_names(stored: Shapes, shape: BaseShape) -> Iterator[str]:
+    needed = _needed(shape).keys()
+    known = needed | _optional(shape).keys()
+    if missing := sorted(needed - stored.keys()):
+        yield f"{len(missing)} weights are missing, such as {missing[0]}"
+    if unknown := sorted(name for name in stored.keys() - known if not name.endswith("rotary_emb.inv_freq")):
+        yield f"{len(unknown)} weights would be left out, such as {unknown[0]}"
+
+
+def _other_shapes(stored: Shapes, shape: BaseShape) -> Iterator[str]:
+    known = _needed(shape) | _optional(shape)
+    if odd := sorted(name for name in known.keys() & stored.keys() if stored[name] != known[name]):
+        has, asked = list(stored[odd[0]]), list(known[odd[0]])
+        yield f"{len(odd)} weights have other shapes, such as {odd[0]}: {has}, where config.json asks for {asked}"
+
+
+def _needed(shape: BaseShape) -> Shapes:
+    layers = range(shape.num_layers)
+    found: Shapes = {f"{name}.weight": sizes for name, sizes in shape.linear_shapes.items()}
+    found |= {f"layers.{n}.{name}.weight": (shape.hidden,) for n in layers for name in NORMS}
+    if shape.head_norms:
+        found |= {f"layers.{n}.{name}.weight": (shape.head_dim,) for n in layers for name in HEAD_NORMS}
+    tables = ("embed_tokens.weight",) if shape.tied else ("embed_tokens.weight", "lm_head.weight")
+    return found | dict.fromkeys(tables, (shape.vocab, shape.hidden)) | {"norm.weight": (shape.hidden,)}
+
+
+def _optional(shape: BaseShape) -> Shapes:
+    """Biases, and a head that is the embedding once more."""
+    biases: Shapes = {f"{name}.bias": (after,) for name, (after, _) in shape.linear_shapes.items()}
+    return biases | {"lm_head.weight": (shape.vocab, shape.hidden)}

@@ -1,11 +1,13 @@
 """Says what of a base model's configuration trainers do not compute with transformers' own modules."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 BY_LENGTH = {"dynamic", "longrope"}
 """Kinds of RoPE that depend on the longest row of a pass, so that rows would change their neighbours."""
+PARTLY_ROTATED = ("glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "phi", "phi3", "solar_open", "stablelm")
+"""Families of which transformers rotates a part of each head by `partial_rotary_factor`; for others it ignores the field."""
 SCALED_SCORES = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -25,8 +27,21 @@ def unsupported_by_modules(config: Any) -> Iterator[str]:
     nested = [value for value in rope.values() if isinstance(value, dict)]
     for kind in sorted({str(each.get("rope_type")) for each in (rope, *nested)} & BY_LENGTH):
         yield f"rope_parameters of type {kind!r}"
+    if text.model_type not in PARTLY_ROTATED:
+        for factor in sorted({*_rotated_parts(text, rope, *nested)} - {1.0}):
+            yield f"partial_rotary_factor {factor}"
+    if "sliding_attention" in (getattr(text, "layer_types", None) or ()) and not getattr(text, "sliding_window", None):
+        yield "layer_types sliding_attention without a sliding_window"
     for name in SCALED_SCORES:
         if getattr(text, name, None) not in (None, 1.0):
             yield f"{name} {getattr(text, name)}"
     if getattr(text, "use_bidirectional_attention", False):
         yield "use_bidirectional_attention"
+
+
+def _rotated_parts(text: Any, *ropes: Mapping[str, Any]) -> Iterator[float]:
+    """The parts of each head that a configuration wants rotated. What is `proportional` is computed for all families."""
+    yield getattr(text, "partial_rotary_factor", None) or 1.0
+    for rope in ropes:
+        if rope.get("rope_type") != "proportional":
+            yield rope.get("partial_rotary_factor") or 1.0

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.text.model_folder import read_json
+from common.text.model_folder import read_config
 
 GRAIN = 256
 """A default is a multiple of this."""
@@ -31,7 +31,7 @@ def fitting_context(kv_bytes: int, num_layers: int, token_bytes: int) -> int:
 
 def context_that_fits(folder: Path, kv_bytes: int, element_bytes: int) -> tuple[int, int] | None:
     """(what fits, the model's own) if the embedded engine cannot hold the model's own context; None if it can."""
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     own = config["max_position_embeddings"]
     token_bytes, num_layers, rows = (
         cache_bytes(config, element_bytes),

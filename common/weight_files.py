@@ -62,6 +62,13 @@ def read_weights(folder: Path) -> Weights:
     return Weights(sum(counts.values()), dtype, _linear_shapes(shapes))
 
 
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors in a folder's files. Raises ValueError, naming the file, for one that is no safetensors file."""
+    return {
+        tensor.name: tuple(tensor.shape) for file in sorted(folder.glob("*.safetensors")) for tensor in _tensors(file)
+    }
+
+
 def _linear_shapes(shapes: Mapping[str, list[int]]) -> dict[str, tuple[int, int]]:
     """The linear layers that every layer has, in one shape. `shapes`: of all weights."""
     found = defaultdict[str, dict[str, list[int]]](dict)

@@ -1,14 +1,21 @@
-"""Reads the text files of a base model's folder. Every function raises ValueError, naming a missing or unusable file."""
+"""Reads the text files of a base model's folder. Every function but `read_config` raises ValueError, naming a missing or unusable file."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from common.errors import InvalidInput
 from common.text.tool_calls import ToolFormat
 
 RATE, RATE_WIDTH = 1e-4, 1024
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+"""Fields of a configuration that are positive whole numbers where they are given."""
+TABLES = ("text_config", "rope_scaling", "rope_parameters", "quantization_config")
 
 
 def read_text(file: Path) -> str:
@@ -30,6 +37,58 @@ def read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
     return content
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """A base model's `config.json`, well-formed: see `check_config`. Raises InvalidInput, naming the folder."""
+    try:
+        config = read_json(folder / "config.json")
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
+    try:
+        check_config(config)
+    except ValueError as error:
+        raise InvalidInput(f"{folder}: {error}") from error
+    return config
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming every fault, unless sizes are positive whole numbers, tables are tables, and heads share out evenly."""
+    if found := [*_faults(config)]:
+        raise ValueError(f"config.json must give {'; '.join(found)}")
+
+
+def _faults(config: Mapping[str, Any]) -> Iterator[str]:
+    faults = [f"{name}, a table; it gives {value!r}" for name, value in _given(config, TABLES) if not _is_table(value)]
+    yield from faults
+    text = config if faults else config.get("text_config") or config
+    odd = [
+        f"{name}, a positive number; it gives {value!r}" for name, value in _given(text, SIZES) if not _is_size(value)
+    ]
+    yield from odd
+    if not odd:
+        yield from _uneven(text)
+
+
+def _uneven(config: Mapping[str, Any]) -> Iterator[str]:
+    """Faults of sizes that do not share out evenly."""
+    hidden, heads, groups = (config.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if heads and groups and heads % groups:
+        yield f"num_key_value_heads that divide num_attention_heads; it gives {groups} and {heads}"
+    if heads and hidden and not config.get("head_dim") and hidden % heads:
+        yield f"head_dim, or num_attention_heads that divide hidden_size; it gives {heads} and {hidden}"
+
+
+def _given(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    return ((name, config[name]) for name in names if config.get(name) is not None)
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
 def read_template(folder: Path) -> str:
     if (folder / "chat_template.jinja").exists():
         return read_text(folder / "chat_template.jinja")
@@ -42,10 +101,9 @@ def read_template(folder: Path) -> str:
 
 
 def positive(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int) or value <= 0:
+    if not _is_size(value := config.get(key)):
         raise ValueError(f"config.json must give {key}, a positive number; it gives {value!r}")
-    return value
+    return config[key]
 
 
 def usual_learning_rate(config: Mapping[str, Any]) -> float:

@@ -27,6 +27,7 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer
 
+from common.errors import InvalidInput
 from common.text.chat_messages import (
     DUMMY_TOOL,
     ChatMessage,
@@ -37,7 +38,15 @@ from common.text.chat_messages import (
     valid_text,
 )
 from common.text.chat_template import compile_template, token_variables
-from common.text.model_folder import positive, read_json, read_template, read_text, tool_format, usual_learning_rate
+from common.text.model_folder import (
+    positive,
+    read_config,
+    read_json,
+    read_template,
+    read_text,
+    tool_format,
+    usual_learning_rate,
+)
 from common.text.special_tokens import Specials, unused_mark, without_added_tokens
 from common.text.tool_calls import CLOSE, OPEN, ToolCall, ToolFormat, malformed, parse_compact, parse_hermes
 
@@ -64,16 +73,22 @@ class ChatTokenizer:
         (`chat_template.jinja`, or `chat_template` in the tokenizer's configuration) and, optionally,
         `generation_config.json` and `marlaas.json` (`{"learning_rate": 1e-3, "tool_format": "compact"}`).
 
-        Raises ValueError, naming the file, for whatever is missing or unusable.
+        Raises InvalidInput, naming the file, for whatever is missing or unusable.
         """
-        folder = Path(path)
+        try:
+            return cls._load(Path(path), max_context)
+        except ValueError as error:
+            raise InvalidInput(str(error)) from error
+
+    @classmethod
+    def _load(cls, folder: Path, max_context: int | None) -> "ChatTokenizer":
         if not folder.is_dir():
             raise ValueError(f"no base model at {folder}: not a folder")
         tokenizer = cls(
             tokenizer_json=read_text(folder / "tokenizer.json"),
             tokenizer_config=read_json(folder / "tokenizer_config.json"),
             template=read_template(folder),
-            config=read_json(folder / "config.json"),
+            config=read_config(folder),
             generation_config=read_json(folder / "generation_config.json", optional=True),
             own=read_json(folder / "marlaas.json", optional=True),
             max_context=max_context,

@@ -14,6 +14,7 @@ from common.environments import SUPERVISED, is_live, makes_items, reply_fault, r
 from common.errors import InvalidInput, NotFound
 from common.messages import EnvSpec
 from common.spelling import did_you_mean, quoted
+from common.weight_files import LINEAR_LAYERS
 from manager_service.api.context import Api, Base
 from manager_service.api.grader_models import pin_environment
 from manager_service.api.hyperparameters import (
@@ -314,9 +315,10 @@ def _check_base(base: Base, plan: JobPlan) -> None:
         _check_context(base, given)
     for name in given.lora_targets:
         if base.linear_layers and name not in base.linear_layers:
-            hint = did_you_mean(name, base.linear_layers)
+            has = ", ".join(each for each in LINEAR_LAYERS if each in base.linear_layers)
             raise InvalidInput(
-                f"lora_targets: {base.name!r} has no linear layer {name!r}{hint}", param=f"{plan.param}.lora_targets"
+                f"lora_targets: {base.name!r} has no linear layer {quoted(name)}; it has {has}",
+                param=f"{plan.param}.lora_targets",
             )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from common.base_shape import BaseShape
-from common.decoder_families import unsupported
+from common.decoder_families import check_shapes, unsupported
 from common.errors import InvalidInput
 from common.host_memory import host_limit
 from common.modules_families import unsupported_by_modules
@@ -76,12 +76,12 @@ def plan_for(
 
 
 def read_shape(folder: Path) -> tuple[dict[str, Any], BaseShape]:
-    """A model's configuration and its sizes. Raises InvalidInput for one whose sizes are not known here."""
-    try:
-        config = read_json(folder / "config.json")
-        return config, BaseShape.of(config)
-    except ValueError as error:
-        raise InvalidInput(f"{folder}: {error}") from error
+    """A model's configuration and its sizes. Raises InvalidInput for sizes that are not known here, or not those of its weights."""
+    shape = BaseShape.load(folder)
+    config = read_json(folder / "config.json")
+    if not any(unsupported(config)):
+        check_shapes(folder, shape)
+    return config, shape
 
 
 def _config_of(folder: Path) -> Any:

@@ -3,7 +3,6 @@
 A base model whose whole context fits in the default memory for keys and values, and that is small, has the services' own defaults.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from common.errors import InvalidInput
 from common.host_memory import host_bytes
 from common.served_context import context_that_fits
 from common.settings import dtype_on, parse_base_models, resolve_config
+from common.text.model_folder import read_config
 from manager_service.local.engines import Device, PlannedEngine
 from manager_service.local.gpus import Gpu, LocalWorker, Seats
 from manager_service.local.plan import FIRST_CONTEXT, MICRO_BATCH_TOKENS
@@ -77,7 +77,7 @@ def choose(
         context = environment.get("MARLAAS_MAX_CONTEXT")
         given = None if context is None else int(context)
         places = list(_places(environment, workers, seats, gpus, bases, free))
-    except (OSError, ValueError, KeyError, InvalidInput):
+    except (ValueError, KeyError, InvalidInput):
         return by_default(environment)
     small = not any(base.short for base in bases.values())
     places = [place for place in places if not small or place.weights > SMALL]
@@ -126,7 +126,7 @@ def _short(folder: Path, kv_bytes: int, itemsize: int) -> tuple[int, int] | None
     """See `context_that_fits`."""
     try:
         return context_that_fits(folder, kv_bytes, itemsize)
-    except (OSError, ValueError, KeyError):  # a configuration that its service refuses by name
+    except (InvalidInput, KeyError):  # a configuration that its service refuses by name
         return None
 
 
@@ -140,11 +140,11 @@ class LocalBase:
 
 
 def _read(environment: Mapping[str, str]) -> dict[str, LocalBase]:
-    """The base models by name. Raises OSError, ValueError, KeyError or InvalidInput for a base model whose sizes are not known here."""
+    """The base models by name. Raises ValueError, KeyError or InvalidInput for a base model whose sizes are not known here."""
     found: dict[str, LocalBase] = {}
     for name, where in parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny")).items():
         folder = resolve_config(where)
-        config = json.loads((folder / "config.json").read_text())
+        config = read_config(folder)
         backbone = environment.get("MARLAAS_TRAINER_BACKBONE")
         modules = backbone == "transformers" or (backbone != "decoder" and any(unsupported(config)))
         short = context_that_fits(folder, LEAST_KV, _itemsize(environment, "ROLLOUT")) is not None

@@ -8,6 +8,7 @@ after a crash of this process: the kernel kills the children (see `child.py`)
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -24,6 +25,8 @@ MAX_DELAY_S = 10.0
 STABLE_S = 10.0
 """A process that lived this long starts again after `FIRST_DELAY_S`, no matter how often it died before."""
 MAX_LOG_BYTES = 16 * 2**20
+WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(  .*\n)?", re.MULTILINE)
+"""A warning of Python's, with the line that gave it."""
 
 Notify = Callable[[str], None]
 
@@ -103,7 +106,7 @@ class KeptProcess:
                 self.refused = status == REFUSED
                 delay_s = MAX_DELAY_S if self.refused else _next_delay(delay_s, lived_s=time.monotonic() - since)
                 self.num_exits += 1
-                reason = tail(self.command.log, 1, start=said_from) if status > 0 else ""
+                reason = last_error(self.command.log, start=said_from) if status > 0 else ""
                 ended = f"{self.command.name} {describe(status)}{reason and f': {reason}'}"
                 self._notify(f"{ended}; starting again in {delay_s:.1f} s")
                 await _wait(self._stopping, delay_s)
@@ -113,6 +116,10 @@ class KeptProcess:
     def last_words(self, num_lines: int) -> str:
         """The end of what it has written since it is kept; a log may hold more, of earlier keepers."""
         return tail(self.command.log, num_lines, start=self._kept_from)
+
+    def last_error(self) -> str:
+        """See the function `last_error`."""
+        return last_error(self.command.log, start=self._kept_from)
 
     def signal(self, number: int) -> bool:
         """False if it is not running just now."""
@@ -181,6 +188,11 @@ def tail(log: Path, num_lines: int = 15, *, start: int = 0) -> str:
     with log.open("rb") as file:
         file.seek(max(start if start <= end else 0, end - 16_384))
         return "\n".join(file.read().decode(errors="replace").splitlines()[-num_lines:])
+
+
+def last_error(log: Path, *, start: int = 0) -> str:
+    """The last line of a log that is no warning: what tracks a process's resources warns after its end. `start`: see `tail`."""
+    return WARNING.sub("", f"{tail(log, start=start)}\n").strip().rpartition("\n")[2]
 
 
 def _tied_to_this_process(argv: tuple[str, ...]) -> tuple[str, ...]:

@@ -286,7 +286,7 @@ class LocalCluster:
         """Raises StartError if a child refuses its settings or keeps dying, or about `suspect` if the start took too long."""
         for process in self._processes.values():
             if process.refused:
-                raise StartError(process.last_words(1))
+                raise StartError(process.last_error())
         dying = [n for n, process in self._processes.items() if process.num_exits >= MAX_EXITS_AT_START]
         if dying or late:
             name = dying[0] if dying else suspect

@@ -7,13 +7,15 @@ from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
 
 def models(url: Url = None, data: Data = None, as_json: Json = False) -> None:
-    """The base models: size, dtype, context, where they are, and what they rule out; and your tuned models."""
+    """The base models: size, the dtype of their files, context, where they are from, and what they rule out; and your tuned models."""
     with connect(url, data) as client:
         records = client.get("/v1/models")["data"]
     if as_json:
         return print_json(records)
     bases = [record for record in records if record.get("base")]
-    shown = table("base model", "weights", "dtype", "context", "learning rate", "from", right=["weights", "context"])
+    shown = table(
+        "base model", "weights", "stored as", "context", "learning rate", "from", right=["weights", "context"]
+    )
     for record in bases:
         about = record["base"]
         figures = (_short(about["num_weights"]), about["dtype"], f"{about['context']:,}", about["learning_rate"])

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from base_model.loading_turn import alone_on
-from common.base_shape import EXPERTS
 from common.errors import InvalidInput, Unavailable
 from common.own_folder import roomy
-from common.text.model_folder import read_json
+from common.text.model_folder import read_config
+from common.vllm_families import unsupported_on_cpu
 from common.weight_files import LINEAR_LAYERS
 from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
@@ -76,7 +76,7 @@ class BaseTokenizer(Tokenizer, Protocol):
 def vllm_engine(options: VllmOptions, tokenizer: BaseTokenizer) -> ProcessEngine:
     """Makes an engine, not started yet. Raises InvalidInput if vLLM is not installed, or not for this device or base model."""
     check_installed(options)
-    _check_experts(options)
+    _check_base(options)
     parent = roomy(options.idle_adapter_bytes)
     files = AdapterFiles(linear_shapes(options.folder), options.max_lora_rank, parent=parent)
     shape = Shape(
@@ -197,12 +197,12 @@ def check_installed(options: VllmOptions) -> None:
         )
 
 
-def _check_experts(options: VllmOptions) -> None:
-    """Raises InvalidInput for a mixture of experts on a CPU: with adapters vLLM computes experts by Triton's kernels alone."""
-    config = read_json(options.folder / "config.json")
-    if options.is_cpu and any(config.get("text_config", config).get(name) for name in EXPERTS):
+def _check_base(options: VllmOptions) -> None:
+    """Raises InvalidInput for a base model that vLLM does not compute on this device."""
+    config = read_config(options.folder)
+    if options.is_cpu and (refused := [*unsupported_on_cpu(config)]):
         raise InvalidInput(
-            f"{options.folder}: vLLM computes a mixture of experts on a GPU alone: set MARLAAS_ENGINE=torch"
+            f"{options.folder}: on a CPU vLLM does not compute {', nor '.join(refused)}: set MARLAAS_ENGINE=torch"
         )
 
 

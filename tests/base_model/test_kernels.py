@@ -1,5 +1,6 @@
 """Kernels are chosen and remembered, by a self-test that knows what it wants instead of the machine's."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from base_model import kernels
 from base_model.kernels import CANDIDATES, Kernels, NotDeterministic, choose
 from common.errors import InvalidInput, MarlaasError
+from common.settings import TINY
 
 PICKY = "tests.support.picky_selftest"
 
@@ -68,6 +70,16 @@ def test_a_machine_on_which_nothing_passes_is_refused_in_one_line(
         chosen(tmp_path, monkeypatch, "nothing")
     assert len(str(refused.value).splitlines()) == 1 and num_runs(tmp_path) == len(CANDIDATES)
     assert os.environ["MKL_CBWR"] == "as it is"
+
+
+def test_a_base_model_that_is_not_computed_is_refused_by_its_own_reason_alone(tmp_path: Path) -> None:
+    config = json.loads((TINY / "config.json").read_text()) | {"model_type": "gemma3_text"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        InvalidInput, match=r"^deterministic mode: .*'gemma3_text'.*, outside deterministic mode: "
+    ) as error:
+        choose("trainer_service.selftest", tmp_path)
+    assert "common.errors" not in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_self_test_that_cannot_be_run_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

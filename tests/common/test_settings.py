@@ -4,6 +4,7 @@ import ast
 import inspect
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import REFUSED, InvalidInput
-from common.settings import KNOWN, Settings, explained, parse_base_models, refuse_unknown
+from common.settings import KNOWN, TINY, Settings, explained, parse_base_models, refuse_unknown
 from env_service.settings import EnvSettings
 from manager_service.local.settings import LocalSettings
 from manager_service.settings import ManagerSettings
@@ -129,6 +130,17 @@ def test_a_device_that_is_not_there_ends_a_worker_with_one_line(service: str, na
     assert done.returncode == REFUSED
     assert done.stderr.splitlines()[-1].startswith(f"{service}: {setting}={name}: torch finds no such device here")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("missing", ["chat_template.jinja", "tokenizer.json"])
+def test_a_base_model_without_a_text_file_ends_a_worker_as_a_wrong_setting_does(missing: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors", missing))
+    own = {"MARLAAS_BASE_MODELS": f"q={folder}", "MARLAAS_DATA_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "env_service"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == REFUSED
+    assert done.stderr.startswith(f"env: the base model at {folder} has no ") and missing in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_memory_for_no_row_ends_a_rollout_worker_as_a_wrong_setting_does(tmp_path: Path) -> None:

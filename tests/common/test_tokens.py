@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
+from common.errors import InvalidInput
 from common.skills import SKILLS, generate, is_held_out
 from common.text.special_tokens import Specials
 from common.text.tokens import ChatTokenizer
@@ -423,12 +424,12 @@ def test_the_files_beside_the_weights_set_the_limits(tiny: ChatTokenizer, chatml
 def test_a_folder_that_lacks_a_file_is_refused_by_its_name(tmp_path: Path, missing: str) -> None:
     folder = tmp_path / "base"
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors", missing))
-    with pytest.raises(ValueError, match=missing):
+    with pytest.raises(InvalidInput, match=missing):
         ChatTokenizer.load(folder)
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not a folder"):
+    with pytest.raises(InvalidInput, match="not a folder"):
         ChatTokenizer.load(tmp_path / "nothing")
 
 

@@ -44,7 +44,9 @@ async def test_adapters_on_experts_are_refused_before_a_job_or_run_begins(redis_
         body: Any = {"model": "moe", "training_file": await upload(server.openai)}
         for name in ("gate_proj", "gate"):
             refused = method(lora_targets=["q_proj", name], max_tokens=32)
-            with pytest.raises(openai.BadRequestError, match=f"no linear layer '{name}'"):
+            with pytest.raises(
+                openai.BadRequestError, match=f"no linear layer '{name}'; it has q_proj, k_proj, v_proj, o_proj$"
+            ):
                 await server.openai.fine_tuning.jobs.create(**body, extra_body={"method": refused})
         taken = method(lora_targets=["q_proj"], max_tokens=32)
         await server.openai.fine_tuning.jobs.create(**body, extra_body={"method": taken})

@@ -19,7 +19,7 @@ import redis.asyncio
 from common.errors import REFUSED
 from harness.redis_server import RedisServer
 from manager_service.local import supervisor
-from manager_service.local.processes import describe, rotate, tail
+from manager_service.local.processes import describe, last_error, rotate, tail
 from manager_service.local.supervisor import (
     LocalCluster,
     ServiceCommand,
@@ -338,6 +338,15 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     assert tail(log, 2) == "98\n99"
     assert tail(log, start=log.stat().st_size - 2) == "99"
     assert tail(log, 1, start=10_000) == "99", "it was rotated since"
+
+
+def test_the_last_error_of_a_log_is_no_warning_of_a_process_that_ended_later(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    warning = "/usr/lib/python3.12/multiprocessing/resource_tracker.py:279: UserWarning: resource_tracker: There appear to be 1"
+    source = "  warnings.warn('resource_tracker: There appear to be %d '"
+    log.write_text(f"starting\nrollout: vLLM did not start\n{warning}\n{source}\n")
+    assert last_error(log) == "rollout: vLLM did not start"
+    assert last_error(log, start=len("starting\nrollout: vLLM did not start\n")) == ""
 
 
 def test_exit_statuses_in_words() -> None:

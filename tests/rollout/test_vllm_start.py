@@ -1,5 +1,8 @@
 """The arguments that vLLM is started with, and the base models that it is not started for; without its process."""
 
+import importlib
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +10,7 @@ import pytest
 
 from common.errors import InvalidInput, Unavailable
 from common.settings import TINY
+from common.vllm_families import HEAD_DIMS
 from rollout_service.__main__ import load_vllm
 from rollout_service.process import vllm_engine
 from rollout_service.process.vllm_engine import VllmOptions
@@ -74,7 +78,25 @@ async def test_a_mixture_of_experts_is_refused_on_a_cpu_alone(tmp_path: Path, st
     folder = save_family("qwen3_moe", tmp_path / "base")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((TINY / name).read_bytes())
-    with pytest.raises(InvalidInput, match="a mixture of experts on a GPU alone"):
+    with pytest.raises(InvalidInput, match="on a CPU vLLM does not compute a mixture of experts"):
         load_vllm(RolloutSettings(engine="vllm"), folder)
     await start(folder, rollout_device="cuda")
     assert started_with["model"] == str(folder)
+
+
+async def test_heads_of_a_size_that_vllm_has_none_of_are_refused_on_a_cpu_alone(
+    tmp_path: Path, started_with: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(TINY, tmp_path / "base")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"head_dim": 16}))
+    with pytest.raises(InvalidInput, match=r"on a CPU vLLM does not compute head_dim 16 \(only 32, 64"):
+        load_vllm(RolloutSettings(engine="vllm"), folder)
+    await start(folder, rollout_device="cuda")
+    assert started_with["model"] == str(folder)
+
+
+@pytest.mark.vllm
+def test_vllm_has_heads_of_the_sizes_that_are_said() -> None:
+    backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+    assert tuple(backend.CPUAttentionBackend.get_supported_head_sizes()) == HEAD_DIMS

@@ -1,0 +1,126 @@
+"""A base model whose configuration is not well-formed, or does not fit its weights, is refused in a line by all that read it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from base_model.decoder import Decoder
+from base_model.modules import load_model
+from common.base_shape import BaseShape
+from common.errors import InvalidInput
+from common.modules_families import PARTLY_ROTATED, unsupported_by_modules
+from common.settings import TINY
+from common.text.tokens import ChatTokenizer
+from manager_service.cli.plan import plan_for
+from manager_service.local.context import by_default, choose
+from manager_service.local.gpus import LocalWorker
+
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": "yarn"}, "rope_scaling, a table; it gives 'yarn'"),
+    ({"rope_parameters": [1]}, "rope_parameters, a table; it gives [1]"),
+    ({"quantization_config": "gptq"}, "quantization_config, a table; it gives 'gptq'"),
+    ({"num_key_value_heads": 0}, "num_key_value_heads, a positive number; it gives 0"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads that divide num_attention_heads; it gives 3 and 4"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers, a positive number; it gives '4'"),
+    ({"hidden_size": -1, "vocab_size": True}, "it gives -1; vocab_size, a positive number; it gives True"),
+    ({"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3}, "it gives 3 and 128"),
+]
+
+
+def load_modules(folder: Path) -> Any:
+    return load_model(folder, device="cpu", dtype=torch.float32)
+
+
+def plan(folder: Path) -> Any:
+    return plan_for(str(folder), gpu=None)
+
+
+READERS: list[Callable[[Path], Any]] = [Decoder.load, load_modules, BaseShape.load, ChatTokenizer.load, plan]
+
+
+def base(folder: Path, **changed: Any) -> Path:
+    """A copy of `tiny` with another configuration."""
+    shutil.copytree(TINY, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    return folder
+
+
+@pytest.mark.parametrize(("changed", "told"), MALFORMED, ids=[told for _, told in MALFORMED])
+def test_what_is_malformed_is_refused_in_a_line_by_all_that_read_it(
+    tmp_path: Path, changed: dict[str, Any], told: str
+) -> None:
+    folder = base(tmp_path / "base", **changed)
+    for read in READERS:
+        with pytest.raises(InvalidInput) as refusal:
+            read(folder)
+        assert told in str(refusal.value) and str(folder) in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("changed", [changed for changed, _ in MALFORMED], ids=[told for _, told in MALFORMED])
+def test_up_leaves_what_is_malformed_to_the_services(tmp_path: Path, changed: dict[str, Any]) -> None:
+    environment = {"MARLAAS_BASE_MODELS": f"q={base(tmp_path / 'base', **changed)}"}
+    assert not by_default(environment).settings
+    assert not choose(environment, [LocalWorker("trainer-0", "trainer", "q")], {}, []).settings
+
+
+OTHER_SHAPES: list[tuple[dict[str, Any], str]] = [
+    ({"vocab_size": 544}, r"embed_tokens\.weight: \[272, 128\], where config\.json asks for \[544, 128\]"),
+    ({"num_attention_heads": 8}, r"layers\.0\.self_attn\.\w+\.weight: .*, where config\.json asks for .*256"),
+    ({"intermediate_size": 96}, r"mlp\.down_proj\.weight: \[128, 384\], where config\.json asks for \[128, 96\]"),
+    ({"num_key_value_heads": 1}, r"k_proj\.weight: \[64, 128\], where config\.json asks for \[32, 128\]"),
+]
+
+
+@pytest.mark.parametrize(("changed", "told"), OTHER_SHAPES, ids=["vocabulary", "heads", "width", "keys"])
+@pytest.mark.parametrize("load", [Decoder.load, load_modules, plan])
+def test_weights_of_other_shapes_are_refused_by_name_and_nothing_else_is_told(
+    tmp_path: Path, load: Callable[[Path], Any], changed: dict[str, Any], told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InvalidInput, match=told) as refusal:
+        load(base(tmp_path / "base", **changed))
+    assert "\n" not in str(refusal.value) and capfd.readouterr() == ("", "")
+
+
+MODULES: list[tuple[dict[str, Any], str]] = [
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
+    ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "sliding_attention without a sliding_window"),
+    ({"num_hidden_layers": 5, "layer_types": None}, "missing weights, such as model.layers.4."),
+    ({"model_type": "foobar"}, "`foobar`"),
+]
+
+
+@pytest.mark.parametrize(("changed", "told"), MODULES, ids=[told for _, told in MODULES])
+def test_what_transformers_would_compute_otherwise_is_refused_in_a_line(
+    tmp_path: Path, changed: dict[str, Any], told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(InvalidInput) as refusal:
+        load_modules(base(tmp_path / "base", **changed))
+    assert told in str(refusal.value) and "\n" not in str(refusal.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("family", [*PARTLY_ROTATED, "qwen3", "llama", "mistral"])
+def test_a_part_of_each_head_is_rotated_by_the_families_that_are_said_to(family: str) -> None:
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    more = {"num_hidden_layers": 1, "vocab_size": 40, "pad_token_id": 0, "num_local_experts": 4, "n_routed_experts": 4}
+    config: Any = AutoConfig.for_model(family, **sizes, **more, partial_rotary_factor=0.5)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    rotates_a_part = len(model.model.rotary_emb.inv_freq) == 16 * 0.5 / 2
+    assert rotates_a_part == (family in PARTLY_ROTATED)
+    assert rotates_a_part == ("partial_rotary_factor 0.5" not in [*unsupported_by_modules(config)])
