@@ -26,7 +26,8 @@ COLUMNS = (
     "tokens/s at most",
     "expected",
 )
-OF_SEVERAL = ("rollout GPUs", "trainer GPUs", "trained/s at most", "expected")
+OWNERS = ("rollout GPUs", "trainer GPUs")
+TRAINED = ("trained/s at most", "expected")
 EngineName = Literal["torch", "vllm"]
 
 
@@ -67,12 +68,28 @@ def plan_for(
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
     device = parse_gpu(gpu) if gpu else CORE._replace(memory=host_limit())
-    modules = device.gpu or any(unsupported(config))
-    if modules and (refused := list(unsupported_by_modules(_config_of(folder)))):
+    modules = _config_of(folder) if device.gpu or any(unsupported(config)) else None  # our decoder computes the others
+    if modules and (refused := list(unsupported_by_modules(modules))):
         who = "trainers do" if engine == "vllm" else "trainers and the embedded engine do"
         raise InvalidInput(f"{where}: {who} not compute {', nor '.join(refused)}")
-    chosen = PlannedEngine.of(engine, device)
-    return make_plan(shape, device, rank=rank, engine=chosen, num_devices=gpus, context=context, modules=modules)
+    return make_plan(
+        shape,
+        device,
+        rank=rank,
+        engine=PlannedEngine.of(engine, device),
+        num_devices=gpus,
+        context=context,
+        modules=modules is not None,
+        windows=windows_of(modules) if modules else (),
+    )
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """The sliding windows of the layers, by one of transformers' configurations: tokens, None for a layer without one."""
+    text = config.get_text_config()
+    window, num_layers = getattr(text, "sliding_window", None), text.num_hidden_layers
+    types = getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers  # Mistral has the window in all
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def read_shape(folder: Path) -> tuple[dict[str, Any], BaseShape]:
@@ -109,6 +126,7 @@ def as_record(found: Plan) -> dict[str, Any]:
             "tokens_per_s": round(fit.tokens_per_s),
             "max_trained_tokens_per_s": round(fit.most_trained_per_s),
             "trained_tokens_per_s": round(fit.trained_per_s),
+            "sampling_share": round(fit.sampling_share, 3) if found.in_turn else None,
         }
         for fit in found.fits
     ]
@@ -131,14 +149,14 @@ def show(found: Plan, model: str, where: str) -> None:
         f" for training; {kind} of {device.memory / 1e9:.0f} GB"
     )
     several = not found.fits[0].split.shared
-    columns = COLUMNS + (OF_SEVERAL if several else ())
+    columns = COLUMNS + (OWNERS if several else ()) + TRAINED
     shown = table(*columns, right=columns)
     for fit in found.fits:
         shown.add_row(*cells(f"{fit.context:,}", *_figures(fit, several=several)))
     print_table(shown)
     if found.chosen is None:
         return say(advice(found))
-    say(_assumed(found) + " Start it with:")
+    say(_assumed(found, found.chosen) + " Start it with:")
     settings = settings_of(found, found.chosen) | {"MARLAAS_BASE_MODELS": f"q={where}"}
     workers = found.chosen.split.workers
     command = "marlaas up" + (f" --rollout {workers}" if workers > 1 else "")
@@ -146,29 +164,42 @@ def show(found: Plan, model: str, where: str) -> None:
 
 
 def _figures(fit: Fit, *, several: bool) -> tuple[object, ...]:
-    sampled, trained = (fit.most_tokens_per_s, fit.tokens_per_s), (fit.most_trained_per_s, fit.trained_per_s)
-    speeds = _speeds(*sampled) if fit.fits else ("does not fit", "")
-    figures = (f"{fit.training.total / 1e9:.2f}", fit.num_checkpointed, f"{fit.kv / 1e9:.2f}", fit.rows, *speeds)
-    split = fit.split
-    owners = (f"{split.workers} x {split.parallel}", split.ranks, *_speeds(*trained)) if several else ()
-    return (*figures, *owners)
+    sampled = _speeds(fit.most_tokens_per_s, fit.tokens_per_s) if fit.fits else ("does not fit", "")
+    trained = _speeds(fit.most_trained_per_s, fit.trained_per_s) if fit.fits else ("", "")
+    memory = (f"{fit.training.total / 1e9:.2f}", fit.num_checkpointed, f"{fit.kv / 1e9:.2f}", fit.rows)
+    owners = (f"{fit.split.workers} x {fit.split.parallel}", fit.split.ranks) if several else ()
+    return (*memory, *sampled, *owners, *trained)
 
 
 def _speeds(*tokens_per_s: float) -> tuple[str, ...]:
     return tuple(f"{each:,.0f}" for each in tokens_per_s)
 
 
-def _assumed(found: Plan) -> str:
+def _assumed(found: Plan, chosen: Fit) -> str:
     gpu = found.case.device.gpu
     source = "assumed, for it was measured on CPUs alone" if gpu else "measured on a model of 0.6 B"
     lines = [
-        f"tokens/s at most: what memory and arithmetic allow; expected: the part of it that is reached ({source})."
+        "tokens/s (sampled) and trained/s at most: what memory and arithmetic allow, in rows of the whole context; expected: the part of it"
+        f" that is reached ({source})."
     ]
     if found.case.engine.name == "vllm":
         lines.append("What vLLM takes beside weights, keys and values is assumed.")
-    if not found.fits[0].split.shared:
-        lines.append("Each GPU is used as that of the figures; what GPUs tell each other takes no time here.")
+    lines.append(_sharing(found, chosen))
     return " ".join(lines)
+
+
+def _sharing(found: Plan, chosen: Fit) -> str:
+    """Says what each speed has of the devices."""
+    if not chosen.split.shared:
+        return "Each GPU is used as that of the figures; what GPUs tell each other takes no time here."
+    if not found.in_turn:
+        return "Each speed is that of one core; sampling and training are taken to have one each."
+    part = chosen.sampling_share
+    return (
+        "Sampling and training share the GPU, and each speed is of one that has it alone: a job that trains each token that it samples"
+        f" spends {part:.0%} of its time sampling and {1 - part:.0%} training at a context of {chosen.context:,}, and"
+        f" {part * chosen.tokens_per_s:,.0f} tokens/s go through both (expected)."
+    )
 
 
 def settings_of(found: Plan, fit: Fit) -> dict[str, str]:

@@ -18,9 +18,18 @@ from common.settings import KNOWN, TINY
 from common.weight_files import read_weights
 from harness.bases import QWEN3_06B, make_random_base
 from manager_service.cli.main import app
-from manager_service.cli.plan import plan_for, settings_of
+from manager_service.cli.plan import plan_for, settings_of, windows_of
 from manager_service.local import engines, sharing
-from manager_service.local.engines import CORE, GPUS, REACHED, Load, PlannedEngine, max_lora_rank, parse_gpu
+from manager_service.local.engines import (
+    CORE,
+    GPUS,
+    REACHED,
+    Load,
+    PlannedEngine,
+    max_lora_rank,
+    parse_gpu,
+    trained_flops,
+)
 from manager_service.local.gpus import Needs, chosen_seats, parse_devices
 from manager_service.local.plan import (
     MICRO_BATCH_TOKENS,
@@ -270,6 +279,46 @@ def test_the_best_split_has_the_fastest_slower_half(qwen: Path) -> None:
     assert fit.split.workers > fit.split.ranks, "sampling is the slower one, so it has more devices"
 
 
+def test_a_trained_token_attends_to_half_of_its_row_or_to_a_window(qwen: Path) -> None:
+    shape, tokens = shape_of(qwen), 4096
+    weights, of_position = 2 * shape.num_active, 4 * shape.num_heads * shape.head_dim
+    windows = [512 if layer % 2 else None for layer in range(shape.num_layers)]
+    seen = sum(min(1 + before, window or tokens) for window in windows for before in range(tokens)) / tokens
+    assert trained_flops(shape, tokens, windows=windows) == pytest.approx(2 * weights + 3 * of_position * seen)
+
+    # By hand: 28 layers of 16 heads of 128, and half of 40,960 positions
+    whole, again = (trained_flops(shape, 40_960, again=part) for part in (0.0, 1.0))
+    assert again - whole == pytest.approx(1.19e9 + 4.70e9, rel=0.01), "a forward"
+
+
+def test_a_long_context_is_trained_slowly_and_sliding_windows_help(qwen: Path) -> None:
+    short, *_, long = plan_of(qwen, "h100", num_devices=8)
+    assert long.most_trained_per_s / long.split.ranks < short.most_trained_per_s / short.split.ranks / 5
+    (windowed,) = plan_of(qwen, "h100", num_devices=8, context=40_960, windows=[512] * 28)
+    assert windowed.most_trained_per_s / windowed.split.ranks > 3 * long.most_trained_per_s / long.split.ranks
+
+
+def test_sliding_windows_are_those_of_the_layers(tmp_path: Path) -> None:
+    from transformers import Gemma3TextConfig, MistralConfig, Qwen3Config
+
+    gemma = Gemma3TextConfig(num_hidden_layers=7, sliding_window=512)
+    assert windows_of(gemma) == [512, 512, 512, 512, 512, None, 512]
+    assert windows_of(MistralConfig(num_hidden_layers=2, sliding_window=256)) == [256, 256]
+    assert windows_of(Qwen3Config(num_hidden_layers=2)) == [None, None]
+
+
+def test_one_gpu_says_how_sampling_and_training_share_it(qwen: Path) -> None:
+    found = plan_for(str(qwen), gpu="24GB")
+    fit = found.chosen
+    assert fit is not None
+    seconds = [1 / fit.tokens_per_s, 1 / fit.trained_per_s]  # of a token
+    assert fit.sampling_share == pytest.approx(seconds[0] / sum(seconds))
+    printed = " ".join(run(str(qwen), "--gpu", "24GB")[1].split())
+    assert f"{fit.sampling_share:.0%} of its time sampling" in printed
+    assert f"{1 / sum(seconds):,.0f} tokens/s go through both" in printed
+    assert "a core" not in printed and "one core" in " ".join(run(str(qwen))[1].split())
+
+
 def test_one_gpu_for_both_gives_vllm_what_the_trainer_leaves(qwen: Path) -> None:
     for fit in vllm_plan(shape_of(qwen), "24GB", 1).fits:
         assert fit.training.total + fit.fraction * 24e9 <= 0.95 * 24e9
@@ -324,7 +373,7 @@ def test_the_guide_has_what_the_command_prints(
     larger(qwen, sizes)
     rows = [line for line in run(str(qwen), *options.split())[1].splitlines() if re.match(r" *[0-9]+,[0-9]{3} ", line)]
     assert len(rows) == 7
-    assert not [row for row in rows if row.rstrip() not in GUIDE]
+    assert not [row for row in rows if f"    {row.rstrip()}\n" not in GUIDE]
 
 
 def test_workers_take_the_gpus_that_the_plan_gives_them(qwen: Path) -> None:
