@@ -1,5 +1,7 @@
 """`plan`: says what of a base model fits, before anything is started or downloaded but its configuration."""
 
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -158,9 +160,13 @@ def show(found: Plan, model: str, where: str) -> None:
         return say(advice(found))
     say(_assumed(found, found.chosen) + " Start it with:")
     settings = settings_of(found, found.chosen) | {"MARLAAS_BASE_MODELS": f"q={where}"}
-    workers = found.chosen.split.workers
-    command = "marlaas up" + (f" --rollout {workers}" if workers > 1 else "")
-    say(f"  {' '.join(f'{name}={value}' for name, value in settings.items())} {command}")
+    say(f"  {start_command(settings, found.chosen.split.workers)}")
+
+
+def start_command(settings: Mapping[str, str], workers: int, options: str = "") -> str:
+    """A shell's line that starts everything with these settings and so many rollout workers."""
+    variables = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    return " ".join([*variables, "marlaas up"]) + (f" --rollout {workers}" if workers > 1 else "") + options
 
 
 def _figures(fit: Fit, *, several: bool) -> tuple[object, ...]:

@@ -21,8 +21,11 @@ PROGRAMS = {"python": [sys.executable], "marlaas": [sys.executable, "-m", "manag
 async def follow(line: str, folder: Path, **instead: str) -> str:
     """Does what a line of the guide says, in a folder, with other words `instead` of some of its own; what it prints."""
     assert f"    {line}\n" in GUIDE, "the guide says something else"
-    program, *words = line.split()
-    command = [*PROGRAMS[program], *(instead.get(word, word) for word in words)]
+    return await printed_by([instead.get(word, word) for word in line.split()], folder)
+
+
+async def printed_by(words: list[str], folder: Path) -> str:
+    command = [*PROGRAMS[words[0]], *words[1:]]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     run = await asyncio.create_subprocess_exec(*command, cwd=folder, env=environment, stdout=PIPE, stderr=STDOUT)
     printed, _ = await asyncio.wait_for(run.communicate(), 200)
@@ -43,7 +46,10 @@ async def test_from_a_folder_to_a_trained_model_in_two_commands(base: Path) -> N
     assert "marlaas up" in await follow("marlaas plan /tmp/q", base.parent, **here)
     short = "python -m examples.gsm8k --base /tmp/q --file train.jsonl --steps 1 --batch 2 --group 4 --tokens 16"
     printed = await follow(short, base.parent, **here)
-    assert "is trained: marlaas chat" in printed
+    up, chat = (line.strip() for line in printed.splitlines() if line.startswith("  "))
+    assert up == f"MARLAAS_BASE_MODELS=q={base} marlaas up", "what it was started with"
+    async with running(base.parent / ".marlaas", environment={"MARLAAS_BASE_MODELS": f"q={base}"}):
+        await printed_by([*chat.split(), "hello", "--max-tokens", "2"], base.parent)
 
 
 async def test_the_same_in_pieces_on_a_cluster_that_stays(base: Path) -> None:
