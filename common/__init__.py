@@ -44,6 +44,7 @@ It imports no service and no torch.
     base_shape.py         reads the sizes of a base model from its configuration
     decoder_families.py   says which base models our decoder computes
     modules_families.py   says which base models trainers do not compute with transformers' modules
+    vllm_families.py      says which base models vLLM does not compute on a CPU
     footprint.py          says how much memory training takes, by those sizes
     served_context.py     says how much context of a base model fits in memory
     host_memory.py        finds how much memory this process may have

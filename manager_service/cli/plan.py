@@ -14,8 +14,9 @@ from common.host_memory import host_limit
 from common.modules_families import unsupported_by_modules
 from common.settings import Settings, resolve_config
 from common.text.model_folder import read_json
-from manager_service.local.engines import CORE, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
-from manager_service.local.plan import DeviceSplit, Fit, Plan, make_plan
+from common.vllm_families import unsupported_on_cpu
+from manager_service.local.engines import CORE, LORA_RANKS, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
+from manager_service.local.plan import DeviceSplit, Fit, Plan, fits, make_plan
 from marlaas_client.cli.options import Json
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
@@ -31,6 +32,9 @@ COLUMNS = (
 OWNERS = ("rollout GPUs", "trainer GPUs")
 TRAINED = ("trained/s at most", "expected")
 EngineName = Literal["torch", "vllm"]
+LEAST_CONTEXT = 64
+"""The least that MARLAAS_MAX_CONTEXT may be."""
+MOST_GPUS = 64
 
 
 def plan(
@@ -39,12 +43,12 @@ def plan(
         str | None,
         typer.Option("--gpu", help="24GB, 80GiB, or a name such as l4 or h100. Default: this machine's CPU."),
     ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="How many of them, in one machine.")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=MOST_GPUS, help="How many of them, in one machine.")] = 1,
     engine: Annotated[
         EngineName, typer.Option("--engine", envvar="MARLAAS_ENGINE", help="That samples: the embedded one, or vLLM.")
     ] = "torch",
-    context: Annotated[int | None, typer.Option("--context", min=64, help="This one alone.")] = None,
-    rank: Annotated[int, typer.Option("--rank", min=1, help="Of the adapters.")] = 16,
+    context: Annotated[int | None, typer.Option("--context", min=LEAST_CONTEXT, help="This one alone.")] = None,
+    rank: Annotated[int, typer.Option("--rank", min=1, max=LORA_RANKS[-1], help="Of the adapters.")] = 16,
     as_json: Json = False,
 ) -> None:
     """Say what of a base model fits on one device or several: context, rows at once, and the most tokens a second."""
@@ -64,8 +68,8 @@ def plan_for(
     context: int | None = None,
     rank: int = 16,
 ) -> Plan:
-    """Raises InvalidInput for a model that trainers do not compute, or of which the sizes are not known here."""
-    folder = resolve_config(where)
+    """Raises InvalidInput for a model that trainers or the engine do not compute, or of which the sizes are not known here."""
+    folder = _folder_of(where)
     config, shape = read_shape(folder)
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
@@ -74,6 +78,10 @@ def plan_for(
     if modules and (refused := list(unsupported_by_modules(modules))):
         who = "trainers do" if engine == "vllm" else "trainers and the embedded engine do"
         raise InvalidInput(f"{where}: {who} not compute {', nor '.join(refused)}")
+    if engine == "vllm" and not device.gpu and (refused := list(unsupported_on_cpu(config))):
+        raise InvalidInput(
+            f"{where}: on a CPU vLLM does not compute {', nor '.join(refused)}: leave --engine vllm out, or name a --gpu"
+        )
     return make_plan(
         shape,
         device,
@@ -94,6 +102,13 @@ def windows_of(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
+def _folder_of(where: str) -> Path:
+    """A folder with the model's text files. Raises InvalidInput."""
+    if where.startswith((".", "/", "~")) and not Path(where).is_dir():
+        raise InvalidInput(f"{where}: no such folder")
+    return resolve_config(where)
+
+
 def read_shape(folder: Path) -> tuple[dict[str, Any], BaseShape]:
     """A model's configuration and its sizes. Raises InvalidInput for one whose sizes are not known here."""
     try:
@@ -110,7 +125,8 @@ def _config_of(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise InvalidInput(f"{folder}: transformers cannot read it: {error}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidInput(f"{folder}: transformers cannot read it: {reason}") from error
 
 
 def as_record(found: Plan) -> dict[str, Any]:
@@ -212,7 +228,8 @@ def settings_of(found: Plan, fit: Fit) -> dict[str, str]:
     """The settings with which services follow the plan."""
     case, vllm = found.case, found.case.engine.name == "vllm"
     settings = {"MARLAAS_ENGINE": "vllm"} if vllm else {}
-    settings["MARLAAS_MAX_CONTEXT"] = str(fit.context)
+    if fit.context >= LEAST_CONTEXT:  # else it is the model's own, which is served without
+        settings["MARLAAS_MAX_CONTEXT"] = str(fit.context)
     if not (vllm and case.device.gpu):
         settings["MARLAAS_ROLLOUT_KV_BYTES"] = str(fit.kv)
     if vllm and case.rank > MAX_LORA_RANK:
@@ -251,16 +268,25 @@ def _devices(first: int, number: int) -> str:
 
 
 def advice(found: Plan) -> str:
-    """Advises where nothing fits."""
-    case, several = found.case, not found.fits[0].split.shared
-    least = min(found.fits, key=lambda fit: fit.training.total)
-    if not several and 2 * found.weights > case.device.memory:
+    """Names what would help where nothing fits."""
+    case, split = found.case, found.fits[0].split
+    number = 1 if split.shared else split.for_rollouts + split.ranks
+    wanted = min(fit.context for fit in found.fits)
+    shorter = fits(case, number, min(LEAST_CONTEXT, wanted))
+    if split.shared and 2 * found.weights > case.device.memory:
         cause = "two copies of the weights are more than the memory"
+    elif shorter:
+        cause = f"beside the weights a context of {wanted:,} does not fit"
     else:
-        cause = f"beside the weights a context of {least.context:,} does not fit"
-    other = (
-        f"more GPUs (--gpus {2 * (least.split.for_rollouts + least.split.ranks) if several else 2})"
-        if case.device.gpu
-        else "a GPU"
-    )
-    return f"nothing fits: {cause}. A smaller base model helps, a shorter --context, or {other}."
+        cause = "beside the weights no context fits, however short"
+    others = [*["a shorter --context"] * shorter, *_other_devices(found, number, wanted)]
+    return f"nothing fits: {cause}. A smaller base model helps, or {', or '.join(others)}."
+
+
+def _other_devices(found: Plan, number: int, context: int) -> list[str]:
+    """Devices on which the context may fit, where it does not on so many of those that were planned for."""
+    if not found.case.device.gpu:
+        return ["a GPU"]
+    powers = [2 * number, *(each for each in (4, 8, 16, 32, MOST_GPUS) if each > 2 * number)]
+    enough = next((each for each in powers if each <= MOST_GPUS and fits(found.case, each, context)), None)
+    return [*[f"more GPUs (--gpus {enough})"] * (enough is not None), "a GPU of more memory"]

@@ -65,7 +65,7 @@ def parse_gpu(text: str) -> Device:
     if text.lower() in GPUS:
         return GPUS[text.lower()]
     memory = parse_bytes(text)
-    if memory is None:
+    if not memory:
         raise InvalidInput(f"--gpu {text!r}: a size such as 24GB, or one of {', '.join(GPUS)}")
     known = [gpu for gpu in GPUS.values() if gpu.memory >= memory] or [max(GPUS.values())]
     slowest = min(known, key=lambda gpu: gpu.bandwidth)

@@ -151,6 +151,11 @@ def make_plan(
     )
 
 
+def fits(case: Case, num_devices: int, context: int) -> bool:
+    """Says whether a row of this context fits on so many devices."""
+    return any(_fit(case, context, split).fits for split in _splits(case, num_devices))
+
+
 def _contexts(own: int) -> list[int]:
     """1,024, 2,048, … and the model's own."""
     doubled = [FIRST_CONTEXT << power for power in range(20)]

@@ -14,11 +14,12 @@ from base_model.decoder import Decoder, DecoderConfig
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
 from common.footprint import kept_per_token, training_bytes, weights_of_rank
-from common.settings import KNOWN, TINY
+from common.settings import KNOWN, TINY, Settings
 from common.weight_files import read_weights
 from harness.bases import QWEN3_06B, make_random_base
+from manager_service.api.hyperparameters import parse_hyperparameters
 from manager_service.cli.main import app
-from manager_service.cli.plan import plan_for, settings_of, windows_of
+from manager_service.cli.plan import LEAST_CONTEXT, plan_for, settings_of, windows_of
 from manager_service.local import engines, sharing
 from manager_service.local.engines import (
     CORE,
@@ -348,8 +349,52 @@ def test_the_command_prints_settings_that_make_services_take_that(qwen: Path) ->
 def test_the_command_says_what_helps_where_nothing_fits(qwen: Path) -> None:
     status, printed = run(str(qwen), "--gpu", "2GB")
     assert status == 1 and "two copies of the weights are more than the memory" in printed
-    status, printed = run(str(qwen), "--gpu", "6GB", "--context", "40960")
-    assert status == 1 and "a context of 40,960 does not fit" in printed and "--gpus 2" in printed
+    status, printed = run(str(qwen), "--gpu", "8GB", "--context", "40960")
+    assert status == 1 and "a context of 40,960 does not fit" in printed and "a shorter --context" in printed
+    assert "--gpus" not in printed, "each rank of a trainer keeps a whole row"
+
+
+def test_it_advises_no_shorter_context_where_none_fits(qwen: Path) -> None:
+    larger(qwen, QWEN3_30B_A3B)
+    status, printed = run(str(qwen), "--gpu", "h200")
+    assert status == 1 and "no context fits, however short" in printed
+    assert "--context" not in printed and "more GPUs (--gpus 2)" in printed
+    assert run(str(qwen), "--gpu", "h200", "--gpus", "2")[0] == 0, "as it advises"
+
+
+def test_vllm_on_a_cpu_is_planned_for_what_it_computes_there_alone(qwen: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    for case, reason in ((sizes, "head_dim 16"), (QWEN3_30B_A3B, "a mixture of experts")):
+        larger(qwen, case)
+        with pytest.raises(InvalidInput, match=f"on a CPU vLLM does not compute {reason}"):
+            plan_for(str(qwen), gpu=None, engine="vllm")
+
+
+def test_a_context_below_the_least_setting_is_served_without_one(qwen: Path) -> None:
+    larger(qwen, {"max_position_embeddings": 32})
+    plan = plan_for(str(qwen), gpu="24GB")
+    assert plan.chosen is not None and plan.chosen.context == 32
+    assert "MARLAAS_MAX_CONTEXT" not in settings_of(plan, plan.chosen)
+    assert Settings(max_context=LEAST_CONTEXT).max_context == 64
+    with pytest.raises(ValueError, match="64"):
+        Settings(max_context=LEAST_CONTEXT - 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "reason"),
+    [("/nowhere", "24GB", "no such folder"), ("", "0GB", "0GB"), ("", "0.0 GiB", "a size such as 24GB")],
+)
+def test_nonsense_is_refused(qwen: Path, model: str, gpu: str, reason: str) -> None:
+    with pytest.raises(InvalidInput, match=reason):
+        plan_for(model or str(qwen), gpu=gpu)
+
+
+def test_a_rank_is_one_that_jobs_may_have(qwen: Path) -> None:
+    assert run(str(qwen), "--gpu", "24GB", "--rank", "512")[0] == 0
+    assert run(str(qwen), "--gpu", "24GB", "--rank", "513")[0] == 2
+    assert parse_hyperparameters({"lora_rank": 512}).lora_rank == 512
+    with pytest.raises(InvalidInput, match="lora_rank"):
+        parse_hyperparameters({"lora_rank": 513})
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
@@ -428,8 +473,9 @@ def test_what_our_decoder_lacks_is_planned_for_both_engines(qwen: Path) -> None:
 def test_the_command_names_what_trainers_refuse(qwen: Path, sizes: dict[str, Any], reason: str) -> None:
     larger(qwen, sizes)
     for engine in ("torch", "vllm"):
-        with pytest.raises(InvalidInput, match=reason):
+        with pytest.raises(InvalidInput, match=reason) as refused:
             plan_for(str(qwen), gpu="80GB", engine=engine)
+        assert "\n" not in str(refused.value)
 
 
 def test_a_cpu_in_a_container_has_what_its_control_group_allows(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
