@@ -3,12 +3,18 @@
 import asyncio
 import json
 import os
+import re
+import shutil
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from common.settings import TINY
+from common.text.tokens import ChatTokenizer
 from tests.support.forked import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -63,3 +69,30 @@ async def test_the_same_in_pieces_on_a_cluster_that_stays(base: Path) -> None:
         short = {"max_steps=100": "max_steps=1", "max_tokens=512": "max_tokens=16"}
         printed = await follow(long, base.parent, **short)
         assert "succeeded" in printed
+
+
+def test_gemmas_language_model_is_taken_out_of_the_one_with_vision(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # here: it takes seconds
+
+    from base_model.modules import load_model
+
+    # Given a Gemma 3 with vision, small and random
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 272, "max_position_embeddings": 256}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    whole: Any = Gemma3ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / file, tmp_path / "whole")
+
+    # When one does what the guide says
+    lines = re.findall(r"(?m)^    ((?:from transformers|whole = |text|AutoTokenizer).*)$", GUIDE)
+    recipe = "\n".join(lines).replace("google/gemma-3-4b-it", str(tmp_path / "whole"))
+    exec(recipe.replace("gemma-3-4b-text", str(tmp_path / "text")), {})
+
+    # Then trainers and engines load what it leaves, and it has the same scores
+    found = load_model(tmp_path / "text", device="cpu", dtype=torch.float32)
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(found(input_ids=ids).logits, whole(input_ids=ids).logits)
+    assert ChatTokenizer.load(tmp_path / "text").context == 256
