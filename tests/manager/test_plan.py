@@ -363,7 +363,7 @@ def test_it_advises_no_shorter_context_where_none_fits(qwen: Path) -> None:
 
 
 def test_vllm_on_a_cpu_is_planned_for_what_it_computes_there_alone(qwen: Path) -> None:
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     for case, reason in ((sizes, "head_dim 16"), (QWEN3_30B_A3B, "a mixture of experts")):
         larger(qwen, case)
         with pytest.raises(InvalidInput, match=f"on a CPU vLLM does not compute {reason}"):
