@@ -26,7 +26,9 @@ fails says why, and the others go on; parts that would begin after `--seconds` a
 known; else give `--peak-tflops` and `--peak-gbs`. Without a GPU nothing is measured. What a bare machine needs is in docs/benchmarks.md.
 """
 
+import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from base_model.device import find_device, give_back_memory, prepare_cpu
 from benchmarks import _gpu_parts as parts
@@ -44,6 +47,8 @@ from benchmarks._gpu_kernels import measure_kernels
 from benchmarks._gpu_plan import measure_plan
 from benchmarks._report import Goal, Report, console, make_table, parser, positive, show
 from benchmarks.fused import NUM_JOBS, SHAPES, fused, make_jobs
+from common.errors import InvalidInput
+from common.settings import explained
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.memory import fit
 from trainer_service.packing import Budget
@@ -126,8 +131,7 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
     for what, work in busiest.items():
         run.run(f"{shape}, busiest, {what}", lambda work=work: dict(parts.busiest(work, device)))
     for names in given.kernels if given.backbone == "transformers" else ():
-        kernels = TrainerSettings(trainer_kernels=names).kernels
-        work = partial(measure_kernels, trainer, decoder, kernels, last, times)
+        work = partial(measure_kernels, trainer, decoder, names.split(","), last, times)
         run.run(f"{shape}, kernels, {names}, N = {most}", work)
 
 
@@ -221,6 +225,14 @@ def notes(peak: tuple[float, float], *, judged: bool) -> list[str]:
     return found
 
 
+def kernels(text: str) -> str:
+    """An option's names of kernels, as MARLAAS_TRAINER_KERNELS has them."""
+    try:
+        return ",".join(TrainerSettings(trainer_kernels=text).kernels)
+    except ValidationError as error:
+        raise argparse.ArgumentTypeError(explained(error)) from error
+
+
 def options() -> Any:
     known = parser(__doc__)
     known.add_argument("--device", default="cuda")
@@ -233,7 +245,12 @@ def options() -> Any:
         "--beside", choices=beside, nargs="*", default=beside, help="systems to measure too; default both"
     )
     known.add_argument(
-        "--kernels", nargs="*", default=KERNELS, metavar="NAMES", help=f"to measure; default {' '.join(KERNELS)}"
+        "--kernels",
+        type=kernels,
+        nargs="*",
+        default=KERNELS,
+        metavar="NAMES",
+        help=f"to measure; default {' '.join(KERNELS)}",
     )
     known.add_argument("--quick", action="store_true", help="the first shape, one repetition")
     known.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")
@@ -287,8 +304,12 @@ def main() -> None:
     if given.device == "cuda" and not torch.cuda.is_available():
         console.print("no GPU here: nothing was measured (--device cpu --shapes tiny tries the benchmark itself)")
         return
+    try:
+        device = find_device(given.device, "--device")
+    except InvalidInput as error:
+        sys.exit(f"error: {error}")
     prepare_cpu(1)
-    show(report(given, find_device(given.device, "--device")), given.json)
+    show(report(given, device), given.json)
 
 
 if __name__ == "__main__":

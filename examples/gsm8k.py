@@ -12,24 +12,29 @@ downloaded, whose files are Parquet: `pip install pyarrow`.
 import argparse
 import asyncio
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from openai import AsyncOpenAI
 
 from common.errors import InvalidInput, MarlaasError
-from manager_service.cli.plan import EngineName, plan_for, settings_of
+from manager_service.api.hyperparameters import parse_hyperparameters
+from manager_service.cli.plan import EngineName, plan_for, settings_of, start_command
 from manager_service.local.supervisor import LocalCluster
 from marlaas_client.cli.output import say
+from marlaas_client.cli.talk import Translated
 from marlaas_client.cluster_file import read_cluster_file
+from marlaas_client.errors import ClientError
 
 HUB, HUB_FILE = "openai/gsm8k", "main/train-00000-of-00001.parquet"
 INSTRUCTION = "Think step by step, then write the final answer after ####."
 GRADER = {"type": "math", "name": "right", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 NAME = "q"
 """The name of the base model in the cluster that this starts."""
+DATA = Path(".marlaas")
 
 Row = dict[str, Any]
 
@@ -90,43 +95,76 @@ async def train(client: AsyncOpenAI, items: Sequence[Row], model: str, hyper: Ro
     job = await client.fine_tuning.jobs.retrieve(job.id)
     if job.fine_tuned_model is None:
         raise MarlaasError(f"{job.id} {job.status}: {job.error and job.error.message}")
-    say(f"{job.fine_tuned_model} is trained: marlaas chat {job.fine_tuned_model}")
     return job.fine_tuned_model
 
 
-def settings_for(
-    base: str, gpu: str | None, *, gpus: int = 1, engine: EngineName = "torch"
-) -> tuple[dict[str, str], int]:
-    """The settings that start the base model, on GPUs those that `marlaas plan` chooses; and the number of rollout workers.
+class Start(NamedTuple):
+    """The start of a cluster with the base model."""
 
-    Raises InvalidInput if nothing fits.
+    settings: dict[str, str]
+    workers: int  # for rollouts
+    context: int  # the most tokens of a conversation
+
+
+def start_for(base: str, gpu: str | None, *, gpus: int = 1, engine: EngineName = "torch") -> Start:
+    """On GPUs what `marlaas plan` chooses; on a CPU `marlaas up` chooses by the memory at hand.
+
+    Raises InvalidInput if nothing fits on the GPUs, and for what `marlaas plan` refuses.
     """
     settings = {"MARLAAS_BASE_MODELS": f"{NAME}={base}"}
-    if gpu is None:
-        return settings | ({"MARLAAS_ENGINE": engine} if engine != "torch" else {}), 1
     found = plan_for(base, gpu=gpu, gpus=gpus, engine=engine)
+    if gpu is None:
+        settings |= {"MARLAAS_ENGINE": engine} if engine != "torch" else {}
+        return Start(settings, 1, found.case.shape.context)
     if found.chosen is None:
         raise InvalidInput(f"{base} does not fit on {gpu}: `marlaas plan {base} --gpu {gpu}` says why")
-    return settings | settings_of(found, found.chosen), found.chosen.split.workers
+    return Start(settings | settings_of(found, found.chosen), found.chosen.split.workers, found.chosen.context)
 
 
 async def run(given: argparse.Namespace, items: Sequence[Row]) -> None:
     hyper = {"max_steps": given.steps, "batch_size": given.batch, "group_size": given.group, "max_tokens": given.tokens}
+    parse_hyperparameters(hyper)  # as the API will, before anything is started
     if given.base is None:
-        running = read_cluster_file(given.data)
-        if running is None:
-            raise InvalidInput(
-                f"no cluster runs on {given.data}: start one with `marlaas up`, or name a model with --base"
-            )
-        client = AsyncOpenAI(base_url=f"{running.url}/v1", api_key=(given.data / "api_key").read_text().strip())
-        await train(client, items, given.model, hyper)
-        return
-    environment, rollout = settings_for(given.base, given.gpu, gpus=given.gpus, engine=given.engine)
+        await _train_on_running(given, items, hyper)
+    else:
+        await _train_on_new(given, items, hyper)
+
+
+async def _train_on_running(given: argparse.Namespace, items: Sequence[Row], hyper: Row) -> None:
+    running = read_cluster_file(given.data)
+    if running is None:
+        raise InvalidInput(f"no cluster runs on {given.data}: start one with `marlaas up`, or name a model with --base")
+    client = AsyncOpenAI(base_url=f"{running.url}/v1", api_key=(given.data / "api_key").read_text().strip())
+    model = await train(client, items, given.model, hyper)
+    say(f"{model} is trained: {chat_command(model, given.data)}")
+
+
+async def _train_on_new(given: argparse.Namespace, items: Sequence[Row], hyper: Row) -> None:
+    start = start_for(given.base, given.gpu, gpus=given.gpus, engine=given.engine)
+    if given.tokens >= start.context:
+        raise InvalidInput(f"--tokens {given.tokens} leaves no room for a prompt in a context of {start.context}")
     async with LocalCluster(
-        data_dir=given.data, rollout=rollout, environment=environment, notify=lambda line: say(line, keep="\n")
+        data_dir=given.data,
+        rollout=start.workers,
+        environment=start.settings,
+        notify=lambda line: say(line, keep="\n"),
     ) as cluster:
         client = AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key)
-        await train(client, items, NAME, hyper)
+        model = await train(client, items, NAME, hyper)
+    say(
+        f"{model} is trained. To talk to it:\n  {start_command(start.settings, start.workers, data_option(given.data))}\n"
+        f"and, once that is ready, in another terminal:\n  {chat_command(model, given.data)}",
+        keep="\n",
+    )
+
+
+def chat_command(model: str, data: Path) -> str:
+    return f"marlaas chat {model}{data_option(data)}"
+
+
+def data_option(data: Path) -> str:
+    """Nothing for the folder that commands take by themselves."""
+    return "" if data == DATA else f" --data {shlex.quote(str(data))}"
 
 
 def parsed() -> argparse.Namespace:
@@ -139,11 +177,14 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--file", type=Path, help="GSM8K's JSONL; none: from the hub")
     parser.add_argument("--prepare", type=Path, metavar="OUT", help="write the items there, and do no more")
-    parser.add_argument("--data", type=Path, default=Path(".marlaas"), help="of `marlaas up`; default .marlaas")
+    parser.add_argument("--data", type=Path, default=DATA, help="of `marlaas up`; default .marlaas")
     parser.add_argument("--model", default=NAME, help=f"the base model's name in a running cluster; default {NAME}")
     for name, default in (("steps", 100), ("batch", 16), ("group", 8), ("tokens", 512)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.base is None and (given.gpu or given.gpus != 1 or given.engine != "torch"):
+        parser.error("--gpu, --gpus and --engine go with --base: a cluster that runs has its own")
+    return given
 
 
 def main() -> None:
@@ -155,8 +196,9 @@ def main() -> None:
             return say(
                 f"{len(items):,} items are in {given.prepare}: marlaas submit {given.prepare} --grader math:answer --model {NAME}"
             )
-        asyncio.run(run(given, items))
-    except MarlaasError as error:
+        with Translated():
+            asyncio.run(run(given, items))
+    except (MarlaasError, ClientError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -60,7 +60,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog=program(), description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    result.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    result.add_argument("--json", type=writable, metavar="FILE", help="write the figures there too")
     return result
 
 
@@ -78,6 +78,14 @@ def positive(text: str) -> int:
 def natural(text: str) -> int:
     """An option's whole number, 0 or more."""
     return _at_least(0, text)
+
+
+def writable(text: str) -> Path:
+    """An option's file, which is written at the end: its folder must be there from the start."""
+    file = Path(text)
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} is no file that can be written")
+    return file
 
 
 def _at_least(least: int, text: str) -> int:

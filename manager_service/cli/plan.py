@@ -1,5 +1,7 @@
 """`plan`: says what of a base model fits, before anything is started or downloaded but its configuration."""
 
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,8 +14,9 @@ from common.host_memory import host_limit
 from common.modules_families import unsupported_by_modules
 from common.settings import Settings, resolve_config
 from common.text.model_folder import read_json
-from manager_service.local.engines import CORE, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
-from manager_service.local.plan import DeviceSplit, Fit, Plan, make_plan
+from common.vllm_families import unsupported_on_cpu
+from manager_service.local.engines import CORE, LORA_RANKS, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
+from manager_service.local.plan import DeviceSplit, Fit, Plan, fits, make_plan
 from marlaas_client.cli.options import Json
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
@@ -26,8 +29,12 @@ COLUMNS = (
     "tokens/s at most",
     "expected",
 )
-OF_SEVERAL = ("rollout GPUs", "trainer GPUs", "trained/s at most", "expected")
+OWNERS = ("rollout GPUs", "trainer GPUs")
+TRAINED = ("trained/s at most", "expected")
 EngineName = Literal["torch", "vllm"]
+LEAST_CONTEXT = 64
+"""The least that MARLAAS_MAX_CONTEXT may be."""
+MOST_GPUS = 64
 
 
 def plan(
@@ -36,12 +43,12 @@ def plan(
         str | None,
         typer.Option("--gpu", help="24GB, 80GiB, or a name such as l4 or h100. Default: this machine's CPU."),
     ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="How many of them, in one machine.")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=MOST_GPUS, help="How many of them, in one machine.")] = 1,
     engine: Annotated[
         EngineName, typer.Option("--engine", envvar="MARLAAS_ENGINE", help="That samples: the embedded one, or vLLM.")
     ] = "torch",
-    context: Annotated[int | None, typer.Option("--context", min=64, help="This one alone.")] = None,
-    rank: Annotated[int, typer.Option("--rank", min=1, help="Of the adapters.")] = 16,
+    context: Annotated[int | None, typer.Option("--context", min=LEAST_CONTEXT, help="This one alone.")] = None,
+    rank: Annotated[int, typer.Option("--rank", min=1, max=LORA_RANKS[-1], help="Of the adapters.")] = 16,
     as_json: Json = False,
 ) -> None:
     """Say what of a base model fits on one device or several: context, rows at once, and the most tokens a second."""
@@ -61,18 +68,45 @@ def plan_for(
     context: int | None = None,
     rank: int = 16,
 ) -> Plan:
-    """Raises InvalidInput for a model that trainers do not compute, or of which the sizes are not known here."""
-    folder = resolve_config(where)
+    """Raises InvalidInput for a model that trainers or the engine do not compute, or of which the sizes are not known here."""
+    folder = _folder_of(where)
     config, shape = read_shape(folder)
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
     device = parse_gpu(gpu) if gpu else CORE._replace(memory=host_limit())
-    modules = device.gpu or any(unsupported(config))
-    if modules and (refused := list(unsupported_by_modules(_config_of(folder)))):
+    modules = _config_of(folder) if device.gpu or any(unsupported(config)) else None  # our decoder computes the others
+    if modules and (refused := list(unsupported_by_modules(modules))):
         who = "trainers do" if engine == "vllm" else "trainers and the embedded engine do"
         raise InvalidInput(f"{where}: {who} not compute {', nor '.join(refused)}")
-    chosen = PlannedEngine.of(engine, device)
-    return make_plan(shape, device, rank=rank, engine=chosen, num_devices=gpus, context=context, modules=modules)
+    if engine == "vllm" and not device.gpu and (refused := list(unsupported_on_cpu(config))):
+        raise InvalidInput(
+            f"{where}: on a CPU vLLM does not compute {', nor '.join(refused)}: leave --engine vllm out, or name a --gpu"
+        )
+    return make_plan(
+        shape,
+        device,
+        rank=rank,
+        engine=PlannedEngine.of(engine, device),
+        num_devices=gpus,
+        context=context,
+        modules=modules is not None,
+        windows=windows_of(modules) if modules else (),
+    )
+
+
+def windows_of(config: Any) -> list[int | None]:
+    """The sliding windows of the layers, by one of transformers' configurations: tokens, None for a layer without one."""
+    text = config.get_text_config()
+    window, num_layers = getattr(text, "sliding_window", None), text.num_hidden_layers
+    types = getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers  # Mistral has the window in all
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _folder_of(where: str) -> Path:
+    """A folder with the model's text files. Raises InvalidInput."""
+    if where.startswith((".", "/", "~")) and not Path(where).is_dir():
+        raise InvalidInput(f"{where}: no such folder")
+    return resolve_config(where)
 
 
 def read_shape(folder: Path) -> tuple[dict[str, Any], BaseShape]:
@@ -91,7 +125,8 @@ def _config_of(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise InvalidInput(f"{folder}: transformers cannot read it: {error}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise InvalidInput(f"{folder}: transformers cannot read it: {reason}") from error
 
 
 def as_record(found: Plan) -> dict[str, Any]:
@@ -109,6 +144,7 @@ def as_record(found: Plan) -> dict[str, Any]:
             "tokens_per_s": round(fit.tokens_per_s),
             "max_trained_tokens_per_s": round(fit.most_trained_per_s),
             "trained_tokens_per_s": round(fit.trained_per_s),
+            "sampling_share": round(fit.sampling_share, 3) if found.in_turn else None,
         }
         for fit in found.fits
     ]
@@ -131,51 +167,69 @@ def show(found: Plan, model: str, where: str) -> None:
         f" for training; {kind} of {device.memory / 1e9:.0f} GB"
     )
     several = not found.fits[0].split.shared
-    columns = COLUMNS + (OF_SEVERAL if several else ())
+    columns = COLUMNS + (OWNERS if several else ()) + TRAINED
     shown = table(*columns, right=columns)
     for fit in found.fits:
         shown.add_row(*cells(f"{fit.context:,}", *_figures(fit, several=several)))
     print_table(shown)
     if found.chosen is None:
         return say(advice(found))
-    say(_assumed(found) + " Start it with:")
+    say(_assumed(found, found.chosen) + " Start it with:")
     settings = settings_of(found, found.chosen) | {"MARLAAS_BASE_MODELS": f"q={where}"}
-    workers = found.chosen.split.workers
-    command = "marlaas up" + (f" --rollout {workers}" if workers > 1 else "")
-    say(f"  {' '.join(f'{name}={value}' for name, value in settings.items())} {command}")
+    say(f"  {start_command(settings, found.chosen.split.workers)}")
+
+
+def start_command(settings: Mapping[str, str], workers: int, options: str = "") -> str:
+    """A shell's line that starts everything with these settings and so many rollout workers."""
+    variables = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    return " ".join([*variables, "marlaas up"]) + (f" --rollout {workers}" if workers > 1 else "") + options
 
 
 def _figures(fit: Fit, *, several: bool) -> tuple[object, ...]:
-    sampled, trained = (fit.most_tokens_per_s, fit.tokens_per_s), (fit.most_trained_per_s, fit.trained_per_s)
-    speeds = _speeds(*sampled) if fit.fits else ("does not fit", "")
-    figures = (f"{fit.training.total / 1e9:.2f}", fit.num_checkpointed, f"{fit.kv / 1e9:.2f}", fit.rows, *speeds)
-    split = fit.split
-    owners = (f"{split.workers} x {split.parallel}", split.ranks, *_speeds(*trained)) if several else ()
-    return (*figures, *owners)
+    sampled = _speeds(fit.most_tokens_per_s, fit.tokens_per_s) if fit.fits else ("does not fit", "")
+    trained = _speeds(fit.most_trained_per_s, fit.trained_per_s) if fit.fits else ("", "")
+    memory = (f"{fit.training.total / 1e9:.2f}", fit.num_checkpointed, f"{fit.kv / 1e9:.2f}", fit.rows)
+    owners = (f"{fit.split.workers} x {fit.split.parallel}", fit.split.ranks) if several else ()
+    return (*memory, *sampled, *owners, *trained)
 
 
 def _speeds(*tokens_per_s: float) -> tuple[str, ...]:
     return tuple(f"{each:,.0f}" for each in tokens_per_s)
 
 
-def _assumed(found: Plan) -> str:
+def _assumed(found: Plan, chosen: Fit) -> str:
     gpu = found.case.device.gpu
     source = "assumed, for it was measured on CPUs alone" if gpu else "measured on a model of 0.6 B"
     lines = [
-        f"tokens/s at most: what memory and arithmetic allow; expected: the part of it that is reached ({source})."
+        "tokens/s (sampled) and trained/s at most: what memory and arithmetic allow, in rows of the whole context; expected: the part of it"
+        f" that is reached ({source})."
     ]
     if found.case.engine.name == "vllm":
         lines.append("What vLLM takes beside weights, keys and values is assumed.")
-    if not found.fits[0].split.shared:
-        lines.append("Each GPU is used as that of the figures; what GPUs tell each other takes no time here.")
+    lines.append(_sharing(found, chosen))
     return " ".join(lines)
+
+
+def _sharing(found: Plan, chosen: Fit) -> str:
+    """Says what each speed has of the devices."""
+    if not chosen.split.shared:
+        return "Each GPU is used as that of the figures; what GPUs tell each other takes no time here."
+    if not found.in_turn:
+        return "Each speed is that of one core; sampling and training are taken to have one each."
+    part = chosen.sampling_share
+    return (
+        "Sampling and training share the GPU, and each speed is of one that has it alone: a job that trains each token that it samples"
+        f" spends {part:.0%} of its time sampling and {1 - part:.0%} training at a context of {chosen.context:,}, and"
+        f" {part * chosen.tokens_per_s:,.0f} tokens/s go through both (expected)."
+    )
 
 
 def settings_of(found: Plan, fit: Fit) -> dict[str, str]:
     """The settings with which services follow the plan."""
     case, vllm = found.case, found.case.engine.name == "vllm"
     settings = {"MARLAAS_ENGINE": "vllm"} if vllm else {}
-    settings["MARLAAS_MAX_CONTEXT"] = str(fit.context)
+    if fit.context >= LEAST_CONTEXT:  # else it is the model's own, which is served without
+        settings["MARLAAS_MAX_CONTEXT"] = str(fit.context)
     if not (vllm and case.device.gpu):
         settings["MARLAAS_ROLLOUT_KV_BYTES"] = str(fit.kv)
     if vllm and case.rank > MAX_LORA_RANK:
@@ -214,16 +268,25 @@ def _devices(first: int, number: int) -> str:
 
 
 def advice(found: Plan) -> str:
-    """Advises where nothing fits."""
-    case, several = found.case, not found.fits[0].split.shared
-    least = min(found.fits, key=lambda fit: fit.training.total)
-    if not several and 2 * found.weights > case.device.memory:
+    """Names what would help where nothing fits."""
+    case, split = found.case, found.fits[0].split
+    number = 1 if split.shared else split.for_rollouts + split.ranks
+    wanted = min(fit.context for fit in found.fits)
+    shorter = fits(case, number, min(LEAST_CONTEXT, wanted))
+    if split.shared and 2 * found.weights > case.device.memory:
         cause = "two copies of the weights are more than the memory"
+    elif shorter:
+        cause = f"beside the weights a context of {wanted:,} does not fit"
     else:
-        cause = f"beside the weights a context of {least.context:,} does not fit"
-    other = (
-        f"more GPUs (--gpus {2 * (least.split.for_rollouts + least.split.ranks) if several else 2})"
-        if case.device.gpu
-        else "a GPU"
-    )
-    return f"nothing fits: {cause}. A smaller base model helps, a shorter --context, or {other}."
+        cause = "beside the weights no context fits, however short"
+    others = [*["a shorter --context"] * shorter, *_other_devices(found, number, wanted)]
+    return f"nothing fits: {cause}. A smaller base model helps, or {', or '.join(others)}."
+
+
+def _other_devices(found: Plan, number: int, context: int) -> list[str]:
+    """Devices on which the context may fit, where it does not on so many of those that were planned for."""
+    if not found.case.device.gpu:
+        return ["a GPU"]
+    powers = [2 * number, *(each for each in (4, 8, 16, 32, MOST_GPUS) if each > 2 * number)]
+    enough = next((each for each in powers if each <= MOST_GPUS and fits(found.case, each, context)), None)
+    return [*[f"more GPUs (--gpus {enough})"] * (enough is not None), "a GPU of more memory"]

@@ -82,7 +82,7 @@ def choose(
     small = not any(base.short for base in bases.values())
     places = [place for place in places if not small or place.weights > SMALL]
     own_context = max(base.shape.context for base in bases.values())
-    contexts = [given] if given else [*_contexts(own_context), own_context]
+    contexts = [min(given, own_context)] if given else [*_contexts(own_context), own_context]
     chosen = not SIZES.isdisjoint(environment)
     fits = {place.name: _fitted(place, contexts, chosen=chosen) for place in places}
     served = min((each.context for each in fits.values() if each), default=0)
@@ -120,6 +120,19 @@ def by_default(environment: Mapping[str, str]) -> Chosen:
         " MARLAAS_ROLLOUT_KV_BYTES gives more memory, MARLAAS_MAX_CONTEXT chooses"
     )
     return Chosen({"MARLAAS_MAX_CONTEXT": str(fits)}, [line])
+
+
+def above_all_contexts(environment: Mapping[str, str]) -> list[str]:
+    """Tells, in a line, of a MARLAAS_MAX_CONTEXT above the own context of every base model; else nothing, as where something is wrong."""
+    if "MARLAAS_MAX_CONTEXT" not in environment:
+        return []
+    try:
+        given = int(environment["MARLAAS_MAX_CONTEXT"])
+        own = max(base.shape.context for base in _read(environment).values())
+    except (OSError, ValueError, KeyError, InvalidInput):
+        return []
+    said = f"MARLAAS_MAX_CONTEXT={given} is above {own}, the base model's own context, which is served"
+    return [said] * (given > own)
 
 
 def _short(folder: Path, kv_bytes: int, itemsize: int) -> tuple[int, int] | None:

@@ -4,6 +4,7 @@ Of vLLM nothing was measured on a GPU: how it shares its memory out is assumed, 
 """
 
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from common.base_shape import BaseShape
@@ -64,7 +65,7 @@ def parse_gpu(text: str) -> Device:
     if text.lower() in GPUS:
         return GPUS[text.lower()]
     memory = parse_bytes(text)
-    if memory is None:
+    if not memory:
         raise InvalidInput(f"--gpu {text!r}: a size such as 24GB, or one of {', '.join(GPUS)}")
     known = [gpu for gpu in GPUS.values() if gpu.memory >= memory] or [max(GPUS.values())]
     slowest = min(known, key=lambda gpu: gpu.bandwidth)
@@ -151,6 +152,27 @@ class Load(NamedTuple):
             return self.shape.num_weights
         untouched = (1 - experts.active / experts.num) ** rows * (self.shape.num_weights - self.shape.weights_with(0))
         return self.shape.num_weights - untouched
+
+
+def trained_flops(shape: BaseShape, context: int, *, again: float = 0.0, windows: Sequence[int | None] = ()) -> float:
+    """Floating-point operations that a token costs the trainer, in a row of the whole context:
+
+        2 x weights active for it x (2 + again) + 4 x layers x heads x head size x positions seen x (3 + again)
+
+    The weights are frozen: a forward, and a backward of as much for the slopes. Attention, its scores and its sums of values, has a
+    backward of twice the forward. `again`: the part of the layers that are computed again. A position sees those before it and itself, half
+    of the context on average; in a layer with a sliding window no more than that. `windows`: of each layer, None for one without;
+    nothing where no layer has one.
+    """
+    seen = sum(_positions_seen(context, window) for window in windows or [None] * shape.num_layers)  # in all layers
+    weights, attention = 2 * shape.num_active, 4 * shape.num_heads * shape.head_dim * seen
+    return weights * (2 + again) + attention * (3 + again)
+
+
+def _positions_seen(context: int, window: int | None) -> float:
+    """Positions that one sees on average."""
+    most = min(context, window or context)
+    return most - most * (most - 1) / (2 * context)
 
 
 def max_lora_rank(rank: int) -> int:

@@ -11,14 +11,14 @@ On several devices each belongs to rollouts or to the trainer, whose ranks have 
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
 from common.footprint import SCORES_SHARE, TrainingBytes, training_bytes
-from manager_service.local.engines import TRAINING_REACHED, Device, Load, PlannedEngine
+from manager_service.local.engines import TRAINING_REACHED, Device, Load, PlannedEngine, trained_flops
 
 USABLE = 0.95
 """The usable part of a device's memory."""
@@ -57,6 +57,7 @@ class Case(NamedTuple):
     itemsize: int
     rank: int  # of the adapters
     modules: bool  # transformers' own compute the base model in the trainer
+    windows: Sequence[int | None] = ()  # of each layer's attention, in tokens; nothing where no layer has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,8 @@ class Fit:
     fraction: float  # of a device's memory that rollouts take
     kv: int  # of a device; 0: nothing is left
     rows: int  # of the whole context at once, in all workers
-    most_tokens_per_s: float  # sampled, no matter how good the engine is; and as many as are expected of it
+    # Speeds have the devices to themselves: sampled, no matter how good the engine is, and as many as are expected of it; trained
+    most_tokens_per_s: float
     tokens_per_s: float
     most_trained_per_s: float
     trained_per_s: float
@@ -80,6 +82,11 @@ class Fit:
     @property
     def fits(self) -> bool:
         return self.rows > 0
+
+    @property
+    def sampling_share(self) -> float:
+        """The part of the time that sampling takes of a device that does both in turn, for a job that trains each token that it samples."""
+        return self.trained_per_s / (self.trained_per_s + self.tokens_per_s)
 
     @property
     def merit(self) -> tuple[bool, float, float, float, float]:
@@ -100,6 +107,11 @@ class Plan:
         return next((fit for fit in reversed(some) if fit.rows >= WANTED_ROWS), some[-1] if some else None)
 
     @property
+    def in_turn(self) -> bool:
+        """Says whether one device samples and trains in turn. On a CPU each has a core of its own."""
+        return self.case.device.gpu and self.fits[0].split.shared
+
+    @property
     def weights(self) -> float:
         """Bytes of one copy."""
         return self.case.shape.num_weights * self.case.itemsize
@@ -114,8 +126,10 @@ def make_plan(
     num_devices: int = 1,
     context: int | None = None,
     modules: bool | None = None,
+    windows: Sequence[int | None] = (),
 ) -> Plan:
-    """`context`: that one alone; else powers of two up to the model's own. `engine`: the embedded one, if it is left out.
+    """`context`: that one alone; else powers of two up to the model's own. `engine`: the embedded one, if it is left out. `windows`: see
+    `Case`.
 
     Raises InvalidInput for several devices of a CPU.
     """
@@ -128,12 +142,18 @@ def make_plan(
         itemsize=2 if device.gpu else 4,
         rank=rank,
         modules=device.gpu if modules is None else modules,
+        windows=windows,
     )
     contexts = [context] if context else _contexts(shape.context)
     splits = list(_splits(case, num_devices))
     return Plan(
         case, [max((_fit(case, each, split) for split in splits), key=lambda fit: fit.merit) for each in contexts]
     )
+
+
+def fits(case: Case, num_devices: int, context: int) -> bool:
+    """Says whether a row of this context fits on so many devices."""
+    return any(_fit(case, context, split).fits for split in _splits(case, num_devices))
 
 
 def _contexts(own: int) -> list[int]:
@@ -184,7 +204,7 @@ def _with_checkpoints(case: Case, context: int, split: DeviceSplit, number: int)
     kv = max(0, int(fraction * device.memory - load.beside_kv)) // (1 << 20) * (1 << 20)
     rows = load.rows(kv)
     most_sampled = split.workers * load.tokens_per_s(rows)
-    work = 2 * shape.num_active * (2 + number / shape.num_layers)  # forward, slopes, and layers again
+    work = trained_flops(shape, context, again=number / shape.num_layers, windows=case.windows)
     most_trained = split.ranks * device.flops / work
     return Fit(
         context,

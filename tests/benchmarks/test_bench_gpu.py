@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from base_model.decoder import Decoder
+from benchmarks import gpu
 from benchmarks._gpu_bases import SHAPES_OF_BASES, Shape, random_decoder, random_modules, sampling_backbone
 from benchmarks._gpu_kernels import measure_kernels
 from benchmarks._gpu_parts import PROMPT, bytes_read, measure_gap, measure_training, random_adapters, rows_of
@@ -138,6 +139,28 @@ def test_the_gap_in_float32_is_rounding_and_in_bfloat16_is_not(device: str) -> N
     ]
     assert gaps[0]["gap"] < 1e-4 < gaps[1]["gap"] < 0.1
     assert gaps[0]["tokens"] > 64
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--kernels flex foo", "flex or varlen"),
+        ("--kernels flex,varlen", "flex or varlen"),
+        ("--device foo", "error: --device=foo: torch finds no such device here"),
+        ("--json /nowhere/found.json", "is no file that can be written"),
+    ],
+)
+def test_what_cannot_be_measured_or_written_is_refused_before_anything_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str, said: str
+) -> None:
+    def measure(*_: object) -> None:
+        raise AssertionError("it measured something")
+
+    monkeypatch.setattr(gpu, "report", measure)
+    monkeypatch.setattr(sys, "argv", ["gpu", *(wrong if "--device" in wrong else f"--device cpu {wrong}").split()])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert said in f"{ended.value.code} {capsys.readouterr().err}"
 
 
 @pytest.mark.slow

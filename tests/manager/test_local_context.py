@@ -13,6 +13,7 @@ from common.settings import TINY
 from harness.bases import QWEN3_06B
 from manager_service.cli.plan import plan_for, settings_of
 from manager_service.local.context import Chosen, by_default, choose
+from manager_service.local.devices import arrange
 from manager_service.local.engines import parse_gpu
 from manager_service.local.gpus import Gpu, LocalWorker
 from rollout_service.embedded.pools import EngineLimits, Pools
@@ -74,6 +75,18 @@ def test_nothing_is_chosen_where_all_fits_or_something_is_wrong(qwen: Path) -> N
         assert "MARLAAS_ROLLOUT_KV_BYTES" not in choose(large | wrong, WORKERS, {}, []).settings, (
             "its service says what is wrong"
         )
+
+
+def test_a_context_above_every_base_models_own_is_told_in_a_line(qwen: Path) -> None:
+    def told(bases: str, context: str) -> list[str]:
+        lines = arrange({"MARLAAS_BASE_MODELS": bases, "MARLAAS_MAX_CONTEXT": context}, []).lines
+        return [line for line in lines if "MARLAAS_MAX_CONTEXT=" in line]
+
+    (line,) = told("tiny", "100000")
+    assert line.startswith("MARLAAS_MAX_CONTEXT=100000 is above 2048")
+    assert told("tiny", "2048") == told(f"tiny,qwen={qwen}", "40960") == []
+    (memory,) = chosen(qwen, 128, MAX_CONTEXT="100000").lines
+    assert memory.startswith("context 40,960;"), "memory is for what is served"
 
 
 # ---- by the memory at hand ------------------------------------------------------------------------------------------

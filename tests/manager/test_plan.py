@@ -14,13 +14,23 @@ from base_model.decoder import Decoder, DecoderConfig
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
 from common.footprint import kept_per_token, training_bytes, weights_of_rank
-from common.settings import KNOWN, TINY
+from common.settings import KNOWN, TINY, Settings
 from common.weight_files import read_weights
 from harness.bases import QWEN3_06B, make_random_base
+from manager_service.api.hyperparameters import parse_hyperparameters
 from manager_service.cli.main import app
-from manager_service.cli.plan import plan_for, settings_of
+from manager_service.cli.plan import LEAST_CONTEXT, plan_for, settings_of, windows_of
 from manager_service.local import engines, sharing
-from manager_service.local.engines import CORE, GPUS, REACHED, Load, PlannedEngine, max_lora_rank, parse_gpu
+from manager_service.local.engines import (
+    CORE,
+    GPUS,
+    REACHED,
+    Load,
+    PlannedEngine,
+    max_lora_rank,
+    parse_gpu,
+    trained_flops,
+)
 from manager_service.local.gpus import Needs, chosen_seats, parse_devices
 from manager_service.local.plan import (
     MICRO_BATCH_TOKENS,
@@ -270,6 +280,46 @@ def test_the_best_split_has_the_fastest_slower_half(qwen: Path) -> None:
     assert fit.split.workers > fit.split.ranks, "sampling is the slower one, so it has more devices"
 
 
+def test_a_trained_token_attends_to_half_of_its_row_or_to_a_window(qwen: Path) -> None:
+    shape, tokens = shape_of(qwen), 4096
+    weights, of_position = 2 * shape.num_active, 4 * shape.num_heads * shape.head_dim
+    windows = [512 if layer % 2 else None for layer in range(shape.num_layers)]
+    seen = sum(min(1 + before, window or tokens) for window in windows for before in range(tokens)) / tokens
+    assert trained_flops(shape, tokens, windows=windows) == pytest.approx(2 * weights + 3 * of_position * seen)
+
+    # By hand: 28 layers of 16 heads of 128, and half of 40,960 positions
+    whole, again = (trained_flops(shape, 40_960, again=part) for part in (0.0, 1.0))
+    assert again - whole == pytest.approx(1.19e9 + 4.70e9, rel=0.01), "a forward"
+
+
+def test_a_long_context_is_trained_slowly_and_sliding_windows_help(qwen: Path) -> None:
+    short, *_, long = plan_of(qwen, "h100", num_devices=8)
+    assert long.most_trained_per_s / long.split.ranks < short.most_trained_per_s / short.split.ranks / 5
+    (windowed,) = plan_of(qwen, "h100", num_devices=8, context=40_960, windows=[512] * 28)
+    assert windowed.most_trained_per_s / windowed.split.ranks > 3 * long.most_trained_per_s / long.split.ranks
+
+
+def test_sliding_windows_are_those_of_the_layers(tmp_path: Path) -> None:
+    from transformers import Gemma3TextConfig, MistralConfig, Qwen3Config
+
+    gemma = Gemma3TextConfig(num_hidden_layers=7, sliding_window=512)
+    assert windows_of(gemma) == [512, 512, 512, 512, 512, None, 512]
+    assert windows_of(MistralConfig(num_hidden_layers=2, sliding_window=256)) == [256, 256]
+    assert windows_of(Qwen3Config(num_hidden_layers=2)) == [None, None]
+
+
+def test_one_gpu_says_how_sampling_and_training_share_it(qwen: Path) -> None:
+    found = plan_for(str(qwen), gpu="24GB")
+    fit = found.chosen
+    assert fit is not None
+    seconds = [1 / fit.tokens_per_s, 1 / fit.trained_per_s]  # of a token
+    assert fit.sampling_share == pytest.approx(seconds[0] / sum(seconds))
+    printed = " ".join(run(str(qwen), "--gpu", "24GB")[1].split())
+    assert f"{fit.sampling_share:.0%} of its time sampling" in printed
+    assert f"{1 / sum(seconds):,.0f} tokens/s go through both" in printed
+    assert "a core" not in printed and "one core" in " ".join(run(str(qwen))[1].split())
+
+
 def test_one_gpu_for_both_gives_vllm_what_the_trainer_leaves(qwen: Path) -> None:
     for fit in vllm_plan(shape_of(qwen), "24GB", 1).fits:
         assert fit.training.total + fit.fraction * 24e9 <= 0.95 * 24e9
@@ -299,8 +349,52 @@ def test_the_command_prints_settings_that_make_services_take_that(qwen: Path) ->
 def test_the_command_says_what_helps_where_nothing_fits(qwen: Path) -> None:
     status, printed = run(str(qwen), "--gpu", "2GB")
     assert status == 1 and "two copies of the weights are more than the memory" in printed
-    status, printed = run(str(qwen), "--gpu", "6GB", "--context", "40960")
-    assert status == 1 and "a context of 40,960 does not fit" in printed and "--gpus 2" in printed
+    status, printed = run(str(qwen), "--gpu", "8GB", "--context", "40960")
+    assert status == 1 and "a context of 40,960 does not fit" in printed and "a shorter --context" in printed
+    assert "--gpus" not in printed, "each rank of a trainer keeps a whole row"
+
+
+def test_it_advises_no_shorter_context_where_none_fits(qwen: Path) -> None:
+    larger(qwen, QWEN3_30B_A3B)
+    status, printed = run(str(qwen), "--gpu", "h200")
+    assert status == 1 and "no context fits, however short" in printed
+    assert "--context" not in printed and "more GPUs (--gpus 2)" in printed
+    assert run(str(qwen), "--gpu", "h200", "--gpus", "2")[0] == 0, "as it advises"
+
+
+def test_vllm_on_a_cpu_is_planned_for_what_it_computes_there_alone(qwen: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    for case, reason in ((sizes, "head_dim 16"), (QWEN3_30B_A3B, "a mixture of experts")):
+        larger(qwen, case)
+        with pytest.raises(InvalidInput, match=f"on a CPU vLLM does not compute {reason}"):
+            plan_for(str(qwen), gpu=None, engine="vllm")
+
+
+def test_a_context_below_the_least_setting_is_served_without_one(qwen: Path) -> None:
+    larger(qwen, {"max_position_embeddings": 32})
+    plan = plan_for(str(qwen), gpu="24GB")
+    assert plan.chosen is not None and plan.chosen.context == 32
+    assert "MARLAAS_MAX_CONTEXT" not in settings_of(plan, plan.chosen)
+    assert Settings(max_context=LEAST_CONTEXT).max_context == 64
+    with pytest.raises(ValueError, match="64"):
+        Settings(max_context=LEAST_CONTEXT - 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "reason"),
+    [("/nowhere", "24GB", "no such folder"), ("", "0GB", "0GB"), ("", "0.0 GiB", "a size such as 24GB")],
+)
+def test_nonsense_is_refused(qwen: Path, model: str, gpu: str, reason: str) -> None:
+    with pytest.raises(InvalidInput, match=reason):
+        plan_for(model or str(qwen), gpu=gpu)
+
+
+def test_a_rank_is_one_that_jobs_may_have(qwen: Path) -> None:
+    assert run(str(qwen), "--gpu", "24GB", "--rank", "512")[0] == 0
+    assert run(str(qwen), "--gpu", "24GB", "--rank", "513")[0] == 2
+    assert parse_hyperparameters({"lora_rank": 512}).lora_rank == 512
+    with pytest.raises(InvalidInput, match="lora_rank"):
+        parse_hyperparameters({"lora_rank": 513})
 
 
 def limited(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
@@ -324,7 +418,7 @@ def test_the_guide_has_what_the_command_prints(
     larger(qwen, sizes)
     rows = [line for line in run(str(qwen), *options.split())[1].splitlines() if re.match(r" *[0-9]+,[0-9]{3} ", line)]
     assert len(rows) == 7
-    assert not [row for row in rows if row.rstrip() not in GUIDE]
+    assert not [row for row in rows if f"    {row.rstrip()}\n" not in GUIDE]
 
 
 def test_workers_take_the_gpus_that_the_plan_gives_them(qwen: Path) -> None:
@@ -379,8 +473,9 @@ def test_what_our_decoder_lacks_is_planned_for_both_engines(qwen: Path) -> None:
 def test_the_command_names_what_trainers_refuse(qwen: Path, sizes: dict[str, Any], reason: str) -> None:
     larger(qwen, sizes)
     for engine in ("torch", "vllm"):
-        with pytest.raises(InvalidInput, match=reason):
+        with pytest.raises(InvalidInput, match=reason) as refused:
             plan_for(str(qwen), gpu="80GB", engine=engine)
+        assert "\n" not in str(refused.value)
 
 
 def test_a_cpu_in_a_container_has_what_its_control_group_allows(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:

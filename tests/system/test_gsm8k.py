@@ -1,5 +1,6 @@
 """`examples.gsm8k`: GSM8K's rows become items, and the base model starts with what fits."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import pytest
 
 from common.errors import InvalidInput
 from common.settings import TINY
-from examples.gsm8k import as_item, read_rows, settings_for
+from examples.gsm8k import as_item, chat_command, main, read_rows, start_for
+from tests.support.forked import running
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = {"question": "Two and 1,000?", "answer": "2 + 1000 = <<2+1000=1002>>1002\n#### 1,002"}
@@ -40,18 +42,57 @@ def test_what_is_no_row_is_named(tmp_path: Path) -> None:
 
 
 def test_a_gpu_gets_what_the_plan_chooses() -> None:
-    assert settings_for(str(TINY), None) == ({"MARLAAS_BASE_MODELS": f"q={TINY}"}, 1)
-    planned, workers = settings_for(str(TINY), "24GB")
-    assert planned["MARLAAS_MAX_CONTEXT"] == "2048" and planned["MARLAAS_TRAINER_DEVICE"] == "cuda" and workers == 1
+    assert start_for(str(TINY), None) == ({"MARLAAS_BASE_MODELS": f"q={TINY}"}, 1, 2048)
+    planned, workers, context = start_for(str(TINY), "24GB")
+    assert planned["MARLAAS_MAX_CONTEXT"] == "2048" and planned["MARLAAS_TRAINER_DEVICE"] == "cuda"
+    assert (workers, context) == (1, 2048)
     with pytest.raises(InvalidInput, match="does not fit on 1GB"):
-        settings_for(str(TINY), "1GB")
+        start_for(str(TINY), "1GB")
+    with pytest.raises(InvalidInput, match="name the GPUs with --gpu"):
+        start_for(str(TINY), None, gpus=2)
 
 
 def test_eight_gpus_get_as_many_workers_as_the_plan_has() -> None:
-    planned, workers = settings_for(str(TINY), "24GB", gpus=8, engine="vllm")
+    planned, workers, _ = start_for(str(TINY), "24GB", gpus=8, engine="vllm")
     first, last = planned["MARLAAS_DEVICES"].partition(",")[0].removeprefix("rollout:").split("-")
     assert planned["MARLAAS_ENGINE"] == "vllm" and workers == int(last) - int(first) + 1 > 1
-    assert settings_for(str(TINY), None, engine="vllm")[0]["MARLAAS_ENGINE"] == "vllm"
+    assert start_for(str(TINY), None, engine="vllm").settings["MARLAAS_ENGINE"] == "vllm"
+
+
+def test_another_folder_of_data_stands_in_the_commands() -> None:
+    assert chat_command("ft:q", Path(".marlaas")) == "marlaas chat ft:q"
+    assert chat_command("ft:q", Path("my data")) == "marlaas chat ft:q --data 'my data'"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (f"--base {TINY} --tokens 5000", "--tokens 5000 leaves no room for a prompt in a context of 2048"),
+        (f"--base {TINY} --steps 0", "max_steps"),
+        (f"--base {TINY} --gpus 2", "name the GPUs with --gpu"),
+        ("--gpus 2", "go with --base"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_line_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, said: str
+) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps(ROW) + "\n")
+    data = tmp_path / "data"
+    monkeypatch.setattr(sys, "argv", ["gsm8k", "--file", str(file), "--data", str(data), *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert said in f"{ended.value.code} {capsys.readouterr().err}" and not data.exists()
+
+
+async def test_what_the_api_refuses_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text(json.dumps(ROW) + "\n")
+    async with running(tmp_path / "data"):
+        argv = ["gsm8k", "--file", str(file), "--data", str(tmp_path / "data"), "--model", "nobody"]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit, match=r"^error: .*nobody"):
+            await asyncio.to_thread(main)
 
 
 def test_items_are_written_for_the_command_line(tmp_path: Path) -> None:

@@ -3,12 +3,18 @@
 import asyncio
 import json
 import os
+import re
+import shutil
 import sys
 from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from common.settings import TINY
+from common.text.tokens import ChatTokenizer
 from tests.support.forked import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -21,8 +27,11 @@ PROGRAMS = {"python": [sys.executable], "marlaas": [sys.executable, "-m", "manag
 async def follow(line: str, folder: Path, **instead: str) -> str:
     """Does what a line of the guide says, in a folder, with other words `instead` of some of its own; what it prints."""
     assert f"    {line}\n" in GUIDE, "the guide says something else"
-    program, *words = line.split()
-    command = [*PROGRAMS[program], *(instead.get(word, word) for word in words)]
+    return await printed_by([instead.get(word, word) for word in line.split()], folder)
+
+
+async def printed_by(words: list[str], folder: Path) -> str:
+    command = [*PROGRAMS[words[0]], *words[1:]]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     run = await asyncio.create_subprocess_exec(*command, cwd=folder, env=environment, stdout=PIPE, stderr=STDOUT)
     printed, _ = await asyncio.wait_for(run.communicate(), 200)
@@ -43,7 +52,10 @@ async def test_from_a_folder_to_a_trained_model_in_two_commands(base: Path) -> N
     assert "marlaas up" in await follow("marlaas plan /tmp/q", base.parent, **here)
     short = "python -m examples.gsm8k --base /tmp/q --file train.jsonl --steps 1 --batch 2 --group 4 --tokens 16"
     printed = await follow(short, base.parent, **here)
-    assert "is trained: marlaas chat" in printed
+    up, chat = (line.strip() for line in printed.splitlines() if line.startswith("  "))
+    assert up == f"MARLAAS_BASE_MODELS=q={base} marlaas up", "what it was started with"
+    async with running(base.parent / ".marlaas", environment={"MARLAAS_BASE_MODELS": f"q={base}"}):
+        await printed_by([*chat.split(), "hello", "--max-tokens", "2"], base.parent)
 
 
 async def test_the_same_in_pieces_on_a_cluster_that_stays(base: Path) -> None:
@@ -57,3 +69,30 @@ async def test_the_same_in_pieces_on_a_cluster_that_stays(base: Path) -> None:
         short = {"max_steps=100": "max_steps=1", "max_tokens=512": "max_tokens=16"}
         printed = await follow(long, base.parent, **short)
         assert "succeeded" in printed
+
+
+def test_gemmas_language_model_is_taken_out_of_the_one_with_vision(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # here: it takes seconds
+
+    from base_model.modules import load_model
+
+    # Given a Gemma 3 with vision, small and random
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 272, "max_position_embeddings": 256}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    whole: Any = Gemma3ForConditionalGeneration(config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / file, tmp_path / "whole")
+
+    # When one does what the guide says
+    lines = re.findall(r"(?m)^    ((?:from transformers|whole = |text|AutoTokenizer).*)$", GUIDE)
+    recipe = "\n".join(lines).replace("google/gemma-3-4b-it", str(tmp_path / "whole"))
+    exec(recipe.replace("gemma-3-4b-text", str(tmp_path / "text")), {})
+
+    # Then trainers and engines load what it leaves, and it has the same scores
+    found = load_model(tmp_path / "text", device="cpu", dtype=torch.float32)
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(found(input_ids=ids).logits, whole(input_ids=ids).logits)
+    assert ChatTokenizer.load(tmp_path / "text").context == 256
