@@ -148,7 +148,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"method": method(compute_multiplier=2)}, f"{HYPER}.compute_multiplier", "only 1 is possible"),
     ({"method": method(reasoning_effort="high")}, f"{HYPER}.reasoning_effort", 'only "default"'),
-    ({"method": method(lora_targets=["q_prj"])}, f"{HYPER}.lora_targets", "did you mean 'q_proj'?"),
+    ({"method": method(lora_targets=["q_prj"])}, f"{HYPER}.lora_targets", "it has q_proj, k_proj"),
     ({"method": method(lora_targets=["lm_head"])}, f"{HYPER}.lora_targets", "not the name of a linear layer"),
     ({"method": method(priority=1.5)}, f"{HYPER}.priority", "valid integer, not 1.5"),
     ({"method": method(priority=101)}, f"{HYPER}.priority", "less than or equal to 100, not 101"),
