@@ -225,7 +225,7 @@ def notes(peak: tuple[float, float], *, judged: bool) -> list[str]:
     return found
 
 
-def kernels(text: str) -> str:
+def kernel_names(text: str) -> str:
     """An option's names of kernels, as MARLAAS_TRAINER_KERNELS has them."""
     try:
         return ",".join(TrainerSettings(trainer_kernels=text).kernels)
@@ -246,7 +246,7 @@ def options() -> Any:
     )
     known.add_argument(
         "--kernels",
-        type=kernels,
+        type=kernel_names,
         nargs="*",
         default=KERNELS,
         metavar="NAMES",

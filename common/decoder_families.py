@@ -10,7 +10,7 @@ from common.weight_files import stored_shapes
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
 NORMS = ("input_layernorm", "post_attention_layernorm")
-HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+NORMS_OF_HEADS = ("self_attn.q_norm", "self_attn.k_norm")
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -92,7 +92,7 @@ def _needed(shape: BaseShape) -> Shapes:
     found: Shapes = {f"{name}.weight": sizes for name, sizes in shape.linear_shapes.items()}
     found |= {f"layers.{n}.{name}.weight": (shape.hidden,) for n in layers for name in NORMS}
     if shape.head_norms:
-        found |= {f"layers.{n}.{name}.weight": (shape.head_dim,) for n in layers for name in HEAD_NORMS}
+        found |= {f"layers.{n}.{name}.weight": (shape.head_dim,) for n in layers for name in NORMS_OF_HEADS}
     tables = ("embed_tokens.weight",) if shape.tied else ("embed_tokens.weight", "lm_head.weight")
     return found | dict.fromkeys(tables, (shape.vocab, shape.hidden)) | {"norm.weight": (shape.hidden,)}
 

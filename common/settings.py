@@ -42,6 +42,8 @@ _KNOWN = (
 KNOWN = frozenset(_KNOWN.split())
 """The settings of all services, so that each can refuse a misspelt one without importing the others."""
 
+LEAST_CONTEXT = 64
+"""The least context that MARLAAS_MAX_CONTEXT may ask for, in tokens."""
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 
 
@@ -60,7 +62,7 @@ class Settings(BaseSettings):
     """name=path or name=hub/name, with @revision if it is pinned, comma-separated; the name `tiny` alone is the one that ships."""
     base_model: str = ""
     """The one of `base_models` that this worker serves. Empty: the first."""
-    max_context: int | None = Field(default=None, ge=64)
+    max_context: int | None = Field(default=None, ge=LEAST_CONTEXT)
     """The most tokens of a conversation, the model's included, where the base model's own context is longer. The same for all services."""
     lease_s: float = Field(default=10.0, gt=0)
     """Work that did not advance for this long is taken over by another worker."""

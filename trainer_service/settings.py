@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from common.settings import Settings, dtype_on
 
-KERNELS = {
+DEVICE_KERNELS = {
     "flex": "attention",
     "varlen": "attention",
     "liger": "what stands between products",
@@ -60,7 +60,7 @@ class TrainerSettings(Settings):
     @field_validator("trainer_kernels")
     @classmethod
     def _are_known(cls, value: str) -> str:
-        computed = [KERNELS.get(name) for name in _names(value)]
+        computed = [DEVICE_KERNELS.get(name) for name in _names(value)]
         if None in computed or len(set(computed)) < len(computed):
             raise ValueError("flex or varlen, and liger or compile, comma-separated")
         return value

@@ -12,8 +12,8 @@ from common.decoder_families import check_shapes, unsupported
 from common.errors import InvalidInput
 from common.host_memory import host_limit
 from common.modules_families import unsupported_by_modules
-from common.settings import Settings, resolve_config
-from common.text.model_folder import read_json
+from common.settings import LEAST_CONTEXT, Settings, resolve_config
+from common.text.model_folder import read_config
 from common.vllm_families import unsupported_on_cpu
 from manager_service.local.engines import CORE, LORA_RANKS, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
 from manager_service.local.plan import DeviceSplit, Fit, Plan, fits, make_plan
@@ -32,8 +32,6 @@ COLUMNS = (
 OWNERS = ("rollout GPUs", "trainer GPUs")
 TRAINED = ("trained/s at most", "expected")
 EngineName = Literal["torch", "vllm"]
-LEAST_CONTEXT = 64
-"""The least that MARLAAS_MAX_CONTEXT may be."""
 MOST_GPUS = 64
 
 
@@ -111,8 +109,7 @@ def _folder_of(where: str) -> Path:
 
 def read_shape(folder: Path) -> tuple[dict[str, Any], BaseShape]:
     """A model's configuration and its sizes. Raises InvalidInput for sizes that are not known here, or not those of its weights."""
-    shape = BaseShape.load(folder)
-    config = read_json(folder / "config.json")
+    config, shape = read_config(folder), BaseShape.load(folder)
     if not any(unsupported(config)):
         check_shapes(folder, shape)
     return config, shape

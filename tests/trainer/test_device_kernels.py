@@ -26,7 +26,7 @@ from trainer_service.backbone.device_kernels.flex import flex_packed
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.ranks.leader import begin_of
-from trainer_service.settings import KERNELS, TrainerSettings
+from trainer_service.settings import DEVICE_KERNELS, TrainerSettings
 
 D = 16
 """A head's size that kernels take on CUDA."""
@@ -59,7 +59,7 @@ def test_flex_attention_sees_what_the_plain_path_sees(window: int | None, device
     for each in given:
         each.requires_grad_(learns)
 
-    found, _ = flex_packed(torch.nn.Module(), *given, None, packed=pack, scaling=0.3, sliding_window=window)
+    found = flex_packed(pack, *given, window, 0.3)
     assert_as_written_out(found, given, window)
 
 
@@ -95,7 +95,7 @@ def test_varlen_attention_sees_what_the_plain_path_sees(
     for each in given:
         each.requires_grad_()
 
-    found, _ = varlen.varlen_packed(torch.nn.Module(), *given, None, packed=packed, scaling=0.3, sliding_window=window)
+    found = varlen.varlen_packed(packed, *given, window, 0.3)
     assert_as_written_out(found, given, window, pack)
 
 
@@ -119,7 +119,7 @@ def test_varlen_attention_keeps_the_beginning_of_a_tree_once(monkeypatch: pytest
     q, k, v = (each.requires_grad_() for each in inputs(pack, torch.float32))
     kept: list[int] = []
     with saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        varlen.varlen_packed(torch.nn.Module(), q, k, v, None, packed=pack)
+        varlen.varlen_packed(pack, q, k, v, None, None)
     assert max(kept) <= H * D * len(pack.tokens_N)
 
 
@@ -147,7 +147,7 @@ def assert_computes_alike(changed: ModulesBackbone, plain: ModulesBackbone) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", DEVICE_KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_kernel_trains_as_the_plain_path_does(family: str, kernel: str, tmp_path: Path) -> None:
     if not torch.cuda.is_available():

@@ -63,7 +63,7 @@ def test_a_position_sees_its_row_as_far_as_the_window(
     pack = Pack.of(PACK, torch.device("cpu"))
     given = inputs(pack)
 
-    found, _ = packed_attention(torch.nn.Module(), *given, None, packed=pack, scaling=0.3, sliding_window=window)
+    found = packed_attention(pack, *given, window, 0.3)
     expected = written_out(PACK, window, *given)
 
     seed = torch.from_numpy(np.random.default_rng(2).normal(size=found.shape))
@@ -74,8 +74,7 @@ def test_a_position_sees_its_row_as_far_as_the_window(
 
 def test_masks_grow_with_the_length_of_a_row_and_not_with_its_square() -> None:
     pack = Pack.of([tree(100, 2000, 2000), tree(3000)], torch.device("cpu"))
-    packed_attention(torch.nn.Module(), *inputs(pack), None, packed=pack, sliding_window=64)
-    packed_attention(torch.nn.Module(), *inputs(pack), None, packed=pack)
-    assert pack.windows == {64, None}
+    packed_attention(pack, *inputs(pack), 64, None)
+    packed_attention(pack, *inputs(pack), None, None)
     masks: list[Tensor] = list(pack.known.values())
     assert len(masks) == 2 and all(mask.numel() <= MASK_QUERIES * (3000 + ALIGNED) for mask in masks)

@@ -110,33 +110,19 @@ def corner_mask(pack: Pack, window: int | None, dtype: torch.dtype) -> Tensor:
 
 
 def packed_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packed: Pack | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. `packed` comes with the call of the model.
-
-    Raises InvalidInput for an attention that this is not.
-    """
-    packed = passed_on(packed, others)
-    packed.windows.add(sliding_window)
-    attend = partial(_attended, pack=packed, window=sliding_window, scaling=scaling)
-    lengths = [span.length for span in packed.spans]
+    pack: Pack, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+) -> Tensor:
+    """See PackAttention."""
+    attend = partial(_attended, pack=pack, window=window, scaling=scaling)
+    lengths = [span.length for span in pack.spans]
     queries, keys, values = (each.split(lengths, dim=2) for each in (query, key, value))
     found: list[Tensor] = []
-    for span, q, k, v in zip(packed.spans, queries, keys, values, strict=True):
+    for span, q, k, v in zip(pack.spans, queries, keys, values, strict=True):
         first = slice(span.beginning)
         found.append(attend(q[:, :, first], k[:, :, first], v[:, :, first]))
         if span.branches:
             found.append(_Branches.apply(q, k, v, span, attend))  # pyright: ignore
-    return torch.cat(found, dim=2).transpose(1, 2), None
+    return torch.cat(found, dim=2).transpose(1, 2)
 
 
 class _Branches(torch.autograd.Function):
@@ -215,4 +201,30 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask_nm: Tensor | None, scaling: floa
     )
 
 
-AttentionInterface.register(NAME, torch.compiler.disable(packed_attention))  # pyright: ignore
+PackAttention = Callable[[Pack, Tensor, Tensor, Tensor, int | None, float | None], Tensor]
+"""Attends over a pack: query [1, H, N, D], key and value [1, K, N, D], a window or none, the scale of scores -> [1, N, H, D]."""
+
+
+def register(name: str, attend: PackAttention) -> None:
+    """Lets transformers' layers attend so, by this name. A call raises InvalidInput for an attention that a pack has not."""
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed: Pack | None = None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        pack = passed_on(packed, others)
+        pack.windows.add(sliding_window)
+        return attend(pack, query, key, value, sliding_window, scaling), None
+
+    AttentionInterface.register(name, torch.compiler.disable(attention))  # pyright: ignore
+
+
+register(NAME, packed_attention)

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from transformers import AttentionInterface
 
-from base_model.modules import passed_on
-from trainer_service.backbone.attention import Pack
+from trainer_service.backbone.attention import Pack, register
 
 NAME = "marlaas_flex"
 FAR = 1 << 30
@@ -21,24 +19,13 @@ _fused: Any = torch.compile(flex_attention, dynamic=True)
 
 
 def flex_packed(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packed: Pack | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """See `packed_attention`."""
-    packed = passed_on(packed, others)
-    packed.windows.add(sliding_window)
+    pack: Pack, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+) -> Tensor:
+    """See PackAttention."""
     attend = _fused if query.is_cuda else flex_attention
-    mask = packed.once(block_mask, sliding_window)
+    mask = pack.once(block_mask, window)
     found: Tensor = attend(query, key, value, block_mask=mask, scale=scaling, enable_gqa=query.shape[1] > key.shape[1])
-    return found.transpose(1, 2), None
+    return found.transpose(1, 2)
 
 
 def block_mask(pack: Pack, window: int | None) -> BlockMask:
@@ -61,4 +48,4 @@ def block_mask(pack: Pack, window: int | None) -> BlockMask:
     return create_block_mask(seen, None, None, length, length, device=device, _compile=compiled)
 
 
-AttentionInterface.register(NAME, torch.compiler.disable(flex_packed))  # pyright: ignore
+register(NAME, flex_packed)

@@ -11,17 +11,14 @@ Axes: N positions of a pack, m keys of all runs, S runs.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
 
-from base_model.modules import passed_on
-from trainer_service.backbone.attention import Pack
+from trainer_service.backbone.attention import Pack, register
 
 NAME = "marlaas_varlen"
 
@@ -58,26 +55,15 @@ def _cuts(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def varlen_packed(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    packed: Pack | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """See `packed_attention`."""
-    packed = passed_on(packed, others)
-    packed.windows.add(sliding_window)
-    runs = packed.once(AttentionRuns.of)
-    attend = partial(_attended, runs=runs, window=sliding_window, scaling=scaling)
+    pack: Pack, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+) -> Tensor:
+    """See PackAttention."""
+    runs = pack.once(AttentionRuns.of)
+    attend = partial(_attended, runs=runs, window=window, scaling=scaling)
     rows = [each[0].transpose(0, 1) for each in (query, key, value)]
     if runs.keys_m is not None:  # a branch's keys would be kept with the beginning's: they are gathered again
         attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
-    return attend(*rows)[None], None
+    return attend(*rows)[None]
 
 
 def _attended(
@@ -102,4 +88,4 @@ def _attended(
     return found
 
 
-AttentionInterface.register(NAME, torch.compiler.disable(varlen_packed))  # pyright: ignore
+register(NAME, varlen_packed)
