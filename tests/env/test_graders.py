@@ -165,12 +165,12 @@ def test_rouge_1_is_the_f_measure_of_words() -> None:
 
 
 def test_a_comparison_of_long_texts_ends_at_its_limit_and_the_next_one_works() -> None:
-    long = " ".join(str(n % 7) for n in range(10_000))[:20_000]
+    long = " ".join(str(n % 7) for n in range(3_000))
 
     async def both() -> float:
         comparer = TextComparer()
         with pytest.raises(GraderFailed, match="longer than"):
-            await compared(comparer, alike("rouge_l"), long, long[::-1], timeout_s=0.5)
+            await compared(comparer, alike("rouge_l"), long, long[::-1], timeout_s=0.1)
         found = await compared(comparer, alike("rouge_l"), "a b", "a b", timeout_s=20)
         await comparer.close()
         return found
