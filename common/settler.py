@@ -15,15 +15,7 @@ from common.bus import Bus, Out, Settlement
 from common.messages import DeadLetter
 from common.telemetry import Reporter
 
-GATHER_S, MOST_S = 0.001, 0.01
-"""Time between two scripts, and between two reads: for each delivery under way, and at most. Both cost nearly as much for one entry as for
-ten."""
 log = structlog.get_logger()
-
-
-def window_s(num_under_way: int) -> float:
-    """Seconds for which entries wait for others: none where no other is under way."""
-    return min(GATHER_S * num_under_way, MOST_S)
 
 
 class Settler:
@@ -33,12 +25,13 @@ class Settler:
         self,
         bus: Bus,
         reporter: Reporter,
-        num_under_way: Callable[[], int],
+        window_s: Callable[[], float],
         lost: Callable[[Sequence[Out]], None] = lambda _: None,
     ) -> None:
-        """`lost`: told of outputs that were not published."""
+        """`window_s`: seconds between the beginnings of two scripts, unless somebody waits for a reply. `lost`: told of outputs that were
+        not published."""
         self._bus = bus
-        self._num_under_way = num_under_way
+        self._window_s = window_s
         self._lost = lost
         self._reporter = reporter
         self._finished: list[Settlement] = []
@@ -49,8 +42,8 @@ class Settler:
 
     def add(self, settlement: Settlement) -> None:
         self._finished.append(settlement)
-        left_s = self._since_s + window_s(self._num_under_way()) - time.monotonic()
-        if left_s <= 0:
+        left_s = self._since_s + self._window_s() - time.monotonic()
+        if left_s <= 0 or _is_waited_for(settlement):
             self._due.set()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(left_s, self._due.set)
@@ -80,3 +73,8 @@ class Settler:
         self._reporter.count("settle_s", (time.monotonic() - since) * len(done))
         self._reporter.count("settled", sum(done))
         self._reporter.count("lost_races", len(done) - sum(done))
+
+
+def _is_waited_for(settlement: Settlement) -> bool:
+    """Does an API replica wait for the reply, and a person behind it?"""
+    return bool(getattr(settlement.delivery.message, "reply_to", ""))

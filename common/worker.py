@@ -38,7 +38,7 @@ from common.errors import StoreUnavailable, Unavailable
 from common.fullness import MAX_MEMORY_USED, Gauge, memory_used
 from common.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
 from common.messages import AdapterNew, Cancel, Failure, Message
-from common.settler import Settler, window_s
+from common.settler import Settler
 from common.takeover import Takeover
 from common.tasks import beating, cancel_all, done_before, running
 from common.telemetry import KEEP_S, Reporter
@@ -50,6 +50,9 @@ REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
 FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
 """Pauses between two looks for leftovers: the first after a delivery has ended, since another often follows, and the longest."""
+GATHER_S = 0.002
+MOST_READ_S, MOST_SCRIPT_S = 0.01, 0.06
+"""The longest times between two reads, since a person may wait for what comes, and between two scripts that settle."""
 
 M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
@@ -97,6 +100,9 @@ class Habits:
     """Time in which work may finish after SIGTERM, before it is handed back."""
     progress_s: float = 0.0
     """Time between two writes of the progress of work under way, if the handler gives any; 0: none is kept."""
+    gather_s: float = GATHER_S
+    """Time between two reads, and between two scripts that settle, for each delivery under way. Both cost nearly as much for one entry as
+    for ten."""
     on_adapter_new: Callable[[AdapterNew], None] | None = None
 
 
@@ -129,7 +135,7 @@ class Worker:
         self._underway = Underway()
         self._voided = Voided()
         lost = [self._holds.unpublished] if self._holds else []
-        self._settler = Settler(bus, reporter, self._underway.__len__, *lost)
+        self._settler = Settler(bus, reporter, partial(self._window_s, MOST_SCRIPT_S), *lost)
         self._takeover = Takeover(
             bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
         )
@@ -178,9 +184,13 @@ class Worker:
         beside = 0 if self._takeover.is_short else min(self._habits.orphan_slots, self._underway.num_taken_over)
         return self._most + beside - len(self._underway)
 
+    def _window_s(self, most_s: float) -> float:
+        """Seconds for which entries wait for others: none where nothing is under way."""
+        return min(self._habits.gather_s * len(self._underway), most_s)
+
     async def _read(self) -> None:
         while True:
-            await self._underway.idle(self._read_s + window_s(len(self._underway)) - time.monotonic())
+            await self._underway.idle(self._read_s + self._window_s(MOST_READ_S) - time.monotonic())
             if self._takeover.running_alone or self._free <= 0:
                 self._drained = False  # what comes meanwhile is read in order
             if self._takeover.running_alone:

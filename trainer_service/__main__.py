@@ -77,7 +77,7 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
         handler,
         [own, Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
         About(settings.trainer_slots, fingerprint=bits, resident=handler.resident, counters=handler.counters),
-        Habits(drain_s=DRAIN_S, has_room=handler.has_room, takes_leftovers=handler.takes_leftovers),
+        Habits(drain_s=DRAIN_S, gather_s=0.0, has_room=handler.has_room, takes_leftovers=handler.takes_leftovers),
     )
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from common.bus import Bus, Delivery, Idle, Out, Progress
 from common.errors import StoreUnavailable, Unavailable
 from common.handlers import Beat
-from common.messages import Cancel, DeadLetter, Failure, Start
+from common.messages import Cancel, DeadLetter, EnvSpec, Failure, GradeRequest, Message, Start
 from common.streams import GROUP_ENV, Cell
 from common.takeover import is_suspect
 from common.telemetry import About, Reporter
@@ -24,11 +24,17 @@ CELL = Cell("tiny")
 LEASE_S = 0.4
 
 
+def asked() -> GradeRequest:
+    return GradeRequest(
+        **start().about(), id="asked", env=EnvSpec("single_turn"), item={}, output_text="", reply_to="replies"
+    )
+
+
 @dataclass
 class Recorder:
     """A handler whose behaviour a test gives; it notes what it saw."""
 
-    act: Callable[[Start, Beat], Any]
+    act: Callable[[Any, Beat], Any]
     seen: list[str] = field(default_factory=list)
     most_at_once: int = 0
     running: int = 0
@@ -116,8 +122,8 @@ async def test_what_is_read_is_worked_on_and_settled(bus: Bus) -> None:
 async def test_a_busy_worker_reads_what_comes_one_by_one_together_and_an_idle_one_waits_for_nothing(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.settler.GATHER_S", 3600.0)
-    monkeypatch.setattr("common.settler.MOST_S", 3600.0)
+    monkeypatch.setattr("common.worker.MOST_READ_S", 3600.0)
+    monkeypatch.setattr("common.worker.MOST_SCRIPT_S", 3600.0)
     ended = asyncio.Event()
 
     async def first_until_told(message: Start, beat: Beat) -> None:
@@ -125,7 +131,7 @@ async def test_a_busy_worker_reads_what_comes_one_by_one_together_and_an_idle_on
 
     # Given a worker that was busy with one entry when others came
     handler = Recorder(first_until_told)
-    async with working(bus, handler, slots=8):
+    async with working(bus, handler, slots=8, gather_s=3600.0):
         await bus.publish([(CELL.env, start(0))])
         await until(lambda: handler.seen)
         for n in range(1, 5):
@@ -135,6 +141,28 @@ async def test_a_busy_worker_reads_what_comes_one_by_one_together_and_an_idle_on
         # When that ends, then all are read and settled without a window's delay
         ended.set()
         await until(lambda: length(bus, CELL.rollout, 5))
+
+
+async def test_a_reply_that_somebody_waits_for_is_settled_at_once_with_what_waits_for_others(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.MOST_SCRIPT_S", 3600.0)
+
+    async def first_for_ever(message: Message, beat: Beat) -> None:
+        await (asyncio.Event().wait() if message == start(0) else asyncio.sleep(0))
+
+    handler = Recorder(first_for_ever)
+    async with working(bus, handler, slots=8, gather_s=3600.0):
+        # Given a result that waits for others since the script for the one before
+        await bus.publish([(CELL.env, start(n)) for n in range(2)])
+        await until(lambda: length(bus, CELL.rollout, 1))
+        await bus.publish([(CELL.env, start(2))])
+        await until(lambda: len(handler.seen) == 3)
+        await asyncio.sleep(0.05)
+        assert await length(bus, CELL.rollout, 1)
+        # When a person's request ends, then both are settled
+        await bus.publish([(CELL.env, asked())])
+        await until(lambda: length(bus, CELL.rollout, 3))
 
 
 async def test_no_more_is_read_than_there_are_slots(bus: Bus) -> None:
