@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.paper.first_answers import first_answers
 from benchmarks.paper.results import JobFigures, Measured, Stretch, measured, rollout_engine, training_engine
 from benchmarks.paper.workloads import Workload
 from benchmarks.step_share import processor_s
@@ -24,6 +25,7 @@ from common.bus import Bus
 from common.messages import AdapterRef
 from common.objects import Objects
 from common.streams import Cell
+from common.tasks import running as running_tasks
 from harness.live import Api
 from harness.processes import core_wait_s, machine_cpu_s
 from manager_service.local.supervisor import LocalCluster, ServiceCommand, service_commands
@@ -74,13 +76,14 @@ async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[
         await asyncio.sleep(REPORTED_S)
         before = await seen(cluster, admin)
         start = time.time()
-        done = [train(tenant, workload.body(number, tenant.file, steps)) for number, tenant in enumerate(tenants)]
-        trained = dict(await asyncio.gather(*done))
+        async with answered(cluster, workload, n) as answers:
+            done = [train(tenant, workload.body(number, tenant.file, steps)) for number, tenant in enumerate(tenants)]
+            trained = dict(await asyncio.gather(*done))
         await asyncio.sleep(REPORTED_S)
         after = await seen(cluster, admin)
         spans = (await admin.get("/cluster/timeline", since=start))["data"]
         jobs = [
-            await job_figures(cluster, t, job, at, spans, steps)
+            await job_figures(cluster, t, job, at, spans, steps, answers[job])
             for t, (job, at) in zip(tenants, trained.items(), strict=True)
         ]
         stretches = stretches_of(list(trained), spans, start) if n <= SMALL else []
@@ -140,6 +143,17 @@ async def seen(cluster: LocalCluster, admin: Api) -> Seen:
     )
 
 
+@asynccontextmanager
+async def answered(cluster: LocalCluster, workload: Workload, num_jobs: int) -> AsyncGenerator[dict[str, float]]:
+    """When the first answer of each job has come, by job, in seconds since 1970."""
+    bus, found = Bus.connect(cluster.redis_url, Cell(workload.base_model)), dict[str, float]()
+    try:
+        async with running_tasks(first_answers(bus, num_jobs, found)):
+            yield found
+    finally:
+        await bus.close()
+
+
 async def recorded(cluster: LocalCluster, workload: Workload) -> Recording:
     bus = Bus.connect(cluster.redis_url, Cell(workload.base_model))
     try:
@@ -166,7 +180,7 @@ async def train(tenant: Tenant, body: Mapping[str, Any]) -> tuple[str, float]:
 
 
 async def job_figures(
-    cluster: LocalCluster, tenant: Tenant, job: str, submitted: float, spans: list[Any], steps: int
+    cluster: LocalCluster, tenant: Tenant, job: str, submitted: float, spans: list[Any], steps: int, answer_s: float
 ) -> JobFigures:
     """Figures of a job, with times since 1970."""
     store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
@@ -178,6 +192,7 @@ async def job_figures(
     return JobFigures(
         submitted_s=submitted,
         first_s=first_s,
+        answer_s=answer_s,
         versions_s=[first_s, *(manifest.created_at for manifest in manifests[1:])],
         rewards=[metric(manifest, "reward_mean") for manifest in manifests[1:]],
         tokens=round(sum(metric(manifest, "trained_tokens") for manifest in manifests[1:])),
@@ -192,7 +207,7 @@ def metric(manifest: Manifest, name: str) -> float:
 
 def since(job: JobFigures, start: float) -> JobFigures:
     """The figures with times since `start`."""
-    times = {"submitted_s": job.submitted_s - start, "first_s": job.first_s - start}
+    times = {name: getattr(job, name) - start for name in ("submitted_s", "first_s", "answer_s")}
     return msgspec.structs.replace(job, **times, versions_s=[at - start for at in job.versions_s])
 
 

@@ -16,6 +16,7 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     submitted_s: float
     first_s: float  # its first turn at the rollout engine
+    answer_s: float | None = None  # the end of the first of its turns that ended
     versions_s: list[float]  # when each was committed; version 0 when it first sampled
     rewards: list[float]  # of each step's batch, mean
     tokens: int  # prompt and sampled ones of its trained trajectories
@@ -29,6 +30,10 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
         return self.versions_s[-1] - self.submitted_s
 
     @property
+    def until_answer_s(self) -> float | None:
+        return None if self.answer_s is None else self.answer_s - self.submitted_s
+
+    @property
     def step_times_s(self) -> list[float]:
         """Version to version."""
         return [later - at for at, later in pairwise(self.versions_s)]
@@ -36,7 +41,11 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
     def later(self, seconds: float) -> "JobFigures":
         """The same work, submitted at the start and begun later."""
         return msgspec.structs.replace(
-            self, submitted_s=0.0, first_s=self.first_s + seconds, versions_s=[at + seconds for at in self.versions_s]
+            self,
+            submitted_s=0.0,
+            first_s=self.first_s + seconds,
+            answer_s=None,
+            versions_s=[at + seconds for at in self.versions_s],
         )
 
 
@@ -93,6 +102,11 @@ class Measured(PolicyRun, frozen=True, kw_only=True):
         """Useful share of the time in which the busier engine was not waiting for a core; on a machine of its own, of all its time."""
         engine = self.bottleneck
         return engine.useful_s / max(self.makespan_s - engine.core_wait_s, engine.useful_s)
+
+    @property
+    def until_answers_s(self) -> list[float]:
+        """From each job's submission to its first answer, ascending; empty for runs in which that was not measured."""
+        return sorted(job.until_answer_s for job in self.jobs if job.until_answer_s is not None)
 
     def slowdowns(self, alone: "Measured") -> list[float]:
         """Each job's turnaround over that of a job alone."""

@@ -1,5 +1,6 @@
 """The figures as tables, and the goals."""
 
+import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -160,6 +161,12 @@ def own_goals(found: Found, run: Measured) -> list[Goal]:
         Goal(f"{what}: makespan over the bottleneck's work", run.makespan_s / bottleneck.busy_s, 1.15, more_is_better=False),
         Goal(f"{what}: Jain's index", run.jain, 0.95),
     ]  # fmt: skip
+    if run.workload == "single" and (answers := run.until_answers_s):
+        since = f"{what}: from submission to a job's first answer"
+        result += [
+            Goal(f"{since}, median", statistics.median(answers), 0.4, " s", more_is_better=False),
+            Goal(f"{since}, longest", answers[-1], 0.8, " s", more_is_better=False),
+        ]
     alone = found.alone(run)
     if alone is not None:
         slow = run.slowdowns(alone)

@@ -219,7 +219,7 @@ def test_two_jobs_on_real_processes() -> None:
         for number in range(2)
     ]
     assert [each.written for each in run.jobs] == expected, "answers are as long as the law says"
-    assert all(0 < each.first_s < each.versions_s[-1] for each in run.jobs)
+    assert all(0 < each.first_s < (each.answer_s or 0.0) < each.versions_s[-1] for each in run.jobs)
     assert 0 < run.rollout.useful_s <= run.rollout.busy_s < run.makespan_s
     assert 0 < run.trainer.useful_s <= run.trainer.busy_s < run.makespan_s
     assert {stretch.phase for stretch in run.stretches} == {"rollout", "env", "trainer"}
