@@ -15,7 +15,7 @@ beside it; `Redis` is all that Redis was sent (`total_net_input_bytes`), acknowl
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from common.bus import Bus, Out, Settlement
 from common.handlers import Beat
 from common.messages import EnvSpec, TurnRequest, TurnResult, Usage, f32, i32
 from common.objects import Objects
+from common.repeats import sent_once
 from common.settings import TINY
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
 from common.telemetry import About, Reporter
@@ -120,12 +121,12 @@ class CountingBus(Bus):
 
     counts: "Counter[str]"
 
-    async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:
-        result = await super().written(settlement, beat)
-        if result is not settlement:
-            for (_, message), fields in zip(result.outputs or (), result.fields or (), strict=True):
-                self._count(message, fields, short=result.refers_to is not None)
-        return result
+    def settling(self, settlements: Sequence[Settlement]) -> list[Any]:
+        fields = sent_once([fields for each in settlements for fields in each.fields or ()])
+        outputs = [(message, each) for each in settlements for _, message in each.outputs or ()]
+        for (message, each), sent in zip(outputs, fields, strict=True):
+            self._count(message, sent, short=each.refers_to is not None)
+        return super().settling(settlements)
 
     def fields_at(self, message: Any, path: str) -> list[Any]:
         fields = super().fields_at(message, path)

@@ -252,9 +252,7 @@ class Bus:
         if not settlements:
             return []
         finished = [each if each.fields else await self.written(each) for each in settlements]
-        arguments: list[Any] = [len(finished)]
-        for each in finished:
-            arguments += self._arguments(each)
+        arguments = self.settling(finished)
         calls: list[Awaitable[Any]] = []
 
         def call() -> Awaitable[Any]:
@@ -267,16 +265,21 @@ class Bus:
                 self._histories.published(each, entries)
         return [entries != 0 or len(calls) > 1 for entries in found]
 
-    def _arguments(self, settlement: Settlement) -> list[Any]:
-        """Arguments of the script that settles."""
-        delivery, outputs = settlement.delivery, settlement.outputs
-        progress = self.cell.partial(delivery.stream, delivery.entry)
-        num_outputs = -1 if outputs is None else len(outputs)
-        fate = self._histories.fate(settlement)
-        arguments = [delivery.stream, delivery.group, delivery.entry, progress, num_outputs, *fate]
-        for (stream, _), fields in zip(outputs or (), settlement.fields or (), strict=True):
-            instead = self.cell.instead_of(stream)
-            arguments += [stream, "=" if instead == stream else instead, len(fields), *fields]
+    def settling(self, settlements: Sequence[Settlement]) -> list[Any]:
+        """Arguments of the script that settles. A stream that is the one before is not named again."""
+        source, target = "", ""
+        sent = iter(sent_once([fields for each in settlements for fields in each.fields or ()]))
+        arguments: list[Any] = [self.cell.key(""), len(settlements)]
+        for each in settlements:
+            delivery, outputs = each.delivery, each.outputs
+            arguments += [""] if delivery.stream == source else [self.cell.name_of(delivery.stream), delivery.group]
+            arguments += [delivery.entry, -1 if outputs is None else len(outputs), *self._histories.fate(each)]
+            source = delivery.stream
+            for stream, _ in outputs or ():
+                fields, name = next(sent), self.cell.name_of(stream)
+                instead = self.cell.name_of(self.cell.instead_of(stream))
+                arguments += ["" if name == target else name, "=" if instead == name else instead, len(fields), *fields]
+                target = name
         return arguments
 
     async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:
@@ -290,7 +293,7 @@ class Bus:
             fields = [*await self._payloads.fields(short, beat), *self._histories.field(history)]
             return Settlement(delivery, outputs, [fields], history)
         fields = [await self._payloads.fields(message, beat) for _, message in outputs]
-        return Settlement(delivery, outputs, sent_once(fields))
+        return Settlement(delivery, outputs, fields)
 
     async def publish(self, outs: Iterable[Out]) -> None:
         """Appends messages that answer no delivery. After a lost reply an entry may stand twice; ids make that harmless."""

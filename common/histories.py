@@ -86,9 +86,9 @@ class Histories:
         return History(key, begun.num + 1 if begun else 1, delivery.entry)
 
     def field(self, history: History) -> list[Any]:
-        """Says in an entry to what it refers. A history's name ends with its first entry."""
-        name = history.key.removeprefix(self._cell.history(""))
-        return ["history", f"{history.num} {name}{'' if history.num == 1 else ' ' + history.entry}"]
+        """Says in an entry to what it refers."""
+        name, newest = self._name_of(history), "" if history.num == 1 else f" {history.entry}"
+        return ["history", f"{history.num} {name}{newest}"]
 
     def published(self, settlement: Settlement, entries: Sequence[bytes | None]) -> None:
         """Remembers turns that became these entries: what follows on one refers to it."""
@@ -103,14 +103,18 @@ class Histories:
             self._known.popitem(last=False)
 
     def fate(self, settlement: Settlement) -> tuple[str, str]:
-        """The key of the input's history, and what becomes of it, as the script takes them."""
+        """The name of the input's history, and what becomes of it, as the script takes them."""
         history = settlement.delivery.history
         if settlement.refers_to is not None:
-            return settlement.refers_to.key, "on"
+            return self._name_of(settlement.refers_to), "on"
         if history is None or settlement.outputs is None:
             return "", ""
         self._known.pop(history.key, None)
-        return history.key, "ends"
+        return self._name_of(history), "ends"
+
+    def _name_of(self, history: History) -> str:
+        """It ends with its first entry."""
+        return history.key.removeprefix(self._cell.history(""))
 
     def _begun(self, history: History) -> KnownHistory | None:
         """The known beginning of it; None if Redis went back in time, and has another entry in its place."""

@@ -1,28 +1,34 @@
 """The scripts of the bus. Redis runs each as one, and nothing else meanwhile."""
 
-# KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: number of inputs, then for each input:
-# stream, group, entry, key of its progress, number of outputs (-1: the entry once more, as it is), key of its history ("": none) and
-# what becomes of that ("on": the entry's payload is its next item, with the entry's id behind it; "ends": it is deleted), then for
-# each output: stream, the stream in its place if it does not exist ("=": the same, "": none), number of fields, fields; in place of these
-# "like" (see repeats.py), with how many bytes the payload before it begins, and ends, as this one does, and what is between.
+# KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: what the cell's keys begin with, number of inputs, then for
+# each input: stream, group, entry, number of outputs (-1: the entry once more, as it is), name of its history ("": none) and what
+# becomes of that ("on": the entry's payload is its next item, with the entry's id behind it; "ends": it is deleted), then for each
+# output: stream, the stream in its place if it does not exist ("=": the same, "": none), number of fields, fields. Streams are named
+# without the cell's beginning; "" is the one before, of an input with the same group. "like" in place of "payload" (see repeats.py): with
+# how many bytes the payload before it begins, and ends, as this one does, and what is between.
 # Above its memory limit Redis refuses a script's first write if that needs memory, and none after it: so the DEL comes first. The
 # outputs come before the acknowledgement, so that no failure between them loses the input. An entry whose group is gone is not pending.
 # Returns for each input its outputs' entries, of which one that went nowhere is nil; 0 if it is not pending.
 SETTLE = """
 local at = 1
 local function take() at = at + 1; return ARGV[at - 1] end
-local settled, payload = {}, ''
+local cell, num, settled, payload = take(), tonumber(take()), {}, ''
 local function entry_of(fields)
   if fields[1] == 'like' then
     local head, tail = tonumber(fields[2]), tonumber(fields[3])
-    fields = {'payload', string.sub(payload, 1, head) .. fields[4] .. string.sub(payload, #payload - tail + 1)}
+    local whole = string.sub(payload, 1, head) .. fields[4] .. string.sub(payload, #payload - tail + 1)
+    fields = {'payload', whole, unpack(fields, 5)}
   end
   if fields[1] == 'payload' then payload = fields[2] end
   return fields
 end
-for n = 1, tonumber(take()) do
-  local stream, group, entry, progress, outputs = take(), take(), take(), take(), tonumber(take())
-  local history, becomes, entries = take(), take(), {}
+local input, group, output
+for n = 1, num do
+  local name = take()
+  if name ~= '' then input, group = name, take() end
+  local stream, entry, outputs = cell .. input, take(), tonumber(take())
+  local history, becomes, entries = cell .. 'history:' .. take(), take(), {}
+  local progress = cell .. 'partial:' .. input .. ':' .. entry
   local rows = redis.pcall('XPENDING', stream, group, entry, entry, 1)
   if rows.err and not string.find(rows.err, 'NOGROUP', 1, true) then return rows end
   local open = #rows == 1
@@ -35,13 +41,14 @@ for n = 1, tonumber(take()) do
     end
   end
   for _ = 1, outputs do
-    local key, instead, num = take(), take(), tonumber(take())
-    local fields, there = entry_of({unpack(ARGV, at, at + num - 1)}), false
-    if instead == '=' then instead = key end
-    if open and key ~= instead then there = redis.call('XADD', key, 'NOMKSTREAM', '*', unpack(fields)) end
-    if open and instead ~= '' and not there then there = redis.call('XADD', instead, '*', unpack(fields)) end
+    local to, instead, words = take(), take(), tonumber(take())
+    if to ~= '' then output = to end
+    local fields, there = entry_of({unpack(ARGV, at, at + words - 1)}), false
+    if instead == '=' then instead = output end
+    if open and output ~= instead then there = redis.call('XADD', cell .. output, 'NOMKSTREAM', '*', unpack(fields)) end
+    if open and instead ~= '' and not there then there = redis.call('XADD', cell .. instead, '*', unpack(fields)) end
     entries[#entries + 1] = there
-    at = at + num
+    at = at + words
   end
   if open then
     redis.call('XACK', stream, group, entry)

@@ -1,4 +1,4 @@
-"""When each job's first answer came: reads the stream of finished turns beside the workers, who miss nothing for it."""
+"""The time of each job's first answer: reads the stream of finished turns beside the workers, who miss nothing for it."""
 
 from common.bus import Bus
 from common.history import ShortResult

@@ -145,7 +145,7 @@ async def seen(cluster: LocalCluster, admin: Api) -> Seen:
 
 @asynccontextmanager
 async def answered(cluster: LocalCluster, workload: Workload, num_jobs: int) -> AsyncGenerator[dict[str, float]]:
-    """When the first answer of each job has come, by job, in seconds since 1970."""
+    """Yields the times of jobs' first answers as they come, by job, in seconds since 1970."""
     bus, found = Bus.connect(cluster.redis_url, Cell(workload.base_model)), dict[str, float]()
     try:
         async with running_tasks(first_answers(bus, num_jobs, found)):

@@ -105,7 +105,7 @@ class Measured(PolicyRun, frozen=True, kw_only=True):
 
     @property
     def until_answers_s(self) -> list[float]:
-        """From each job's submission to its first answer, ascending; empty for runs in which that was not measured."""
+        """Seconds from each job's submission to its first answer, ascending; empty for runs in which that was not measured."""
         return sorted(job.until_answer_s for job in self.jobs if job.until_answer_s is not None)
 
     def slowdowns(self, alone: "Measured") -> list[float]:
