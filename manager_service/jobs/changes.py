@@ -53,9 +53,7 @@ class Changes:
     answers: list[tuple[str, int, int, bytes]] = field(default_factory=list)  # job, version, item, SampleRecord as JSON
     evaluated: list[str] = field(default_factory=list)  # jobs of which an evaluation has ended
     dropped_samples: list[tuple[str, int, int]] = field(default_factory=list)  # job, first version, one past the last
-    entered: list[str] = field(
-        default_factory=list
-    )  # keys of records read since the last commit, which Redis must still have
+    entered: list[str] = field(default_factory=list)  # keys of records read since the last commit, still to be there
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
     to_draw: list[str] = field(default_factory=list)  # jobs that are to find the order of their next items
     begun: list[str] = field(default_factory=list)  # issued something of their version 0
