@@ -3,13 +3,11 @@
 Long texts are rendered and decoded in threads, so that the event loop goes on; the work is charged for its thread's time.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput
 from common.messages import TurnResult
-from common.tasks import beating
 from common.text.tokens import ChatTokenizer
 from env_service import work
 from env_service.environment import Step, Turn
@@ -26,8 +24,9 @@ T = TypeVar("T")
 class Conversation:
     """The conversations of one base model's chat template."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, threads: work.Threads) -> None:
         self._tokenizer = tokenizer
+        self._threads = threads
         self._read: tuple[TurnResult | None, str] = None, ""
         """The turn that was read last, with its text: a turn is shown to the environment, then to the job's owner."""
 
@@ -35,22 +34,26 @@ class Conversation:
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, tokens: Sequence[int] = ()
     ) -> list[int]:
         """The prompt; `tokens` is one that the environment has rendered. Raises InvalidInput, EnvironmentFailed."""
-        return await _beside(_is_long([messages, tools, tokens]), lambda: self._opening(messages, tools, tokens))
+        return await self._beside(_is_long([messages, tools, tokens]), lambda: self._opening(messages, tools, tokens))
 
     async def turn(self, result: TurnResult, context: Context, tools: Tools) -> Turn:
-        return await _beside(len(result.tokens) > LONG_TURN, lambda: self._turn(result, context, tools))
+        return await self._beside(len(result.tokens) > LONG_TURN, lambda: self._turn(result, context, tools))
 
     async def reply(self, result: TurnResult, step: Step) -> list[int]:
         """The environment's tokens; they close the model's turn if a stop string, and no token, has ended it. Raises
         EnvironmentFailed."""
-        return await _beside(_is_long([step.messages, step.tokens]), lambda: self._reply(result, step))
+        return await self._beside(_is_long([step.messages, step.tokens]), lambda: self._reply(result, step))
 
     async def read(self, result: TurnResult) -> str:
         """Returns what `text` does."""
-        return await _beside(len(result.tokens) > LONG_TURN, lambda: self.text(result))
+        return await self._beside(len(result.tokens) > LONG_TURN, lambda: self.text(result))
 
     async def decoded(self, tokens: Sequence[int]) -> str:
-        return await _beside(len(tokens) > LONG_TURN, lambda: self._tokenizer.decode(tokens))
+        return await self._beside(len(tokens) > LONG_TURN, lambda: self._tokenizer.decode(tokens))
+
+    async def _beside(self, is_long: bool, function: Callable[[], T]) -> T:
+        """Calls the function, in a thread if it takes long."""
+        return await self._threads.run(function) if is_long else function()
 
     def text(self, result: TurnResult) -> str:
         """The text of the model's turn, up to the stop string."""
@@ -107,11 +110,6 @@ class Conversation:
 def _cut(text: str, stop_string: str) -> str:
     """Text up to the stop string that ended the turn."""
     return text.rpartition(stop_string)[0] if stop_string and stop_string in text else text
-
-
-async def _beside(is_long: bool, function: Callable[[], T]) -> T:
-    """Calls the function, in a thread if it takes long."""
-    return await beating(work.beat, asyncio.to_thread(work.charged_alone(function))) if is_long else function()
 
 
 def _is_long(value: Any) -> bool:

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -78,7 +79,8 @@ class EnvHandler:
         holds; without it there are no live environments."""
         self._cell = cell
         self._tokenizer = tokenizer
-        self._conversation = Conversation(tokenizer)
+        self._threads = work.Threads()
+        self._conversation = Conversation(tokenizer, self._threads)
         self._environments = environments
         self._step_timeout_s = step_timeout_s
         self._slots = Places(lambda: slots)
@@ -219,7 +221,7 @@ class EnvHandler:
     async def _example(self, start: Start) -> Example:
         """Rendered beside the loop, since long ones take their time."""
         async with work.time_limit(self._step_timeout_s):
-            return await asyncio.to_thread(work.charged_alone(example_of), start, self._tokenizer)
+            return await self._threads.run(partial(example_of, start, self._tokenizer))
 
     async def _prepare(self, start: Start, doing: work.Work) -> tuple[list[int], bytes]:
         """Returns the prompt and the context of a group. Raises the environment's errors, and Permanent ones."""
@@ -388,7 +390,7 @@ class EnvHandler:
         try:
             return await steps
         except ModelAsked as asked:
-            return await asyncio.to_thread(judge_request, graded, asked, doing, self._tokenizer)
+            return await self._threads.run(partial(judge_request, graded, asked, doing, self._tokenizer))
 
     async def _grade_once(self, request: GradeRequest) -> Ending:
         environment = self._environments.get(request.env)

@@ -7,6 +7,7 @@ that are started for one piece of work share its object.
 import asyncio
 import contextlib
 import functools
+import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager
@@ -14,6 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from common.places import Places
+from common.tasks import beating
 
 if TYPE_CHECKING:
     from env_service.live.sessions import Seat
@@ -107,6 +109,19 @@ def charged_alone(function: Callable[P, T]) -> Callable[P, T]:
             charge(time.thread_time() - started)
 
     return timed
+
+
+class Threads:
+    """Threads for what keeps a processor busy for long. Tenants take turns, see `Places`. Safe to use from many tasks."""
+
+    def __init__(self, num: int = os.cpu_count() or 1) -> None:
+        """`num`: calls at once. The event loop's own threads are more, so no call waits for one of those."""
+        self._places = Places(lambda: num)
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Calls the function once it is its tenant's turn. The current work is charged for the thread's time, and beats meanwhile."""
+        async with place(self._places):
+            return await beating(beat, asyncio.to_thread(charged_alone(function)))
 
 
 @contextlib.asynccontextmanager

@@ -53,7 +53,7 @@ class Changes:
     answers: list[tuple[str, int, int, bytes]] = field(default_factory=list)  # job, version, item, SampleRecord as JSON
     evaluated: list[str] = field(default_factory=list)  # jobs of which an evaluation has ended
     dropped_samples: list[tuple[str, int, int]] = field(default_factory=list)  # job, first version, one past the last
-    entered: list[str] = field(default_factory=list)  # jobs read since the last commit, which Redis must still know
+    entered: list[str] = field(default_factory=list)  # keys of records read since the last commit, still to be there
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
     to_draw: list[str] = field(default_factory=list)  # jobs that are to find the order of their next items
     begun: list[str] = field(default_factory=list)  # issued something of their version 0
@@ -76,7 +76,7 @@ class Changes:
 
     def __bool__(self) -> bool:
         parts = (self.published, self.acks, self.ledger, self.opened, self.closed, self.events, self.usage, self.states)
-        parts += (self.moving, self.moved, self.runs, self.retire, self.over)
+        parts += (self.moving, self.moved, self.entered, self.runs, self.retire, self.over)
         return any(parts)
 
     def ack(self, stream: str, entry: str) -> None:
@@ -103,7 +103,7 @@ def commands(
     changes: Changes, cell: Cell, partition: int, encoded: list[tuple[str, list[Any]]], now: float
 ) -> list[RedisCommand]:
     """The Redis commands of one script. `encoded`: the published messages as stream and fields."""
-    result: list[RedisCommand] = [["HEXISTS", cell.job(job), "spec"] for job in changes.entered]
+    result: list[RedisCommand] = [["HEXISTS", key, "spec"] for key in changes.entered]
     result += [["XADD", stream, "*", *fields] for stream, fields in encoded]
     result += _bookkeeping(changes, cell)
     result += _usage(changes, cell, now)

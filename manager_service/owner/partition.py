@@ -76,7 +76,7 @@ class Partition:
         for stream in self.inboxes:
             await self._bus.ensure_group(stream, GROUP_MANAGER)
         names = [name.decode() for name in await self._bus.read_set(self._cell.active(self.number))]
-        await self.runs.load([name for name in names if is_run(name)], now)
+        await self.runs.load([name for name in names if is_run(name)], now, changes)
         await self._load_jobs([name for name in names if not is_run(name)])
         read = [job_id for job_id in self._fetched if job_id not in self._arriving]
         entered = {job_id: searched for job_id in read if (searched := self._add(job_id, now, changes))}
@@ -139,7 +139,7 @@ class Partition:
         job = fetched.job
         job.changed_at = now
         self.jobs.add(job)
-        changes.entered.append(job_id)
+        changes.entered.append(self._cell.job(job_id))
         if fetched.missing:
             job.fail(JobError("file_not_found", fetched.missing), now, changes)
         return fetched.searched

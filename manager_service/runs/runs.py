@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import structlog
 
 from common.bus import Bus, Delivery
@@ -66,15 +65,15 @@ class Runs:
 
     # ---- a new owner ------------------------------------------------------------------------------------------------
 
-    async def load(self, names: Sequence[str], now: float) -> None:
+    async def load(self, names: Sequence[str], now: float, changes: Changes) -> None:
         """Brings runs into memory; those that have ended, or whose records are gone, are left out."""
-        for spec, state, versions, samplers in await self._read(names):
+        for spec, state, versions, samplers in await self._read(names, changes):
             if state.status != "ended":
                 run = Run(self._cell, spec, state, versions, samplers)
                 run.changed_at = run.retention.asked_at = now
                 self.table.add(run)
 
-    async def _read(self, names: Sequence[str]) -> list[Known]:
+    async def _read(self, names: Sequence[str], changes: Changes) -> list[Known]:
         of = (self._cell.run, self._cell.versions, self._cell.samplers)
         records = await self._bus.read_hashes([key(name) for name in names for key in of])
         found: list[Known] = []
@@ -82,6 +81,7 @@ class Runs:
             record, versions, samplers = records[3 * number : 3 * number + 3]
             if read := read_record(self._cell.run(name), record, RunSpec, RunState):
                 found.append(Known(*read, read_versions(versions), read_samplers(samplers)))
+        changes.entered += [self._cell.run(known.spec.id) for known in found]
         return found
 
     def restore(self, delivery: Delivery, changes: Changes) -> bool:
@@ -108,10 +108,10 @@ class Runs:
             await self._change_name(message, now, changes)
             return
         if message.job not in self.table and isinstance(message, Operation | JobCommand):
-            await self.load([message.job], now)
+            await self.load([message.job], now, changes)
         run = self.table.get(message.job)
         if isinstance(message, Forgotten) and self._retention(message.job) is None:
-            await self._load_ended([message.job], now)
+            await self._load_ended([message.job], now, changes)
         if isinstance(message, Forgotten | DeadLetter) and (keeping := self._retention(message.job)):
             keeping.forgotten(message.forget if isinstance(message, Forgotten) else message.id, changes)
         if run is None:
@@ -126,7 +126,9 @@ class Runs:
     async def _change_name(self, change: NameChange, now: float, changes: Changes) -> None:
         """Changes a name of any run: what one that has ended saved can be deleted too."""
         keeping = self._retention(change.job)
-        state = keeping.state if keeping else changes.runs.get(change.job) or await self._ended_state(change.job)
+        state = (
+            keeping.state if keeping else changes.runs.get(change.job) or await self._ended_state(change.job, changes)
+        )
         if state is not None:
             change_name(state, change, now)
             changes.runs[change.job] = state
@@ -134,9 +136,9 @@ class Runs:
             if state.status == "ended":
                 changes.retire[change.job] = now  # the version may go now, or at another time
 
-    async def _ended_state(self, name: str) -> RunState | None:
-        (record,) = await self._bus.read_hashes([self._cell.run(name)])
-        return msgspec.json.decode(record[b"state"], type=RunState) if b"state" in record else None
+    async def _ended_state(self, name: str, changes: Changes) -> RunState | None:
+        found = await self._read([name], changes)
+        return found[0].state if found else None
 
     def _for_nobody(self, message: Message, changes: Changes) -> None:
         """Answers what concerns a run that has ended."""
@@ -197,7 +199,7 @@ class Runs:
         self._retired_at = now
         found = await self._due(now)
         due = [name for name in found if not name.startswith(CROWDED_TENANT)]
-        await self._load_ended(due, now)
+        await self._load_ended(due, now, changes)
         for name in set(found).difference(due):
             await self._make_room(name, now, changes)
         for name in due:
@@ -233,7 +235,7 @@ class Runs:
                 found = [name.decode() for name in names[first : first + LOAD_COUNT]]
                 if too_many <= 0 or not found:
                     break
-                await self._load_ended(found, now)
+                await self._load_ended(found, now, changes)
                 for keeping in (self._ended[name] for name in found if name in self._ended):
                     if too_many > 0 and keeping.make_room(changes):
                         too_many -= 1
@@ -259,9 +261,9 @@ class Runs:
         )
         return [name.decode() for name in names]
 
-    async def _load_ended(self, names: Sequence[str], now: float) -> None:
+    async def _load_ended(self, names: Sequence[str], now: float, changes: Changes) -> None:
         """Brings the versions of ended runs into memory."""
-        for known in await self._read([name for name in names if name not in self._ended]):
+        for known in await self._read([name for name in names if name not in self._ended], changes):
             if known.state.status == "ended" and known.spec.id not in self.table:
                 self._ended[known.spec.id] = keeping = Retention(self._cell, *known)
                 keeping.asked_at = now

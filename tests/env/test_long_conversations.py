@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from common.messages import ScoredTrajectory, TurnRequest, TurnResult
 from common.text.tokens import ChatTokenizer
+from env_service import work
 from env_service.conversation import Conversation
 from env_service.environment import Step
 from env_service.environments.catalogue import Catalogue
@@ -19,6 +21,7 @@ from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
 from env_service.sandbox.sandbox import Sandbox
+from tests.common.test_worker import until
 from tests.env.test_env_handler import CALL, CELL, TINY, TOKENIZER, result_of, single, start_of
 from tests.env.test_long_texts import longest_stop
 
@@ -97,7 +100,10 @@ async def test_the_text_of_a_long_answer_is_read_beside_the_loop(handler: EnvHan
 
 
 async def test_a_long_reply_is_rendered_beside_the_loop() -> None:
-    conversation, messages = Conversation(TOKENIZER), [{"role": "tool", "tool_call_id": "call_0", "content": LONG}]
+    conversation, messages = (
+        Conversation(TOKENIZER, work.Threads()),
+        [{"role": "tool", "tool_call_id": "call_0", "content": LONG}],
+    )
     request, _ = await handled(handler_of(TOKENIZER), start_of("calculator"))
     shown: list[int] = []
 
@@ -119,10 +125,29 @@ async def test_what_many_short_messages_say_counts_together(monkeypatch: pytest.
         return await to_thread(function, *args)
 
     monkeypatch.setattr(asyncio, "to_thread", noted)
-    conversation = Conversation(TOKENIZER)
+    conversation = Conversation(TOKENIZER, work.Threads())
     short, parts = {"role": "user", "content": "hi"}, [{"type": "text", "text": "hello"}] * 2000
     await conversation.opening([short] * 100, ())
     assert threads == []
     await conversation.opening([{"role": "user", "content": parts}], ())
     await conversation.opening([short], [{"type": "function", "function": {"name": "f", "description": LONG}}])
     assert len(threads) == 2
+
+
+async def test_long_texts_of_one_tenant_keep_no_other_waiting() -> None:
+    # Given as many calls of one tenant as there could be threads, and none that ends
+    threads, release, begun = work.Threads(2), threading.Event(), list[str]()
+
+    async def call(tenant: str, function: Callable[[], object]) -> None:
+        work.begin(lambda: None, tenant)
+        await threads.run(lambda: (begun.append(tenant), function()))
+
+    waiting = [asyncio.create_task(call("greedy", release.wait)) for _ in range(40)]
+    try:
+        await until(lambda: len(begun) == 2)
+        # When another asks, it is served while they run
+        await asyncio.wait_for(asyncio.create_task(call("other", lambda: None)), 10)
+        assert begun == ["greedy", "greedy", "other"]
+    finally:
+        release.set()
+        await asyncio.gather(*waiting)

@@ -20,7 +20,7 @@ BELOW = {
     "math_texts_fifth_blind": (99.5, 0),
     "math_texts_sixth_blind": (98.3, 1),
     "math_texts_ninth": (99.6, 0),
-    "math_texts_tenth_blind": (97.7, 0),
+    "math_texts_tenth_blind": (99.6, 0),
 }
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
@@ -131,6 +131,19 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> 
         "Per month that's 3 dollars; if she goes on for half a year, she'll have 18 dollars.",
         "The pair is 3 and 6. We were asked for their product → 18.",
         "18 of 100 apples are red. That is 18%.",
+        "The shop lent 18 books. This follows from 3 pupils with 6 each, since 3 × 6 = 18.",
+        "2n + 4 = 40 gives 2n = 36, n = 18.",
+        "Dividing the 36 players among 2 cabins shows us that in every cabin there sleep 18 players.",
+        "Since the one hall holds 12 guests and the other 6.5, they have room for 18 guests.",
+        "18 boys. Let me verify with the total: 18 boys + 22 girls = 40 pupils, precisely the number given.",
+        "Let $s$ be the side:\n\\[ s^2 = 324 \\;\\Rightarrow\\; s = 18 \\]",
+        "Bread £4.50, cheese £13.50. Sum £18",
+        "He needs 18 euros more, 18 €.",
+        "There are eighteen left, as six of the 24 were eaten.",
+        "She is left with 18 stickers. She began with 30 and handed out 12.",
+        "She has 18 left. Adding the 12 back: 18 + 12 = 30. Correct!",
+        "The solution is $x = 18$; the other one, $x = -20$, makes no sense as a length.",
+        "For the first place there are 3 choices, then 3, 2, 1: 18 orders altogether.",
     ],
 )
 def test_the_final_answer_counts(text: str) -> None:
@@ -191,6 +204,10 @@ def test_the_final_answer_counts(text: str) -> None:
         "**18** or **20**",
         "She needs 18 dollars for 12 pens. For 24 pens you need 36 dollars.",
         "15 16 17 18",
+        "On Monday she works 18 hours. In both weeks she works 18 + 12 = 30 hours.",
+        "There were ¥18 in all. From ¥40 he gets ¥22 back.",
+        "He gets 18 cards. Each pack has 3 cards, and 6 packs cost 20 dollars.",
+        "The solution is x = 18, y = 20. Substituting back, y = 38 - 18 = 20.",
         "Step 2: Subtract 18 from 24",
         "The sum of 12 and 19 is what we need, then we subtract 18 from 50 to get the answer.",
         "Hint: first find how many weeks there are in 18 days, then multiply.",

@@ -1,12 +1,14 @@
 """Completions over two replicas of the manager: together they keep to the cell's share of the slots, and tenants' shares go by weight."""
 
 import asyncio
+import json
 from collections import Counter, deque
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -16,16 +18,16 @@ from common.streams import GROUP_ROLLOUT
 from common.tasks import running
 from common.telemetry import KEEP_S
 from manager_service.api.context import Api, Base
+from manager_service.api.sampling.cell_share import CHAT
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.server import make_api
 from manager_service.records import TenantRecord
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
+from tests.common.test_worker import until
 from tests.manager.test_api_cluster import report
 
 SLOTS, NUM_ASKING, WARM_UP, MEASURED = 16, 12, 1200, 1200
-SETTLE_S = 2.0
-"""Seconds until the replicas know of each other's tenants, on a machine that does much else too."""
 HEAVY, LIGHT = (TenantRecord(id=name, created_at=0, weight=weight) for name, weight in (("heavy", 3.0), ("light", 1.0)))
 pytestmark = pytest.mark.timeout(90)
 
@@ -94,6 +96,25 @@ async def most_told(bus: Bus, worker: SlowWorker) -> float:
     return most
 
 
+async def until_both_know(bus: Bus) -> None:
+    """Waits until one replica has told of one tenant and the other of two, and each has heard what the other told."""
+
+    async def told() -> list[tuple[int, int]]:
+        """The time until which each replica counts, and the number of its tenants."""
+        found: Any = await bus.client.hvals(bus.cell.inference)
+        return [(int(ends), len(json.loads(asking)[CHAT])) for ends, asking in (one.split(b" ", 1) for one in found)]
+
+    async def both_told() -> bool:
+        return sorted(number for _, number in await told()) == [1, 2]
+
+    async def told_again() -> bool:
+        return min(ends for ends, _ in await told()) > last
+
+    await until(both_told, 30)
+    last = max(ends for ends, _ in await told())
+    await until(told_again, 30)
+
+
 @asynccontextmanager
 async def two_replicas(redis_url: str, folder: Path) -> AsyncGenerator[list[Api]]:
     async with AsyncExitStack() as stack:
@@ -114,11 +135,11 @@ async def test_two_replicas_keep_to_the_cells_share_and_to_the_tenants_weights(
             for _ in range(NUM_ASKING)
         ]
         async with running(keep_alive(bus), first.run(), second.run(), worker.run(), *asking):
-            await asyncio.sleep(SETTLE_S)
-            warm = max(WARM_UP, len(worker.answered))
-            while len(worker.answered) < warm + MEASURED:
-                await asyncio.sleep(0.05)
-    counts = Counter(worker.answered[warm:])
+            await until_both_know(bus)
+            worker.answered.clear()
+            worker.numbers_held.clear()
+            await until(lambda: len(worker.answered) >= WARM_UP + MEASURED, 60)
+    counts = Counter(worker.answered[WARM_UP:])
     assert counts["light"] / counts.total() == pytest.approx(0.25, rel=0.1)
     held = median(worker.numbers_held)
     assert held <= SLOTS / 2 + 2, "half of the slots, and what a replica keeps for a tenant that has none"

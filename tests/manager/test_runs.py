@@ -8,15 +8,20 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
+from common.adapters import AdapterStore
 from common.bus import Bus
 from common.messages import AdapterRef, Failure
 from common.objects import Objects
 from common.operations import Action, OperationsAnswered, Outputs, Saved, SaveWeights
-from common.streams import GROUP_MANAGER, NUM_PARTITIONS
+from common.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER
+from manager_service.jobs.changes import Changes, commands
+from manager_service.owner.partition import Partition
+from manager_service.owner.reading import ItemFiles, JobReader
+from manager_service.owner.transaction import Commits, Fence, Lost
 from manager_service.records import JSON, TenantRecord
 from manager_service.runs import run as run_module
 from manager_service.runs import runs
-from manager_service.runs.records import USED_S, Checkpoint, SamplerState
+from manager_service.runs.records import USED_S, Checkpoint, RunState, RunStatus, SamplerState
 from manager_service.tenants import TENANTS
 from manager_service.usage import day_field
 from tests.common.test_worker import until
@@ -134,6 +139,30 @@ async def test_a_lost_message_to_a_trainer_is_sent_again(world: World) -> None:
         trainer.hold.set()
         await world.result(run, 2)
         assert (await world.state(run)).version == 1
+
+
+@pytest.mark.parametrize("status", ["queued", "ended"])
+async def test_nothing_is_written_of_a_run_that_redis_lost_before_its_owner_wrote(
+    bus: Bus, objects: Objects, status: RunStatus
+) -> None:
+    # Given an owner that reads a run because of a message, in a moment that Redis then loses
+    world, changes = World(bus, objects), Changes()
+    partition = Partition(PARTITION, bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
+    await partition.load(1.0, changes)
+    run = await world.create()
+    await bus.client.hset(bus.cell.run(run), mapping=RunState(status).fields())
+    if status == "ended":
+        await world.change_name(run, Checkpoint("weights", "one", 0, 0), deletes=True)
+    for delivery in await bus.read([bus.cell.jobs(PARTITION)], GROUP_MANAGER, OWNER, count=2, block_ms=1000):
+        await partition.handle(delivery, 1.0, changes)
+    await bus.client.delete(bus.cell.run(run))
+    for started in partition.runs.table.values():
+        started.start(1.0, changes)
+    # When it writes what follows, it finds that Redis is not what it read
+    await bus.client.set(bus.cell.lease(PARTITION), "one")
+    fence, writes = Fence(bus, PARTITION, "one"), commands(changes, bus.cell, PARTITION, [], 1.0)
+    assert [type(error) for error in await Commits(bus).apply([(fence, writes)])] == [Lost]
+    assert not await bus.client.exists(bus.cell.run(run))
 
 
 async def test_a_failed_operation_fails_its_step_by_name_and_nothing_else(world: World) -> None:

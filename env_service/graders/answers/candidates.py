@@ -5,6 +5,7 @@ Of several it is the last, or the last in bold, a total, or a list that ends wit
 
 import re
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import pairwise
 from math import prod
 
@@ -26,7 +27,7 @@ _BESIDE = re.compile(
     rf"\s+|(?: (?!first\b|once\b|before\b)[a-z]+){{0,3}}[;,] |\s?[-–—]\s?|\s(?:to|minus|plus|times)\s"
     rf"|(?: [a-z]+)?[;,] (?:(?-i:[A-Z])[a-z]+|the (?!total|sum|rest|difference|answer|remain|whole|other)[a-z]+)(?: (?:is|has"
     rf"|gets?))?:? |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!(?:[a-z]+ )?now|(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other"
-    rf"|remaining) $|(?:that|which) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
+    rf"|remaining) $|(?:that|which|has an?) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
     re.IGNORECASE,
 )
 _AND = re.compile(rf"\s*,?\s*(?:{said.AND}|,)\s*", re.IGNORECASE)
@@ -36,7 +37,6 @@ _COMPOUND = re.compile(
     re.IGNORECASE,
 )
 _LEFT = re.compile(r"\b(?:left|remain\w*)\b")
-_STILL = re.compile(r"\bstill\b|\b(?:left|remain\w*)\b")
 _CLOCK = re.compile(r"\d{1,2}:\d\d\b")
 _TIMES = re.compile(r"(?: [a-z]+)?(?: ?[x×*] ?| of )(?:[a-z]+ )?")
 _DIVIDED = re.compile(
@@ -115,13 +115,20 @@ def chosen_value(sentence: str, free: list[Candidate]) -> str:
     before = [c for c in chosen if c[0] < start]
     if (
         before
-        and before[-1][1] != text
+        and _amount(before[-1][1]) != _amount(text)
         and not text.startswith(("⟦(", "⟦["))
-        and not (_STILL.search(sentence, at) and not _STILL.search(sentence[:at]))
+        and not (said.STILL.search(sentence, at) and not said.STILL.search(sentence[:at]))
         and _BESIDE.fullmatch(_unmarked(sentence[before[-1][0] + len(before[-1][1]) : start]))
     ):
         return ""
     return value_at(sentence[start:]) or text.strip("⟦⟧ ")
+
+
+def _amount(text: str) -> tuple[Fraction, bool] | str:
+    """The value of a candidate, whatever its unit, and whether it is a percentage; the text of one that is no number."""
+    found = NUMBER.fullmatch(text)
+    known = quantity(found) if found else None
+    return (known.value, known.percent) if known else text
 
 
 def _total(sentence: str, candidates: list[Candidate]) -> str | None:

@@ -142,7 +142,7 @@ _TEXT_COMMAND = re.compile(rf"{_TEXT_NAMES}\{{([^{{}}]*+)\}}")
 _SPACES = re.compile(r"(?<!\\)\\(?:[,;:! ]|(?:qquad|quad|displaystyle|left|right|[bB]ig[lr]?)(?![a-z]))|~")
 _EMPHASIS = re.compile(r"\\(?:text)?color\s*\{\w+\}|\\(?:underline|bf|bm|boldsymbol|mathit|rm)(?![a-zA-Z])")
 _SEPARATOR = re.compile(
-    r",(?!\d{3}(?!\d))|;|\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|\b(?:and|or)\b|\\(?:quad|qquad)(?![a-z])"
+    r"(?<!\\)(?:,(?!\d{3}(?!\d))|;)|\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|\b(?:and|or)\b|\\(?:quad|qquad)(?![a-z])"
 )
 _EQUALITY = re.compile(
     r"(?<![<>!\\])=(?!=)|\\(?:equiv|implies|Rightarrow|rightarrow|to|therefore)(?![A-Za-z])|⇒|→|∴|\\in(?![a-z])|∈"
@@ -151,6 +151,8 @@ _UNITS = re.compile(
     r"\s*(?!(?:pi|sqrt)\b)(?:(?:[^\W\d_]{2,}|[µ°º一-龥][^\W\d_]*|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?"
 )
 _ASSIGNED = re.compile(r"[\s⟦⟧]*([A-Za-z](?:_\{?\w\}?)?)\s*=([^=A-Za-z]+)")
+_STEP = re.compile(r"^\d|[-+*/]")
+"""A left side that is an expression, and no name."""
 _APPROXIMATE = re.compile(r"\\approx(?![a-z])|≈")
 
 
@@ -159,13 +161,18 @@ def value_of(inside: str) -> str:
     inside = re.sub("[⟦⟧⟪⟫]", "", inside).rstrip(_TRAILING).lstrip(_TRAILING.replace(".", ""))
     parts = [part for part in _SEPARATOR.split(inside) if part.strip(" \\")]
     if len(parts) > 1 and all(_EQUALITY.search(part) for part in parts):
-        return assigned([(_EQUALITY.split(part, maxsplit=1)[0].strip(), value_of(part)) for part in parts])
+        return assigned(_named([(_EQUALITY.split(part, maxsplit=1)[0].strip(), value_of(part)) for part in parts]))
     whole = _right_side(inside).strip()
     inside = _bare(_without_unit_text(whole))
     number = NUMBER.match(inside)
     if not number or not _UNITS.fullmatch(inside, number.end()):
         return inside
     return number[0].strip() + (unit_after(whole, len(number[0])) if whole.startswith(number[0]) else "")
+
+
+def _named(values: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The values without the steps that lead to the last: `2n = 46, n = 23` names 23."""
+    return [one for one in values if not _STEP.search(one[0])] if not _STEP.search(values[-1][0]) else values
 
 
 def assigned(values: list[tuple[str, str]]) -> str:

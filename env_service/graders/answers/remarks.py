@@ -8,7 +8,7 @@ from itertools import permutations
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import has_number
 from env_service.graders.answers.expressions import value_at
-from env_service.graders.answers.results import result_of, terse
+from env_service.graders.answers.results import concluded_part, result_of, terse
 from env_service.graders.answers.values.numbers import NUMBER, quantity
 
 MAX_OPERANDS = 20
@@ -33,7 +33,7 @@ _REMINDS = re.compile(r"(?:please )?(?:remember|note|notice|recall|keep in mind)
 _UNASKED = re.compile(
     r"\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
     r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
-    r"|\bby the way\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
+    r"|\bby the way\b|\bif you(?:'re| are) (?:curious|interested|wondering)\b|\bby contrast\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
     re.IGNORECASE,
 )
 _SUPPOSES = re.compile(
@@ -54,6 +54,13 @@ _ADDS = re.compile(
     re.IGNORECASE,
 )
 """The rest of a sentence after a result: another clause, which concludes nothing."""
+_AS_IT_SHOULD = re.compile(
+    r"=[^=]*(?:[✓✔✅☑]\W*$|\b(?:which|that|this|it)(?: [a-z]+)? (?:agrees?|matche?s?|fits?|works|checks|holds|confirms|correct|right)\b"
+    r"|\b(?:as|number|total|amount|value) (?:is )?(?:given|required|expected|stated|wanted|needed|promised|it should)\b)"
+    r"|\b(?:add|put|plug|substitut)\w*\b[^.=]*\bback\b",
+    re.IGNORECASE,
+)
+"""Words of a check: `29 + 7 = 36, as it should be`, `adding the 7 back`."""
 _AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
 _PREMISE = re.compile(r"\W*(?:since|because|as|although|while)\s[^\n]*?,\s(?=\D*$)", re.IGNORECASE)
 """Beginning of a sentence that has numbers in its subordinate clause alone."""
@@ -70,7 +77,7 @@ def is_remark(sentences: list[str]) -> bool:
         return False
     if _EXPLAINS.match(last) or _PREMISE.match(last) or ("=" not in last and _REMINDS.match(last)):
         return True
-    if _breaks_down(before[-1], last) or _repeats(before[-1], last):
+    if any(tells(before[-1], last) for tells in (_breaks_down, _repeats, _leads_back, _confirms)):
         return True
     known = {number[0].strip() for s in before for number in NUMBER.finditer(s)}
     return bool(said.ADDRESS.search(last)) and known.isdisjoint(number[0].strip() for number in NUMBER.finditer(last))
@@ -87,14 +94,29 @@ def _breaks_down(stating: str, last: str) -> bool:
     """True if the numbers of the last sentence, which concludes nothing, are the parts of what the one before it states."""
     parts = list(values(last))
     few = 2 if not result_of(last) else 3
-    whole = NUMBER.match(result_of(stating)) if len(parts) >= few and not _concludes(last) else None
-    return bool(whole and (known := quantity(whole)) and known.value == sum(parts))
+    return len(parts) >= few and not _concludes(last) and _stated(stating) == sum(parts)
 
 
 def _repeats(stating: str, last: str) -> bool:
     """True if the last sentence comes to the result that the one before it states in another way."""
-    whole = NUMBER.match(result_of(stating)) if _AGAIN.match(last) else None
-    return bool(whole and (known := quantity(whole)) and known.value in values(last))
+    return bool(_AGAIN.match(last)) and _stated(stating) in [*values(last)]
+
+
+def _leads_back(stating: str, last: str) -> bool:
+    """True if the last sentence gives as a reason an equation for what the one before it states: `since 12 × 12 = 144`."""
+    return bool(said.REASON.search(last)) and _stated(stating) in [*_equated(last)][-1:] == [*values(last)][-1:]
+
+
+def _confirms(stating: str, last: str) -> bool:
+    """True if the last sentence computes something from what the one before it states, and says that it is as it should be."""
+    stated = _stated(stating) if _AS_IT_SHOULD.search(last) else None
+    return stated is not None and (stated in values(last.rpartition("=")[0]) or _computes(stated, [*values(last)]))
+
+
+def _stated(sentence: str) -> Fraction | None:
+    """The one number that a sentence states as its result."""
+    known = [*values(result_of(sentence))]
+    return known[0] if len(known) == 1 else None
 
 
 def headline(sentences: list[str]) -> str | None:
@@ -117,6 +139,12 @@ def _is_given(first: str, rest: list[str]) -> bool:
     return bool(results) and stated.isdisjoint(results) and not stated.isdisjoint(v for s in rest for v in values(s))
 
 
+def explained(sentences: list[str]) -> str | None:
+    """The number that is left as the first sentence says, if the others tell what it is computed from, and conclude nothing."""
+    first, *rest = sentences
+    return first_of_story(sentences) if said.STILL.search(first) and not any(map(_concludes, rest)) else None
+
+
 def first_of_story(sentences: list[str]) -> str | None:
     """The result that the first sentence states, if the others tell of the numbers that it is computed from."""
     first, *rest = sentences
@@ -124,8 +152,12 @@ def first_of_story(sentences: list[str]) -> str | None:
     if len(known) != 1 or "=" in first or not 2 <= len(further) <= MAX_OPERANDS or any(map(_concludes_anew, rest)):
         return None
     one_by_one = len(list(values(rest[-1]))) < 2
-    computed = any(known[0] in (a + b, a - b, a * b, b and a / b) for a, b in permutations(further, 2))
-    return result_of(first) if computed and not one_by_one else None
+    return result_of(first) if _computes(known[0], further) and not one_by_one else None
+
+
+def _computes(result: Fraction, operands: list[Fraction]) -> bool:
+    """True if two of the operands have this sum, difference, product or quotient."""
+    return any(result in (a + b, a - b, a * b, b and a / b) for a, b in permutations(operands[:MAX_OPERANDS], 2))
 
 
 def restated(sentences: list[str]) -> str | None:
@@ -142,13 +174,12 @@ def restated(sentences: list[str]) -> str | None:
 
 
 def _concludes_anew(sentence: str) -> bool:
-    return bool(said.CONCLUSION.search(f" {sentence}") and result_of(sentence))
+    return concluded_part(f" {sentence}") != f" {sentence}" and bool(result_of(sentence))
 
 
 def _concludes(sentence: str) -> bool:
-    concludes = said.CONCLUSION.search(f" {sentence}") or said.SUMMARY.search(sentence)
-    states = concludes and has_number(sentence) and result_of(sentence)
-    return bool(states or terse(sentence) or "=" in sentence)
+    sums_up = said.SUMMARY.search(sentence) and has_number(sentence) and result_of(sentence)
+    return bool(_concludes_anew(sentence) or sums_up or terse(sentence) or "=" in sentence)
 
 
 def _equated(sentence: str) -> Iterator[Fraction]:

@@ -70,7 +70,7 @@ _UNSOLVED = re.compile(
 )
 """An equation with an unknown, and no other."""
 _DASH = re.compile(
-    r"[⟪]?([-＄€£\d][^\s⟫]*(?: [a-z]+){0,2})[⟫]? [-–—] (?=[a-z]+ [a-z]+)(?![^\n]*(?:=|\b(?:leaves|total|equals)\b))"
+    r"[⟪]?([-＄€£\d][^\s⟫]*(?: [a-z]+){0,2})[⟫]? [-–—] (?=[a-z']+ [a-z]+)(?![^\n]*(?:=|\b(?:leaves|total|equals)\b))"
 )
 _DECIDES = re.compile(
     r"(?:→|⇒|=>|->|,? (?:and|so) (?:it's|(?:it|that|he|she) is|(?:he|she)'s))\s*[⟪⟦]?[＄€£]?\d[\d.,/:]*\D*$"
@@ -82,7 +82,7 @@ _CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
 def result_of(sentence: str) -> str:
     """The result that one sentence states, "" if none; in each unit in which it states it."""
-    return in_each_form(_result_of(sentence), sentence)
+    return in_each_form(_result_of(_accepted(sentence)), sentence)
 
 
 def _result_of(sentence: str) -> str:
@@ -93,6 +93,8 @@ def _result_of(sentence: str) -> str:
     sentence = _tidied(sentence)
     if (whole := _whole(sentence)) is not None:
         return whole
+    if not free_candidates(sentence) and "⟦" not in sentence:
+        sentence = spelled_small(sentence)
     sentence = _without_aside(_totalled(concluded_part(_main(sentence))), said.REASON)
     if listed := _LIST.search(sentence):
         return _counted(sentence[: listed.start()], re.split(r",? and |, ", listed[1] or listed[2]))
@@ -103,8 +105,6 @@ def _result_of(sentence: str) -> str:
             return value
         sentence = later
     sentence = _without_aside(sentence, said.ASIDE)
-    if not has_number(sentence) and "⟦" not in sentence:
-        sentence = spelled_small(sentence)
     free = free_candidates(sentence)
     return chosen_value(sentence, free) if free else ""
 
@@ -128,6 +128,13 @@ def _is_open(sentence: str) -> bool:
     if "=" not in sentence and has_number(sentence) and not has_number(_OPERATION.sub("", sentence)):
         return True
     return bool(_UNSOLVED.match(re.split(r"[,;:]\s|⟦", sentence.rstrip(" .⟧"))[-1]))
+
+
+def _accepted(sentence: str) -> str:
+    """The sentence without the clauses that reject what they name, if others have a number."""
+    clauses = re.split(r";\s+", sentence)
+    kept = [clause for clause in clauses if not said.REJECTED.search(clause)]
+    return "; ".join(kept) if len(kept) < len(clauses) and any(map(has_number, kept)) else sentence
 
 
 def _tidied(sentence: str) -> str:

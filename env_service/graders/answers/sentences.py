@@ -6,7 +6,7 @@ from fractions import Fraction
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, has_number, hidden
 from env_service.graders.answers.expressions import value_at
-from env_service.graders.answers.remarks import first_of_story, headline, is_remark, restated, values
+from env_service.graders.answers.remarks import explained, first_of_story, headline, is_remark, restated, values
 from env_service.graders.answers.results import result_of
 from env_service.graders.answers.values.numbers import NUMBER
 
@@ -16,7 +16,7 @@ MAX_SENTENCE = 1000
 """Characters of a sentence that are read: the end of a longer one."""
 
 _END = re.compile(
-    r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s]|[a-z]\s?[-=+*/^])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])"
+    r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s=≈×·÷<>]|[a-z]\s?[-=+*/^])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])"
 )
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
 _ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪⟫]*[＄€£]?\d[\d.,]*[^=.*/×÷+\n]{0,25}")
@@ -27,7 +27,7 @@ _STATES = re.compile(
     r"\b(?:is|are|was|equals|be|makes|total of|:)\s+[＄€£]?[\d,.]+\W*$|^(?:the|⟦|⟪)\b.*[⟫⟧)\d%€£]\s*$", re.IGNORECASE
 )
 _UNKNOWN = re.compile(
-    r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't|n't have) enough information|insufficient information|^or\b|\b(?:is"
+    r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't|n't have) enough information|insufficient information|^or\b(?![^\d⟦:]*:)|\b(?:is"
     r"|are) unknown\b|(?:don't|do not) know\b|\bgive up\b",
     re.IGNORECASE,
 )
@@ -46,7 +46,7 @@ def stated_result(text: str) -> str:
             sentences.pop()
     if not sentences or broken_off(sentences) or any(map(_UNKNOWN.search, sentences[-2:])):
         return ""
-    if len(sentences) > 1 and (first := headline(sentences)):
+    if len(sentences) > 1 and (first := headline(sentences) or explained(sentences)):
         return first
     for i, sentence in enumerate(reversed(sentences)):
         if i and is_remark(sentences[: len(sentences) - i]):

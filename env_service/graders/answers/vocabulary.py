@@ -75,11 +75,11 @@ QUESTION = re.compile(
 )
 CHECK = re.compile(
     r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_]*"
-    r"(?:(?:let's|let us|to|we can|you can|we|i'll) (?:quickly )?(?:double[- ]?)?(?:verify|check)\b|(?:a |as a )?(?:quick |sanity "
+    r"(?:(?:let's|let us|let me|to|we can|you can|we|i'll) (?:quickly )?(?:double[- ]?)?(?:verify|check)\b|(?:a |as a )?(?:quick |sanity "
     r"|as a )check\b|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that"
     r"|it) can be (?:verified|checked)|"
     r"(?:remarks?|notes?|check|proof|discussion|extra|bonus|(?:alternative|other) (?:method|solution|approach))[⟫*_ ]*$|"
-    r"verify(?:ing)?⟫?:|verification\b|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?(?: (?:the|our|my) \w+)?[⟫*_]*:)",
+    r"verify(?:ing)?⟫?:|verification\b|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?\b[^.:=\d\n]{0,40}:)",
     re.IGNORECASE | re.MULTILINE,
 )
 """Words before a check of a result that was stated earlier."""
@@ -103,7 +103,9 @@ COMMENT = re.compile(
         (?:remark|note|tip|hint|key \\w+|practice|follow-?up|challenge)⟫?:⟫?|don't (?:confuse|forget)\\b
         if you(?:'d| would)? (?:like|want|wish|need|have)\\b|confidence|time taken|steps used
         i(?: am|'m) \\d+ ?% sure|would you like|let me know|(?:this|that) (?:took|kind|type|sort)|(?:this|that|it|\\d+) is also
-        here,? we (?:used?|multipl|add|subtract|divid)|we (?:found|got) (?:this|it) by|(?:this|that|it) comes from
+        here,? we (?:used?|multipl|add|subtract|divid)
+        (?:we|you|i) (?:found|got|find|get|obtain) (?:this|it|that)(?: [a-z]+)? by
+        (?:this|that|it) (?:comes|follows|results) from
         to (?:get|find) (?:this|that),
         we (?:multiplied|added|subtracted|divided) [^.\n]* to (?:get|find) (?:this|it|that)|this (?:problem|question) is
         that's (?:quite|really|pretty)|(?:source|rating|grading|difficulty|score|level|date|used|time spent|tokens)⟫?:
@@ -135,7 +137,7 @@ REFUSAL = compiled(
 REJECTED = compiled(
     r"\b(?:is|are|was|were|be|were) (?:(?:clearly|definitely|just) )?(?:wrong|incorrect|too (?:few|many|much|little|small|large"
     r"|high|low)|not enough"
-    r"|irrelevant)\b|(?:can't|cannot) be (?:right|correct|true)\b|(?:n't|not) (?:work|fit|make sense)\b|\b(?:is|was|are)n't\W*$"
+    r"|irrelevant)\b|(?:can't|cannot) be (?:right|correct|true)\b|(?:n't|not) (?:work|fit|make sense)|\bno sense\b|\b(?:is|was|are)n't\W*$"
     r"|wrong answer|\bwould (?:answer|say)\b|\bgive up\b"
     r"|,? (?:so|and) (?:so )?(?:to [a-z]+ [^\d]*)?(?:we|i|you) (?:now )?(?:need to|have to|must|divide|multiply|add|subtract)\b[^\d]*$"
 )
@@ -150,8 +152,8 @@ HEDGE = compiled(
         could (?:also )?be|might be|may be|(?<!every )(?<!each )one of(?! the \\d)|not sure|unsure
         can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibly
         (?:is|are|it's) possible|maybe|no idea|i guess
-        options
-        choices|candidates|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe|forse|talvez
+        (?<!\\d )(?:options|choices|candidates)|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe
+        forse|talvez
         poderia
         либо|возможно
     """)
@@ -176,8 +178,8 @@ _COMPARES = either(r"""
 CONCLUSION = compiled(
     r"[,;\s]\s*"
     + either(rf"""
-        which is(?! {_COMPARES})
-        so|therefore|thus|hence|consequently
+        which is(?: to say)?(?! {_COMPARES})
+        so|therefore|thus|hence|consequently|(?:shows?|means|tells|implies)(?: us)? that|brings \w+(?: \w+)? to
         (?<=[,;] )now(?= (?:he|she|it|they|we|you|there)\b)|which means|meaning|which gives|settles? on|becomes
         for a total of|which rounds? (?:up |down )?to
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
@@ -188,13 +190,8 @@ CONCLUSION = compiled(
     """)
     + r"\b|\b(?:and|but) (?:since|as|because) [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
 )
-CUE = compiled(
-    words("so|therefore|thus|hence|finally|total|altogether|in all|result|final|also|donc|entonces|quindi|portanto")
-    + r"|[:=→∴\]]|[-=]>"
-)
-"""Words before the result of a line without a full stop."""
 REASON = compiled(
-    r"[,\s]\s*(?<!and )(?<!but )(?:because|since)\b|,?\s*\band indeed\b"
+    r"[,\s]\s*(?<!and )(?<!but )(?:because|since|bc|cuz)\b|,?\s*\band indeed\b"
     r"|,\s*for (?:they|he|she|it|we|\d\S* ?[-+*/×=])|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
 )
 ASIDE = compiled(
@@ -206,7 +203,7 @@ ASIDE = compiled(
         (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough
         which is (?:more|less|\d[\d.,]*|about|approximately)|(?:which is|that is|i\.e(?=\.))(?=\.?,? {_COMPARES})|more to|at the beginning
         (?<=, )(?:nearly|almost|just (?:under|over))(?= [＄€£]?\d)|(?<=, )an? (?:saving|discount|reduction) of(?= [＄€£])
-        (?<=, )(?:saving|keeping|having|using|counting)|(?:for|in|of) which|after (?:an?|the)
+        (?<=, )(?:saving|keeping|having|using|counting)|(?:for|in|of) which|which (?:we|you|one) can|after (?:an?|the)
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
         \d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
@@ -258,7 +255,7 @@ SOFT = compiled(
 """Words before a number that is a circumstance if there is another: `$20 for 5 books`."""
 CIRCUMSTANCE = compiled(
     r"(?:[\W_]*(?:so|therefore|thus|hence|finally|and|but|now|then|also|donc|por lo tanto),?\s)?"
-    r"(?:(?:if|when|given|once|[a-z]{2,}ing)\s[^,;:=.]*\d[^,;:=.]*"
+    r"(?:(?:if|when|given|once|since|because|as|[a-z]{2,}ing)\s[^,;:=.]*\d(?:[^,;:=.]|[.,](?=\d))*"
     r"|(?:with|out of|of|in|on|at|by|after|before|from|between|during|within|for|to|using|among|de|sur|von|nach|bei|mit|après|avec|dans"
     r"|tra|su|con|din|z|из)\s(?:(?!(?:he|she|it|they|we|you|there|is|are|was|will|has|have|had)\b)[^,;:=.])*)(?<=[\w%]),\s+"
 )
@@ -276,6 +273,13 @@ SUMMARY = compiled(
 """)
 )
 """Words in the name of a value that others lead to."""
+CUE = compiled(
+    SUMMARY.pattern
+    + "|"
+    + words("thus|hence|finally|altogether|also|donc|entonces|quindi|portanto")
+    + r"|[:=→∴\]]|[-=]>"
+)
+"""Words before the result of a line without a full stop."""
 SETUP = compiled(
     r"[\W_]*(?:first|next|now)?,?\s*(?:let (?!me\b)|let's (?:say|assume|suppose)\b|say,? (?:each|there|that|he|she|we)\b|given\s?:"
     r"|suppose|assume|consider|recall|remember|note that|for (?:example|instance)\b|(?:because|since)\b[^,:]*$"
@@ -298,6 +302,8 @@ REFUSED = compiled(
     r"|n't(?: be)? [＄€£⟦⟪]?$|不是\s*$"
 )
 """Words before a number that is said not to be the result."""
+STILL = compiled(words("still|left|remain\\w*"))
+"""Words of what is left."""
 SEVERAL = compiled(words("solutions?|roots?|values|zeros|intercepts|answers|numbers are|lösungen|soluciones"))
 
 # ---- the end of a text ----------------------------------------------------------------------------------------------
