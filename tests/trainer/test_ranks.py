@@ -20,6 +20,7 @@ import torch
 
 from common.errors import InvalidInput
 from tests.support.families import NUM_LAYERS, save_family
+from tests.support.forked_ranks import forked_ranks
 from tests.support.trainer_cases import TINY, load_tiny
 from tests.trainer.test_modules_backbone import APART, CLOSE, SHARING, Case, make_case, ours
 from tests.trainer.test_trainer_fused import assert_each_learned_alone, job, together
@@ -44,7 +45,8 @@ pytestmark = pytest.mark.timeout(300)
 def ranks(folder: Path, number: int, device: str = "cpu") -> Generator[RankedBackbone]:
     torch.set_num_threads(1)
     settings = TrainerSettings(trainer_ranks=number, trainer_device=device, trainer_dtype="float32")
-    backbone = load_ranks(settings, folder)
+    with forked_ranks():
+        backbone = load_ranks(settings, folder)
     try:
         yield backbone
     finally:
@@ -131,7 +133,8 @@ def test_ranks_compute_with_kernels(tmp_path: Path) -> None:
     """Compares log-probs alone: on a CPU flex attention has no backward."""
     folder = save_family("gemma3", tmp_path)
     begin = begin_of(TrainerSettings(trainer_ranks=2), folder)
-    ranks, part = Ranks.start(msgspec.structs.replace(begin, kernels=("flex",)))
+    with forked_ranks():
+        ranks, part = Ranks.start(msgspec.structs.replace(begin, kernels=("flex",)))
     sequences = replace(sequences_of([7, 30, 2, 9]), temperatures=[1.0] * 4)
     try:
         with torch.no_grad():
