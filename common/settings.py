@@ -138,7 +138,7 @@ def resolve_config(where: str) -> Path:
 
 
 def _is_of_hub(where: str) -> bool:
-    """Whether this can be a hub's name: it is neither a path nor there."""
+    """Says whether this can be a hub's name: it is neither a path nor there."""
     is_path = where.startswith((".", "/", "~")) or Path(where).exists()
     return not is_path and where.partition("@")[0].count("/") == 1
 
