@@ -27,9 +27,10 @@ CPU_PROCESS, GPU_PROCESS = 280_000_000, 700_000_000
 """Bytes: of Python and torch with the code that a pass runs through; on a GPU, of its driver's context (not measured here)."""
 CPU_COMPILER, CPU_MODULES = 157_000_000, 225_000_000
 """Bytes more: of torch's compiler, which checkpointing loads; of transformers, which loads it too."""
-CPU_HOLES, GPU_HOLES = 0.33, 0.1
+CPU_HOLES, MODULES_HOLES, GPU_HOLES = 0.33, 0.45, 0.1
 """Holes beside each byte of a pass: glibc's heap keeps them between aligned blocks, as many where layers are computed again as where
-they are kept (measured on a CPU); on a GPU torch's own allocator keeps few of what is held at one time (not measured here)."""
+they are kept (measured on a CPU; more in transformers' modules); on a GPU torch's own allocator keeps few of what is held at one time
+(not measured here)."""
 MASK_QUERIES = 272
 """Queries for which transformers' modules have a mask: more than they attend with at one time."""
 BYTES_OF_TRUTH = 1
@@ -80,6 +81,8 @@ def training_bytes(
         for number in (num_checkpointed, 0)
     )
     passing = passing_per_token(shape, itemsize=itemsize)
+    held = kept if gpu else keeping_all
+    share = GPU_HOLES if gpu else MODULES_HOLES if modules else CPU_HOLES
     tables = 0 if modules else 2 * shape.context * shape.head_dim * itemsize
     return TrainingBytes(
         weights=weights_of_rank(shape, num_ranks) * itemsize + tables,
@@ -88,7 +91,7 @@ def training_bytes(
         masks=_masks(tokens, longest or tokens, itemsize=itemsize, modules=modules),
         passing=tokens * passing,
         scores=max(MODULES_SCORES if modules and not gpu else MAX_SCORES, shape.vocab) * BYTES_OF_SCORE,
-        holes=GPU_HOLES * tokens * (kept + passing) if gpu else CPU_HOLES * tokens * (keeping_all + passing),
+        holes=share * tokens * (held + passing),
         process=GPU_PROCESS if gpu else _cpu_process(modules=modules, checkpoints=num_checkpointed > 0),
     )
 

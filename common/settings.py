@@ -109,6 +109,8 @@ def parse_base_models(value: str) -> dict[str, str]:
         name, equals, where = part.partition("=")
         if not equals and name != "tiny":
             raise ValueError(f"base model {part!r}: write name=path or name=hub/name (only `tiny` stands alone)")
+        if equals and not where:
+            raise ValueError(f"base model {part!r}: a folder or a hub's name is missing after the =")
         if not name or set(name) & set("{}:@/ "):
             raise ValueError(f"base model name {name!r}: letters, digits, '.', '_' and '-' only")
         models[name] = where or str(TINY)
@@ -125,21 +127,20 @@ def resolve_model(where: str) -> Path:
     folder = Path(where)
     if folder.is_dir():
         return folder
-    if where.startswith((".", "/", "~")) or not _is_of_hub(where):
+    if not _is_of_hub(where):
         raise InvalidInput(f"base model: {where} is neither a folder nor a hub name (owner/name, owner/name@revision)")
     return _download(where)
 
 
 def resolve_config(where: str) -> Path:
     """A folder with the model's text files at least, without weights. Raises InvalidInput."""
-    folder = Path(where)
-    if folder.is_dir() or not _is_of_hub(where):
-        return resolve_model(where)
-    return _download(where, *TEXT_FILES)
+    return _download(where, *TEXT_FILES) if _is_of_hub(where) else resolve_model(where)
 
 
 def _is_of_hub(where: str) -> bool:
-    return where.partition("@")[0].count("/") == 1
+    """Says whether this can be a hub's name: it is neither a path nor there."""
+    is_path = where.startswith((".", "/", "~")) or Path(where).exists()
+    return not is_path and where.partition("@")[0].count("/") == 1
 
 
 def pinned(where: str) -> str:

@@ -74,6 +74,7 @@ IMPORTERS = {
 
 CATCHES_ALL = {
     "common/environments.py": "a package that cannot be imported is told of where its environment is named",
+    "common/text/special_tokens.py": "the library of tokenizers raises nothing narrower",
     "common/worker.py": "a handler's error ends as a dead letter, not as a dead worker",
     "env_service/handler.py": "an environment's error is a failed trajectory",
     "env_service/environments/catalogue.py": "a constructor's error is told where it is a failed trajectory",

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ SIZES = (
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
 """Fields of a configuration that are positive whole numbers where they are given."""
+NUMBERS = ("rms_norm_eps", "rope_theta")
 TABLES = ("text_config", "rope_scaling", "rope_parameters", "quantization_config")
 
 
@@ -51,19 +52,21 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming every fault, unless sizes are positive whole numbers, tables are tables, and heads share out evenly."""
+    """Raises ValueError, naming every fault, unless sizes are positive whole numbers, others are what they should be, and heads share out
+    evenly."""
     if found := [*_faults(config)]:
         raise ValueError(f"config.json must give {'; '.join(found)}")
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
-    faults = [f"{name}, a table; it gives {value!r}" for name, value in _given(config, TABLES) if not _is_table(value)]
+    faults = [*_odd(config, TABLES, "a table", _is_table)]
     yield from faults
     text = config if faults else config.get("text_config") or config
-    odd = [
-        f"{name}, a positive number; it gives {value!r}" for name, value in _given(text, SIZES) if not _is_size(value)
-    ]
+    odd = [*_odd(text, SIZES, "a positive number", _is_size)]
     yield from odd
+    yield from _odd(text, NUMBERS, "a positive number", _is_number)
+    yield from _odd(text, ("model_type",), "a name", _is_name)
+    yield from _odd(text, ("layer_types",), "a list of names", _is_list_of_names)
     if not odd:
         yield from _uneven(text)
 
@@ -77,8 +80,13 @@ def _uneven(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"head_dim, or num_attention_heads that divide hidden_size; it gives {heads} and {hidden}"
 
 
-def _given(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    return ((name, config[name]) for name in names if config.get(name) is not None)
+def _odd(
+    config: Mapping[str, Any], names: Iterable[str], wanted: str, is_wanted: Callable[[object], bool]
+) -> Iterator[str]:
+    """The fields that a configuration gives otherwise than wanted."""
+    for name in names:
+        if (value := config.get(name)) is not None and not is_wanted(value):
+            yield f"{name}, {wanted}; it gives {value!r}"
 
 
 def _is_table(value: object) -> bool:
@@ -87,6 +95,18 @@ def _is_table(value: object) -> bool:
 
 def _is_size(value: object) -> bool:
     return type(value) is int and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_name, value))
 
 
 def read_template(folder: Path) -> str:

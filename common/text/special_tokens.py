@@ -77,6 +77,14 @@ def _end_of_spaces(text: str, start: int) -> int:
     return found.end()
 
 
+def parse_tokenizer(tokenizer_json: str) -> Tokenizer:
+    """Reads what `tokenizer.json` holds. Raises ValueError."""
+    try:
+        return Tokenizer.from_str(tokenizer_json)
+    except Exception as error:
+        raise ValueError(f"tokenizer.json holds no tokenizer: {error}") from error
+
+
 def without_added_tokens(tokenizer_json: str) -> Tokenizer:
     """The same tokenizer, to which special tokens are text like any other.
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from tokenizers import Tokenizer
 
 from common.errors import InvalidInput
 from common.text.chat_messages import (
@@ -47,7 +46,7 @@ from common.text.model_folder import (
     tool_format,
     usual_learning_rate,
 )
-from common.text.special_tokens import Specials, unused_mark, without_added_tokens
+from common.text.special_tokens import Specials, parse_tokenizer, unused_mark, without_added_tokens
 from common.text.tool_calls import CLOSE, OPEN, ToolCall, ToolFormat, malformed, parse_compact, parse_hermes
 
 __all__ = ["ChatTokenizer", "StreamDecoder", "ToolCall", "check_messages"]
@@ -108,7 +107,7 @@ class ChatTokenizer:
         max_context: int | None = None,
     ) -> None:
         """Takes the contents of the files that `load` names. Raises ValueError."""
-        self._full = Tokenizer.from_str(tokenizer_json)
+        self._full = parse_tokenizer(tokenizer_json)
         self._plain = without_added_tokens(tokenizer_json)
         self._specials = Specials(self._full)
         self._longest_token = max(map(len, self._plain.get_vocab()))
@@ -297,7 +296,8 @@ class ChatTokenizer:
         return after[cut:] if after[:cut] == before[:cut] else None
 
     def _check_against_plain_rendering(self) -> None:
-        """Raises ValueError if a harmless conversation gets other ids than Hugging Face's tokenizer gives."""
+        """Raises ValueError if a harmless conversation gets other ids than Hugging Face's tokenizer gives, or ids that the base model
+        lacks."""
         messages = [
             {"role": "user", "content": "What is 347*86? Ünï 中 🙂"},
             {"role": "assistant", "content": "29842"},
@@ -307,6 +307,10 @@ class ChatTokenizer:
         if self.render(messages) != expected:
             raise ValueError(
                 "this base model's tokenizer cannot be rendered safely: its special tokens depend on context"
+            )
+        if (largest := max(expected, default=0)) >= self.vocab_size:
+            raise ValueError(
+                f"the tokenizer makes a token {largest}, and config.json has a vocab_size of {self.vocab_size}"
             )
 
 

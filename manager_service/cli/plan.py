@@ -67,7 +67,7 @@ def plan_for(
     rank: int = 16,
 ) -> Plan:
     """Raises InvalidInput for a model that trainers or the engine do not compute, or of which the sizes are not known here."""
-    folder = _folder_of(where)
+    folder = resolve_config(where)
     config, shape = read_shape(folder)
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
@@ -98,13 +98,6 @@ def windows_of(config: Any) -> list[int | None]:
     window, num_layers = getattr(text, "sliding_window", None), text.num_hidden_layers
     types = getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers  # Mistral has the window in all
     return [window if kind == "sliding_attention" else None for kind in types]
-
-
-def _folder_of(where: str) -> Path:
-    """A folder with the model's text files. Raises InvalidInput."""
-    if where.startswith((".", "/", "~")) and not Path(where).is_dir():
-        raise InvalidInput(f"{where}: no such folder")
-    return resolve_config(where)
 
 
 def read_shape(folder: Path) -> tuple[dict[str, Any], BaseShape]:

@@ -29,6 +29,10 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "num_key_value_heads that divide num_attention_heads; it gives 3 and 4"),
     ({"num_hidden_layers": "4"}, "num_hidden_layers, a positive number; it gives '4'"),
     ({"hidden_size": -1, "vocab_size": True}, "it gives -1; vocab_size, a positive number; it gives True"),
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps, a positive number; it gives '1e-6'"),
+    ({"rope_theta": 0}, "rope_theta, a positive number; it gives 0"),
+    ({"model_type": ["qwen3"]}, "model_type, a name; it gives ['qwen3']"),
+    ({"layer_types": "full_attention"}, "layer_types, a list of names; it gives 'full_attention'"),
     ({"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3}, "it gives 3 and 128"),
 ]
 

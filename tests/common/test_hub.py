@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 
 from common.bus import Bus
-from common.settings import TINY
+from common.errors import InvalidInput
+from common.settings import TINY, resolve_config, resolve_model
 from tests.support.hub_server import TOKEN, Hub, running_hub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +90,18 @@ def test_a_gated_model_asks_for_a_token(hub: tuple[str, type[Hub]], tmp_path: Pa
 def test_what_the_hub_does_not_have_is_named(hub: tuple[str, type[Hub]], tmp_path: Path, where: str) -> None:
     url, _ = hub
     assert f"base model: {where} cannot be had from the hub" in asked("resolve_config", where, url, tmp_path / "home")
+
+
+@pytest.mark.parametrize("call", [resolve_model, resolve_config])
+@pytest.mark.parametrize("where", ["./nowhere", "/nowhere", "~/nowhere", "here/config.json"])
+def test_paths_that_are_no_folders_are_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[str], Path], where: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match=f"{where} is neither a folder nor a hub name"):
+        call(where)
 
 
 async def test_a_worker_that_downloads_ends_when_it_is_told_to(

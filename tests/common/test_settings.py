@@ -150,7 +150,7 @@ def test_memory_for_no_row_ends_a_rollout_worker_as_a_wrong_setting_does(tmp_pat
     assert (done.returncode, done.stderr.rpartition("; ")[2]) == (REFUSED, "raise MARLAAS_ROLLOUT_KV_BYTES\n")
 
 
-@pytest.mark.parametrize("wrong", ["small", "a b=x", "a{=x", "=x", " , "])
+@pytest.mark.parametrize("wrong", ["small", "a b=x", "a{=x", "=x", "a=", " , "])
 def test_base_models_that_cannot_be_served_are_refused(wrong: str) -> None:
     with pytest.raises(ValueError):
         parse_base_models(wrong)

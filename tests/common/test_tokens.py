@@ -428,6 +428,22 @@ def test_a_folder_that_lacks_a_file_is_refused_by_its_name(tmp_path: Path, missi
         ChatTokenizer.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("file", "changed", "told"),
+    [
+        ("tokenizer.json", {"model": None}, "tokenizer.json holds no tokenizer"),
+        ("config.json", {"vocab_size": 200}, "makes a token 260, and config.json has a vocab_size of 200"),
+    ],
+)
+def test_a_tokenizer_of_no_use_is_refused(tmp_path: Path, file: str, changed: dict[str, Any], told: str) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(content | changed))
+    with pytest.raises(InvalidInput, match=told):
+        ChatTokenizer.load(folder)
+
+
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="not a folder"):
         ChatTokenizer.load(tmp_path / "nothing")

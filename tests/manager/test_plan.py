@@ -379,7 +379,7 @@ def test_a_context_below_the_least_setting_is_served_without_one(qwen: Path) -> 
 
 @pytest.mark.parametrize(
     ("model", "gpu", "reason"),
-    [("/nowhere", "24GB", "no such folder"), ("", "0GB", "0GB"), ("", "0.0 GiB", "a size such as 24GB")],
+    [("/nowhere", "24GB", "neither a folder nor"), ("", "0GB", "0GB"), ("", "0.0 GiB", "a size such as 24GB")],
 )
 def test_nonsense_is_refused(qwen: Path, model: str, gpu: str, reason: str) -> None:
     with pytest.raises(InvalidInput, match=reason):
