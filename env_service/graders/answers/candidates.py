@@ -26,7 +26,7 @@ _JOINED = re.compile(rf"[\s.…]*,?\s*{said.OR}\s*", re.IGNORECASE)
 _BESIDE = re.compile(
     rf"\s+|(?: (?!first\b|once\b|before\b)[a-z]+){{0,3}}[;,] |\s?[-–—]\s?|\s(?:to|minus|plus|times)\s"
     rf"|(?: [a-z]+)?[;,] (?:(?-i:[A-Z])[a-z]+|the (?!total|sum|rest|difference|answer|remain|whole|other)[a-z]+)(?: (?:is|has"
-    rf"|gets?))?:? |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!(?:[a-z]+ )?now|(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other"
+    rf"|gets?))?:? |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!(?:[a-z]+ )?now|equals |(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other"
     rf"|remaining) $|(?:that|which|has an?) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
     re.IGNORECASE,
 )

@@ -26,6 +26,7 @@ _SIGNS = str.maketrans(
     | {"＄": "$"}
     | dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f\u3000\t", " ")
     | dict.fromkeys("−﹣－‐‑", "-")
+    | dict.fromkeys("⟹⟶", "→")
     | dict.fromkeys("٫．", ".")
     | dict.fromkeys("٬", ",")
     | {"∞": "\\infty", "≥": "\\geq ", "≤": "\\leq ", "≡": "\\equiv "}
@@ -58,7 +59,7 @@ _POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _DECIMAL_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _ROOT = re.compile(r"√\s*(?:\(([^()\n]*+)\)|\{([^{}\n]*+)\}|(\d++|[a-z]))")
 _SUPERSCRIPTS = re.compile(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
-_SUBSCRIPTS = re.compile(r"(?<=\w)[₀₁₂₃₄₅₆₇₈₉]+")
+_SUBSCRIPTS = re.compile(r"(?<=\w)[₀₁₂₃₄₅₆₇₈₉ₙ]+")
 _NEGATIVE = re.compile(
     r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|(?<='s )minus"
     r"|(?<=of )minus|(?<=to )minus|(?<=at )minus|(?<=equals )minus|(?<=gives )minus|^minus) (?=[$€£]?\d)",
@@ -138,7 +139,7 @@ def _with_math_marked(text: str) -> str:
     text = text.replace("\\$", "＄").replace("\\%", "%")
     text = _CLOSING.sub("⟧", _OPENING.sub("⟦", text))
     text = _INLINE.sub(r"⟦\1⟧", _DISPLAY.sub(r"⟦\1⟧", text)).replace("$", "＄")
-    return _MATH.sub(lambda match: match[0].replace("\n", " ").replace("&", ""), text)
+    return _MATH.sub(lambda match: match[0].replace("\n", " ").replace("&", "" if "matrix" not in match[0] else "&"), text)
 
 
 # ---- decimal commas -------------------------------------------------------------------------------------------------

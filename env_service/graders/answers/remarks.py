@@ -25,6 +25,7 @@ _IN_SHORT = re.compile(
 )
 _EXPLAINS = re.compile(
     r"(?:which|where) |[(*_]*(?:proof|indeed|note)\b|(?:that|this)(?:'s| is) (?:what|how|why)\b"
+    r"|(?:this|that|it) is an? [^\d,.]*\b(?:since|because)\b"
     r"|(?:this|that|it|here we) (?:assum|suppos)(?:es?|ing|ed)\b"
     r"|[^.!]*\byou\b[^.!]*\?$",
     re.IGNORECASE,
@@ -33,6 +34,7 @@ _REMINDS = re.compile(r"(?:please )?(?:remember|note|notice|recall|keep in mind)
 _UNASKED = re.compile(
     r"\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
     r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
+    r"|\bI could also\b|\b(?:is|are|was)(?:n't| not) (?:asked|needed)\b|\bin case you wondered\b|\bbut the problem (?:told|tells|said|says|asked)\b"
     r"|\bby the way\b|\bif you(?:'re| are) (?:curious|interested|wondering)\b|\bby contrast\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
     re.IGNORECASE,
 )

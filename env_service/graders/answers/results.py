@@ -11,7 +11,7 @@ from env_service.graders.answers.expressions import assigned, assignments, value
 from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
 
-_EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
+_EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[A-Za-z]\s*=\s*")
 _EXACT = re.compile(
     r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?"
     r"(?=[ a-z]*,? ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))"
@@ -30,7 +30,7 @@ _NOT_STATED = re.compile(
 )
 """Calculations, parameters and operands that a sentence names beside its result."""
 _COPULA = re.compile(
-    r"(?:\b(?:is|are|equals|obtain|get|be|(?:factors|written|expressed|factored|represented) as|to|gives?|yields?|becomes)\b|:)\s+",
+    r"(?:\b(?:is|are|equals|obtain|get|be|(?:factors|written|expressed|factored|represented) as|reads|to|gives?|yields?|becomes)\b|:)\s+",
     re.IGNORECASE,
 )
 _SOLUTIONS = re.compile(
