@@ -27,7 +27,8 @@ _OF_KINDS = ["(?:" + "|".join(sorted(names, key=len, reverse=True)) + ")" for na
 MIXED = "(?:" + "|".join(rf"\d+(?:\.\d+)?\s?{u},?\s(?:and\s)?\d+(?:\.\d+)?\s?{u}" for u in _OF_KINDS) + ")(?![A-Za-z])"
 """Two numbers with units of one kind: `1 hour 20 minutes`."""
 _AFTER = re.compile(
-    rf"(?:\s|\\[,;:! ]|~|\\(?:text|textrm|mathrm|mbox)\s*\{{)*({UNIT})(?![A-Za-z\d])(?!\s*[/^²³'-]|\s+(?:per|squared|cubed)\b|\s*\\cdot|\}}\s*[/^])",
+    rf"(?:\s|\\[,;:! ]|~|\\(?:text|textrm|mathrm|mbox)\s*\{{)*({UNIT})(?![A-Za-z\d])(?!\s*[/^²³'-]|\s+(?:per|squared|cubed)\b"
+    rf"|\s*\\cdot|\}}\s*[/^])",
     re.IGNORECASE,
 )
 
