@@ -37,7 +37,7 @@ _COPULA = re.compile(
     re.IGNORECASE,
 )
 _SOLUTIONS = re.compile(
-    r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
+    r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or|as well as)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
 )
 _REDUCED = re.compile(
     r"(?<=\d)(?:,? or|,? which is|,? i\.e\.,?|,? which simplifies to| simplifies to| reduces to) (?=\d+(?:\s?:\s?| to )\d)"
@@ -68,7 +68,7 @@ _ONE_AND_OTHER = re.compile(
     r"\bone (?:[a-z]+ )?is ([^\s,;]+)(?:,| and|, and) the other (?:[a-z]+ )?(?:is )?([^\s,;]+?)\.?$"
 )
 _COUNT = re.compile(
-    r"(?:(?<=, so )|(?<=[→⇒] ))(?:we |there |are |count |have ){0,3}(?!one\b)[a-z]+ (?:[a-z]+ ){0,3}[a-z]+\W*$"
+    r"(?:(?<=, so )|(?<=[→⇒] ))(?:we |there |are |count |have ){0,3}(?!one\b)[a-z]+ (?:[a-z]+ ){0,2}[a-z]+\W*$"
 )
 """A conclusion at the end of a sentence that may count in words: `so five units apart`."""
 _OPERATION = re.compile(

@@ -122,5 +122,5 @@ def _words(sentence: str) -> str:
     """The answer of a sentence without numbers: what something *is*, or the whole."""
     bare = sentence.strip(" .。!*_`\"'⟪⟫")
     return re.sub(
-        r"^.*\s(?:is|are|was|were|(?:diverges|tends|goes) to)\s+\+?(?:(?:an?|the)\s+)?(?=[\w⟦\\])", "", bare
+        r"^.*\s(?:is|are|was|were|(?:diverges|tends|goes) to)\s+\+?(?:(?:an?|the)\s+)?(?=-?[\w⟦\\])", "", bare
     ).strip("⟦⟧")

@@ -13,6 +13,8 @@ calendar  1 months?  12 years?
 speed     1 m/s|met(?:er|re)s?\sper\ssecond  5/18 km/h|kph|kilomet(?:er|re)s?\sper\shour  1397/3125 mph|miles?\sper\shour
 area      1/10000 cm\}?\^\{?2\}?|(?:square|sq)\s(?:cm|centimet(?:er|re)s?)  1 m\}?\^\{?2\}?|(?:square|sq)\s(?:m|met(?:er|re)s?)
 area      1000000 km\}?\^\{?2\}?|(?:square|sq)\s(?:km|kilomet(?:er|re)s?)
+volume    1/1000 cm\}?\^\{?3\}?|cubic\s(?:cm|centimet(?:er|re)s?)  1000 m\}?\^\{?3\}?|cubic\s(?:m|met(?:er|re)s?)
+imperial-area 1 (?:square|sq)\s(?:inch|inches|in)  144 (?:ft|feet)\}?\^\{?2\}?|(?:square|sq)\s(?:feet|foot|ft)
 """
 _UNITS = [
     (line.split()[0], Fraction(size), re.compile(rf"(?:{names})", re.IGNORECASE))
