@@ -12,6 +12,7 @@ from common.errors import InvalidInput
 from env_service.graders.answers.equality import quick
 from env_service.graders.answers.final import expected_answer, final_answer
 from env_service.graders.answers.plain import MAX_CHARACTERS, comma_is_decimal
+from env_service.graders.answers.values.amounts import SAME_AMOUNT
 from env_service.graders.answers.wording import is_in_words
 
 _DECIMAL = re.compile(r"(?<![\d,.(\[{])(\d+),(\d{1,2})(?![\d,)\]}])")
@@ -42,11 +43,13 @@ def _answers(text: str, reference: str) -> tuple[str, str]:
 
 def _verified(answer: str, reference: str) -> bool:
     library = _library()
-    return bool(library.verify(_read(library, reference), _read(library, answer), timeout_seconds=None))
+    forms, wanted = answer.split(SAME_AMOUNT), _read(library, reference)
+    return any(library.verify(wanted, _read(library, form), timeout_seconds=None) for form in forms)
 
 
 def _read(library: Any, text: str) -> Any:
-    return library.parse(f"${text.strip('$')}$", parsing_timeout=None)
+    inside = text.strip("$").replace("·", r" \cdot ")
+    return library.parse(f"${inside}$", parsing_timeout=None)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ BELOW = {
     "math_texts_sixth_blind": (98.3, 1),
     "math_texts_ninth": (99.6, 0),
     "math_texts_tenth_blind": (99.6, 0),
+    "math_texts_eleventh_blind": (94.6, 1),
 }
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
@@ -144,6 +145,9 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> 
         "She has 18 left. Adding the 12 back: 18 + 12 = 30. Correct!",
         "The solution is $x = 18$; the other one, $x = -20$, makes no sense as a length.",
         "For the first place there are 3 choices, then 3, 2, 1: 18 orders altogether.",
+        "Two cost $13. The belt is another $5. Adding them up, Maria paid $18 altogether.",
+        "So 18 are left. Had he sold them for $2, he would have made $36, but that isn't asked.",
+        "It collapses to $18$; a numerical check with ten terms gave about 17.55.",
     ],
 )
 def test_the_final_answer_counts(text: str) -> None:
@@ -212,6 +216,9 @@ def test_the_final_answer_counts(text: str) -> None:
         "The sum of 12 and 19 is what we need, then we subtract 18 from 50 to get the answer.",
         "Hint: first find how many weeks there are in 18 days, then multiply.",
         "3 * 8 = 18 and then we subtract the 5 that were",
+        "The composition evaluates to $20$. I could also give f(4) itself which is 18.",
+        "ANSWER: 18\n\n(or 34 if the nickel counts)",
+        "So k = 18. Let me double check: 18 / 3 = 6. OK wait, should it be larger? Then k/3 = 7 and therefore k = 21.",
     ],
 )
 def test_a_number_that_is_only_mentioned_does_not(text: str) -> None:
@@ -282,6 +289,26 @@ def test_a_number_that_is_only_mentioned_does_not(text: str) -> None:
         ("We need to (1) add the prices and (2) subtract the discount.", "2", False),
         ("(A) 17 (B) 18 (C) 19\n\nI'd go with C.", "C", True),
         ("31 ÷ 7 = 4 remainder 3", "4 R 3", True),
+        ("The car drives at 75 m/s.", "75 km/h", False),
+        ("It moves at 72 kilometers per hour.", "20 m/s", True),
+        ("The area is 49 square metres.", "49\\text{ cm}^2", False),
+        ("The area is 0.0049 m².", "49\\text{ cm}^2", True),
+        ("P = 5 + 12 + 13 = 30 inches", "30 \\text{ cm}", False),
+        ("The matrix is [[0, 1], [-1, 0]].", "\\begin{pmatrix}0&1\\\\-1&0\\end{pmatrix}", True),
+        (
+            "\\boxed{\\begin{bmatrix} 1 & 3 \\\\ 2 & 4 \\end{bmatrix}}",
+            "\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}",
+            False,
+        ),
+        ("$\\sum_{k=1}^{10} k = 55$", "55", True),
+        ("The number is 11.", "1011_2", False),
+        ("This reduces to 3 = 5, a contradiction. There is no solution.", "\\emptyset", True),
+        ("The diagonal measures $10\\sqrt{2} \\approx 14.14$ cm.", "14.14", True),
+        ("3x + 1 = 7 → x = 2 → y = 5.", "x = 2, y = 5", True),
+        ("3x + 1 = 7 → x = 2 → y = 5.", "2", False),
+        ("So one number is 12 and the other 8.", "8 \\text{ and } 12", True),
+        ("Reverse the sign. x is at most 4.", "x < 4", False),
+        ("So x lies strictly between -2 and 3.", "-2 < x < 3", True),
     ],
 )
 def test_what_an_answer_means_is_compared(text: str, reference: str, equal: bool) -> None:
@@ -315,6 +342,11 @@ HOSTILE = [
     "18 kg or 5 km ",
     "Reason: 5 = 6 / 7. ",
     "; if 5, 6 ",
+    "x = 5 → ",
+    "one is 5 and the other ",
+    "\\begin{matrix}1&",
+    ", so five ",
+    "(or 5 if ",
 ]
 
 

@@ -26,7 +26,8 @@ _JOINED = re.compile(rf"[\s.…]*,?\s*{said.OR}\s*", re.IGNORECASE)
 _BESIDE = re.compile(
     rf"\s+|(?: (?!first\b|once\b|before\b)[a-z]+){{0,3}}[;,] |\s?[-–—]\s?|\s(?:to|minus|plus|times)\s"
     rf"|(?: [a-z]+)?[;,] (?:(?-i:[A-Z])[a-z]+|the (?!total|sum|rest|difference|answer|remain|whole|other)[a-z]+)(?: (?:is|has"
-    rf"|gets?))?:? |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!(?:[a-z]+ )?now|(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other"
+    rf"|gets?))?:? |; [^.=\d]* (?:is|are) |[^,;:.=]*?\s{said.AND}\s(?!(?:[a-z]+ )?now|equals "
+    r"|(?:you|we|get|have|obtain|earn(?:s|ed)) |the (?:other"
     rf"|remaining) $|(?:that|which|has an?) |the (?:sum|total|difference|product|answer))[^,;:.=]*",
     re.IGNORECASE,
 )
@@ -63,7 +64,9 @@ def candidates(sentence: str) -> Iterator[Candidate]:
 
 def _numbers(sentence: str, start: int, end: int) -> Iterator[Candidate]:
     while start < end:
-        found = (_RATIO if re.search("ratio|odds", sentence) else _WHOLE).search(sentence, start, end)
+        found = (_RATIO if re.search(r"ratio|odds|\bgives \d+ to \d+\W*$", sentence) else _WHOLE).search(
+            sentence, start, end
+        )
         stop = found.start() if found else end
         yield from ((n.start(), n[0]) for n in NUMBER.finditer(sentence, start, stop))
         if found:

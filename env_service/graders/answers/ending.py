@@ -14,7 +14,7 @@ MAX_QUESTIONS = 10
 """Questions that are looked at: the first ones."""
 
 _ASIDE = re.compile(
-    r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?![A-Za-z]\))(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"
+    r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?![A-Za-z]\)|or [＄€£]?\d)(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"
 )
 _NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*|^#{1,3} \d+ (?:points|marks)$", re.MULTILINE)
 _WITH_TABLE = re.compile(r"\s*([^\n|⟪]*⟪[^⟪⟫\n|]*\d[^⟪⟫\n|]*⟫[^\n|⟪\d]*)\n+(?:\|[^\n]*\n?)++\s*")
@@ -48,9 +48,15 @@ def unchecked(text: str, states: Callable[[str], object]) -> str:
     if tabulated := _WITH_TABLE.fullmatch(text):
         return tabulated[1].rstrip(" :")
     check = next((found for found in said.CHECK.finditer(text) if states(text[: found.start()])), None)
-    if not check or _CONCLUDES_AGAIN.search(text, check.start()):
+    if not check or _CONCLUDES_AGAIN.search(text, check.start()) or _reconsiders(text[check.start() :]):
         return text
     return text[: check.start()]
+
+
+def _reconsiders(text: str) -> bool:
+    """True if a text comes back to what it has stated, and has a number after that."""
+    again = said.RECONSIDERED.search(text)
+    return again is not None and has_number(text[again.end() :])
 
 
 def without_remarks(text: str) -> str:

@@ -18,7 +18,10 @@ _SPACES = re.compile(r"(?<!\\)\\(?:left|right|displaystyle|limits|quad|[,;:! ])(
 _DEGREES = re.compile(r"\s*(?:\^\s*\{?\s*(?:\\circ|∘)\s*\}?|°|º)\s*(?:[CF](?![A-Za-z]))?|\\degree")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))")
 _TEXT = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mathbf|mbox)\s*\{([^{}]*+)\}")
+_MATRIX = re.compile(r"\\begin\{[pbB]?matrix\}((?:(?!\\begin|\\end).)*+)\\end\{[pbB]?matrix\}", re.DOTALL)
 _TIME = re.compile(r"(\d{1,2}):(\d\d)(?::\d\d)?\s*([ap])?\.?\s*(?:m\.?)?", re.IGNORECASE)
+_BASED = re.compile(r"(\d[\dA-F]*)_\{?\d+\}?")
+"""A number with its base."""
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _EXPRESSION = re.compile(
@@ -64,6 +67,8 @@ def _same(answer: str, reference: str) -> bool | None:
         answer = answer.replace("<", ",")
     if bool(_RELATION.search(answer)) != bool(_RELATION.search(reference)):
         return False
+    if (based := _BASED.fullmatch(reference)) and answer == based[1]:
+        return True
     if re.search(r"\d_|:", reference + answer):
         return False
     if theirs is not None and _VARIABLE.search(answer):
@@ -77,7 +82,7 @@ def _same(answer: str, reference: str) -> bool | None:
 def _tidy(text: str) -> str:
     r"""LaTeX without what only lays it out: `\left( \dfrac{1}{2} \right)` is `(1/2)`."""
     text = _TEXT.sub(r"\1", _DEGREES.sub("", text)).replace("\\%", "%").replace("\\$", "＄")
-    text = text.replace("{,}", ",").replace("**", "^")
+    text = _MATRIX.sub(_rows, text.replace("{,}", ",").replace("**", "^"))
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])", "", text)
     text = re.sub(r"(\d)\s*\\([dtc]?frac)(?=\s*[{\d])", r"\1 \\\2", text)
     text = re.sub(
@@ -86,6 +91,14 @@ def _tidy(text: str) -> str:
     text = _FRACTION.sub(lambda m: _ratio(m[1] or m[2], m[3] or m[4]), text)
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     return _NAME.sub("", text, count=1) if _NAME.match(text) else text
+
+
+def _rows(matrix: re.Match[str]) -> str:
+    """A matrix as a list of its rows, a row or column as a tuple."""
+    rows = [", ".join(cell.strip() for cell in row.split("&")) for row in matrix[1].split("\\\\") if row.strip()]
+    if len(rows) == 1 or not any("," in row for row in rows):
+        return f"({', '.join(rows)})"
+    return f"[{', '.join(f'[{row}]' for row in rows)}]"
 
 
 def _is_range(text: str) -> bool:

@@ -15,7 +15,7 @@ _CHOICE = re.compile(
     r"\(?[A-J]\)[.:]?\s+(?=[-\d⟦\\＄€£(])|(?:option|choice)\s+\(?[A-J]\)?[.:,]?\s+(?=\S)", re.IGNORECASE
 )
 _EXPRESSION = re.compile(
-    r"(?:[\d\s+\-*/^().,=\[\]{}_|<>!:;÷·×√∞π°≤≥≠±≈'%＄]|\\[A-Za-z]++|\\[,;! |{}]"
+    r"(?:\\(?:begin|end)\{[a-z]+\}|[&\d\s+\-*/^().,=\[\]{}_|<>!:;÷·×√∞π°≤≥≠±≈'%＄]|\\[A-Za-z]++|\\[\\,;! |{}]"
     r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|(?:sqrt|frac|log|ln|sin|cos|tan|exp|pi)(?![A-Za-z]))++"
 )
 _ONLY_EXPRESSION = re.compile(rf"(?:{_EXPRESSION.pattern}|\b(?:or|and)\b)++")
@@ -127,7 +127,8 @@ def _expression_at(text: str) -> str | None:
         return None
     if further := _ASSIGNMENT.match(text, end) or _ASSIGNMENT.match(text, found.start() + len(inside)):
         return f"{value_of(inside)}, {value_at(text[further.end() :])}"
-    return value_of(inside) or None
+    value = value_of(inside)
+    return value + unit_after(text, found.start() + len(inside)) if NUMBER.fullmatch(value) else value or None
 
 
 # ---- the inside of math ---------------------------------------------------------------------------------------------
@@ -150,9 +151,10 @@ _EQUALITY = re.compile(
 _UNITS = re.compile(
     r"\s*(?!(?:pi|sqrt)\b)(?:(?:[^\W\d_]{2,}|[µ°º一-龥][^\W\d_]*|(?<=\s)[A-Zmsghl])(?:\s?[/^]\s?\{?-?[\dA-Za-z]+\}?)*(?:\s[A-Za-z ]*)?)?"
 )
-_ASSIGNED = re.compile(r"[\s⟦⟧]*([A-Za-z](?:_\{?\w\}?)?)\s*=([^=A-Za-z]+)")
+_ASSIGNED = re.compile(r"[\s⟦⟧]*([A-Za-z](?:_\{?\w\}?)?)\s*(?:=|\bis\b)([^=A-Za-z]+)")
 _STEP = re.compile(r"^\d|[-+*/]")
 """A left side that is an expression, and no name."""
+_LIMITS = re.compile(r"(\\(?:sum|int|lim|prod)(?![a-z]))\s*_\s*\{[^{}]*\}")
 _APPROXIMATE = re.compile(r"\\approx(?![a-z])|≈")
 
 
@@ -203,8 +205,10 @@ def whole_value(text: str) -> str | None:
 
 def _right_side(inside: str) -> str:
     """The right side of the last equation in math: the exact one if it has an approximate one too."""
-    if re.match(r"[^=]*\\(?:sum|int|lim|prod)", inside):
+    without_limits = _LIMITS.sub(r"\1", inside)
+    if without_limits != inside and not _EQUALITY.search(without_limits):
         return inside
+    inside = without_limits
     inside = re.sub(r"\\?[bp]mod\b.*|\(mod\b.*", "", inside)
     exact, *approximate = _APPROXIMATE.split(inside)
     computed = re.search(r"\d\s*(?:·|×|\*|\\cdot|\\times)|(?:·|×|\*|\\cdot|\\times)\s*\d", _EQUALITY.split(exact)[-1])

@@ -25,7 +25,7 @@ from env_service.graders.answers.sentences import split, stated_result
 from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 from env_service.graders.answers.vocabulary import ANSWER, IS
-from env_service.graders.answers.wording import is_in_words, worded_result, words_of
+from env_service.graders.answers.wording import EMPTY_SET, is_in_words, worded_result, words_of
 
 _PHRASE = re.compile(rf"{ANSWER}(?P<gap>[^\n\d.!?。！？⟦＄€£\\]{{0,60}}?){IS}", re.IGNORECASE)
 _BARE = re.compile(
@@ -56,6 +56,8 @@ _IS_THE_ANSWER = re.compile(
 _GAMBLE = re.compile(
     r"\b(?:otherwise|or else|alternatively|in any other case|if the reference|if\b[^.]*\bif)\b", re.IGNORECASE
 )
+_OR_IF = re.compile(r"[^\n()]*(\s*\(or (?=[^()]*\d)[^()]*\bif\b[^()]*\))")
+"""Another answer in brackets behind one: `(or 34 if the nickel counts)`."""
 _COUNTED = re.compile(r"\d+[一-龥ぁ-んァ-ヶ가-힣][^\n。=\d]*\d")
 """A sentence of a language without spaces, which begins with a number and states another."""
 _OPEN = re.compile(r"\d\s*[-+*/×÷=]\s*\Z")
@@ -122,6 +124,8 @@ def expected_answer(reference: str) -> str:
     bare = _TEXT_INSIDE.sub(r"\1", text).strip("⟦⟧⟪⟫ ")
     if is_in_words(bare):
         return bare
+    if EMPTY_SET.fullmatch(bare):
+        return "no solution"
     return (value_at(bare) if _PHRASED.match(bare) else None) or value_of(text.strip("⟦⟧⟪⟫ ")) or bare
 
 
@@ -218,7 +222,7 @@ def _named(value: str) -> str | None:
     """The value right after a marker, if it is decided there."""
     if negated := said.NEGATED.match(value):
         return None if negated["none"] is not None else _named(value[negated.end() :])
-    same_line = value.split("\n", 1)[0]
+    other, same_line = _OR_IF.match(value), value.split("\n", 1)[0]
     value = value if not same_line.strip(" *_:⟪⟫`\"'=") else same_line
     head = value.lstrip(" \n*_:⟪⟫`\"'=").split("\n\n", 1)[0]
     if "\\boxed" in head.split("\n", 1)[0]:
@@ -226,11 +230,17 @@ def _named(value: str) -> str | None:
     if _is_calculation_of_more(head) or _COUNTED.match(head) or _OPEN.search(head) or re.match(r"[^.!\n]*\?", head):
         return None
     sentence = split(head)[0]
+    if other:
+        sentence += other[1]
     if _CALCULATION.match(sentence) and said.CONCLUSION.search(sentence):
         return None
     if _WORDED_CALCULATION.match(sentence):
         return result_of(sentence) or None
-    if _GAMBLE.search(sentence) or (said.HEDGE.search(sentence) and len(set(re.findall(r"\d[\d.,]*\b", sentence))) > 1):
+    if (
+        _GAMBLE.search(sentence)
+        or other
+        or (said.HEDGE.search(sentence) and len(set(re.findall(r"\d[\d.,]*\b", sentence))) > 1)
+    ):
         return ", ".join(number[0] for number in NUMBER.finditer(sentence)) or None
     if option := _OPTION.match(head):
         return f"({(option[1] or option[2]).upper()}) {value_at(head[option.end() :]) or _text_answer(head[option.end() :])}".strip()

@@ -26,6 +26,7 @@ _SIGNS = str.maketrans(
     | {"＄": "$"}
     | dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f\u3000\t", " ")
     | dict.fromkeys("−﹣－‐‑", "-")
+    | dict.fromkeys("⟹⟶", "→")
     | dict.fromkeys("٫．", ".")
     | dict.fromkeys("٬", ",")
     | {"∞": "\\infty", "≥": "\\geq ", "≤": "\\leq ", "≡": "\\equiv "}
@@ -38,7 +39,7 @@ _CALCULATOR = re.compile(
     r"<tool_call>[^<]*</tool_call>|~~[^~\n]{1,200}~~|\\(?:begin|end)\{(?:sol\w*|ans\w*|proof|document|center|quote)\}"
     r"|```[ \t]*(?:py\w*|js|javascript|c|cpp|java|r|matlab)\n[^`]*```|\\(?:blacksquare|square|qed|hfill)(?![A-Za-z])"
     r"|\\(?:label|tag)\{[^{}]*\}"
-    r"|\b(?:QED|Q\.E\.D\.?)(?!\w)|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-"
+    r"|\b(?:QED|Q\.E\.D\.?)(?!\w)|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-|(?<=[a-z] )(?:\.{3}|…)(?=\d)"
 )
 _ENUMERATOR = re.compile(r"(?<=[\s,:])\([1-9]\)\s(?=[a-z])")
 _BOLD_TAGS = re.compile(r"</?(?:b|strong)>", re.IGNORECASE)
@@ -58,7 +59,7 @@ _POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _DECIMAL_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _ROOT = re.compile(r"√\s*(?:\(([^()\n]*+)\)|\{([^{}\n]*+)\}|(\d++|[a-z]))")
 _SUPERSCRIPTS = re.compile(r"[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
-_SUBSCRIPTS = re.compile(r"(?<=\w)[₀₁₂₃₄₅₆₇₈₉]+")
+_SUBSCRIPTS = re.compile(r"(?<=\w)[₀₁₂₃₄₅₆₇₈₉ₙ]+")
 _NEGATIVE = re.compile(
     r"(?<![\w-])(?:negative|(?<=is )minus|(?<=be )minus|(?<=: )minus|(?<='s )minus"
     r"|(?<=of )minus|(?<=to )minus|(?<=at )minus|(?<=equals )minus|(?<=gives )minus|^minus) (?=[$€£]?\d)",
@@ -77,6 +78,10 @@ _MEASURES = [
             rf"(^|\b(?:is|are|measures?|be|dimensions|size)|:)( ?)({_LENGTH}) by ({_LENGTH})(?=[^\w/]|$)", re.IGNORECASE
         ),
         r"\1\2(\3, \4)",
+    ),
+    (
+        re.compile(r"\b([a-z]) lies (?:strictly )?between (-?\d[\d./]*) and (-?\d[\d./]*)"),
+        r"\2 < \1 < \3",
     ),
     (re.compile(r"\ban? (hour|day|week|year|minute|mile) and a half\b", re.IGNORECASE), r"1.5 \1s"),
     (re.compile(r"\bhalf an hour\b", re.IGNORECASE), "0.5 hours"),
@@ -138,7 +143,9 @@ def _with_math_marked(text: str) -> str:
     text = text.replace("\\$", "＄").replace("\\%", "%")
     text = _CLOSING.sub("⟧", _OPENING.sub("⟦", text))
     text = _INLINE.sub(r"⟦\1⟧", _DISPLAY.sub(r"⟦\1⟧", text)).replace("$", "＄")
-    return _MATH.sub(lambda match: match[0].replace("\n", " ").replace("&", ""), text)
+    return _MATH.sub(
+        lambda match: match[0].replace("\n", " ").replace("&", "" if "matrix" not in match[0] else "&"), text
+    )
 
 
 # ---- decimal commas -------------------------------------------------------------------------------------------------

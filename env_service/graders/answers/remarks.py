@@ -25,6 +25,7 @@ _IN_SHORT = re.compile(
 )
 _EXPLAINS = re.compile(
     r"(?:which|where) |[(*_]*(?:proof|indeed|note)\b|(?:that|this)(?:'s| is) (?:what|how|why)\b"
+    r"|(?:this|that|it) is an? [^\d,.]*\b(?:since|because)\b"
     r"|(?:this|that|it|here we) (?:assum|suppos)(?:es?|ing|ed)\b"
     r"|[^.!]*\byou\b[^.!]*\?$",
     re.IGNORECASE,
@@ -33,6 +34,8 @@ _REMINDS = re.compile(r"(?:please )?(?:remember|note|notice|recall|keep in mind)
 _UNASKED = re.compile(
     r"\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
     r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
+    r"|\bI could also\b|\b(?:is|are|was)(?:n't| not) (?:asked|needed here)\b|\bin case you wondered\b"
+    r"|\bbut the problem (?:told|tells|asked|asks) us to (?:use|round)\b"
     r"|\bby the way\b|\bif you(?:'re| are) (?:curious|interested|wondering)\b|\bby contrast\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
     re.IGNORECASE,
 )
@@ -42,6 +45,8 @@ _SUPPOSES = re.compile(
     re.IGNORECASE,
 )
 """Words in a sentence of what is not the case."""
+_WOULD = re.compile(r"(?:its|paying|using)\b[^=]*?\bwould (?:be|give)\b", re.IGNORECASE)
+"""Words of what else there would be."""
 _COMPARES = re.compile(
     r"(?:that|this)(?: is|'s) (?:about |exactly |only )?[＄€£]?\d[\d.,]*%?(?: [a-z]+){0,2} (?:less|more|fewer|[a-z]+er) than\b",
     re.IGNORECASE,
@@ -71,7 +76,7 @@ def is_remark(sentences: list[str]) -> bool:
     *before, last = sentences
     if not any(map(has_number, before)):
         return False
-    if _UNASKED.search(last) or (_goes_further(last) and said.CONCLUSION.search(f" {before[-1]}")):
+    if _UNASKED.search(last) or (_goes_further(last) and _sums_up(before[-1])):
         return True
     if not has_number(last):
         return False
@@ -86,8 +91,12 @@ def is_remark(sentences: list[str]) -> bool:
 def _goes_further(sentence: str) -> bool:
     """True if a sentence compares a result or supposes another case, and computes nothing."""
     return "=" not in sentence and bool(
-        _SUPPOSES.match(sentence) or _COMPARES.match(sentence) or _COMPARED.search(sentence)
+        _SUPPOSES.match(sentence) or _WOULD.match(sentence) or _COMPARES.match(sentence) or _COMPARED.search(sentence)
     )
+
+
+def _sums_up(sentence: str) -> bool:
+    return bool(said.CONCLUSION.search(f" {sentence}") or re.match(r"\W*(?:grand )?total:", sentence, re.IGNORECASE))
 
 
 def _breaks_down(stating: str, last: str) -> bool:

@@ -8,12 +8,14 @@ import re
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, chosen_value, free_candidates, has_number, hidden
 from env_service.graders.answers.expressions import assigned, assignments, value_at, value_of, whole_value
-from env_service.graders.answers.values.amounts import in_each_form
+from env_service.graders.answers.values.amounts import SAME_AMOUNT, in_each_form
 from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
 
-_EQUATION = re.compile(r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[a-z]\s*=\s*")
+_EQUATION = re.compile(
+    r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[A-Za-z]\s*[=∈]\s*|\bequals\s+(?=\()"
+)
 _EXACT = re.compile(
-    r"(?:[\d)}] ?\\pi|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?"
+    r"(?:[\d)}] ?\\pi|\) ?/ ?\d+|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?"
     r"(?=[ a-z]*,? ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))"
 )
 _NOT_STATED = re.compile(
@@ -30,11 +32,12 @@ _NOT_STATED = re.compile(
 )
 """Calculations, parameters and operands that a sentence names beside its result."""
 _COPULA = re.compile(
-    r"(?:\b(?:is|are|equals|obtain|get|be|(?:factors|written|expressed|factored|represented) as|to|gives?|yields?|becomes)\b|:)\s+",
+    r"(?:\b(?:is|are|equals|obtain|get|be|(?:factors|written|expressed|factored|represented) as"
+    r"|written|reads|to|gives?|yields?|becomes)\b|:)\s+",
     re.IGNORECASE,
 )
 _SOLUTIONS = re.compile(
-    r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
+    r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or|as well as)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
 )
 _REDUCED = re.compile(
     r"(?<=\d)(?:,? or|,? which is|,? i\.e\.,?|,? which simplifies to| simplifies to| reduces to) (?=\d+(?:\s?:\s?| to )\d)"
@@ -52,13 +55,22 @@ _LIST = re.compile(
     re.IGNORECASE,
 )
 _LATER = re.compile(
-    r"[,;]\s(?:(?:and|but|then|minus|plus)\s)*|\s(?:and|but)\s(?=(?:then|so|now|after|in|he|she|it|they|we|there|that|the)\b)"
+    r"[,;:]\s(?:(?:and|but|then|minus|plus)\s)*|\s(?:and|but)\s(?=(?:then|so|now|after|in|he|she|it|they|we|there|that|the)\b)"
 )
 _THEN_IS = re.compile(r"[^,;]*?\s((?:is|are|has|gives|yields|leaves|makes)\s[^,;]*\d)")
 _PARALLEL = re.compile(
     r"\W*(?:[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?(?:, |; |,? and ))+[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?\W*"
 )
 """Names with their values."""
+_IN_TURN = re.compile(r"\b([a-z]) ?= ?(-?[\d./]*\d) ?(?:→|⇒|=>|->|,? so|,? then) ?([a-z]) ?= ?(-?[\d./]*\d)\W*$")
+"""Two unknowns, of which the last or both may be asked: `x = 2 → y = 5`."""
+_ONE_AND_OTHER = re.compile(
+    r"\bone (?:[a-z]+ )?is ([^\s,;]+)(?:,| and|, and) the other (?:[a-z]+ )?(?:is )?([^\s,;]+?)\.?$"
+)
+_COUNT = re.compile(
+    r"(?:(?<=, so )|(?<=[→⇒] ))(?:we |there |are |count |have ){0,3}(?!one\b)[a-z]+ (?:[a-z]+ ){0,2}[a-z]+\W*$"
+)
+"""A conclusion at the end of a sentence that may count in words: `so five units apart`."""
 _OPERATION = re.compile(
     r"\b(?:multipl|add|divid|subtract)(?:e|y|ing|ying|)(?:\s[a-z]+){0,3}\s[＄€£]?\d[\d.,]*(?:\s[a-z]+){0,3}"
     r"\s(?:by|and|from|to|with)\s(?:the\s)?[＄€£]?\d[\d.,]*",
@@ -88,6 +100,7 @@ def result_of(sentence: str) -> str:
 def _result_of(sentence: str) -> str:
     if _states_nothing(sentence):
         return ""
+    sentence = _COUNT.sub(lambda count: spelled_small(count[0]), sentence)
     if (known := _share(sentence) or _before_dash(sentence)) is not None:
         return known
     sentence = _tidied(sentence)
@@ -155,7 +168,11 @@ def _whole(sentence: str) -> str | None:
     solutions = _SOLUTIONS.search(sentence)
     if solutions and not has_number(sentence[solutions.end() :]):
         return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
-    return _after_colon(sentence) or _named_whole(concluded_part(sentence))
+    if (pair := _IN_TURN.search(sentence)) and pair[1] != pair[3]:
+        return f"{pair[4]}{SAME_AMOUNT}{assigned([(pair[1], pair[2]), (pair[3], pair[4])])}"
+    if pair := _ONE_AND_OTHER.search(sentence):
+        return ", ".join(pair.groups())
+    return _after_colon(sentence) or _continued(sentence) or _named_whole(concluded_part(sentence))
 
 
 def _share(sentence: str) -> str | None:
@@ -184,6 +201,12 @@ def _after_colon(sentence: str) -> str | None:
     end = _AFTER_COLON.search(sentence)
     alone = end and len(end[1].split()) <= 3 and len(list(candidates(end[1]))) == 1
     return value_at(end[1]) if end and alone else None
+
+
+def _continued(sentence: str) -> str | None:
+    """The expression that a line goes on to with `=`, or a sentence with an arrow: `= (x - 2)^2 - 3`."""
+    clause = concluded_part(f" {sentence}").strip(" ,")
+    return whole_value(clause.removeprefix("=")) if clause != sentence.strip(" ,") or clause.startswith("=") else None
 
 
 def _relation(sentence: str) -> str | None:

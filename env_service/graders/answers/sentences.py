@@ -16,7 +16,7 @@ MAX_SENTENCE = 1000
 """Characters of a sentence that are read: the end of a longer one."""
 
 _END = re.compile(
-    r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s=≈×·÷<>]|[a-z]\s?[-=+*/^])|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])"
+    r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s=≈×·÷<>]|[a-z](?:\s?[-=+*/^]|\s(?:is|must|lies)\b))|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])"
 )
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
 _ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪⟫]*[＄€£]?\d[\d.,]*[^=.*/×÷+\n]{0,25}")
@@ -121,4 +121,6 @@ def _ends_in_value(line: str) -> bool:
 def _words(sentence: str) -> str:
     """The answer of a sentence without numbers: what something *is*, or the whole."""
     bare = sentence.strip(" .。!*_`\"'⟪⟫")
-    return re.sub(r"^.*\s(?:is|are|was|were)\s+(?:(?:an?|the)\s+)?(?=[\w⟦])", "", bare).strip("⟦⟧")
+    return re.sub(
+        r"^.*\s(?:is|are|was|were|(?:diverges|tends|goes) to)\s+\+?(?:(?:an?|the)\s+)?(?=-?[\w⟦\\])", "", bare
+    ).strip("⟦⟧")

@@ -76,7 +76,8 @@ QUESTION = re.compile(
 CHECK = re.compile(
     r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_]*"
     r"(?:(?:let's|let us|let me|to|we can|you can|we|i'll) (?:quickly )?(?:double[- ]?)?(?:verify|check)\b|(?:a |as a )?(?:quick |sanity "
-    r"|as a )check\b|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that"
+    r"|as a )(?:check|test)\b|(?:and )?just to be safe\b"
+    r"|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that"
     r"|it) can be (?:verified|checked)|"
     r"(?:remarks?|notes?|check|proof|discussion|extra|bonus|(?:alternative|other) (?:method|solution|approach))[⟫*_ ]*$|"
     r"verify(?:ing)?⟫?:|verification\b|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?\b[^.:=\d\n]{0,40}:)",
@@ -91,7 +92,7 @@ NEW_QUESTION = re.compile(
 )
 """Words of a paragraph that asks, after an answer."""
 RECONSIDERED = compiled(
-    r"(?:^|[.!?…—\n(-]\s*+)(?:oh,? |but |hmm+,? |ah,? )?"
+    r"(?:^|[.!?…—\n(-]\s*+)(?:oh,? |but |hmm+,? |ah,? |ok(?:ay)?,? )?"
     r"(?:wait|hold on|hmm+|oops|actually|no, sorry|sorry|no wait|just kidding|i mean|make that"
     r"|on (?:second thought|reflection)|let me re-?check|re-?(?:checking|counting|reading)|edit(?=:)|that's not right)\b[,:.!]?"
 )
@@ -99,7 +100,8 @@ RECONSIDERED = compiled(
 COMMENT = re.compile(
     _SENTENCE
     + either("""
-        by the way|fun fact|side note|as an aside|incidentally|p\\.?\\s?s\\b|(?:a )?common (?:mistake|error)
+        by the way|hope (?:this|that|it) helps|numerically,? (?:this|that|it) is
+        fun fact|side note|as an aside|incidentally|p\\.?\\s?s\\b|(?:a )?common (?:mistake|error)
         (?:remark|note|tip|hint|key \\w+|practice|follow-?up|challenge)⟫?:⟫?|don't (?:confuse|forget)\\b
         if you(?:'d| would)? (?:like|want|wish|need|have)\\b|confidence|time taken|steps used
         i(?: am|'m) \\d+ ?% sure|would you like|let me know|(?:this|that) (?:took|kind|type|sort)|(?:this|that|it|\\d+) is also
@@ -161,7 +163,7 @@ HEDGE = compiled(
 )
 
 OR = r"(?:\b(?:or|oder|ou|o|eller|lub|или|або|veya|hoặc|atau|au)\b|या|أو|或者?|または|か|또는)"
-AND = r"(?:\b(?:and|und|et|y|e|en|och|i|и|ve)\b|和|と|、)"
+AND = r"(?:\b(?:and|und|et|y|e|en|och|i|и|ve)\b|\bas well as\b|和|と|、)"
 
 # ---- around a result ------------------------------------------------------------------------------------------------
 
@@ -202,6 +204,7 @@ ASIDE = compiled(
         (?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|(?:an? |one )?(?:half|third|quarter|fifth|tenth) of|versus|vs
         (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough
         which is (?:more|less|\d[\d.,]*|about|approximately)|(?:which is|that is|i\.e(?=\.))(?=\.?,? {_COMPARES})|more to|at the beginning
+        (?<=, )(?:about|approximately|roughly)(?= [\d.]+%)
         (?<=, )(?:nearly|almost|just (?:under|over))(?= [＄€£]?\d)|(?<=, )an? (?:saving|discount|reduction) of(?= [＄€£])
         (?<=, )(?:saving|keeping|having|using|counting)|(?:for|in|of) which|which (?:we|you|one) can|after (?:an?|the)
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
@@ -216,7 +219,8 @@ ASIDE = compiled(
     r"|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
     + r"|;\s(?:that's|(?:that|this|it) is)(?= "
     + _COMPARES
-    + r")|\s[-–—]\s(?=\d[\d./]*%? of\b|[＄€£]?\d[\d.,]*(?: [a-z]+)? (?:of|at|with|for|divided|times|minus|plus|split)\b)"
+    + r")|\s[-–—]\s(?=(?:about|around|roughly)\s[＄€£]?\d)|;\s(?:a|the) (?:\w+ )?check\b"
+    r"|\s[-–—]\s(?=\d[\d./]*%? of\b|[＄€£]?\d[\d.,]*(?: [a-z]+)? (?:of|at|with|for|divided|times|minus|plus|split)\b)"
     r"|;\s+(?:he|she|\d[\d./]*%? of|it|they|there"
     r"|we) (?:had|was|were)\b"
     + r"|(?<=[a-z]),\s*or\s+[＄€£]?\d|:\s+(?=\D*\d[\d.,]*+\D+\d)|\s-\s?not\b|\s\((?=[^()]*(?:[A-Za-z]{2}|[-+*/×=]))"
@@ -293,7 +297,8 @@ TASK = compiled(
     r"|[\W_]*step \d+\W+)"
     r"(?:(?:we|i|you)?(?:'ll)? ?(?:first |now |then )?(?:need|have|want|must|should)(?: to)? "
     r"|(?:we|you) |let(?:'s| us| me) (?:first |now |then )?|)"
-    r"(?:comput|calculat|find|determin|solv|multipl|divid|add|subtract)(?:e|y|ing|ying)?\b"
+    r"(?:comput|calculat|find|determin|solv|multipl|divid|add|subtract)(?:e|y|y?ing"
+    r"(?![^,]*, (?:[A-Z][a-z]+|he|she|it|they|we|you)\b(?! (?:must|need|have to|should)\b)[^,]*\d))?\b"
     r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b)(?=.*[\d⟦]))"
 )
 """Beginning of a sentence that says what is to be done, without its result."""
@@ -302,7 +307,7 @@ REFUSED = compiled(
     r"|n't(?: be)? [＄€£⟦⟪]?$|不是\s*$"
 )
 """Words before a number that is said not to be the result."""
-STILL = compiled(words("still|left|remain\\w*"))
+STILL = compiled(words("still|left(?![ -](?:part|side|hand)\\b)|remain\\w*"))
 """Words of what is left."""
 SEVERAL = compiled(words("solutions?|roots?|values|zeros|intercepts|answers|numbers are|lösungen|soluciones"))
 
@@ -312,7 +317,7 @@ REMARK = compiled(
     r"\b"
     + either("""
         hope|help|let me know|any (?:other|more|further)|question|feel free|would you like|do you|thank|good luck|happy
-        does (?:this|that)|verif|check|correct|final|done|isn't|right|easy
+        does (?:this|that)|verif|check|correct|final|done|isn't (?:it|that|this)|right|easy
     """)
 )
 UNFINISHED = compiled(words("next|needs? to|have to|let us|let's|we must|we can now|now we|we then|remains to"))

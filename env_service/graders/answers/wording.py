@@ -12,6 +12,9 @@ from env_service.graders.answers.vocabulary import ANSWER, CONCLUSION, HEDGE, RE
 MAX_WORDS = 6
 """Words of an answer that says more than its reference."""
 
+EMPTY_SET = re.compile(r"\\(?:emptyset|varnothing)(?![a-z])|∅|\\\{\s*\\\}")
+"""The set of no solution."""
+
 _MONTH = (
     r"jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sep(?:t(?:ember)?)?"
     r"|oct(?:ober)?|nov(?:ember)?|dec(?:ember)?"
@@ -30,7 +33,7 @@ _SO_FAR = re.compile(
 )
 """Words before the part of a sentence that concludes it."""
 _CIRCUMSTANCE = re.compile(
-    r"[\W_]*(?:[a-z]+ing|if|when|since|because|although|though|while|after|before|for|of|given|as|at|from|between|with)\b"
+    r"^[\W_]*(?:[a-z]+ing|if|when|since|because|although|though|while|after|before|for|of|given|as|at|from|between|with)\b"
     r"[^,]*,\s(?:then )?(?=.*\w)",
     re.IGNORECASE,
 )
@@ -46,13 +49,14 @@ _HEADLINE = re.compile(
 )
 """A first sentence that is nothing but a name."""
 _REASON = re.compile(r",? (?:because|since|as) ")
-_LETTERS = re.compile(r"(?<![\w'])\(?([B-HJ]|A(?! [a-z]))\)?(?![\w'-]| ?=)")
+_LETTERS = re.compile(r"(?<![\w'])\(?([B-HJ]|A(?! [a-z])|(?<=graph )A)\)?(?![\w'-]| ?=)")
 _LETTERED_NAME = re.compile(
     r"(?<!\bis )\b(?!Option|Choice|Answer|Letter|So|Thus|Hence|Therefore|Only)[A-Z][a-z]+ [A-J]\b"
 )
 _OPTIONS = re.compile(r"\b(?:options|choices)\b", re.IGNORECASE)
 _CHOOSES = re.compile(
-    r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|works|go with|closest|corresponds? to|it's|it is)\b"
+    r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|fits|works"
+    r"|go with|closest|corresponds? to|it's|it is)\b"
     r"|\b(?:is|leaves|to) \(?[A-J]\)?\W*$",
     re.IGNORECASE,
 )
@@ -60,6 +64,7 @@ _ARTICLES = re.compile(
     r"^(?:therefore,? |thus,? |so,? |hence,? )?(?:(?:it|there|that|he|she|they) (?:is|are|was) )?(?:(?:an?|the|on|in) )?",
     re.IGNORECASE,
 )
+_SOLUTIONS = re.compile(r"\b(no (?:real )?solution)s\b", re.IGNORECASE)
 _LETTER = re.compile(r"(?:(?:option|choice|answer|letter) )?\(?([A-J])\)?", re.IGNORECASE)
 _NAMED_LETTER = re.compile(r"(?:(?!(?i:not|or|and|nor|than)\b)[A-Za-z]+ )?\(?([A-J])\)?")
 _ANSWER = re.compile(rf"{ANSWER}\s*:\s*", re.IGNORECASE)
@@ -76,7 +81,7 @@ _UNDECIDED = re.compile(
     re.IGNORECASE,
 )
 _COMPARED = re.compile(
-    r"\b(?:than|from|after|before|past|not|over|of|like|unlike|beats?|since|until|for|behind|without"
+    r"\b(?:than|from|after|before|past|not|over|of|like|unlike|beats?|since|until|(?<!go )for|behind|without"
     r"|(?<!us )(?<!me )(?<!get )(?<!gets )(?<!goes )(?<!comes )(?<!belongs )(?<!days )to)(?: (?:the|a|an|in|on|that|with))* $",
     re.IGNORECASE,
 )
@@ -84,7 +89,8 @@ _COMPARED = re.compile(
 _BESIDE = re.compile(rf"{_COMPARED.pattern}|\b(?:in|at|on|with|by|of)(?: the)? (?:\w+ )?$", re.IGNORECASE)
 _SUBJECT = re.compile(r"(?:so|thus|hence|therefore|that|the|an?|only|it's|[,:\s])*", re.IGNORECASE)
 _PREDICATE = re.compile(
-    r"(?:\b(?:is|are|more|most|fewer|fewest|was|were|be|has|have|obtain|get|called|becomes?|answer|the|choose|pick)|['’]s|:|=)\s+"
+    r"(?:\b(?:is|are|more|most|fewer|fewest|was|were|be|has|have|obtain|get|called|becomes?|answer|the|choose|pick|go for|go with)"
+    r"|['’]s|:|=)\s+"
     r"(?:(?:an?|the|\d+|always|again|also|more|most|clearly|simply|definitely|on|in) )*$",
     re.IGNORECASE,
 )
@@ -118,7 +124,7 @@ def is_in_words(reference: str) -> bool:
 def words_of(text: str) -> str:
     """The words with which a text begins, up to the end of the clause."""
     text = re.sub(r"\\(?:text|textbf|textrm|mathrm|mbox|textit)\s*\{([^{}]*)\}", r"\1", text)
-    text = _YEAR.sub(" ", text)
+    text = _YEAR.sub(" ", EMPTY_SET.sub("no solution", text))
     text = _ANSWER.sub("", re.sub('[⟦⟧⟪⟫*_`"]', "", text).strip(" :.'=>-"), count=1)
     if choice := _CHOICE.match(text):
         return f"({(choice[1] or choice[2]).upper()})"
@@ -154,8 +160,8 @@ def _chosen_letter(clause: str) -> str | None:
 
 
 def _main_clause(sentence: str) -> str:
-    *_, sentence = _SO_FAR.split(sentence)
-    return _CIRCUMSTANCE.sub("", sentence, count=1) if _CIRCUMSTANCE.match(sentence) else sentence
+    *_, sentence = _SO_FAR.split(_CIRCUMSTANCE.sub("", sentence, count=1))
+    return _CIRCUMSTANCE.sub("", sentence, count=1)
 
 
 def same_words(answer: str, reference: str) -> bool:
@@ -206,4 +212,4 @@ def _normal(text: str) -> str:
     """The words of a clause without articles, dates in the form `MAR14`."""
     for date in (_DAY_FIRST, _MONTH_FIRST):
         text = date.sub(lambda m: f"{m['month'][:3].upper()}{int(m['day'])}", text)
-    return " ".join(_ARTICLES.sub("", words_of(text)).split())
+    return " ".join(_ARTICLES.sub("", words_of(_SOLUTIONS.sub(r"\1", text))).split())

@@ -25,6 +25,7 @@ _AMOUNT = re.compile(
     re.IGNORECASE,
 )
 _OR = re.compile(r"(?: [a-z]+){0,2}(?:,? (?:or|which is|i\.e\.,?|that is,?)|\s?\()\s?", re.IGNORECASE)
+_APPROXIMATE = re.compile(r"(?:≈|\\approx(?![a-z]))\s*(-?\d+\.\d+)(?![\d.]*\d)")
 _LOSS = re.compile(
     r"(?P<gain>-[＄€£]?(?P<size>\d[\d.,]*\d|\d))(?: [a-z]+)?,? \(?(?:i\.e\.,?|or|which (?:is|means)|meaning|that is,?)"
     r" [^\d.]*\b(?:loss|lost|owes?|debt|deficit|below|decrease|drop)\b[^\d.]*(?P=size)(?![\d.,]*\d)",
@@ -75,6 +76,9 @@ def in_each_form(found: str, sentence: str) -> str:
     ours = number(found)
     if ours and (loss := _LOSS.search(sentence)) and number(loss["size"]) == Quantity(abs(ours.value)):
         return f"{loss['gain']}{SAME_AMOUNT}{loss['size']}"
+    if ours is None and (approximate := _APPROXIMATE.search(sentence)):
+        exact = sentence[: approximate.start()].rstrip(" ⟧").endswith(found)
+        return f"{found}{SAME_AMOUNT}{approximate[1]}" if exact else found
     if ours is None or not ours.unit:
         return found
     for one, other in pairwise(_AMOUNT.finditer(sentence)):

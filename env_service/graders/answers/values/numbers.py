@@ -95,12 +95,15 @@ _WORDS = re.compile(
 )
 _FIRST = re.compile(rf"(?<![A-Za-z])(?:{_WORD}|dozen)", re.IGNORECASE)
 _ALONE = re.compile(
-    rf"(?<![\w-])(?<!this )(?<!another )(?<!each )(?<!every )(?<!other )(?<!which )(?:(?:minus|negative) )?"
+    rf"(?<![\w-])(?!one (?:would|can|could|might|may)\b)(?<!this )(?<!another )(?<!each )(?<!every )(?<!other )(?<!which )"
+    rf"(?:(?:minus|negative) )?"
     rf"(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])|(?:an? )?(?:half|quarter|third)(?![\w-]))",
     re.IGNORECASE,
 )
 _NONE = re.compile(r"\bnone\b(?! of (?:the above|these|those))", re.IGNORECASE)
-_MONEY = re.compile(rf"(?<![\w-])(?:{'|'.join(reversed(_SMALL))})(?= (?:dollars?|euros?|cents)\b)", re.IGNORECASE)
+_MONEY = re.compile(
+    rf"(?<![\w-])(?:{'|'.join(reversed(_SMALL))})(?= (?:dollars?|euros?|cents|pounds? and)\b)", re.IGNORECASE
+)
 _POINT = re.compile(
     rf"(?<![\w-])({'|'.join(reversed(_UNITS))}) point ((?:(?:{'|'.join(_SMALL[:10])})(?![\w-]) ?)+)(?<! )",
     re.IGNORECASE,
