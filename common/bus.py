@@ -267,14 +267,15 @@ class Bus:
 
     def settling(self, settlements: Sequence[Settlement]) -> list[Any]:
         """Arguments of the script that settles. A stream that is the one before is not named again."""
-        source, target = "", ""
+        source, target = ("", ""), ""
         sent = iter(sent_once([fields for each in settlements for fields in each.fields or ()]))
         arguments: list[Any] = [self.cell.key(""), len(settlements)]
         for each in settlements:
             delivery, outputs = each.delivery, each.outputs
-            arguments += [""] if delivery.stream == source else [self.cell.name_of(delivery.stream), delivery.group]
+            of = (self.cell.name_of(delivery.stream), delivery.group)
+            arguments += [""] if of == source else of
             arguments += [delivery.entry, -1 if outputs is None else len(outputs), *self._histories.fate(each)]
-            source = delivery.stream
+            source = of
             for stream, _ in outputs or ():
                 fields, name = next(sent), self.cell.name_of(stream)
                 instead = self.cell.name_of(self.cell.instead_of(stream))

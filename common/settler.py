@@ -15,6 +15,8 @@ from common.bus import Bus, Out, Settlement
 from common.messages import DeadLetter
 from common.telemetry import Reporter
 
+MOST_REPLY_S, MOST_S = 0.01, 0.06
+"""The longest time between two scripts: for replies, and where nobody waits."""
 log = structlog.get_logger()
 
 
@@ -25,11 +27,10 @@ class Settler:
         self,
         bus: Bus,
         reporter: Reporter,
-        window_s: Callable[[], float],
+        window_s: Callable[[float], float],
         lost: Callable[[Sequence[Out]], None] = lambda _: None,
     ) -> None:
-        """`window_s`: seconds between the beginnings of two scripts, unless somebody waits for a reply. `lost`: told of outputs that were
-        not published."""
+        """`window_s`: seconds between the beginnings of two scripts, at most the given. `lost`: told of outputs that were not published."""
         self._bus = bus
         self._window_s = window_s
         self._lost = lost
@@ -37,25 +38,32 @@ class Settler:
         self._finished: list[Settlement] = []
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._since_s = float("-inf")
+        self._since_s = 0.0
         self._one_script = asyncio.Lock()
 
     def add(self, settlement: Settlement) -> None:
         self._finished.append(settlement)
-        left_s = self._since_s + self._window_s() - time.monotonic()
-        if left_s <= 0 or _is_waited_for(settlement):
-            self._due.set()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(left_s, self._due.set)
+        loop = asyncio.get_running_loop()
+        due_s = self._since_s + self._window_s(MOST_REPLY_S if self._replies(settlement) else MOST_S)
+        if self._timer is None or due_s < self._timer.when():
+            self._stop_timer()
+            self._timer = loop.call_at(max(due_s, loop.time()), self._due.set)
+
+    def _replies(self, settlement: Settlement) -> bool:
+        """Is it a reply for an API replica, and a person behind it?"""
+        return any(not self._bus.cell.instead_of(stream) for stream, _ in settlement.outputs or ())
+
+    def _stop_timer(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
 
     async def run(self) -> None:
         while True:
             await self._due.wait()
             self._due.clear()
-            if self._timer:
-                self._timer.cancel()
-                self._timer = None
-            self._since_s = time.monotonic()
+            self._stop_timer()
+            self._since_s = asyncio.get_running_loop().time()
             await self.settle()
 
     async def settle(self) -> None:
@@ -73,8 +81,3 @@ class Settler:
         self._reporter.count("settle_s", (time.monotonic() - since) * len(done))
         self._reporter.count("settled", sum(done))
         self._reporter.count("lost_races", len(done) - sum(done))
-
-
-def _is_waited_for(settlement: Settlement) -> bool:
-    """Does an API replica wait for the reply, and a person behind it?"""
-    return bool(getattr(settlement.delivery.message, "reply_to", ""))

@@ -51,8 +51,8 @@ MAX_VOIDED = 100_000
 FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
 """Pauses between two looks for leftovers: the first after a delivery has ended, since another often follows, and the longest."""
 GATHER_S = 0.002
-MOST_READ_S, MOST_SCRIPT_S = 0.01, 0.06
-"""The longest times between two reads, since a person may wait for what comes, and between two scripts that settle."""
+MOST_READ_S = 0.01
+"""The longest time between two reads: a person may wait for what comes."""
 
 M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
@@ -135,7 +135,7 @@ class Worker:
         self._underway = Underway()
         self._voided = Voided()
         lost = [self._holds.unpublished] if self._holds else []
-        self._settler = Settler(bus, reporter, partial(self._window_s, MOST_SCRIPT_S), *lost)
+        self._settler = Settler(bus, reporter, self._window_s, *lost)
         self._takeover = Takeover(
             bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
         )

@@ -10,11 +10,12 @@ import functools
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from common.places import Places
+from common.places import KEPT, Places
 from common.tasks import beating
 
 if TYPE_CHECKING:
@@ -115,13 +116,18 @@ class Threads:
     """Threads for what keeps a processor busy for long. Tenants take turns, see `Places`. Safe to use from many tasks."""
 
     def __init__(self, num: int = os.cpu_count() or 1) -> None:
-        """`num`: calls at once. The event loop's own threads are more, so no call waits for one of those."""
+        """`num`: calls at once."""
         self._places = Places(lambda: num)
+        self._pool = ThreadPoolExecutor(num + KEPT, "work")
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Calls the function once it is its tenant's turn. The current work is charged for the thread's time, and beats meanwhile."""
+        """Calls the function once it is its tenant's turn. The current work is charged for the thread's time, and beats until the end."""
+        return await beating(beat, self._placed(function))
+
+    async def _placed(self, function: Callable[[], T]) -> T:
         async with place(self._places):
-            return await beating(beat, asyncio.to_thread(charged_alone(function)))
+            call = functools.partial(copy_context().run, charged_alone(function))
+            return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
 
 @contextlib.asynccontextmanager

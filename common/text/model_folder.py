@@ -98,7 +98,7 @@ def _is_size(value: object) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and value > 0
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _is_name(value: object) -> bool:

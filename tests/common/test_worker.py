@@ -26,7 +26,7 @@ LEASE_S = 0.4
 
 def asked() -> GradeRequest:
     return GradeRequest(
-        **start().about(), id="asked", env=EnvSpec("single_turn"), item={}, output_text="", reply_to="replies"
+        **start().about(), id="asked", env=EnvSpec("single_turn"), item={}, output_text="", reply_to=CELL.reply("me")
     )
 
 
@@ -47,7 +47,7 @@ class Recorder:
             await self.act(message, beat)
         finally:
             self.running -= 1
-        return [(CELL.rollout, message)]
+        return [(getattr(message, "reply_to", CELL.rollout), message)]
 
     def hand_back(self, message: Start) -> list[Out] | None:
         return None
@@ -123,7 +123,7 @@ async def test_a_busy_worker_reads_what_comes_one_by_one_together_and_an_idle_on
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.worker.MOST_READ_S", 3600.0)
-    monkeypatch.setattr("common.worker.MOST_SCRIPT_S", 3600.0)
+    monkeypatch.setattr("common.settler.MOST_S", 3600.0)
     ended = asyncio.Event()
 
     async def first_until_told(message: Start, beat: Beat) -> None:
@@ -143,10 +143,8 @@ async def test_a_busy_worker_reads_what_comes_one_by_one_together_and_an_idle_on
         await until(lambda: length(bus, CELL.rollout, 5))
 
 
-async def test_a_reply_that_somebody_waits_for_is_settled_at_once_with_what_waits_for_others(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("common.worker.MOST_SCRIPT_S", 3600.0)
+async def test_a_reply_soon_settles_what_waits_for_others(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.settler.MOST_S", 3600.0)
 
     async def first_for_ever(message: Message, beat: Beat) -> None:
         await (asyncio.Event().wait() if message == start(0) else asyncio.sleep(0))
@@ -162,7 +160,7 @@ async def test_a_reply_that_somebody_waits_for_is_settled_at_once_with_what_wait
         assert await length(bus, CELL.rollout, 1)
         # When a person's request ends, then both are settled
         await bus.publish([(CELL.env, asked())])
-        await until(lambda: length(bus, CELL.rollout, 3))
+        await until(lambda: length(bus, CELL.rollout, 2))
 
 
 async def test_no_more_is_read_than_there_are_slots(bus: Bus) -> None:

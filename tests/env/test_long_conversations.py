@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import operator
 import shutil
 import threading
 import time
@@ -117,29 +118,31 @@ async def test_a_long_reply_is_rendered_beside_the_loop() -> None:
 
 
 async def test_what_many_short_messages_say_counts_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: list[Any] = []
-    to_thread = asyncio.to_thread
+    pool, called = work.Threads(), list[object]()
+    run = pool.run
 
-    async def noted(function: Callable[..., Any], *args: Any) -> Any:
-        threads.append(function)
-        return await to_thread(function, *args)
+    async def noted(function: Callable[[], Any]) -> Any:
+        called.append(function)
+        return await run(function)
 
-    monkeypatch.setattr(asyncio, "to_thread", noted)
-    conversation = Conversation(TOKENIZER, work.Threads())
+    monkeypatch.setattr(pool, "run", noted)
+    conversation = Conversation(TOKENIZER, pool)
     short, parts = {"role": "user", "content": "hi"}, [{"type": "text", "text": "hello"}] * 2000
     await conversation.opening([short] * 100, ())
-    assert threads == []
+    assert called == []
     await conversation.opening([{"role": "user", "content": parts}], ())
     await conversation.opening([short], [{"type": "function", "function": {"name": "f", "description": LONG}}])
-    assert len(threads) == 2
+    assert len(called) == 2
 
 
 async def test_long_texts_of_one_tenant_keep_no_other_waiting() -> None:
     # Given as many calls of one tenant as there could be threads, and none that ends
-    threads, release, begun = work.Threads(2), threading.Event(), list[str]()
+    threads, release, begun, beats = work.Threads(2), threading.Event(), list[str](), list[int]()
 
     async def call(tenant: str, function: Callable[[], object]) -> None:
-        work.begin(lambda: None, tenant)
+        number = len(beats)
+        beats.append(0)
+        work.begin(lambda: operator.setitem(beats, number, beats[number] + 1), tenant)
         await threads.run(lambda: (begun.append(tenant), function()))
 
     waiting = [asyncio.create_task(call("greedy", release.wait)) for _ in range(40)]
@@ -148,6 +151,8 @@ async def test_long_texts_of_one_tenant_keep_no_other_waiting() -> None:
         # When another asks, it is served while they run
         await asyncio.wait_for(asyncio.create_task(call("other", lambda: None)), 10)
         assert begun == ["greedy", "greedy", "other"]
+        # And those that wait are not taken over meanwhile
+        await until(lambda: all(beats[:-1]))
     finally:
         release.set()
         await asyncio.gather(*waiting)
