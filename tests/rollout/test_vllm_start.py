@@ -75,7 +75,7 @@ async def test_the_operator_may_have_no_graphs_and_fewer_seats(started_with: dic
 
 
 async def test_a_mixture_of_experts_is_refused_on_a_cpu_alone(tmp_path: Path, started_with: dict[str, Any]) -> None:
-    folder = save_family("qwen3_moe", tmp_path / "base")
+    folder = save_family("qwen3_moe", tmp_path / "base", vocab_size=320)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (folder / name).write_bytes((TINY / name).read_bytes())
     with pytest.raises(InvalidInput, match="on a CPU vLLM does not compute a mixture of experts"):
