@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from common.bus import Bus, Out, Settlement
-from common.messages import DeadLetter
+from common.messages import DeadLetter, Start
 from common.telemetry import Reporter
 
-MOST_REPLY_S, MOST_S = 0.01, 0.06
-"""The longest time between two scripts: for replies, and where nobody waits."""
+MOST_SOON_S, MOST_S = 0.01, 0.06
+"""The longest time between two scripts: for what somebody may wait for, and for all else."""
 log = structlog.get_logger()
 
 
@@ -44,14 +44,15 @@ class Settler:
     def add(self, settlement: Settlement) -> None:
         self._finished.append(settlement)
         loop = asyncio.get_running_loop()
-        due_s = self._since_s + self._window_s(MOST_REPLY_S if self._replies(settlement) else MOST_S)
+        due_s = self._since_s + self._window_s(MOST_SOON_S if self._is_awaited(settlement) else MOST_S)
         if self._timer is None or due_s < self._timer.when():
             self._stop_timer()
             self._timer = loop.call_at(max(due_s, loop.time()), self._due.set)
 
-    def _replies(self, settlement: Settlement) -> bool:
-        """Is it a reply for an API replica, and a person behind it?"""
-        return any(not self._bus.cell.instead_of(stream) for stream, _ in settlement.outputs or ())
+    def _is_awaited(self, settlement: Settlement) -> bool:
+        """Does somebody wait for it: a person behind an API replica for a reply, or an engine without work for a trajectory that begins?"""
+        begins = isinstance(settlement.delivery.message, Start)
+        return begins or any(not self._bus.cell.instead_of(stream) for stream, _ in settlement.outputs or ())
 
     def _stop_timer(self) -> None:
         if self._timer:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from common.bus import Bus, Delivery, Idle, Out, Progress
 from common.errors import StoreUnavailable, Unavailable
 from common.handlers import Beat
-from common.messages import Cancel, DeadLetter, EnvSpec, Failure, GradeRequest, Message, Start
+from common.messages import Cancel, DeadLetter, EnvSpec, Failure, GradeRequest, JobCommand, Message, Start
 from common.streams import GROUP_ENV, Cell
 from common.takeover import is_suspect
 from common.telemetry import About, Reporter
@@ -22,6 +22,10 @@ from tests.common.test_bus import start
 
 CELL = Cell("tiny")
 LEASE_S = 0.4
+
+
+def command(number: int) -> JobCommand:
+    return JobCommand(**start().about(), id=f"command/{number}", action="pause")
 
 
 def asked() -> GradeRequest:
@@ -123,7 +127,7 @@ async def test_a_busy_worker_reads_what_comes_one_by_one_together_and_an_idle_on
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("common.worker.MOST_READ_S", 3600.0)
-    monkeypatch.setattr("common.settler.MOST_S", 3600.0)
+    monkeypatch.setattr("common.settler.MOST_SOON_S", 3600.0)
     ended = asyncio.Event()
 
     async def first_until_told(message: Start, beat: Beat) -> None:
@@ -143,24 +147,27 @@ async def test_a_busy_worker_reads_what_comes_one_by_one_together_and_an_idle_on
         await until(lambda: length(bus, CELL.rollout, 5))
 
 
-async def test_a_reply_soon_settles_what_waits_for_others(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("awaited", ["a reply", "a trajectory that begins"])
+async def test_what_somebody_waits_for_soon_settles_all_else(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, awaited: str
+) -> None:
     monkeypatch.setattr("common.settler.MOST_S", 3600.0)
 
     async def first_for_ever(message: Message, beat: Beat) -> None:
-        await (asyncio.Event().wait() if message == start(0) else asyncio.sleep(0))
+        await (asyncio.Event().wait() if message == command(0) else asyncio.sleep(0))
 
     handler = Recorder(first_for_ever)
     async with working(bus, handler, slots=8, gather_s=3600.0):
         # Given a result that waits for others since the script for the one before
-        await bus.publish([(CELL.env, start(n)) for n in range(2)])
+        await bus.publish([(CELL.env, command(n)) for n in range(2)])
         await until(lambda: length(bus, CELL.rollout, 1))
-        await bus.publish([(CELL.env, start(2))])
+        await bus.publish([(CELL.env, command(2))])
         await until(lambda: len(handler.seen) == 3)
         await asyncio.sleep(0.05)
         assert await length(bus, CELL.rollout, 1)
-        # When a person's request ends, then both are settled
-        await bus.publish([(CELL.env, asked())])
-        await until(lambda: length(bus, CELL.rollout, 2))
+        # When what is awaited ends, then both are settled
+        await bus.publish([(CELL.env, asked() if awaited == "a reply" else start(3))])
+        await until(lambda: length(bus, CELL.rollout, 2 if awaited == "a reply" else 3))
 
 
 async def test_no_more_is_read_than_there_are_slots(bus: Bus) -> None:
