@@ -6,14 +6,16 @@
 The script that settles entries puts the payloads together again, so each entry is as whole as any other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 PIECE = 64
 """Bytes that are compared at once, first; then ever more."""
 LEAST = 32
 """Bytes in common that are worth it."""
+Piece = Callable[[bytes, int, int], bytes]
+"""A part of some bytes between two places, counted from either end."""
 
 
 def sent_once(entries: Sequence[list[Any]]) -> list[list[Any]]:
@@ -23,30 +25,29 @@ def sent_once(entries: Sequence[list[Any]]) -> list[list[Any]]:
 
 def num_same(one: bytes, other: bytes) -> int:
     """The number of bytes with which both begin. Looks at little more than these."""
-    least, same, size = min(len(one), len(other)), 0, PIECE
-    while same < least and one[same : (end := min(same + size, least))] == other[same:end]:
-        same, size = end, 2 * size
-    one, other = one[same : min(same + size, least)], other[same : min(same + size, least)]
-    return same + _zeros(int.from_bytes(one, "little") ^ int.from_bytes(other, "little"))
+    return _num_same(one, other, _from_start, "little")
 
 
 def num_same_at_end(one: bytes, other: bytes) -> int:
     """The number of bytes with which both end. Looks at little more than these."""
+    return _num_same(one, other, _from_end, "big")
+
+
+def _num_same(one: bytes, other: bytes, part: Piece, order: Literal["little", "big"]) -> int:
     least, same, size = min(len(one), len(other)), 0, PIECE
-    while same < least and _last(one, same, end := min(same + size, least)) == _last(other, same, end):
+    while same < least and part(one, same, end := min(same + size, least)) == part(other, same, end):
         same, size = end, 2 * size
-    one, other = (_last(each, same, min(same + size, least)) for each in (one, other))
-    return same + _zeros(int.from_bytes(one, "big") ^ int.from_bytes(other, "big"))
+    end = min(same + size, least)
+    differ = int.from_bytes(part(one, same, end), order) ^ int.from_bytes(part(other, same, end), order)
+    return same + ((differ & -differ).bit_length() - 1) // 8 if differ else same
 
 
-def _last(data: bytes, start: int, end: int) -> bytes:
-    """Bytes counted from the end."""
+def _from_start(data: bytes, start: int, end: int) -> bytes:
+    return data[start:end]
+
+
+def _from_end(data: bytes, start: int, end: int) -> bytes:
     return data[len(data) - end : len(data) - start]
-
-
-def _zeros(number: int) -> int:
-    """The number of zero bytes with which it ends; of 0 none."""
-    return ((number & -number).bit_length() - 1) // 8 if number else 0
 
 
 def _after(before: list[Any], fields: list[Any]) -> list[Any]:
