@@ -13,7 +13,6 @@ from env_service.graders.answers.equality import quick
 from env_service.graders.answers.final import expected_answer, final_answer
 from env_service.graders.answers.plain import MAX_CHARACTERS, comma_is_decimal
 from env_service.graders.answers.values.amounts import SAME_AMOUNT
-from env_service.graders.answers.wording import is_in_words
 
 _DECIMAL = re.compile(r"(?<![\d,.(\[{])(\d+),(\d{1,2})(?![\d,)\]}])")
 """A decimal comma in a reference whose text writes them."""
@@ -38,7 +37,7 @@ def _answers(text: str, reference: str) -> tuple[str, str]:
         reference = _DECIMAL.sub(r"\1.\2", reference)
     if not (expected := expected_answer(reference)):
         raise InvalidInput("the reference is empty")
-    return final_answer(text, in_words=is_in_words(expected)), expected
+    return final_answer(text, expected), expected
 
 
 def _verified(answer: str, reference: str) -> bool:

@@ -1,17 +1,21 @@
 """Finds text that follows an answer and is no part of it: the next question, a check, remarks.
 
-`before_next_question` and `unchecked` cut a text there; `without_remarks` leaves out single sentences.
+`before_next_question`, `unchecked` and `before_trial` cut a text there; `without_remarks` leaves out single sentences.
 """
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
+from itertools import islice
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import has_number
+from env_service.graders.answers.remarks import concludes_anew, values
+from env_service.graders.answers.results import result_of
 from env_service.graders.answers.sentences import split, stated_result
 
 MAX_QUESTIONS = 10
-"""Questions that are looked at: the first ones."""
+"""Questions, and trials, that are looked at: the first ones."""
 
 _ASIDE = re.compile(
     r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?![A-Za-z]\)|or [＄€£]?\d)(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"
@@ -21,6 +25,8 @@ _WITH_TABLE = re.compile(r"\s*([^\n|⟪]*⟪[^⟪⟫\n|]*\d[^⟪⟫\n|]*⟫[^\n|
 """A line with a number in bold, and a table that shows where it comes from."""
 _REFERENCE = re.compile(r"(?<=\S) ?\[\d{1,2}\]")
 
+_ASSIGNED = re.compile(r"(?<![A-Za-z\d)\\] )(?<![A-Za-z\d)\\])[A-Za-z] ?=([^=\n;.]*)")
+"""An unknown, and the value that it gets."""
 _CONCLUDES_AGAIN = re.compile(
     r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n\d]*\d[^\n]*\Z|\n⟪[^⟪⟫\n]*\d[^⟪⟫\n]*⟫\W*\Z", re.IGNORECASE
 )
@@ -51,6 +57,23 @@ def unchecked(text: str, states: Callable[[str], object]) -> str:
     if not check or _CONCLUDES_AGAIN.search(text, check.start()) or _reconsiders(text[check.start() :]):
         return text
     return text[: check.start()]
+
+
+def before_trial(text: str) -> str:
+    """The text before it tries the result that it has stated, and finds it right."""
+    trials = islice(said.TRIAL.finditer(text), MAX_QUESTIONS)
+    tried = (text[: t.start()] for t in trials if _finds_right(text[: t.start()], text[t.start() :], "?" in t[0]))
+    return next(tried, text)
+
+
+def _finds_right(before: str, trial: str, asked: bool) -> bool:
+    """True if a trial computes with what the text before it states, concludes nothing else and does not deny it."""
+    stated = {*values(stated_result(before))} if has_number(before) else set[Fraction]()
+    affirmed, used = asked or said.AFFIRMED.search(trial), {*values(trial.rpartition("=")[0] or trial)}
+    if not stated or not affirmed or said.DENIED.search(trial) or not stated <= used:
+        return False
+    assigned = {value for name in _ASSIGNED.finditer(trial) for value in values(name[1])}
+    return assigned <= stated and all({*values(result_of(s))} <= stated for s in split(trial) if concludes_anew(s))
 
 
 def _reconsiders(text: str) -> bool:

@@ -11,18 +11,20 @@ words are looked for in the same places.
 A list of alternatives is an answer of its own, which equals no single number.
 """
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import has_number
-from env_service.graders.answers.ending import before_next_question, unchecked, without_remarks
+from env_service.graders.answers.ending import before_next_question, before_trial, unchecked, without_remarks
 from env_service.graders.answers.expressions import value_at, value_of, whole_value
 from env_service.graders.answers.plain import plain
 from env_service.graders.answers.remarks import first_of_story
 from env_service.graders.answers.results import result_of
 from env_service.graders.answers.sentences import split, stated_result
 from env_service.graders.answers.values.amounts import in_each_form
+from env_service.graders.answers.values.equations import is_equation, last_equation
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
 from env_service.graders.answers.vocabulary import ANSWER, IS
 from env_service.graders.answers.wording import EMPTY_SET, is_in_words, worded_result, words_of
@@ -88,24 +90,51 @@ Found = tuple[int, str]
 """Position of a marker, and the answer that it names."""
 
 
-def final_answer(text: str, *, in_words: bool = False) -> str:
-    """The part of a text that is its answer; "" if it decides on none. `in_words`: the answer is words, no value."""
+def final_answer(text: str, expected: str = "") -> str:
+    """The part of a text that is its answer; "" if it decides on none. `expected`: the reference's answer, whose kind is looked for."""
+    if is_in_words(expected):
+        return _final(text, functools.partial(_passages, words_of), _worded)
+    if is_equation(expected):
+        return _final(text, functools.partial(_passages, last_equation), _last_stated_equation)
+    return _final(text, _markers, _value_stated, _value_marked)
+
+
+def _final(
+    text: str,
+    marked: Callable[[str], Iterable[Found]],
+    stated: Callable[[str], str],
+    named: Callable[[str, Found], str] = lambda _, mark: mark[1],
+) -> str:
+    """The answer that the last marker of a text names, or else that the text states, as far as it is not taken back."""
     text = without_remarks(_said(plain(text)))
-    marked = _markers if not in_words else _worded_markers
     found = sorted(marked(text))
     shorter = before_next_question(text, found[0][0] if found else None)
     if len(shorter) < len(text):
         text, found = shorter, sorted(marked(shorter))
     taken_back = max((back.start() for back in said.TAKEN_BACK.finditer(text)), default=0)
     kept = [mark for mark in found if mark[0] >= taken_back]
-    if in_words:
-        return kept[-1][1] if kept else worded_result(unchecked(text[taken_back:], re.compile("[A-Za-z]").search))
-    if kept:
-        return _of_option(text, _reconsidered(text[kept[-1][0] :]) or kept[-1][1])
-    rest = unchecked(text[taken_back:], has_number)
-    if (weak := next(_weak(rest), None)) is not None:
-        return weak
-    return stated_result(rest)
+    return named(text, kept[-1]) if kept else stated(text[taken_back:])
+
+
+def _value_marked(text: str, mark: Found) -> str:
+    return _of_option(text, _reconsidered(text[mark[0] :]) or mark[1])
+
+
+def _value_stated(text: str) -> str:
+    rest = before_trial(unchecked(text, has_number))
+    weak = next(_weak(rest), None)
+    return weak if weak is not None else stated_result(rest)
+
+
+def _worded(text: str) -> str:
+    return worded_result(unchecked(text, re.compile("[A-Za-z]").search))
+
+
+def _last_stated_equation(text: str) -> str:
+    """The last equation that a text is left with: not one of several, none that it doubts or rejects."""
+    stating = next((s for s in reversed(split(unchecked(text, last_equation))) if last_equation(s)), "")
+    undecided = said.HEDGE.search(stating) or said.REJECTED.search(stating) or re.search(r"\b(?:or|not)\b|n't", stating)
+    return last_equation(stating) if not undecided else ""
 
 
 def _of_option(text: str, answer: str) -> str:
@@ -122,7 +151,7 @@ def expected_answer(reference: str) -> str:
     if "\n" in text or any(_markers(text)) or _SENTENCE.search(_TEXT_INSIDE.sub("", text)):
         return final_answer(reference)
     bare = _TEXT_INSIDE.sub(r"\1", text).strip("⟦⟧⟪⟫ ")
-    if is_in_words(bare):
+    if is_in_words(bare) or is_equation(bare):
         return bare
     if EMPTY_SET.fullmatch(bare):
         return "no solution"
@@ -175,22 +204,22 @@ def _named_before(value: str) -> str | None:
     return f"({(option[1] or option[2]).upper()})" if option else whole_value(value)
 
 
-def _worded_markers(text: str) -> Iterator[Found]:
-    """Positions and words of all that names an answer."""
+def _passages(read: Callable[[str], str], text: str) -> Iterator[Found]:
+    """Positions of all that names an answer, and what is read there."""
     for begin, _, inside in _braced(text):
-        yield begin, words_of(inside)
+        yield begin, read(inside)
     for tag in _TAG.finditer(text):
-        yield tag.start(), words_of(tag[1] or tag[2] or tag[3] or "")
+        yield tag.start(), read(tag[1] or tag[2] or tag[3] or "")
     for hashes in _HASHES.finditer(text):
-        yield hashes.start(), words_of(hashes[1])
+        yield hashes.start(), read(hashes[1])
     text = _without_boxes(text)
     for marker, value in (*_phrases(text), *_labels(text)):
         if negated := said.NEGATED.match(value):
             value = value[negated.end() :] if negated["none"] is None else ""
         if "\\boxed" not in (value := value.strip(" *_:⟪⟫`\"'=\n").split("\n", 1)[0]) and value:
-            yield marker, words_of(value)
+            yield marker, read(value)
     for stated in _IS_THE_ANSWER.finditer(text):
-        yield stated.start("value"), words_of(stated["value"])
+        yield stated.start("value"), read(stated["value"])
 
 
 def _hash_answer(line: str, *, last: bool) -> str | None:

@@ -19,6 +19,12 @@ _EXPLANATION = re.compile(
     r"\W*(?:(?:explanation|reason(?:ing)?|working|why|details|steps)\W*:|here(?:'s| is) (?:why|how)\b)",
     re.IGNORECASE,
 )
+_HEADING = re.compile(
+    r"(?=[^\d\n]*:\W*$)[^\d\n]*\b(?:breakdown|breaks? down|details?|steps?|calculat\w+|comput\w+|math|arithmetic|work\w*"
+    r"|reason\w*|expla\w+|how|why|derivation|justification|rationale)\b",
+    re.IGNORECASE,
+)
+"""A line that announces how a result comes about: `How it breaks down:`."""
 _IN_SHORT = re.compile(
     r"\W*(?:in short|(?:to make it |the )?short(?: answer| version)?|quick answer|TL;?DR|bottom line)\W*[:,]\W*",
     re.IGNORECASE,
@@ -48,7 +54,8 @@ _SUPPOSES = re.compile(
 _WOULD = re.compile(r"(?:its|paying|using)\b[^=]*?\bwould (?:be|give)\b", re.IGNORECASE)
 """Words of what else there would be."""
 _COMPARES = re.compile(
-    r"(?:that|this)(?: is|'s) (?:about |exactly |only )?[＄€£]?\d[\d.,]*%?(?: [a-z]+){0,2} (?:less|more|fewer|[a-z]+er) than\b",
+    r"(?:[a-z]+[,!] )?(?:that|this)(?: is|'s) (?:about |exactly |only )?[＄€£]?\d[\d.,]*%?(?: [a-z]+){0,2}"
+    r" (?:less|more|fewer|[a-z]+er) than\b",
     re.IGNORECASE,
 )
 _COMPARED = re.compile(r"\bcompared (?:with|to)\b", re.IGNORECASE)
@@ -59,6 +66,12 @@ _ADDS = re.compile(
     re.IGNORECASE,
 )
 """The rest of a sentence after a result: another clause, which concludes nothing."""
+_EXCLAIMS = re.compile(
+    r"(?!.*(?:=|\b(?:leav\w*|left|remain\w*|total|so(?! close)|thus|then|altogether|sum|makes?)\b))"
+    r"(?:.*!$|.*\b(?:only|just)\b|if .*\b(?:will|would)\b|.*'d\b)",
+    re.IGNORECASE,
+)
+"""A remark on a result once it is stated: `only 5 more and she has 100!`"""
 _AS_IT_SHOULD = re.compile(
     r"=[^=]*(?:[✓✔✅☑]\W*$|\b(?:which|that|this|it)(?: [a-z]+)? (?:agrees?|matche?s?|fits?|works|checks|holds|confirms|correct|right)\b"
     r"|\b(?:as|number|total|amount|value) (?:is )?(?:given|required|expected|stated|wanted|needed|promised|it should)\b)"
@@ -66,6 +79,7 @@ _AS_IT_SHOULD = re.compile(
     re.IGNORECASE,
 )
 """Words of a check: `29 + 7 = 36, as it should be`, `adding the 7 back`."""
+_UNKNOWN = re.compile(r"(?<![A-Za-z])[A-Za-z] ?=")
 _AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
 _PREMISE = re.compile(r"\W*(?:since|because|as|although|while)\s[^\n]*?,\s(?=\D*$)", re.IGNORECASE)
 """Beginning of a sentence that has numbers in its subordinate clause alone."""
@@ -82,6 +96,8 @@ def is_remark(sentences: list[str]) -> bool:
         return False
     if _EXPLAINS.match(last) or _PREMISE.match(last) or ("=" not in last and _REMINDS.match(last)):
         return True
+    if _exclaims(before, last):
+        return True
     if any(tells(before[-1], last) for tells in (_breaks_down, _repeats, _leads_back, _confirms)):
         return True
     known = {number[0].strip() for s in before for number in NUMBER.finditer(s)}
@@ -95,6 +111,14 @@ def _goes_further(sentence: str) -> bool:
     )
 
 
+def _exclaims(before: list[str], last: str) -> bool:
+    """True if the last sentence goes on about the value that was computed last and then stated, and computes nothing."""
+    computed = [result for s in before for result in _equated(s)]
+    stated = computed and stated_value(before[-1]) == computed[-1]
+    new = stated and _EXCLAIMS.match(last) and {*computed, *values(before[-1])}.isdisjoint(values(last))
+    return bool(new) and not any(_computes(value, computed) for value in values(last))
+
+
 def _sums_up(sentence: str) -> bool:
     return bool(said.CONCLUSION.search(f" {sentence}") or re.match(r"\W*(?:grand )?total:", sentence, re.IGNORECASE))
 
@@ -103,26 +127,26 @@ def _breaks_down(stating: str, last: str) -> bool:
     """True if the numbers of the last sentence, which concludes nothing, are the parts of what the one before it states."""
     parts = list(values(last))
     few = 2 if not result_of(last) else 3
-    return len(parts) >= few and not _concludes(last) and _stated(stating) == sum(parts)
+    return len(parts) >= few and not _concludes(last) and stated_value(stating) == sum(parts)
 
 
 def _repeats(stating: str, last: str) -> bool:
     """True if the last sentence comes to the result that the one before it states in another way."""
-    return bool(_AGAIN.match(last)) and _stated(stating) in [*values(last)]
+    return bool(_AGAIN.match(last)) and stated_value(stating) in [*values(last)]
 
 
 def _leads_back(stating: str, last: str) -> bool:
     """True if the last sentence gives as a reason an equation for what the one before it states: `since 12 × 12 = 144`."""
-    return bool(said.REASON.search(last)) and _stated(stating) in [*_equated(last)][-1:] == [*values(last)][-1:]
+    return bool(said.REASON.search(last)) and stated_value(stating) in [*_equated(last)][-1:] == [*values(last)][-1:]
 
 
 def _confirms(stating: str, last: str) -> bool:
     """True if the last sentence computes something from what the one before it states, and says that it is as it should be."""
-    stated = _stated(stating) if _AS_IT_SHOULD.search(last) else None
+    stated = stated_value(stating) if _AS_IT_SHOULD.search(last) else None
     return stated is not None and (stated in values(last.rpartition("=")[0]) or _computes(stated, [*values(last)]))
 
 
-def _stated(sentence: str) -> Fraction | None:
+def stated_value(sentence: str) -> Fraction | None:
     """The one number that a sentence states as its result."""
     known = [*values(result_of(sentence))]
     return known[0] if len(known) == 1 else None
@@ -130,16 +154,30 @@ def _stated(sentence: str) -> Fraction | None:
 
 def headline(sentences: list[str]) -> str | None:
     """The value of which the first sentence consists, if all that follows is its explanation."""
+    if (announced := _announced(sentences)) is not None:
+        return announced
     first, *rest = sentences
-    if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and not any(map(_concludes_anew, rest)):
+    if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and not any(map(concludes_anew, rest)):
         return result_of(first) if not _is_given(first, rest) else None
-    if (short := _IN_SHORT.match(first)) and not any(map(_concludes_anew, rest)):
+    if (short := _IN_SHORT.match(first)) and not any(map(concludes_anew, rest)):
         return result_of(first[short.end() :])
     value = value_at(re.sub(r"^(?:it's|it is)\b:?", "", first, flags=re.IGNORECASE))
     if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
         return None
     explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
     return value if explained and len(list(NUMBER.finditer(first))) == 1 else None
+
+
+def _announced(sentences: list[str]) -> str | None:
+    """The result before a line that announces how it comes about, or before its parts alone, if it does follow from them."""
+    at = next((at for at, s in enumerate(sentences[1:], 1) if _HEADING.match(s)), 1)
+    stating, rest = sentences[at - 1], sentences[at:]
+    stated, parts = stated_value(stating), [result for s in rest for result in _equated(s)]
+    if stated is None or len(parts) < 2 or any(map(concludes_anew, rest)) or _is_given(stating, rest):
+        return None
+    announced = _HEADING.match(rest[0]) and (stated == parts[-1] or _computes(stated, parts))
+    added = stated == sum(parts) and not any(map(_UNKNOWN.search, rest))
+    return result_of(stating) if announced or added else None
 
 
 def _is_given(first: str, rest: list[str]) -> bool:
@@ -158,7 +196,7 @@ def first_of_story(sentences: list[str]) -> str | None:
     """The result that the first sentence states, if the others tell of the numbers that it is computed from."""
     first, *rest = sentences
     known, further = list(values(result_of(first))), [value for s in rest for value in values(s)]
-    if len(known) != 1 or "=" in first or not 2 <= len(further) <= MAX_OPERANDS or any(map(_concludes_anew, rest)):
+    if len(known) != 1 or "=" in first or not 2 <= len(further) <= MAX_OPERANDS or any(map(concludes_anew, rest)):
         return None
     one_by_one = len(list(values(rest[-1]))) < 2
     return result_of(first) if _computes(known[0], further) and not one_by_one else None
@@ -174,7 +212,8 @@ def restated(sentences: list[str]) -> str | None:
     *before, last = sentences
     computed = [result for s in before for result in _equated(s)]
     stated = NUMBER.search(last)
-    if not computed or not stated or "=" in last or not _ADDS.match(last, stated.end()):
+    adds = stated and (_ADDS.match(last, stated.end()) or _EXCLAIMS.match(last[stated.end() :].lstrip()))
+    if not computed or not stated or "=" in last or not adds:
         return None
     first, *others = values(last)
     return (
@@ -182,13 +221,13 @@ def restated(sentences: list[str]) -> str | None:
     )
 
 
-def _concludes_anew(sentence: str) -> bool:
+def concludes_anew(sentence: str) -> bool:
     return concluded_part(f" {sentence}") != f" {sentence}" and bool(result_of(sentence))
 
 
 def _concludes(sentence: str) -> bool:
     sums_up = said.SUMMARY.search(sentence) and has_number(sentence) and result_of(sentence)
-    return bool(_concludes_anew(sentence) or sums_up or terse(sentence) or "=" in sentence)
+    return bool(concludes_anew(sentence) or sums_up or terse(sentence) or "=" in sentence)
 
 
 def _equated(sentence: str) -> Iterator[Fraction]:

@@ -44,6 +44,7 @@ BEFORE_OTHER_ANSWER = compiled(
         (?:might|may|would|could|initially|first) (?:think|thought|say|guess|assume|believe)(?: that)?
     """)
     + r" (?:(?:the|our|this|my) )?(?:final |correct )?$"
+    + r"|\b(?:number|count|share|fraction|percentage|proportion) of (?:[a-z]+ )?(?:correct |right |wrong )?$"
 )
 PARTIAL = compiled(
     words("parts?|first|second|step|sub-?question|previous|intermediate|teil|partie|parte")
@@ -84,6 +85,36 @@ CHECK = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 """Words before a check of a result that was stated earlier."""
+_TRIED = r"(?:it|this|that|these|they|everything|(?:the|our|my) \w+|-?[＄€£]?\d\S*)"
+_TRIES = r"(?:confirm|test|verify|check|try|prove|plug|put|substitute|insert|make sure|be sure|see (?:if|whether|that)|run|trace)"
+_ASKED = r"(?:check|work|right|correct|fit|match|add|hold|make|satisf|true|plausibl|reasonabl)"
+TRIAL = re.compile(
+    r"(?:^|(?<=[.!?:⟫]) )[^\w\n]*(?:(?:so|but|and|ok(?:ay)?|now|well),? )?"
+    + either(rf"""
+        (?:does|do|did|is|are|will|would) {_TRIED}\b[^.?\n]{{0,40}}\b{_ASKED}\w*[^.?\n]{{0,20}}\?
+        (?:works|correct|right|ok|true|makes sense|sounds? right|sure)\?
+        (?:let's|let us|let me|i'll|i|i can|we|we can|you can|to|just to) (?:\w+ )?{_TRIES}\b
+        (?:confirm|test|verify|check|plugg|putt|substitut|insert|runn|go|work|try|retrac|replay)ing\b
+        (?:confirm|test|plug|put|substitute|insert|try) (?:it|this|that|these|-?[＄€£]?\d\S*)\b
+        (?:forwards?|backwards?|in reverse|test|trial|proof|confirmation)\b[^.\n:]{{0,20}}:
+        we can (?:see|tell|confirm)[^.\n]{{0,30}}\b(?:right|correct|true|works)\b
+        (?:this|that|it) (?:is|must be|looks|seems) (?:right|correct|true|confirmed)\b[^.\n]{{0,20}}\b(?:since|because|as|for)\b
+        (?:indeed|in fact|sure enough)\b
+    """),
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Words with which a text begins to try a result."""
+AFFIRMED = compiled(
+    r"[✓✔✅☑]|"
+    + words(r"""
+        checks? out|works?|correct\w*|it (?:is|does)|holds?|yes|yep|yeah|match\w*|true|right|perfect\w*|great|good|agrees?|fits?
+        confirm\w*|as (?:given|required|expected|stated|wanted|needed|promised|it should)|satisf\w+|consistent|exactly
+        what (?:we|they|the (?:problem|question|story)) (?:were|was|are|is|said|says|told|gave|gives|need\w*|want\w*)
+    """)
+)
+DENIED = compiled(
+    words("no|nope|not|but|fails?|wrong|instead|too [a-z]+|off|should (?:be|have)|contradict\\w*") + r"|n't\b"
+)
 _SENTENCE = r"(?:^|(?<=[.!?⟫]) )[ \t*#⟪_>(-]*"
 NEW_QUESTION = re.compile(
     r"(?<!\s)(?:[^\S\n]*+\n){2}\s*+(?!\W*+(?:wait|but|hmm|so|ok|now|hold|would|do|does|is|are|did|have|can|could|shall|let)\b)"
@@ -181,7 +212,7 @@ CONCLUSION = compiled(
     r"[,;\s]\s*"
     + either(rf"""
         which is(?: to say)?(?! {_COMPARES})
-        so|therefore|thus|hence|consequently|(?:shows?|means|tells|implies)(?: us)? that|brings \w+(?: \w+)? to
+        so(?! close)|therefore|thus|hence|consequently|(?:shows?|means|tells|implies)(?: us)? that|brings \w+(?: \w+)? to
         (?<=[,;] )now(?= (?:he|she|it|they|we|you|there)\b)|which means|meaning|which gives|settles? on|becomes
         for a total of|which rounds? (?:up |down )?to
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
@@ -203,7 +234,8 @@ ASIDE = compiled(
         unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when
         (?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|(?:an? |one )?(?:half|third|quarter|fifth|tenth) of|versus|vs
         (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough
-        which is (?:more|less|\d[\d.,]*|about|approximately)|(?:which is|that is|i\.e(?=\.))(?=\.?,? {_COMPARES})|more to|at the beginning
+        which is (?:more|less|\d[\d.,]*|about|approximately)|which is (?:well |just |still )?(?:below|above|under|over|within)
+        (?:which is|that is|i\.e(?=\.))(?=\.?,? {_COMPARES})|more to|at the beginning
         (?<=, )(?:about|approximately|roughly)(?= [\d.]+%)
         (?<=, )(?:nearly|almost|just (?:under|over))(?= [＄€£]?\d)|(?<=, )an? (?:saving|discount|reduction) of(?= [＄€£])
         (?<=, )(?:saving|keeping|having|using|counting)|(?:for|in|of) which|which (?:we|you|one) can|after (?:an?|the)
@@ -215,8 +247,8 @@ ASIDE = compiled(
         which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar
         comparado|y no
     """)
-    + r"\b|(?:,|\sor)\s[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|from|after|before|above|later|earlier|of"
-    r"|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
+    + r"\b|(?:,|\sor)\s(?:just |only |exactly )?[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|short|shy|from|after|before"
+    r"|above|later|earlier|of|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
     + r"|;\s(?:that's|(?:that|this|it) is)(?= "
     + _COMPARES
     + r")|\s[-–—]\s(?=(?:about|around|roughly)\s[＄€£]?\d)|;\s(?:a|the) (?:\w+ )?check\b"

@@ -7,5 +7,6 @@ Its files:
     units.py              units that change what a number means
     amounts.py            numbers as they stand alone, with their units, and one amount in two units
     ranges.py             intervals and inequalities
+    equations.py          equations that are answers as a whole
     sizes.py              tells what would take long to compute
 """
