@@ -44,9 +44,11 @@ _BY_ARGUMENT_TABLE = {
     "prctl 157 167": (0, (15, 16)),  # the thread's name
     "fcntl 72 25": (1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),  # copies, flags and locks: no owner, signal or lease
     "ioctl 16 29": (1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),  # is it a terminal? how much is there? flags
-    "prlimit64 302 261": (0, (0,)),  # of the calling process
 }
 """Allowed if an argument, by its place, has one of these values."""
+
+_LIMITS = "prlimit64 302 261"
+"""Allowed to read the calling process's limits: a call that lowered one could die as if the machine had killed it."""
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 56), "aarch64": (0xC00000B7, 220)}
 """The kernel's name of a machine, and its number of `clone`, which may make threads."""
@@ -81,6 +83,7 @@ def _lines(column: int, architecture: int, clone: int, *, own_files: bool) -> li
         lines += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     for call, (place, values) in _BY_ARGUMENT_TABLE.items():
         lines += _by_argument(_numbers(call, column)[0], place, values)
+    lines += _without(_numbers(_LIMITS, column)[0], [0, 16, 20])
     lines += [
         (_EQUAL, 0, 4, clone),
         (_LOAD, 0, 0, 16),
@@ -97,6 +100,14 @@ def _by_argument(number: int, place: int, values: tuple[int, ...]) -> list[Line]
     for value in values:
         lines += [(_EQUAL, 0, 1, value), (_RETURN, 0, 0, _ALLOW)]
     return [*lines, (_RETURN, 0, 0, _ERROR | _EPERM)]
+
+
+def _without(number: int, offsets: list[int]) -> list[Line]:
+    """Allows a call if the halves of its arguments at these offsets, in bytes, are 0."""
+    lines = [(_EQUAL, 0, 2 + 2 * len(offsets), number)]
+    for left, offset in reversed([*enumerate(reversed(offsets))]):
+        lines += [(_LOAD, 0, 0, 16 + offset), (_EQUAL, 0, 1 + 2 * left, 0)]
+    return [*lines, (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERROR | _EPERM)]
 
 
 def _numbers(table: str, column: int) -> list[int]:

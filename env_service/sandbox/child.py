@@ -158,7 +158,7 @@ def shut_in(job: dict[str, Any], wanted: set[str]) -> set[str]:
         kill_first()
         if "namespaces" in wanted:
             layers |= enter_namespaces(libc, os.getcwd(), uid)
-        stay_behind(libc, job["worker"], own_files="files" in layers, file_bytes=job["limits"]["file_bytes"])
+        stay_behind(libc, job["worker"], job["limits"], own_files="files" in layers)
     set_limits(job["limits"])
     if root:
         become(uid)
@@ -240,7 +240,7 @@ def drop_capabilities(libc: Libc) -> None:
 # ------------------------------------------------------------------------------------------------------- keeper
 
 
-def stay_behind(libc: Libc, worker: int, *, own_files: bool, file_bytes: int) -> None:
+def stay_behind(libc: Libc, worker: int, limits: dict[str, int], *, own_files: bool) -> None:
     """Goes on in a child; the parent stays as its keeper, and never returns."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -249,22 +249,27 @@ def stay_behind(libc: Libc, worker: int, *, own_files: bool, file_bytes: int) ->
     child = os.fork()
     if child:
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        keep(child, own_files=own_files, file_bytes=file_bytes)
+        keep(child, limits, own_files=own_files)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def keep(child: int, *, own_files: bool, file_bytes: int) -> NoReturn:
-    """Ends as the child ends. Kills it when it is told to, or when it holds too much in its working folder."""
+def keep(child: int, limits: dict[str, int], *, own_files: bool) -> NoReturn:
+    """Ends as the child ends. Kills it when it is told to, or when it holds too much in its working folder.
+
+    The kernel kills for the limit of processor seconds as it kills where memory runs out; the seconds used tell which it was.
+    """
     status = 0
     while True:
         told = signal.sigtimedwait(TOLD, 3600 if own_files else LOOK_EVERY_S)
-        full = not own_files and is_too_full(child, file_bytes)
+        full = not own_files and is_too_full(child, limits["file_bytes"])
         if full or (told and told.si_signo == signal.SIGTERM):
             os.kill(child, signal.SIGKILL)
             status = 128 + (signal.SIGXFSZ if full else signal.SIGKILL)
-        ended, found = os.waitpid(child, 0 if status else os.WNOHANG)
+        ended, found, used = os.wait4(child, 0 if status else os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(found)
+            if code == -signal.SIGKILL and used.ru_utime + used.ru_stime >= limits["cpu_s"] - 1:
+                code = -signal.SIGXCPU
             os._exit(status or (code if code >= 0 else 128 - code))
 
 

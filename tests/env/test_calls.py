@@ -75,6 +75,8 @@ def test_some_calls_are_allowed_by_an_argument(machine: str, prctl: int, fcntl: 
         assert verdict(machine, number, *arguments) == ALLOWED
     for number, arguments in ((prctl, (1,)), (fcntl, (0, 10)), (ioctl, (0, 0x5412)), (prlimit, (1, 7))):
         assert verdict(machine, number, *arguments) == REFUSED
+    for address in (0x1000, 1 << 32):  # of new limits
+        assert verdict(machine, prlimit, 0, 7, address) == REFUSED
 
 
 @pytest.mark.parametrize("machine", ARCHITECTURES)

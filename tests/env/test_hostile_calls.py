@@ -123,6 +123,21 @@ def test_a_call_that_closes_its_streams_and_goes_on_is_ended(layers: tuple[str, 
     assert outcome.ending == "timeout"
 
 
+@EITHER
+def test_a_call_beyond_its_processor_seconds_has_that_reason_and_is_not_made_again(
+    layers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(_seconds: float) -> int:
+        return 1
+
+    monkeypatch.setattr(sandbox, "math", SimpleNamespace(ceil=one))  # 2 processor seconds
+    outcome = run(
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", layers=layers, timeout_s=30
+    )
+    assert (outcome.ending, outcome.killed) == ("crashed", False)
+    assert outcome.reason == "used more CPU time than allowed"
+
+
 # ------------------------------------------------------------------------------------------- calls to the kernel
 
 PRELUDE = """
@@ -148,6 +163,7 @@ REFUSED = {
     "the owner of a file": "check(libc.fcntl(0, 8, other))",
     "the owner of a file, by ioctl": "check(libc.ioctl(0, 0x8901, other.to_bytes(4, 'little')))",
     "limits of others": "resource.prlimit(other, resource.RLIMIT_NOFILE)",
+    "limits of its own": "check(libc.setrlimit(0, ctypes.create_string_buffer(16)))",
     "priorities": "os.setpriority(os.PRIO_PROCESS, other, 19)",
     "processors": "os.sched_setaffinity(other, {0})",
     "a signal": "os.kill(other, 0)",
