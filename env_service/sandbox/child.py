@@ -254,10 +254,8 @@ def stay_behind(libc: Libc, worker: int, limits: dict[str, int], *, own_files: b
 
 
 def keep(child: int, limits: dict[str, int], *, own_files: bool) -> NoReturn:
-    """Ends as the child ends. Kills it when it is told to, or when it holds too much in its working folder.
-
-    The kernel kills for the limit of processor seconds as it kills where memory runs out; the seconds used tell which it was.
-    """
+    """Ends as the child ends, or as one beyond its processor seconds: the kernel kills it as where memory runs out. Kills it when it
+    is told to, or when it holds too much in its working folder."""
     status = 0
     while True:
         told = signal.sigtimedwait(TOLD, 3600 if own_files else LOOK_EVERY_S)
