@@ -7,7 +7,7 @@ It waits for Redis alone: the tasks have written large payloads (`Bus.written`) 
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import structlog
 
@@ -17,6 +17,8 @@ from common.telemetry import Reporter
 
 MOST_SOON_S, MOST_S = 0.01, 0.06
 """The longest time between two scripts: for what somebody may wait for, and for all else."""
+MOST_BYTES = 4 << 20
+"""The bytes of outputs of one script, for nobody else is served while Redis runs it. One settlement may have more."""
 log = structlog.get_logger()
 
 
@@ -72,7 +74,7 @@ class Settler:
         async with self._one_script:
             batch, self._finished = self._finished, []
             since = time.monotonic()
-            done = await self._bus.settle(batch)
+            done = [published for script in _scripts(batch) for published in await self._bus.settle(script)]
         for settlement, published in zip(batch, done, strict=True):
             if not published:
                 self._lost(settlement.outputs or ())
@@ -82,3 +84,17 @@ class Settler:
         self._reporter.count("settle_s", (time.monotonic() - since) * len(done))
         self._reporter.count("settled", sum(done))
         self._reporter.count("lost_races", len(done) - sum(done))
+
+
+def _scripts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:
+    """The settlements in their order, as many at once as one script takes."""
+    script, num_bytes = list[Settlement](), 0
+    for settlement in settlements:
+        size = sum(len(value) for fields in settlement.fields or () for value in fields if isinstance(value, bytes))
+        if script and num_bytes + size > MOST_BYTES:
+            yield script
+            script, num_bytes = [], 0
+        script.append(settlement)
+        num_bytes += size
+    if script:
+        yield script

@@ -19,7 +19,9 @@ from common.errors import InvalidInput
 from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, TrainStep
 from common.objects import Objects
 from common.payloads import CLAIM_CHECK_BYTES
+from common.settler import MOST_BYTES, Settler
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
+from common.telemetry import About, Reporter
 from common.wire import decode, encode
 from harness.proxy import Proxy
 from harness.redis_server import RedisServer, find_valkey
@@ -142,6 +144,30 @@ async def test_what_was_settled_by_a_call_whose_answer_was_lost_is_not_called_lo
     assert await bus.settle([Settlement(held, [(CELL.rollout, start())])]) == [True]
     assert [entries != 0 for (entries,) in answers] == [True, False]
     assert await bus.client.xlen(CELL.rollout) == 1
+
+
+async def test_large_outputs_that_finish_together_are_settled_by_several_scripts(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bus.ensure_group(CELL.env, GROUP_ENV)
+    await bus.publish([(CELL.env, start(n)) for n in range(12)])
+    held = await bus.read([CELL.env], GROUP_ENV, "w", count=12)
+    settler = Settler(bus, Reporter("w", "env", "tiny", About(slots=12)), lambda window_s: window_s)
+    outputs = [start(n, {"text": os.urandom(450_000).hex()}) for n in range(12)]
+    for delivery, output in zip(held, outputs, strict=True):
+        settler.add(await bus.written(Settlement(delivery, [(CELL.rollout, output)])))
+    settle: Any = bus._settle  # pyright: ignore[reportPrivateUsage]
+    sizes = list[int]()
+
+    async def measured(*, keys: list[str], args: list[Any]) -> Any:
+        sizes.append(sum(len(value) for value in args if isinstance(value, bytes)))
+        return await settle(keys=keys, args=args)
+
+    monkeypatch.setattr(bus, "_settle", measured)
+    await settler.settle()
+    assert len(sizes) == 3 and max(sizes) <= MOST_BYTES
+    assert [message for _, message in await bus.follow(CELL.rollout, "0", block_ms=None)] == outputs
+    assert await bus.client.xlen(CELL.env) == 0
 
 
 async def test_only_the_holder_renews(bus: Bus) -> None:
