@@ -54,6 +54,7 @@ It imports no service and no torch.
     fairness.py           keeps each tenant's virtual time: what it was charged, over its weight
     helpers.py            asks helper processes, and runs one
     places.py             shares a number of places between tenants
+    threads.py            shares threads between tenants
     log.py                writes logs as events
     environments.py       declares environments as data, and checks them
     graders.py            declares graders as data, and checks them

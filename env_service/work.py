@@ -10,13 +10,13 @@ import functools
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from common.places import KEPT, Places
+from common.places import Places
 from common.tasks import beating
+from common.threads import SharedThreads
 
 if TYPE_CHECKING:
     from env_service.live.sessions import Seat
@@ -113,21 +113,17 @@ def charged_alone(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class Threads:
-    """Threads for what keeps a processor busy for long. Tenants take turns, see `Places`. Safe to use from many tasks."""
+    """Threads that tenants' works share."""
 
     def __init__(self, num: int = os.cpu_count() or 1) -> None:
         """`num`: calls at once."""
-        self._places = Places(lambda: num)
-        self._pool = ThreadPoolExecutor(num + KEPT, "work")
+        self._threads = SharedThreads(num)
 
     async def run(self, function: Callable[[], T]) -> T:
         """Calls the function once it is its tenant's turn. The current work is charged for the thread's time, and beats until the end."""
-        return await beating(beat, self._placed(function))
-
-    async def _placed(self, function: Callable[[], T]) -> T:
-        async with place(self._places):
-            call = functools.partial(copy_context().run, charged_alone(function))
-            return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        work = _current.get() or Work(lambda: None, tenant="")
+        call = self._threads.run(charged_alone(function), work.tenant, work.weight, work.beat)
+        return await beating(beat, call)
 
 
 @contextlib.asynccontextmanager

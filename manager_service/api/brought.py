@@ -1,6 +1,6 @@
 """Adapters that tenants upload, to start jobs from: checks the file, and later that it fits the job's base model."""
 
-import asyncio
+from functools import partial
 
 import msgspec
 from fastapi import UploadFile
@@ -28,7 +28,8 @@ async def check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config
     task = ReadAdapter(header, size, config)
     found = msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(header) + len(config)), FoundAdapter)
     for at in range(data_at, size, SLICE_BYTES):
-        await asyncio.to_thread(check_finite, await read(at, min(SLICE_BYTES, size - at)), found.dtype)
+        slice_ = await read(at, min(SLICE_BYTES, size - at))
+        await api.helpers.beside(tenant, partial(check_finite, slice_, found.dtype))
     return found.adapter
 
 

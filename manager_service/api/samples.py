@@ -1,8 +1,8 @@
 """/v1/fine_tuning/jobs/{id}/samples: what a job's steps were trained on, to read; one of them token by token; all of them as JSONL."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -106,7 +106,7 @@ async def samples(
         return StreamingResponse(lines, media_type="application/jsonl")
     found = await _read(store, row, version, evaluation)
     if not wanted.takes_all:
-        found = JSON.encode([one for one in await _decoded(found) if wanted.takes(one)])
+        found = JSON.encode([one for one in await _decoded(api, tenant, found) if wanted.takes(one)])
     return Response(_page_of_samples(found), media_type="application/json")
 
 
@@ -120,8 +120,8 @@ async def _read(store: JobStore, row: JobRow, version: int | None, evaluation: b
     return await store.read(row, lambda records: (records.answers if evaluation else records.samples)(version))
 
 
-async def _decoded(records: bytes) -> list[SampleRecord]:
-    return await asyncio.to_thread(msgspec.json.decode, records, type=list[SampleRecord])
+async def _decoded(api: Api, tenant: TenantRecord, records: bytes) -> list[SampleRecord]:
+    return await api.helpers.beside(tenant, partial(msgspec.json.decode, records, type=list[SampleRecord]))
 
 
 # ---- as JSONL -------------------------------------------------------------------------------------------------------
@@ -140,7 +140,8 @@ async def _lines(
     """The samples of steps, or of evaluations; memory holds those of one."""
     store = JobStore(api)
     for step in found:
-        chosen = [one for one in await _decoded(await _read(store, row, step, evaluation)) if wanted.takes(one)]
+        kept = await _decoded(api, tenant, await _read(store, row, step, evaluation))
+        chosen = [one for one in kept if wanted.takes(one)]
         turns = [_stretches(one.written or NOTHING) for one in chosen]
         pieces = [ids for own in turns for _, ids in own]
         size = BYTES_A_TOKEN * sum(map(len, pieces))
@@ -164,7 +165,8 @@ async def conversation(
     store = JobStore(api)
     row = await store.find(tenant.id, job_id)
     encoded = await _read(store, row, step, evaluation)
-    found = next((one for one in await _decoded(encoded) if (one.group, one.sample) == (group, sample)), None)
+    kept = await _decoded(api, tenant, encoded)
+    found = next((one for one in kept if (one.group, one.sample) == (group, sample)), None)
     if found is None:
         if evaluation:
             raise NotFound(f"the evaluation of version {step} kept no answer {sample} to item {group}")

@@ -4,6 +4,7 @@ A client that hears 408 asks again at once, and is told what the result waits fo
 """
 
 import asyncio
+from functools import partial
 from typing import Literal
 
 from fastapi import APIRouter, Request
@@ -47,7 +48,7 @@ async def retrieve_future(request: Request, api: Parts, tenant: Tenant, known: K
     try:
         if future.startswith(f"{PREFIX_OF_SAMPLES}-"):
             return await _samples(api, tenant, future, wants_protobuf=wants_protobuf)
-        return await _operation(tenant, known, future, wants_protobuf=wants_protobuf)
+        return await _operation(api, tenant, known, future, wants_protobuf=wants_protobuf)
     except (Expired, Gone) as error:
         raise ApiError(410, str(error), code="gone") from error
 
@@ -79,14 +80,14 @@ async def cancel_future(request: Request, api: Parts, tenant: Tenant) -> Respons
 # ---- operations -----------------------------------------------------------------------------------------------------
 
 
-async def _operation(tenant: TenantRecord, known: Records, future: str, *, wants_protobuf: bool) -> Response:
+async def _operation(api: Api, tenant: TenantRecord, known: Records, future: str, *, wants_protobuf: bool) -> Response:
     name, seq = parse_future(future)
     run = await known.runs.find(tenant.id, name)
-    pending = Pending(None)
+    pending, beside = Pending(None), partial(api.helpers.beside, tenant)
     try:
         async with asyncio.timeout(WAIT_S):
             with run.base.answered.of(run.id, seq) as answered:
-                while isinstance(found := await look(run, seq, wants_protobuf=wants_protobuf), Pending):
+                while isinstance(found := await look(run, seq, beside, wants_protobuf=wants_protobuf), Pending):
                     pending = found
                     await answered.wait()
                     answered.clear()
@@ -138,7 +139,7 @@ async def _samples(api: Api, tenant: TenantRecord, future: str, *, wants_protobu
     if outcome.error:
         return _ready(failed(wrong(outcome.error)))
     writer = protobuf if wants_protobuf else plain
-    body = await asyncio.to_thread(writer.write_samples, outcome.samples)
+    body = await api.helpers.beside(tenant, partial(writer.write_samples, outcome.samples))
     return _ready(ReadyResult(body, writer.CONTENT_TYPE))
 
 

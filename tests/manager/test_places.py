@@ -1,6 +1,7 @@
 """Places that tenants share: no more than there are, and fair by weight."""
 
 import asyncio
+import threading
 from collections import Counter
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from common.errors import Unavailable
 from manager_service.api.errors import ApiError
 from manager_service.api.places import MAX_WAITING, SharedPlaces
+from manager_service.api.reading.helpers import SMALL_BYTES, Helpers
+from manager_service.api.reading.tasks import ParseBody
 from manager_service.records import TenantRecord
 
 
@@ -104,3 +107,26 @@ async def test_too_many_waiting_requests_of_one_tenant_are_refused() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     places.give_back(await other)
+
+
+async def test_a_tenants_work_in_threads_keeps_no_other_tenants_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given more small texts of one tenant than there are threads, and none that is read to its end
+    release, begun = threading.Event(), list[bytes]()
+
+    def read(task: ParseBody, _tokenizers: object) -> bytes:
+        begun.append(task.text)
+        return task.text if task.text == b"other" or release.wait() else b""
+
+    monkeypatch.setattr("manager_service.api.reading.helpers.do", read)
+    reading = Helpers({}, {})
+    texts = (reading.do(tenant("greedy"), ParseBody(b"greedy"), num_bytes=SMALL_BYTES) for _ in range(60))
+    waiting = [asyncio.create_task(text) for text in texts]
+    try:
+        while not begun:
+            await asyncio.sleep(0.01)
+        # When another sends one, it is read
+        asked = reading.do(tenant("other"), ParseBody(b"other"), num_bytes=SMALL_BYTES)
+        assert await asyncio.wait_for(asked, 10) == b"other"
+    finally:
+        release.set()
+        await asyncio.gather(*waiting)

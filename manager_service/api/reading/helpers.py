@@ -6,9 +6,10 @@ Helpers.do(tenant, task, size) ─┬─ small ─► here
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,9 +17,12 @@ from common.environments import BUILT_IN
 from common.errors import InvalidInput, Unavailable
 from common.helpers import HelperPool
 from common.text.tokens import ChatTokenizer
+from common.threads import SharedThreads
 from manager_service.api.places import SharedPlaces
 from manager_service.api.reading.tasks import CheckMethod, Done, RefusedInput, Task, do
 from manager_service.records import TenantRecord
+
+T = TypeVar("T")
 
 HELPER = "manager_service.api.reading.process"
 """The program of the helpers."""
@@ -44,6 +48,7 @@ class Helpers:
         argument = json.dumps({name: (str(folder), tokenizers[name].context) for name, folder in folders.items()})
         variables = {"TOKENIZERS_PARALLELISM": "false"}
         self._pool = HelperPool(HELPER, argument, variables=variables)
+        self._threads = SharedThreads()
         self._places = SharedPlaces("helpers that read large texts", lambda: NUM_HELPERS)
         self.close = self._pool.close
 
@@ -53,15 +58,18 @@ class Helpers:
         if num_bytes <= TINY_BYTES and not _may_import(task):
             return do(task, self._tokenizers)
         if num_bytes <= SMALL_BYTES:
-            return await asyncio.to_thread(do, task, self._tokenizers)
+            return await self.beside(tenant, partial(do, task, self._tokenizers))
         async with self._places.one(tenant, WAIT_S):
-            answer = await self._ask(task)
+            answer = await self._ask(await self.beside(tenant, partial(msgspec.msgpack.encode, task)))
         if isinstance(answer, RefusedInput):
             raise InvalidInput(answer.message, param=answer.param, code=answer.code)
         return answer.value
 
-    async def _ask(self, task: Task) -> Done | RefusedInput:
-        encoded = await asyncio.to_thread(msgspec.msgpack.encode, task)
+    async def beside(self, tenant: TenantRecord, function: Callable[[], T]) -> T:
+        """Calls the function in a thread, once it is the tenant's turn: it is ours, and ends soon, but too late for the event loop."""
+        return await self._threads.run(function, tenant.id, tenant.weight)
+
+    async def _ask(self, encoded: bytes) -> Done | RefusedInput:
         helper = self._pool.idle() or await self._pool.start()
         try:
             async with asyncio.timeout(TASK_S):

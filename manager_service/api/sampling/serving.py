@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -22,6 +23,7 @@ from manager_service.api.event_stream import DONE, data, event_stream
 from manager_service.api.leaving import GONE, ClientGone, unless_gone
 from manager_service.api.model_names import Named, find_model
 from manager_service.api.quota import check_quota, check_room, count_inference
+from manager_service.api.reading.helpers import Helpers
 from manager_service.api.sampling.choices import Fresh, InferenceRequest
 from manager_service.api.sampling.replies import AnswerText
 from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted, inference_request
@@ -96,9 +98,9 @@ async def serve(request: Request, api: Api, tenant: TenantRecord, body: Body, di
     completion = _begun(reader, named, body, await dialect.read(body, reader), dialect)
     headers = {VERSION_HEADER: str(named.adapter)}
     if body.stream:
-        return event_stream(_streamed(completion, dialect), headers)
+        return event_stream(_streamed(api.helpers, completion, dialect), headers)
     try:
-        answer = await unless_gone(request, _whole(completion, dialect))
+        answer = await unless_gone(request, _whole(api.helpers, completion, dialect))
         return Response(answer, media_type="application/json", headers=headers)
     except ClientGone:
         return Response(status_code=GONE)
@@ -112,11 +114,11 @@ def _begun(reader: PromptReader, named: Named, body: Body, wanted: Wanted, diale
     return Completion(reader.tenant, named, body, ask, answers, name, int(time.time()))
 
 
-async def _whole(completion: Completion[Body], dialect: Dialect[Body]) -> bytes:
+async def _whole(helpers: Helpers, completion: Completion[Body], dialect: Dialect[Body]) -> bytes:
     async with aclosing(_texts(completion)) as texts:
         async for _ in texts:
             pass
-    return await asyncio.to_thread(_shown, completion, dialect)
+    return await helpers.beside(completion.tenant, partial(_shown, completion, dialect))
 
 
 def _shown(completion: Completion[Body], dialect: Dialect[Body]) -> bytes:
@@ -125,7 +127,7 @@ def _shown(completion: Completion[Body], dialect: Dialect[Body]) -> bytes:
     return msgspec.json.encode(completion.shown(dialect.kind, choices, usage=completion.usage()))
 
 
-async def _streamed(completion: Completion[Body], dialect: Dialect[Body]) -> AsyncIterator[str]:
+async def _streamed(helpers: Helpers, completion: Completion[Body], dialect: Dialect[Body]) -> AsyncIterator[str]:
     with_usage = completion.body.include_usage()
     no_usage = {"usage": None} if with_usage else {}
 
@@ -140,7 +142,8 @@ async def _streamed(completion: Completion[Body], dialect: Dialect[Body]) -> Asy
             yield chunk(dialect.opening(index))
     async with aclosing(_texts(completion)) as texts:
         async for fresh, text in texts:
-            for made in await asyncio.to_thread(chunks, fresh, text) if fresh.result else chunks(fresh, text):
+            call = partial(chunks, fresh, text)
+            for made in await helpers.beside(completion.tenant, call) if fresh.result else call():
                 yield made
     if with_usage:
         yield data(completion.shown(dialect.chunk_kind, [], usage=completion.usage()))

@@ -1,8 +1,8 @@
 """Gives an operation's result as its client wants it: waits for it, then encodes it."""
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -46,7 +46,11 @@ class Expired(NotFound):
     """The result was there, and is kept no longer."""
 
 
-async def look(run: RunRow, seq: int, *, wants_protobuf: bool) -> ReadyResult | Pending:
+Beside = Callable[[Callable[[], ReadyResult]], Awaitable[ReadyResult]]
+"""Calls a function in a thread."""
+
+
+async def look(run: RunRow, seq: int, beside: Beside, *, wants_protobuf: bool) -> ReadyResult | Pending:
     """Looks once. Raises NotFound for an operation that nobody asked for, Expired."""
     bus, cell = run.base.bus, run.base.cell
 
@@ -67,7 +71,7 @@ async def look(run: RunRow, seq: int, *, wants_protobuf: bool) -> ReadyResult | 
         return await _creation(run, action)
     if result is not None:
         found = msgspec.msgpack.decode(result, type=OperationResult)
-        return await asyncio.to_thread(_encoded, run, action, found, wants_protobuf=wants_protobuf)
+        return await beside(partial(_encoded, run, action, found, wants_protobuf=wants_protobuf))
     if status is None or seq < int(head):
         raise _expired(run, seq)
     return Pending(status.decode(), await _missing(run, head, seq))
