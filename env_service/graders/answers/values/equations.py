@@ -4,24 +4,25 @@ import re
 
 _NAME = r"(?:[A-Za-z]+|\\[A-Za-z]+)(?:_\{?\w+\}?)?(?:\^\{?-1\}?)?(?:\([a-z]\))?"
 _NAMED = re.compile(rf"\s*{_NAME}\s*=.*|.*=\s*{_NAME}\s*", re.DOTALL)
-"""`y = 2x + 3`, whose other side is an answer too."""
+"""An equation such as `y = 2x + 3`, whose other side is an answer too."""
 _VALUE = re.compile(rf"\s*{_NAME}\s*=[^A-Za-z]*")
-_SIDE = (
-    r"(?:[\d\s+\-*/^().{}_|!·÷×√±]|\\(?:frac|sqrt|cdot|times|pi|left|right|pm|sin|cos|tan|ln|log)(?![a-z])"
+_EXPRESSIONS = re.compile(
+    r"(?:[\d\s+\-*/^().{}_|!·÷×√±=]|\\(?:frac|sqrt|cdot|times|pi|left|right|pm|sin|cos|tan|ln|log)(?![a-z])"
     r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))++"
 )
-_EQUATION = re.compile(rf"{_SIDE}=(?=\s*[^\s=]){_SIDE}")
 _LETTER = re.compile(r"(?<![A-Za-z\\])[a-zA-Z](?![A-Za-z])")
 
 
 def is_equation(reference: str) -> bool:
     """True if a plain reference is one equation with an unknown, and neither of its sides a name."""
-    whole = _EQUATION.fullmatch(reference.strip("⟦⟧ ."))
-    return bool(whole and _LETTER.search(whole[0]) and not _NAMED.fullmatch(whole[0]))
+    bare = reference.strip("⟦⟧ .")
+    whole = _EXPRESSIONS.fullmatch(bare) and bare.count("=") == 1 and all(map(str.strip, bare.split("=")))
+    return bool(whole and _LETTER.search(bare) and not _NAMED.fullmatch(bare))
 
 
 def last_equation(text: str) -> str:
-    """The last equation of a plain text that has an unknown and is no value of it; "" if it has none."""
-    found = (equation[0] for equation in _EQUATION.finditer(re.sub("[⟦⟧⟪⟫]", " ", text)))
+    """The last equation of a plain text that has an unknown and is no value of it; "" if it has none. Of a chain, its ends."""
+    runs = (run[0].strip(" \n.").split("=") for run in _EXPRESSIONS.finditer(re.sub("[⟦⟧⟪⟫]", " ", text)))
+    found = (f"{sides[0]}={sides[-1]}" for sides in runs if len(sides) > 1 and sides[0].strip() and sides[-1].strip())
     kept = [one for one in found if _LETTER.search(one) and not _VALUE.fullmatch(one)]
-    return kept[-1].strip(" .") if kept else ""
+    return kept[-1] if kept else ""
