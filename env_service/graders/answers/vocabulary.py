@@ -234,7 +234,7 @@ ASIDE = compiled(
         unlike|excluding|including|not counting|ignoring|given that|assuming|considering|if|when
         (?:up|down)(?: [＄€£]?[\d.,]+%?)? from|an? [\d.]+%|(?:an? |one )?(?:half|third|quarter|fifth|tenth) of|versus|vs
         (?:and |but )?not(?! only)|which is (?:just |more than )?enough|enough
-        which is (?:more|less|\d[\d.,]*|about|approximately)|which is (?:well |just |still )?(?:below|above|under|over|within)
+        which is (?:more|less|\d[\d.,]*|about|approximately)
         (?:which is|that is|i\.e(?=\.))(?=\.?,? {_COMPARES})|more to|at the beginning
         (?<=, )(?:about|approximately|roughly)(?= [\d.]+%)
         (?<=, )(?:nearly|almost|just (?:under|over))(?= [＄€£]?\d)|(?<=, )an? (?:saving|discount|reduction) of(?= [＄€£])
