@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import InvalidInput
-from common.text.tool_calls import ToolFormat
 
 RATE, RATE_WIDTH = 1e-4, 1024
 SIZES = (
@@ -129,9 +128,3 @@ def positive(config: Mapping[str, Any], key: str) -> int:
 def usual_learning_rate(config: Mapping[str, Any]) -> float:
     """The RL rate of adapters on a base model that has none in `marlaas.json`: it falls with the square root of the model's width."""
     return RATE * math.sqrt(RATE_WIDTH / config.get("hidden_size", RATE_WIDTH))
-
-
-def tool_format(name: Any) -> ToolFormat:
-    if name in ("hermes", "compact"):
-        return name
-    raise ValueError(f"marlaas.json: tool_format must be 'hermes' or 'compact', not {name!r}")

@@ -14,6 +14,7 @@ from common.host_memory import host_limit
 from common.modules_families import unsupported_by_modules
 from common.settings import LEAST_CONTEXT, Settings, resolve_config
 from common.text.model_folder import read_config
+from common.text.own_settings import OwnSettings
 from common.vllm_families import unsupported_on_cpu
 from manager_service.local.engines import CORE, LORA_RANKS, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
 from manager_service.local.plan import DeviceSplit, Fit, Plan, fits, make_plan
@@ -66,8 +67,10 @@ def plan_for(
     context: int | None = None,
     rank: int = 16,
 ) -> Plan:
-    """Raises InvalidInput for a model that trainers or the engine do not compute, or of which the sizes are not known here."""
+    """Raises InvalidInput for a model that trainers or the engine do not compute, of which the sizes are not known here, or that has a
+    `marlaas.json` of no use."""
     folder = resolve_config(where)
+    OwnSettings.load(folder)
     config, shape = read_shape(folder)
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")

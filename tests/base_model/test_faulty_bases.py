@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from base_model.decoder import Decoder
@@ -75,6 +76,30 @@ def test_up_leaves_what_is_malformed_to_the_services(tmp_path: Path, changed: di
     assert not choose(environment, [LocalWorker("trainer-0", "trainer", "q")], {}, []).settings
 
 
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({"learning_rate": "fast"}, "learning_rate must be a number above 0 and at most 1, not 'fast'"),
+        ({"learning_rate": -1e-5}, "learning_rate must be a number above 0 and at most 1, not -1e-05"),
+        ({"learning_rate": float("nan")}, "learning_rate must be a number above 0 and at most 1, not nan"),
+        ({"learning_rate": True}, "learning_rate must be a number above 0 and at most 1, not True"),
+        ({"tool_format": ["hermes"]}, "tool_format must be 'hermes' or 'compact', not ['hermes']"),
+        ({"learningrate": 1e-5}, "unknown field 'learningrate'; did you mean 'learning_rate'?"),
+        ([1e-5], "marlaas.json must hold a JSON object"),
+    ],
+)
+def test_a_marlaas_json_of_no_use_is_refused_in_a_line_at_the_start_and_by_plan(
+    tmp_path: Path, own: Any, told: str
+) -> None:
+    folder = base(tmp_path / "base")
+    (folder / "marlaas.json").write_text(json.dumps(own))
+    for read in (ChatTokenizer.load, plan):
+        with pytest.raises(InvalidInput) as refusal:
+            read(folder)
+        assert told in str(refusal.value) and str(folder) in str(refusal.value)
+        assert "\n" not in str(refusal.value)
+
+
 OTHER_SHAPES: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 544}, r"embed_tokens\.weight: \[272, 128\], where config\.json asks for \[544, 128\]"),
     ({"num_attention_heads": 8}, r"layers\.0\.self_attn\.\w+\.weight: .*, where config\.json asks for .*256"),
@@ -91,6 +116,19 @@ def test_weights_of_other_shapes_are_refused_by_name_and_nothing_else_is_told(
     with pytest.raises(InvalidInput, match=told) as refusal:
         load(base(tmp_path / "base", **changed))
     assert "\n" not in str(refusal.value) and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("load", [Decoder.load, load_modules])
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    tmp_path: Path, load: Callable[[Path], Any], value: float
+) -> None:
+    folder = base(tmp_path / "base")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.3.mlp.up_proj.weight"][7, 5] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidInput, match=r"layers\.3\.mlp\.up_proj\.weight has values that are infinite"):
+        load(folder)
 
 
 MODULES: list[tuple[dict[str, Any], str]] = [
