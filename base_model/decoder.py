@@ -134,8 +134,8 @@ class Decoder:
         weights: dict[str, Tensor] = {}
         for shard in sorted(folder.glob("*.safetensors")):
             loaded = load_file(shard, device=device)
+            check_finite(folder, loaded.items())
             weights |= {name.removeprefix("model."): tensor.to(dtype) for name, tensor in loaded.items()}
-        check_finite(folder, weights.items())
         return cls(config, weights)
 
     @property
