@@ -6,6 +6,7 @@ from typing import Any
 
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
+from common.modules_families import SCALED_SCORES
 from common.weight_files import stored_shapes
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
@@ -28,6 +29,9 @@ def unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
         yield f"layer_types {', '.join(others)}"
     if raw.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {raw['hidden_act']!r} (only 'silu')"
+    for name in SCALED_SCORES:
+        if raw.get(name) not in (None, 1.0):
+            yield f"{name} {raw[name]}"
     if quantized := raw.get("quantization_config"):
         yield f"quantization_config {quantized.get('quant_method', '')!r} (load the weights that were not quantized)"
 

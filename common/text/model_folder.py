@@ -15,6 +15,8 @@ SIZES = (
 )
 """Fields of a configuration that are positive whole numbers where they are given."""
 NUMBERS = ("rms_norm_eps", "rope_theta")
+ROPES = ("rope_scaling", "rope_parameters")
+ROPE_NUMBERS = ("rope_theta", "factor")
 TABLES = ("text_config", "rope_scaling", "rope_parameters", "quantization_config")
 
 
@@ -64,6 +66,8 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
     odd = [*_odd(text, SIZES, "a positive number", _is_size)]
     yield from odd
     yield from _odd(text, NUMBERS, "a positive number", _is_number)
+    for rope in (text.get(name) for name in ROPES):
+        yield from _odd(rope if isinstance(rope, Mapping) else {}, ROPE_NUMBERS, "a positive number", _is_number)
     yield from _odd(text, ("model_type",), "a name", _is_name)
     yield from _odd(text, ("layer_types",), "a list of names", _is_list_of_names)
     if not odd:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2FN
 
 from base_model.decoder import Decoder
 from base_model.modules import load_model
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.modules_families import PARTLY_ROTATED, unsupported_by_modules
+from common.modules_families import ACTIVATIONS, PARTLY_ROTATED, unsupported_by_modules
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
 from manager_service.cli.plan import plan_for
@@ -32,6 +33,8 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"hidden_size": -1, "vocab_size": True}, "it gives -1; vocab_size, a positive number; it gives True"),
     ({"rms_norm_eps": "1e-6"}, "rms_norm_eps, a positive number; it gives '1e-6'"),
     ({"rope_theta": 0}, "rope_theta, a positive number; it gives 0"),
+    ({"rope_parameters": {"rope_theta": "10000"}}, "rope_theta, a positive number; it gives '10000'"),
+    ({"rope_scaling": {"type": "linear", "factor": -4.0}}, "factor, a positive number; it gives -4.0"),
     ({"model_type": ["qwen3"]}, "model_type, a name; it gives ['qwen3']"),
     ({"layer_types": "full_attention"}, "layer_types, a list of names; it gives 'full_attention'"),
     ({"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3}, "it gives 3 and 128"),
@@ -137,7 +140,32 @@ MODULES: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "sliding_attention without a sliding_window"),
     ({"num_hidden_layers": 5, "layer_types": None}, "missing weights, such as model.layers.4."),
     ({"model_type": "foobar"}, "`foobar`"),
+    ({"rope_parameters": {"rope_type": "zorp", "rope_theta": 1e4}}, "rope_parameters of type 'zorp'"),
+    ({"hidden_act": "zorp"}, "hidden_act 'zorp'"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"num_hidden_layers": 5, "layer_types": None}, "weights are missing, such as layers.4."),
+        ({"num_hidden_layers": 3, "layer_types": None}, "weights would be left out, such as layers.3."),
+        ({"tie_word_embeddings": False}, "weights are missing, such as lm_head.weight"),
+        *MODULES[-3:],
+    ],
+)
+@pytest.mark.parametrize("load", [Decoder.load, plan])
+def test_plan_refuses_what_the_services_refuse(
+    tmp_path: Path, load: Callable[[Path], Any], changed: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(InvalidInput) as refusal:
+        load(base(tmp_path / "base", **changed))
+    assert told in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_activations_are_those_of_transformers() -> None:
+    assert set(ACT2FN) >= ACTIVATIONS
 
 
 @pytest.mark.parametrize(("changed", "told"), MODULES, ids=[told for _, told in MODULES])
