@@ -152,6 +152,7 @@ MODULES: list[tuple[dict[str, Any], str]] = [
         ({"num_hidden_layers": 5, "layer_types": None}, "weights are missing, such as layers.4."),
         ({"num_hidden_layers": 3, "layer_types": None}, "weights would be left out, such as layers.3."),
         ({"tie_word_embeddings": False}, "weights are missing, such as lm_head.weight"),
+        ({"attention_bias": True}, "16 weights are missing, such as layers.0.self_attn.k_proj.bias"),
         *MODULES[-3:],
     ],
 )
