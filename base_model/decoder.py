@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from base_model.finite import check_finite
 from common.base_shape import BaseShape
 from common.decoder_families import check_weights, unsupported
 from common.errors import InvalidInput
@@ -125,13 +126,15 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         max_context: int | None = None,
     ) -> "Decoder":
-        """Loads a local folder in Hugging Face layout. Raises InvalidInput for a model that this decoder does not compute exactly."""
+        """Loads a local folder in Hugging Face layout. Raises InvalidInput for a model that this decoder does not compute exactly, or with
+        weights that are no numbers."""
         folder = Path(folder)
         config = DecoderConfig.load(folder, max_context)
         check_weights(folder, BaseShape.load(folder))
         weights: dict[str, Tensor] = {}
         for shard in sorted(folder.glob("*.safetensors")):
             loaded = load_file(shard, device=device)
+            check_finite(folder, loaded.items())
             weights |= {name.removeprefix("model."): tensor.to(dtype) for name, tensor in loaded.items()}
         return cls(config, weights)
 

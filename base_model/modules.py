@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity
 
+from base_model.finite import check_finite
 from common.errors import InvalidInput
 from common.modules_families import unsupported_by_modules
 from common.text.model_folder import read_config
@@ -32,7 +33,7 @@ NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 
 def load_model(folder: Path, *, device: str, dtype: torch.dtype) -> Any:
     """Loads a local folder in Hugging Face layout. Raises InvalidInput for a model that would be computed otherwise than transformers
-    does."""
+    does, or with weights that are no numbers."""
     read_config(folder)
     try:
         with _silent():
@@ -42,7 +43,9 @@ def load_model(folder: Path, *, device: str, dtype: torch.dtype) -> Any:
         raise InvalidInput(f"{folder}: transformers cannot load it: {reason}") from error
     refuse(folder, _incomplete(about))
     refuse(folder, _unknown_parts(model))
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    check_finite(folder, model.named_parameters())
+    return model
 
 
 @contextlib.contextmanager

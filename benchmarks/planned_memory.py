@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from benchmarks._report import Goal, Report, make_table, run
+from benchmarks._report import Goal, Report, console, make_table, run
 from common.base_shape import BaseShape
 from common.footprint import TrainingBytes, training_bytes
 from common.text.model_folder import read_json
@@ -120,7 +120,7 @@ def train(num_tokens: int) -> int:
 
 
 def compare(num_tokens: int) -> Iterator[tuple[str, float, float, float]]:
-    """Each case with the megabytes that were measured and predicted, and their difference as a part of the first."""
+    """Each case with the megabytes that were measured and predicted, and their difference as a part of the first. Tells each."""
     with tempfile.TemporaryDirectory() as temporary:
         folders = {
             name: make_random_base(Path(temporary) / name, last_word=300, **sizes) for name, sizes in SHAPES.items()
@@ -128,7 +128,9 @@ def compare(num_tokens: int) -> Iterator[tuple[str, float, float, float]]:
         for (name, folder), way in itertools.product(folders.items(), WAYS):
             tokens = num_tokens // ROW_PARTS[name]
             found, expected = measured(folder, way, tokens), predicted(folder, way, tokens).total
-            yield f"{name}, {way.name}", found / 1e6, expected / 1e6, expected / found - 1
+            case, off = f"{name}, {way.name}", expected / found - 1
+            console.print(f"{case}: measured {found / 1e6:,.0f} MB, predicted {expected / 1e6:,.0f} MB, {off:+.1%}")
+            yield case, found / 1e6, expected / 1e6, off
 
 
 def report(given: Any) -> Report:

@@ -6,11 +6,14 @@ from typing import Any
 
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.weight_files import stored_shapes
+from common.modules_families import SCALED_SCORES
+from common.text.model_folder import read_config
+from common.weight_files import LINEAR_LAYERS, stored_shapes
 
 SUPPORTED = ("qwen3", "qwen2", "llama")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 NORMS_OF_HEADS = ("self_attn.q_norm", "self_attn.k_norm")
+EMBEDDING = "embed_tokens.weight"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -28,6 +31,9 @@ def unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
         yield f"layer_types {', '.join(others)}"
     if raw.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {raw['hidden_act']!r} (only 'silu')"
+    for name in SCALED_SCORES:
+        if raw.get(name) not in (None, 1.0):
+            yield f"{name} {raw[name]}"
     if quantized := raw.get("quantization_config"):
         yield f"quantization_config {quantized.get('quant_method', '')!r} (load the weights that were not quantized)"
 
@@ -51,12 +57,13 @@ def check_weights(folder: Path, shape: BaseShape) -> None:
     stored = _stored(folder)
     if not stored:
         raise InvalidInput(f"{folder}: no .safetensors file")
-    _refuse(folder, [*_other_names(stored, shape), *_other_shapes(stored, shape)])
+    needed = _needed(read_config(folder), shape)
+    _refuse(folder, [*_other_names(stored, needed), *_other_shapes(stored, needed)])
 
 
 def check_shapes(folder: Path, shape: BaseShape) -> None:
     """The same of the shapes alone: weights may be missing, as before they are downloaded."""
-    _refuse(folder, [*_other_shapes(_stored(folder), shape)])
+    _refuse(folder, [*_other_shapes(_stored(folder), _needed(read_config(folder), shape))])
 
 
 def _refuse(folder: Path, faults: Sequence[str]) -> None:
@@ -71,33 +78,45 @@ def _stored(folder: Path) -> Shapes:
         raise InvalidInput(str(error)) from error
 
 
-def _other_names(stored: Shapes, shape: BaseShape) -> Iterator[str]:
-    needed = _needed(shape).keys()
-    known = needed | _optional(shape).keys()
-    if missing := sorted(needed - stored.keys()):
+def _other_names(stored: Shapes, needed: Shapes) -> Iterator[str]:
+    known = needed.keys() | _optional(needed).keys()
+    if missing := sorted(needed.keys() - stored.keys()):
         yield f"{len(missing)} weights are missing, such as {missing[0]}"
     if unknown := sorted(name for name in stored.keys() - known if not name.endswith("rotary_emb.inv_freq")):
         yield f"{len(unknown)} weights would be left out, such as {unknown[0]}"
 
 
-def _other_shapes(stored: Shapes, shape: BaseShape) -> Iterator[str]:
-    known = _needed(shape) | _optional(shape)
+def _other_shapes(stored: Shapes, needed: Shapes) -> Iterator[str]:
+    known = needed | _optional(needed)
     if odd := sorted(name for name in known.keys() & stored.keys() if stored[name] != known[name]):
         has, asked = list(stored[odd[0]]), list(known[odd[0]])
         yield f"{len(odd)} weights have other shapes, such as {odd[0]}: {has}, where config.json asks for {asked}"
 
 
-def _needed(shape: BaseShape) -> Shapes:
-    layers = range(shape.num_layers)
+def _needed(config: Mapping[str, Any], shape: BaseShape) -> Shapes:
+    layers, biased = range(shape.num_layers), _biased(config)
     found: Shapes = {f"{name}.weight": sizes for name, sizes in shape.linear_shapes.items()}
+    found |= {
+        f"{name}.bias": (after,)
+        for name, (after, _) in shape.linear_shapes.items()
+        if name.rpartition(".")[2] in biased
+    }
     found |= {f"layers.{n}.{name}.weight": (shape.hidden,) for n in layers for name in NORMS}
     if shape.head_norms:
         found |= {f"layers.{n}.{name}.weight": (shape.head_dim,) for n in layers for name in NORMS_OF_HEADS}
-    tables = ("embed_tokens.weight",) if shape.tied else ("embed_tokens.weight", "lm_head.weight")
+    tables = (EMBEDDING,) if shape.tied else (EMBEDDING, "lm_head.weight")
     return found | dict.fromkeys(tables, (shape.vocab, shape.hidden)) | {"norm.weight": (shape.hidden,)}
 
 
-def _optional(shape: BaseShape) -> Shapes:
-    """Biases, and a head that is the embedding once more."""
-    biases: Shapes = {f"{name}.bias": (after,) for name, (after, _) in shape.linear_shapes.items()}
-    return biases | {"lm_head.weight": (shape.vocab, shape.hidden)}
+def _biased(config: Mapping[str, Any]) -> Sequence[str]:
+    """Linear layers that have biases, by their last names."""
+    kind = config.get("model_type")
+    if kind == "qwen2":
+        return LINEAR_LAYERS[:3]
+    attention = LINEAR_LAYERS[:4] if config.get("attention_bias") else ()
+    return attention + (LINEAR_LAYERS[4:] if kind == "llama" and config.get("mlp_bias") else ())
+
+
+def _optional(needed: Shapes) -> Shapes:
+    """A head that is the embedding once more."""
+    return {"lm_head.weight": needed[EMBEDDING]}

@@ -4,8 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-BY_LENGTH = {"dynamic", "longrope"}
-"""Kinds of RoPE that depend on the longest row of a pass, so that rows would change their neighbours."""
+ROPES = {"default", "linear", "yarn", "llama3", "proportional"}
+"""Kinds of RoPE that are computed. `dynamic` and `longrope` depend on the longest row of a pass, so that rows would change their
+neighbours; of names that it does not know transformers merely warns."""
+ACTIVATIONS = {
+    *("silu", "swish", "relu", "relu2", "xielu"),
+    *("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu"),
+}
 PARTLY_ROTATED = ("glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "phi", "phi3", "solar_open", "stablelm")
 """Families of which transformers rotates a part of each head by `partial_rotary_factor`; for others it ignores the field."""
 SCALED_SCORES = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -25,13 +30,15 @@ def unsupported_by_modules(config: Any) -> Iterator[str]:
         yield f"layer_types {', '.join(others)}"
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
-    for kind in sorted({str(each.get("rope_type")) for each in (rope, *nested)} & BY_LENGTH):
+    for kind in sorted({str(each.get("rope_type") or "default") for each in (rope, *nested)} - ROPES):
         yield f"rope_parameters of type {kind!r}"
     if text.model_type not in PARTLY_ROTATED:
         for factor in sorted({*_rotated_parts(text, rope, *nested)} - {1.0}):
             yield f"partial_rotary_factor {factor}"
     if "sliding_attention" in (getattr(text, "layer_types", None) or ()) and not getattr(text, "sliding_window", None):
         yield "layer_types sliding_attention without a sliding_window"
+    if (activation := getattr(text, "hidden_act", None) or "silu") not in ACTIVATIONS:
+        yield f"hidden_act {activation!r}"
     for name in SCALED_SCORES:
         if getattr(text, name, None) not in (None, 1.0):
             yield f"{name} {getattr(text, name)}"

@@ -39,21 +39,29 @@ DATA = Path(".marlaas")
 Row = dict[str, Any]
 
 
-def as_item(row: Row) -> Row:
+def as_item(row: Any) -> Row:
     """`… #### 1,234` becomes the answer 1234. Raises InvalidInput for a row of another form."""
-    _, mark, answer = str(row.get("answer", "")).rpartition("####")
-    if not mark or "question" not in row:
+    _, mark, answer = str(row.get("answer", "")).rpartition("####") if isinstance(row, dict) else ("", "", "")
+    if not mark or not answer.strip() or "question" not in row:
         raise InvalidInput(f"no row of GSM8K, which has a question and an answer with ####: {str(row)[:100]}")
     messages = [{"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}]
     return {"messages": messages, "answer": answer.strip().replace(",", "")}
 
 
-def read_rows(file: Path) -> Iterator[Row]:
+def read_items(file: Path) -> list[Row]:
+    """Raises InvalidInput for a file without rows, or one that cannot be read."""
+    items = [as_item(row) for row in read_rows(file)]
+    if not items:
+        raise InvalidInput(f"{file} has no rows")
+    return items
+
+
+def read_rows(file: Path) -> Iterator[Any]:
     """Raises InvalidInput if it is neither JSONL nor Parquet that can be read here."""
-    if file.suffix == ".parquet":
-        yield from _parquet(file)
-        return
     try:
+        if file.suffix == ".parquet":
+            yield from _parquet(file)
+            return
         yield from map(json.loads, filter(str.strip, file.read_text().split("\n")))
     except (OSError, ValueError) as error:
         raise InvalidInput(f"{file}: {error}") from error
@@ -80,6 +88,15 @@ def from_hub() -> Path:
 
 def jsonl(items: Sequence[Row]) -> bytes:
     return "".join(json.dumps(item) + "\n" for item in items).encode()
+
+
+def write(items: Sequence[Row], file: Path) -> None:
+    """Writes them for `marlaas submit`, and says so. Raises InvalidInput where it cannot."""
+    try:
+        file.write_bytes(jsonl(items))
+    except OSError as error:
+        raise InvalidInput(f"--prepare {file}: {error.strerror}") from error
+    say(f"{len(items):,} items are in {file}: marlaas submit {file} --grader math:answer --model {NAME}")
 
 
 async def train(client: AsyncOpenAI, items: Sequence[Row], model: str, hyper: Row) -> str:
@@ -134,8 +151,9 @@ async def _train_on_running(given: argparse.Namespace, items: Sequence[Row], hyp
     running = read_cluster_file(given.data)
     if running is None:
         raise InvalidInput(f"no cluster runs on {given.data}: start one with `marlaas up`, or name a model with --base")
-    client = AsyncOpenAI(base_url=f"{running.url}/v1", api_key=(given.data / "api_key").read_text().strip())
-    model = await train(client, items, given.model, hyper)
+    key = (given.data / "api_key").read_text().strip()
+    async with AsyncOpenAI(base_url=f"{running.url}/v1", api_key=key) as client:
+        model = await train(client, items, given.model, hyper)
     say(f"{model} is trained: {chat_command(model, given.data)}")
 
 
@@ -143,13 +161,15 @@ async def _train_on_new(given: argparse.Namespace, items: Sequence[Row], hyper: 
     start = start_for(given.base, given.gpu, gpus=given.gpus, engine=given.engine)
     if given.tokens >= start.context:
         raise InvalidInput(f"--tokens {given.tokens} leaves no room for a prompt in a context of {start.context}")
-    async with LocalCluster(
-        data_dir=given.data,
-        rollout=start.workers,
-        environment=start.settings,
-        notify=lambda line: say(line, keep="\n"),
-    ) as cluster:
-        client = AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key)
+    async with (
+        LocalCluster(
+            data_dir=given.data,
+            rollout=start.workers,
+            environment=start.settings,
+            notify=lambda line: say(line, keep="\n"),
+        ) as cluster,
+        AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key) as client,
+    ):
         model = await train(client, items, NAME, hyper)
     say(
         f"{model} is trained. To talk to it:\n  {start_command(start.settings, start.workers, data_option(given.data))}\n"
@@ -190,12 +210,9 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     given = parsed()
     try:
-        items = [as_item(row) for row in read_rows(given.file or from_hub())]
+        items = read_items(given.file or from_hub())
         if given.prepare:
-            given.prepare.write_bytes(jsonl(items))
-            return say(
-                f"{len(items):,} items are in {given.prepare}: marlaas submit {given.prepare} --grader math:answer --model {NAME}"
-            )
+            return write(items, given.prepare)
         with Translated():
             asyncio.run(run(given, items))
     except (MarlaasError, ClientError) as error:

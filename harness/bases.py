@@ -62,6 +62,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--small", action="store_true", help="of its family, with two layers of width 64")
     given = parser.parse_args()
+    if given.folder.exists():
+        parser.error(f"{given.folder} is there already")
     sizes, last_word = (SMALL, FIRST_WORD) if given.small else (QWEN3_06B, LAST_WORD)
     make_random_base(given.folder, last_word=last_word, **sizes)
 

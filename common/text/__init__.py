@@ -12,4 +12,5 @@ Its files:
     prompts.py          reads what an item of a job with rewards asks
     tool_calls.py       parses the calls in a model's turn
     model_folder.py     reads the text files of a base model's folder
+    own_settings.py     reads the one of them that only MARLaaS knows, `marlaas.json`
 """

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import InvalidInput
-from common.text.tool_calls import ToolFormat
 
 RATE, RATE_WIDTH = 1e-4, 1024
 SIZES = (
@@ -16,6 +15,8 @@ SIZES = (
 )
 """Fields of a configuration that are positive whole numbers where they are given."""
 NUMBERS = ("rms_norm_eps", "rope_theta")
+ROPES = ("rope_scaling", "rope_parameters")
+ROPE_NUMBERS = ("rope_theta", "factor")
 TABLES = ("text_config", "rope_scaling", "rope_parameters", "quantization_config")
 
 
@@ -65,6 +66,8 @@ def _faults(config: Mapping[str, Any]) -> Iterator[str]:
     odd = [*_odd(text, SIZES, "a positive number", _is_size)]
     yield from odd
     yield from _odd(text, NUMBERS, "a positive number", _is_number)
+    for rope in (text.get(name) for name in ROPES):
+        yield from _odd(rope if isinstance(rope, Mapping) else {}, ROPE_NUMBERS, "a positive number", _is_number)
     yield from _odd(text, ("model_type",), "a name", _is_name)
     yield from _odd(text, ("layer_types",), "a list of names", _is_list_of_names)
     if not odd:
@@ -129,9 +132,3 @@ def positive(config: Mapping[str, Any], key: str) -> int:
 def usual_learning_rate(config: Mapping[str, Any]) -> float:
     """The RL rate of adapters on a base model that has none in `marlaas.json`: it falls with the square root of the model's width."""
     return RATE * math.sqrt(RATE_WIDTH / config.get("hidden_size", RATE_WIDTH))
-
-
-def tool_format(name: Any) -> ToolFormat:
-    if name in ("hermes", "compact"):
-        return name
-    raise ValueError(f"marlaas.json: tool_format must be 'hermes' or 'compact', not {name!r}")

@@ -27,6 +27,7 @@ from typing import Any
 import jinja2
 
 from common.errors import InvalidInput
+from common.spelling import quoted
 from common.text.chat_messages import (
     DUMMY_TOOL,
     ChatMessage,
@@ -43,9 +44,9 @@ from common.text.model_folder import (
     read_json,
     read_template,
     read_text,
-    tool_format,
     usual_learning_rate,
 )
+from common.text.own_settings import OwnSettings
 from common.text.special_tokens import Specials, parse_tokenizer, unused_mark, without_added_tokens
 from common.text.tool_calls import CLOSE, OPEN, ToolCall, ToolFormat, malformed, parse_compact, parse_hermes
 
@@ -57,6 +58,20 @@ REPLY_ROLES = ("tool", "user", "system")
 """Roles of messages with which an environment answers; `developer` counts as `system`."""
 MAX_SHRINKING = 4
 """Characters of a text that a tokenizer may join to one: normal forms of Unicode join two or three."""
+TOOL_TALK = [*dummy_turn(1), {"role": "tool", "content": "x", "tool_call_id": "call_0"}]
+HARMLESS: list[tuple[list[ChatMessage], list[ChatMessage]]] = [
+    (
+        [
+            {"role": "user", "content": "What is 347*86? Ünï 中 🙂"},
+            {"role": "assistant", "content": "29842"},
+            {"role": "user", "content": "Thank you.\n\n  Bye"},
+        ],
+        [],
+    ),
+    (TOOL_TALK[:1], [DUMMY_TOOL]),
+    (TOOL_TALK, [DUMMY_TOOL]),
+]
+"""Conversations, each with its tools, of texts that hold nothing special: what a folder is checked with."""
 MAX_HELD_BACK = 8
 """Ids without a whole character that a stream holds back. More of them are no character: it has at most four bytes."""
 
@@ -70,7 +85,7 @@ class ChatTokenizer:
 
         It holds `tokenizer.json`, `tokenizer_config.json`, `config.json`, the template
         (`chat_template.jinja`, or `chat_template` in the tokenizer's configuration) and, optionally,
-        `generation_config.json` and `marlaas.json` (`{"learning_rate": 1e-3, "tool_format": "compact"}`).
+        `generation_config.json` and `marlaas.json` (`own_settings.py`).
 
         Raises InvalidInput, naming the file, for whatever is missing or unusable.
         """
@@ -89,7 +104,7 @@ class ChatTokenizer:
             template=read_template(folder),
             config=read_config(folder),
             generation_config=read_json(folder / "generation_config.json", optional=True),
-            own=read_json(folder / "marlaas.json", optional=True),
+            own=OwnSettings.load(folder),
             max_context=max_context,
         )
         tokenizer._check_against_plain_rendering()
@@ -103,7 +118,7 @@ class ChatTokenizer:
         template: str,
         config: Mapping[str, Any],
         generation_config: Mapping[str, Any],
-        own: Mapping[str, Any],
+        own: OwnSettings,
         max_context: int | None = None,
     ) -> None:
         """Takes the contents of the files that `load` names. Raises ValueError."""
@@ -120,9 +135,9 @@ class ChatTokenizer:
         self.vocab_size: int = positive(text_config, "vocab_size")
         self.end_of_turn_ids: tuple[int, ...] = self._end_ids(generation_config)
         """Tokens that end a model's turn."""
-        self.learning_rate: float = float(own.get("learning_rate", usual_learning_rate(text_config)))
+        self.learning_rate: float = float(own.learning_rate or usual_learning_rate(text_config))
         """The base's own RL rate, to be multiplied by a job's `learning_rate_multiplier`."""
-        self.tool_format: ToolFormat = tool_format(own.get("tool_format", "hermes"))
+        self.tool_format: ToolFormat = own.tool_format
         self._reply_ids = lru_cache(KEPT_REPLIES)(self._render_reply)
         self._append_fault = lru_cache(KEPT_REPLIES)(self._find_append_fault)
 
@@ -251,8 +266,11 @@ class ChatTokenizer:
     # --------------------------------------------------------------------------------------------- internal
 
     def _end_ids(self, generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-        eos = generation_config.get("eos_token_id") or []
-        ids = [eos] if isinstance(eos, int) else list(eos)
+        eos = generation_config.get("eos_token_id")
+        eos = [] if eos is None else eos
+        ids: list[Any] = list(eos) if isinstance(eos, list) else [eos]
+        if not all(type(token) is int and token >= 0 for token in ids):
+            raise ValueError(f"generation_config.json: eos_token_id must be a token's id or a list, not {quoted(eos)}")
         own = self._full.token_to_id(self._variables.get("eos_token", ""))
         if own is not None and own not in ids:
             ids.append(own)
@@ -297,21 +315,28 @@ class ChatTokenizer:
 
     def _check_against_plain_rendering(self) -> None:
         """Raises ValueError if a harmless conversation gets other ids than Hugging Face's tokenizer gives, or ids that the base model
-        lacks."""
-        messages = [
-            {"role": "user", "content": "What is 347*86? Ünï 中 🙂"},
-            {"role": "assistant", "content": "29842"},
-            {"role": "user", "content": "Thank you.\n\n  Bye"},
-        ]
-        expected = self._full.encode(self._render_text(messages, [], True), add_special_tokens=False).ids
-        if self.render(messages) != expected:
-            raise ValueError(
-                "this base model's tokenizer cannot be rendered safely: its special tokens depend on context"
-            )
-        if (largest := max(expected, default=0)) >= self.vocab_size:
-            raise ValueError(
-                f"the tokenizer makes a token {largest}, and config.json has a vocab_size of {self.vocab_size}"
-            )
+        lacks; also one with tools, if the chat template does not refuse it."""
+        for messages, tools in HARMLESS:
+            try:
+                expected = self._plain_ids(messages, tools)
+            except ValueError:
+                if not tools:
+                    raise
+                continue
+            if self.render(messages, tools) != expected:
+                raise ValueError(
+                    "this base model's tokenizer cannot be rendered safely: its special tokens depend on context"
+                )
+            if (largest := max(expected, default=0)) >= self.vocab_size:
+                raise ValueError(
+                    f"the tokenizer makes a token {largest}, and config.json has a vocab_size of {self.vocab_size}"
+                )
+
+    def _plain_ids(self, messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> list[int]:
+        """The ids that Hugging Face's tokenizer gives what the template makes of a conversation."""
+        normal = [normal_message(message, "messages") for message in messages]
+        text = self._render_text(normal, [normal_tool(tool, "tools") for tool in tools], True)
+        return self._full.encode(text, add_special_tokens=False).ids
 
 
 def _num_tools(messages: Sequence[ChatMessage]) -> int:

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from common.base_shape import BaseShape
-from common.decoder_families import check_shapes, unsupported
+from common.decoder_families import check_shapes, check_weights, unsupported
 from common.errors import InvalidInput
 from common.host_memory import host_limit
 from common.modules_families import unsupported_by_modules
 from common.settings import LEAST_CONTEXT, Settings, resolve_config
 from common.text.model_folder import read_config
+from common.text.own_settings import OwnSettings
 from common.vllm_families import unsupported_on_cpu
 from manager_service.local.engines import CORE, LORA_RANKS, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
 from manager_service.local.plan import DeviceSplit, Fit, Plan, fits, make_plan
@@ -66,9 +67,11 @@ def plan_for(
     context: int | None = None,
     rank: int = 16,
 ) -> Plan:
-    """Raises InvalidInput for a model that trainers or the engine do not compute, or of which the sizes are not known here."""
+    """Raises InvalidInput for a model that trainers or the engine do not compute, of which the sizes are not known here, or that has a
+    `marlaas.json` of no use."""
     folder = resolve_config(where)
-    config, shape = read_shape(folder)
+    OwnSettings.load(folder)
+    config, shape = read_shape(folder, is_whole=folder == Path(where) and any(folder.glob("*.safetensors")))
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
     device = parse_gpu(gpu) if gpu else CORE._replace(memory=host_limit())
@@ -100,11 +103,15 @@ def windows_of(config: Any) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def read_shape(folder: Path) -> tuple[dict[str, Any], BaseShape]:
-    """A model's configuration and its sizes. Raises InvalidInput for sizes that are not known here, or not those of its weights."""
+def read_shape(folder: Path, *, is_whole: bool) -> tuple[dict[str, Any], BaseShape]:
+    """A model's configuration and its sizes. `is_whole`: the folder has all its weights.
+
+    Raises InvalidInput for sizes that are not known here, or not those of its weights.
+    """
     config, shape = read_config(folder), BaseShape.load(folder)
     if not any(unsupported(config)):
-        check_shapes(folder, shape)
+        check = check_weights if is_whole else check_shapes
+        check(folder, shape)
     return config, shape
 
 
@@ -151,9 +158,9 @@ def as_record(found: Plan) -> dict[str, Any]:
 def show(found: Plan, model: str, where: str) -> None:
     shape, device = found.case.shape, found.case.device
     kind, dtype = ("GPU", "bfloat16") if device.gpu else ("CPU", "float32")
-    active = f", {shape.num_active / 1e6:,.0f} M of them for a token" if shape.experts else ""
+    active = f", {_millions(shape.num_active)} M of them for a token" if shape.experts else ""
     say(
-        f"{model}: {shape.num_weights / 1e6:,.0f} M weights{active}, {found.weights / 1e9:.2f} GB in {dtype}, once for rollouts and once"
+        f"{model}: {_millions(shape.num_weights)} M weights{active}, {found.weights / 1e9:.2f} GB in {dtype}, once for rollouts and once"
         f" for training; {kind} of {device.memory / 1e9:.0f} GB"
     )
     several = not found.fits[0].split.shared
@@ -165,8 +172,17 @@ def show(found: Plan, model: str, where: str) -> None:
     if found.chosen is None:
         return say(advice(found))
     say(_assumed(found, found.chosen) + " Start it with:")
-    settings = settings_of(found, found.chosen) | {"MARLAAS_BASE_MODELS": f"q={where}"}
+    settings = settings_of(found, found.chosen) | {"MARLAAS_BASE_MODELS": f"q={_from_anywhere(where)}"}
     say(f"  {start_command(settings, found.chosen.split.workers)}")
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e6:,.0f}" if number >= 10_000_000 else f"{number / 1e6:.2g}"
+
+
+def _from_anywhere(where: str) -> str:
+    """A folder's whole path; a name of the hub as it is."""
+    return str(Path(where).absolute()) if Path(where).is_dir() else where
 
 
 def start_command(settings: Mapping[str, str], workers: int, options: str = "") -> str:

@@ -433,6 +433,7 @@ def test_a_folder_that_lacks_a_file_is_refused_by_its_name(tmp_path: Path, missi
     [
         ("tokenizer.json", {"model": None}, "tokenizer.json holds no tokenizer"),
         ("config.json", {"vocab_size": 200}, "makes a token 260, and config.json has a vocab_size of 200"),
+        ("generation_config.json", {"eos_token_id": "<|end|>"}, "eos_token_id must be a token's id or a list, not '<"),
     ],
 )
 def test_a_tokenizer_of_no_use_is_refused(tmp_path: Path, file: str, changed: dict[str, Any], told: str) -> None:
@@ -442,6 +443,20 @@ def test_a_tokenizer_of_no_use_is_refused(tmp_path: Path, file: str, changed: di
     (folder / file).write_text(json.dumps(content | changed))
     with pytest.raises(InvalidInput, match=told):
         ChatTokenizer.load(folder)
+
+
+def test_a_template_that_writes_tokens_which_the_base_lacks_for_tools_alone_is_refused(tmp_path: Path) -> None:
+    folder = _make_base(tmp_path, CHATML)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 512, "vocab_size": 263}))
+    with pytest.raises(InvalidInput, match=r"makes a token 264, and config\.json has a vocab_size of 263"):
+        ChatTokenizer.load(folder)
+
+
+@pytest.mark.parametrize(("eos", "kept"), [(0, [0, 262]), (None, [262]), ([261, 262], [261, 262])])
+def test_a_turn_ends_with_the_tokens_that_the_configuration_names(tmp_path: Path, eos: Any, kept: list[int]) -> None:
+    folder = _make_base(tmp_path, CHATML)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert list(ChatTokenizer.load(folder).end_of_turn_ids) == kept
 
 
 def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:

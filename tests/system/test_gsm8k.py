@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import InvalidInput
 from common.settings import TINY
-from examples.gsm8k import as_item, chat_command, main, read_rows, start_for
+from examples.gsm8k import as_item, chat_command, main, read_items, read_rows, start_for, write
 from tests.support.forked import running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +36,27 @@ def test_the_hubs_parquet_has_the_same_rows(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_no_row_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="an answer with ####"):
         as_item({"question": "x", "answer": "7"})
-    (tmp_path / "broken.jsonl").write_text("{")
-    with pytest.raises(InvalidInput, match=r"broken\.jsonl"):
-        list(read_rows(tmp_path / "broken.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("broken.jsonl", "{", r"broken\.jsonl"),
+        ("junk.parquet", "junk", r"junk\.parquet"),
+        ("empty.jsonl", "\n", r"empty\.jsonl has no rows"),
+        ("list.jsonl", "[1, 2]", r"no row of GSM8K.*\[1, 2\]"),
+        ("blank.jsonl", json.dumps({"question": "x", "answer": "7 #### "}), "no row of GSM8K"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_in_a_line(tmp_path: Path, name: str, content: str, told: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidInput, match=told):
+        read_items(tmp_path / name)
+
+
+def test_items_that_cannot_be_written_are_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"--prepare .*No such file"):
+        write([], tmp_path / "nowhere" / "items.jsonl")
 
 
 def test_a_gpu_gets_what_the_plan_chooses() -> None:
