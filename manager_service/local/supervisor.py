@@ -4,8 +4,8 @@
         httpx.get(f"{cluster.base_url}/v1/models", headers={"Authorization": f"Bearer {cluster.api_key}"})
         cluster.kill("rollout-0")  # SIGKILL; it is started again
 
-    start: lock the folder, check the port ─► Redis ─► manager and workers at once ─► /readyz
-    stop:  workers and manager (SIGTERM, a few seconds, SIGKILL) ─► Redis ─► unlock
+    start: lock the folder, check the port ─► nurseries, Redis ─► manager and workers at once ─► /readyz
+    stop:  workers and manager (SIGTERM, a few seconds, SIGKILL) ─► Redis ─► nurseries ─► unlock
 
 Without `stop`, even if this process is killed with SIGKILL, the kernel ends the children.
 """
@@ -274,7 +274,7 @@ class LocalCluster:
                 await asyncio.gather(*(process.stop(GRACE_S) for process in self._services.values()))
                 if self._redis:
                     await self._redis.stop(GRACE_S)
-        finally:  # reached with children only when something above went wrong
+        finally:  # reached with services only when something above went wrong
             for process in self._processes.values():
                 process.signal(signal.SIGKILL)
             for nursery in self._nurseries:
