@@ -141,6 +141,7 @@ async def test_a_start_that_is_given_up_waits_for_no_import(
     await asyncio.sleep(0)
     nursery.give_up()
     assert await (await starting).wait() == 0
+    assert await (await nursery.start(program(tmp_path, variables))).wait() == 0
 
 
 STARTER = """

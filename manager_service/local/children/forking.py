@@ -80,7 +80,7 @@ class Nursery:
         answers.setblocking(False)
         settings = {name: value for name, value in command.environment.items() if name.startswith(SETTINGS)}
         birth = msgspec.json.encode(Birth(command.argv[2], settings, str(command.log)))
-        with theirs, contextlib.suppress(ConnectionError):
+        with theirs, contextlib.suppress(OSError):  # it has ended, or has no room for so much
             socket.send_fds(self._births, [birth], [theirs.fileno()])
         pid = await _told(answers)
         if pid is None:
