@@ -28,7 +28,6 @@ from common.bus import Bus, Out, Settlement
 from common.handlers import Beat
 from common.messages import EnvSpec, TurnRequest, TurnResult, Usage, f32, i32
 from common.objects import Objects
-from common.repeats import sent_once
 from common.settings import TINY
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
 from common.telemetry import About, Reporter
@@ -121,12 +120,12 @@ class CountingBus(Bus):
 
     counts: "Counter[str]"
 
-    def settling(self, settlements: Sequence[Settlement]) -> list[Any]:
-        fields = sent_once([fields for each in settlements for fields in each.fields or ()])
+    def sending(self, settlements: Sequence[Settlement]) -> list[list[Any]]:
+        fields = super().sending(settlements)
         outputs = [(message, each) for each in settlements for _, message in each.outputs or ()]
         for (message, each), sent in zip(outputs, fields, strict=True):
             self._count(message, sent, short=each.refers_to is not None)
-        return super().settling(settlements)
+        return fields
 
     def fields_at(self, message: Any, path: str) -> list[Any]:
         fields = super().fields_at(message, path)

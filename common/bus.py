@@ -267,8 +267,7 @@ class Bus:
 
     def settling(self, settlements: Sequence[Settlement]) -> list[Any]:
         """Arguments of the script that settles. A stream that is the one before is not named again."""
-        source, target = ("", ""), ""
-        sent = iter(sent_once([fields for each in settlements for fields in each.fields or ()]))
+        source, target, sent = ("", ""), "", iter(self.sending(settlements))
         arguments: list[Any] = [self.cell.key(""), len(settlements)]
         for each in settlements:
             delivery, outputs = each.delivery, each.outputs
@@ -282,6 +281,10 @@ class Bus:
                 arguments += ["" if name == target else name, "=" if instead == name else instead, len(fields), *fields]
                 target = name
         return arguments
+
+    def sending(self, settlements: Sequence[Settlement]) -> list[list[Any]]:
+        """Fields of all outputs, in order, as the script takes them."""
+        return sent_once([fields for each in settlements for fields in each.fields or ()])
 
     async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:
         """Makes fields of the outputs, so that settling waits for Redis alone. Writes large payloads, and beats meanwhile."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from manager_service.export.rows import Row
-from manager_service.local import child
+from manager_service.local.children import child
 from manager_service.records import JSON, LoggerName
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@
 Its files:
 
     supervisor.py       starts every service, restarts those that end, stops all of them
-    processes.py        keeps one child process running
+    children/           starts child processes, and keeps them running
     devices.py          says which worker computes on which device
     gpus.py             finds the GPUs, and gives workers theirs
     settings.py         reads the settings of `marlaas up` alone
@@ -13,6 +13,5 @@ Its files:
     engines.py          says what each engine of rollouts takes of a device
     context.py          chooses the context that is served, and the memory of workers
     sharing.py          shares a memory between copies of base models
-    child.py            runs a command that dies with the process that started it
     embedded_redis.py   finds the Redis server, and starts it on a data folder
 """

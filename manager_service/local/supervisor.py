@@ -4,8 +4,8 @@
         httpx.get(f"{cluster.base_url}/v1/models", headers={"Authorization": f"Bearer {cluster.api_key}"})
         cluster.kill("rollout-0")  # SIGKILL; it is started again
 
-    start: lock the folder, check the port ─► Redis ─► manager and workers at once ─► /readyz
-    stop:  workers and manager (SIGTERM, a few seconds, SIGKILL) ─► Redis ─► unlock
+    start: lock the folder, check the port ─► nurseries, Redis ─► manager and workers at once ─► /readyz
+    stop:  workers and manager (SIGTERM, a few seconds, SIGKILL) ─► Redis ─► nurseries ─► unlock
 
 Without `stop`, even if this process is killed with SIGKILL, the kernel ends the children.
 """
@@ -29,10 +29,11 @@ from redis.exceptions import RedisError
 from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.redis_connection import make_client
 from common.settings import parse_base_models, pinned
+from manager_service.local.children.forking import Nursery
+from manager_service.local.children.processes import Command, KeptProcess, Notify, StartChild, rotate, start_tied
 from manager_service.local.devices import arrange, idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
 from manager_service.local.gpus import SERVICES, LocalWorker
-from manager_service.local.processes import Command, KeptProcess, Notify, StartChild, rotate, start_tied
 from manager_service.records import GLOBAL
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 
@@ -76,10 +77,10 @@ class LocalCluster:
         environment: Mapping[str, str] | None = None,
         notify: Notify = lambda line: None,
         services: "Services | None" = None,
-        start: StartChild = start_tied,
+        start: StartChild | None = None,
     ) -> None:
         """`port` 0: any free one. `environment`: more variables for every child. `notify` hears of each restart.
-        For tests: `services`, commands to run instead of the real ones; `start`, which starts a child."""
+        For tests: `services`, commands to run instead of the real ones; `start`, which starts a service; None: nurseries do."""
         self.data_dir = data_dir.resolve()
         self.host = "127.0.0.1"
         self.port = port
@@ -92,6 +93,7 @@ class LocalCluster:
         self._start = start
         self._redis: KeptProcess | None = None
         self._services: dict[str, KeptProcess] = {}
+        self._nurseries: list[Nursery] = []
         self._lock: TextIO | None = None
         self._stopping = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -196,16 +198,28 @@ class LocalCluster:
             )
             server.prepare()
             self.redis_url = server.url
-            self._redis = self._kept("redis", server.argv, {})
+            command = self._command("redis", server.argv, {})
+            self._redis = KeptProcess(command, self._hear, start_tied)
         self._pin_bases()
         commands = self._commands(self._counts, self._environment)
         arranged = arrange(self._environment, list(_workers(commands)))
         self._environment |= arranged.settings
         for line in filter(None, [idle_gpu(self._environment), *arranged.lines]):
             self._notify(line)
-        for service in commands:
-            own = {**service.environment, **arranged.of_workers.get(service.name, {})}
-            self._services[service.name] = self._kept(service.name, service.argv, own)
+        made = [
+            self._command(each.name, each.argv, {**each.environment, **arranged.of_workers.get(each.name, {})})
+            for each in commands
+        ]
+        holders = {worker.name for worker in _workers(commands)}
+        self._keep([command for command in made if command.name not in holders])
+        self._keep([command for command in made if command.name in holders])
+
+    def _keep(self, commands: Sequence[Command]) -> None:
+        """Makes their keepers, with a nursery of their own. What holds weights imports as long as all others together."""
+        nursery = Nursery(commands if self._start is None else (), self.log_file("nursery"))
+        self._nurseries.append(nursery)
+        for command in commands:
+            self._services[command.name] = KeptProcess(command, self._hear, self._start or nursery.start)
 
     def _pin_bases(self) -> None:
         """Names the hub's models by their commits, for all services. What cannot be had is left to the services, whose error says it."""
@@ -220,7 +234,7 @@ class LocalCluster:
                 for name, where in found.items():
                     self._notify(f"base model {name}: {where}")
 
-    def _kept(self, name: str, argv: tuple[str, ...], environment: Mapping[str, str]) -> KeptProcess:
+    def _command(self, name: str, argv: tuple[str, ...], environment: Mapping[str, str]) -> Command:
         rotate(self.log_file(name))
         shared = {
             **ONE_THREAD,
@@ -234,8 +248,7 @@ class LocalCluster:
             "MARLAAS_HOST": self.host,
             "MARLAAS_PORT": str(self.port),
         }
-        command = Command(name=name, argv=argv, environment={**shared, **environment}, log=self.log_file(name))
-        return KeptProcess(command, self._hear, self._start)
+        return Command(name=name, argv=argv, environment={**shared, **environment}, log=self.log_file(name))
 
     def _hear(self, line: str) -> None:
         """Passes on what a child's keeper tells. A child that refuses its settings ends the start, whose error says why."""
@@ -245,6 +258,8 @@ class LocalCluster:
     async def _run(self) -> None:
         """Starts and keeps all children, from the first to the last. Ends when `stop` is called, or with StartError."""
         try:
+            for nursery in self._nurseries:
+                nursery.begin()
             async with asyncio.TaskGroup() as group:
                 if self._redis:
                     group.create_task(self._redis.keep_running())
@@ -254,12 +269,16 @@ class LocalCluster:
                 rotation = group.create_task(self._rotate_logs())
                 await self._stopping.wait()
                 rotation.cancel()
+                for nursery in self._nurseries:
+                    nursery.give_up()
                 await asyncio.gather(*(process.stop(GRACE_S) for process in self._services.values()))
                 if self._redis:
                     await self._redis.stop(GRACE_S)
-        finally:  # reached with children only when something above went wrong
+        finally:  # reached with services only when something above went wrong
             for process in self._processes.values():
                 process.signal(signal.SIGKILL)
+            for nursery in self._nurseries:
+                nursery.end()
 
     async def _wait_for_redis(self) -> None:
         """Waits until it answers, or `stop` is called."""

@@ -19,7 +19,7 @@ import redis.asyncio
 from common.errors import REFUSED
 from harness.redis_server import RedisServer
 from manager_service.local import supervisor
-from manager_service.local.processes import describe, last_error, rotate, tail
+from manager_service.local.children.processes import describe, last_error, rotate, tail
 from manager_service.local.supervisor import (
     LocalCluster,
     ServiceCommand,

@@ -1,6 +1,7 @@
-"""Other ranks of a trainer whose first rank is the process of the tests: each is forked as `forked.py` forks services."""
+"""Other ranks of a trainer whose first rank is the process of the tests: each is forked from one that has imported what it needs."""
 
 import contextlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -10,8 +11,10 @@ from multiprocessing.connection import Connection
 import msgspec
 import pytest
 
-from tests.support.forked import FORKS
 from trainer_service.ranks.group import Begin
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.support.warm", "tests.support.forked_ranks"])
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ class Command:
 
 
 class ChildProcess(Protocol):
-    """A child of this process: asyncio's, or one that a test starts in another way."""
+    """A process that this one started: asyncio's, or a fork of a nursery's."""
 
     @property
     def pid(self) -> int: ...
@@ -60,7 +60,7 @@ async def start_tied(command: Command) -> ChildProcess:
     """Starts a child that the kernel ends with this process. It leads its own session."""
     with open_log(command.log) as log:
         return await asyncio.create_subprocess_exec(
-            *_tied_to_this_process(command.argv),
+            *tied(command.argv),
             env=dict(command.environment),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
@@ -195,7 +195,8 @@ def last_error(log: Path, *, start: int = 0) -> str:
     return WARNING.sub("", f"{tail(log, start=start)}\n").strip().rpartition("\n")[2]
 
 
-def _tied_to_this_process(argv: tuple[str, ...]) -> tuple[str, ...]:
+def tied(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """A command that runs `argv` and that the kernel ends with this process."""
     wrapper = Path(__file__).with_name("child.py")
     return (sys.executable, "-I", "-S", str(wrapper), str(os.getpid()), *argv)
 

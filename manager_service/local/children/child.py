@@ -15,14 +15,19 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Does not return. Outside Linux the command outlives a parent that is killed with SIGKILL."""
+    """Does not return."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     os.umask(0o077)
+    tie_to(parent)
+    os.execvp(command[0], command)
+
+
+def tie_to(parent: int) -> None:
+    """Ends this process with its parent. Outside Linux it outlives one that is killed with SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above took effect
         sys.exit(1)
-    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":
