@@ -44,8 +44,10 @@ MAX_DELAY_S = 2.0
 class Objects:
     """Immutable objects by path. All calls are coroutines; all raise StoreUnavailable when the storage is away or full."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, folder: "Folder | None" = None) -> None:
+        """`folder`: that of a local store."""
         self._backend = backend
+        self._folder = folder
 
     @classmethod
     def open(cls, url: str) -> "Objects":
@@ -54,7 +56,7 @@ class Objects:
         if parts.scheme == "file":
             folder = Path(unquote(parts.path))
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return cls(LocalStore(folder, automatic_cleanup=True))
+            return cls(LocalStore(folder, automatic_cleanup=True), Folder(folder))
         try:
             return cls(S3Store.from_url(url, **S3) if parts.scheme == "s3" else from_url(url))
         except (BaseError, ValueError) as error:
@@ -65,6 +67,7 @@ class Objects:
 
         Meant for small objects: it sends one request, because S3 checks the condition only there.
         """
+        await self._present()
         call = obstore.put_async(self._backend, path, data, mode="create", use_multipart=False)
         try:
             await _translated(call, path)
@@ -78,28 +81,30 @@ class Objects:
 
         It appears whole or not at all. Repeatable.
         """
+        await self._present()
         in_parts = len(data) > PART_BYTES
         call = obstore.put_async(self._backend, path, data, use_multipart=in_parts, chunk_size=PART_BYTES)
         await _translated(call, path)
 
     async def write_parts(self, path: str, parts: AsyncIterator[bytes]) -> None:
         """Does what `write` does, with content that is never in memory as a whole."""
+        await self._present()
         call = obstore.put_async(self._backend, path, parts, use_multipart=True, chunk_size=PART_BYTES)
         await _translated(call, path)
 
     async def get_part(self, path: str, start: int, num_bytes: int) -> bytes:
         """`num_bytes` of an object that has them behind `start`. Raises NotFound."""
         call = obstore.get_range_async(self._backend, path, start=start, length=num_bytes)
-        return bytes(await _translated(call, path))
+        return bytes(await self._found(call, path))
 
     async def get(self, path: str) -> bytes:
         """Raises NotFound."""
-        result = await _translated(obstore.get_async(self._backend, path), path)
+        result = await self._found(obstore.get_async(self._backend, path), path)
         return bytes(await _translated(result.bytes_async(), path))
 
     async def download(self, path: str, file: BinaryIO) -> None:
         """Replaces what is in a file by an object of any size, a part at a time. Raises NotFound, and OSError if the disk is full."""
-        result = await _translated(obstore.get_async(self._backend, path), path)
+        result = await self._found(obstore.get_async(self._backend, path), path)
         file.truncate(file.seek(0))
         parts = aiter(result.stream(min_chunk_size=PART_BYTES))
         while part := await _translated(anext(parts, None), path):
@@ -108,23 +113,26 @@ class Objects:
 
     async def exists(self, path: str) -> bool:
         try:
-            await _translated(obstore.head_async(self._backend, path), path)
+            await self._found(obstore.head_async(self._backend, path), path)
         except NotFound:
             return False
         return True
 
     async def paths(self, prefix: str) -> list[str]:
         """Paths below a folder, sorted."""
+        await self._present()
         pages = obstore.list(self._backend, prefix).collect_async()
         return sorted(meta["path"] for meta in await _translated(pages, prefix))
 
     async def folders(self, prefix: str) -> list[str]:
         """Names of the folders directly below a folder, sorted."""
+        await self._present()
         found = await _translated(obstore.list_with_delimiter_async(self._backend, prefix), prefix)
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
 
     async def delete(self, *paths: str) -> None:
         """Deletes what is there; a missing object is no error."""
+        await self._present()
         for path in paths:
             try:
                 await _translated(obstore.delete_async(self._backend, path), path)
@@ -133,6 +141,19 @@ class Objects:
 
     async def delete_folder(self, prefix: str) -> None:
         await self.delete(*await self.paths(prefix))
+
+    async def _found(self, call: Awaitable[T], path: str) -> T:
+        """Raises NotFound only if the object is missing while the storage is there."""
+        try:
+            return await _translated(call, path)
+        except NotFound:
+            await self._present()
+            raise
+
+    async def _present(self) -> None:
+        """Raises StoreUnavailable if the folder of a local store is away."""
+        if self._folder is not None:
+            await asyncio.to_thread(self._folder.check)
 
     async def probe(self) -> None:
         """Writes, reads and deletes a small object below `probe/`, as every service does at its start.
@@ -157,6 +178,30 @@ class Objects:
             if advice := _advice(error):
                 raise InvalidInput(f"object storage: {advice} ({_first_line(error.__cause__ or error)})") from error
             raise
+
+
+class Folder:
+    """A local store's folder as it was when it was opened. It may be moved, or its disk unmounted, while services run: then all of its
+    objects seem to be missing, and a write would begin another store in its place."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened = self._identity()
+
+    def check(self) -> None:
+        """Raises StoreUnavailable unless the folder is the one that was opened."""
+        if self._identity() != self._opened:
+            raise StoreUnavailable(
+                f"object storage: {self._path} is no longer the folder that was opened; put it back, or start again"
+            )
+
+    def _identity(self) -> tuple[int, int] | None:
+        """Device and inode; None: there is no folder."""
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            return None
+        return stat.st_dev, stat.st_ino
 
 
 async def patiently(

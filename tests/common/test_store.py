@@ -5,13 +5,14 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
-from common.errors import AlreadyExists, CorruptObject, InvalidInput, NotFound, Unavailable
+from common.errors import AlreadyExists, CorruptObject, InvalidInput, NotFound, StoreUnavailable, Unavailable
 from common.messages import AdapterRef
 from common.objects import Objects
 
@@ -73,6 +74,31 @@ async def test_what_was_created_is_read_back(storage: Objects) -> None:
     await storage.create("a/b/c", data)
     assert await storage.get("a/b/c") == data
     assert await storage.exists("a/b/c")
+
+
+async def test_nothing_is_missing_while_a_local_stores_folder_is_away(tmp_path: Path) -> None:
+    folder, away = tmp_path / "store", tmp_path / "away"
+    storage = Objects.open(folder.as_uri())
+    await storage.create("a", b"1")
+    folder.rename(away)
+    calls = [
+        storage.get,
+        storage.exists,
+        storage.paths,
+        storage.folders,
+        storage.delete,
+        partial(storage.write, data=b"2"),
+    ]
+    for in_its_place in (False, True):
+        if in_its_place:
+            folder.mkdir()
+        for call in calls:
+            with pytest.raises(StoreUnavailable, match="no longer the folder"):
+                await call("a")
+    assert not list(folder.iterdir())
+    folder.rmdir()
+    away.rename(folder)
+    assert await storage.get("a") == b"1"
 
 
 async def test_an_empty_object_is_an_object(storage: Objects) -> None:
