@@ -22,6 +22,7 @@ BELOW = {
     "math_texts_ninth": (99.6, 0),
     "math_texts_tenth_blind": (99.6, 0),
     "math_texts_eleventh_blind": (94.6, 1),
+    "math_texts_thirteenth_blind": (99.0, 1),
 }
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
