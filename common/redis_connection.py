@@ -163,7 +163,9 @@ def make_client(redis_url: str, key: str, **options: Any) -> "aioredis.Redis":
         nodes, first = _nodes(rest)
         found = {**parse_url(f"{scheme.removesuffix(CLUSTER)}://{first}")}
         found["shard"] = Shard(nodes, key, dict(found))
-    chosen: dict[str, Any] = {**found, **options, "connection_class": kind, "decode_responses": False, "protocol": 3}
+    # without `driver_info` a connection does not look up the library's version and send it in two commands, which costs more than all else
+    plain = {"connection_class": kind, "decode_responses": False, "protocol": 3, "driver_info": None}
+    chosen: dict[str, Any] = {**found, **options, **plain}
     return FastClient.from_pool(FastPool(max_connections=MAX_CONNECTIONS, **chosen))
 
 

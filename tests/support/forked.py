@@ -4,6 +4,7 @@ Few tests leave the starting to `harness.live.running`, whose clusters begin nur
 gives variables beside settings is executed, as there.
 """
 
+import atexit
 import sys
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -42,4 +43,5 @@ async def start(command: Command) -> ChildProcess:
     if not _shared:
         all_programs = [replace(command, argv=(sys.executable, "-m", module)) for module in MODULES]
         _shared.append(Nursery(all_programs, Path(gettempdir()) / "nursery-of-tests.log"))
+        atexit.register(_shared[0].end)
     return await _shared[0].start(command)
