@@ -6,7 +6,7 @@
 The script that settles entries puts the payloads together again, so each entry is as whole as any other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -14,8 +14,6 @@ PIECE = 64
 """Bytes that are compared at once, first; then ever more."""
 LEAST = 32
 """Bytes in common that are worth it."""
-Piece = Callable[[bytes, int, int], bytes]
-"""A part of some bytes between two places, counted from either end."""
 
 
 def sent_once(entries: Sequence[list[Any]]) -> list[list[Any]]:
@@ -25,29 +23,33 @@ def sent_once(entries: Sequence[list[Any]]) -> list[list[Any]]:
 
 def num_same(one: bytes, other: bytes) -> int:
     """The number of bytes with which both begin. Looks at little more than these."""
-    return _num_same(one, other, _from_start, "little")
+    least, same, size = min(len(one), len(other)), 0, PIECE
+    while same < least:
+        end = min(same + size, least)
+        mine, yours = one[same:end], other[same:end]
+        if mine != yours:
+            return same + _num_same(mine, yours, "little")
+        same, size = end, 2 * size
+    return same
 
 
 def num_same_at_end(one: bytes, other: bytes) -> int:
     """The number of bytes with which both end. Looks at little more than these."""
-    return _num_same(one, other, _from_end, "big")
-
-
-def _num_same(one: bytes, other: bytes, part: Piece, order: Literal["little", "big"]) -> int:
-    least, same, size = min(len(one), len(other)), 0, PIECE
-    while same < least and part(one, same, end := min(same + size, least)) == part(other, same, end):
+    num_one, num_other, same, size = len(one), len(other), 0, PIECE
+    least = min(num_one, num_other)
+    while same < least:
+        end = min(same + size, least)
+        mine, yours = one[num_one - end : num_one - same], other[num_other - end : num_other - same]
+        if mine != yours:
+            return same + _num_same(mine, yours, "big")
         same, size = end, 2 * size
-    end = min(same + size, least)
-    differ = int.from_bytes(part(one, same, end), order) ^ int.from_bytes(part(other, same, end), order)
-    return same + ((differ & -differ).bit_length() - 1) // 8 if differ else same
+    return same
 
 
-def _from_start(data: bytes, start: int, end: int) -> bytes:
-    return data[start:end]
-
-
-def _from_end(data: bytes, start: int, end: int) -> bytes:
-    return data[len(data) - end : len(data) - start]
+def _num_same(one: bytes, other: bytes, order: Literal["little", "big"]) -> int:
+    """The same of two pieces that differ, as long as each other. `order`: "little" from their beginning, "big" from their end."""
+    differ = int.from_bytes(one, order) ^ int.from_bytes(other, order)
+    return ((differ & -differ).bit_length() - 1) // 8
 
 
 def _after(before: list[Any], fields: list[Any]) -> list[Any]:

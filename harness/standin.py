@@ -174,9 +174,9 @@ class OneTurnEnv(StandIn):
     cell: Cell
 
     async def __call__(self, message: Start, beat: Beat) -> list[Out]:
-        return [(self.cell.rollout, self._turn(message, sample)) for sample in message.samples]
+        return [(self.cell.rollout, self.turn(message, sample)) for sample in message.samples]
 
-    def _turn(self, start: Start, sample: int) -> TurnRequest:
+    def turn(self, start: Start, sample: int) -> TurnRequest:
         ref = TrajectoryRef(start.purpose, start.seed, start.group, sample, start.attempt)
         return TurnRequest(
             **start.about(),
@@ -202,7 +202,10 @@ class OneTurnRollout(StandIn):
         if seconds := self.seconds():
             await asyncio.sleep(seconds)
         self.num += 1
-        scored = ScoredTrajectory(
+        return [(self.cell.scored(message.partition), self.scored(message))]
+
+    def scored(self, message: TurnRequest) -> ScoredTrajectory:
+        return ScoredTrajectory(
             **message.about(),
             id=message.id,
             adapter=message.adapter,
@@ -214,7 +217,6 @@ class OneTurnRollout(StandIn):
             num_turns=1,
             output_text="42",
         )
-        return [(self.cell.scored(message.partition), scored)]
 
 
 @dataclass(frozen=True)

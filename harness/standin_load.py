@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,11 +25,12 @@ from common.adapters import AdapterStore
 from common.bus import Bus, Delivery, connect
 from common.objects import Objects
 from common.service import spare_collections
-from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
+from common.streams import GROUP_ENV, GROUP_TRAINER, Cell
 from common.tasks import cancel_all
 from common.telemetry import About, Reporter
-from common.worker import Inbox, Worker
-from harness.standin import OneTurnEnv, OneTurnRollout, StandInTrainer, stand_in_worker
+from common.worker import Inbox, Worker, worker_id
+from harness.standin import OneTurnEnv, StandInTrainer, stand_in_worker
+from harness.standin_rollout import LightRollout
 
 BASE_MODEL = "tiny"
 LEASE_S = 10.0
@@ -110,14 +112,24 @@ class MeasuredBus(Bus):
         return found
 
 
-def workers(load: Load, bus: Bus, rollout: OneTurnRollout) -> list[Worker]:
+def ordinary_workers(load: Load, bus: Bus) -> list[Worker]:
     cell = bus.cell
     trainer = StandInTrainer(cell, AdapterStore(Objects.open(load.store_url)))
     one_env = ("env", Inbox(cell.env, GROUP_ENV), OneTurnEnv(cell), load.env_slots)
-    one_rollout = ("rollout", Inbox(cell.rollout, GROUP_ROLLOUT), rollout, load.rollout_slots)
     one_trainer = ("trainer", Inbox(cell.train, GROUP_TRAINER), trainer, load.trainer_slots)
-    all_of_them = [*[one_env] * load.env, *[one_rollout] * load.rollout, one_trainer]
+    all_of_them = [*[one_env] * load.env, one_trainer]
     return [stand_in_worker(bus, *parts[:3], slots=parts[3], lease_s=LEASE_S) for parts in all_of_them]
+
+
+def rollout_workers(load: Load, bus: Bus) -> list[LightRollout]:
+    rng, about = random.Random(1), About(slots=load.rollout_slots)
+    reporters = [Reporter(worker_id("rollout"), "rollout", BASE_MODEL, about) for _ in range(load.rollout)]
+    seconds = partial(_seconds, rng, load.delay_s)
+    return [LightRollout(bus, reporter, seconds, lease_s=LEASE_S) for reporter in reporters]
+
+
+def _seconds(rng: random.Random, delay_s: float) -> float:
+    return delay_s * rng.uniform(0.5, 1.5)
 
 
 async def report_idle(bus: Bus, num: int) -> None:
@@ -131,16 +143,16 @@ async def report_idle(bus: Bus, num: int) -> None:
 
 async def main(load: Load) -> None:
     spare_collections()
-    bus, rng, stop = MeasuredBus(load.redis_url), random.Random(1), asyncio.Event()
-    rollout = OneTurnRollout(bus.cell, lambda: load.delay_s * rng.uniform(0.5, 1.5))
-    running = [asyncio.create_task(worker.run(stop)) for worker in workers(load, bus, rollout)]
+    bus, stop = MeasuredBus(load.redis_url), asyncio.Event()
+    rollouts = rollout_workers(load, bus)
+    running = [asyncio.create_task(worker.run(stop)) for worker in [*ordinary_workers(load, bus), *rollouts]]
     reporting = asyncio.create_task(report_idle(bus, load.idle))
-    cpu_s = 0.0
+    cpu_s, num = 0.0, 0
     while await asyncio.to_thread(sys.stdin.readline):
-        used, ages, num = time.process_time(), bus.ages_ms, rollout.num
-        bus.ages_ms, rollout.num = [], 0
-        seen = Seen(trajectories=num, cpu_s=used - cpu_s, handover_ms=ages)
-        cpu_s = used
+        used, ages, answered = time.process_time(), bus.ages_ms, sum(rollout.num for rollout in rollouts)
+        bus.ages_ms = []
+        seen = Seen(trajectories=answered - num, cpu_s=used - cpu_s, handover_ms=ages)
+        cpu_s, num = used, answered
         print(msgspec.json.encode(seen).decode(), flush=True)
     stop.set()
     await asyncio.gather(*running)

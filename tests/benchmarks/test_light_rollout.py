@@ -1,0 +1,213 @@
+"""The rollout workers that cost little: to Redis and to the manager they are the ordinary stand-ins."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import hiredis
+import msgspec
+
+from common.adapters import AdapterStore
+from common.bus import Bus, Delivery, Settlement
+from common.messages import AdapterRef, EnvSpec, Sampling, Start, TurnRequest, WorkerReport
+from common.objects import Objects
+from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, partition_of
+from common.telemetry import About, Reporter
+from common.wire import decode, encode
+from common.worker import Inbox
+from harness.standin import (
+    FixedSlots,
+    OneTurnEnv,
+    OneTurnRollout,
+    StandInTrainer,
+    balanced,
+    create_job,
+    job_spec,
+    ledger_of,
+    stand_in_worker,
+    until_status,
+)
+from harness.standin_rollout import LightRollout
+from manager_service.owner.owner import Owner
+from manager_service.tenants import Tenants
+from tests.common.test_worker import until
+
+LEASE_S = 1.0
+
+
+def start(tenant: str = "acme", group: int = 0, **changed: Any) -> Start:
+    made = Start(
+        tenant=tenant,
+        job=f"job-of-{tenant}",
+        partition=partition_of(tenant),
+        id=f"start/{tenant}/{group}",
+        adapter=AdapterRef(tenant, f"job-of-{tenant}", 3),
+        purpose="train",
+        seed=7,
+        group=group,
+        samples=tuple(range(4)),
+        item=None,
+        env=EnvSpec("single_turn"),
+        sampling=Sampling(),
+    )
+    return msgspec.structs.replace(made, **changed)
+
+
+STARTS = (
+    *(start(tenant, group) for tenant in ("acme", "zoo", "é") for group in (0, 1, 999)),
+    start(epoch=2),
+    start(untrained=True),
+    start(samples=(127, 128, 255, 256)),
+    start(partition=200, adapter=AdapterRef("acme", "job-of-acme", 70_000)),
+)
+
+
+def light_worker(bus: Bus, seconds: float = 0.0, slots: int = 64) -> LightRollout:
+    reporter = Reporter("rollout-light", "rollout", bus.cell.base_model, About(slots=slots))
+    return LightRollout(bus, reporter, lambda: seconds, lease_s=LEASE_S)
+
+
+def ordinary_worker(bus: Bus) -> Any:
+    inbox = Inbox(bus.cell.rollout, GROUP_ROLLOUT)
+    return stand_in_worker(bus, "rollout", inbox, OneTurnRollout(bus.cell), slots=64, lease_s=LEASE_S)
+
+
+async def test_what_settles_a_turn_has_the_same_bytes(bus: Bus) -> None:
+    env, rollout = OneTurnEnv(bus.cell), OneTurnRollout(bus.cell)
+    requests = [env.turn(each, sample) for each in STARTS for sample in each.samples]
+    settlements = [await settlement(bus, rollout, n, request) for n, request in enumerate(requests)]
+    turns = [(f"1700000000000-{n}".encode(), encode(request)) for n, request in enumerate(requests)]
+    assert packed(light_worker(bus).settling(turns)) == packed(bus.settling(settlements))
+
+
+async def settlement(bus: Bus, rollout: OneTurnRollout, number: int, request: TurnRequest) -> Settlement:
+    delivery = Delivery(bus.cell.rollout, GROUP_ROLLOUT, f"1700000000000-{number}", request)
+    return await bus.written(Settlement(delivery, await rollout(request, lambda: None)))
+
+
+def packed(words: Sequence[Any]) -> bytes:
+    command: Any = tuple(words)
+    return hiredis.pack_command(command)
+
+
+async def test_the_same_entries_reach_the_owners(bus: Bus) -> None:
+    found: list[list[bytes]] = []
+    for worker in (ordinary_worker(bus), light_worker(bus)):
+        await publish_turns(bus, STARTS)
+        async with working(worker):
+            await until(lambda: is_empty(bus, bus.cell.rollout))
+        found.append(await taken_from_owners(bus))
+    assert found[0] == found[1] and len(found[0]) == 4 * len(STARTS)
+
+
+async def publish_turns(bus: Bus, starts: Sequence[Start]) -> None:
+    """Publishes what an env worker makes of groups that begin."""
+    await bus.ensure_group(bus.cell.rollout, GROUP_ROLLOUT)
+    env = OneTurnEnv(bus.cell)
+    for each in starts:
+        await bus.publish(await env(each, lambda: None))
+
+
+async def is_empty(bus: Bus, stream: str) -> bool:
+    return await bus.client.xlen(stream) == 0
+
+
+async def taken_from_owners(bus: Bus) -> list[bytes]:
+    """The payloads in the owners' streams, sorted; the streams are empty then."""
+    payloads: list[bytes] = []
+    for partition in {each.partition for each in STARTS}:
+        rows: Any = await bus.client.xrange(bus.cell.scored(partition))
+        payloads += [fields[b"payload"] for _, fields in rows]
+        await bus.client.delete(bus.cell.scored(partition))
+    return sorted(payloads)
+
+
+@asynccontextmanager
+async def working(*workers: Any) -> AsyncGenerator[None]:
+    stop = asyncio.Event()
+    tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
+    try:
+        yield
+    finally:
+        stop.set()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*tasks)
+
+
+async def test_a_job_is_the_same_to_its_owner(bus: Bus, objects: Objects) -> None:
+    by_light = await seen_of_job(bus, objects, light_worker(bus), "job-light")
+    by_ordinary = await seen_of_job(bus, objects, ordinary_worker(bus), "job-plain")
+    assert by_light == by_ordinary
+    assert by_light["status"] == "succeeded" and by_light["balanced"]
+
+
+async def seen_of_job(bus: Bus, objects: Objects, rollout: Any, name: str) -> dict[str, Any]:
+    """The owner's records of a whole job, and what it had trained, in an order of its own."""
+    cell, store = bus.cell, AdapterStore(objects)
+    trainer = StandInTrainer(cell, store)
+    owner = Owner(bus=bus, cluster=FixedSlots(), store=store, objects=objects, tenants=Tenants(bus.client), lease_s=0.6)
+    env = stand_in_worker(bus, "env", Inbox(cell.env, GROUP_ENV), OneTurnEnv(cell), lease_s=LEASE_S)
+    train = stand_in_worker(bus, "trainer", Inbox(cell.train, GROUP_TRAINER), trainer, slots=1, lease_s=LEASE_S)
+    async with working(owner, env, train, rollout):
+        spec = job_spec(name, num_steps=3)
+        await create_job(bus, spec)
+        state = await until_status(bus, spec.id, "succeeded", "failed")
+        ledger = await ledger_of(bus, spec.id)
+        usage: Any = await bus.client.hgetall(cell.usage(spec.tenant))
+        events: Any = await bus.client.xrange(cell.events(spec.id))
+    steps = [step.rows for step in trainer.seen]
+    return {
+        "status": state.status,
+        "version": state.version,
+        "ledger": ledger,
+        "balanced": balanced(ledger),
+        "events": sorted(msgspec.json.decode(fields[b"event"])["type"] for _, fields in events),
+        "usage": sorted(value for key, value in usage.items() if key.startswith(name.encode())),
+        "rewards": sorted(reward for rows in steps for reward in rows.rewards.numpy().tolist()),
+        "rows": [len(rows.lengths) for rows in steps],
+        "tokens": {rows.transcript for rows in steps},
+        "trajectories": sorted(key.removeprefix(name) for step in trainer.seen for key in step.trajectories),
+    }
+
+
+async def test_a_worker_that_stops_hands_back_what_it_holds(bus: Bus) -> None:
+    await publish_turns(bus, STARTS)
+    before: Any = await bus.client.xrange(bus.cell.rollout)
+    worker = light_worker(bus, seconds=3600.0, slots=8)
+    async with working(worker):
+        await until(lambda: has_pending(bus, 8))
+    after: Any = await bus.client.xrange(bus.cell.rollout)
+    assert not await has_pending(bus, 1) and worker.num == 0
+    assert sorted(fields[b"payload"] for _, fields in after) == sorted(fields[b"payload"] for _, fields in before)
+
+
+async def has_pending(bus: Bus, num: int) -> bool:
+    return len(await bus.pending(bus.cell.rollout, GROUP_ROLLOUT, after="0")) >= num
+
+
+async def test_a_worker_takes_over_what_a_dead_one_held(bus: Bus) -> None:
+    await publish_turns(bus, STARTS[:2])
+    assert len(await bus.read([bus.cell.rollout], GROUP_ROLLOUT, "dead", count=100)) == 8
+    worker = light_worker(bus)
+    async with working(worker):
+        await until(lambda: is_empty(bus, bus.cell.rollout))
+    assert worker.num == 8
+
+
+async def test_a_report_says_what_the_worker_has_and_for_whom_it_works(bus: Bus) -> None:
+    await publish_turns(bus, STARTS)
+    async with working(light_worker(bus, seconds=3600.0)):
+        await until(lambda: has_pending(bus, 4 * len(STARTS)))
+        await until(lambda: tells_of(bus, {each.job for each in STARTS}))
+
+
+async def tells_of(bus: Bus, jobs: set[str]) -> bool:
+    rows: Any = await bus.client.xrange(bus.cell.telemetry)
+    reports = [decode(fields[b"payload"]) for _, fields in rows]
+    return any(
+        isinstance(report, WorkerReport)
+        and (report.slots, report.in_use) == (64, 4 * len(STARTS))
+        and {span.job for span in report.spans} == jobs
+        for report in reports
+    )
