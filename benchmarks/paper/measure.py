@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.paper import first_tokens
 from benchmarks.paper.first_answers import first_answers
 from benchmarks.paper.results import JobFigures, Measured, Stretch, measured, rollout_engine, training_engine
 from benchmarks.paper.workloads import Workload
@@ -86,10 +87,12 @@ async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[
             await job_figures(cluster, t, job, at, spans, steps, answers[job])
             for t, (job, at) in zip(tenants, trained.items(), strict=True)
         ]
+        tokens = first_tokens.told(after.counters["rollout"])
         stretches = stretches_of(list(trained), spans, start) if n <= SMALL else []
         recording = await recorded(cluster, workload)
         for each in (admin, *(tenant.api for tenant in tenants)):
             await each.close()
+    jobs = [msgspec.structs.replace(job, token_s=tokens[name]) for job, name in zip(jobs, trained, strict=True)]
     return figures(workload.name, policy, [since(job, start) for job in jobs], before, after, stretches), recording
 
 
@@ -121,9 +124,10 @@ def figures(
 @asynccontextmanager
 async def running(workload: Workload, policy: str) -> AsyncGenerator[LocalCluster]:
     def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
+        modules = {"env-0": workload.env_module, "rollout-0": first_tokens.__name__}
+        own = {name: (sys.executable, "-m", module) for name, module in modules.items()}
         made = service_commands(counts, environment)
-        env = (sys.executable, "-m", workload.env_module)
-        return [ServiceCommand(s.name, env if s.name == "env-0" else s.argv, s.environment) for s in made]
+        return [ServiceCommand(s.name, own.get(s.name, s.argv), s.environment) for s in made]
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -207,7 +211,7 @@ def metric(manifest: Manifest, name: str) -> float:
 
 def since(job: JobFigures, start: float) -> JobFigures:
     """The figures with times since `start`."""
-    times = {name: getattr(job, name) - start for name in ("submitted_s", "first_s", "answer_s")}
+    times = {name: getattr(job, name) - start for name in ("submitted_s", "first_s", "token_s", "answer_s")}
     return msgspec.structs.replace(job, **times, versions_s=[at - start for at in job.versions_s])
 
 

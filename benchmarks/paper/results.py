@@ -16,6 +16,7 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     submitted_s: float
     first_s: float  # its first turn at the rollout engine
+    token_s: float | None = None  # when the first of its tokens had been sampled
     answer_s: float | None = None  # the end of the first of its turns that ended
     versions_s: list[float]  # when each was committed; version 0 when it first sampled
     rewards: list[float]  # of each step's batch, mean
@@ -28,6 +29,10 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def turnaround_s(self) -> float:
         return self.versions_s[-1] - self.submitted_s
+
+    @property
+    def until_token_s(self) -> float | None:
+        return None if self.token_s is None else self.token_s - self.submitted_s
 
     @property
     def until_answer_s(self) -> float | None:
@@ -44,6 +49,7 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
             self,
             submitted_s=0.0,
             first_s=self.first_s + seconds,
+            token_s=None,
             answer_s=None,
             versions_s=[at + seconds for at in self.versions_s],
         )
@@ -102,6 +108,11 @@ class Measured(PolicyRun, frozen=True, kw_only=True):
         """Useful share of the time in which the busier engine was not waiting for a core; on a machine of its own, of all its time."""
         engine = self.bottleneck
         return engine.useful_s / max(self.makespan_s - engine.core_wait_s, engine.useful_s)
+
+    @property
+    def until_tokens_s(self) -> list[float]:
+        """Seconds from each job's submission to its first sampled token, ascending; empty for runs in which that was not measured."""
+        return sorted(job.until_token_s for job in self.jobs if job.until_token_s is not None)
 
     @property
     def until_answers_s(self) -> list[float]:

@@ -1,7 +1,7 @@
 """The figures as tables, and the goals."""
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks._report import Goal, number
@@ -161,12 +161,9 @@ def own_goals(found: Found, run: Measured) -> list[Goal]:
         Goal(f"{what}: makespan over the bottleneck's work", run.makespan_s / bottleneck.busy_s, 1.15, more_is_better=False),
         Goal(f"{what}: Jain's index", run.jain, 0.95),
     ]  # fmt: skip
-    if run.workload == "single" and (answers := run.until_answers_s):
-        since = f"{what}: from submission to a job's first answer"
-        result += [
-            Goal(f"{since}, median", statistics.median(answers), 0.4, " s", more_is_better=False),
-            Goal(f"{since}, longest", answers[-1], 0.8, " s", more_is_better=False),
-        ]
+    if run.workload == "single":
+        result += first(f"{what}: from submission to a job's first token", run.until_tokens_s)
+        result += first(f"{what}: from submission to a job's first answer", run.until_answers_s)
     alone = found.alone(run)
     if alone is not None:
         slow = run.slowdowns(alone)
@@ -176,6 +173,16 @@ def own_goals(found: Found, run: Measured) -> list[Goal]:
             Goal(f"{what}: worst slowdown over the mean", max(slow) * len(slow) / sum(slow), 1.5, more_is_better=False),
         ]
     return result
+
+
+def first(since: str, seconds: Sequence[float]) -> list[Goal]:
+    """Goals for times of all jobs, ascending; none where none was measured."""
+    if not seconds:
+        return []
+    return [
+        Goal(f"{since}, median", statistics.median(seconds), 0.4, " s", more_is_better=False),
+        Goal(f"{since}, longest", seconds[-1], 0.8, " s", more_is_better=False),
+    ]
 
 
 def against_sequential(run: Measured, other: Measured | None) -> list[Goal]:

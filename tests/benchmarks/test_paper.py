@@ -68,6 +68,15 @@ def test_figures_follow_from_the_jobs_times() -> None:
     assert run.slowdowns(alone) == pytest.approx([2.6 / 1.6, 5.1 / 1.6])
 
 
+def test_the_goals_of_single_have_the_median_and_the_longest_time_to_a_first_token() -> None:
+    jobs = [msgspec.structs.replace(job(0.1, 1.0), token_s=at) for at in (0.9, 0.2, 0.3)]
+    assert run_of(jobs).until_tokens_s == [0.2, 0.3, 0.9]
+    found = table.Found([run_of(10 * jobs + jobs[:2])])
+    goals = {goal.what.partition("job's ")[2]: goal.measured for goal in table.goals(found, {})}
+    assert (goals["first token, median"], goals["first token, longest"]) == (0.3, 0.9)
+    assert run_of([job(0.1, 1.0)]).until_tokens_s == [], "not measured"
+
+
 def test_padding_and_tokens_that_are_never_trained_are_not_useful() -> None:
     growth = {
         "sampled_tokens": 80, "decode_rows": 100, "decode_s": 1.0,
@@ -219,7 +228,9 @@ def test_two_jobs_on_real_processes() -> None:
         for number in range(2)
     ]
     assert [each.written for each in run.jobs] == expected, "answers are as long as the law says"
-    assert all(0 < each.first_s < (each.answer_s or 0.0) < each.versions_s[-1] for each in run.jobs)
+    for each in run.jobs:
+        token_s, answer_s = each.token_s or 0.0, (each.answer_s or 0.0) + 0.001  # told in whole milliseconds
+        assert 0 < each.first_s < token_s < answer_s < each.versions_s[-1]
     assert 0 < run.rollout.useful_s <= run.rollout.busy_s < run.makespan_s
     assert 0 < run.trainer.useful_s <= run.trainer.busy_s < run.makespan_s
     assert {stretch.phase for stretch in run.stretches} == {"rollout", "env", "trainer"}
