@@ -4,9 +4,10 @@ import asyncio
 import hashlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.errors import AlreadyExists, CorruptObject, InvalidInput, NotFound, StoreUnavailable, Unavailable
 from common.messages import AdapterRef
-from common.objects import Objects
+from common.objects import SMALL_BYTES, Objects
 
 ROOT = Path(__file__).resolve().parents[2]
 V1 = AdapterRef("acme", "job-1", 1)
@@ -101,6 +102,38 @@ async def test_nothing_is_missing_while_a_local_stores_folder_is_away(tmp_path: 
     assert await storage.get("a") == b"1"
 
 
+async def test_a_small_object_of_a_local_folder_needs_no_thread_and_no_other_turn(tmp_path: Path) -> None:
+    storage = Objects.open((tmp_path / "a store").as_uri())
+    sizes = {"empty": 0, "small": 1, "largest.json": SMALL_BYTES, "too-large": SMALL_BYTES + 1, "odd name#": 1}
+    for name, num_bytes in sizes.items():
+        await storage.write(f"a/{name}", bytes(num_bytes))
+    (tmp_path / "a store" / "a" / "link").symlink_to("small")
+    (tmp_path / "beside").write_bytes(b"not of the store")
+    at_once = {name: first_step(storage.get(f"a/{name}")) for name in [*sizes, "link"]}
+    assert {name: len(data) for name, data in at_once.items() if data is not None} == {
+        "empty": 0,
+        "small": 1,
+        "largest.json": SMALL_BYTES,
+    }
+    assert {name: len(await storage.get(f"a/{name}")) for name in sizes} == sizes
+    with pytest.raises(NotFound):
+        await storage.get("a/absent")
+    with pytest.raises(Exception, match="beside"):
+        await storage.get("a/../../beside")
+
+
+def first_step(call: Coroutine[Any, Any, bytes]) -> bytes | None:
+    """The result, if the call does not wait for anything."""
+    try:
+        call.send(None)
+    except StopIteration as done:
+        return done.value
+    except Exception:
+        return None
+    call.close()
+    return None
+
+
 async def test_an_empty_object_is_an_object(storage: Objects) -> None:
     await storage.create("empty", b"")
     assert (await storage.get("empty"), await storage.exists("empty")) == (b"", True)
@@ -164,7 +197,7 @@ def test_a_full_disk_is_unavailable_and_leaves_no_half_object(tmp_path: Path) ->
 import asyncio, resource
 from common.adapters import AdapterStore
 from common.errors import Unavailable
-from common.objects import Objects
+from common.objects import SMALL_BYTES, Objects
 from tests.common.test_store import FILES, V1, manifest
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
