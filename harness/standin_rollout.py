@@ -17,6 +17,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
+from msgspec.structs import replace
+
 from common.bus import Bus, Settlement
 from common.messages import AdapterRef, EnvSpec, Message, Sampling, Start, TurnRequest
 from common.repeats import num_same, num_same_at_end, sent_once
@@ -61,24 +63,23 @@ class Answers:
         self._rollout = OneTurnRollout(cell)
         env = OneTurnEnv(cell)
         even, odd = (encode(self._rollout.scored(env.turn(_EXAMPLE, sample))) for sample in (0, 1))
-        request = encode(env.turn(_EXAMPLE, 0))
-        self._kind = request[1 : request.index(TENANT)]
-        self._end = request[request.index(TURN) :]
+        trained, untrained = (encode(env.turn(replace(_EXAMPLE, untrained=each), 0)) for each in (False, True))
+        self._kind = trained[1 : trained.index(TENANT)]
+        self._asked = [(form[form.index(TURN) :], even[0] - form[0]) for form in (trained, untrained)]
         self._begin = even[1 : even.index(TENANT)]
         self._ends = even[even.index(TRANSCRIPT) :], odd[odd.index(TRANSCRIPT) :]
         self._num_alike = num_same_at_end(*self._ends)
-        self._more_fields = even[0] - request[0]
 
     def to(self, request: bytes) -> Answer:
         num_kind = 1 + len(self._kind)
-        if request[1:num_kind] != self._kind or not request.endswith(self._end):
-            return self._ordinary(request)
-        same = request[num_kind : -len(self._end)]
-        partition, sample = _number(same, PARTITION), _number(same, SAMPLE)
-        if max(partition, sample) > LARGEST_BYTE:
-            return self._ordinary(request)
-        head = b"%c%b%b" % (request[0] + self._more_fields, self._begin, same)
-        return Answer(partition, head, self._ends[sample % 2])
+        for end, more_fields in self._asked if request[1:num_kind] == self._kind else ():
+            if request.endswith(end):
+                same = request[num_kind : -len(end)]
+                partition, sample = _number(same, PARTITION), _number(same, SAMPLE)
+                if max(partition, sample) <= LARGEST_BYTE:
+                    head = b"%c%b%b" % (request[0] + more_fields, self._begin, same)
+                    return Answer(partition, head, self._ends[sample % 2])
+        return self._ordinary(request)
 
     def _ordinary(self, request: bytes) -> Answer:
         message = cast(TurnRequest, decode(request))
