@@ -1,4 +1,5 @@
-"""Stand-in env, rollout and trainer workers in one process of their own, which answer after a delay and compute nothing.
+"""Stand-in env, rollout and trainer workers in one process of their own, which answer after a delay and compute nothing. Those for rollouts
+are `LightRollout`.
 
     owner ─ Start ─► env ─ TurnRequest x 8 ─► rollout ─ ScoredTrajectory ─► owner ─ TrainStep ─► trainer ─ AdapterUpdate ─► owner
 
