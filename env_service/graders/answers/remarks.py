@@ -79,6 +79,19 @@ _AS_IT_SHOULD = re.compile(
     re.IGNORECASE,
 )
 """Words of a check: `29 + 7 = 36, as it should be`, `adding the 7 back`."""
+_BOLD_VALUE = re.compile(r"⟪[^⟪⟫]*\d[^⟪⟫]*⟫")
+_SUPPOSED = re.compile(
+    r"\b(?:would|could|might|wouldn't)\b|\b(?:he|she|it|they|we|you|i|that|this)'d\b|^\W*if\b|\b(?:say|for example|e\.g\.),",
+    re.IGNORECASE,
+)
+"""Words of a case that is not the one asked."""
+_SET_BESIDE = re.compile(
+    r"\b(?:more|less|fewer|[a-z]+er|as (?:many|much|[a-z]+)) (?:than|as)\b|\b(?:ago|from now|later|earlier)\b|^\W*in \d+ [a-z]+\b.*(?:\bwill\b|'ll\b)"
+    r"|^\W*(?:that|this|it)(?:'s| is) (?:about|roughly|nearly|almost|only|just)\b",
+    re.IGNORECASE,
+)
+"""Words that compare a result, or look at another time."""
+_UNSURE = re.compile(r"^\W*(?:but|however|yet|or|although|wait|actually|hmm|no)\b", re.IGNORECASE)
 _UNKNOWN = re.compile(r"(?<![A-Za-z])[A-Za-z] ?=")
 _AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
 _PREMISE = re.compile(r"\W*(?:since|because|as|although|while)\s[^\n]*?,\s(?=\D*$)", re.IGNORECASE)
@@ -96,7 +109,7 @@ def is_remark(sentences: list[str]) -> bool:
         return False
     if _EXPLAINS.match(last) or _PREMISE.match(last) or ("=" not in last and _REMINDS.match(last)):
         return True
-    if _exclaims(before, last):
+    if _exclaims(before, last) or _goes_beside(before, last):
         return True
     if any(tells(before[-1], last) for tells in (_breaks_down, _repeats, _leads_back, _confirms)):
         return True
@@ -117,6 +130,48 @@ def _exclaims(before: list[str], last: str) -> bool:
     stated = computed and stated_value(before[-1]) == computed[-1]
     new = stated and _EXCLAIMS.match(last) and {*computed, *values(before[-1])}.isdisjoint(values(last))
     return bool(new) and not any(_computes(value, computed) for value in values(last))
+
+
+def _goes_beside(before: list[str], last: str) -> bool:
+    """True if the last sentence, which neither concludes nor computes, supposes or compares after a firm result."""
+    at = next((i for i in range(len(before) - 1, max(-1, len(before) - 4), -1) if _is_firm(before[: i + 1])), None)
+    if at is None or any(map(_leads_on, [*before[at + 1 :], last])):
+        return False
+    if _SUPPOSED.search(last) or _SET_BESIDE.search(last):
+        return True
+    return not _follows_from(result_of(before[at]), [*before, last])
+
+
+def _is_firm(sentences: list[str]) -> bool:
+    """True if the last sentence states a result in bold, after a word such as `so`, or as it was computed."""
+    *before, last = sentences
+    if not (found := result_of(last)) or "=" in last and not said.CONCLUSION.match(f" {last}"):
+        return False
+    if _BOLD_VALUE.search(last) or said.CONCLUSION.match(f" {last}"):
+        return True
+    computed = [result for s in before for result in _equated(s)]
+    return bool(computed) and [*values(found)] == computed[-1:]
+
+
+def _leads_on(sentence: str) -> bool:
+    """True if a sentence concludes, computes, doubts or emphasises something, or names a total."""
+    if "=" in sentence or _BOLD_VALUE.search(sentence) or _UNSURE.match(sentence) or concludes_anew(sentence):
+        return True
+    if said.HEDGE.search(sentence) or said.REFUSAL.search(sentence) or sentence.endswith(("?", ":")):
+        return True
+    return bool(said.SUMMARY.search(sentence)) and not _SUPPOSED.search(sentence)
+
+
+def _follows_from(found: str, sentences: list[str]) -> bool:
+    """True if a number of the last sentence may be computed from a result with another number of the text."""
+    known, new = [*values(found)][:1], [*values(sentences[-1])]
+    others = {value for s in sentences for value in values(s)}
+    return not known or any(_combines(known[0], other, value) for other in others for value in new if value != other)
+
+
+def _combines(one: Fraction, other: Fraction, result: Fraction) -> bool:
+    quotients = (one / other if other else None, other / one if one else None)
+    return result in (one + other, one - other, other - one, one * other, *quotients)
 
 
 def _sums_up(sentence: str) -> bool:
