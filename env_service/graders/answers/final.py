@@ -26,6 +26,7 @@ from env_service.graders.answers.sentences import split, stated_result
 from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.equations import is_equation, last_equation
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
+from env_service.graders.answers.values.units import MIXED
 from env_service.graders.answers.vocabulary import ANSWER, IS
 from env_service.graders.answers.wording import EMPTY_SET, is_in_words, worded_result, words_of
 
@@ -44,6 +45,7 @@ _TEXT_INSIDE = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*)\}"
 _PHRASED = re.compile(
     r"\d[\d.]*(?: ?: ?| to )\d+(?! ?[ap]\.?m)|[＄€£]?\d+ (?:dollars?|euros?|pounds?) (?:and )?\d", re.IGNORECASE
 )
+_MIXED = re.compile(MIXED)
 _HEADING = re.compile(rf"^[ \t]*(?:[#*_⟪-][ \t]*)*{ANSWER}[ \t]*[⟫*_:]*[ \t]*\n\s*(?=\S)", re.IGNORECASE | re.MULTILINE)
 _LAST_LABEL = re.compile(
     r"^[ \t*_⟪•-]*(?:final |end)?(?:result|ergebnis|resultado|résultat)[⟫*_ ]*:(?=[^\n]*\s*\Z)",
@@ -151,6 +153,8 @@ def expected_answer(reference: str) -> str:
     if "\n" in text or any(_markers(text)) or _SENTENCE.search(_TEXT_INSIDE.sub("", text)):
         return final_answer(reference)
     bare = _TEXT_INSIDE.sub(r"\1", text).strip("⟦⟧⟪⟫ ")
+    if (measured := plain(bare)) and _MIXED.fullmatch(measured):
+        return measured
     if is_in_words(bare) or is_equation(bare):
         return bare
     if EMPTY_SET.fullmatch(bare):
@@ -237,7 +241,8 @@ def _phrases(text: str) -> Iterator[tuple[int, str]]:
             continue
         yield phrase.start(), text[phrase.end() : phrase.end() + 400]
     for bare in _BARE.finditer(text):
-        if bare[0] != "a" and not re.search(r"\bB:", text[bare.end() : bare.end() + 80]):
+        before, after = text[max(0, bare.start() - 40) : bare.start()], text[bare.end() : bare.end() + 80]
+        if bare[0] != "a" and not re.search(r"\bB:", after) and not said.BEFORE_OTHER_ANSWER.search(before):
             yield bare.start(), text[bare.end() : bare.end() + 400]
 
 

@@ -85,6 +85,7 @@ _MEASURES = [
     ),
     (re.compile(r"\ban? (hour|day|week|year|minute|mile) and a half\b", re.IGNORECASE), r"1.5 \1s"),
     (re.compile(r"\bhalf an hour\b", re.IGNORECASE), "0.5 hours"),
+    (re.compile(r"(?<=\d) in(?=\.?$)", re.MULTILINE), " inches"),
     (re.compile(r"(?<=\d) ?h ?(?=[0-5]\d\b(?! ?m))"), ":"),
     (re.compile(r"\ban (hour and \d)", re.IGNORECASE), r"1 \1"),
 ]

@@ -66,6 +66,11 @@ _ADDS = re.compile(
     re.IGNORECASE,
 )
 """The rest of a sentence after a result: another clause, which concludes nothing."""
+_ALSO = re.compile(
+    r"[^,;.]*(?:[,;]\s|\s)(?:and|so|while|but)\s(?:(?:the|her|his|its|their|a|an|[A-Z]\w+)\b|[^.]*\bwould\b)"
+    r"(?!.*\b(?:leav|left|remain|now|then|after))",
+)
+"""The rest of a sentence after a result that was just computed: something else that holds."""
 _EXCLAIMS = re.compile(
     r"(?!.*(?:=|\b(?:leav\w*|left|remain\w*|total|so(?! close)|thus|then|altogether|sum|makes?)\b))"
     r"(?:.*!$|.*\b(?:only|just)\b|if .*\b(?:will|would)\b|.*'d\b)",
@@ -80,17 +85,20 @@ _AS_IT_SHOULD = re.compile(
 )
 """Words of a check: `29 + 7 = 36, as it should be`, `adding the 7 back`."""
 _BOLD_VALUE = re.compile(r"⟪[^⟪⟫]*\d[^⟪⟫]*⟫")
+_BRACKETS = re.compile(r"\([^()]*\)")
 _SUPPOSED = re.compile(
     r"\b(?:would|could|might|wouldn't)\b|\b(?:he|she|it|they|we|you|i|that|this)'d\b|^\W*if\b|\b(?:say|for example|e\.g\.),",
     re.IGNORECASE,
 )
 """Words of a case that is not the one asked."""
 _SET_BESIDE = re.compile(
-    r"\b(?:more|less|fewer|[a-z]+er|as (?:many|much|[a-z]+)) (?:than|as)\b|\b(?:ago|from now|later|earlier)\b|^\W*in \d+ [a-z]+\b.*(?:\bwill\b|'ll\b)"
+    r"^\W*(?:that|this|it)(?:'s| is| was| means)\b[^.]*\b(?:more|less|fewer|[a-z]+er|as (?:many|much|[a-z]+)) (?:than|as)\b"
     r"|^\W*(?:that|this|it)(?:'s| is) (?:about|roughly|nearly|almost|only|just)\b",
     re.IGNORECASE,
 )
-"""Words that compare a result, or look at another time."""
+"""Words that compare a result."""
+_OTHER_TIME = re.compile(r"\b(?:ago|from now|later|earlier)\b|^\W*in \d+ [a-z]+\b.*(?:\bwill\b|'ll\b)", re.IGNORECASE)
+_LABELLED = re.compile(r"^\W*(?:in|as) [a-z -]{3,40}:", re.IGNORECASE)
 _UNSURE = re.compile(r"^\W*(?:but|however|yet|or|although|wait|actually|hmm|no)\b", re.IGNORECASE)
 _UNKNOWN = re.compile(r"(?<![A-Za-z])[A-Za-z] ?=")
 _AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
@@ -134,23 +142,47 @@ def _exclaims(before: list[str], last: str) -> bool:
 
 def _goes_beside(before: list[str], last: str) -> bool:
     """True if the last sentence, which neither concludes nor computes, supposes or compares after a firm result."""
+    if "=" in before[-1] and _SET_BESIDE.search(last) and result_of(before[-1]) and not _leads_on(last):
+        return True
     at = next((i for i in range(len(before) - 1, max(-1, len(before) - 4), -1) if _is_firm(before[: i + 1])), None)
-    if at is None or any(map(_leads_on, [*before[at + 1 :], last])):
+    if at is None and _is_derived(before) and not _leads_on(last):
+        return bool(_SUPPOSED.search(last) or _SET_BESIDE.search(last))
+    if at is None or any(map(_leads_on, before[at + 1 :])):
+        return False
+    stated = result_of(before[at])
+    if "(" in stated and {*values(last)} <= {*values(stated)} and not said.CONCLUSION.match(f" {last}"):
+        return True
+    if _affirms_with(stated, last):
+        return True
+    if _leads_on(last):
         return False
     if _SUPPOSED.search(last) or _SET_BESIDE.search(last):
         return True
-    return not _follows_from(result_of(before[at]), [*before, last])
+    return not _follows_from(stated, [*before, last])
+
+
+def _affirms_with(stated: str, last: str) -> bool:
+    """True if a sentence finds right what was stated, at another time or with other numbers than it."""
+    affirmed = said.AFFIRMED.search(last) and not said.DENIED.search(last) and not concludes_anew(last)
+    return bool(affirmed) and bool(_OTHER_TIME.search(last)) and len({*values(last)} - {*values(stated)}) > 1
+
+
+def _is_derived(sentences: list[str]) -> bool:
+    """True if the first sentence states what the others compute."""
+    first, *rest = sentences
+    stated, computed = stated_value(first), [result for s in rest for result in _equated(s)]
+    return bool(computed) and stated == computed[-1] and "=" not in first and not _concludes(rest[-1].replace("=", ""))
 
 
 def _is_firm(sentences: list[str]) -> bool:
     """True if the last sentence states a result in bold, after a word such as `so`, or as it was computed."""
-    *before, last = sentences
-    if not (found := result_of(last)) or "=" in last and not said.CONCLUSION.match(f" {last}"):
+    last, concludes = sentences[-1], said.CONCLUSION.match(f" {sentences[-1]}")
+    if not (found := result_of(last)) or ("=" in _BRACKETS.sub("", last) and not concludes):
         return False
-    if _BOLD_VALUE.search(last) or said.CONCLUSION.match(f" {last}"):
+    if _BOLD_VALUE.search(last) or concludes or _LABELLED.match(last):
         return True
-    computed = [result for s in before for result in _equated(s)]
-    return bool(computed) and [*values(found)] == computed[-1:]
+    computed, stated = [result for s in sentences for result in _equated(s)], [*values(found)]
+    return bool(stated) and stated == computed[-len(stated) :]
 
 
 def _leads_on(sentence: str) -> bool:
@@ -159,7 +191,7 @@ def _leads_on(sentence: str) -> bool:
         return True
     if said.HEDGE.search(sentence) or said.REFUSAL.search(sentence) or sentence.endswith(("?", ":")):
         return True
-    return bool(said.SUMMARY.search(sentence)) and not _SUPPOSED.search(sentence)
+    return bool(said.SUMMARY.search(sentence)) and not (_SUPPOSED.search(sentence) or _SET_BESIDE.search(sentence))
 
 
 def _follows_from(found: str, sentences: list[str]) -> bool:
@@ -267,7 +299,8 @@ def restated(sentences: list[str]) -> str | None:
     *before, last = sentences
     computed = [result for s in before for result in _equated(s)]
     stated = NUMBER.search(last)
-    adds = stated and (_ADDS.match(last, stated.end()) or _EXCLAIMS.match(last[stated.end() :].lstrip()))
+    rest = last[stated.end() :] if stated else ""
+    adds = _ADDS.match(rest) or _EXCLAIMS.match(rest.lstrip()) or _ALSO.match(rest)
     if not computed or not stated or "=" in last or not adds:
         return None
     first, *others = values(last)

@@ -16,11 +16,11 @@ _EQUATION = re.compile(
 )
 _EXACT = re.compile(
     r"(?:[\d)}] ?\\pi|\) ?/ ?\d+|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?"
-    r"(?=[ a-z]*,? ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))"
+    r"(?=[ a-z]*,?[ a-z']* ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))"
 )
 _NOT_STATED = re.compile(
     r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?[＄€£]?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
-    r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
+    r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)(?!(?:,| and|, and) ⟦?[a-z] ?=)"  # at x = 3
     r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )|(?<=a ))\d[\d.]* by \d[\d.]*(?= [a-z])"
     r"|\b(?:discard|reject|ignore)\w* (?:the )?(?:[a-z]+ ){0,3}⟦?[a-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"
     r"|, from [＄€£]?\d[\d.,]*%?(?: [a-z]+)? to [＄€£]?\d[\d.,]*%?(?: [a-z]+)?(?=\.?$)"
@@ -59,10 +59,25 @@ _LATER = re.compile(
 )
 _THEN_IS = re.compile(r"[^,;]*?\s((?:is|are|has|gives|yields|leaves|makes)\s[^,;]*\d)")
 _PARALLEL = re.compile(
-    r"\W*(?:[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?(?:, |; |,? and ))+[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?\W*"
+    r"\W*(?:(?:So|Thus|Therefore|Hence|Then),? )?(?:(?!Then|Now|Thus|There)[A-Z][a-z]+(?: ?[=:] ?| (?:(?:is|has|gets|had|was|pays|earns) )?)"
+    r"[＄€£]?\d[\d.]*(?: [a-z]+){0,2}(?:, |; |,? and |, and ))+"
+    r"[A-Z][a-z]+(?: ?[=:] ?| (?:(?:is|has|gets|had|was|pays|earns) )?)[＄€£]?\d[\d.]*(?: [a-z]+){0,2}\W*"
 )
 """Names with their values."""
-_IN_TURN = re.compile(r"\b([a-z]) ?= ?(-?[\d./]*\d) ?(?:→|⇒|=>|->|,? so|,? then) ?([a-z]) ?= ?(-?[\d./]*\d)\W*$")
+_ASSIGNED = re.compile(r"\b[a-z] ?= ?-?[\d./]*\d⟧?(?:,| and|, and) ⟦?$")
+_LABEL = re.compile(r"^[\W_]*[A-Za-z][A-Za-z ]{2,30}:⟫?\s+")
+_EQUATIONS = re.compile(r"(⟦[^⟦⟧]*=[^⟦⟧]*⟧(?:(?:,| or|,? and) (?=⟦)⟦[^⟦⟧]*=[^⟦⟧]*⟧)+)[^\d⟦]*$")
+"""Several equations at the end of a sentence, each of which is a solution."""
+_ONE_BOLD = re.compile(r"[^⟪⟫]*⟪([^⟪⟫]*)⟫[^⟪⟫]*")
+_EXACTLY = re.compile(
+    r"(?:approximately|about|roughly|around|≈|\\approx) [⟪⟦]*(-?[＄€£]?\d[\d.,]*\d%?)[^\d=]{0,15}?[,(]? ?(?:or|that is),? "
+    r"(?:more )?(?:exactly|precisely) [⟪⟦]*([^\s⟫⟧,;]*\d[^\s⟫⟧,;]*?)[⟫⟧.)]*$",
+    re.IGNORECASE,
+)
+"""A rounded value, and the exact one."""
+_IN_TURN = re.compile(
+    r"\b([a-z]) ?= ?(-?[\d./]*\d)⟧? ?(?:→|⇒|=>|->|,? so|,? then|,? and|,) ?⟦?([a-z]) ?= ?(-?[\d./]*\d)\W*$"
+)
 """Two unknowns, of which the last or both may be asked: `x = 2 → y = 5`."""
 _ONE_AND_OTHER = re.compile(
     r"\bone (?:[a-z]+ )?is ([^\s,;]+)(?:,| and|, and) the other (?:[a-z]+ )?(?:is )?([^\s,;]+?)\.?$"
@@ -101,7 +116,7 @@ def _result_of(sentence: str) -> str:
     if _states_nothing(sentence):
         return ""
     sentence = _COUNT.sub(lambda count: spelled_small(count[0]), sentence)
-    if (known := _share(sentence) or _before_dash(sentence)) is not None:
+    if (known := _side_by_side(sentence) or _share(sentence) or _before_dash(sentence)) is not None:
         return known
     sentence = _tidied(sentence)
     if (whole := _whole(sentence)) is not None:
@@ -131,7 +146,6 @@ def _states_nothing(sentence: str) -> bool:
         or said.TASK.match(concluded)
         or said.REJECTED.search(_without_aside(concluded, said.REASON))
         or (len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(concluded))
-        or (_PARALLEL.fullmatch(sentence) and not said.SUMMARY.search(re.split("[,;]| and ", sentence)[-1]))
         or _is_open(sentence)
     )
 
@@ -162,17 +176,35 @@ def _tidied(sentence: str) -> str:
 
 def _whole(sentence: str) -> str | None:
     """The value of a sentence that is little but an expression, solutions or relations."""
-    clause = concluded_part(f" {sentence}").strip(" ,")
+    clause = _LABEL.sub("", concluded_part(f" {sentence}").strip(" ,"))
     if (whole := assignments(clause) or _relation(clause) or terse(sentence)) is not None:
+        return whole
+    if (listed := _EQUATIONS.search(sentence)) and _of_one_name(listed[1]):
+        return value_at(listed[1])
+    if exact := _EXACTLY.search(sentence):
+        return f"{exact[2]}{SAME_AMOUNT}{exact[1]}"
+    if (bold := _ONE_BOLD.fullmatch(sentence)) and re.search(r"\d.*[a-z]|[a-z].*\d", bold[1]) and (whole := whole_value(bold[1])):
         return whole
     solutions = _SOLUTIONS.search(sentence)
     if solutions and not has_number(sentence[solutions.end() :]):
         return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
-    if (pair := _IN_TURN.search(sentence)) and pair[1] != pair[3]:
+    if (pair := _IN_TURN.search(sentence)) and pair[1] != pair[3] and not _ASSIGNED.search(sentence[: pair.start()]):
         return f"{pair[4]}{SAME_AMOUNT}{assigned([(pair[1], pair[2]), (pair[3], pair[4])])}"
     if pair := _ONE_AND_OTHER.search(sentence):
         return ", ".join(pair.groups())
     return _after_colon(sentence) or _continued(sentence) or _named_whole(concluded_part(sentence))
+
+
+def _of_one_name(equations: str) -> bool:
+    """True if equations name the same on their left sides, as solutions do."""
+    return len(set(re.findall(r"⟦\s*([^=⟦⟧]*?)\s*=", equations))) == 1
+
+
+def _side_by_side(sentence: str) -> str | None:
+    """The values of a sentence that gives each of several names one, which are an answer together."""
+    if not _PARALLEL.fullmatch(sentence) or said.SUMMARY.search(re.split("[,;]| and ", sentence)[-1]):
+        return None
+    return ", ".join(number[0].strip() for number in NUMBER.finditer(sentence))
 
 
 def _share(sentence: str) -> str | None:

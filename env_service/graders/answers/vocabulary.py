@@ -42,6 +42,7 @@ BEFORE_OTHER_ANSWER = compiled(
         an
         each|every|wrong|incorrect|other|previous|first|your|[a-z]+'s
         (?:might|may|would|could|initially|first) (?:think|thought|say|guess|assume|believe)(?: that)?
+        (?:tempt\\w+|quick|wrong|easy) to|(?:one|you|we|i|some|many|people)(?:'d| might| may| would| could)(?: \\w+ly)?
     """)
     + r" (?:(?:the|our|this|my) )?(?:final |correct )?$"
     + r"|\b(?:number|count|share|fraction|percentage|proportion) of (?:[a-z]+ )?(?:correct |right |wrong )?$"

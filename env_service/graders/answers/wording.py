@@ -44,7 +44,7 @@ _YES_NO = re.compile(
 )
 _HEADLINE = re.compile(
     r"\W*(?!(?:sure|okay|ok|great|alright|right|solution|explanation|let's|hello|hi|of course|certainly)\b)"
-    r"(?:the )?[A-Z][\w'-]*(?: [A-Z][\w'-]*)?\.\W*",
+    r"(?:(?:the )?[A-Z][\w'-]*(?: [A-Z][\w'-]*)?\.\W*|\(?(?-i:[A-J])\)?\W*)",
     re.IGNORECASE,
 )
 """A first sentence that is nothing but a name."""
@@ -57,7 +57,7 @@ _OPTIONS = re.compile(r"\b(?:options|choices)\b", re.IGNORECASE)
 _CHOOSES = re.compile(
     r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|fits|works"
     r"|go with|closest|corresponds? to|it's|it is)\b"
-    r"|\b(?:is|leaves|to) \(?[A-J]\)?\W*$",
+    r"|\b(?:is|leaves|to) (?:\(?[A-J]\)?\W*$|[⟪ ]*\([A-J]\) )",
     re.IGNORECASE,
 )
 _ARTICLES = re.compile(
