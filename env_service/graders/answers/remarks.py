@@ -9,7 +9,7 @@ from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import has_number
 from env_service.graders.answers.expressions import value_at
 from env_service.graders.answers.results import concluded_part, result_of, terse
-from env_service.graders.answers.values.numbers import NUMBER, quantity
+from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
 
 MAX_OPERANDS = 20
 """Numbers in an explanation whose sums, differences, products and quotients are looked at."""
@@ -33,12 +33,12 @@ _EXPLAINS = re.compile(
     r"(?:which|where) |[(*_]*(?:proof|indeed|note)\b|(?:that|this)(?:'s| is) (?:what|how|why)\b"
     r"|(?:this|that|it) is an? [^\d,.]*\b(?:since|because)\b"
     r"|(?:this|that|it|here we) (?:assum|suppos)(?:es?|ing|ed)\b"
-    r"|[^.!]*\byou\b[^.!]*\?$",
+    r"|(?:this|that|it)(?: is|'s) an? (?:famous |classic )?\d+-\d+-\d+|[^.!]*\byou\b[^.!]*\?$",
     re.IGNORECASE,
 )
 _REMINDS = re.compile(r"(?:please )?(?:remember|note|notice|recall|keep in mind)\b", re.IGNORECASE)
 _UNASKED = re.compile(
-    r"\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
+    r"\b(?:is|was)(?:n't| not) (?:the question|part of the question|needed|relevant)|\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
     r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
     r"|\bI could also\b|\b(?:is|are|was)(?:n't| not) (?:asked|needed here)\b|\bin case you wondered\b"
     r"|\bbut the problem (?:told|tells|asked|asks) us to (?:use|round)\b"
@@ -93,13 +93,23 @@ _SUPPOSED = re.compile(
 """Words of a case that is not the one asked."""
 _SET_BESIDE = re.compile(
     r"^\W*(?:that|this|it)(?:'s| is| was| means)\b[^.]*\b(?:more|less|fewer|[a-z]+er|as (?:many|much|[a-z]+)) (?:than|as)\b"
-    r"|^\W*(?:that|this|it)(?:'s| is) (?:about|roughly|nearly|almost|only|just)\b",
+    r"|^\W*(?:that|this|it)(?:'s| is) (?:about|roughly|nearly|almost|only|just)\b"
+    r"|^\W*(?:that|this|it)(?:'s| is) (?:an?|the) (?:famous|classic|well-known|common|\d+-\d+)\b",
     re.IGNORECASE,
 )
 """Words that compare a result."""
+_ADDITION = re.compile(r"\W*(?:(?:also )?(?:including|counting|adding|with|plus|after|then|finally|for)|in (?:the end|all))\b", re.IGNORECASE)
+"""Beginning of a sentence that goes on to another result."""
+_PART = re.compile(r"\b(?:half|third|quarter)s?\b", re.IGNORECASE)
+_ELSE = re.compile(r"\W*(?:with|without|if|had)\b.*(?:\bwould\b|'d\b)", re.IGNORECASE)
 _OTHER_TIME = re.compile(r"\b(?:ago|from now|later|earlier)\b|^\W*in \d+ [a-z]+\b.*(?:\bwill\b|'ll\b)", re.IGNORECASE)
+_REASONABLE = re.compile(
+    r"\b(?:reasonable|plausible|sensible|makes sense|sounds right|(?:look|seem)s right|confirms|back to|good sign)\b", re.IGNORECASE
+)
 _LABELLED = re.compile(r"^\W*(?:in|as) [a-z -]{3,40}:", re.IGNORECASE)
-_UNSURE = re.compile(r"^\W*(?:but|however|yet|or|although|wait|actually|hmm|no)\b", re.IGNORECASE)
+_UNSURE = re.compile(
+    r"^\W*(?:but|however|yet|or|although|wait|actually|hmm|oops|no)\b|\b(?:question|problem|asked|wants?|must)\b|:\W*\d", re.IGNORECASE
+)
 _UNKNOWN = re.compile(r"(?<![A-Za-z])[A-Za-z] ?=")
 _AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
 _PREMISE = re.compile(r"\W*(?:since|because|as|although|while)\s[^\n]*?,\s(?=\D*$)", re.IGNORECASE)
@@ -114,7 +124,7 @@ def is_remark(sentences: list[str]) -> bool:
     if _UNASKED.search(last) or (_goes_further(last) and _sums_up(before[-1])):
         return True
     if not has_number(last):
-        return False
+        return bool(_PART.search(last)) and _is_firm(before) and not _leads_on(last)
     if _EXPLAINS.match(last) or _PREMISE.match(last) or ("=" not in last and _REMINDS.match(last)):
         return True
     if _exclaims(before, last) or _goes_beside(before, last):
@@ -142,11 +152,15 @@ def _exclaims(before: list[str], last: str) -> bool:
 
 def _goes_beside(before: list[str], last: str) -> bool:
     """True if the last sentence, which neither concludes nor computes, supposes or compares after a firm result."""
-    if "=" in before[-1] and _SET_BESIDE.search(last) and result_of(before[-1]) and not _leads_on(last):
+    beside = (_SET_BESIDE.search(last) and not _leads_on(last)) or _affirms_with(result_of(before[-1]), last)
+    if beside and ("=" in before[-1] or _OTHER_TIME.search(last)) and result_of(before[-1]):
         return True
+    if _is_derived(before):
+        aside = _SUPPOSED.search(last) or _SET_BESIDE.search(last) or _BOLD_VALUE.search(before[0])
+        return bool(aside) and not _leads_on(last, total=True)
     at = next((i for i in range(len(before) - 1, max(-1, len(before) - 4), -1) if _is_firm(before[: i + 1])), None)
-    if at is None and _is_derived(before) and not _leads_on(last):
-        return bool(_SUPPOSED.search(last) or _SET_BESIDE.search(last))
+    if at is None and _ELSE.match(last) and "=" not in before[-1] and not _leads_on(last):
+        return not _follows_from(result_of(before[-1]), [*before, last])
     if at is None or any(map(_leads_on, before[at + 1 :])):
         return False
     stated = result_of(before[at])
@@ -158,13 +172,19 @@ def _goes_beside(before: list[str], last: str) -> bool:
         return False
     if _SUPPOSED.search(last) or _SET_BESIDE.search(last):
         return True
-    return not _follows_from(stated, [*before, last])
+    marked = _BOLD_VALUE.search(before[at]) or said.CONCLUSION.match(f" {before[at]}")
+    return bool(marked) and not _ADDITION.match(last) and not _follows_from(stated, [*before, last])
 
 
 def _affirms_with(stated: str, last: str) -> bool:
     """True if a sentence finds right what was stated, at another time or with other numbers than it."""
     affirmed = said.AFFIRMED.search(last) and not said.DENIED.search(last) and not concludes_anew(last)
-    return bool(affirmed) and bool(_OTHER_TIME.search(last)) and len({*values(last)} - {*values(stated)}) > 1
+    if _REASONABLE.search(last) and not said.DENIED.search(last):
+        return not concludes_anew(last) or {*values(stated)} <= {*values(last)}
+    known, new = [*values(stated)], [*values(spelled_small(last))]
+    if not affirmed or not _OTHER_TIME.search(last) or not known or len({*new} - {*known}) < 2:
+        return False
+    return any(known[0] + time in new or known[0] - time in new for time in new[:MAX_OPERANDS])
 
 
 def _is_derived(sentences: list[str]) -> bool:
@@ -176,8 +196,10 @@ def _is_derived(sentences: list[str]) -> bool:
 
 def _is_firm(sentences: list[str]) -> bool:
     """True if the last sentence states a result in bold, after a word such as `so`, or as it was computed."""
-    last, concludes = sentences[-1], said.CONCLUSION.match(f" {sentences[-1]}")
-    if not (found := result_of(last)) or ("=" in _BRACKETS.sub("", last) and not concludes):
+    last = sentences[-1]
+    concluded = concluded_part(f" {last}")
+    concludes = concluded != f" {last}"
+    if not (found := result_of(last)) or ("=" in _BRACKETS.sub("", concluded) and not said.CONCLUSION.match(f" {last}")):
         return False
     if _BOLD_VALUE.search(last) or concludes or _LABELLED.match(last):
         return True
@@ -185,13 +207,13 @@ def _is_firm(sentences: list[str]) -> bool:
     return bool(stated) and stated == computed[-len(stated) :]
 
 
-def _leads_on(sentence: str) -> bool:
-    """True if a sentence concludes, computes, doubts or emphasises something, or names a total."""
+def _leads_on(sentence: str, *, total: bool = False) -> bool:
+    """True if a sentence concludes, computes, doubts or emphasises something, or names a total, unless it may."""
     if "=" in sentence or _BOLD_VALUE.search(sentence) or _UNSURE.match(sentence) or concludes_anew(sentence):
         return True
     if said.HEDGE.search(sentence) or said.REFUSAL.search(sentence) or sentence.endswith(("?", ":")):
         return True
-    return bool(said.SUMMARY.search(sentence)) and not (_SUPPOSED.search(sentence) or _SET_BESIDE.search(sentence))
+    return not total and bool(said.SUMMARY.search(sentence)) and not (_SUPPOSED.search(sentence) or _SET_BESIDE.search(sentence))
 
 
 def _follows_from(found: str, sentences: list[str]) -> bool:
@@ -244,6 +266,8 @@ def headline(sentences: list[str]) -> str | None:
     if (announced := _announced(sentences)) is not None:
         return announced
     first, *rest = sentences
+    if any(map(said.RECONSIDERED.match, rest)):
+        return None
     if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and not any(map(concludes_anew, rest)):
         return result_of(first) if not _is_given(first, rest) else None
     if (short := _IN_SHORT.match(first)) and not any(map(concludes_anew, rest)):

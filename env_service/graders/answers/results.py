@@ -65,6 +65,13 @@ _PARALLEL = re.compile(
 )
 """Names with their values."""
 _ASSIGNED = re.compile(r"\b[a-z] ?= ?-?[\d./]*\d⟧?(?:,| and|, and) ⟦?$")
+_ONLY = re.compile(
+    r"\bonly [⟦⟪]?(-?\d[\d.,/]*)[⟧⟫]? (?:has|is|works?|satisfies|fits?|meets?|qualifies|divides|fulfils|makes)\b(?!.*\b(?:so|left)\b)",
+    re.IGNORECASE,
+)
+"""The one of several numbers that has some property."""
+_CONTRARY = re.compile(r"[^,;.]*(?:'d|\b(?:would|could|might))\b[^,;.]*[,;] but (?:(?:because|since|as)\b[^,;.\d]*?(?:, |(?=\bthe\b)))?", re.IGNORECASE)
+"""A clause of what would be, before the one that says what is."""
 _LABEL = re.compile(r"^[\W_]*[A-Za-z][A-Za-z ]{2,30}:⟫?\s+")
 _EQUATIONS = re.compile(r"(⟦[^⟦⟧]*=[^⟦⟧]*⟧(?:(?:,| or|,? and) (?=⟦)⟦[^⟦⟧]*=[^⟦⟧]*⟧)+)[^\d⟦]*$")
 """Several equations at the end of a sentence, each of which is a solution."""
@@ -100,7 +107,9 @@ _DASH = re.compile(
     r"[⟪]?([-＄€£\d][^\s⟫]*(?: [a-z]+){0,2})[⟫]? [-–—] (?=[a-z']+ [a-z]+)(?![^\n]*(?:=|\b(?:leaves|total|equals)\b))"
 )
 _DECIDES = re.compile(
-    r"(?:→|⇒|=>|->|,? (?:and|so) (?:it's|(?:it|that|he|she) is|(?:he|she)'s))\s*[⟪⟦]?[＄€£]?\d[\d.,/:]*\D*$"
+    r"(?:→|⇒|=>|->|,? (?:and|so) (?:it's|(?:it|that|he|she) is|(?:he|she)'s)|,? so(?: just| only)?)"
+    r"\s*[⟪⟦]?[＄€£]?\d[\d.,/:]*(?:\D*|[^\d,]*\b(?:not|rather than|instead of)\b.*)$"
+    r"|, so\b[^.]*=\s*[＄€£]?\d[\d.,]*\D*$"
 )
 """A result at the end of a sentence that says what is asked."""
 _AFTER_COLON = re.compile(r"(?<!\s):\s+([^:=]{1,40})$")
@@ -159,6 +168,8 @@ def _is_open(sentence: str) -> bool:
 
 def _accepted(sentence: str) -> str:
     """The sentence without the clauses that reject what they name, if others have a number."""
+    if (contrary := _CONTRARY.match(sentence)) and has_number(sentence[contrary.end() :]):
+        return sentence[contrary.end() :]
     clauses = re.split(r";\s+", sentence)
     kept = [clause for clause in clauses if not said.REJECTED.search(clause)]
     return "; ".join(kept) if len(kept) < len(clauses) and any(map(has_number, kept)) else sentence
@@ -181,6 +192,8 @@ def _whole(sentence: str) -> str | None:
         return whole
     if (listed := _EQUATIONS.search(sentence)) and _of_one_name(listed[1]):
         return value_at(listed[1])
+    if only := _ONLY.search(sentence):
+        return only[1]
     if exact := _EXACTLY.search(sentence):
         return f"{exact[2]}{SAME_AMOUNT}{exact[1]}"
     if (bold := _ONE_BOLD.fullmatch(sentence)) and re.search(r"\d.*[a-z]|[a-z].*\d", bold[1]) and (whole := whole_value(bold[1])):

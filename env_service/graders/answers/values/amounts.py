@@ -26,11 +26,18 @@ _AMOUNT = re.compile(
 )
 _OR = re.compile(r"(?: [a-z]+){0,2}(?:,? (?:or|which is|i\.e\.,?|that is,?)|\s?\()\s?", re.IGNORECASE)
 _APPROXIMATE = re.compile(r"(?:≈|\\approx(?![a-z]))\s*(-?\d+\.\d+)(?![\d.]*\d)")
+_ROUNDED = re.compile(r"(?:≈|\\approx(?![a-z])|\b(?:approximately|about|roughly|around)) ?⟦?(-?\d+\.\d+)(?![\d.]*\d)")
 _LOSS = re.compile(
     r"(?P<gain>-[＄€£]?(?P<size>\d[\d.,]*\d|\d))(?: [a-z]+)?,? \(?(?:i\.e\.,?|or|which (?:is|means)|meaning|that is,?)"
     r" [^\d.]*\b(?:loss|lost|owes?|debt|deficit|below|decrease|drop)\b[^\d.]*(?P=size)(?![\d.,]*\d)",
     re.IGNORECASE,
 )
+
+
+_SHARE = re.compile(
+    r"(?<!of )(?<!of the )(?P<amount>(?<![\d.,/])\d[\d,]*)(?: (?!of\b|out\b)[a-z]+){0,2}, (?:i\.e\.,?|that is,?|or) (?P<share>\d+/\d+|\d[\d.]*%)(?=\W*$| of )"
+)
+"""An amount, and what share of a whole it is."""
 
 
 def number(text: str) -> Quantity | None:
@@ -79,6 +86,11 @@ def in_each_form(found: str, sentence: str) -> str:
     if ours is None and (approximate := _APPROXIMATE.search(sentence)):
         exact = sentence[: approximate.start()].rstrip(" ⟧").endswith(found)
         return f"{found}{SAME_AMOUNT}{approximate[1]}" if exact else found
+    rounded = _ROUNDED.search(sentence) if ours and "/" in found else None
+    if ours and rounded and abs(ours.value - Fraction(rounded[1])) < Fraction(1, 100):
+        return f"{found}{SAME_AMOUNT}{rounded[1]}"
+    if ours and (share := _SHARE.search(sentence)) and found in (share["amount"], share["share"]):
+        return f"{share['amount']}{SAME_AMOUNT}{share['share']}"
     if ours is None or not ours.unit:
         return found
     for one, other in pairwise(_AMOUNT.finditer(sentence)):

@@ -28,7 +28,7 @@ NUMBER = re.compile(
     rf"(?P<sign>(?<![\w.)\]}}⟧%])[-+])?(?P<before>{_CURRENCY}\s?(?P<inner>[-+])?)?"
     rf"(?:(?<![\d.,^])(?P<whole>\d++)(?:\s|\sand\s)(?=\d++/\d))?"
     rf"(?P<digits>(?<![\d^])(?<!\d\.)(?<!\^\{{){_DIGITS})(?P<exponent>[eE][-+]?\d{{1,3}}(?!\w))?(?P<over>\s?/\s?\d++(?!/|\.\d))?"
-    rf"(?P<scale>{_SCALE})?(?P<percent>{_PERCENT})?(?P<minor>\s?(?:¢|(?:cents?|pence|paise|centimes?)(?![A-Za-z])))?"
+    rf"(?P<scale>{_SCALE})?(?P<percent>{_PERCENT})?(?P<minor>\s?(?:¢|(?:cents?|pence|paise|centimes?)(?![A-Za-z]))|p(?![\w/^*'=)]|\s?[-+=*/]))?"
     rf"(?P<after>\s?{_CURRENCY})?(?P<dozen>\sdozen(?![A-Za-z]))?",
     re.IGNORECASE,
 )
