@@ -40,6 +40,7 @@ _REMINDS = re.compile(r"(?:please )?(?:remember|note|notice|recall|keep in mind)
 _UNASKED = re.compile(
     r"\b(?:is|was)(?:n't| not) (?:the question|part of the question|needed|relevant)|\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
     r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
+    r"|\bbut [^.\d=]*\b(?:asked|asks|wanted)\b[^\d]*$"
     r"|\bI could also\b|\b(?:is|are|was)(?:n't| not) (?:asked|needed here)\b|\bin case you wondered\b"
     r"|\bbut the problem (?:told|tells|asked|asks) us to (?:use|round)\b"
     r"|\bby the way\b|\bif you(?:'re| are) (?:curious|interested|wondering)\b|\bby contrast\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
@@ -98,9 +99,18 @@ _SET_BESIDE = re.compile(
     re.IGNORECASE,
 )
 """Words that compare a result."""
-_ADDITION = re.compile(r"\W*(?:(?:also )?(?:including|counting|adding|with|plus|after|then|finally|for)|in (?:the end|all))\b", re.IGNORECASE)
+_ADDITION = re.compile(r"\W*(?:(?:also )?(?:including|counting|adding|with|plus|after|then|finally|for|that|this|her|his|their)|(?:in|at|by) (?:the end|all))\b", re.IGNORECASE)
 """Beginning of a sentence that goes on to another result."""
 _PART = re.compile(r"\b(?:half|third|quarter)s?\b", re.IGNORECASE)
+_ENOUGH = re.compile(
+    r"\b(?:(?:that|this|it|which)(?:'s| is| will be| would be)|(?:have|has)) (?:just |more than |plenty |quite |easily )?(?:enough|sufficient|plenty)\b|\byou're fine\b|\b(?:pass(?:ing)? mark|(?:speed|weight|time) limit|threshold|cut-?off)\b|\bneeded\b[^.]*\bto (?:pass|win|reach|get)\b",
+    re.IGNORECASE,
+)
+_IN_CONCLUSION = re.compile(r"\W*(?:in (?:conclusion|summary)|to (?:conclude|sum up|summari[sz]e)|all in all)\b", re.IGNORECASE)
+_UNREAL = re.compile(
+    r"\b(?:say|for example|e\.g|instead|without|hadn't|had|were|weren't|wasn't|didn't|original\w*|another|would have)\b", re.IGNORECASE
+)
+"""Words of a case that the problem does not ask about."""
 _ELSE = re.compile(r"\W*(?:with|without|if|had)\b.*(?:\bwould\b|'d\b)", re.IGNORECASE)
 _OTHER_TIME = re.compile(r"\b(?:ago|from now|later|earlier)\b|^\W*in \d+ [a-z]+\b.*(?:\bwill\b|'ll\b)", re.IGNORECASE)
 _REASONABLE = re.compile(
@@ -153,6 +163,8 @@ def _exclaims(before: list[str], last: str) -> bool:
 def _goes_beside(before: list[str], last: str) -> bool:
     """True if the last sentence, which neither concludes nor computes, supposes or compares after a firm result."""
     beside = (_SET_BESIDE.search(last) and not _leads_on(last)) or _affirms_with(result_of(before[-1]), last)
+    if _ENOUGH.search(last) and result_of(before[-1]) and not said.SETUP.match(before[-1]) and "=" not in last:
+        return True
     if beside and ("=" in before[-1] or _OTHER_TIME.search(last)) and result_of(before[-1]):
         return True
     if _is_derived(before):
@@ -164,16 +176,17 @@ def _goes_beside(before: list[str], last: str) -> bool:
     if at is None or any(map(_leads_on, before[at + 1 :])):
         return False
     stated = result_of(before[at])
+    if _IN_CONCLUSION.match(before[at]):
+        return not _leads_on(last, total=True)
     if "(" in stated and {*values(last)} <= {*values(stated)} and not said.CONCLUSION.match(f" {last}"):
         return True
     if _affirms_with(stated, last):
         return True
     if _leads_on(last):
         return False
-    if _SUPPOSED.search(last) or _SET_BESIDE.search(last):
+    if _SET_BESIDE.search(last) or (_SUPPOSED.search(last) and (_UNREAL.search(last) or not _follows_from(stated, [last]))):
         return True
-    marked = _BOLD_VALUE.search(before[at]) or said.CONCLUSION.match(f" {before[at]}")
-    return bool(marked) and not _ADDITION.match(last) and not _follows_from(stated, [*before, last])
+    return bool(_BOLD_VALUE.search(before[at])) and not _ADDITION.match(last) and not _follows_from(stated, [*before, last])
 
 
 def _affirms_with(stated: str, last: str) -> bool:
@@ -201,7 +214,7 @@ def _is_firm(sentences: list[str]) -> bool:
     concludes = concluded != f" {last}"
     if not (found := result_of(last)) or ("=" in _BRACKETS.sub("", concluded) and not said.CONCLUSION.match(f" {last}")):
         return False
-    if _BOLD_VALUE.search(last) or concludes or _LABELLED.match(last):
+    if _BOLD_VALUE.search(last) or concludes or _LABELLED.match(last) or _IN_CONCLUSION.match(last):
         return True
     computed, stated = [result for s in sentences for result in _equated(s)], [*values(found)]
     return bool(stated) and stated == computed[-len(stated) :]
@@ -218,8 +231,8 @@ def _leads_on(sentence: str, *, total: bool = False) -> bool:
 
 def _follows_from(found: str, sentences: list[str]) -> bool:
     """True if a number of the last sentence may be computed from a result with another number of the text."""
-    known, new = [*values(found)][:1], [*values(sentences[-1])]
-    others = {value for s in sentences for value in values(s)}
+    known, new = [*values(found)][:1], [*values(spelled_small(sentences[-1]))]
+    others = {value for s in sentences for value in values(spelled_small(s))}
     return not known or any(_combines(known[0], other, value) for other in others for value in new if value != other)
 
 
@@ -273,7 +286,7 @@ def headline(sentences: list[str]) -> str | None:
     if (short := _IN_SHORT.match(first)) and not any(map(concludes_anew, rest)):
         return result_of(first[short.end() :])
     value = value_at(re.sub(r"^(?:it's|it is)\b:?", "", first, flags=re.IGNORECASE))
-    if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
+    if len(first.split()) > 4 or said.REJECTED.search(first) or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
         return None
     explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
     return value if explained and len(list(NUMBER.finditer(first))) == 1 else None

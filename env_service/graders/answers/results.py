@@ -37,7 +37,7 @@ _COPULA = re.compile(
     re.IGNORECASE,
 )
 _SOLUTIONS = re.compile(
-    r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or|as well as)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
+    r"(?<![A-Za-z\d])([a-z]) ?= ?(-?\d+(?:[./]\d+)?(?:,? (?:and|or|as well as) (?:\1 ?= ?)?-?\d+(?:[./]\d+)?|, \1 ?= ?-?\d+(?:[./]\d+)?)+)(?=[.,;\s]|$)"
 )
 _REDUCED = re.compile(
     r"(?<=\d)(?:,? or|,? which is|,? i\.e\.,?|,? which simplifies to| simplifies to| reduces to) (?=\d+(?:\s?:\s?| to )\d)"
@@ -70,6 +70,20 @@ _ONLY = re.compile(
     re.IGNORECASE,
 )
 """The one of several numbers that has some property."""
+_TRAILING = re.compile(r",? (?:by|using|via|after|when|where|with|for|because|since|valid|as)\b|[,;]\s|\s\(")
+"""What follows an expression that a sentence states."""
+_REMAINDER = re.compile(r"(\d+) with (?:an? )?remainder(?: of)? (\d+)\W*$")
+_WORDS_ASIDE = re.compile(r"\([^()\d]*\)")
+_IS_SHARE = re.compile(
+    r"^\W*(?:(?:so|thus|hence|therefore),? )?[⟦＄]*(?P<part>\d[\d.,]*)⟧? (?:is|are) [⟪⟦]*(?P<share>\d[\d.,]*%)[⟧⟫]* of [⟦＄]*(?P<whole>\d[\d.,]*?)⟧?\.?$",
+    re.IGNORECASE,
+)
+"""A part, its share and the whole, of which any may be asked."""
+_TRIED = re.compile(
+    r"(?:try|trying|test|testing|take|taking|for|with)? ?⟦?(?:[a-z] ?= ?)?(-?\d[\d.]*)⟧?[:,](?!.*\bno\b)(?=.*\d).*(?:\byes|✓|✔|✅|\bworks|\bcorrect|\bmatches|\bright)\W*$",
+    re.IGNORECASE,
+)
+"""A number that a sentence tries, and finds right."""
 _CONTRARY = re.compile(r"[^,;.]*(?:'d|\b(?:would|could|might))\b[^,;.]*[,;] but (?:(?:because|since|as)\b[^,;.\d]*?(?:, |(?=\bthe\b)))?", re.IGNORECASE)
 """A clause of what would be, before the one that says what is."""
 _LABEL = re.compile(r"^[\W_]*[A-Za-z][A-Za-z ]{2,30}:⟫?\s+")
@@ -90,7 +104,7 @@ _ONE_AND_OTHER = re.compile(
     r"\bone (?:[a-z]+ )?is ([^\s,;]+)(?:,| and|, and) the other (?:[a-z]+ )?(?:is )?([^\s,;]+?)\.?$"
 )
 _COUNT = re.compile(
-    r"(?:(?<=, so )|(?<=[→⇒] ))(?:we |there |are |count |have ){0,3}(?!one\b)[a-z]+ (?:[a-z]+ ){0,2}[a-z]+\W*$"
+    r"(?:(?<=, so )|(?<=, leaving )|(?<=[→⇒] ))(?:we |there |are |count |have ){0,3}(?!one\b)[a-z]+ (?:[a-z]+ ){0,2}[a-z]+\W*$"
 )
 """A conclusion at the end of a sentence that may count in words: `so five units apart`."""
 _OPERATION = re.compile(
@@ -154,8 +168,8 @@ def _states_nothing(sentence: str) -> bool:
         or (said.SETUP.match(sentence) and not _DECIDES.search(sentence))
         or said.TASK.match(concluded)
         or said.REJECTED.search(_without_aside(concluded, said.REASON))
-        or (len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(concluded))
-        or _is_open(sentence)
+        or (len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(_WORDS_ASIDE.sub("", concluded)))
+        or _is_open(_without_aside(sentence, said.REASON))
     )
 
 
@@ -188,19 +202,25 @@ def _tidied(sentence: str) -> str:
 def _whole(sentence: str) -> str | None:
     """The value of a sentence that is little but an expression, solutions or relations."""
     clause = _LABEL.sub("", concluded_part(f" {sentence}").strip(" ,"))
+    solutions = _SOLUTIONS.search(sentence)
+    if solutions and not has_number(_without_aside(sentence, said.REASON)[solutions.end() :]):
+        return ", ".join(re.findall(r"-?\d[\d./]*", solutions[2]))
     if (whole := assignments(clause) or _relation(clause) or terse(sentence)) is not None:
         return whole
     if (listed := _EQUATIONS.search(sentence)) and _of_one_name(listed[1]):
         return value_at(listed[1])
+    if divided := _REMAINDER.search(sentence):
+        return f"{divided[2]}{SAME_AMOUNT}{divided[1]} R {divided[2]}"
+    if share := _IS_SHARE.search(sentence):
+        return SAME_AMOUNT.join(share.groups())
+    if tried := _TRIED.match(sentence):
+        return tried[1]
     if only := _ONLY.search(sentence):
         return only[1]
     if exact := _EXACTLY.search(sentence):
         return f"{exact[2]}{SAME_AMOUNT}{exact[1]}"
     if (bold := _ONE_BOLD.fullmatch(sentence)) and re.search(r"\d.*[a-z]|[a-z].*\d", bold[1]) and (whole := whole_value(bold[1])):
         return whole
-    solutions = _SOLUTIONS.search(sentence)
-    if solutions and not has_number(sentence[solutions.end() :]):
-        return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
     if (pair := _IN_TURN.search(sentence)) and pair[1] != pair[3] and not _ASSIGNED.search(sentence[: pair.start()]):
         return f"{pair[4]}{SAME_AMOUNT}{assigned([(pair[1], pair[2]), (pair[3], pair[4])])}"
     if pair := _ONE_AND_OTHER.search(sentence):
@@ -251,11 +271,13 @@ def _after_colon(sentence: str) -> str | None:
 def _continued(sentence: str) -> str | None:
     """The expression that a line goes on to with `=`, or a sentence with an arrow: `= (x - 2)^2 - 3`."""
     clause = concluded_part(f" {sentence}").strip(" ,")
+    clause = _main(clause)
     return whole_value(clause.removeprefix("=")) if clause != sentence.strip(" ,") or clause.startswith("=") else None
 
 
 def _relation(sentence: str) -> str | None:
     """The relations of which a sentence consists: `x < -2 or x > 3`."""
+    sentence = _main(sentence)
     if not re.search(
         r"\w\s*(?:[<>]|\\[lg]eq?)|\b[a-z] (?:must be|is) (?:at|greater|less|more|larger|smaller)\b", sentence
     ):
@@ -268,7 +290,12 @@ def _relation(sentence: str) -> str | None:
 def _named_whole(sentence: str) -> str | None:
     """The expression that a sentence's last `is` or colon names, if nothing follows it."""
     copula = next(reversed([*_COPULA.finditer(sentence)]), None)
-    return whole_value(sentence[copula.end() :]) if copula else None
+    if not copula:
+        return None
+    rest = sentence[copula.end() :]
+    first = _TRAILING.split(rest)[0]
+    alone = re.search(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])", first) and not has_number(rest[len(first) :])
+    return whole_value(rest) or (whole_value(first) if alone else None)
 
 
 def terse(sentence: str) -> str | None:
@@ -314,7 +341,7 @@ def _totalled(sentence: str) -> str:
 
 def _counted(before: str, values: list[str]) -> str:
     """The number of the values that a sentence lists, if it says it before them, else the list."""
-    counted = re.search(rf"\b(?:are|is|has|have|makes?) (?:only |exactly )?{len(values)}\b", before)
+    counted = re.search(rf"\b(?:are|is|has|have|makes?) (?:only |exactly )?{len(values)}\b", spelled_small(before))
     return str(len(values)) if counted else ", ".join(values)
 
 

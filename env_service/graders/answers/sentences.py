@@ -27,7 +27,7 @@ _STATES = re.compile(
     r"\b(?:is|are|was|equals|be|makes|total of|:)\s+[＄€£]?[\d,.]+\W*$|^(?:the|⟦|⟪)\b.*[⟫⟧)\d%€£]\s*$", re.IGNORECASE
 )
 _UNKNOWN = re.compile(
-    r"\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't|n't have) enough information|insufficient information|^or\b(?![^\d⟦:]*:)|\b(?:is"
+    r"\b(?:can't|cannot|can not) (?:solve|answer) (?:this|it|that)\b|\ball (?:i|we) know\b|\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't|n't have) enough information|insufficient information|^or\b(?![^\d⟦:]*:)|\b(?:is"
     r"|are) unknown\b|(?:don't|do not) know\b|\bgive up\b",
     re.IGNORECASE,
 )

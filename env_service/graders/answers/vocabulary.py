@@ -208,6 +208,7 @@ _COMPARES = either(r"""
     what|the answer|(?:just |more than )?enough|\d[\d./]*%? of\b|[＄€£]?[\d.,]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b
     (?:[＄€£]?[\d.,]+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b
     [＄€£]?[\d.,]+%?(?: [a-z]+)? (?:[a-z]+er than|rounded)\b
+    (?:[a-z]+er|as [a-z]+) (?:than|as)\b|at \d
 """)
 CONCLUSION = compiled(
     r"[,;\s]\s*"
@@ -217,7 +218,7 @@ CONCLUSION = compiled(
         (?<=[,;] )now(?= (?:he|she|it|they|we|you|there)\b)|which means|meaning|which gives|settles? on|becomes
         for a total of|which rounds? (?:up |down )?to
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
-        i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:-?[＄€£]?\d|⟦))(?!\.,? {_COMPARES})
+        i\.e(?=\.,? (?:(?!she|he|they|at\b)\w+ ){{0,2}}(?:[-(]?[＄€£]?\d|⟦))(?!\.,? {_COMPARES})
         that is(?! {_COMPARES})(?=,? (?:\w+ )?(?:[＄€£]?\d|⟦))|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que
         entonces|quindi|portanto|logo|dus|also|deshalb
         daher|поэтому|значит
@@ -247,6 +248,8 @@ ASIDE = compiled(
         (?:which is |(?<!is )(?<!are ))(?:twice|double|triple|half|(?:\d+|three|four|five|six|ten) times)(?= (?:as|the|her|his|[A-Z]))
         (?<=, )(?:and )?the next (?:one|such|two|three|[a-z]+est)
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|or \d+ (?:per|a|each)
+        (?:is |are |was |well |just |far )?(?:above|below|over|under|within|beyond) the (?:[a-z]+ ){1,3}of
+        to (?:give|feed|serve|cover|supply|provide) (?=[^.,;]*\d)
         and (?:so |thus |also |indeed )?(?:satisf\w+|fits?|matche?s?|agrees?)
         (?<=, )(?:das sind|das ist|c'est|soit|es decir|ossia)(?= \d[\d.,]* (?:mehr|weniger|de plus|de moins|más|menos|in più|in meno|a mais)\b)
         which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar
@@ -288,7 +291,7 @@ TERM = compiled(
 )
 """Words before a number that is a result if there is no other: `full after 8 hours`."""
 SOFT = compiled(
-    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
+    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|(?<!arrive )(?<!arrives )at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)"
     r"|(?<!left )(?<!up )(?<!ends )(?<!him )(?<!her )(?<!them )with"
     r"|für|je|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!\bes )(?<!\best )de|del|du|o"
@@ -338,7 +341,7 @@ TASK = compiled(
     r"|(?:we|you) |let(?:'s| us| me) (?:first |now |then )?|)"
     r"(?:comput|calculat|find|determin|solv|multipl|divid|add|subtract)(?:e|y|y?ing"
     r"(?![^,]*, (?:[A-Z][a-z]+|he|she|it|they|we|you)\b(?! (?:must|need|have to|should)\b)[^,]*\d))?\b"
-    r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b)(?=.*[\d⟦]))"
+    r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so|(?:you|we)(?:'ll| will)? (?:find|see|have|arrive))\b)(?=.*[\d⟦]))"
 )
 """Beginning of a sentence that says what is to be done, without its result."""
 REFUSED = compiled(
