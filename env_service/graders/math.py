@@ -16,6 +16,8 @@ from env_service.graders.answers.values.amounts import SAME_AMOUNT
 
 _DECIMAL = re.compile(r"(?<![\d,.(\[{])(\d+),(\d{1,2})(?![\d,)\]}])")
 """A decimal comma in a reference whose text writes them."""
+_POINT = re.compile(r"[＄€£]?-?(\d+)\.(\d{1,2}|(?<=0\.)\d+)(?!\d)")
+"""An expected number with a decimal point, no thousands."""
 
 
 def plainly_equal(text: str, reference: str) -> bool | None:
@@ -37,7 +39,16 @@ def _answers(text: str, reference: str) -> tuple[str, str]:
         reference = _DECIMAL.sub(r"\1.\2", reference)
     if not (expected := expected_answer(reference)):
         raise InvalidInput("the reference is empty")
-    return final_answer(text, expected), expected
+    return final_answer(_with_decimal_point(text[-MAX_CHARACTERS:], expected), expected), expected
+
+
+def _with_decimal_point(text: str, expected: str) -> str:
+    """The text with a point in the number that is expected, where it has a decimal comma: no list is written `1,5`."""
+    found = _POINT.match(expected)
+    if found is None or f"{found[1]},{found[2]}" not in text:
+        return text
+    zeros = "0*" if len(found[2]) != 2 or found[1] == "0" else ""
+    return re.sub(rf"(?<![\d,.(\[{{])({found[1]}),({found[2]}{zeros})(?![\d,)\]}}])", r"\1.\2", text)
 
 
 def _verified(answer: str, reference: str) -> bool:

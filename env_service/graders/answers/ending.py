@@ -18,7 +18,7 @@ MAX_QUESTIONS = 10
 """Questions, and trials, that are looked at: the first ones."""
 
 _ASIDE = re.compile(
-    r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] ))[ \n]*\((?![A-Za-z]\)|or [＄€£]?\d)(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"
+    r"(?:(?<=[.!?⟫⟧\n])|(?<=[.!?] )(?<!i\.e\. )(?<!e\.g\. ))(?<!i\.e\.)(?<!e\.g\.)[ \n]*\((?![A-Za-z]\)|or [＄€£]?\d)(?=[^()\n]*[\w.])(?:[^()\n]|\([^()\n]*\))*+\)\.?(?=\s|$)"
 )
 _NOTE = re.compile(r"^[*_>\s]*\[(?:\d+|[A-Z][^\]\n]{10,})\][^\n]*|^#{1,3} \d+ (?:points|marks)$", re.MULTILINE)
 _WITH_TABLE = re.compile(r"\s*([^\n|⟪]*⟪[^⟪⟫\n|]*\d[^⟪⟫\n|]*⟫[^\n|⟪\d]*)\n+(?:\|[^\n]*\n?)++\s*")

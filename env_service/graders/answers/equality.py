@@ -22,6 +22,7 @@ _MATRIX = re.compile(r"\\begin\{[pbB]?matrix\}((?:(?!\\begin|\\end).)*+)\\end\{[
 _TIME = re.compile(r"(\d{1,2}):(\d\d)(?::\d\d)?\s*([ap])?\.?\s*(?:m\.?)?", re.IGNORECASE)
 _BASED = re.compile(r"(\d[\dA-F]*)_\{?\d+\}?")
 """A number with its base."""
+_RATIO = re.compile(r"(\d+) ?: ?([1-9]\d*)")
 _GROUPED = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _EXPRESSION = re.compile(
@@ -69,6 +70,8 @@ def _same(answer: str, reference: str) -> bool | None:
         return False
     if (based := _BASED.fullmatch(reference)) and answer == based[1]:
         return True
+    if (ratio := _RATIO.fullmatch(answer)) and theirs and re.fullmatch(r"\d+/\d+", reference):
+        return theirs.value * int(ratio[2]) == int(ratio[1])
     if re.search(r"\d_|:", reference + answer):
         return False
     if theirs is not None and _VARIABLE.search(answer):

@@ -32,11 +32,12 @@ _NEXT = re.compile(
     r"|\\text\s*\{\s*(?:or|and)\s*\}|[,;|&—–…]|\.\.+|\s)[\s⟪]*(?=[-+(＄€£⟦.]?\d|⟦)"
 )
 _PAIR = re.compile(
-    r"(?P<a>-?\d+(?:\.\d+)?)(?::| : | to )(?P<b>\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)?)(?P<half>\s*[ap]\.?\s?m\b\.?)?",
+    r"(?P<a>-?\d+(?:\.\d+)?)(?::| : | to )(?P<b>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+(?:\.\d+)?)(?: ?: ?\d+(?:\.\d+)?)?)"
+    r"(?P<half>\s*[ap]\.?\s?m\b\.?)?",
     re.IGNORECASE,
 )
 _MONEY_AND_CENTS = re.compile(
-    r"(\d++)\s*(?:dollars?|euros?|pounds?)\s*(?:and\s*)?(\d{1,2}(?=\s*(?:cents?|pence)\b)|\d\d(?![\d.,]|\s*[a-z]))",
+    r"(\d++)\s*(?:(?:dollars?|euros?|pounds?)\s*(?:and\s*)?|and\s(?=\d+ (?:cents?|pence)))(\d{1,2}(?=\s*(?:cents?|pence)\b)|\d\d(?![\d.,]|\s*[a-z]))",
     re.IGNORECASE,
 )
 _LONG_UNIT = rf"(?:{UNIT}|pounds?|lbs?|ounces?|oz)"
@@ -61,7 +62,7 @@ def value_at(text: str) -> str | None:
         return _marked(text)
     text = text.split("\n", 1)[0]
     if pair := _PAIR.match(text):
-        return f"{pair['a']}:{pair['b'].replace(' ', '')}{pair['half'] or ''}"
+        return f"{pair['a']}:{re.sub('[ ,]', '', pair['b'])}{pair['half'] or ''}"
     if money := _MONEY_AND_CENTS.match(re.sub(r"^[＄€£]", "", text)):
         return f"{money[1]}.{money[2]:0>2}"
     number = NUMBER.match(text)
@@ -173,7 +174,9 @@ def value_of(inside: str) -> str:
 
 
 def _named(values: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The values without the steps that lead to the last: `2n = 46, n = 23` names 23."""
+    """The values without the steps that lead to the last: `2n = 46, n = 23` names 23, and so does `a = 20, b = 3, a + b = 23`."""
+    if re.search(r"[A-Za-z)]\s*[-+*/]\s*\w", values[-1][0]) and not any(_STEP.search(name) for name, _ in values[:-1]):
+        return values[-1:]
     return [one for one in values if not _STEP.search(one[0])] if not _STEP.search(values[-1][0]) else values
 
 

@@ -26,6 +26,7 @@ from env_service.graders.answers.sentences import split, stated_result
 from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.equations import is_equation, last_equation
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
+from env_service.graders.answers.values.units import MIXED
 from env_service.graders.answers.vocabulary import ANSWER, IS
 from env_service.graders.answers.wording import EMPTY_SET, is_in_words, worded_result, words_of
 
@@ -44,6 +45,7 @@ _TEXT_INSIDE = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*)\}"
 _PHRASED = re.compile(
     r"\d[\d.]*(?: ?: ?| to )\d+(?! ?[ap]\.?m)|[＄€£]?\d+ (?:dollars?|euros?|pounds?) (?:and )?\d", re.IGNORECASE
 )
+_MIXED = re.compile(MIXED)
 _HEADING = re.compile(rf"^[ \t]*(?:[#*_⟪-][ \t]*)*{ANSWER}[ \t]*[⟫*_:]*[ \t]*\n\s*(?=\S)", re.IGNORECASE | re.MULTILINE)
 _LAST_LABEL = re.compile(
     r"^[ \t*_⟪•-]*(?:final |end)?(?:result|ergebnis|resultado|résultat)[⟫*_ ]*:(?=[^\n]*\s*\Z)",
@@ -93,7 +95,7 @@ Found = tuple[int, str]
 def final_answer(text: str, expected: str = "") -> str:
     """The part of a text that is its answer; "" if it decides on none. `expected`: the reference's answer, whose kind is looked for."""
     if is_in_words(expected):
-        return _final(text, functools.partial(_passages, words_of), _worded)
+        return _final(text, functools.partial(_passages, words_of), functools.partial(_worded, expected=expected))
     if is_equation(expected):
         return _final(text, functools.partial(_passages, last_equation), _last_stated_equation)
     return _final(text, _markers, _value_stated, _value_marked)
@@ -126,8 +128,8 @@ def _value_stated(text: str) -> str:
     return weak if weak is not None else stated_result(rest)
 
 
-def _worded(text: str) -> str:
-    return worded_result(unchecked(text, re.compile("[A-Za-z]").search))
+def _worded(text: str, expected: str) -> str:
+    return worded_result(unchecked(text, re.compile("[A-Za-z]").search), expected)
 
 
 def _last_stated_equation(text: str) -> str:
@@ -151,6 +153,8 @@ def expected_answer(reference: str) -> str:
     if "\n" in text or any(_markers(text)) or _SENTENCE.search(_TEXT_INSIDE.sub("", text)):
         return final_answer(reference)
     bare = _TEXT_INSIDE.sub(r"\1", text).strip("⟦⟧⟪⟫ ")
+    if (measured := plain(bare)) and _MIXED.fullmatch(measured):
+        return measured
     if is_in_words(bare) or is_equation(bare):
         return bare
     if EMPTY_SET.fullmatch(bare):
@@ -216,8 +220,9 @@ def _passages(read: Callable[[str], str], text: str) -> Iterator[Found]:
     for marker, value in (*_phrases(text), *_labels(text)):
         if negated := said.NEGATED.match(value):
             value = value[negated.end() :] if negated["none"] is None else ""
-        if "\\boxed" not in (value := value.strip(" *_:⟪⟫`\"'=\n").split("\n", 1)[0]) and value:
-            yield marker, read(value)
+        value = value.strip(" *_:⟪⟫`\"'=\n").split("\n", 1)[0]
+        if value and "\\boxed" not in value and not re.fullmatch(r"[\W\d]+", found := read(value)):
+            yield marker, found
     for stated in _IS_THE_ANSWER.finditer(text):
         yield stated.start("value"), read(stated["value"])
 
@@ -237,7 +242,8 @@ def _phrases(text: str) -> Iterator[tuple[int, str]]:
             continue
         yield phrase.start(), text[phrase.end() : phrase.end() + 400]
     for bare in _BARE.finditer(text):
-        if bare[0] != "a" and not re.search(r"\bB:", text[bare.end() : bare.end() + 80]):
+        before, after = text[max(0, bare.start() - 40) : bare.start()], text[bare.end() : bare.end() + 80]
+        if bare[0] != "a" and not re.search(r"\bB:", after) and not said.BEFORE_OTHER_ANSWER.search(before):
             yield bare.start(), text[bare.end() : bare.end() + 400]
 
 
@@ -354,8 +360,16 @@ def _weak(text: str) -> Iterator[str]:
 
 def _told(paragraph: str) -> str:
     """The result that a paragraph after a marker states: in its first sentence, if it is explained by the others."""
-    sentences = split(paragraph)
-    return (first_of_story(sentences) if len(sentences) > 1 else None) or stated_result(paragraph)
+    first, *rest = sentences = split(paragraph)
+    if rest and not any(map(_goes_on, rest)) and (found := result_of(first)):
+        return found
+    return (first_of_story(sentences) if rest else None) or stated_result(paragraph)
+
+
+def _goes_on(sentence: str) -> bool:
+    """True if a sentence after an answer computes, concludes or comes back to it, rather than explains it."""
+    begins = said.CONCLUSION.match(f" {sentence}") or said.RECONSIDERED.match(sentence) or said.TOTAL.search(sentence)
+    return "=" in sentence or bool(begins) or bool(re.match(r"\W*(?:then|but|now|or|next|finally)\b", sentence, re.IGNORECASE))
 
 
 def _text_answer(text: str) -> str:

@@ -84,13 +84,17 @@ _MEASURES = [
         r"\2 < \1 < \3",
     ),
     (re.compile(r"\ban? (hour|day|week|year|minute|mile) and a half\b", re.IGNORECASE), r"1.5 \1s"),
+    (re.compile(r"\b(?:one|1)[ -]in[ -](?:a )?(?=\d)", re.IGNORECASE), "1 in "),
     (re.compile(r"\bhalf an hour\b", re.IGNORECASE), "0.5 hours"),
+    (re.compile(r"(?<=[$€£])(\d+) and (\d\d) (?:cents|pence)\b"), r"\1.\2"),
+    (re.compile(r"(?<=\d) in(?=\.?$)", re.MULTILINE), " inches"),
     (re.compile(r"(?<=\d) ?h ?(?=[0-5]\d\b(?! ?m))"), ":"),
     (re.compile(r"\ban (hour and \d)", re.IGNORECASE), r"1 \1"),
 ]
 """Measures in words and signs, and how the rest of the package reads them."""
 _HOURS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _CLOCK = re.compile(rf"\b(half past|(?:a )?quarter (?:past|to)) ({'|'.join(_HOURS)}|1[0-2]|[1-9])\b", re.IGNORECASE)
+_ONE_IN = re.compile(rf"\bone[ -]in[ -](?:an? )?({'|'.join(_HOURS[1:])})\b", re.IGNORECASE)
 _POUND = re.compile(r"\\(?:pounds|textsterling)(?![A-Za-z])|\\text\{£\}")
 _EURO = re.compile(r"\\(?:euro|texteuro|EUR)(?![A-Za-z])(?:\{\})?|\\text\{€\}")
 
@@ -105,6 +109,7 @@ def plain(text: str) -> str:
     for pattern, written in _MEASURES:
         text = pattern.sub(written, text)
     text = _CLOCK.sub(_clock, text)
+    text = _ONE_IN.sub(lambda said: f"1 in {_HOURS.index(said[1].casefold()) + 1}", text)
     if "(1)" in text and "(2)" in text:
         text = _ENUMERATOR.sub("", text)
     text = _TAGS.sub("", _BOLD_TAGS.sub("**", _CALCULATOR.sub("", text)))

@@ -9,7 +9,7 @@ from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import has_number
 from env_service.graders.answers.expressions import value_at
 from env_service.graders.answers.results import concluded_part, result_of, terse
-from env_service.graders.answers.values.numbers import NUMBER, quantity
+from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
 
 MAX_OPERANDS = 20
 """Numbers in an explanation whose sums, differences, products and quotients are looked at."""
@@ -33,13 +33,14 @@ _EXPLAINS = re.compile(
     r"(?:which|where) |[(*_]*(?:proof|indeed|note)\b|(?:that|this)(?:'s| is) (?:what|how|why)\b"
     r"|(?:this|that|it) is an? [^\d,.]*\b(?:since|because)\b"
     r"|(?:this|that|it|here we) (?:assum|suppos)(?:es?|ing|ed)\b"
-    r"|[^.!]*\byou\b[^.!]*\?$",
+    r"|(?:this|that|it)(?: is|'s) an? (?:famous |classic )?\d+-\d+-\d+|[^.!]*\byou\b[^.!]*\?$",
     re.IGNORECASE,
 )
 _REMINDS = re.compile(r"(?:please )?(?:remember|note|notice|recall|keep in mind)\b", re.IGNORECASE)
 _UNASKED = re.compile(
-    r"\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
+    r"\b(?:is|was)(?:n't| not) (?:the question|part of the question|needed|relevant)|\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
     r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
+    r"|\bbut [^.\d=]*\b(?:asked|asks|wanted)\b[^\d]*$"
     r"|\bI could also\b|\b(?:is|are|was)(?:n't| not) (?:asked|needed here)\b|\bin case you wondered\b"
     r"|\bbut the problem (?:told|tells|asked|asks) us to (?:use|round)\b"
     r"|\bby the way\b|\bif you(?:'re| are) (?:curious|interested|wondering)\b|\bby contrast\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
@@ -66,6 +67,11 @@ _ADDS = re.compile(
     re.IGNORECASE,
 )
 """The rest of a sentence after a result: another clause, which concludes nothing."""
+_ALSO = re.compile(
+    r"[^,;.]*(?:[,;]\s|\s)(?:and|so|while|but)\s(?:(?:the|her|his|its|their|a|an|[A-Z]\w+)\b|[^.]*\bwould\b)"
+    r"(?!.*\b(?:leav|left|remain|now|then|after))",
+)
+"""The rest of a sentence after a result that was just computed: something else that holds."""
 _EXCLAIMS = re.compile(
     r"(?!.*(?:=|\b(?:leav\w*|left|remain\w*|total|so(?! close)|thus|then|altogether|sum|makes?)\b))"
     r"(?:.*!$|.*\b(?:only|just)\b|if .*\b(?:will|would)\b|.*'d\b)",
@@ -79,6 +85,41 @@ _AS_IT_SHOULD = re.compile(
     re.IGNORECASE,
 )
 """Words of a check: `29 + 7 = 36, as it should be`, `adding the 7 back`."""
+_BOLD_VALUE = re.compile(r"⟪[^⟪⟫]*\d[^⟪⟫]*⟫")
+_BRACKETS = re.compile(r"\([^()]*\)")
+_SUPPOSED = re.compile(
+    r"\b(?:would|could|might|wouldn't)\b|\b(?:he|she|it|they|we|you|i|that|this)'d\b|^\W*if\b|\b(?:say|for example|e\.g\.),",
+    re.IGNORECASE,
+)
+"""Words of a case that is not the one asked."""
+_SET_BESIDE = re.compile(
+    r"^\W*(?:that|this|it)(?:'s| is| was| means)\b[^.]*\b(?:more|less|fewer|[a-z]+er|as (?:many|much|[a-z]+)) (?:than|as)\b"
+    r"|^\W*(?:that|this|it)(?:'s| is) (?:about|roughly|nearly|almost|only|just)\b"
+    r"|^\W*(?:that|this|it)(?:'s| is) (?:an?|the) (?:famous|classic|well-known|common|\d+-\d+)\b",
+    re.IGNORECASE,
+)
+"""Words that compare a result."""
+_ADDITION = re.compile(r"\W*(?:(?:also )?(?:including|counting|adding|with|plus|after|then|finally|for|that|this|her|his|their)|(?:in|at|by) (?:the end|all))\b", re.IGNORECASE)
+"""Beginning of a sentence that goes on to another result."""
+_PART = re.compile(r"\b(?:half|third|quarter)s?\b", re.IGNORECASE)
+_ENOUGH = re.compile(
+    r"\b(?:(?:that|this|it|which)(?:'s| is| will be| would be)|(?:have|has)) (?:just |more than |plenty |quite |easily )?(?:enough|sufficient|plenty)\b|\byou're fine\b|\b(?:pass(?:ing)? mark|(?:speed|weight|time) limit|threshold|cut-?off)\b|\bneeded\b[^.]*\bto (?:pass|win|reach|get)\b",
+    re.IGNORECASE,
+)
+_IN_CONCLUSION = re.compile(r"\W*(?:in (?:conclusion|summary)|to (?:conclude|sum up|summari[sz]e)|all in all)\b", re.IGNORECASE)
+_UNREAL = re.compile(
+    r"\b(?:say|for example|e\.g|instead|without|hadn't|had|were|weren't|wasn't|didn't|original\w*|another|would have)\b", re.IGNORECASE
+)
+"""Words of a case that the problem does not ask about."""
+_ELSE = re.compile(r"\W*(?:with|without|if|had)\b.*(?:\bwould\b|'d\b)", re.IGNORECASE)
+_OTHER_TIME = re.compile(r"\b(?:ago|from now|later|earlier)\b|^\W*in \d+ [a-z]+\b.*(?:\bwill\b|'ll\b)", re.IGNORECASE)
+_REASONABLE = re.compile(
+    r"\b(?:reasonable|plausible|sensible|makes sense|sounds right|(?:look|seem)s right|confirms|back to|good sign)\b", re.IGNORECASE
+)
+_LABELLED = re.compile(r"^\W*(?:in|as) [a-z -]{3,40}:", re.IGNORECASE)
+_UNSURE = re.compile(
+    r"^\W*(?:but|however|yet|or|although|wait|actually|hmm|oops|no)\b|\b(?:question|problem|asked|wants?|must)\b|:\W*\d", re.IGNORECASE
+)
 _UNKNOWN = re.compile(r"(?<![A-Za-z])[A-Za-z] ?=")
 _AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
 _PREMISE = re.compile(r"\W*(?:since|because|as|although|while)\s[^\n]*?,\s(?=\D*$)", re.IGNORECASE)
@@ -93,10 +134,10 @@ def is_remark(sentences: list[str]) -> bool:
     if _UNASKED.search(last) or (_goes_further(last) and _sums_up(before[-1])):
         return True
     if not has_number(last):
-        return False
+        return bool(_PART.search(last)) and _is_firm(before) and not _leads_on(last)
     if _EXPLAINS.match(last) or _PREMISE.match(last) or ("=" not in last and _REMINDS.match(last)):
         return True
-    if _exclaims(before, last):
+    if _exclaims(before, last) or _goes_beside(before, last):
         return True
     if any(tells(before[-1], last) for tells in (_breaks_down, _repeats, _leads_back, _confirms)):
         return True
@@ -117,6 +158,87 @@ def _exclaims(before: list[str], last: str) -> bool:
     stated = computed and stated_value(before[-1]) == computed[-1]
     new = stated and _EXCLAIMS.match(last) and {*computed, *values(before[-1])}.isdisjoint(values(last))
     return bool(new) and not any(_computes(value, computed) for value in values(last))
+
+
+def _goes_beside(before: list[str], last: str) -> bool:
+    """True if the last sentence, which neither concludes nor computes, supposes or compares after a firm result."""
+    beside = (_SET_BESIDE.search(last) and not _leads_on(last)) or _affirms_with(result_of(before[-1]), last)
+    if _ENOUGH.search(last) and result_of(before[-1]) and not said.SETUP.match(before[-1]) and "=" not in last:
+        return True
+    if beside and ("=" in before[-1] or _OTHER_TIME.search(last)) and result_of(before[-1]):
+        return True
+    if _is_derived(before):
+        aside = _SUPPOSED.search(last) or _SET_BESIDE.search(last) or _BOLD_VALUE.search(before[0])
+        return bool(aside) and not _leads_on(last, total=True)
+    at = next((i for i in range(len(before) - 1, max(-1, len(before) - 4), -1) if _is_firm(before[: i + 1])), None)
+    if at is None and _ELSE.match(last) and "=" not in before[-1] and not _leads_on(last):
+        return not _follows_from(result_of(before[-1]), [*before, last])
+    if at is None or any(map(_leads_on, before[at + 1 :])):
+        return False
+    stated = result_of(before[at])
+    if _IN_CONCLUSION.match(before[at]):
+        return not _leads_on(last, total=True)
+    if "(" in stated and {*values(last)} <= {*values(stated)} and not said.CONCLUSION.match(f" {last}"):
+        return True
+    if _affirms_with(stated, last):
+        return True
+    if _leads_on(last):
+        return False
+    if _SET_BESIDE.search(last) or (_SUPPOSED.search(last) and (_UNREAL.search(last) or not _follows_from(stated, [last]))):
+        return True
+    return bool(_BOLD_VALUE.search(before[at])) and not _ADDITION.match(last) and not _follows_from(stated, [*before, last])
+
+
+def _affirms_with(stated: str, last: str) -> bool:
+    """True if a sentence finds right what was stated, at another time or with other numbers than it."""
+    affirmed = said.AFFIRMED.search(last) and not said.DENIED.search(last) and not concludes_anew(last)
+    if _REASONABLE.search(last) and not said.DENIED.search(last):
+        return not concludes_anew(last) or {*values(stated)} <= {*values(last)}
+    known, new = [*values(stated)], [*values(spelled_small(last))]
+    if not affirmed or not _OTHER_TIME.search(last) or not known or len({*new} - {*known}) < 2:
+        return False
+    return any(known[0] + time in new or known[0] - time in new for time in new[:MAX_OPERANDS])
+
+
+def _is_derived(sentences: list[str]) -> bool:
+    """True if the first sentence states what the others compute."""
+    first, *rest = sentences
+    stated, computed = stated_value(first), [result for s in rest for result in _equated(s)]
+    return bool(computed) and stated == computed[-1] and "=" not in first and not _concludes(rest[-1].replace("=", ""))
+
+
+def _is_firm(sentences: list[str]) -> bool:
+    """True if the last sentence states a result in bold, after a word such as `so`, or as it was computed."""
+    last = sentences[-1]
+    concluded = concluded_part(f" {last}")
+    concludes = concluded != f" {last}"
+    if not (found := result_of(last)) or ("=" in _BRACKETS.sub("", concluded) and not said.CONCLUSION.match(f" {last}")):
+        return False
+    if _BOLD_VALUE.search(last) or concludes or _LABELLED.match(last) or _IN_CONCLUSION.match(last):
+        return True
+    computed, stated = [result for s in sentences for result in _equated(s)], [*values(found)]
+    return bool(stated) and stated == computed[-len(stated) :]
+
+
+def _leads_on(sentence: str, *, total: bool = False) -> bool:
+    """True if a sentence concludes, computes, doubts or emphasises something, or names a total, unless it may."""
+    if "=" in sentence or _BOLD_VALUE.search(sentence) or _UNSURE.match(sentence) or concludes_anew(sentence):
+        return True
+    if said.HEDGE.search(sentence) or said.REFUSAL.search(sentence) or sentence.endswith(("?", ":")):
+        return True
+    return not total and bool(said.SUMMARY.search(sentence)) and not (_SUPPOSED.search(sentence) or _SET_BESIDE.search(sentence))
+
+
+def _follows_from(found: str, sentences: list[str]) -> bool:
+    """True if a number of the last sentence may be computed from a result with another number of the text."""
+    known, new = [*values(found)][:1], [*values(spelled_small(sentences[-1]))]
+    others = {value for s in sentences for value in values(spelled_small(s))}
+    return not known or any(_combines(known[0], other, value) for other in others for value in new if value != other)
+
+
+def _combines(one: Fraction, other: Fraction, result: Fraction) -> bool:
+    quotients = (one / other if other else None, other / one if one else None)
+    return result in (one + other, one - other, other - one, one * other, *quotients)
 
 
 def _sums_up(sentence: str) -> bool:
@@ -157,12 +279,14 @@ def headline(sentences: list[str]) -> str | None:
     if (announced := _announced(sentences)) is not None:
         return announced
     first, *rest = sentences
+    if any(map(said.RECONSIDERED.match, rest)):
+        return None
     if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and not any(map(concludes_anew, rest)):
         return result_of(first) if not _is_given(first, rest) else None
     if (short := _IN_SHORT.match(first)) and not any(map(concludes_anew, rest)):
         return result_of(first[short.end() :])
     value = value_at(re.sub(r"^(?:it's|it is)\b:?", "", first, flags=re.IGNORECASE))
-    if len(first.split()) > 4 or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
+    if len(first.split()) > 4 or said.REJECTED.search(first) or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
         return None
     explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
     return value if explained and len(list(NUMBER.finditer(first))) == 1 else None
@@ -212,7 +336,8 @@ def restated(sentences: list[str]) -> str | None:
     *before, last = sentences
     computed = [result for s in before for result in _equated(s)]
     stated = NUMBER.search(last)
-    adds = stated and (_ADDS.match(last, stated.end()) or _EXCLAIMS.match(last[stated.end() :].lstrip()))
+    rest = last[stated.end() :] if stated else ""
+    adds = _ADDS.match(rest) or _EXCLAIMS.match(rest.lstrip()) or _ALSO.match(rest)
     if not computed or not stated or "=" in last or not adds:
         return None
     first, *others = values(last)

@@ -16,11 +16,11 @@ _EQUATION = re.compile(
 )
 _EXACT = re.compile(
     r"(?:[\d)}] ?\\pi|\) ?/ ?\d+|\\sqrt\{[^{}]*\}|\d/\d+|\\frac\{\d+\}\{\d+\}) ?⟧?"
-    r"(?=[ a-z]*,? ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))"
+    r"(?=[ a-z]*,?[ a-z']* ?\(?(?:≈|\\approx|(?:or )?(?:roughly|about|approximately) \d))"
 )
 _NOT_STATED = re.compile(
     r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?[＄€£]?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
-    r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"  # at x = 3
+    r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)(?!(?:,| and|, and) ⟦?[a-z] ?=)"  # at x = 3
     r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )|(?<=a ))\d[\d.]* by \d[\d.]*(?= [a-z])"
     r"|\b(?:discard|reject|ignore)\w* (?:the )?(?:[a-z]+ ){0,3}⟦?[a-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"
     r"|, from [＄€£]?\d[\d.,]*%?(?: [a-z]+)? to [＄€£]?\d[\d.,]*%?(?: [a-z]+)?(?=\.?$)"
@@ -37,7 +37,7 @@ _COPULA = re.compile(
     re.IGNORECASE,
 )
 _SOLUTIONS = re.compile(
-    r"(?<![A-Za-z\d])([a-z]) ?= ?-?\d+(?:[./]\d+)?(?:(?:,? (?:and|or|as well as)|,) \1 ?= ?-?\d+(?:[./]\d+)?)+(?=[.\s]|$)"
+    r"(?<![A-Za-z\d])([a-z]) ?= ?(-?\d+(?:[./]\d+)?(?:,? (?:and|or|as well as) (?:\1 ?= ?)?-?\d+(?:[./]\d+)?|, \1 ?= ?-?\d+(?:[./]\d+)?)+)(?=[.,;\s]|$)"
 )
 _REDUCED = re.compile(
     r"(?<=\d)(?:,? or|,? which is|,? i\.e\.,?|,? which simplifies to| simplifies to| reduces to) (?=\d+(?:\s?:\s?| to )\d)"
@@ -59,16 +59,52 @@ _LATER = re.compile(
 )
 _THEN_IS = re.compile(r"[^,;]*?\s((?:is|are|has|gives|yields|leaves|makes)\s[^,;]*\d)")
 _PARALLEL = re.compile(
-    r"\W*(?:[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?(?:, |; |,? and ))+[A-Z][a-z]+(?: ?[=:] ?| )[＄€£]?\d[\d.]*(?: [a-z]+)?\W*"
+    r"\W*(?:(?:So|Thus|Therefore|Hence|Then),? )?(?:(?!Then|Now|Thus|There)[A-Z][a-z]+(?: ?[=:] ?| (?:(?:is|has|gets|had|was|pays|earns) )?)"
+    r"[＄€£]?\d[\d.]*(?: [a-z]+){0,2}(?:, |; |,? and |, and ))+"
+    r"[A-Z][a-z]+(?: ?[=:] ?| (?:(?:is|has|gets|had|was|pays|earns) )?)[＄€£]?\d[\d.]*(?: [a-z]+){0,2}\W*"
 )
 """Names with their values."""
-_IN_TURN = re.compile(r"\b([a-z]) ?= ?(-?[\d./]*\d) ?(?:→|⇒|=>|->|,? so|,? then) ?([a-z]) ?= ?(-?[\d./]*\d)\W*$")
+_ASSIGNED = re.compile(r"\b[a-z] ?= ?-?[\d./]*\d⟧?(?:,| and|, and) ⟦?$")
+_ONLY = re.compile(
+    r"\bonly [⟦⟪]?(-?\d[\d.,/]*)[⟧⟫]? (?:has|is|works?|satisfies|fits?|meets?|qualifies|divides|fulfils|makes)\b(?!.*\b(?:so|left)\b)",
+    re.IGNORECASE,
+)
+"""The one of several numbers that has some property."""
+_TRAILING = re.compile(r",? (?:by|using|via|after|when|where|with|for|because|since|valid|as)\b|[,;]\s|\s\(")
+"""What follows an expression that a sentence states."""
+_REMAINDER = re.compile(r"(\d+) with (?:an? )?remainder(?: of)? (\d+)\W*$")
+_WORDS_ASIDE = re.compile(r"\([^()\d]*\)")
+_IS_SHARE = re.compile(
+    r"^\W*(?:(?:so|thus|hence|therefore),? )?[⟦＄]*(?P<part>\d[\d.,]*)⟧? (?:is|are) [⟪⟦]*(?P<share>\d[\d.,]*%)[⟧⟫]* of [⟦＄]*(?P<whole>\d[\d.,]*?)⟧?\.?$",
+    re.IGNORECASE,
+)
+"""A part, its share and the whole, of which any may be asked."""
+_TRIED = re.compile(
+    r"(?:try|trying|test|testing|take|taking|for|with)? ?⟦?(?:[a-z] ?= ?)?(-?\d[\d.]*)⟧?[:,](?!.*\bno\b)(?=.*\d).*(?:\byes|✓|✔|✅|\bworks|\bcorrect|\bmatches|\bright)\W*$",
+    re.IGNORECASE,
+)
+"""A number that a sentence tries, and finds right."""
+_CONTRARY = re.compile(r"[^,;.]*(?:'d|\b(?:would|could|might))\b[^,;.]*[,;] but (?:(?:because|since|as)\b[^,;.\d]*?(?:, |(?=\bthe\b)))?", re.IGNORECASE)
+"""A clause of what would be, before the one that says what is."""
+_LABEL = re.compile(r"^[\W_]*[A-Za-z][A-Za-z ]{2,30}:⟫?\s+")
+_EQUATIONS = re.compile(r"(⟦[^⟦⟧]*=[^⟦⟧]*⟧(?:(?:,| or|,? and) (?=⟦)⟦[^⟦⟧]*=[^⟦⟧]*⟧)+)[^\d⟦]*$")
+"""Several equations at the end of a sentence, each of which is a solution."""
+_ONE_BOLD = re.compile(r"[^⟪⟫]*⟪([^⟪⟫]*)⟫[^⟪⟫]*")
+_EXACTLY = re.compile(
+    r"(?:approximately|about|roughly|around|≈|\\approx) [⟪⟦]*(-?[＄€£]?\d[\d.,]*\d%?)[^\d=]{0,15}?[,(]? ?(?:or|that is),? "
+    r"(?:more )?(?:exactly|precisely) [⟪⟦]*([^\s⟫⟧,;]*\d[^\s⟫⟧,;]*?)[⟫⟧.)]*$",
+    re.IGNORECASE,
+)
+"""A rounded value, and the exact one."""
+_IN_TURN = re.compile(
+    r"\b([a-z]) ?= ?(-?[\d./]*\d)⟧? ?(?:→|⇒|=>|->|,? so|,? then|,? and|,) ?⟦?([a-z]) ?= ?(-?[\d./]*\d)\W*$"
+)
 """Two unknowns, of which the last or both may be asked: `x = 2 → y = 5`."""
 _ONE_AND_OTHER = re.compile(
     r"\bone (?:[a-z]+ )?is ([^\s,;]+)(?:,| and|, and) the other (?:[a-z]+ )?(?:is )?([^\s,;]+?)\.?$"
 )
 _COUNT = re.compile(
-    r"(?:(?<=, so )|(?<=[→⇒] ))(?:we |there |are |count |have ){0,3}(?!one\b)[a-z]+ (?:[a-z]+ ){0,2}[a-z]+\W*$"
+    r"(?:(?<=, so )|(?<=, leaving )|(?<=[→⇒] ))(?:we |there |are |count |have ){0,3}(?!one\b)[a-z]+ (?:[a-z]+ ){0,2}[a-z]+\W*$"
 )
 """A conclusion at the end of a sentence that may count in words: `so five units apart`."""
 _OPERATION = re.compile(
@@ -85,7 +121,9 @@ _DASH = re.compile(
     r"[⟪]?([-＄€£\d][^\s⟫]*(?: [a-z]+){0,2})[⟫]? [-–—] (?=[a-z']+ [a-z]+)(?![^\n]*(?:=|\b(?:leaves|total|equals)\b))"
 )
 _DECIDES = re.compile(
-    r"(?:→|⇒|=>|->|,? (?:and|so) (?:it's|(?:it|that|he|she) is|(?:he|she)'s))\s*[⟪⟦]?[＄€£]?\d[\d.,/:]*\D*$"
+    r"(?:→|⇒|=>|->|,? (?:and|so) (?:it's|(?:it|that|he|she) is|(?:he|she)'s)|,? so(?: just| only)?)"
+    r"\s*[⟪⟦]?[＄€£]?\d[\d.,/:]*(?:\D*|[^\d,]*\b(?:not|rather than|instead of)\b.*)$"
+    r"|, so\b[^.]*=\s*[＄€£]?\d[\d.,]*\D*$"
 )
 """A result at the end of a sentence that says what is asked."""
 _AFTER_COLON = re.compile(r"(?<!\s):\s+([^:=]{1,40})$")
@@ -101,7 +139,7 @@ def _result_of(sentence: str) -> str:
     if _states_nothing(sentence):
         return ""
     sentence = _COUNT.sub(lambda count: spelled_small(count[0]), sentence)
-    if (known := _share(sentence) or _before_dash(sentence)) is not None:
+    if (known := _side_by_side(sentence) or _share(sentence) or _before_dash(sentence)) is not None:
         return known
     sentence = _tidied(sentence)
     if (whole := _whole(sentence)) is not None:
@@ -130,9 +168,8 @@ def _states_nothing(sentence: str) -> bool:
         or (said.SETUP.match(sentence) and not _DECIDES.search(sentence))
         or said.TASK.match(concluded)
         or said.REJECTED.search(_without_aside(concluded, said.REASON))
-        or (len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(concluded))
-        or (_PARALLEL.fullmatch(sentence) and not said.SUMMARY.search(re.split("[,;]| and ", sentence)[-1]))
-        or _is_open(sentence)
+        or (len({n[0] for n in NUMBER.finditer(sentence)}) > 1 and said.HEDGE.search(_WORDS_ASIDE.sub("", concluded)))
+        or _is_open(_without_aside(sentence, said.REASON))
     )
 
 
@@ -145,6 +182,8 @@ def _is_open(sentence: str) -> bool:
 
 def _accepted(sentence: str) -> str:
     """The sentence without the clauses that reject what they name, if others have a number."""
+    if (contrary := _CONTRARY.match(sentence)) and has_number(sentence[contrary.end() :]):
+        return sentence[contrary.end() :]
     clauses = re.split(r";\s+", sentence)
     kept = [clause for clause in clauses if not said.REJECTED.search(clause)]
     return "; ".join(kept) if len(kept) < len(clauses) and any(map(has_number, kept)) else sentence
@@ -162,17 +201,43 @@ def _tidied(sentence: str) -> str:
 
 def _whole(sentence: str) -> str | None:
     """The value of a sentence that is little but an expression, solutions or relations."""
-    clause = concluded_part(f" {sentence}").strip(" ,")
+    clause = _LABEL.sub("", concluded_part(f" {sentence}").strip(" ,"))
+    solutions = _SOLUTIONS.search(sentence)
+    if solutions and not has_number(_without_aside(sentence, said.REASON)[solutions.end() :]):
+        return ", ".join(re.findall(r"-?\d[\d./]*", solutions[2]))
     if (whole := assignments(clause) or _relation(clause) or terse(sentence)) is not None:
         return whole
-    solutions = _SOLUTIONS.search(sentence)
-    if solutions and not has_number(sentence[solutions.end() :]):
-        return assigned(re.findall(r"([A-Za-z]) ?= ?([-\d./]*\d)", solutions[0]))
-    if (pair := _IN_TURN.search(sentence)) and pair[1] != pair[3]:
+    if (listed := _EQUATIONS.search(sentence)) and _of_one_name(listed[1]):
+        return value_at(listed[1])
+    if divided := _REMAINDER.search(sentence):
+        return f"{divided[2]}{SAME_AMOUNT}{divided[1]} R {divided[2]}"
+    if share := _IS_SHARE.search(sentence):
+        return SAME_AMOUNT.join(share.groups())
+    if tried := _TRIED.match(sentence):
+        return tried[1]
+    if only := _ONLY.search(sentence):
+        return only[1]
+    if exact := _EXACTLY.search(sentence):
+        return f"{exact[2]}{SAME_AMOUNT}{exact[1]}"
+    if (bold := _ONE_BOLD.fullmatch(sentence)) and re.search(r"\d.*[a-z]|[a-z].*\d", bold[1]) and (whole := whole_value(bold[1])):
+        return whole
+    if (pair := _IN_TURN.search(sentence)) and pair[1] != pair[3] and not _ASSIGNED.search(sentence[: pair.start()]):
         return f"{pair[4]}{SAME_AMOUNT}{assigned([(pair[1], pair[2]), (pair[3], pair[4])])}"
     if pair := _ONE_AND_OTHER.search(sentence):
         return ", ".join(pair.groups())
     return _after_colon(sentence) or _continued(sentence) or _named_whole(concluded_part(sentence))
+
+
+def _of_one_name(equations: str) -> bool:
+    """True if equations name the same on their left sides, as solutions do."""
+    return len(set(re.findall(r"⟦\s*([^=⟦⟧]*?)\s*=", equations))) == 1
+
+
+def _side_by_side(sentence: str) -> str | None:
+    """The values of a sentence that gives each of several names one, which are an answer together."""
+    if not _PARALLEL.fullmatch(sentence) or said.SUMMARY.search(re.split("[,;]| and ", sentence)[-1]):
+        return None
+    return ", ".join(number[0].strip() for number in NUMBER.finditer(sentence))
 
 
 def _share(sentence: str) -> str | None:
@@ -206,11 +271,13 @@ def _after_colon(sentence: str) -> str | None:
 def _continued(sentence: str) -> str | None:
     """The expression that a line goes on to with `=`, or a sentence with an arrow: `= (x - 2)^2 - 3`."""
     clause = concluded_part(f" {sentence}").strip(" ,")
+    clause = _main(clause)
     return whole_value(clause.removeprefix("=")) if clause != sentence.strip(" ,") or clause.startswith("=") else None
 
 
 def _relation(sentence: str) -> str | None:
     """The relations of which a sentence consists: `x < -2 or x > 3`."""
+    sentence = _main(sentence)
     if not re.search(
         r"\w\s*(?:[<>]|\\[lg]eq?)|\b[a-z] (?:must be|is) (?:at|greater|less|more|larger|smaller)\b", sentence
     ):
@@ -223,7 +290,12 @@ def _relation(sentence: str) -> str | None:
 def _named_whole(sentence: str) -> str | None:
     """The expression that a sentence's last `is` or colon names, if nothing follows it."""
     copula = next(reversed([*_COPULA.finditer(sentence)]), None)
-    return whole_value(sentence[copula.end() :]) if copula else None
+    if not copula:
+        return None
+    rest = sentence[copula.end() :]
+    first = _TRAILING.split(rest)[0]
+    alone = re.search(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])", first) and not has_number(rest[len(first) :])
+    return whole_value(rest) or (whole_value(first) if alone else None)
 
 
 def terse(sentence: str) -> str | None:
@@ -269,7 +341,7 @@ def _totalled(sentence: str) -> str:
 
 def _counted(before: str, values: list[str]) -> str:
     """The number of the values that a sentence lists, if it says it before them, else the list."""
-    counted = re.search(rf"\b(?:are|is|has|have|makes?) (?:only |exactly )?{len(values)}\b", before)
+    counted = re.search(rf"\b(?:are|is|has|have|makes?) (?:only |exactly )?{len(values)}\b", spelled_small(before))
     return str(len(values)) if counted else ", ".join(values)
 
 

@@ -31,10 +31,10 @@ _LATIN_ANSWER = either(r"""
 """)
 ANSWER = rf"(?:(?<![A-Za-z<\\/]){_LATIN_ANSWER}(?![A-Za-zà-ÿ])|答案|答え|正解|答|정답|답|คำตอบ)"
 _IS = either("""
-    is|are|was|be|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι|to(?! (?:the|this|that|your|our|all|every)\b)
+    is|are|was|be|stays|remains|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι|to(?! (?:the|this|that|your|our|all|every)\b)
     wynosi|jest|je|är|er|adalah|ialah|ni|là|(?<!depends )on
 """)
-IS = rf"(?:[:=→⇒]|=>|->|(?<=[\s⟫*])[—–-]\s|(?<![\w']){_IS}(?![^\W\d])|是|为|為|は|은|는|คือ|है|হল|হলো|হচ্ছে|هو|هي|است)"
+IS = rf"(?:[:=→⇒]|=>|->|(?<=[\s⟫*])[—–-]\s|(?<=[rRtTnN])'s(?=\s)|(?<![\w']){_IS}(?![^\W\d])|是|为|為|は|은|는|คือ|है|হল|হলো|হচ্ছে|هو|هي|است)"
 
 BEFORE_OTHER_ANSWER = compiled(
     words("""
@@ -42,6 +42,7 @@ BEFORE_OTHER_ANSWER = compiled(
         an
         each|every|wrong|incorrect|other|previous|first|your|[a-z]+'s
         (?:might|may|would|could|initially|first) (?:think|thought|say|guess|assume|believe)(?: that)?
+        (?:tempt\\w+|quick|wrong|easy) to|(?:one|you|we|i|some|many|people)(?:'d| might| may| would| could)(?: \\w+ly)?
     """)
     + r" (?:(?:the|our|this|my) )?(?:final |correct )?$"
     + r"|\b(?:number|count|share|fraction|percentage|proportion) of (?:[a-z]+ )?(?:correct |right |wrong )?$"
@@ -49,7 +50,7 @@ BEFORE_OTHER_ANSWER = compiled(
 PARTIAL = compiled(
     words("parts?|first|second|step|sub-?question|previous|intermediate|teil|partie|parte")
     + "|"
-    + words("not|cannot|never|nicht|kein|pas|no|não|non|не|nie|inte|ikke")
+    + words("could|might|may|not|cannot|never|nicht|kein|pas|no|não|non|не|nie|inte|ikke")
     + r"|n't\b|不|않|아니"
 )
 """Words in `the answer to the first part is`, `the answer cannot be`."""
@@ -61,7 +62,7 @@ TAKEN_BACK = compiled(
     r"\b"
     + either("""
         that(?:'s| is| was) (?:wrong|incorrect|not right|not correct|a mistake)|(?:made|making) an? \\w*\\s?(?:mistake|error)
-        i (?:forgot|misread|miscalculated|misunderstood)|scratch that|correction\\b|my mistake|double[- ]counted
+        i (?:forgot|missed|overlooked|left out|mixed up|misread|miscalculated|misunderstood)|scratch that|correction\\b|my mistake|double[- ]counted
         let me (?:redo|recompute|recalculate|re-?do|try again|fix|correct)|that (?:can't|cannot) be (?:right|correct)
         (?:doesn't|does not) (?:seem|look) right|das (?:ist|war) falsch|c'est faux|está mal|è sbagliato
     """)
@@ -81,7 +82,7 @@ CHECK = re.compile(
     r"|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that"
     r"|it) can be (?:verified|checked)|"
     r"(?:remarks?|notes?|check|proof|discussion|extra|bonus|(?:alternative|other) (?:method|solution|approach))[⟫*_ ]*$|"
-    r"verify(?:ing)?⟫?:|verification\b|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?\b[^.:=\d\n]{0,40}:)",
+    r"verify(?:ing)?⟫?:|verification\b|(?:probe|vérification|comprobación|verifica|controle?|controllo|verificação|проверка)⟫?\s?[:.]|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?\b[^.:=\d\n]{0,40}:)",
     re.IGNORECASE | re.MULTILINE,
 )
 """Words before a check of a result that was stated earlier."""
@@ -160,7 +161,7 @@ CLOSING = re.compile(
 """Words with which a text takes leave of its reader."""
 REFUSAL = compiled(
     r"(?:can't|cannot|can not|could not|couldn't|unable to|not able to|won't|will not|not possible to|impossible to) (?:be )?"
-    + words("tell|determined?|answer(?:ed)?|solved?|say|give|know|find|found|calculated?|computed?")
+    + words("certain|sure|tell|determined?|answer(?:ed)?|solved?|say|give|know|find|found|calculated?|computed?")
     + r"|(?:not|n't|never) (?:be )?(?:the |our |my )?(?:correct |right |final )?(?:answer|result|solution)\b"
     + r"|\b(?:is|are|was|were)(?:n't| not) (?:given|known|stated|specified|provided)\b|not sure of\b"
     + r"|\b(?:reward of|full credit|rubric)\b|(?:not|n't|n't have) enough information\b|(?:can't|cannot) see\b"
@@ -207,6 +208,7 @@ _COMPARES = either(r"""
     what|the answer|(?:just |more than )?enough|\d[\d./]*%? of\b|[＄€£]?[\d.,]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b
     (?:[＄€£]?[\d.,]+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b
     [＄€£]?[\d.,]+%?(?: [a-z]+)? (?:[a-z]+er than|rounded)\b
+    (?:[a-z]+er|as [a-z]+) (?:than|as)\b|at \d
 """)
 CONCLUSION = compiled(
     r"[,;\s]\s*"
@@ -216,7 +218,7 @@ CONCLUSION = compiled(
         (?<=[,;] )now(?= (?:he|she|it|they|we|you|there)\b)|which means|meaning|which gives|settles? on|becomes
         for a total of|which rounds? (?:up |down )?to
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
-        i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:-?[＄€£]?\d|⟦))(?!\.,? {_COMPARES})
+        i\.e(?=\.,? (?:(?!she|he|they|at\b)\w+ ){{0,2}}(?:[-(]?[＄€£]?\d|⟦))(?!\.,? {_COMPARES})
         that is(?! {_COMPARES})(?=,? (?:\w+ )?(?:[＄€£]?\d|⟦))|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que
         entonces|quindi|portanto|logo|dus|also|deshalb
         daher|поэтому|значит
@@ -224,7 +226,8 @@ CONCLUSION = compiled(
     + r"\b|\b(?:and|but) (?:since|as|because) [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
 )
 REASON = compiled(
-    r"[,\s]\s*(?<!and )(?<!but )(?:because|since|bc|cuz)\b|,?\s*\band indeed\b"
+    r"[,\s]\s*(?<!and )(?<!but )(?:because|since|bc|cuz)\b|,\s(?:car|denn|weil|porque|perché|poiché|pois|omdat|want|так как|потому что)\b|"
+    r",?\s*\band indeed\b"
     r"|,\s*for (?:they|he|she|it|we|\d\S* ?[-+*/×=])|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
 )
 ASIDE = compiled(
@@ -242,12 +245,18 @@ ASIDE = compiled(
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
         \d+ of (?:which|whom|them)
         but(?! (?:now|then|later|today|after|finally|(?:in|at) the end|he|she|it|they|there|we|\d|(?:the|our) [^,;.]*(?:is|are))\b)
-        (?:which is |(?<!is )(?<!are ))(?:twice|double|triple|half|\d+ times)(?= (?:as|the|her|his|[A-Z]))
+        (?:which is |(?<!is )(?<!are ))(?:twice|double|triple|half|(?:\d+|three|four|five|six|ten) times)(?= (?:as|the|her|his|[A-Z]))
+        (?<=, )(?:and )?the next (?:one|such|two|three|[a-z]+est)
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|or \d+ (?:per|a|each)
+        (?:is |are |was |well |just |far )?(?:above|below|over|under|within|beyond) the (?:[a-z]+ ){1,3}of
+        to (?:give|feed|serve|cover|supply|provide) (?=[^.,;]*\d)
+        and (?:so |thus |also |indeed )?(?:satisf\w+|fits?|matche?s?|agrees?)
+        (?<=, )(?:das sind|das ist|c'est|soit|es decir|ossia)(?= \d[\d.,]* (?:mehr|weniger|de plus|de moins|más|menos|in più|in meno|a mais)\b)
         which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar
         comparado|y no
     """)
-    + r"\b|(?:,|\sor)\s(?:just |only |exactly )?[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|short|shy|from|after|before"
+    + r"\b|;\s(?=[^;]*\bwould\b)|;\s(?=[^;]*\b(?:from now|ago)\b[^;]*\d[^;]*\band\b[^;]*\d)|(?:,? and|,? while|,? whereas|,) the (?!total|answer|sum|remain)[a-z\d][^,;.=]{0,40}\bwould\b"
+    r"|(?:,|\sor)\s(?:just |only |exactly )?[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|short|shy|from|after|before"
     r"|above|later|earlier|of|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
     + r"|;\s(?:that's|(?:that|this|it) is)(?= "
     + _COMPARES
@@ -270,6 +279,7 @@ GOVERNED = compiled(
         (?<!need )(?<!needs )(?<!has )(?<!have )(?<!had )(?<!able )(?<!going )(?<!gets )to (?!be |get |have |equal |leave |give )[a-z]{3,}
         (?<=to )[a-z]{3,} (?:up|back|off)
         (?:from|than|after|before|out of) (?:the|its|an?|his|her|their) (?:[a-z]+ ){1,3}of|(?:short|shy) of
+        to (?:get|come|go|make it|climb|rise|move) (?:up |back )?to
         (?:takes?|needs?) (?:[a-z]+ )?[\d.,]+ (?!away|off)[a-z]+ to get|(?:goal|target) of
         nach|vor|(?:après|avant|después|antes|depois)(?: avoir)?(?: de)?(?: \w+)?|dopo|na|после
     """)
@@ -281,7 +291,7 @@ TERM = compiled(
 )
 """Words before a number that is a result if there is no other: `full after 8 hours`."""
 SOFT = compiled(
-    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
+    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|(?<!arrive )(?<!arrives )at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)"
     r"|(?<!left )(?<!up )(?<!ends )(?<!him )(?<!her )(?<!them )with"
     r"|für|je|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!\bes )(?<!\best )de|del|du|o"
@@ -293,7 +303,7 @@ CIRCUMSTANCE = compiled(
     r"(?:[\W_]*(?:so|therefore|thus|hence|finally|and|but|now|then|also|donc|por lo tanto),?\s)?"
     r"(?:(?:if|when|given|once|since|because|as|[a-z]{2,}ing)\s[^,;:=.]*\d(?:[^,;:=.]|[.,](?=\d))*"
     r"|(?:with|out of|of|in|on|at|by|after|before|from|between|during|within|for|to|using|among|de|sur|von|nach|bei|mit|après|avec|dans"
-    r"|tra|su|con|din|z|из)\s(?:(?!(?:he|she|it|they|we|you|there|is|are|was|will|has|have|had)\b)[^,;:=.])*)(?<=[\w%]),\s+"
+    r"|tra|su|con|din|z|из)\s(?:(?!\b(?:he|she|it|they|we|you|there|is|are|was|will|has|have|had)\b)[^,;:=.])*)(?<=[\w%]),\s+"
 )
 """Beginning of a sentence that states nothing: `Out of 40 students, `."""
 TOTAL = compiled(
@@ -331,7 +341,7 @@ TASK = compiled(
     r"|(?:we|you) |let(?:'s| us| me) (?:first |now |then )?|)"
     r"(?:comput|calculat|find|determin|solv|multipl|divid|add|subtract)(?:e|y|y?ing"
     r"(?![^,]*, (?:[A-Z][a-z]+|he|she|it|they|we|you)\b(?! (?:must|need|have to|should)\b)[^,]*\d))?\b"
-    r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so)\b)(?=.*[\d⟦]))"
+    r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so|(?:you|we)(?:'ll| will)? (?:find|see|have|arrive))\b)(?=.*[\d⟦]))"
 )
 """Beginning of a sentence that says what is to be done, without its result."""
 REFUSED = compiled(

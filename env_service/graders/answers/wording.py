@@ -44,7 +44,7 @@ _YES_NO = re.compile(
 )
 _HEADLINE = re.compile(
     r"\W*(?!(?:sure|okay|ok|great|alright|right|solution|explanation|let's|hello|hi|of course|certainly)\b)"
-    r"(?:the )?[A-Z][\w'-]*(?: [A-Z][\w'-]*)?\.\W*",
+    r"(?:(?:the )?[A-Z][\w'-]*(?: [A-Z][\w'-]*)?\.\W*|\(?(?-i:[A-J])\)?\W*)",
     re.IGNORECASE,
 )
 """A first sentence that is nothing but a name."""
@@ -57,7 +57,7 @@ _OPTIONS = re.compile(r"\b(?:options|choices)\b", re.IGNORECASE)
 _CHOOSES = re.compile(
     r"\b(?:choose|pick|option|choice|answer|correct|right|must be|has to be|matche?s|fits|works"
     r"|go with|closest|corresponds? to|it's|it is)\b"
-    r"|\b(?:is|leaves|to) \(?[A-J]\)?\W*$",
+    r"|\b(?:is|leaves|to) (?:\(?[A-J]\)?\W*$|[⟪ ]*\([A-J]\) )",
     re.IGNORECASE,
 )
 _ARTICLES = re.compile(
@@ -135,13 +135,14 @@ def words_of(text: str) -> str:
     return text.strip(" .'")
 
 
-def worded_result(text: str) -> str:
-    """The words that conclude a text: its yes or no, its letter, the main clause of its last sentence."""
+def worded_result(text: str, expected: str = "") -> str:
+    """The words that conclude a text: its yes or no, its letter, the main clause of the last sentence with words of the kind expected."""
     if len({letter[1] for letter in _LETTERS.finditer(text)}) == 1 and len(text) < 80 and _CHOICE.match(text.strip()):
         return words_of(text)
     sentences = [s for s in split(text.strip()) if re.search(r"\w", s)]
     while len(sentences) > 1 and REMARK.search(sentences[-1]) and not _YES_NO.search(sentences[-1]):
         sentences.pop()
+    sentences = _up_to_kind(sentences, expected)
     if not sentences or sentences[-1].rstrip("⟫ ").endswith("?") or HEDGE.search(_OPTIONS.sub("", sentences[-1])):
         return ""
     if decided := [found["said"] for found in _YES_NO.finditer("\n".join(sentences))]:
@@ -150,6 +151,13 @@ def worded_result(text: str) -> str:
         return words_of(sentences[0])
     last = CONCLUSION.split(" " + re.sub("[⟪⟫]", "", sentences[-1]))[-1].lstrip(" ,:")
     return _chosen_letter(_main_clause(_REASON.split(last)[0])) or words_of(_main_clause(last))
+
+
+def _up_to_kind(sentences: list[str], expected: str) -> list[str]:
+    """The sentences up to the last that names one of the kind of an expected word, such as a day; all if none does."""
+    kind = next((kind for kind in _KINDS if expected.casefold() in kind), set[str]())
+    naming = (at for at, s in reversed([*enumerate(sentences)]) if kind & {*re.findall(r"\w+", s.casefold())})
+    return sentences[: next(naming, len(sentences) - 1) + 1]
 
 
 def _chosen_letter(clause: str) -> str | None:

@@ -26,11 +26,24 @@ _AMOUNT = re.compile(
 )
 _OR = re.compile(r"(?: [a-z]+){0,2}(?:,? (?:or|which is|i\.e\.,?|that is,?)|\s?\()\s?", re.IGNORECASE)
 _APPROXIMATE = re.compile(r"(?:≈|\\approx(?![a-z]))\s*(-?\d+\.\d+)(?![\d.]*\d)")
+_ROUNDED = re.compile(
+    r"(?P<exact>-?\d+/\d+)⟧?[,(]{0,2} ?\(?(?:(?:or|which is|that is|i\.e\.),? )?"
+    r"(?:≈|\\approx(?![a-z])|\b(?:approximately|about|roughly|around)\b"
+    r"|(?P<vaguely>\b(?:a (?:little|bit)|just|slightly|somewhat|well)? ?(?:under|over|less than|more than|nearly|almost)\b)) ?⟦?"
+    r"(?P<rounded>-?\d+(?:\.\d+)?%?)"
+)
+"""A fraction, and its rounded value."""
 _LOSS = re.compile(
     r"(?P<gain>-[＄€£]?(?P<size>\d[\d.,]*\d|\d))(?: [a-z]+)?,? \(?(?:i\.e\.,?|or|which (?:is|means)|meaning|that is,?)"
     r" [^\d.]*\b(?:loss|lost|owes?|debt|deficit|below|decrease|drop)\b[^\d.]*(?P=size)(?![\d.,]*\d)",
     re.IGNORECASE,
 )
+
+
+_SHARE = re.compile(
+    r"(?<!of )(?<!of the )(?P<amount>(?<![\d.,/])\d[\d,]*)(?: (?!of\b|out\b)[a-z]+){0,3}, (?:i\.e\.,?|that is,?|or|which is) (?P<share>\d+/\d+|\d[\d.]*%)(?=\W*$| of )"
+)
+"""An amount, and what share of a whole it is."""
 
 
 def number(text: str) -> Quantity | None:
@@ -79,6 +92,10 @@ def in_each_form(found: str, sentence: str) -> str:
     if ours is None and (approximate := _APPROXIMATE.search(sentence)):
         exact = sentence[: approximate.start()].rstrip(" ⟧").endswith(found)
         return f"{found}{SAME_AMOUNT}{approximate[1]}" if exact else found
+    if ours and (both := _ROUNDED.search(sentence)) and found in (both["exact"], both["rounded"]) and _is_near(both):
+        return both["exact"] if both["vaguely"] else f"{both['exact']}{SAME_AMOUNT}{both['rounded']}"
+    if ours and (share := _SHARE.search(sentence)) and found in (share["amount"], share["share"]):
+        return f"{share['amount']}{SAME_AMOUNT}{share['share']}"
     if ours is None or not ours.unit:
         return found
     for one, other in pairwise(_AMOUNT.finditer(sentence)):
@@ -90,6 +107,13 @@ def in_each_form(found: str, sentence: str) -> str:
         ):
             return f"{one[0]}{SAME_AMOUNT}{other[0]}"
     return found
+
+
+def _is_near(both: re.Match[str]) -> bool:
+    exact, rounded = number(both["exact"]), number(both["rounded"])
+    if exact is None or rounded is None:
+        return False
+    return abs(exact.value - rounded.value / (100 if rounded.percent else 1)) < Fraction(1, 50)
 
 
 def _size(one: Quantity | None) -> tuple[str, Fraction] | None:

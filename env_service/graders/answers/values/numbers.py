@@ -28,7 +28,7 @@ NUMBER = re.compile(
     rf"(?P<sign>(?<![\w.)\]}}⟧%])[-+])?(?P<before>{_CURRENCY}\s?(?P<inner>[-+])?)?"
     rf"(?:(?<![\d.,^])(?P<whole>\d++)(?:\s|\sand\s)(?=\d++/\d))?"
     rf"(?P<digits>(?<![\d^])(?<!\d\.)(?<!\^\{{){_DIGITS})(?P<exponent>[eE][-+]?\d{{1,3}}(?!\w))?(?P<over>\s?/\s?\d++(?!/|\.\d))?"
-    rf"(?P<scale>{_SCALE})?(?P<percent>{_PERCENT})?(?P<minor>\s?(?:¢|(?:cents?|pence|paise|centimes?)(?![A-Za-z])))?"
+    rf"(?P<scale>{_SCALE})?(?P<percent>{_PERCENT})?(?P<minor>\s?(?:¢|(?:cents?|pence|paise|centimes?)(?![A-Za-z]))|p(?![\w/^*'=)]|\s?[-+=*/]))?"
     rf"(?P<after>\s?{_CURRENCY})?(?P<dozen>\sdozen(?![A-Za-z]))?",
     re.IGNORECASE,
 )
@@ -97,7 +97,7 @@ _FIRST = re.compile(rf"(?<![A-Za-z])(?:{_WORD}|dozen)", re.IGNORECASE)
 _ALONE = re.compile(
     rf"(?<![\w-])(?!one (?:would|can|could|might|may)\b)(?<!this )(?<!another )(?<!each )(?<!every )(?<!other )(?<!which )"
     rf"(?:(?:minus|negative) )?"
-    rf"(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])|(?:an? )?(?:half|quarter|third)(?![\w-]))",
+    rf"(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])|(?:an? )?(?:half|quarter|third)(?![\w-])|(?:an?|one) (?:fifth|sixth|eighth|tenth|twelfth)(?![\w-]))",
     re.IGNORECASE,
 )
 _NONE = re.compile(r"\bnone\b(?! of (?:the above|these|those))", re.IGNORECASE)

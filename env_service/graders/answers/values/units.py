@@ -14,6 +14,9 @@ speed     1 m/s|met(?:er|re)s?\sper\ssecond  5/18 km/h|kph|kilomet(?:er|re)s?\sp
 area      1/10000 cm\}?\^\{?2\}?|(?:square|sq)\s(?:cm|centimet(?:er|re)s?)  1 m\}?\^\{?2\}?|(?:square|sq)\s(?:m|met(?:er|re)s?)
 area      1000000 km\}?\^\{?2\}?|(?:square|sq)\s(?:km|kilomet(?:er|re)s?)
 volume    1/1000 cm\}?\^\{?3\}?|cubic\s(?:cm|centimet(?:er|re)s?)  1000 m\}?\^\{?3\}?|cubic\s(?:m|met(?:er|re)s?)
+area      10000 hectares?|ha
+imperial-mass 1 ounces?|oz  16 pounds?|lbs?
+imperial-volume 1 fl\s?oz|fluid\sounces?  8 cups?  16 pints?  32 quarts?  128 gallons?
 imperial-area 1 (?:square|sq)\s(?:inch|inches|in)  144 (?:ft|feet)\}?\^\{?2\}?|(?:square|sq)\s(?:feet|foot|ft)
 """
 _UNITS = [
