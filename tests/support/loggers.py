@@ -59,8 +59,8 @@ def environment_with_loggers() -> Path:
     folder = ROOT / ".pytest_cache" / "loggers"
     python, done = folder / "bin" / "python", folder / "installed"
     if not done.exists() or done.read_text() != str(wanted):
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *wanted], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
+        subprocess.run([sys.executable, "-m", "pip", "--python", str(folder), "install", "-q", *wanted], check=True)
         own = subprocess.run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], stdout=-1)
         (Path(own.stdout.decode().strip()) / "ours.pth").write_text(sysconfig.get_path("purelib"))
         done.write_text(str(wanted))
