@@ -167,22 +167,13 @@ def test_what_cannot_be_measured_or_written_is_refused_before_anything_is(
 @pytest.mark.timeout(600)
 def test_it_measures_all_parts_on_a_cpu(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--shapes", "tiny", "--jobs", "1", "2"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--shapes", "tiny", "--jobs", "1"]
     subprocess.run([*command, "--repetitions", "1", "--beside", "--kernels", "--json", str(file)], check=True)
 
     found = json.loads(file.read_text())["figures"]
     assert found["failures"] == []
     kinds = [name.split(", ")[1] for name in found["parts"]]
-    assert kinds == [
-        "plan",
-        *["training"] * 2,
-        "small steps",
-        "peft",
-        *["decoding"] * 2,
-        "gap",
-        *["busiest"] * 2,
-        "whole job",
-    ]
-    assert found["parts"]["tiny, training, N = 2"]["tokens"] >= 2 * 32 * PROMPT
-    assert all(found["parts"][f"tiny, decoding, N = {n}"]["bytes_per_s"] > 0 for n in (1, 2))
-    assert found["parts"]["tiny, peft, N = 2"]["to_peft"] > 0
+    assert kinds == ["plan", "training", "small steps", "peft", "decoding", "gap", *["busiest"] * 2, "whole job"]
+    assert found["parts"]["tiny, training, N = 1"]["tokens"] >= 32 * PROMPT
+    assert found["parts"]["tiny, decoding, N = 1"]["bytes_per_s"] > 0
+    assert found["parts"]["tiny, peft, N = 1"]["to_peft"] > 0
