@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NUM_TASKS = 6
 NUM_EVALUATED = 16
 HYPER = addition.HYPER | {"target_reward": 0.8}
-GYM = "reasoning-gym==0.1.25"
+MORE = {"0.1.9": ["reasoning-gym==0.1.25"], "0.3.1": [], "0.4.0": ["uv"]}
+"""What else an environment with a version of verifiers has."""
 
 CHAIN_SUM = """
 import verifiers as vf
@@ -112,7 +113,7 @@ async def test_a_package_of_load_environment_is_played_as_it_plays_itself(
 ) -> None:
     (tmp_path / "chain_sum.py").write_text(CHAIN_SUM)
     packages = addition.PACKAGES / "addition_v0" if name == "addition" else tmp_path
-    interpreter = with_packages(tmp_path, verifiers_python(version, GYM), packages)
+    interpreter = with_packages(tmp_path, verifiers_python(version, *MORE[version]), packages)
 
     class Package(Verifiers):
         python = str(interpreter)
@@ -129,7 +130,7 @@ async def test_a_reward_that_raises_is_no_reward_of_0(tmp_path: Path, version: s
     (tmp_path / "faulty.py").write_text(FAULTY)
 
     class Package(Verifiers):
-        python = str(with_packages(tmp_path, verifiers_python(version, GYM), tmp_path))
+        python = str(with_packages(tmp_path, verifiers_python(version, *MORE[version]), tmp_path))
         environment = "faulty"
 
     environment = Package()
@@ -142,7 +143,7 @@ async def test_a_reward_that_raises_is_no_reward_of_0(tmp_path: Path, version: s
 @pytest.mark.parametrize("harness", ["addition", "null"])
 async def test_a_package_of_v1_is_played_as_it_plays_itself(tmp_path: Path, harness: str) -> None:
     """`null` is verifiers' own harness: it starts a program for each trajectory, by uv."""
-    python = verifiers_python("0.4.0", "uv")
+    python = verifiers_python("0.4.0", *MORE["0.4.0"])
     interpreter = with_packages(tmp_path, python, addition.PACKAGES / "addition_v1")
     agent = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
 
@@ -185,7 +186,7 @@ async def own_evaluation(python: Path, interpreter: Path, model: str, cluster: L
 @pytest.mark.parametrize("old", [False, True], ids=["v1", "load_environment"])
 async def test_a_package_that_knows_verifiers_alone_is_learned_from(tmp_path: Path, old: bool) -> None:
     name, version = ("addition_v0", "0.3.1") if old else ("addition_v1", "0.4.0")
-    python = verifiers_python(version, GYM if old else "uv")
+    python = verifiers_python(version, *MORE[version])
     interpreter = with_packages(tmp_path, python, addition.PACKAGES / name)
     environment = addition.opened(tmp_path / "installed", interpreter, old=old)
     async with running(tmp_path / "data", environment=environment) as (cluster, api), client_of(cluster) as client:
