@@ -25,16 +25,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NUM_TASKS = 6
 NUM_EVALUATED = 16
 HYPER = addition.HYPER | {"target_reward": 0.8}
-MORE = {"0.1.9": ["reasoning-gym==0.1.25"], "0.3.1": [], "0.4.0": ["uv"]}
-"""What else an environment with a version of verifiers has."""
 
-CHAIN_SUM = """
+TAGGED = """
 import verifiers as vf
-from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
+from datasets import Dataset
 def load_environment():
-    return ReasoningGymEnv("chain_sum", num_train_examples=20, num_eval_examples=5)
+    parser = vf.XMLParser(["answer"], answer_field="answer")
+    def right(completion, answer, **kwargs):
+        return float(parser.parse_answer(completion) == answer)
+    terms = [(n, 7 * n % 5, 3 * n % 4) for n in range(20)]
+    rows = [{"question": f"State the result: {a} + {b} - {c}", "answer": str(a + b - c)} for a, b, c in terms]
+    rubric = vf.Rubric(funcs=[right, parser.get_format_reward_func()], weights=[1.0, 0.2], parser=parser)
+    system = "Answer in this form: <answer>number</answer>"
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), system_prompt=system, parser=parser, rubric=rubric)
 """
-"""Public environments: those of reasoning-gym, as verifiers brings them."""
+"""An environment with a system prompt, a parser and a reward for the form."""
 
 FAULTY = """
 import verifiers as vf
@@ -107,13 +112,13 @@ async def same_as_its_own(environment: Verifiers, own: list[Any]) -> list[float]
     return rewards
 
 
-@pytest.mark.parametrize(("version", "name"), [("0.3.1", "addition"), ("0.1.9", "chain_sum")])
+@pytest.mark.parametrize(("version", "name"), [("0.3.1", "addition"), ("0.1.9", "tagged")])
 async def test_a_package_of_load_environment_is_played_as_it_plays_itself(
     tmp_path: Path, version: str, name: str
 ) -> None:
-    (tmp_path / "chain_sum.py").write_text(CHAIN_SUM)
+    (tmp_path / "tagged.py").write_text(TAGGED)
     packages = addition.PACKAGES / "addition_v0" if name == "addition" else tmp_path
-    interpreter = with_packages(tmp_path, verifiers_python(version, *MORE[version]), packages)
+    interpreter = with_packages(tmp_path, verifiers_python(version), packages)
 
     class Package(Verifiers):
         python = str(interpreter)
@@ -130,7 +135,7 @@ async def test_a_reward_that_raises_is_no_reward_of_0(tmp_path: Path, version: s
     (tmp_path / "faulty.py").write_text(FAULTY)
 
     class Package(Verifiers):
-        python = str(with_packages(tmp_path, verifiers_python(version, *MORE[version]), tmp_path))
+        python = str(with_packages(tmp_path, verifiers_python(version), tmp_path))
         environment = "faulty"
 
     environment = Package()
@@ -143,7 +148,7 @@ async def test_a_reward_that_raises_is_no_reward_of_0(tmp_path: Path, version: s
 @pytest.mark.parametrize("harness", ["addition", "null"])
 async def test_a_package_of_v1_is_played_as_it_plays_itself(tmp_path: Path, harness: str) -> None:
     """`null` is verifiers' own harness: it starts a program for each trajectory, by uv."""
-    python = verifiers_python("0.4.0", *MORE["0.4.0"])
+    python = verifiers_python("0.4.0", "uv")
     interpreter = with_packages(tmp_path, python, addition.PACKAGES / "addition_v1")
     agent = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
 
@@ -186,7 +191,7 @@ async def own_evaluation(python: Path, interpreter: Path, model: str, cluster: L
 @pytest.mark.parametrize("old", [False, True], ids=["v1", "load_environment"])
 async def test_a_package_that_knows_verifiers_alone_is_learned_from(tmp_path: Path, old: bool) -> None:
     name, version = ("addition_v0", "0.3.1") if old else ("addition_v1", "0.4.0")
-    python = verifiers_python(version, *MORE[version])
+    python = verifiers_python(version) if old else verifiers_python(version, "uv")
     interpreter = with_packages(tmp_path, python, addition.PACKAGES / name)
     environment = addition.opened(tmp_path / "installed", interpreter, old=old)
     async with running(tmp_path / "data", environment=environment) as (cluster, api), client_of(cluster) as client:
