@@ -30,6 +30,7 @@ NUMBER = struct.Struct("I")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork has no other thread of the process that collected
     parser.addoption("--forks", type=int, default=1, help="processes that run tests, forked once all are collected")
 
 
