@@ -44,7 +44,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def units_of(items: list[pytest.Item]) -> list[Unit]:
-    """What is taken from the queue at once, in its order."""
+    """The tests of a file, slow ones apart from the others; files of slow ones first."""
     slow = {item: item.get_closest_marker("slow") is not None for item in items}
     ordered = sorted(items, key=lambda item: not slow[item])  # within each kind as collected
     return [list(unit) for _, unit in groupby(ordered, key=lambda item: (item.path, slow[item]))]

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 
 async def test_rewards_rise_and_usage_adds_up_to_what_the_workers_spent(tmp_path: Path) -> None:
-    """Of usage (I11): tokens exactly, busy seconds within what a float sum and the last second's report may miss."""
+    """Usage (I11): tokens exactly, busy seconds within what a float sum and the last second's report may miss."""
     async with running(tmp_path) as (cluster, api):
         quick: dict[str, Any] = {"max_steps": 12, "batch_size": 8, "learning_rate_multiplier": 3}
         jobs = [await api.submit(skill, evaluate=True, eval_samples=4, **quick) for skill in ("sort", "calc")]
