@@ -46,7 +46,8 @@ def environment() -> dict[str, str]:
 
 
 def lend(folder: Path) -> None:
-    """Lends an environment this one's packages, so that pip installs only what they are not, or not in a version that is wanted."""
+    """Lends an environment this one's packages, so that pip installs only what they are not, or not in a version that is wanted. What
+    imports torch wherever it is, such as the tinker SDK, is better off without."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     (packages := folder / "lib" / version / "site-packages").mkdir(parents=True, exist_ok=True)
     (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))

@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.support.installed import lend
-
 VERSION = "0.38.0"
 NEEDS = (
     "httpx[http2]",
@@ -58,7 +56,6 @@ def sdk_python(version: str) -> str:
 
 def _make(folder: Path, version: str) -> None:
     """Fills it by this Python's pip: one of its own takes seconds."""
-    lend(folder)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=INSTALL_S)
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python", str(folder), "install"]
     subprocess.run([*pip, *NEEDS, *MORE], check=True, timeout=INSTALL_S, capture_output=True)
