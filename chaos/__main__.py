@@ -19,7 +19,7 @@ from chaos.cluster import Cluster
 from chaos.report import Story, costs, table
 
 MODES = {"both": (True, False), "deterministic": (True,), "default": (False,)}
-QUICK_S = 60.0
+QUICK_S = 30.0
 
 
 def options() -> argparse.ArgumentParser:

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from examples.three_turns import JobFailed, client_of, learn
+from examples.three_turns import HYPER, JobFailed, client_of, learn
 from manager_service.local.supervisor import LocalCluster, choose_port
 from marlaas_client.cli.output import say
 
@@ -60,12 +60,12 @@ async def _until_it_answers(url: str, server: asyncio.subprocess.Process) -> Non
     raise JobFailed("the OpenEnv server did not start: give a --python that has the package openenv")
 
 
-async def train(url: str, data_dir: Path = DATA_DIR) -> list[float]:
+async def train(url: str, data_dir: Path = DATA_DIR, hyper: Mapping[str, Any] = HYPER) -> list[float]:
     """The mean reward of each step."""
     options: dict[str, Any] = {"data_dir": data_dir, "port": 0, "notify": say}
     settings = {"MARLAAS_OPENENV_SERVERS": f"largest={url}", "MARLAAS_ENV_SESSIONS": "256"}
     async with LocalCluster(**options, environment=settings) as cluster, client_of(cluster) as client:
-        return await learn(client, environment={"name": "openenv", "args": {"server": "largest"}})
+        return await learn(client, environment={"name": "openenv", "args": {"server": "largest"}}, hyper=hyper)
 
 
 async def main() -> None:

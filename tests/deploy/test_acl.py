@@ -234,7 +234,7 @@ async def test_a_job_succeeds_with_each_service_under_its_own_user(server: Redis
         "MARLAAS_ARCHIVE_AFTER_S": "0",
     }
     async with running(tmp_path / "data", environment=variables, services=services) as (cluster, api):
-        jobs = [await api.submit(skill, max_steps=3, batch_size=4, evaluate=True) for skill in ("sort", "calc")]
+        jobs = [await api.submit(skill, max_steps=2, batch_size=4, evaluate=True) for skill in ("sort", "calc")]
         for name in ("rollout-0", "env-0"):
             await restart(cluster, name)
         for job in await api.until_done(*jobs):

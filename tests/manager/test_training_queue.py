@@ -109,7 +109,7 @@ def test_tenants_share_the_trainers_by_weight_whatever_their_batches_cost(
 ) -> None:
     sizes = {tenant: 100 * (1 + n) for n, tenant in enumerate(weights)}
     queue, got, since = TrainingQueue(discipline), Counter[str](), 0
-    for _ in range(3000):
+    for _ in range(1200):
         for tenant, size in sizes.items():
             for each in range(2):
                 queue.put(batch(f"{tenant}{each}", tenant, since := since + 1, size))

@@ -160,12 +160,12 @@ async def test_top_k_of_one_is_greedy_beside_rows_that_draw_from_all(running: Ru
 async def test_top_k_draws_from_the_best_tokens_as_often_as_they_are_likely(running: Running) -> None:
     async with running(ends=False) as engine:
         best = (await one(engine, request(temperature=1.5, max_tokens=1, num_top_logprobs=3))).top_logprobs[0]
-        asked = [request(sample=i, temperature=1.5, max_tokens=1, top_k=3) for i in range(600)]
+        asked = [request(sample=i, temperature=1.5, max_tokens=1, top_k=3) for i in range(300)]
         done = await asyncio.gather(*[one(engine, r) for r in asked])
     weights = np.exp([logprob for _, logprob in best])
     counts = [sum(g.tokens == [token] for g in done) for token, _ in best]
-    assert sum(counts) == 600
-    assert np.allclose(np.array(counts) / 600, weights / weights.sum(), atol=0.08)
+    assert sum(counts) == 300
+    assert np.allclose(np.array(counts) / 300, weights / weights.sum(), atol=0.1)
     if running.scales_prompts:  # log-probs are of the whole vocabulary
         assert all(np.isclose(dict(best)[g.tokens[0]], g.logprobs[0], atol=1e-4) for g in done)
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,14 @@ class Installed:
 def environment() -> dict[str, str]:
     """This process's variables, without those that lead Python to the repository, and without settings."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MARLAAS_"))}
+
+
+def lend(folder: Path) -> None:
+    """Lends an environment this one's packages, so that pip installs only what they are not, or not in a version that is wanted. What
+    imports torch wherever it is, such as the tinker SDK, is better off without."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (packages := folder / "lib" / version / "site-packages").mkdir(parents=True, exist_ok=True)
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))
 
 
 def build(into: Path, project: str = ".") -> Path:

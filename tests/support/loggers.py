@@ -4,7 +4,6 @@ import json
 import sqlite3
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -15,6 +14,7 @@ from typing import Any
 
 from manager_service.export.passes import ROOT, Passes
 from manager_service.records import LoggerName
+from tests.support.installed import lend
 from tests.support.standin_exporter import WRITER
 
 Held = list[tuple[int, dict[str, float]]]
@@ -59,10 +59,9 @@ def environment_with_loggers() -> Path:
     folder = ROOT / ".pytest_cache" / "loggers"
     python, done = folder / "bin" / "python", folder / "installed"
     if not done.exists() or done.read_text() != str(wanted):
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "-q", *wanted], check=True)
-        own = subprocess.run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], stdout=-1)
-        (Path(own.stdout.decode().strip()) / "ours.pth").write_text(sysconfig.get_path("purelib"))
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
+        lend(folder)
+        subprocess.run([sys.executable, "-m", "pip", "--python", str(folder), "install", "-q", *wanted], check=True)
         done.write_text(str(wanted))
     return python
 

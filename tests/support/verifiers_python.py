@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.verifiers_addition import make_python
+from tests.support.installed import lend
 
 Said = Callable[[list[dict[str, Any]]], str]
 """The answer of a model to a conversation."""
@@ -34,6 +35,7 @@ def python_with(package: str, version: str, *more: str) -> Path:
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
         try:
+            lend(folder)
             return make_python(folder, [f"{package}=={version}", *more])
         except (OSError, subprocess.SubprocessError) as error:
             raise RuntimeError(f"{package} {version} cannot be installed here: {error}") from error

@@ -1,4 +1,4 @@
-"""Whole clusters of real processes: learning, kills, and bit-exact isolation."""
+"""Whole clusters of real processes: learning, usage, kills, and pauses; `test_same_bits.py` has what deterministic mode promises."""
 
 import asyncio
 import random
@@ -19,11 +19,10 @@ from tests.support.processes import restart
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-SMALL: dict[str, Any] = {"batch_size": 4, "group_size": 4, "max_steps": 5}
 
-
-async def test_rewards_rise(tmp_path: Path) -> None:
-    async with running(tmp_path) as (_, api):
+async def test_rewards_rise_and_usage_adds_up_to_what_the_workers_spent(tmp_path: Path) -> None:
+    """Usage (I11): tokens exactly, busy seconds within what a float sum and the last second's report may miss."""
+    async with running(tmp_path) as (cluster, api):
         quick: dict[str, Any] = {"max_steps": 12, "batch_size": 8, "learning_rate_multiplier": 3}
         jobs = [await api.submit(skill, evaluate=True, eval_samples=4, **quick) for skill in ("sort", "calc")]
         for job in await api.until_done(*jobs):
@@ -39,13 +38,6 @@ async def test_rewards_rise(tmp_path: Path) -> None:
             ]
             whole = await api.get(f"{path}/0/1/0", evaluation=True)
             assert whole["sample"]["prompt"] == answers[1]["prompt"], "the same items for every version"
-
-
-async def test_usage_adds_up_to_what_the_workers_spent(tmp_path: Path) -> None:
-    """I11: tokens exactly, busy seconds within what a float sum and the last second's report may miss."""
-    async with running(tmp_path) as (cluster, api):
-        jobs = [await api.submit(skill, max_steps=4, batch_size=4) for skill in ("sort", "add")]
-        await api.until_done(*jobs)
         await asyncio.sleep(2.5)
         admin = Api(cluster.base_url, cluster.admin_key)
         spent = {w["service"]: w["counters"] for w in (await admin.get("/cluster/workers"))["data"]}
@@ -57,74 +49,26 @@ async def test_usage_adds_up_to_what_the_workers_spent(tmp_path: Path) -> None:
     assert sum(row["train_s"] for row in usage) == pytest.approx(spent["trainer"]["busy_s"], rel=0.01)
 
 
-@pytest.mark.exact
-async def test_a_job_is_the_same_bits_alone_and_among_others_whatever_is_killed(tmp_path: Path) -> None:
-    """I8: one rollout worker or three, one trainer or two, eight other jobs or none, and workers killed on the way."""
-    watched = ("sort", "calc")
-    deterministic = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
-    async with running(tmp_path / "alone", environment=deterministic) as (cluster, api):
-        alone = {skill: await run_alone(cluster, api, skill) for skill in watched}
-    shape = {"rollout": 3, "env": 2, "trainer": 2}
-    async with running(tmp_path / "among", environment=deterministic, **shape) as (cluster, api):
-        others = [await api.submit(skill, seed=100 + n, **others_shape(n)) for n, skill in enumerate(OTHERS)]
-        jobs = {skill: await api.submit(skill, **SMALL) for skill in watched}
-        killing = asyncio.create_task(kill_some(cluster, ["rollout-0", "env-1", "trainer-0", "rollout-2"], every_s=2.0))
-        done = await api.until_done(*jobs.values(), *others)
-        await killing
-        assert {job["status"] for job in done} == {"succeeded"}
-        among = {skill: await adapter_hashes(cluster, "default", job, 5) for skill, job in jobs.items()}
-    assert among == alone
-
-
-OTHERS = ("add", "sort", "reverse", "max", "count", "calc", "sort", "add")
-
-
-def others_shape(number: int) -> dict[str, Any]:
-    """Jobs that differ from the watched ones in everything that a neighbour may differ in."""
-    return {
-        "batch_size": 2 + number % 3,
-        "group_size": 4 + 2 * (number % 3),
-        "max_steps": 4,
-        "lora_rank": (4, 8, 16)[number % 3],
-        "learning_rate_multiplier": 1 + number % 2,
-        "loss": ("grpo", "dapo", "rloo", "cispo")[number % 4],
-        "max_tokens": 24 + 8 * (number % 3),
-    }
-
-
-async def run_alone(cluster: LocalCluster, api: Api, skill: str) -> dict[str, str]:
-    job = await api.submit(skill, **SMALL)
-    (done,) = await api.until_done(job)
-    assert done["status"] == "succeeded", done["error"]
-    return await adapter_hashes(cluster, "default", job, 5)
-
-
-async def kill_some(cluster: LocalCluster, names: list[str], *, every_s: float) -> None:
-    for name in names:
-        await asyncio.sleep(every_s)
-        cluster.kill(name, signal.SIGKILL)
-
-
-async def test_twenty_kills_of_everything_lose_nothing(tmp_path: Path) -> None:
+async def test_ten_kills_of_everything_lose_nothing(tmp_path: Path) -> None:
     rng = random.Random(11)
     shape: dict[str, Any] = {"rollout": 2, "env": 1, "trainer": 2}
     environment = {"MARLAAS_LEASE_S": "2"}
     async with running(tmp_path, environment=environment, **shape) as (cluster, api):
-        jobs = [await api.submit(skill, max_steps=24, batch_size=8) for skill in ("sort", "calc", "add")]
+        jobs = [await api.submit(skill, max_steps=12, batch_size=8) for skill in ("sort", "calc", "add")]
         kinds = ["rollout-0", "rollout-1", "env-0", "trainer-0", "trainer-1", "manager", "redis"]
-        victims = (kinds * 3)[:20]
+        victims = (kinds * 2)[:10]
         rng.shuffle(victims)
         for victim in victims:
-            await asyncio.sleep(rng.uniform(0.3, 2.5))
+            await asyncio.sleep(rng.uniform(0.3, 2.0))
             cluster.kill(victim, signal.SIGKILL)
         done = await api.until_done(*jobs)
         assert [job["status"] for job in done] == ["succeeded"] * 3, [job["error"] for job in done]
-        assert sum(cluster.num_exits.values()) >= 15
+        assert sum(cluster.num_exits.values()) >= 7
         admin = Api(cluster.base_url, cluster.admin_key)
         assert (await admin.get("/cluster/dead"))["data"] == []
         await admin.close()
         for job in jobs:
-            await check_whole(cluster, api, job, steps=24, trajectories=24 * 8 * 8)
+            await check_whole(cluster, api, job, steps=12, trajectories=12 * 8 * 8)
 
 
 async def check_whole(cluster: LocalCluster, api: Api, job: str, *, steps: int, trajectories: int) -> None:
@@ -197,7 +141,7 @@ async def tokens_kept(bus: Bus, stream: str) -> int:
 
 async def test_pause_frees_the_workers_and_resume_goes_on_where_it_was(tmp_path: Path) -> None:
     async with running(tmp_path) as (cluster, api):
-        job = await api.submit("calc", max_steps=12, batch_size=8)
+        job = await api.submit("calc", max_steps=6, batch_size=8)
         while not await api.steps(job):
             await asyncio.sleep(0.05)
         assert (await api.post(f"/fine_tuning/jobs/{job}/pause"))["status"] == "paused"
@@ -209,5 +153,5 @@ async def test_pause_frees_the_workers_and_resume_goes_on_where_it_was(tmp_path:
         assert (await api.post(f"/fine_tuning/jobs/{job}/resume"))["status"] == "running"
         (done,) = await api.until_done(job)
         assert done["status"] == "succeeded"
-        assert before == list(range(1, len(before) + 1)) and await api.steps(job) == list(range(1, 13))
-        assert (await api.ledger(job))["trained"] == 12 * 64
+        assert before == list(range(1, len(before) + 1)) and await api.steps(job) == list(range(1, 7))
+        assert (await api.ledger(job))["trained"] == 6 * 64

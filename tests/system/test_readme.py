@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.live import running
+from tests.support.forked import running
 
 ROOT = Path(__file__).resolve().parents[2]
 

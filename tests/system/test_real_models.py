@@ -46,7 +46,10 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "q"
 
 
-async def test_from_a_folder_to_a_trained_model_in_two_commands(base: Path) -> None:
+async def test_from_a_folder_to_a_trained_model_in_two_commands_and_in_pieces_on_a_cluster_that_stays(
+    base: Path,
+) -> None:
+    # In two commands
     here = {"/tmp/q": str(base)}
     await follow("python -m harness.bases /tmp/q --small", base.parent, **here)
     assert "marlaas up" in await follow("marlaas plan /tmp/q", base.parent, **here)
@@ -56,12 +59,8 @@ async def test_from_a_folder_to_a_trained_model_in_two_commands(base: Path) -> N
     assert up == f"MARLAAS_BASE_MODELS=q={base} marlaas up", "what it was started with"
     async with running(base.parent / ".marlaas", environment={"MARLAAS_BASE_MODELS": f"q={base}"}):
         await printed_by([*chat.split(), "hello", "--max-tokens", "2"], base.parent)
-
-
-async def test_the_same_in_pieces_on_a_cluster_that_stays(base: Path) -> None:
-    assert "    MARLAAS_BASE_MODELS=q=Qwen/Qwen3-0.6B marlaas up\n" in GUIDE
-    await follow("python -m harness.bases /tmp/q --small", base.parent, **{"/tmp/q": str(base)})
-    async with running(base.parent / ".marlaas", environment={"MARLAAS_BASE_MODELS": f"q={base}"}):
+        # In pieces
+        assert "    MARLAAS_BASE_MODELS=q=Qwen/Qwen3-0.6B marlaas up\n" in GUIDE
         models = await follow("marlaas models", base.parent)
         assert "2,048" in models and "bfloat16" in models
         await follow("python -m examples.gsm8k --file train.jsonl --prepare items.jsonl", base.parent)

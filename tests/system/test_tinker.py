@@ -10,7 +10,6 @@ import pytest
 from openai import AsyncOpenAI
 
 from common.objects import Objects
-from harness.live import Api, adapter_hashes
 from manager_service.local.supervisor import LocalCluster
 from manager_service.runs.records import run_of
 from tests.common.test_worker import until
@@ -23,16 +22,13 @@ LOOP = Path(__file__).resolve().parents[2] / "examples" / "tinker_loop.py"
 TENANT = "default"
 LONG_S = 1200
 """For two clusters and processes that start again, on a slow machine."""
-NUM_KILLS, SEED = 6, 9
-"""The manager, each trainer, the rollout worker, a trainer again, Redis."""
-DETERMINISTIC = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
+NUM_KILLS, SEED = 5, 52
+"""A trainer, Redis, the manager, the other trainer, the rollout worker."""
 
 HEAD = """
 import json, tinker
 from tinker import types
 service = tinker.ServiceClient()
-def prompt(question):
-    return [259, *question.encode(), 256, 260]
 def datum(n):
     tokens = [(7 * n + i) % 200 for i in range(12)]
     inputs = {"target_tokens": tokens[1:] + [0], "weights": [1.0] * 12}
@@ -86,57 +82,6 @@ async def test_kills_between_operations_change_no_bit(tmp_path: Path) -> None:
 async def test_kills_between_operations_lose_and_double_nothing(tmp_path: Path) -> None:
     verdict = await disturbed("default", NUM_KILLS, SEED, tmp_path)
     assert verdict.faults == []
-
-
-@pytest.mark.exact
-async def test_a_job_beside_a_run_and_a_chat_has_the_bytes_that_it_has_alone(tmp_path: Path) -> None:
-    small: dict[str, Any] = {"batch_size": 4, "group_size": 4, "max_steps": 5}
-    async with running(tmp_path / "alone", environment=DETERMINISTIC) as (cluster, api):
-        (job,) = await api.until_done(await api.submit("sort", **small))
-        alone = await adapter_hashes(cluster, TENANT, job["id"], 5)
-    async with running(tmp_path / "beside", environment=DETERMINISTIC) as (cluster, api):
-        admin = Api(cluster.base_url, cluster.admin_key)
-        tenants = [await admin.tenant(name) for name in ("run", "chat")]
-        others = [
-            asyncio.create_task(run_sdk(ENDLESS, url=cluster.base_url, key=tenants[0].key)),
-            asyncio.create_task(keep_chatting(cluster, tenants[1].key)),
-        ]
-        try:
-            await until_used(*tenants)
-            (job,) = await api.until_done(await api.submit("sort", **small))
-            assert not any(task.done() for task in others)
-        finally:
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            await asyncio.gather(*(each.close() for each in (admin, *tenants)))
-        assert await adapter_hashes(cluster, TENANT, job["id"], 5) == alone
-
-
-ENDLESS = (
-    HEAD
-    + """
-client = service.create_lora_training_client("tiny", rank=8, seed=3).result()
-while True:
-    sampler = client.save_weights_and_get_sampling_client().result()
-    sampler.sample(types.ModelInput.from_ints(prompt("add 37+58")), 8, types.SamplingParams(max_tokens=32, stop=[])).result()
-    client.forward_backward([datum(part) for part in range(4)], "cross_entropy")
-    client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-"""
-)
-
-
-async def keep_chatting(cluster: LocalCluster, key: str) -> None:
-    asked: Any = [{"role": "user", "content": "reverse cabin"}]
-    async with AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=key) as client:
-        while True:
-            await client.chat.completions.create(model="tiny", messages=asked, max_tokens=16, n=4)
-
-
-async def until_used(*tenants: Api) -> None:
-    """Waits until each of them has sampled something."""
-    while not all([(await tenant.get("/usage"))["total"]["sampled_tokens"] for tenant in tenants]):
-        await asyncio.sleep(0.2)
 
 
 async def test_a_runs_version_is_chatted_with_and_gone_on_from(tmp_path: Path) -> None:

@@ -23,15 +23,23 @@ from tests.support.verifiers_python import model_by_script, plain, run, verifier
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NUM_TASKS = 6
-GYM = "reasoning-gym==0.1.25"
+NUM_EVALUATED = 16
+HYPER = addition.HYPER | {"target_reward": 0.8}
 
-CHAIN_SUM = """
+TAGGED = """
 import verifiers as vf
-from verifiers.envs.integrations.reasoninggym_env import ReasoningGymEnv
+from datasets import Dataset
 def load_environment():
-    return ReasoningGymEnv("chain_sum", num_train_examples=20, num_eval_examples=5)
+    parser = vf.XMLParser(["answer"], answer_field="answer")
+    def right(completion, answer, **kwargs):
+        return float(parser.parse_answer(completion) == answer)
+    terms = [(n, 7 * n % 5, 3 * n % 4) for n in range(20)]
+    rows = [{"question": f"State the result: {a} + {b} - {c}", "answer": str(a + b - c)} for a, b, c in terms]
+    rubric = vf.Rubric(funcs=[right, parser.get_format_reward_func()], weights=[1.0, 0.2], parser=parser)
+    system = "Answer in this form: <answer>number</answer>"
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), system_prompt=system, parser=parser, rubric=rubric)
 """
-"""Public environments: those of reasoning-gym, as verifiers brings them."""
+"""An environment with a system prompt, a parser and a reward for the form."""
 
 FAULTY = """
 import verifiers as vf
@@ -104,14 +112,13 @@ async def same_as_its_own(environment: Verifiers, own: list[Any]) -> list[float]
     return rewards
 
 
-@pytest.mark.parametrize("version", ["0.3.1", "0.1.9"])
-@pytest.mark.parametrize("name", ["addition", "chain_sum"])
+@pytest.mark.parametrize(("version", "name"), [("0.3.1", "addition"), ("0.1.9", "tagged")])
 async def test_a_package_of_load_environment_is_played_as_it_plays_itself(
     tmp_path: Path, version: str, name: str
 ) -> None:
-    (tmp_path / "chain_sum.py").write_text(CHAIN_SUM)
+    (tmp_path / "tagged.py").write_text(TAGGED)
     packages = addition.PACKAGES / "addition_v0" if name == "addition" else tmp_path
-    interpreter = with_packages(tmp_path, verifiers_python(version, GYM), packages)
+    interpreter = with_packages(tmp_path, verifiers_python(version), packages)
 
     class Package(Verifiers):
         python = str(interpreter)
@@ -128,7 +135,7 @@ async def test_a_reward_that_raises_is_no_reward_of_0(tmp_path: Path, version: s
     (tmp_path / "faulty.py").write_text(FAULTY)
 
     class Package(Verifiers):
-        python = str(with_packages(tmp_path, verifiers_python(version, GYM), tmp_path))
+        python = str(with_packages(tmp_path, verifiers_python(version), tmp_path))
         environment = "faulty"
 
     environment = Package()
@@ -168,14 +175,14 @@ def _own(trace: Any) -> tuple[Any, Any, float, dict[str, float]]:
 
 async def own_evaluation(python: Path, interpreter: Path, model: str, cluster: LocalCluster, folder: Path) -> float:
     """The mean reward of verifiers' own command line, whose TrainClient samples tokens from this service."""
-    words = f"""{python}/bin/vf-eval addition -n 100 -m {model} --no-push --no-rich -o evaluated
+    words = f"""{python}/bin/vf-eval addition -n {NUM_EVALUATED} -m {model} --no-push --no-rich -o evaluated
         --env.agent.runtime.type subprocess --sampling.temperature 0 --sampling.max-tokens 8
         --client.type train --client.renderer-model-name {TINY} --client.api-key-var MODEL_KEY
         --client.base-url {cluster.base_url}/v1"""
     await run(interpreter, *words.split(), cwd=folder, key=cluster.api_key)
     (traces,) = folder.glob("evaluated/*/traces.jsonl")
     episodes = [json.loads(line) for line in traces.read_text().splitlines()]
-    assert len(episodes) == 100 and all(episode["ok"] for episode in episodes)
+    assert len(episodes) == NUM_EVALUATED and all(episode["ok"] for episode in episodes)
     nodes = [node for episode in episodes for node in episode["traces"][0]["nodes"] if node["sampled"]]
     assert all(node["token_ids"][-1] == 256 and len(node["logprobs"]) == sum(node["mask"]) for node in nodes)
     return fmean(episode["traces"][0]["rewards"]["right"]["score"] for episode in episodes)
@@ -184,19 +191,19 @@ async def own_evaluation(python: Path, interpreter: Path, model: str, cluster: L
 @pytest.mark.parametrize("old", [False, True], ids=["v1", "load_environment"])
 async def test_a_package_that_knows_verifiers_alone_is_learned_from(tmp_path: Path, old: bool) -> None:
     name, version = ("addition_v0", "0.3.1") if old else ("addition_v1", "0.4.0")
-    python = verifiers_python(version, GYM if old else "uv")
+    python = verifiers_python(version) if old else verifiers_python(version, "uv")
     interpreter = with_packages(tmp_path, python, addition.PACKAGES / name)
     environment = addition.opened(tmp_path / "installed", interpreter, old=old)
     async with running(tmp_path / "data", environment=environment) as (cluster, api), client_of(cluster) as client:
-        rewards = await learn(client, environment=addition.ENVIRONMENT, hyper=addition.HYPER)
+        rewards = await learn(client, environment=addition.ENVIRONMENT, hyper=HYPER)
         (job,) = (await api.get("/fine_tuning/jobs"))["data"]
         ledger = await api.ledger(job["id"])
         path = f"/fine_tuning/jobs/{job['id']}/samples"
         lines = (await api.http.get(path, params={"format": "jsonl"})).text.splitlines()
         if not old:
             model = f"{job['fine_tuned_model']}@{job['version']}"
-            assert await own_evaluation(python, interpreter, model, cluster, tmp_path) >= 0.9
-    assert rewards[0] < 0.6 and job["stopped_early"] == "target_reward", rewards
+            assert await own_evaluation(python, interpreter, model, cluster, tmp_path) >= 0.8
+    assert rewards[0] < 0.75 and job["stopped_early"] == "target_reward", rewards
     assert is_balanced(ledger) and ledger["trained"] + ledger["failed"] == ledger["issued"]
     assert ledger["failed"] <= (20 if old else 0), "verifiers 0.3 calls an empty answer an error"
     samples = [sample for line in lines if (sample := json.loads(line))["turns"] and not sample["failure"]]

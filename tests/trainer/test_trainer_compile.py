@@ -25,7 +25,8 @@ def test_deterministic_mode_does_without() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
-def test_compiled_parts_train_alike_and_keep_less() -> None:
+def test_compiled_parts_train_alike_and_keep_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # other processes would import torch anew
     decoder = load_tiny()
     compile_parts(decoder)
     plain, compiled = Trainer(DecoderBackbone(load_tiny())), Trainer(DecoderBackbone(decoder))
@@ -44,6 +45,7 @@ def test_without_a_compiler_the_worker_says_what_to_do(tmp_path: Path) -> None:
     environment = os.environ | {
         "CXX": str(tmp_path / "none"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "MARLAAS_TRAINER_COMPILE": "true",
     }
     code = (

@@ -250,7 +250,7 @@ async def mine(client: TinkerClient, session: str, run: str, sampler: str) -> li
     return [answer.json() for answer in seen]
 
 
-NUM_TENANTS, NUM_OPEN, AT_ONCE = 8, 128, 8
+NUM_TENANTS, NUM_OPEN, AT_ONCE = 4, 128, 8
 """Requests that each tenant has open, and of which it waits for so many at a time."""
 
 
