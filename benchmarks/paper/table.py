@@ -1,7 +1,7 @@
 """The figures as tables, and the goals."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks._report import Goal, number
@@ -129,6 +129,11 @@ def notes(found: Found, predicted: Mapping[Key, PolicyRun]) -> list[str]:
     both = near(found, predicted)
     if both:
         result.append(f"simulator: {sum(both)} of {len(both)} makespans within {100 * ERROR:g} % of the measured")
+    result += [
+        f"{named(run)}: first answers after {number(statistics.median(answers))} s (median), {number(answers[-1])} s (longest)"
+        for run in judged(found)
+        if (answers := run.until_answers_s)
+    ]
     if not judged(found):
         result.append(f"the goals are for N = {GOAL_JOBS} under marlaas, which was not run: `make bench-paper` runs it")
     return result
@@ -161,9 +166,12 @@ def own_goals(found: Found, run: Measured) -> list[Goal]:
         Goal(f"{what}: makespan over the bottleneck's work", run.makespan_s / bottleneck.busy_s, 1.15, more_is_better=False),
         Goal(f"{what}: Jain's index", run.jain, 0.95),
     ]  # fmt: skip
-    if run.workload == "single":
-        result += first(f"{what}: from submission to a job's first token", run.until_tokens_s)
-        result += first(f"{what}: from submission to a job's first answer", run.until_answers_s)
+    if run.workload == "single" and (tokens := run.until_tokens_s):
+        since = f"{what}: from submission to a job's first token"
+        result += [
+            Goal(f"{since}, median", statistics.median(tokens), 0.4, " s", more_is_better=False),
+            Goal(f"{since}, longest", tokens[-1], 0.8, " s", more_is_better=False),
+        ]
     alone = found.alone(run)
     if alone is not None:
         slow = run.slowdowns(alone)
@@ -173,16 +181,6 @@ def own_goals(found: Found, run: Measured) -> list[Goal]:
             Goal(f"{what}: worst slowdown over the mean", max(slow) * len(slow) / sum(slow), 1.5, more_is_better=False),
         ]
     return result
-
-
-def first(since: str, seconds: Sequence[float]) -> list[Goal]:
-    """Goals for times of all jobs, ascending; none where none was measured."""
-    if not seconds:
-        return []
-    return [
-        Goal(f"{since}, median", statistics.median(seconds), 0.4, " s", more_is_better=False),
-        Goal(f"{since}, longest", seconds[-1], 0.8, " s", more_is_better=False),
-    ]
 
 
 def against_sequential(run: Measured, other: Measured | None) -> list[Goal]:

@@ -69,11 +69,12 @@ def test_figures_follow_from_the_jobs_times() -> None:
 
 
 def test_the_goals_of_single_have_the_median_and_the_longest_time_to_a_first_token() -> None:
-    jobs = [msgspec.structs.replace(job(0.1, 1.0), token_s=at) for at in (0.9, 0.2, 0.3)]
+    jobs = [msgspec.structs.replace(job(0.1, 1.0), token_s=at, answer_s=at + 1) for at in (0.9, 0.2, 0.3)]
     assert run_of(jobs).until_tokens_s == [0.2, 0.3, 0.9]
     found = table.Found([run_of(10 * jobs + jobs[:2])])
     goals = {goal.what.partition("job's ")[2]: goal.measured for goal in table.goals(found, {})}
     assert (goals["first token, median"], goals["first token, longest"]) == (0.3, 0.9)
+    assert table.notes(found, {})[-1] == "single marlaas 32: first answers after 1.3 s (median), 1.9 s (longest)"
     assert run_of([job(0.1, 1.0)]).until_tokens_s == [], "not measured"
 
 
