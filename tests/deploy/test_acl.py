@@ -229,7 +229,7 @@ async def test_a_job_succeeds_with_each_service_under_its_own_user(server: Redis
         ]
 
     variables = {
-        "MARLAAS_REDIS_URL": f"redis://health:health-password@127.0.0.1:{server.port}/0",
+        "MARLAAS_REDIS_URL": f"redis://manager:manager-password@127.0.0.1:{server.port}/0",
         "MARLAAS_LEASE_S": "2",
         "MARLAAS_ARCHIVE_AFTER_S": "0",
     }
