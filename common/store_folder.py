@@ -20,7 +20,7 @@ class StoreFolder:
         self.path = path
         self._opened: tuple[int, int] | None = None
         self.opened_identity = ""
-        """What it was when the folder was opened; empty: it had none."""
+        """The identity that the folder had when it was opened; empty: none."""
 
     @classmethod
     def of(cls, url: str) -> "StoreFolder | None":
@@ -43,14 +43,14 @@ class StoreFolder:
         self._opened = place
 
     def identity(self) -> str:
-        """What its file says; empty: there is none. Raises OSError."""
+        """Reads its file; empty: there is none. Raises OSError."""
         try:
             return (self.path / IDENTITY).read_text().strip()
         except (FileNotFoundError, NotADirectoryError):
             return ""
 
     def identified(self) -> str:
-        """Its identity, which is made, with the folder, if there is none; the same for all who ask at once. Raises OSError."""
+        """Reads its identity, which is made, with the folder, if there is none; the same for all who ask at once. Raises OSError."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.identity():
             self._make_identity()

@@ -132,7 +132,7 @@ class Sandbox:
         timeout_s: float,
     ) -> Outcome:
         """Executes `source`, then `call(*arguments)` if it is named. Never raises for what the code does. Raises Unavailable if the
-        disk has no room for a call's files, which others may have filled.
+        disk has no room for a call's files, which others may have filled, or if others kill the call twice.
 
         The time limit begins when a place is free. Nothing of the call lives on afterwards. One that was killed, as where the machine's
         memory runs out, is made once more in the time that is left. `parsed`: a field that the first argument gets within the process,
@@ -152,6 +152,8 @@ class Sandbox:
         seconds = time.monotonic() - started
         work.charge(seconds)
         work.beat()
+        if outcome.killed:
+            raise Unavailable("sandboxed calls are killed from outside, as where the memory of the env worker's machine runs out")
         return replace(outcome, seconds=seconds)
 
     async def close(self) -> None:
