@@ -153,7 +153,9 @@ class Sandbox:
         work.charge(seconds)
         work.beat()
         if outcome.killed:
-            raise Unavailable("sandboxed calls are killed from outside, as where the memory of the env worker's machine runs out")
+            raise Unavailable(
+                "sandboxed calls are killed from outside, as where the memory of the env worker's machine runs out"
+            )
         return replace(outcome, seconds=seconds)
 
     async def close(self) -> None:

@@ -33,6 +33,7 @@ from common.messages import (
 )
 from common.streams import GROUP_ROLLOUT
 from common.tasks import cancel_all, running
+from common.threads import SharedThreads
 from manager_service.api.places import MAX_WAITING, SharedPlaces
 from manager_service.api.sampling.cell_share import BULK, CHAT, CellShare
 from manager_service.api.sampling.choices import (
@@ -131,6 +132,7 @@ class Inference:
         self._places = {kind: self._shared(name, kind, slots) for kind, name in names.items()}
         self._grades = self._places["env"]
         self._replies = Replies(bus, api_id)
+        self._threads = SharedThreads()
         self._silence_s = silence_s
         self._timeout_s = timeout_s
         self._cancels: asyncio.Queue[Cancel] = asyncio.Queue()
@@ -162,7 +164,8 @@ class Inference:
         InvalidInput when the workers refuse the request.
         """
         job = f"chat-{secrets.token_hex(12)}"
-        made = await asyncio.to_thread(choices_of, job, ask, self._replies.stream)
+        make = partial(choices_of, job, ask, self._replies.stream)
+        made = await self._threads.run(make, ask.tenant.id, ask.tenant.weight)
         choices = {(c.request.trajectory.group, c.request.trajectory.sample): c for c in made}
         with self._replies.of(job) as queue:
             asking = asyncio.create_task(self._ask_for(made, ask.tenant))
