@@ -9,6 +9,7 @@ scripts and transactions need nothing special, and a client for a cluster is one
 they connect, which primary has the slot. A shard that fails over or moves shows as a lost connection.
 """
 
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -184,6 +185,7 @@ def _text(value: Any) -> str:
 
 
 _LATER = ("OOM", "LOADING", "NOSCRIPT", "BUSY", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MISCONF")
+_FULL = ("OOM", "MISCONF")
 _LATER_CLASSES = (
     redis_errors.OutOfMemoryError,
     redis_errors.BusyLoadingError,
@@ -199,5 +201,17 @@ def passes(error: redis_errors.RedisError) -> bool:
     """True for an error that says `later`, not `never`. redis-py makes classes of some codes; a script's error quotes the code."""
     if not isinstance(error, redis_errors.ResponseError) or isinstance(error, _LATER_CLASSES):
         return True
+    return _says(error, _LATER)
+
+
+def is_full(error: redis_errors.RedisError) -> bool:
+    """True for the error of a Redis that has no memory left, or no room on its disk."""
+    if isinstance(error, redis_errors.OutOfMemoryError):
+        return True
+    return _says(error, _FULL)
+
+
+def _says(error: redis_errors.RedisError, codes: Iterable[str]) -> bool:
+    """Is it about one of these codes?"""
     text = str(error)
-    return any(text.startswith(f"{code} ") or f" -{code} " in text for code in _LATER)
+    return any(text.startswith(f"{code} ") or f" -{code} " in text for code in codes)

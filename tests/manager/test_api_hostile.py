@@ -524,6 +524,41 @@ async def answer_of(connection: socket.socket) -> bytes:
     return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 20)
 
 
+FILE_LIMIT = (256 << 20) + (64 << 10)
+
+
+@pytest.mark.parametrize(
+    ("path", "limit", "announced"),
+    [(CHAT, 4 << 20, True), (CHAT, 4 << 20, False), ("/v1/files", FILE_LIMIT, True)],
+    ids=["announced", "in chunks", "a file"],
+)
+async def test_a_client_that_sends_all_before_it_reads_hears_that_its_body_is_too_large(
+    path: str, limit: int, server: ApiServer, *, announced: bool
+) -> None:
+    kind = "multipart/form-data; boundary=b" if path == "/v1/files" else "application/json"
+    length, chunk = limit + (32 << 20), b"x" * (1 << 20)
+    size = f"Content-Length: {length}" if announced else "Transfer-Encoding: chunked"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n{size}\r\nContent-Type: {kind}\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    with await half_open(server, head.encode()) as connection:
+        for sent in range(0, length, len(chunk)):
+            part = chunk[: length - sent]
+            await loop.sock_sendall(connection, part if announced else b"%x\r\n%s\r\n" % (len(part), part))
+        if not announced:
+            await loop.sock_sendall(connection, b"0\r\n\r\n")
+        answer = await answer_of(connection)
+    assert b" 413 " in answer and f"at most {limit} bytes".encode() in answer
+
+
+async def test_a_body_that_is_too_large_is_read_no_longer_than_it_comes(server: ApiServer) -> None:
+    for more in ("", "Expect: 100-continue\r\n"):
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n{more}Content-Length: 9000000\r\n\r\n"
+        started = time.monotonic()
+        with await half_open(server, head.encode()) as connection:
+            assert b" 413 " in await answer_of(connection)
+        assert more == "" or time.monotonic() - started < body_limit.DRAIN_PAUSE_S
+
+
 async def test_a_body_that_drips_is_refused(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_limit, "PAUSE_S", 0.5)
     with await uploading(server, server.key, b"x") as connection:
