@@ -22,7 +22,7 @@ from starlette.datastructures import UploadFile
 
 from common.messages import GradeRequest, GradeResult
 from common.tasks import cancel_all
-from manager_service.api import body_limit, connections
+from manager_service.api import body_limit, connections, context
 from manager_service.api.app import ROUTERS
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.values import MAX_VALUES
@@ -462,6 +462,19 @@ async def half_sent(server: ApiServer, key: str) -> socket.socket:
     """A request whose body does not come."""
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
     return await half_open(server, f"{head}Content-Type: application/json\r\nContent-Length: 999\r\n\r\n{{".encode())
+
+
+async def test_more_requests_at_once_than_connections_to_redis_fail_nobody(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "MAX_CONNECTIONS", 2)
+    async with running_api(redis_url, tmp_path / "data") as server:
+        other = await server.new_tenant("bluebird")
+        asked = [server.http.get("/v1/files", headers={"Authorization": f"Bearer sk-{i}"}) for i in range(100)]
+        asked += [server.http.get("/v1/files") for _ in range(100)]
+        answers = asyncio.gather(*asked)
+        assert not (await other.files.list()).data
+        assert [answer.status_code for answer in await answers] == [401] * 100 + [200] * 100
 
 
 async def test_a_tenants_open_requests_are_bounded(redis_url: str, tmp_path: Path) -> None:
