@@ -317,13 +317,14 @@ async def _give(process: asyncio.subprocess.Process, job: bytes) -> None:
 async def _read(
     stream: asyncio.StreamReader, into: bytearray, *, limit: int, process: asyncio.subprocess.Process
 ) -> None:
-    """Reads to the end. Has the call ended if it writes more than `limit` bytes; `into` is then longer than that."""
+    """Reads to the end. Has the call ended if it writes more than `limit` bytes; `into` is then longer than that. What follows is
+    forgotten: a process counts as ended only when its streams are empty."""
     while chunk := await stream.read(16384):
-        into += chunk
         work.beat()
+        if len(into) <= limit:
+            into += chunk
         if len(into) > limit:
             _tell_to_end(process)
-            return
 
 
 def _tell_to_end(process: asyncio.subprocess.Process) -> None:
