@@ -72,7 +72,8 @@ class KnownStore:
             )
         return (
             f"{there}, and the store of {cell.base_model} is {known[:SHOWN]}: put that one's folder there (is its disk mounted?), or set "
-            f"MARLAAS_REDIS_URL to the Redis that belongs to this folder; if the store is lost for good, delete Redis' key {cell.store}"
+            f"MARLAAS_REDIS_URL to the Redis that belongs to this folder; if that store is lost for good, begin anew: write {known} into "
+            f"{path / IDENTITY}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -50,7 +51,7 @@ async def test_a_cell_knows_the_store_that_its_first_service_finds(tmp_path: Pat
     assert len(identity) == 32 and await bus.client.get(bus.cell.store) == identity.encode()
     await recognise(tmp_path / "a" / "store", bus)
     async with waiting(tmp_path / "b", bus) as reason:
-        assert f"no folder {tmp_path / 'b'}" in reason and bus.cell.store in reason
+        assert f"no folder {tmp_path / 'b'}" in reason and f"write {identity} into" in reason
         assert not (tmp_path / "b").exists(), "whoever puts the store there needs the place"
         shutil.copytree(tmp_path / "a" / "store", tmp_path / "b")
 
@@ -80,6 +81,16 @@ async def test_a_folder_in_its_place_is_left_as_it_is(tmp_path: Path, bus: Bus, 
         assert [file.name for file in folder.iterdir()] == ([] if empty else ["file"])
         shutil.rmtree(folder)
         away.rename(folder)
+
+
+async def test_a_store_that_is_lost_for_good_begins_anew_under_its_name(tmp_path: Path, bus: Bus) -> None:
+    folder = tmp_path / "store"
+    await recognise(folder, bus)
+    shutil.rmtree(folder)
+    async with waiting(folder, bus) as reason:
+        name, file = re.findall(r"write (\w+) into (\S+)", reason)[0]
+        folder.mkdir()
+        Path(file).write_text(name)
 
 
 async def test_a_redis_that_lost_all_takes_the_store_that_is_there(tmp_path: Path, bus: Bus) -> None:
