@@ -36,6 +36,8 @@ It imports no service and no torch.
     telemetry.py          tells once a second what a worker does
     tasks.py              ends tasks for certain, beats while one runs
     objects.py            reads and writes object storage
+    store_folder.py       tells a local store's folder from another in its place
+    known_store.py        waits for the store that a cell knows
     advantages.py         compares an answer with the others of its group: a row a loss
     adapters.py           keeps versions of adapters in object storage
     own_folder.py         keeps temporary files that vanish with their process, or with the next one

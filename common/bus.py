@@ -16,6 +16,7 @@ An entry is one field, `payload`: the msgpack of the message. One above `CLAIM_C
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -41,6 +42,7 @@ from common.streams import Cell
 from common.wire import AnyMessage, decode, encode
 
 MAX_BACKOFF_S = 2.0
+MADE_AGAIN = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError, OSError)
 DEADLINE_S = 10.0
 """Seconds in which Redis must answer a call that does not wait for anything."""
 NO_GROUP_S = 0.05
@@ -56,6 +58,9 @@ class Bus:
     def __init__(self, client: "aioredis.Redis", cell: Cell, objects: Objects | None = None) -> None:
         self.client = client
         self.cell = cell
+        self.trouble: tuple[float, Exception] | None = (
+            None  # the last error after which a call was made again, and when
+        )
         self._payloads = Payloads(objects)
         self._histories = Histories(client, cell)
         self._keep_s: dict[str, int] = {}  # streams that last only as long as this process
@@ -410,16 +415,13 @@ class Bus:
                     return await call()
             except redis_errors.AuthenticationError as error:
                 raise InvalidInput(f"Redis refuses the credentials of MARLAAS_REDIS_URL: {error}") from error
-            except redis_errors.ResponseError as error:
-                if not passes(error):
+            except MADE_AGAIN as error:
+                if isinstance(error, redis_errors.ResponseError) and not passes(error):
                     raise
-                reason = str(error)
-            except TimeoutError:
-                await self._close_idle()
-                reason = f"no answer within {DEADLINE_S:g} s"
-            except (redis_errors.ConnectionError, redis_errors.TimeoutError, OSError) as error:
-                reason = str(error)
-            log.debug("redis_away", reason=reason)
+                if isinstance(error, TimeoutError):
+                    await self._close_idle()
+                self.trouble = (time.monotonic(), error)
+                log.debug("redis_away", reason=repr(error))
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(delay * 2, MAX_BACKOFF_S)
 
@@ -430,10 +432,7 @@ class Bus:
 
 
 def connect(redis_url: str, cell: Cell) -> "aioredis.Redis":
-    """A client for a cell's keys that leaves retries to us and answers in bytes.
-
-    No socket timeout: with one, redis-py sends through asyncio.wait_for, which on Python 3.11 swallows cancellation.
-    """
+    """A client for a cell's keys that leaves retries to us and answers in bytes. See docs/decisions/no_socket_timeout.md."""
     return make_client(redis_url, cell.key(""), socket_connect_timeout=5, socket_timeout=None)
 
 

@@ -5,14 +5,10 @@ S3's credentials, region and endpoint come from the environment in the usual way
 """
 
 import asyncio
-import os
-import re
-import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import unquote, urlparse
+from urllib.parse import urlparse
 from uuid import uuid4
 
 import obstore
@@ -22,6 +18,7 @@ from obstore.store import LocalStore, S3Store, from_url
 from obstore.store import ObjectStore as Backend
 
 from common.errors import AlreadyExists, InvalidInput, NotFound, StoreUnavailable, Unavailable
+from common.store_folder import StoreFolder
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -42,16 +39,12 @@ S3: Any = {
 }
 """Retries within one call end before a lease does. The caller waits for what lasts longer, and can renew meanwhile."""
 MAX_DELAY_S = 2.0
-SMALL_BYTES = 64 << 10
-"""Objects of a local store up to this size are read at once: the way to a thread and back takes longer."""
-PLAIN_PATH = re.compile(r"(?:[\w@-][\w.@-]*/)*[\w@-][\w.@-]*", re.ASCII)
-"""A path that names the same file in a local store's folder."""
 
 
 class Objects:
     """Immutable objects by path. All calls are coroutines; all raise StoreUnavailable when the storage is away or full."""
 
-    def __init__(self, backend: Backend, folder: "Folder | None" = None) -> None:
+    def __init__(self, backend: Backend, folder: StoreFolder | None = None) -> None:
         """`folder`: that of a local store."""
         self._backend = backend
         self._folder = folder
@@ -59,13 +52,11 @@ class Objects:
     @classmethod
     def open(cls, url: str) -> "Objects":
         """`file:///folder` (made, for this user alone, if it is not there), `s3://bucket/prefix` or `memory:///`. Raises InvalidInput."""
-        parts = urlparse(url)
-        if parts.scheme == "file":
-            folder = Path(unquote(parts.path))
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return cls(LocalStore(folder, automatic_cleanup=True), Folder(folder))
+        if folder := StoreFolder.of(url):
+            folder.open()
+            return cls(LocalStore(folder.path, automatic_cleanup=True), folder)
         try:
-            return cls(S3Store.from_url(url, **S3) if parts.scheme == "s3" else from_url(url))
+            return cls(S3Store.from_url(url, **S3) if urlparse(url).scheme == "s3" else from_url(url))
         except (BaseError, ValueError) as error:
             raise InvalidInput(f"store URL {url!r}: {error}. Use file:///folder or s3://bucket/prefix") from error
 
@@ -164,6 +155,14 @@ class Objects:
         if self._folder is not None:
             await asyncio.to_thread(self._folder.check)
 
+    async def identity(self) -> str:
+        """Says which local store it is, while the folder is there; empty: it has no identity."""
+        try:
+            await self._present()
+        except StoreUnavailable:
+            return ""
+        return self._folder.opened_identity if self._folder else ""
+
     async def probe(self) -> None:
         """Writes, reads and deletes a small object below `probe/`, as every service does at its start.
 
@@ -187,44 +186,6 @@ class Objects:
             if advice := _advice(error):
                 raise InvalidInput(f"object storage: {advice} ({_first_line(error.__cause__ or error)})") from error
             raise
-
-
-class Folder:
-    """A local store's folder as it was when it was opened. It may be moved, or its disk unmounted, while services run: then all of its
-    objects seem to be missing, and a write would begin another store in its place."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._opened = self._identity()
-
-    def check(self) -> None:
-        """Raises StoreUnavailable unless the folder is the one that was opened."""
-        if self._identity() != self._opened:
-            raise StoreUnavailable(
-                f"object storage: {self._path} is no longer the folder that was opened; put it back, or start again"
-            )
-
-    def read_small(self, path: str) -> bytes | None:
-        """An object of at most SMALL_BYTES; None if there is no such, or something is in the way: the storage then says what."""
-        if not PLAIN_PATH.fullmatch(path):
-            return None
-        name = os.path.join(self._path, path)
-        try:
-            found = os.lstat(name)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > SMALL_BYTES:
-                return None
-            with open(name, "rb") as file:
-                return file.read()
-        except OSError:
-            return None
-
-    def _identity(self) -> tuple[int, int] | None:
-        """Device and inode; None: there is no folder."""
-        try:
-            stat = self._path.stat()
-        except FileNotFoundError:
-            return None
-        return stat.st_dev, stat.st_ino
 
 
 async def patiently(

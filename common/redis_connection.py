@@ -9,6 +9,8 @@ scripts and transactions need nothing special, and a client for a cluster is one
 they connect, which primary has the slot. A shard that fails over or moves shows as a lost connection.
 """
 
+import asyncio
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,13 +20,15 @@ from redis import exceptions as redis_errors
 from redis.asyncio import Connection, SSLConnection
 from redis.asyncio.connection import parse_url
 from redis.crc import key_slot
-from redis.exceptions import AskError, ReadOnlyError
+from redis.exceptions import AskError, MaxConnectionsError, ReadOnlyError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 CLUSTER = "+cluster"
 DEFAULT_PORT = 6379
 MAX_CONNECTIONS = 1000
 """Connections of one client. Each call that waits has one; a burst of requests exceeds the library's own limit of 100."""
+WAIT_S = 4.0
+"""The longest wait for a connection that another call has."""
 
 
 class FastConnection(Connection):
@@ -48,13 +52,19 @@ class FastConnection(Connection):
 
 
 class FastPool(aioredis.ConnectionPool):
-    """Hands out connections, and counts nothing.
+    """Hands out connections; calls beyond their number wait for one, in order.
 
-    redis-py's own waits for a lock and for metrics that nobody reads whenever it gives a connection or takes it back. A connection
-    has no answer left to read when it comes back: what interrupts a command closes it.
+    redis-py's own waits for a lock and for metrics that nobody reads whenever it gives a connection or takes it back, and refuses calls
+    beyond the number. A connection has no answer left to read when it comes back: what interrupts a command closes it.
     """
 
+    def __init__(self, *, max_connections: int, **options: Any) -> None:
+        super().__init__(max_connections=max_connections, **options)
+        self._places = asyncio.Semaphore(max_connections)
+
     async def get_connection(self, command_name: str | None = None, *keys: Any, **options: Any) -> Any:
+        """Raises MaxConnectionsError, which is a ConnectionError, if none is free for WAIT_S."""
+        await self._take_place()
         connection: Any = self.get_available_connection()
         opened = connection.is_open
         try:
@@ -68,9 +78,22 @@ class FastPool(aioredis.ConnectionPool):
 
     async def release(self, connection: Any) -> None:
         self._in_use_connections.remove(connection)
-        if connection.should_reconnect():
-            await connection.disconnect()
-        self._available_connections.append(connection)
+        try:
+            if connection.should_reconnect():
+                await connection.disconnect()
+            self._available_connections.append(connection)
+        finally:
+            self._places.release()
+
+    async def _take_place(self) -> None:
+        if not self._places.locked():
+            await self._places.acquire()
+            return
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._places.acquire()
+        except TimeoutError as error:
+            raise MaxConnectionsError(f"no connection to Redis was free for {WAIT_S:g} s") from error
 
 
 class FastClient(aioredis.Redis):
@@ -165,8 +188,8 @@ def make_client(redis_url: str, key: str, **options: Any) -> "aioredis.Redis":
         found["shard"] = Shard(nodes, key, dict(found))
     # without `driver_info` a connection does not look up the library's version and send it in two commands, which costs more than all else
     plain = {"connection_class": kind, "decode_responses": False, "protocol": 3, "driver_info": None}
-    chosen: dict[str, Any] = {**found, **options, **plain}
-    return FastClient.from_pool(FastPool(max_connections=MAX_CONNECTIONS, **chosen))
+    chosen: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, **found, **options, **plain}
+    return FastClient.from_pool(FastPool(**chosen))
 
 
 def _nodes(rest: str) -> tuple[list[tuple[str, int]], str]:
@@ -184,6 +207,7 @@ def _text(value: Any) -> str:
 
 
 _LATER = ("OOM", "LOADING", "NOSCRIPT", "BUSY", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "MISCONF")
+_FULL = ("OOM", "MISCONF")
 _LATER_CLASSES = (
     redis_errors.OutOfMemoryError,
     redis_errors.BusyLoadingError,
@@ -199,5 +223,17 @@ def passes(error: redis_errors.RedisError) -> bool:
     """True for an error that says `later`, not `never`. redis-py makes classes of some codes; a script's error quotes the code."""
     if not isinstance(error, redis_errors.ResponseError) or isinstance(error, _LATER_CLASSES):
         return True
+    return _says(error, _LATER)
+
+
+def is_full(error: redis_errors.RedisError) -> bool:
+    """True for the error of a Redis that has no memory left, or no room on its disk."""
+    if isinstance(error, redis_errors.OutOfMemoryError):
+        return True
+    return _says(error, _FULL)
+
+
+def _says(error: redis_errors.RedisError, codes: Iterable[str]) -> bool:
+    """Is it about one of these codes?"""
     text = str(error)
-    return any(text.startswith(f"{code} ") or f" -{code} " in text for code in _LATER)
+    return any(text.startswith(f"{code} ") or f" -{code} " in text for code in codes)

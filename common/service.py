@@ -20,6 +20,7 @@ from common.downloads import Download
 from common.errors import REFUSED, InvalidInput, MarlaasError
 from common.handlers import Handler
 from common.helpers import kill_children
+from common.known_store import recognised_by_service
 from common.membership import Membership
 from common.objects import Objects, patiently
 from common.settings import Settings, explained, refuse_unknown, resolve_config, resolve_model
@@ -131,6 +132,7 @@ def leave(error: str = "", status: int = 0) -> NoReturn:
 
 async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
     async with heartbeat(settings.heartbeat_file):
+        await recognised_by_service(settings, [settings.model_name])
         objects = Objects.open(settings.store)
         await patiently(objects.probe)
         await _serve(name, settings, build, objects)

@@ -25,6 +25,7 @@
     rev:<p>                    string   number of the owner's last write
     bits                       hash     `mode`, and service -> fingerprint: what workers must compute to join
     bits:live                  zset     services that have live workers, by when they count as gone, ms
+    store                      string   identity of the local store that the cell's first service found
     memory                     hash     kind of key -> bytes of Redis' memory, estimated by one owner
     dropped                    hash     stream -> entries that were dropped because it had too many bytes
     owners                     zset     tokens of live owners by when they count as dead, ms
@@ -135,6 +136,7 @@ class Cell:
     rev = KeyOf[int]("rev")
     bits = Key("bits")
     bits_live = Key("bits:live")
+    store = Key("store")
     memory = Key("memory")
     dropped = Key("dropped")
     owners = Key("owners")

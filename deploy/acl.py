@@ -13,7 +13,7 @@
     operator   everything; no service uses it
 
 Every worker also keeps `partial` and `looked` of the streams that it reads, appends to `telemetry`, joins its cell by `bits` and
-`bits:live`, and sees whether `begun` is empty. Env and rollout workers keep `history` together.
+`bits:live`, reads and sets `store`, and sees whether `begun` is empty. Env and rollout workers keep `history` together.
 The user `default` is off. Redis checks each call of a script like any other command, so EVALSHA gives no more than this.
 Redis 7 keeps reading and appending apart; Redis 6.2 knows only whole keys, so there a worker may also read what it appends to.
 """
@@ -32,7 +32,7 @@ without rights it would leave them out, and lose at a restart what scripts wrote
 
 _WORKER = """
     ping time cluster|slots eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
-    exists expire del set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
+    exists expire del get set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
 """
 _ENV = "xrange zrangebyscore zrem rpush lrange"
 _ROLLOUT = "info strlen rpush lrange"
@@ -135,9 +135,9 @@ class _Keys:
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Keys that the exporter reads, and changes, of a job that has ended."""
+        """Keys that the exporter reads, and changes: of a job that has ended, and which store the cell knows."""
         cell = self.cell
-        return (cell.exports, cell.ends, cell.told, cell.job("*"), cell.events("*"))
+        return (cell.exports, cell.ends, cell.told, cell.job("*"), cell.events("*"), cell.store)
 
     @property
     def work(self) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ class _Keys:
         cell = self.cell
         beside = [key for stream in settles for key in (cell.partial(stream, "*"), cell.looked(stream))]
         return Rights(
-            settles=(*settles, *beside, cell.bits, cell.bits_live),
+            settles=(*settles, *beside, cell.bits, cell.bits_live, cell.store),
             reads=(*reads, cell.begun),
             appends=(*appends, cell.dead, cell.telemetry),
         )

@@ -58,7 +58,7 @@ def ending_of(stop: StopReason, context: Context | None, step: Step) -> Ending:
         reward = context.reward + (0.0 if reward is None else _step_reward(reward))
     if reward is None:
         raise EnvironmentFailed("the environment ended without a reward")
-    parts = dict(context.reward_parts if context else {}) | dict(step.parts)
+    parts = dict(context.reward_parts if context else {}) | dict(_parts(step))
     return Ending(stop, _step_reward(reward), parts)
 
 
@@ -66,10 +66,23 @@ def advanced(context: Context, step: Step) -> Context:
     reward = context.reward
     if step.reward is not None:
         reward = (reward or 0.0) + _step_reward(step.reward)
-    parts = context.reward_parts | dict(step.parts)
+    parts = context.reward_parts | dict(_parts(step))
     return msgspec.structs.replace(context, state=encode_state(step.state), reward=reward, reward_parts=parts)
 
 
 def _step_reward(value: Any) -> float:
     """Raises GraderFailed if an environment's reward is not a finite number."""
     return as_reward(value, "environment")
+
+
+def _parts(step: Step) -> Mapping[str, float]:
+    """The parts of a step's reward. Raises EnvironmentFailed for those that no message can carry."""
+    parts: Mapping[Any, Any] = step.parts  # foreign code made it
+    for name, value in parts.items():
+        try:
+            name.encode()
+        except (AttributeError, UnicodeEncodeError) as error:
+            raise EnvironmentFailed(f"a part of the reward is named {ascii(name)[:100]}, which is no text") from error
+        if type(value) is bool or not isinstance(value, int | float):
+            raise EnvironmentFailed(f"the part {name[:100]!r} of the reward is {ascii(value)[:100]}, not a number")
+    return step.parts

@@ -37,7 +37,9 @@ class EnvironmentFailed(TrajectoryFailed):
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
+    """Its text, as a message can carry it: half a surrogate pair is escaped."""
+    text = " ".join(str(error).split())[:500] or type(error).__name__
+    return text.encode(errors="backslashreplace").decode()
 
 
 def place_of(error: BaseException) -> str:

@@ -5,8 +5,9 @@ import signal
 
 import structlog
 
+from common.known_store import recognised_by_service
 from common.service import run_with, spare_collections
-from common.tasks import running
+from common.tasks import done_before, running
 from manager_service.api.context import Api, Base
 from manager_service.api.server import keep_keys, make_api, serve
 from manager_service.owner.owner import Owner
@@ -20,6 +21,8 @@ async def main(settings: ManagerSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log.info("manager_starts", policy=settings.policy, training_queue=settings.training_queue)
+    if not await done_before(stop, recognised_by_service(settings, list(settings.models))):
+        return
     async with make_api(settings) as api:
         bases = api.bases.values()
         owners = [make_owner(api, base).run(stop) for base in bases]

@@ -44,6 +44,8 @@ def _check_sampling(sampling: Sampling, vocab: int) -> None:
         raise InvalidInput("max_tokens must be at least 1, top_p in (0, 1]")
     if sampling.top_k < 0:
         raise InvalidInput("top_k must be 0, for all tokens, or more")
+    if not 0 <= sampling.num_top_logprobs <= vocab:
+        raise InvalidInput("num_top_logprobs must be between 0 and the size of the base model's vocabulary")
     if sampling.prompt_logprobs < -1:
         raise InvalidInput("prompt_logprobs must be a number of tokens, or -1 for all of the prompt")
     stop_ids = sampling.stop_ids or ()

@@ -102,6 +102,15 @@ CATCHES_ALL = {
     "rollout_service/embedded/torch_engine.py": "a failed forward ends its turns, not the engine's thread",
 }
 
+UNSHARED_THREADS = {
+    "manager_service/api/downloads.py": "reads a small part of a file that is on this machine's disk",
+    "manager_service/api/server.py": "before the first request",
+    "manager_service/owner/reading.py": "a job's files, of which an owner loads a few at a time",
+    "manager_service/local/supervisor.py": "serves one person",
+    "env_service/sandbox/sandbox.py": "deletes a call's folder, which is small",
+}
+"""Files of what serves many tenants that may use threads that tenants do not share by weight, each with its reason."""
+
 READS_ENVIRONMENT = {
     "base_model/kernels.py",  # MKL takes its setting from there alone
     "common/settings.py",
@@ -286,6 +295,16 @@ def test_everything_is_caught_only_at_the_listed_boundaries() -> None:
         if any(isinstance(node, ast.ExceptHandler) and _catches_all(node) for node in ast.walk(tree(file)))
     }
     assert found == set(CATCHES_ALL)
+
+
+def test_tenants_share_threads_but_in_the_listed_places() -> None:
+    found = {
+        file
+        for file in files("manager_service", "env_service")
+        for node in ast.walk(tree(file))
+        if isinstance(node, ast.Attribute) and node.attr == "to_thread"
+    }
+    assert found == set(UNSHARED_THREADS)
 
 
 def test_only_programs_for_people_print() -> None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from common.text.chat_messages import ChatMessage
 
 ToolFormat = Literal["hermes", "compact"]
@@ -64,4 +66,15 @@ def parse_hermes(text: str) -> ToolCall:
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         return malformed(name, text, "the arguments of a call must be a JSON object")
+    if fault := _uncarried(call):
+        return malformed("", text, f"the call cannot be carried on: {fault}")
     return ToolCall(name=name, arguments=arguments, text=text)
+
+
+def _uncarried(call: Any) -> str:
+    """Says why no message could carry what is JSON for Python, such as half a surrogate pair; empty: one could."""
+    try:
+        msgspec.json.encode(call)
+    except (UnicodeEncodeError, RecursionError) as error:
+        return getattr(error, "reason", "") or str(error)
+    return ""

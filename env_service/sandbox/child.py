@@ -255,7 +255,7 @@ def stay_behind(libc: Libc, worker: int, limits: dict[str, int], *, own_files: b
 
 def keep(child: int, limits: dict[str, int], *, own_files: bool) -> NoReturn:
     """Ends as the child ends, or as one beyond its processor seconds: the kernel kills it as where memory runs out. Kills it when it
-    is told to, or when it holds too much in its working folder."""
+    is told to, or when it holds too much in its working folder. Statuses above 127 tell of signals, which no child can feign."""
     status = 0
     while True:
         told = signal.sigtimedwait(TOLD, 3600 if own_files else LOOK_EVERY_S)
@@ -268,7 +268,7 @@ def keep(child: int, limits: dict[str, int], *, own_files: bool) -> NoReturn:
             code = os.waitstatus_to_exitcode(found)
             if code == -signal.SIGKILL and used.ru_utime + used.ru_stime >= limits["cpu_s"] - 1:
                 code = -signal.SIGXCPU
-            os._exit(status or (code if code >= 0 else 128 - code))
+            os._exit(status or (min(code, 127) if code >= 0 else 128 - code))
 
 
 def is_too_full(child: int, file_bytes: int) -> bool:

@@ -132,7 +132,7 @@ class Sandbox:
         timeout_s: float,
     ) -> Outcome:
         """Executes `source`, then `call(*arguments)` if it is named. Never raises for what the code does. Raises Unavailable if the
-        disk has no room for a call's files, which others may have filled.
+        disk has no room for a call's files, which others may have filled, or if others kill the call twice.
 
         The time limit begins when a place is free. Nothing of the call lives on afterwards. One that was killed, as where the machine's
         memory runs out, is made once more in the time that is left. `parsed`: a field that the first argument gets within the process,
@@ -152,6 +152,10 @@ class Sandbox:
         seconds = time.monotonic() - started
         work.charge(seconds)
         work.beat()
+        if outcome.killed:
+            raise Unavailable(
+                "sandboxed calls are killed from outside, as where the memory of the env worker's machine runs out"
+            )
         return replace(outcome, seconds=seconds)
 
     async def close(self) -> None:
@@ -313,13 +317,14 @@ async def _give(process: asyncio.subprocess.Process, job: bytes) -> None:
 async def _read(
     stream: asyncio.StreamReader, into: bytearray, *, limit: int, process: asyncio.subprocess.Process
 ) -> None:
-    """Reads to the end. Has the call ended if it writes more than `limit` bytes; `into` is then longer than that."""
+    """Reads to the end. Has the call ended if it writes more than `limit` bytes; `into` is then longer than that. What follows is
+    forgotten: a process counts as ended only when its streams are empty."""
     while chunk := await stream.read(16384):
-        into += chunk
         work.beat()
+        if len(into) <= limit:
+            into += chunk
         if len(into) > limit:
             _tell_to_end(process)
-            return
 
 
 def _tell_to_end(process: asyncio.subprocess.Process) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from manager_service.api.context import Admin, Parts
 from manager_service.api.errors import COMMON, declared
@@ -16,7 +16,18 @@ from manager_service.records import KeyRecord, TenantRecord
 
 router = APIRouter(prefix="/v1/admin/tenants", tags=["admin"], responses=COMMON, route_class=JsonRoute)
 
-Weight = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
+LEAST_WEIGHT, MOST_WEIGHT = 0.001, 1000.0
+
+
+def _in_range(weight: float) -> float:
+    if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise ValueError(f"a weight is from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
+    return weight
+
+
+Weight = Annotated[
+    float, AfterValidator(_in_range), Field(json_schema_extra={"minimum": LEAST_WEIGHT, "maximum": MOST_WEIGHT})
+]
 MaxJobs = Annotated[int, Field(ge=1, le=100_000)]
 MaxTokens = Annotated[int, Field(ge=0, lt=2**53)]
 

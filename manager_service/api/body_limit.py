@@ -1,9 +1,11 @@
 """Limits the size of each request body, announced or not, and the time in which it comes.
 
-Also limits how much each tenant uploads, and sends in large bodies, at once.
+Also limits how much each tenant uploads, and sends in large bodies, at once. What is left of a body that is refused is read and forgotten
+before the answer, within limits: many clients send all of it before they read, and would see a reset connection instead of the reason.
 """
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -22,10 +24,14 @@ PAUSE_S = 30.0
 """The longest wait for more of a body, and for a whole one besides the time that BYTES_PER_S allow it."""
 BYTES_PER_S = 16 << 10
 """Slower bodies are refused. Only the time in which this process waits for the client counts."""
+DRAIN_BYTES = 64 << 20
+"""Bytes beyond its limit that are read of a body which is refused."""
+DRAIN_S, DRAIN_PAUSE_S = 30.0, 2.0
+"""The longest time for that, and the longest wait for more."""
 
 
 class BodyLimit:
-    """ASGI middleware: answers 413 to bodies above the limit, if possible before it reads them."""
+    """ASGI middleware: answers 413 to bodies above the limit."""
 
     def __init__(
         self,
@@ -52,11 +58,12 @@ class BodyLimit:
         uploads = scope["path"].rstrip("/") == UPLOADS
         larger = self._larger.get(scope["path"], 0)
         limit = self._max_file_bytes + FORM_BYTES if uploads else max(self._max_body_bytes, larger)
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and len(announced) < 20 and int(announced) > limit:
+        body = Body(receive, limit)
+        if (announced := _announced(scope)) > limit:
+            comes = announced <= limit + DRAIN_BYTES and not _asks_first(scope)
+            await body.drain(announced if comes else 0)
             await answer(413, _too_large(limit), code="too_large")(scope, receive, send)
             return
-        body = Body(receive, limit)
         if not uploads and not larger:
             await self._app(scope, body.receive, send)
             return
@@ -70,7 +77,9 @@ class BodyLimit:
             message = await body.receive()
             under_way[_tenant(scope)] += body.num_bytes - num_counted
             num_counted = body.num_bytes
-            refusal(_tenant(scope))
+            if error := refusal(_tenant(scope)):
+                await body.drain(DRAIN_BYTES)
+                raise error
             return message
 
         try:
@@ -81,25 +90,38 @@ class BodyLimit:
             if not under_way[tenant]:
                 del under_way[tenant]
 
-    def _check_uploads(self, tenant: str) -> None:
-        """Raises ApiError 507 if the tenant's uploads under way are too large together."""
-        if self._uploading[tenant] > self._max_uploads_bytes:
-            raise ApiError(
-                507,
-                f"your uploads under way have more than {self._max_uploads_bytes} bytes together; wait until some have ended",
-                code="uploads_too_large",
-            )
+    def _check_uploads(self, tenant: str) -> ApiError | None:
+        """An error 507 if the tenant's uploads under way are too large together."""
+        if self._uploading[tenant] <= self._max_uploads_bytes:
+            return None
+        return ApiError(
+            507,
+            f"your uploads under way have more than {self._max_uploads_bytes} bytes together; wait until some have ended",
+            code="uploads_too_large",
+        )
 
-    def _check_passing(self, tenant: str) -> None:
-        """Raises ApiError 429 if the tenant's large bodies under way are too large together."""
-        if self._passing[tenant] > MAX_PASSING_BYTES:
-            error = ApiError(
-                429,
-                f"your requests under way have more than {MAX_PASSING_BYTES >> 20} MiB of data: send this again when some are done",
-                code="too_many",
-            )
-            error.headers = {"Retry-After": str(RETRY_AFTER_S)}
-            raise error
+    def _check_passing(self, tenant: str) -> ApiError | None:
+        """An error 429 if the tenant's large bodies under way are too large together."""
+        if self._passing[tenant] <= MAX_PASSING_BYTES:
+            return None
+        error = ApiError(
+            429,
+            f"your requests under way have more than {MAX_PASSING_BYTES >> 20} MiB of data: send this again when some are done",
+            code="too_many",
+        )
+        error.headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return error
+
+
+def _announced(scope: Scope) -> int:
+    """The bytes that a request says its body has; 0 if it does not say."""
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    return int(length) if length.isdigit() and len(length) < 20 else 0
+
+
+def _asks_first(scope: Scope) -> bool:
+    """Does the client wait for leave before it sends its body?"""
+    return dict(scope["headers"]).get(b"expect", b"").lower() == b"100-continue"
 
 
 def _tenant(scope: Scope) -> str:
@@ -123,8 +145,19 @@ class Body:
         self._more = message.get("more_body", False)
         self.num_bytes += len(message.get("body", b""))
         if self.num_bytes > self._limit:
+            await self.drain(DRAIN_BYTES)
             raise HTTPException(413, _too_large(self._limit))
         return message
+
+    async def drain(self, most_bytes: int) -> None:
+        """Reads and forgets what is left, while it comes."""
+        until_s = time.monotonic() + DRAIN_S
+        with contextlib.suppress(TimeoutError):
+            while self._more and most_bytes > 0 and time.monotonic() < until_s:
+                async with asyncio.timeout(DRAIN_PAUSE_S):
+                    message = await self._receive()
+                self._more = message.get("more_body", False)
+                most_bytes -= len(message.get("body", b""))
 
     async def _in_time(self) -> Message:
         started, left_s = time.monotonic(), PAUSE_S + self.num_bytes / BYTES_PER_S - self._waited_s

@@ -44,6 +44,8 @@ from manager_service.tinker.futures.waiting import Answered
 TINKER_PREFIX = "tml-"
 ANSWER_S = 4.0
 """Seconds that a request waits for Redis before it answers 503."""
+MAX_CONNECTIONS = 64
+"""Connections of one client of requests, whose calls are short: more would take longer to make than they save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ def connect_impatiently(redis_url: str, key: str) -> "aioredis.Redis":
     """
     backoff = ExponentialWithJitterBackoff(base=0.1, cap=1.0)
     retry = Retry(backoff, 5, supported_errors=(RedisConnectionError,))
-    return make_client(redis_url, key, retry=retry, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
+    limits: dict[str, Any] = {"socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S}
+    return make_client(redis_url, key, retry=retry, max_connections=MAX_CONNECTIONS, **limits)
 
 
 async def get_api(request: Request) -> Api:

@@ -7,12 +7,14 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import IO
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from common.places import Places
+from common.threads import SharedThreads
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.records import TenantRecord
 
@@ -32,6 +34,7 @@ class Downloads:
 
     def __init__(self) -> None:
         self._places = Places(lambda: MAX_MADE)
+        self._threads = SharedThreads()
         self._open: Counter[str] = Counter()  # tenant
 
     async def answer(
@@ -53,7 +56,8 @@ class Downloads:
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._end, tenant)
             async with self._places.one(tenant, asker.weight, lambda: None):
-                file = await asyncio.to_thread(_on_disk, await read(), pack)
+                make = partial(_on_disk, await read(), pack)
+                file = await self._threads.run(make, tenant, asker.weight)
             unless_made.pop_all()
         return FileDownload(file, lambda: self._end(tenant), media_type, headers)
 

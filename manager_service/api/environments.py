@@ -1,6 +1,5 @@
 """/v1/environments: those that jobs may name, built in and installed."""
 
-import asyncio
 import inspect
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -21,9 +20,9 @@ router = APIRouter(prefix="/v1/environments", tags=["environments"], responses=C
 
 
 @router.get("")
-async def list_environments(_api: Parts, _tenant: Tenant) -> Page[EnvironmentObject]:
+async def list_environments(api: Parts, tenant: Tenant) -> Page[EnvironmentObject]:
     """The environments that a job may name, with their arguments; those that were installed a moment ago too."""
-    return page(await asyncio.to_thread(_known), has_more=False)
+    return page(await api.helpers.beside(tenant, _known), has_more=False)
 
 
 def _known() -> list[EnvironmentObject]:

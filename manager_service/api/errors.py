@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from common.errors import AlreadyExists, InvalidInput, MarlaasError, NotFound
-from common.redis_connection import passes
+from common.redis_connection import is_full, passes
 from common.spelling import cut, did_you_mean, quoted
 
 RETRY_AFTER_S = 2
@@ -115,11 +115,26 @@ def translated(error: Exception) -> ApiError:
         case MarlaasError():
             return unavailable(str(error))
         case redis_errors.RedisError() if passes(error):
-            return unavailable("the service's memory is away or full for a moment; try again")
+            return redis_unavailable(error)
         case HTTPException():
             return _of_framework(error)
         case _:
             return ApiError(500, "internal error; the operators' log says more", code="internal_error")
+
+
+def redis_unavailable(error: Exception | None) -> ApiError:
+    """Says of a Redis that may answer later what is the matter with it, and what to do. None: it is silent."""
+    if isinstance(error, redis_errors.RedisError) and is_full(error):
+        return unavailable(
+            "the service's Redis is full (its memory, or its disk): try again in a minute, when work under way has ended, or cancel what"
+            " you do not need; if it lasts, ask the operator for more of it",
+            code="memory_full",
+        )
+    return unavailable(
+        "the service's Redis does not answer, or is still starting: try again in some seconds; if it lasts, ask the operator to see"
+        " whether it runs",
+        code="redis_away",
+    )
 
 
 def _of_framework(error: HTTPException) -> ApiError:

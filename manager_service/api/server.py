@@ -14,6 +14,7 @@ from common.adapters import AdapterStore
 from common.base_shape import NAMED_AS_LLAMA, BaseShape
 from common.bus import Bus
 from common.fullness import Gauge, used_of
+from common.known_store import remember
 from common.objects import Objects, patiently
 from common.settings import resolve_config
 from common.streams import Cell
@@ -77,11 +78,12 @@ async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
 
 
 async def keep_keys(api: Api, every_s: float = 5.0) -> None:
-    """Registers the first tenant and the keys of the data folder again, should Redis have lost them."""
-    bus = next(iter(api.bases.values())).bus
+    """Tells Redis again what it should have lost: the first tenant, the keys of the data folder, and which store the cells have."""
+    buses = [base.bus for base in api.bases.values()]
     while True:
         await asyncio.sleep(every_s)
-        await bus.retrying(lambda: bootstrap(api.tenants, api.settings.data_dir))
+        await buses[0].retrying(lambda: bootstrap(api.tenants, api.settings.data_dir))
+        await remember(await api.objects.identity(), buses)
 
 
 async def make_base(settings: ManagerSettings, name: str, where: str, objects: Objects, api_id: str) -> Base:

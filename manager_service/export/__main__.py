@@ -11,6 +11,7 @@ from typing import get_args
 import structlog
 
 from common.bus import Bus
+from common.known_store import recognised_by_service
 from common.objects import Objects, patiently
 from common.outgoing import Caller
 from common.redis_connection import make_client
@@ -47,6 +48,7 @@ async def main(settings: ManagerSettings, passes: Passes = PASSES, loggers: Sequ
 async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[LoggerName] | None) -> None:
     """Works whenever no other exporter does. Until cancelled."""
     folder = settings.data_dir.resolve() / FOLDER
+    await recognised_by_service(settings, list(settings.models))
     objects = Objects.open(settings.store)
     await patiently(objects.probe)
     redis = make_client(settings.redis_url, GLOBAL, socket_connect_timeout=5, socket_timeout=None)

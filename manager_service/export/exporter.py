@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from common.errors import Unavailable
 from common.outgoing import Caller, CallFailed
 from common.places import Places
 from common.tasks import cancel_all
+from common.threads import SharedThreads
 from manager_service.export import notes
 from manager_service.export.cells import JobCell
 from manager_service.export.passes import JobRows, Order, PassAnswer, Passes, check_disk
@@ -101,6 +103,7 @@ class Exporter:
         self._cells = cells
         self._receivers = receivers
         self._folder = folder
+        self._threads = SharedThreads()
         self._passes = passes
         self._servers = servers
         self._every_s = every_s
@@ -251,7 +254,8 @@ class Exporter:
         )
         try:
             if key is None:
-                await asyncio.to_thread(check_disk, self._folder / tenant, self._disk_bytes)
+                look = partial(check_disk, self._folder / tenant, self._disk_bytes)
+                await self._threads.run(look, tenant, weight=1.0)
             else:
                 async with asyncio.timeout(self._passes.timeout_s):
                     await self._servers.host_to_call(httpx.URL(key.base_url))

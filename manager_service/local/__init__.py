@@ -14,4 +14,5 @@ Its files:
     context.py          chooses the context that is served, and the memory of workers
     sharing.py          shares a memory between copies of base models
     embedded_redis.py   finds the Redis server, and starts it on a data folder
+    own_store.py        waits until the store's folder is the one that the cells know
 """

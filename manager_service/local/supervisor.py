@@ -29,11 +29,13 @@ from redis.exceptions import RedisError
 from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.redis_connection import make_client
 from common.settings import parse_base_models, pinned
+from common.tasks import done_before
 from manager_service.local.children.forking import Nursery
 from manager_service.local.children.processes import Command, KeptProcess, Notify, StartChild, rotate, start_tied
 from manager_service.local.devices import arrange, idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
 from manager_service.local.gpus import SERVICES, LocalWorker
+from manager_service.local.own_store import wait_for_store
 from manager_service.records import GLOBAL
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 
@@ -89,6 +91,7 @@ class LocalCluster:
         self._environment = {**inherited(), **(environment or {})}
         self._notify = notify
         self._is_up = False
+        self._waits_for = ""  # the reason why the store's folder is not used yet
         self._commands = services or service_commands
         self._start = start
         self._redis: KeptProcess | None = None
@@ -189,8 +192,7 @@ class LocalCluster:
 
     def _prepare(self) -> None:
         """Makes the commands of all children."""
-        for folder in (self.log_file("redis").parent, self.data_dir / "store"):
-            make_private(folder)  # `data_dir` itself may be a folder of the user's, for more than this
+        make_private(self.log_file("redis").parent)  # `data_dir` itself may be a folder of the user's, for more
         self.redis_url = self._environment.get("MARLAAS_REDIS_URL", "")
         if not self.redis_url:
             server = EmbeddedRedis(
@@ -264,6 +266,7 @@ class LocalCluster:
                 if self._redis:
                     group.create_task(self._redis.keep_running())
                 await self._wait_for_redis()
+                await self._wait_for_store()
                 for process in self._services.values():
                     group.create_task(process.keep_running())
                 rotation = group.create_task(self._rotate_logs())
@@ -295,6 +298,16 @@ class LocalCluster:
         finally:
             await client.aclose()
 
+    async def _wait_for_store(self) -> None:
+        """Waits until the folder of a local store is the cells', or `stop` is called."""
+        waiting = wait_for_store(self._environment, self.data_dir, self.redis_url, self._tell_waiting)
+        await done_before(self._stopping, waiting)
+        self._waits_for = ""
+
+    def _tell_waiting(self, reason: str) -> None:
+        self._waits_for = reason
+        self._notify(f"waiting for the store: {reason}")
+
     async def _rotate_logs(self) -> None:
         while True:
             await asyncio.sleep(ROTATE_EVERY_S)
@@ -307,6 +320,8 @@ class LocalCluster:
             if process.refused:
                 raise StartError(process.last_error())
         dying = [n for n, process in self._processes.items() if process.num_exits >= MAX_EXITS_AT_START]
+        if late and self._waits_for:
+            raise StartError(self._waits_for)
         if dying or late:
             name = dying[0] if dying else suspect
             what = "keeps ending" if dying else "does not answer"

@@ -24,7 +24,7 @@ MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 86_400
 
 _SESSION = re.compile(r"ses-[0-9a-f]{16}")
 _PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights|external_weights)/([^/]+)")
-_CHECKPOINT = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_CHECKPOINT = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,128}")
 _FUTURE = re.compile(r"(run-[0-9a-f]{16}-\d{1,6}):(\d{1,10})")
 
 

@@ -136,7 +136,7 @@ async def save_weights_external(request: Request, api: Parts, tenant: Tenant, kn
 
 def _name(asked: SaveAsked) -> str:
     """A save without a name is named by its number."""
-    return f"{asked.seq_id:06d}" if asked.path is None else asked.path
+    return asked.path or f"{asked.seq_id:06d}"
 
 
 async def _saved(
@@ -159,7 +159,7 @@ async def _saved(
 def _save_fault(asked: SaveAsked, payload: SaveWeights) -> str:
     """The fault of a save; empty if it has none."""
     if payload.name and not is_checkpoint_name(payload.name):
-        return f"{payload.name[:64]!r} cannot be a checkpoint's name: 1 to 128 letters, digits, '.', '_' and '-'"
+        return f"{payload.name[:64]!r} cannot be a checkpoint's name: 1 to 128 letters, digits, '.', '_' and '-', not '.' or '..'"
     if fault := ttl_fault(payload.ttl_s):
         return fault
     if asked.age_encryption_recipients:

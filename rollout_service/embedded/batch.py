@@ -298,14 +298,14 @@ class RunningRows:
         greedy = [s.temperature == 0 for s in asked]
         temperature = [s.temperature or 1.0 for s in asked]
         top_p = [s.top_p for s in asked]
-        top_k = [s.top_k or self._config.vocab for s in asked]
+        top_k = [min(s.top_k or self._config.vocab, self._config.vocab) for s in asked]
         return SamplingPlan(
             temperature=None if set(temperature) == {1.0} else self._column(temperature, torch.float32),
             greedy=torch.tensor(greedy, device=self._device) if any(greedy) else None,
             all_greedy=all(greedy),
             top_p=None if min(top_p) >= 1 else self._column(top_p, torch.float64),
             num_top=max(s.num_top_logprobs for s in asked),
-            top_k=None if min(top_k) >= self._config.vocab else self._column(top_k, torch.int64),
+            top_k=None if min(top_k) == self._config.vocab else self._column(top_k, torch.int64),
         )
 
     def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:

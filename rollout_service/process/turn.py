@@ -12,6 +12,8 @@ from rollout_service.process.core import AdapterFolder, CoreDied, SamplingReques
 from rollout_service.stops import first_stop
 from rollout_service.turns import first_scored, prompt_array
 
+ALL_TOKENS = 2**31 - 1
+"""A `top_k` that keeps all tokens of any vocabulary: engines take no larger number."""
 SEED_BITS = 63
 """Engines take seeds of a signed 64-bit integer."""
 
@@ -82,7 +84,7 @@ class OpenTurn:
             max_tokens=max(1, min(sampling.max_tokens - len(self.tokens), self.context - len(sequence))),
             end_ids=self.end_ids,
             seed=self.seed() if sampling.seeded else None,
-            top_k=sampling.top_k,
+            top_k=min(sampling.top_k, ALL_TOKENS),
             prompt_logprobs=self._lacks_prompt,
         )
 

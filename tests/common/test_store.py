@@ -15,7 +15,8 @@ import pytest
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.errors import AlreadyExists, CorruptObject, InvalidInput, NotFound, StoreUnavailable, Unavailable
 from common.messages import AdapterRef
-from common.objects import SMALL_BYTES, Objects
+from common.objects import Objects
+from common.store_folder import SMALL_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 V1 = AdapterRef("acme", "job-1", 1)
@@ -197,7 +198,7 @@ def test_a_full_disk_is_unavailable_and_leaves_no_half_object(tmp_path: Path) ->
 import asyncio, resource
 from common.adapters import AdapterStore
 from common.errors import Unavailable
-from common.objects import SMALL_BYTES, Objects
+from common.objects import Objects
 from tests.common.test_store import FILES, V1, manifest
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 

@@ -348,7 +348,11 @@ def test_hermes_calls_are_json(chatml: ChatTokenizer) -> None:
     ]
 
 
-@pytest.mark.parametrize("inside", ["{", "[]", '{"name": 3}', '{"name": "f", "arguments": "x"}', "[" * 100_000])
+HALF = r'{"name": "f", "arguments": {"x": "\ud800"}}'
+"""A call that is JSON, and no text."""
+
+
+@pytest.mark.parametrize("inside", ["{", "[]", '{"name": 3}', '{"name": "f", "arguments": "x"}', "[" * 100_000, HALF])
 def test_a_malformed_hermes_call_is_a_value_with_an_error(chatml: ChatTokenizer, inside: str) -> None:
     _, (call,) = chatml.parse_tool_calls(f"<tool_call>{inside}</tool_call>")
     assert call.error

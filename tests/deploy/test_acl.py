@@ -11,6 +11,8 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 
 from common.bus import Bus, Idle, Progress
 from common.fullness import memory_used
+from common.known_store import recognised
+from common.store_folder import IDENTITY, StoreFolder
 from common.streams import GROUP_ROLLOUT, Cell
 from deploy.acl import SERVICES, USERS, acl_file
 from harness.live import Api, is_balanced
@@ -108,6 +110,17 @@ def test_workers_publish_and_settle_what_is_theirs(server: RedisServer) -> None:
     assert allowed(server, "manager", "ZINTER", "2", CELL.tenant_runs("acme"), CELL.retire(0))
     assert allowed(server, "scaler", "XLEN", CELL.rollout)
     assert not allowed(server, "scaler", "XADD", CELL.rollout, "*", "a", "b")
+
+
+@pytest.mark.parametrize("user", SERVICES)
+async def test_each_service_finds_out_whether_its_store_is_the_cells(
+    server: RedisServer, tmp_path: Path, user: str
+) -> None:
+    url = f"redis://{user}:{user}-password@127.0.0.1:{server.port}/0"
+    async with asyncio.timeout(20):
+        await recognised(StoreFolder(tmp_path / "store"), url, ["tiny"], pytest.fail)
+    with client(server, "operator") as operator:
+        assert operator.get(CELL.store) == (tmp_path / "store" / IDENTITY).read_bytes().strip()
 
 
 async def test_a_rollout_worker_keeps_progress_with_its_own_rights(server: RedisServer) -> None:
@@ -229,7 +242,7 @@ async def test_a_job_succeeds_with_each_service_under_its_own_user(server: Redis
         ]
 
     variables = {
-        "MARLAAS_REDIS_URL": f"redis://health:health-password@127.0.0.1:{server.port}/0",
+        "MARLAAS_REDIS_URL": f"redis://manager:manager-password@127.0.0.1:{server.port}/0",
         "MARLAAS_LEASE_S": "2",
         "MARLAAS_ARCHIVE_AFTER_S": "0",
     }

@@ -671,6 +671,8 @@ class Countdown:
     def reset(self, item, seed):
         if self.mode == "raise":
             raise RuntimeError("broken\\nindeed")
+        if self.mode == "half":
+            raise ValueError(chr(0xd800))
         if self.mode == "library":
             random.sample([], 1)
         if self.mode == "exit":
@@ -693,6 +695,14 @@ class Countdown:
             return state, [], True, 1.0
         if self.mode == "nothing":
             return Step(state=state, done=True)
+        if self.mode == "half a name":
+            return Step(state=state, done=True, reward=1.0, parts={chr(0xd800): 1.0})
+        if self.mode == "half a message":
+            return Step(state=state, done=False, messages=[{"role": "tool", "content": chr(0xd800)}])
+        if self.mode == "half a state":
+            return Step(state={"x": chr(0xd800)}, done=False, messages=[{"role": "tool", "content": "x"}])
+        if self.mode == "no number":
+            return Step(state=state, done=True, reward=1.0, parts={"x": "y"})
         if self.mode == "nan":
             return Step(state=state, done=True, reward=float("nan"))
         reward = float(turn.text == str(state["left"]))
@@ -738,6 +748,11 @@ def test_an_installed_environment_plays_and_its_rewards_add_up() -> None:
         ("tuple", "environment", "return env_service.environment.Step, not tuple"),
         ("nothing", "environment", "without a reward"),
         ("nan", "grader", "nan"),
+        ("half", "environment", "ValueError: \\ud800 (countdown_env.py:"),
+        ("half a name", "environment", "is named '\\ud800', which is no text"),
+        ("half a message", "environment", "surrogates not allowed"),
+        ("half a state", "environment", "cannot be packed"),
+        ("no number", "environment", "is 'y', not a number"),
     ],
 )
 def test_an_environment_that_fails_masks_the_trajectory(mode: str, kind: str, reason: str) -> None:
@@ -753,6 +768,7 @@ def test_an_environment_that_fails_masks_the_trajectory(mode: str, kind: str, re
     assert scored.reward is None
     assert scored.failure.kind == kind
     assert reason in scored.failure.reason
+    assert decode(encode(scored)) is not None
 
 
 @pytest.mark.usefixtures("installed")

@@ -71,6 +71,12 @@ def test_a_gigabyte_printed_is_stopped_early() -> None:
     assert len(outcome.output) == 10_000
 
 
+@pytest.mark.timeout(60)
+def test_a_call_that_prints_too_much_at_once_ends_at_once() -> None:
+    outcome = run("print('x' * 10**7)\nimport time\ntime.sleep(600)", timeout_s=600)
+    assert outcome.ending == "output" and len(outcome.output) == SandboxLimits().output_bytes
+
+
 def test_a_memory_bomb_ends_in_a_memory_error() -> None:
     outcome = run(
         "x = []\nwhile True: x.append(bytearray(10**7))", limits=SandboxLimits(memory_bytes=128 * 1024 * 1024)

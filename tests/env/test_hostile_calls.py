@@ -103,7 +103,8 @@ async def test_a_call_that_is_killed_is_made_once_more_from_the_beginning(
 
     repeated = await outcome(seconds=0.3, kills=1)
     assert (repeated.ending, repeated.output) == ("ok", "[]\n")
-    assert (await outcome(seconds=30, kills=2)).reason == "killed by signal 9"
+    with pytest.raises(Unavailable, match="killed from outside"):
+        await outcome(seconds=30, kills=2)
     assert alive(descendants(os.getpid()) - others) == set()
 
 
@@ -115,6 +116,14 @@ async def kill_when_it_runs(generation: int) -> None:
     [call.parents()[0], call][generation].kill()
     while call.is_running():
         await asyncio.sleep(0.02)
+
+
+@EITHER
+def test_a_call_cannot_pretend_that_it_was_killed(layers: tuple[str, ...]) -> None:
+    started = time.monotonic()
+    outcome = run("import os\nos._exit(128 + 9)", layers=layers, timeout_s=20)
+    assert (outcome.ending, outcome.killed) == ("crashed", False) and "status 127" in outcome.reason
+    assert time.monotonic() - started < 20
 
 
 @EITHER

@@ -60,6 +60,23 @@ async def test_a_tenant_is_made_changed_and_given_keys(server: ApiServer) -> Non
         await client.models.list()
 
 
+async def test_a_weight_is_in_its_range(server: ApiServer) -> None:
+    for weight in (0.001, 1000):
+        for path, given in (("", {"id": f"w{weight:g}".replace(".", "")}), ("/default", {})):
+            body = {**given, "weight": weight}
+            kept = await server.http.post(f"/v1/admin/tenants{path}", json=body, headers=server.as_admin())
+            assert (kept.status_code, kept.json()["weight"]) == (200, weight)
+    for weight in ("1e-300", "0.0009", "0", "-1", "1000.1"):
+        for path, given in (("", '"id": "other", '), ("/default", "")):
+            body = f'{{{given}"weight": {weight}}}'
+            headers = {**server.as_admin(), "Content-Type": "application/json"}
+            refused = await server.http.post(f"/v1/admin/tenants{path}", content=body, headers=headers)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, "weight"), weight
+            assert "from 0.001 to 1000" in error["message"]
+    assert (await server.http.get("/v1/admin/tenants/default", headers=server.as_admin())).json()["weight"] == 1000
+
+
 async def test_a_tenants_id_must_be_plain(server: ApiServer) -> None:
     for tenant in ["", "A", "a:b", "a/b", "admin", "other", "-", "x" * 64, "\u00e9", "../x", "a\0"]:
         answer = await server.http.post("/v1/admin/tenants", json={"id": tenant}, headers=server.as_admin())
@@ -184,8 +201,8 @@ async def test_without_redis_requests_are_answered_within_seconds(tmp_path: Path
             redis_server.stop()
             async with asyncio.timeout(15):
                 answer = await server.http.get("/v1/files")
-            assert answer.status_code == 503
-            assert int(answer.headers["retry-after"]) > 0
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_away")
+            assert "does not answer" in answer.text and int(answer.headers["retry-after"]) > 0
             assert (await server.http.get("/readyz")).json()["waiting_for"][0] == "redis"
             redis_server.restart()
             assert (await server.http.get("/v1/files")).status_code == 200

@@ -22,7 +22,7 @@ from starlette.datastructures import UploadFile
 
 from common.messages import GradeRequest, GradeResult
 from common.tasks import cancel_all
-from manager_service.api import body_limit, connections
+from manager_service.api import body_limit, connections, context
 from manager_service.api.app import ROUTERS
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.values import MAX_VALUES
@@ -464,6 +464,19 @@ async def half_sent(server: ApiServer, key: str) -> socket.socket:
     return await half_open(server, f"{head}Content-Type: application/json\r\nContent-Length: 999\r\n\r\n{{".encode())
 
 
+async def test_more_requests_at_once_than_connections_to_redis_fail_nobody(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "MAX_CONNECTIONS", 2)
+    async with running_api(redis_url, tmp_path / "data") as server:
+        other = await server.new_tenant("bluebird")
+        asked = [server.http.get("/v1/files", headers={"Authorization": f"Bearer sk-{i}"}) for i in range(100)]
+        asked += [server.http.get("/v1/files") for _ in range(100)]
+        answers = asyncio.gather(*asked)
+        assert not (await other.files.list()).data
+        assert [answer.status_code for answer in await answers] == [401] * 100 + [200] * 100
+
+
 async def test_a_tenants_open_requests_are_bounded(redis_url: str, tmp_path: Path) -> None:
     async with running_api(redis_url, tmp_path / "data", max_open_requests=8) as server:
         other = await server.new_tenant("bluebird")
@@ -522,6 +535,41 @@ async def uploading(server: ApiServer, key: str, content: bytes) -> socket.socke
 
 async def answer_of(connection: socket.socket) -> bytes:
     return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 20)
+
+
+FILE_LIMIT = (256 << 20) + (64 << 10)
+
+
+@pytest.mark.parametrize(
+    ("path", "limit", "announced"),
+    [(CHAT, 4 << 20, True), (CHAT, 4 << 20, False), ("/v1/files", FILE_LIMIT, True)],
+    ids=["announced", "in chunks", "a file"],
+)
+async def test_a_client_that_sends_all_before_it_reads_hears_that_its_body_is_too_large(
+    path: str, limit: int, server: ApiServer, *, announced: bool
+) -> None:
+    kind = "multipart/form-data; boundary=b" if path == "/v1/files" else "application/json"
+    length, chunk = limit + (32 << 20), b"x" * (1 << 20)
+    size = f"Content-Length: {length}" if announced else "Transfer-Encoding: chunked"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n{size}\r\nContent-Type: {kind}\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    with await half_open(server, head.encode()) as connection:
+        for sent in range(0, length, len(chunk)):
+            part = chunk[: length - sent]
+            await loop.sock_sendall(connection, part if announced else b"%x\r\n%s\r\n" % (len(part), part))
+        if not announced:
+            await loop.sock_sendall(connection, b"0\r\n\r\n")
+        answer = await answer_of(connection)
+    assert b" 413 " in answer and f"at most {limit} bytes".encode() in answer
+
+
+async def test_a_body_that_is_too_large_is_read_no_longer_than_it_comes(server: ApiServer) -> None:
+    for more in ("", "Expect: 100-continue\r\n"):
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n{more}Content-Length: 9000000\r\n\r\n"
+        started = time.monotonic()
+        with await half_open(server, head.encode()) as connection:
+            assert b" 413 " in await answer_of(connection)
+        assert more == "" or time.monotonic() - started < body_limit.DRAIN_PAUSE_S
 
 
 async def test_a_body_that_drips_is_refused(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """A Redis above its memory limit: what is under way ends and makes room, and nothing new comes."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from common.objects import Objects
 from common.streams import GROUP_ENV, Cell, partition_of
 from harness.redis_server import RedisServer, find_valkey
 from harness.standin import StandInEnv, create_job, job_spec, state_of, until_status
+from manager_service.api.errors import ApiError
 from manager_service.api.sampling.cell_share import CellShare
+from manager_service.api.sampling.shares import TimeForRedis
 from manager_service.export.lease import Lease
 from manager_service.local.embedded_redis import find_server
 from manager_service.owner import owner
@@ -148,3 +152,34 @@ async def test_while_redis_is_almost_full_the_api_takes_no_new_work_and_says_wha
         async with asyncio.timeout(10):
             while (await server.http.post("/v1/fine_tuning/jobs", json=body)).status_code == 503:
                 await asyncio.sleep(0.1)
+
+
+async def test_a_full_redis_and_a_silent_one_are_told_apart(tmp_path: Path) -> None:
+    server = RedisServer.start(tmp_path)
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    try:
+        async with running_api(server.url, tmp_path / "data") as api, running_jobs(api):
+            await api.bus.client.config_set("maxmemory", FULL)
+            # a write of the API's own, and one of a completion past the gauge
+            refused = await api.http.post("/v1/admin/tenants", json={"id": "new"}, headers=api.as_admin())
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "memory_full")
+            assert "is full" in refused.text
+            with pytest.raises(ApiError) as late:
+                async with TimeForRedis(api.bus, 1.0):
+                    cancel = Cancel(id="c", tenant="acme", job="job", partition=0)
+                    await api.bus.publish([(api.bus.cell.control, cancel)])
+            assert (late.value.status_code, late.value.code) == (503, "memory_full")
+            await api.bus.client.config_set("maxmemory", 0)
+            os.kill(server.pid, signal.SIGSTOP)
+            asked = [api.http.get("/v1/files"), api.http.post("/v1/chat/completions", json=chat)]
+            for answer in await asyncio.gather(*asked):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_away")
+                assert "does not answer" in answer.text
+            with pytest.raises(ApiError) as late:
+                async with TimeForRedis(api.bus, 1.0):
+                    await api.bus.retrying(api.bus.client.time)
+            assert (late.value.status_code, late.value.code) == (503, "redis_away")
+            os.kill(server.pid, signal.SIGCONT)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+        server.stop()

@@ -212,6 +212,51 @@ async def test_a_redis_that_is_stopped_ends_the_start(tmp_path: Path, monkeypatc
         server.stop()
 
 
+async def test_up_waits_for_the_store_that_its_redis_knows(tmp_path: Path) -> None:
+    # Given a data folder whose store was moved away
+    async with cluster(tmp_path):
+        pass
+    store, away = tmp_path / "store", tmp_path / "away"
+    store.rename(away)
+    # When it is started again
+    told: list[str] = []
+    starting = cluster(tmp_path, notify=told.append)
+    task = asyncio.create_task(starting.start())
+    while not told:
+        await asyncio.sleep(0.02)
+    # Then it says what is missing, starts no service, and leaves the place free
+    assert told[0].startswith(f"waiting for the store: there is no folder {store}")
+    assert set(starting.pids) == {"redis"} and not store.exists()
+    # And goes on once it is back
+    away.rename(store)
+    await task
+    assert set(starting.pids) == {"redis", "manager", "rollout-0"}
+    await starting.stop()
+
+
+async def test_a_store_that_does_not_come_ends_the_start_with_what_to_do(tmp_path: Path) -> None:
+    # Given two data folders with one Redis outside
+    server = RedisServer.start(tmp_path)
+    environment = {"MARLAAS_REDIS_URL": server.url}
+    async with cluster(tmp_path / "one", environment=environment):
+        pass
+    # When the second is started
+    told: list[str] = []
+    starting = cluster(tmp_path / "two", environment=environment, notify=told.append)
+    task = asyncio.create_task(starting.start())
+    while not told:
+        await asyncio.sleep(0.02)
+    # Then it says that the Redis belongs to another store
+    with pytest.raises(StartError, match=r"MARLAAS_REDIS_URL .* begin anew"):
+        await starting.wait_ready(0.1)
+    assert starting.pids == {}
+    # And Ctrl-C ends it
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    server.stop()
+
+
 async def test_why_a_child_ended_is_told_with_that_it_starts_again(tmp_path: Path) -> None:
     # Given a folder that was used before
     log = tmp_path / "logs" / "trainer-0.log"

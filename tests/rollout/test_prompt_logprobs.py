@@ -182,6 +182,8 @@ async def test_what_cannot_be_computed_is_refused_by_the_name_of_its_field(runni
             (request(prompt_logprobs=-2), "prompt_logprobs"),
             (request(tokens=[65] * 2048, prompt_logprobs=1), "prompt_logprobs"),
             (request(top_k=-1), "top_k"),
+            (request(num_top_logprobs=-1), "num_top_logprobs"),
+            (request(num_top_logprobs=5000), "num_top_logprobs"),
             (request(stop_ids=(5000,)), "stop_ids"),
             (request(stop_ids=(-1,)), "stop_ids"),
             (request(stop_ids=(1,) * 129), "stop_ids"),

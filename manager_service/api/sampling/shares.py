@@ -33,6 +33,8 @@ from common.messages import (
 )
 from common.streams import GROUP_ROLLOUT
 from common.tasks import cancel_all, running
+from common.threads import SharedThreads
+from manager_service.api.errors import redis_unavailable
 from manager_service.api.places import MAX_WAITING, SharedPlaces
 from manager_service.api.sampling.cell_share import BULK, CHAT, CellShare
 from manager_service.api.sampling.choices import (
@@ -131,6 +133,7 @@ class Inference:
         self._places = {kind: self._shared(name, kind, slots) for kind, name in names.items()}
         self._grades = self._places["env"]
         self._replies = Replies(bus, api_id)
+        self._threads = SharedThreads()
         self._silence_s = silence_s
         self._timeout_s = timeout_s
         self._cancels: asyncio.Queue[Cancel] = asyncio.Queue()
@@ -162,7 +165,8 @@ class Inference:
         InvalidInput when the workers refuse the request.
         """
         job = f"chat-{secrets.token_hex(12)}"
-        made = await asyncio.to_thread(choices_of, job, ask, self._replies.stream)
+        make = partial(choices_of, job, ask, self._replies.stream)
+        made = await self._threads.run(make, ask.tenant.id, ask.tenant.weight)
         choices = {(c.request.trajectory.group, c.request.trajectory.sample): c for c in made}
         with self._replies.of(job) as queue:
             asking = asyncio.create_task(self._ask_for(made, ask.tenant))
@@ -230,7 +234,7 @@ class Inference:
         return [] if fresh is None else [fresh]
 
     async def _publish(self, choices: "list[Choice]") -> None:
-        """Appends the requests, and remembers their entries. Raises Unavailable when Redis is away."""
+        """Appends the requests, and remembers their entries. Raises ApiError 503 when Redis is away or full."""
         encoded = [(self._stream(choice), await self._bus.fields(choice.request)) for choice in choices]
 
         async def call() -> list[Any]:
@@ -239,7 +243,7 @@ class Inference:
                 pipe.xadd(stream, dict(zip(fields[::2], fields[1::2], strict=True)))
             return await pipe.execute()
 
-        async with _within(PUBLISH_S):
+        async with TimeForRedis(self._bus, PUBLISH_S):
             written = await self._bus.retrying(call)
         for choice, entry in zip(choices, written, strict=True):
             choice.entry = entry.decode()
@@ -258,7 +262,7 @@ class Inference:
             return
         if now - choice.advanced_s > self._timeout_s and not choice.bulk:
             raise Unavailable(f"no rollout worker answered within {self._timeout_s:g} seconds")
-        async with _within(PUBLISH_S):
+        async with TimeForRedis(self._bus, PUBLISH_S):
             cared_for = await self._is_cared_for(choice)
         if cared_for:
             choice.heard_s = now
@@ -316,7 +320,7 @@ class Inference:
         request = make(job, self._replies.stream)
         async with self._grades.one(tenant, timeout_s, MAX_GRADES):
             with self._replies.of(job) as queue:
-                async with _within(PUBLISH_S):
+                async with TimeForRedis(self._bus, PUBLISH_S):
                     await self._bus.publish([(self._bus.cell.env, request)])
                 since, result = time.monotonic(), None
                 try:
@@ -335,11 +339,13 @@ class Inference:
                     await asyncio.shield(charge(cost))
 
 
-class _within:
-    """A time limit for Redis. Raises Unavailable when it is over."""
+class TimeForRedis:
+    """A time limit for Redis. Raises ApiError 503 when it is over."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, bus: Bus, seconds: float) -> None:
+        self._bus = bus
         self._timeout = asyncio.timeout(seconds)
+        self._started_s = time.monotonic()
 
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()
@@ -348,4 +354,9 @@ class _within:
         try:
             await self._timeout.__aexit__(*error)
         except TimeoutError as late:
-            raise Unavailable("the service's memory is away for a moment; try again") from late
+            raise redis_unavailable(self._trouble()) from late
+
+    def _trouble(self) -> Exception | None:
+        """The last error since the beginning."""
+        since_s, error = self._bus.trouble or (0.0, None)
+        return error if since_s >= self._started_s else None

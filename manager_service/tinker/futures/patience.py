@@ -6,6 +6,7 @@ The client repeats at once after an error of the server's, hundreds of times a s
 import asyncio
 import time
 
+import msgspec
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,11 +28,12 @@ class Patience:
         if scope["type"] != "http" or scope["path"] != PATH:
             await self._app(scope, receive, send)
             return
-        began_s, failed = time.monotonic(), False
+        began_s, failed, said = time.monotonic(), False, bytearray()
 
         async def send_unless_failed(message: Message) -> None:
-            nonlocal failed
+            nonlocal failed, said
             failed = failed or (message["type"] == "http.response.start" and message["status"] >= 500)
+            said += message.get("body", b"") if failed else b""
             if not failed:
                 await send(message)
 
@@ -42,6 +44,13 @@ class Patience:
             failed = True
         if failed:
             await asyncio.sleep(max(0.0, began_s + self._hold_s - time.monotonic()))
-            reason = "the service's memory is away or full for a moment"
-            told = {"type": "try_again", "queue_state": "paused_capacity", "queue_state_reason": reason}
+            told = {"type": "try_again", "queue_state": "paused_capacity", "queue_state_reason": _reason(said)}
             await answer(told, 408)(scope, receive, send)
+
+
+def _reason(said: bytearray) -> str:
+    """The message of an error's answer."""
+    try:
+        return msgspec.json.decode(said)["error"]["message"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return "internal error; the operators' log says more"

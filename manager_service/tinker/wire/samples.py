@@ -10,6 +10,7 @@ from common.messages import EMPTY_F32, Array, Sampling, i32
 
 MAX_SAMPLES = 1024
 """Samples of one request."""
+MOST_TOP_K = 2**31 - 1  # above it, as above the vocabulary, all tokens are kept
 MAX_STOPS, MAX_STOP_CHARACTERS = 64, 1024
 
 NOT_OFFERED: Mapping[str, str] = {
@@ -142,7 +143,7 @@ def _sampling(params: TinkerSamplingParams, prompt_logprobs: int) -> Sampling:
         max_tokens=params.max_tokens or 0,
         top_p=params.top_p,
         stop=words,
-        top_k=max(0, params.top_k),
+        top_k=min(max(0, params.top_k), MOST_TOP_K),
         stop_ids=ids,
         prompt_logprobs=prompt_logprobs,
     )

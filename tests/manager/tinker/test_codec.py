@@ -304,12 +304,13 @@ def test_what_ends_a_sample(stop: Any, strings: tuple[str, ...], ids: tuple[int,
         ({"prompt_logprobs": True}, -1),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, 3),
         ({"sampling_params": {"top_k": 5}}, 0),
+        ({"sampling_params": {"top_k": 2**63}}, 0),
     ],
 )
 def test_log_probs_of_the_prompt_and_the_best_tokens_are_asked_for(fields: dict[str, Any], num: int) -> None:
     sampling = read_sample(asked(**fields)).sampling
     assert sampling.prompt_logprobs == num
-    assert sampling.top_k == fields.get("sampling_params", {}).get("top_k", 0)
+    assert sampling.top_k == min(fields.get("sampling_params", {}).get("top_k", 0), 2**31 - 1)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,17 @@ async def send(client: TinkerClient, run: str, seq: int) -> httpx.Response:
     return await client.send(pass_over(run, seq, token=seq))
 
 
+async def test_a_checkpoints_name_is_no_folders(server: ApiServer, trainer: HashingTrainer) -> None:
+    client = await client_of(server)
+    run = await client.run(await client.session())
+    for seq, name in enumerate((".", "..", "a/b", "a\n"), 1):
+        await client.post("save_weights", model_id=run, seq_id=seq, path=name)
+        assert "cannot be a checkpoint's name" in (await answered(client, run, seq))["error"], name
+    for seq, name in enumerate(("...", ".a", "", None), 5):
+        await client.post("save_weights", model_id=run, seq_id=seq, path=name)
+        assert (await answered(client, run, seq))["path"].endswith(f"/weights/{name or f'{seq:06d}'}")
+
+
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
 LOG = {1: "pass", 2: "pass", 3: "step", 4: "pass", 5: "pass", 6: "pass", 7: "step"}
