@@ -161,6 +161,11 @@ class Objects:
             return ""
         return self._folder.opened_identity if self._folder else ""
 
+    def reopen(self) -> None:
+        """From now on a local store's folder must be the one that is there now."""
+        if self._folder is not None:
+            self._folder.open()
+
     async def probe(self) -> None:
         """Writes, reads and deletes a small object below `probe/`, as every service does at its start.
 
