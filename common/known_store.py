@@ -108,7 +108,7 @@ async def recognised_by_service(settings: Settings, bases: Sequence[str], object
 
 
 async def recognised_at_once(settings: Settings, bases: Sequence[str]) -> bool:
-    """Calls `recognised_by_service` if Redis answers. False: it does not, and what else may be wrong with the settings is to be said first."""
+    """Calls `recognised_by_service` if Redis answers. False: it does not, and other faults of the settings are to be said first."""
     bus = Bus.connect(settings.redis_url, Cell(bases[0]))
     try:
         async with asyncio.timeout(ANSWER_S):

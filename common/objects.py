@@ -162,7 +162,7 @@ class Objects:
         return self._folder.opened_identity if self._folder else ""
 
     def reopen(self) -> None:
-        """From now on a local store's folder must be the one that is there now."""
+        """Takes the folder of a local store that is there now for the one that must be there."""
         if self._folder is not None:
             self._folder.open()
 

@@ -135,7 +135,7 @@ async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any
         is_known = await recognised_at_once(settings, [settings.model_name])
         objects = Objects.open(settings.store)
         await patiently(objects.probe)
-        await _serve(name, settings, build, objects, is_known=is_known)
+        await _serve(name, settings, build, objects, is_known)
 
 
 async def _serve(
@@ -143,10 +143,8 @@ async def _serve(
     settings: S,
     build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]],
     objects: Objects,
-    *,
-    is_known: bool,
+    is_known: bool,  # the store was recognised
 ) -> None:
-    """`is_known`: the store was recognised."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -156,13 +154,7 @@ async def _serve(
     start = _Start(Reporter(parts.worker, name, cell.base_model, About(slots=0)), bus, stop)
     await _fetch_base(settings.models[settings.model_name], start)
     service = await start.during(build(settings, parts), _loading(cell.base_model))
-    membership = Membership(
-        bus,
-        name,
-        deterministic=settings.deterministic,
-        fingerprint=service.about.fingerprint,
-        fingerprints=parts.fingerprints,
-    )
+    membership = _membership(name, settings, service, parts)
     reporter = Reporter(parts.worker, name, cell.base_model, service.about)
     worker = Worker(
         bus,
@@ -184,6 +176,16 @@ async def _serve(
         for close in service.close:
             await close()
         await bus.close()
+
+
+def _membership(name: str, settings: Settings, service: BuiltService, parts: Parts) -> Membership:
+    return Membership(
+        parts.bus,
+        name,
+        deterministic=settings.deterministic,
+        fingerprint=service.about.fingerprint,
+        fingerprints=parts.fingerprints,
+    )
 
 
 @dataclass(frozen=True, slots=True)
