@@ -13,11 +13,14 @@ from typing import Any
 import structlog
 
 from common.bus import Bus
+from common.objects import Objects
 from common.settings import Settings
 from common.store_folder import IDENTITY, StoreFolder
 from common.streams import Cell
 
 EVERY_S = 1.0
+ANSWER_S = 2.0
+"""Seconds in which Redis answers, if it is there."""
 SHOWN = 8
 """Digits of an identity that a person is shown."""
 log = structlog.get_logger()
@@ -93,9 +96,26 @@ async def recognised(folder: StoreFolder, redis_url: str, bases: Sequence[str], 
             await bus.close()
 
 
-async def recognised_by_service(settings: Settings, bases: Sequence[str]) -> None:
-    """Waits for the store of a service's settings, and says so in its log. A store that is no folder needs no waiting."""
+async def recognised_by_service(settings: Settings, bases: Sequence[str], objects: Objects | None = None) -> None:
+    """Waits for the store of a service's settings, and says so in its log. A store that is no folder needs no waiting. `objects`: that
+    store, if it was opened before."""
     if folder := StoreFolder.of(settings.store):
         await recognised(
             folder, settings.redis_url, bases, lambda reason: log.warning("waits_for_store", reason=reason)
         )
+    if objects is not None:
+        objects.reopen()
+
+
+async def recognised_at_once(settings: Settings, bases: Sequence[str]) -> bool:
+    """Calls `recognised_by_service` if Redis answers. False: it does not, and other faults of the settings are to be said first."""
+    bus = Bus.connect(settings.redis_url, Cell(bases[0]))
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            await bus.retrying(bus.client.ping)
+    except TimeoutError:
+        return False
+    finally:
+        await bus.close()
+    await recognised_by_service(settings, bases)
+    return True

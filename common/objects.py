@@ -163,6 +163,11 @@ class Objects:
             return ""
         return self._folder.opened_identity if self._folder else ""
 
+    def reopen(self) -> None:
+        """Takes the folder of a local store that is there now for the one that must be there."""
+        if self._folder is not None:
+            self._folder.open()
+
     async def probe(self) -> None:
         """Writes, reads and deletes a small object below `probe/`, as every service does at its start.
 

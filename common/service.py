@@ -20,7 +20,7 @@ from common.downloads import Download
 from common.errors import REFUSED, InvalidInput, MarlaasError
 from common.handlers import Handler
 from common.helpers import kill_children
-from common.known_store import recognised_by_service
+from common.known_store import recognised_at_once, recognised_by_service
 from common.membership import Membership
 from common.objects import Objects, patiently
 from common.settings import Settings, explained, refuse_unknown, resolve_config, resolve_model
@@ -132,14 +132,18 @@ def leave(error: str = "", status: int = 0) -> NoReturn:
 
 async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
     async with heartbeat(settings.heartbeat_file):
-        await recognised_by_service(settings, [settings.model_name])
+        is_known = await recognised_at_once(settings, [settings.model_name])
         objects = Objects.open(settings.store)
         await patiently(objects.probe)
-        await _serve(name, settings, build, objects)
+        await _serve(name, settings, build, objects, is_known)
 
 
 async def _serve(
-    name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]], objects: Objects
+    name: str,
+    settings: S,
+    build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]],
+    objects: Objects,
+    is_known: bool,  # the store was recognised
 ) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -150,13 +154,7 @@ async def _serve(
     start = _Start(Reporter(parts.worker, name, cell.base_model, About(slots=0)), bus, stop)
     await _fetch_base(settings.models[settings.model_name], start)
     service = await start.during(build(settings, parts), _loading(cell.base_model))
-    membership = Membership(
-        bus,
-        name,
-        deterministic=settings.deterministic,
-        fingerprint=service.about.fingerprint,
-        fingerprints=parts.fingerprints,
-    )
+    membership = _membership(name, settings, service, parts)
     reporter = Reporter(parts.worker, name, cell.base_model, service.about)
     worker = Worker(
         bus,
@@ -168,6 +166,8 @@ async def _serve(
         habits=service.habits,
     )
     try:
+        if not is_known:
+            await start.during(recognised_by_service(settings, [cell.base_model], objects), _loading(cell.base_model))
         if await _join(membership, reporter, bus, stop):
             spare_collections(holds_tensors=name in NEED_WEIGHTS)
             async with running(membership.keep(stop), *(loop() for loop in service.beside)):
@@ -176,6 +176,16 @@ async def _serve(
         for close in service.close:
             await close()
         await bus.close()
+
+
+def _membership(name: str, settings: Settings, service: BuiltService, parts: Parts) -> Membership:
+    return Membership(
+        parts.bus,
+        name,
+        deterministic=settings.deterministic,
+        fingerprint=service.about.fingerprint,
+        fingerprints=parts.fingerprints,
+    )
 
 
 @dataclass(frozen=True, slots=True)

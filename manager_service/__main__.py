@@ -5,7 +5,7 @@ import signal
 
 import structlog
 
-from common.known_store import recognised_by_service
+from common.known_store import recognised_at_once, recognised_by_service
 from common.service import run_with, spare_collections
 from common.tasks import done_before, running
 from manager_service.api.context import Api, Base
@@ -21,9 +21,17 @@ async def main(settings: ManagerSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     log.info("manager_starts", policy=settings.policy, training_queue=settings.training_queue)
-    if not await done_before(stop, recognised_by_service(settings, list(settings.models))):
+    names, is_known = list(settings.models), False
+
+    async def recognise() -> None:
+        nonlocal is_known
+        is_known = await recognised_at_once(settings, names)
+
+    if not await done_before(stop, recognise()):
         return
     async with make_api(settings) as api:
+        if not (is_known or await done_before(stop, recognised_by_service(settings, names, api.objects))):
+            return
         bases = api.bases.values()
         owners = [make_owner(api, base).run(stop) for base in bases]
         async with running(*owners, *(base.run() for base in bases), keep_keys(api)) as tasks:

@@ -183,6 +183,34 @@ async def test_a_service_that_starts_while_its_store_is_away_says_so_and_goes_on
         server.stop()
 
 
+@pytest.mark.timeout(120)
+async def test_a_service_that_starts_without_redis_recognises_its_store_once_redis_is_back(tmp_path: Path) -> None:
+    server = RedisServer.start(tmp_path)
+    bus, folder = Bus.connect(server.url, Cell("tiny")), tmp_path / "store"
+    await recognise(folder, bus)
+    # Given a service that starts while both are away
+    server.stop()
+    folder.rename(tmp_path / "away")
+    own = {"MARLAAS_DATA_DIR": str(tmp_path), "MARLAAS_REDIS_URL": server.url}
+    with (tmp_path / "log").open("wb") as log:
+        service = subprocess.Popen([sys.executable, "-m", "env_service"], cwd=ROOT, env=os.environ | own, stderr=log)
+    try:
+        while not folder.exists():
+            await asyncio.sleep(0.05)
+        # When Redis is back, it does not take what it has made for the store
+        server.restart()
+        await said(tmp_path / "log", "waits_for_store")
+        # And goes on with the right one
+        shutil.rmtree(folder)
+        (tmp_path / "away").rename(folder)
+        await joined(bus)
+    finally:
+        service.kill()
+        service.wait()
+        await bus.close()
+        server.stop()
+
+
 async def said(log: Path, words: str) -> None:
     async with asyncio.timeout(60):
         while words not in log.read_text():
