@@ -47,7 +47,7 @@ def _with_decimal_point(text: str, expected: str) -> str:
     found = _POINT.match(expected)
     if found is None or f"{found[1]},{found[2]}" not in text:
         return text
-    zeros = "0*" if len(found[2]) != 2 or found[1] == "0" else ""
+    zeros = "0?" if len(found[2]) == 1 else ""
     return re.sub(rf"(?<![\d,.(\[{{])({found[1]}),({found[2]}{zeros})(?![\d,)\]}}])", r"\1.\2", text)
 
 

@@ -41,7 +41,8 @@ _LOSS = re.compile(
 
 
 _SHARE = re.compile(
-    r"(?<!of )(?<!of the )(?P<amount>(?<![\d.,/])\d[\d,]*)(?: (?!of\b|out\b)[a-z]+){0,3}, (?:i\.e\.,?|that is,?|or|which is) (?P<share>\d+/\d+|\d[\d.]*%)(?=\W*$| of )"
+    r"(?<!of )(?<!of the )(?P<amount>(?<![\d.,/])\d[\d,]*)(?: (?!of\b|out\b)[a-z]+){0,3}, (?:i\.e\.,?|that is,?|or"
+    r"|which is) (?P<share>\d+/\d+|\d[\d.]*%)(?=\W*$| of )"
 )
 """An amount, and what share of a whole it is."""
 
