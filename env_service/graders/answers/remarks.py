@@ -42,6 +42,7 @@ _UNASKED = re.compile(
     r"|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
     r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
     r"|\bbut [^.\d=]*\b(?:asked|asks|wanted)\b[^\d]*$"
+    r"|\(not asked\)|\bas a bonus\b"
     r"|\bI could also\b|\b(?:is|are|was)(?:n't| not) (?:asked|needed here)\b|\bin case you wondered\b"
     r"|\bbut the problem (?:told|tells|asked|asks) us to (?:use|round)\b"
     r"|\bby the way\b|\bif you(?:'re| are) (?:curious|interested|wondering)\b|\bby contrast\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
@@ -130,7 +131,10 @@ _REASONABLE = re.compile(
     r"\b(?:reasonable|plausible|sensible|makes sense|sounds right|(?:look|seem)s right|confirms|back to|good sign)\b",
     re.IGNORECASE,
 )
-_LABELLED = re.compile(r"^\W*(?:in|as) [a-z -]{3,40}:", re.IGNORECASE)
+_LABELLED = re.compile(r"^\W*(?!step|note|given)[a-z][a-z -]{2,40}:", re.IGNORECASE)
+_ALL = re.compile(r"\ball\b(?! together)", re.IGNORECASE)
+_OF_THESE = re.compile(r"\W*(?:\d+ )?of (?:these|those|them)\b", re.IGNORECASE)
+"""Beginning of a sentence that tells of a part of what was counted."""
 _UNSURE = re.compile(
     r"^\W*(?:but|however|yet|or|although|wait|actually|hmm|oops|no)\b|\b(?:question|problem|asked|wants?|must)\b|:\W*\d",
     re.IGNORECASE,
@@ -179,6 +183,8 @@ def _goes_beside(before: list[str], last: str) -> bool:
     """True if the last sentence, which neither concludes nor computes, supposes or compares after a firm result."""
     beside = (_SET_BESIDE.search(last) and not _leads_on(last)) or _affirms_with(result_of(before[-1]), last)
     if _ENOUGH.search(last) and result_of(before[-1]) and not said.SETUP.match(before[-1]) and "=" not in last:
+        return True
+    if _OF_THESE.match(last) and [*_equated(before[-1])] and not _leads_on(last):
         return True
     if beside and ("=" in before[-1] or _OTHER_TIME.search(last)) and result_of(before[-1]):
         return True
@@ -251,7 +257,7 @@ def _leads_on(sentence: str, *, total: bool = False) -> bool:
         return True
     return (
         not total
-        and bool(said.SUMMARY.search(sentence))
+        and bool(said.SUMMARY.search(_ALL.sub("", sentence)))
         and not (_SUPPOSED.search(sentence) or _SET_BESIDE.search(sentence))
     )
 

@@ -90,6 +90,17 @@ _TRIED = re.compile(
 )
 """A number that a sentence tries, and finds right."""
 _OUT_OF = re.compile(r"\W*(\d+) (?:out of|in) (\d+)\W*")
+_COUNTS = re.compile(
+    r"[^\d⟦,;]*\b(?:has|have|are|needs?|takes?|gets?) (?:exactly |only )?(?:two|three|four|five|six|seven|eight|nine|ten)\b[^\d⟦,;]*?"
+    r"(?=,? (?:because|since)\b)",
+    re.IGNORECASE,
+)
+"""A clause that counts in words, before its reason."""
+_PROVED = re.compile(
+    r"[^:=]*\b(?:is|be|[a-z] =) [⟪⟦]?(?P<value>-?\d+(?:\.\d+)?)[⟫⟧]?(?: [a-z]+){0,2}: (?P<equation>[^:]*\d ?= ?-?\d[\d.]*\W*$)",
+    re.IGNORECASE,
+)
+"""A result, and after a colon an equation that it makes true: `the number is 7: 7 + 5 = 12`."""
 _CONTRARY = re.compile(
     r"[^,;.]*(?:'d|\b(?:would|could|might))\b[^,;.]*[,;] but (?:(?:because|since|as)\b[^,;.\d]*?(?:, |(?=\bthe\b)))?",
     re.IGNORECASE,
@@ -147,6 +158,8 @@ def result_of(sentence: str) -> str:
 def _result_of(sentence: str) -> str:
     if _states_nothing(sentence):
         return ""
+    if (counts := _COUNTS.match(sentence)) and said.REASON.match(sentence, counts.end()):
+        sentence = counts[0]
     sentence = _COUNT.sub(lambda count: spelled_small(count[0]), sentence)
     if (known := _side_by_side(sentence) or _share(sentence) or _before_dash(sentence)) is not None:
         return known
@@ -158,6 +171,8 @@ def _result_of(sentence: str) -> str:
     sentence = _without_aside(_totalled(concluded_part(_main(sentence))), said.REASON)
     if listed := _LIST.search(sentence):
         return _counted(sentence[: listed.start()], re.split(r",? and |, ", listed[1] or listed[2]))
+    if (proved := _PROVED.match(sentence)) and _operands(proved["equation"]) & {proved["value"]}:
+        return proved["value"]
     if (exact := _EXACT.search(sentence)) is not None:
         sentence = sentence[: exact.end()]
     if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):
@@ -213,7 +228,7 @@ def _whole(sentence: str) -> str | None:
     clause = _LABEL.sub("", concluded_part(f" {sentence}").strip(" ,"))
     solutions = _SOLUTIONS.search(sentence)
     if solutions and not has_number(_without_aside(sentence, said.REASON)[solutions.end() :]):
-        return ", ".join(re.findall(r"-?\d[\d./]*", solutions[2]))
+        return _counted(sentence[: solutions.start()], re.findall(r"-?\d[\d./]*", solutions[2]))
     if (whole := assignments(clause) or _relation(clause) or terse(sentence)) is not None:
         return whole
     if (listed := _EQUATIONS.search(sentence)) and _of_one_name(listed[1]):
@@ -246,6 +261,14 @@ def _whole(sentence: str) -> str | None:
 def _of_one_name(equations: str) -> bool:
     """True if equations name the same on their left sides, as solutions do."""
     return len(set(re.findall(r"⟦\s*([^=⟦⟧]*?)\s*=", equations))) == 1
+
+
+def _operands(equation: str) -> set[str]:
+    """The numbers of an equation, unless it comes to one of them."""
+    known, _, result = equation.rpartition("=")
+    return {number[0].strip() for number in NUMBER.finditer(known)} - {
+        number[0].strip() for number in NUMBER.finditer(result)
+    }
 
 
 def _side_by_side(sentence: str) -> str | None:
@@ -355,9 +378,9 @@ def _totalled(sentence: str) -> str:
 
 
 def _counted(before: str, values: list[str]) -> str:
-    """The number of the values that a sentence lists, if it says it before them, else the list."""
+    """The values that a sentence lists, and their number if it says it before them."""
     counted = re.search(rf"\b(?:are|is|has|have|makes?) (?:only |exactly )?{len(values)}\b", spelled_small(before))
-    return str(len(values)) if counted else ", ".join(values)
+    return f"{len(values)}{SAME_AMOUNT}{', '.join(values)}" if counted else ", ".join(values)
 
 
 def _later(sentence: str, end: int) -> str:

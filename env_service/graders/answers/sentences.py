@@ -37,6 +37,8 @@ _AFFIRMATION = re.compile(
     re.IGNORECASE,
 )
 """A closing word that finds right what a sentence says."""
+_AT_LAST = re.compile(r"[^:|]*\b(?:after|new|now|final|sale|to pay|you pay|in the end)\b", re.IGNORECASE)
+"""The name of a value that the others of a list lead to."""
 _GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)++\s*\Z", re.IGNORECASE)
 
 
@@ -71,6 +73,7 @@ def stated_result(text: str) -> str:
 def _is_item(sentences: list[str]) -> bool:
     """True if the last two lines are alike, each a name and its value, and neither names or is a total."""
     alike = len(sentences) > 1 and all(_ITEM.fullmatch(s) and not said.SUMMARY.search(s) for s in sentences[-2:])
+    alike = alike and not _AT_LAST.match(sentences[-1])
     return (
         alike
         and len({"⟪" in s for s in sentences[-2:]}) == 1

@@ -229,7 +229,8 @@ CONCLUSION = compiled(
     + r"\b|\b(?:and|but) (?:since|as|because) [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
 )
 REASON = compiled(
-    r"[,\s]\s*(?<!and )(?<!but )(?:because|since|bc|cuz)\b|,\s(?:car|denn|weil|porque|perché|poiché|pois|omdat|want|так как|потому что)\b|"
+    r",? (?:and (?:this|it|that)|as (?:you|one|we)|which) can (?:easily )?be (?:verified|checked)\b"
+    r"|[,\s]\s*(?<!and )(?<!but )(?:because|since|bc|cuz)\b|,\s(?:car|denn|weil|porque|perché|poiché|pois|omdat|want|так как|потому что)\b|"
     r",?\s*\band indeed\b"
     r"|,\s*for (?:they|he|she|it|we|\d\S* ?[-+*/×=])|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
 )
@@ -251,8 +252,9 @@ ASIDE = compiled(
         (?:which is |(?<!is )(?<!are ))(?:twice|double|triple|half|(?:\d+|three|four|five|six|ten) times)(?= (?:as|the|her|his|[A-Z]))
         (?<=, )(?:and )?the next (?:one|such|two|three|[a-z]+est)
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|or \d+ (?:per|a|each)
-        (?:is |are |was |well |just |far )?(?:above|below|over|under|within|beyond) the (?:[a-z]+ ){1, 3}of
+        (?:is |are |was |well |just |far )?(?:above|below|over|under|within|beyond) the (?:[a-z]+ ){{1,3}}of
         to (?:give|feed|serve|cover|supply|provide) (?=[^.,;]*\d)
+        (?<=, )whose|(?<=, )[a-z ]{{3,25}} being
         and (?:so |thus |also |indeed )?(?:satisf\w+|fits?|matche?s?|agrees?)
         (?<=, )(?:das sind|das ist|c'est|soit|ossia)(?= \d[\d.,]* (?:mehr|weniger|de plus|de moins|más|menos|in più|in meno|a mais)\b)
         which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar
