@@ -421,6 +421,13 @@ HOSTILE = [
     "x x ",
     "x\\pi ",
     "check: x ",
+    "So 5 a. It would 6. ",
+    "and the 5 would ",
+    "has two a because ",
+    "is 5: 5 = ",
+    ", a a a being ",
+    "$x=5$ or ",
+    "Tom is 5 and ",
 ]
 
 
