@@ -112,7 +112,7 @@ _ENOUGH = re.compile(
     r"^\W*the (?:last|other|[a-z]+th|[a-z]+nd|[a-z]+rd)\b[^=]*\b(?:would|will|is|has) (?:only |just |then |even |not )?(?:be "
     r"|have )?(?:partly|half|empty|full|fewer|less|only|just|contain|carry|hold)\b"
     r"|\b(?:(?:that|this|it|which)(?:'s| is| will be| would be)|(?:have|has)) (?:just |more than |plenty |quite "
-    r"|easily )?(?:enough|sufficient|plenty)\b|\byou're fine\b|\b(?:pass(?:ing)? mark|(?:speed|weight|time) limit|threshold"
+    r"|easily )?(?:enough|sufficient|plenty)\b(?![^.]*\d)|\byou're fine\b|\b(?:pass(?:ing)? mark|(?:speed|weight|time) limit|threshold"
     r"|cut-?off)\b|\bneeded\b[^.]*\bto (?:pass|win|reach|get)\b",
     re.IGNORECASE,
 )
@@ -125,7 +125,7 @@ _UNREAL = re.compile(
 )
 """Words of a case that the problem does not ask about."""
 _CLOCK = re.compile(r"\b\d{1,2}:\d\d\b")
-_ELSE = re.compile(r"\W*(?:with|without|if|had)\b.*(?:\bwould\b|'d\b)", re.IGNORECASE)
+_ELSE = re.compile(r"\W*(?:with|without|if|had|to)\b.*(?:\bwould\b|'d\b)", re.IGNORECASE)
 _OTHER_TIME = re.compile(r"\b(?:ago|from now|later|earlier)\b|^\W*in \d+ [a-z]+\b.*(?:\bwill\b|'ll\b)", re.IGNORECASE)
 _REASONABLE = re.compile(
     r"\b(?:reasonable|plausible|sensible|makes sense|sounds right|(?:look|seem)s right|confirms|back to|good sign)\b",
