@@ -16,6 +16,8 @@ from env_service.graders.answers.values.amounts import SAME_AMOUNT
 
 _DECIMAL = re.compile(r"(?<![\d,.(\[{])(\d+),(\d{1,2})(?![\d,)\]}])")
 """A decimal comma in a reference whose text writes them."""
+_GROUPED = re.compile(r"(?<![\d,.])(\d{1,3}(?:\.\d{3})+),(\d{1,2})(?![\d,.])")
+"""A number of a reference that is written `1.234,50`."""
 _POINT = re.compile(r"[＄€£]?-?(\d+)\.(\d{1,2}|(?<=0\.)\d+)(?!\d)")
 """An expected number with a decimal point, no thousands."""
 
@@ -37,6 +39,7 @@ def equal(text: str, reference: str) -> bool:
 def _answers(text: str, reference: str) -> tuple[str, str]:
     if _DECIMAL.search(reference) and comma_is_decimal(text[-MAX_CHARACTERS:]):
         reference = _DECIMAL.sub(r"\1.\2", reference)
+    reference = _GROUPED.sub(lambda number: number[1].replace(".", "") + "." + number[2], reference)
     if not (expected := expected_answer(reference)):
         raise InvalidInput("the reference is empty")
     return final_answer(_with_decimal_point(text[-MAX_CHARACTERS:], expected), expected), expected
@@ -47,7 +50,7 @@ def _with_decimal_point(text: str, expected: str) -> str:
     found = _POINT.match(expected)
     if found is None or f"{found[1]},{found[2]}" not in text:
         return text
-    zeros = "0*" if len(found[2]) != 2 or found[1] == "0" else ""
+    zeros = "0?" if len(found[2]) == 1 else ""
     return re.sub(rf"(?<![\d,.(\[{{])({found[1]}),({found[2]}{zeros})(?![\d,)\]}}])", r"\1.\2", text)
 
 

@@ -70,8 +70,9 @@ def _same(answer: str, reference: str) -> bool | None:
         return False
     if (based := _BASED.fullmatch(reference)) and answer == based[1]:
         return True
-    if (ratio := _RATIO.fullmatch(answer)) and theirs and re.fullmatch(r"\d+/\d+", reference):
-        return theirs.value * int(ratio[2]) == int(ratio[1])
+    for ratio, other, value in ((answer, reference, theirs), (reference, answer, ours)):
+        if (parts := _RATIO.fullmatch(ratio)) and value and re.fullmatch(r"\d+/\d+", other):
+            return value.value * int(parts[2]) == int(parts[1])
     if re.search(r"\d_|:", reference + answer):
         return False
     if theirs is not None and _VARIABLE.search(answer):

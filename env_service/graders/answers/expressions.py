@@ -37,7 +37,8 @@ _PAIR = re.compile(
     re.IGNORECASE,
 )
 _MONEY_AND_CENTS = re.compile(
-    r"(\d++)\s*(?:(?:dollars?|euros?|pounds?)\s*(?:and\s*)?|and\s(?=\d+ (?:cents?|pence)))(\d{1,2}(?=\s*(?:cents?|pence)\b)|\d\d(?![\d.,]|\s*[a-z]))",
+    r"(\d++)\s*(?:(?:dollars?|euros?|pounds?)\s*(?:and\s*)?|and\s(?=\d+ (?:cents?|pence)))(\d{1,2}(?=\s*(?:cents?|pence)\b)"
+    r"|\d\d(?![\d.,]|\s*[a-z]))",
     re.IGNORECASE,
 )
 _LONG_UNIT = rf"(?:{UNIT}|pounds?|lbs?|ounces?|oz)"

@@ -369,7 +369,11 @@ def _told(paragraph: str) -> str:
 def _goes_on(sentence: str) -> bool:
     """True if a sentence after an answer computes, concludes or comes back to it, rather than explains it."""
     begins = said.CONCLUSION.match(f" {sentence}") or said.RECONSIDERED.match(sentence) or said.TOTAL.search(sentence)
-    return "=" in sentence or bool(begins) or bool(re.match(r"\W*(?:then|but|now|or|next|finally)\b", sentence, re.IGNORECASE))
+    return (
+        "=" in sentence
+        or bool(begins)
+        or bool(re.match(r"\W*(?:then|but|now|or|next|finally)\b", sentence, re.IGNORECASE))
+    )
 
 
 def _text_answer(text: str) -> str:

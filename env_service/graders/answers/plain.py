@@ -69,6 +69,7 @@ _LENGTH = r"\d+(?:\.\d+)?(?: ?(?:[cmk]?m|feet|ft|inches|in|yards|met(?:er|re)s|c
 _MEASURES = [
     (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9])\s?([ap])\.?\s?m\b", re.IGNORECASE), r"\1:00 \2m"),
     (re.compile(r"(?<![\d:.,$])(1[0-2]|[1-9]) o'clock"), r"\1:00"),
+    (re.compile(r"(?<![\d:.,$])(1[0-2]|0?[1-9])\.([0-5]\d)(?= ?[ap]\.?\s?m\b)", re.IGNORECASE), r"\1:\2"),
     (
         re.compile(r"(?<=\d)\s?(?:ft|feet|foot|')\.?,?\s?(?:and )?(\d+(?:\.\d+)?)\s?(?:in(?![\w ])\.?|\"|'')"),
         r" feet \1 inches",

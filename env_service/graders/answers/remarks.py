@@ -38,9 +38,11 @@ _EXPLAINS = re.compile(
 )
 _REMINDS = re.compile(r"(?:please )?(?:remember|note|notice|recall|keep in mind)\b", re.IGNORECASE)
 _UNASKED = re.compile(
-    r"\b(?:is|was)(?:n't| not) (?:the question|part of the question|needed|relevant)|\b(?:question|problem) (?:does not|doesn't|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
+    r"\b(?:is|was)(?:n't| not) (?:the question|part of the question|needed|relevant)|\b(?:question|problem) (?:does not|doesn't"
+    r"|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
     r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
     r"|\bbut [^.\d=]*\b(?:asked|asks|wanted)\b[^\d]*$"
+    r"|\(not asked\)|\bas a bonus\b"
     r"|\bI could also\b|\b(?:is|are|was)(?:n't| not) (?:asked|needed here)\b|\bin case you wondered\b"
     r"|\bbut the problem (?:told|tells|asked|asks) us to (?:use|round)\b"
     r"|\bby the way\b|\bif you(?:'re| are) (?:curious|interested|wondering)\b|\bby contrast\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
@@ -99,26 +101,43 @@ _SET_BESIDE = re.compile(
     re.IGNORECASE,
 )
 """Words that compare a result."""
-_ADDITION = re.compile(r"\W*(?:(?:also )?(?:including|counting|adding|with|plus|after|then|finally|for|that|this|her|his|their)|(?:in|at|by) (?:the end|all))\b", re.IGNORECASE)
+_ADDITION = re.compile(
+    r"\W*(?:(?:also )?(?:including|counting|adding|with|plus|after|then|finally|for|that|this|her|his|their)|(?:in|at"
+    r"|by) (?:the end|all))\b",
+    re.IGNORECASE,
+)
 """Beginning of a sentence that goes on to another result."""
 _PART = re.compile(r"\b(?:half|third|quarter)s?\b", re.IGNORECASE)
 _ENOUGH = re.compile(
-    r"\b(?:(?:that|this|it|which)(?:'s| is| will be| would be)|(?:have|has)) (?:just |more than |plenty |quite |easily )?(?:enough|sufficient|plenty)\b|\byou're fine\b|\b(?:pass(?:ing)? mark|(?:speed|weight|time) limit|threshold|cut-?off)\b|\bneeded\b[^.]*\bto (?:pass|win|reach|get)\b",
+    r"^\W*the (?:last|other|[a-z]+th|[a-z]+nd|[a-z]+rd)\b[^=]*\b(?:would|will|is|has) (?:only |just |then |even |not )?(?:be "
+    r"|have )?(?:partly|half|empty|full|fewer|less|only|just|contain|carry|hold)\b"
+    r"|\b(?:(?:that|this|it|which)(?:'s| is| will be| would be)|(?:have|has)) (?:just |more than |plenty |quite "
+    r"|easily )?(?:enough|sufficient|plenty)\b(?![^.]*\d)|\byou're fine\b|\b(?:pass(?:ing)? mark|(?:speed|weight|time) limit|threshold"
+    r"|cut-?off)\b|\bneeded\b[^.]*\bto (?:pass|win|reach|get)\b",
     re.IGNORECASE,
 )
-_IN_CONCLUSION = re.compile(r"\W*(?:in (?:conclusion|summary)|to (?:conclude|sum up|summari[sz]e)|all in all)\b", re.IGNORECASE)
+_IN_CONCLUSION = re.compile(
+    r"\W*(?:in (?:conclusion|summary)|to (?:conclude|sum up|summari[sz]e)|all in all)\b", re.IGNORECASE
+)
 _UNREAL = re.compile(
-    r"\b(?:say|for example|e\.g|instead|without|hadn't|had|were|weren't|wasn't|didn't|original\w*|another|would have)\b", re.IGNORECASE
+    r"\b(?:say|for example|e\.g|instead|without|hadn't|had|were|weren't|wasn't|didn't|original\w*|another|would have)\b",
+    re.IGNORECASE,
 )
 """Words of a case that the problem does not ask about."""
-_ELSE = re.compile(r"\W*(?:with|without|if|had)\b.*(?:\bwould\b|'d\b)", re.IGNORECASE)
+_CLOCK = re.compile(r"\b\d{1,2}:\d\d\b")
+_ELSE = re.compile(r"\W*(?:with|without|if|had|to)\b.*(?:\bwould\b|'d\b)", re.IGNORECASE)
 _OTHER_TIME = re.compile(r"\b(?:ago|from now|later|earlier)\b|^\W*in \d+ [a-z]+\b.*(?:\bwill\b|'ll\b)", re.IGNORECASE)
 _REASONABLE = re.compile(
-    r"\b(?:reasonable|plausible|sensible|makes sense|sounds right|(?:look|seem)s right|confirms|back to|good sign)\b", re.IGNORECASE
+    r"\b(?:reasonable|plausible|sensible|makes sense|sounds right|(?:look|seem)s right|confirms|back to|good sign)\b",
+    re.IGNORECASE,
 )
-_LABELLED = re.compile(r"^\W*(?:in|as) [a-z -]{3,40}:", re.IGNORECASE)
+_LABELLED = re.compile(r"^\W*(?!step|note|given)[a-z][a-z -]{2,40}:", re.IGNORECASE)
+_ALL = re.compile(r"\ball\b(?! together)", re.IGNORECASE)
+_OF_THESE = re.compile(r"\W*(?:\d+ )?of (?:these|those|them)\b", re.IGNORECASE)
+"""Beginning of a sentence that tells of a part of what was counted."""
 _UNSURE = re.compile(
-    r"^\W*(?:but|however|yet|or|although|wait|actually|hmm|oops|no)\b|\b(?:question|problem|asked|wants?|must)\b|:\W*\d", re.IGNORECASE
+    r"^\W*(?:but|however|yet|or|although|wait|actually|hmm|oops|no)\b|\b(?:question|problem|asked|wants?|must)\b|:\W*\d",
+    re.IGNORECASE,
 )
 _UNKNOWN = re.compile(r"(?<![A-Za-z])[A-Za-z] ?=")
 _AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
@@ -165,6 +184,8 @@ def _goes_beside(before: list[str], last: str) -> bool:
     beside = (_SET_BESIDE.search(last) and not _leads_on(last)) or _affirms_with(result_of(before[-1]), last)
     if _ENOUGH.search(last) and result_of(before[-1]) and not said.SETUP.match(before[-1]) and "=" not in last:
         return True
+    if _OF_THESE.match(last) and [*_equated(before[-1])] and not _leads_on(last):
+        return True
     if beside and ("=" in before[-1] or _OTHER_TIME.search(last)) and result_of(before[-1]):
         return True
     if _is_derived(before):
@@ -184,15 +205,21 @@ def _goes_beside(before: list[str], last: str) -> bool:
         return True
     if _leads_on(last):
         return False
-    if _SET_BESIDE.search(last) or (_SUPPOSED.search(last) and (_UNREAL.search(last) or not _follows_from(stated, [last]))):
+    if _SET_BESIDE.search(last) or (
+        _SUPPOSED.search(last) and (_UNREAL.search(last) or not _follows_from(stated, [last]))
+    ):
         return True
-    return bool(_BOLD_VALUE.search(before[at])) and not _ADDITION.match(last) and not _follows_from(stated, [*before, last])
+    return (
+        bool(_BOLD_VALUE.search(before[at]))
+        and not _ADDITION.match(last)
+        and not _follows_from(stated, [*before, last])
+    )
 
 
 def _affirms_with(stated: str, last: str) -> bool:
     """True if a sentence finds right what was stated, at another time or with other numbers than it."""
     affirmed = said.AFFIRMED.search(last) and not said.DENIED.search(last) and not concludes_anew(last)
-    if _REASONABLE.search(last) and not said.DENIED.search(last):
+    if _REASONABLE.search(last) and not said.DENIED.search(last) and not re.search(r"\bonly\b", last, re.IGNORECASE):
         return not concludes_anew(last) or {*values(stated)} <= {*values(last)}
     known, new = [*values(stated)], [*values(spelled_small(last))]
     if not affirmed or not _OTHER_TIME.search(last) or not known or len({*new} - {*known}) < 2:
@@ -212,7 +239,9 @@ def _is_firm(sentences: list[str]) -> bool:
     last = sentences[-1]
     concluded = concluded_part(f" {last}")
     concludes = concluded != f" {last}"
-    if not (found := result_of(last)) or ("=" in _BRACKETS.sub("", concluded) and not said.CONCLUSION.match(f" {last}")):
+    if not (found := result_of(last)) or (
+        "=" in _BRACKETS.sub("", concluded) and not said.CONCLUSION.match(f" {last}")
+    ):
         return False
     if _BOLD_VALUE.search(last) or concludes or _LABELLED.match(last) or _IN_CONCLUSION.match(last):
         return True
@@ -226,13 +255,17 @@ def _leads_on(sentence: str, *, total: bool = False) -> bool:
         return True
     if said.HEDGE.search(sentence) or said.REFUSAL.search(sentence) or sentence.endswith(("?", ":")):
         return True
-    return not total and bool(said.SUMMARY.search(sentence)) and not (_SUPPOSED.search(sentence) or _SET_BESIDE.search(sentence))
+    return (
+        not total
+        and bool(said.SUMMARY.search(_ALL.sub("", sentence)))
+        and not (_SUPPOSED.search(sentence) or _SET_BESIDE.search(sentence))
+    )
 
 
 def _follows_from(found: str, sentences: list[str]) -> bool:
     """True if a number of the last sentence may be computed from a result with another number of the text."""
-    known, new = [*values(found)][:1], [*values(spelled_small(sentences[-1]))]
-    others = {value for s in sentences for value in values(spelled_small(s))}
+    known, new = [*values(found)][:1], [*values(spelled_small(_CLOCK.sub("", sentences[-1])))]
+    others = {value for s in sentences for value in values(spelled_small(_CLOCK.sub("", s)))}
     return not known or any(_combines(known[0], other, value) for other in others for value in new if value != other)
 
 
@@ -286,7 +319,14 @@ def headline(sentences: list[str]) -> str | None:
     if (short := _IN_SHORT.match(first)) and not any(map(concludes_anew, rest)):
         return result_of(first[short.end() :])
     value = value_at(re.sub(r"^(?:it's|it is)\b:?", "", first, flags=re.IGNORECASE))
-    if len(first.split()) > 4 or said.REJECTED.search(first) or not value or "=" in first or not NUMBER.match(value) or first.endswith((":", "?")):
+    if (
+        len(first.split()) > 4
+        or said.REJECTED.search(first)
+        or not value
+        or "=" in first
+        or not NUMBER.match(value)
+        or first.endswith((":", "?"))
+    ):
         return None
     explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
     return value if explained and len(list(NUMBER.finditer(first))) == 1 else None

@@ -21,7 +21,8 @@ _EXACT = re.compile(
 _NOT_STATED = re.compile(
     r"(?<=[\w.%⟧⟫€])\s\((?!that is|i\.e)(?=[^()⟦\\]*(?:[A-Za-z]{2}|\d\s?[-+*/×·÷x=]\s?[＄€£]?\d|\d\s?%))[^()⟦\\]*\)"  # (3 of each)
     r"|(?:^|\s)(?:[Aa]t|[Ww]hen|[Ff]or|[Ii]f) ⟦?[A-Za-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)(?!(?:,| and|, and) ⟦?[a-z] ?=)"  # at x = 3
-    r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )|(?<=a ))\d[\d.]* by \d[\d.]*(?= [a-z])"
+    r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )"
+    r"|(?<=a ))\d[\d.]*(?: ?[a-z]{1,2})? by \d[\d.]*(?: ?[a-z]{1,2})?(?= [a-z])"
     r"|\b(?:discard|reject|ignore)\w* (?:the )?(?:[a-z]+ ){0,3}⟦?[a-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"
     r"|, from [＄€£]?\d[\d.,]*%?(?: [a-z]+)? to [＄€£]?\d[\d.,]*%?(?: [a-z]+)?(?=\.?$)"
     r"|(?<=[a-z]) of [＄€£]?\d[\d.,]* [a-z]+(?= (?:is|has|was|costs?|holds?|weighs?|takes?|needs?) )"
@@ -37,7 +38,8 @@ _COPULA = re.compile(
     re.IGNORECASE,
 )
 _SOLUTIONS = re.compile(
-    r"(?<![A-Za-z\d])([a-z]) ?= ?(-?\d+(?:[./]\d+)?(?:,? (?:and|or|as well as) (?:\1 ?= ?)?-?\d+(?:[./]\d+)?|, \1 ?= ?-?\d+(?:[./]\d+)?)+)(?=[.,;\s]|$)"
+    r"(?<![A-Za-z\d])([a-z]) ?= ?(-?\d+(?:[./]\d+)?(?:,? (?:and|or|as well as) (?:\1 ?= ?)?-?\d+(?:[./]\d+)?"
+    r"|, \1 ?= ?-?\d+(?:[./]\d+)?)+)(?=[.,;\s]|$)"
 )
 _REDUCED = re.compile(
     r"(?<=\d)(?:,? or|,? which is|,? i\.e\.,?|,? which simplifies to| simplifies to| reduces to) (?=\d+(?:\s?:\s?| to )\d)"
@@ -59,7 +61,8 @@ _LATER = re.compile(
 )
 _THEN_IS = re.compile(r"[^,;]*?\s((?:is|are|has|gives|yields|leaves|makes)\s[^,;]*\d)")
 _PARALLEL = re.compile(
-    r"\W*(?:(?:So|Thus|Therefore|Hence|Then),? )?(?:(?!Then|Now|Thus|There)[A-Z][a-z]+(?: ?[=:] ?| (?:(?:is|has|gets|had|was|pays|earns) )?)"
+    r"\W*(?:(?:So|Thus|Therefore|Hence|Then),? )?(?:(?!Then|Now|Thus|There)[A-Z][a-z]+(?: ?[=:] ?| (?:(?:is|has|gets|had|was|pays"
+    r"|earns) )?)"
     r"[＄€£]?\d[\d.]*(?: [a-z]+){0,2}(?:, |; |,? and |, and ))+"
     r"[A-Z][a-z]+(?: ?[=:] ?| (?:(?:is|has|gets|had|was|pays|earns) )?)[＄€£]?\d[\d.]*(?: [a-z]+){0,2}\W*"
 )
@@ -71,20 +74,37 @@ _ONLY = re.compile(
 )
 """The one of several numbers that has some property."""
 _TRAILING = re.compile(r",? (?:by|using|via|after|when|where|with|for|because|since|valid|as)\b|[,;]\s|\s\(")
-"""What follows an expression that a sentence states."""
+"""Words after an expression that a sentence states."""
 _REMAINDER = re.compile(r"(\d+) with (?:an? )?remainder(?: of)? (\d+)\W*$")
 _WORDS_ASIDE = re.compile(r"\([^()\d]*\)")
 _IS_SHARE = re.compile(
-    r"^\W*(?:(?:so|thus|hence|therefore),? )?[⟦＄]*(?P<part>\d[\d.,]*)⟧? (?:is|are) [⟪⟦]*(?P<share>\d[\d.,]*%)[⟧⟫]* of [⟦＄]*(?P<whole>\d[\d.,]*?)⟧?\.?$",
+    r"^\W*(?:(?:so|thus|hence|therefore),? )?[⟦＄]*(?P<part>\d[\d.,]*)⟧? (?:is"
+    r"|are) [⟪⟦]*(?P<share>\d[\d.,]*%)[⟧⟫]* of [⟦＄]*(?P<whole>\d[\d.,]*?)⟧?\.?$",
     re.IGNORECASE,
 )
 """A part, its share and the whole, of which any may be asked."""
 _TRIED = re.compile(
-    r"(?:try|trying|test|testing|take|taking|for|with)? ?⟦?(?:[a-z] ?= ?)?(-?\d[\d.]*)⟧?[:,](?!.*\bno\b)(?=.*\d).*(?:\byes|✓|✔|✅|\bworks|\bcorrect|\bmatches|\bright)\W*$",
+    r"(?:try|trying|test|testing|take|taking|for|with)? ?⟦?(?:[a-z] ?= ?)?(-?\d[\d.]*)⟧?[:,](?!.*\bno\b)(?=.*\d).*(?:\byes|✓|✔|✅"
+    r"|\bworks|\bcorrect|\bmatches|\bright)\W*$",
     re.IGNORECASE,
 )
 """A number that a sentence tries, and finds right."""
-_CONTRARY = re.compile(r"[^,;.]*(?:'d|\b(?:would|could|might))\b[^,;.]*[,;] but (?:(?:because|since|as)\b[^,;.\d]*?(?:, |(?=\bthe\b)))?", re.IGNORECASE)
+_OUT_OF = re.compile(r"\W*(\d+) (?:out of|in) (\d+)\W*")
+_COUNTS = re.compile(
+    r"[^\d⟦,;]*\b(?:has|have|are|needs?|takes?|gets?) (?:exactly |only )?(?:two|three|four|five|six|seven|eight|nine|ten)\b[^\d⟦,;]*?"
+    r"(?=,? (?:because|since)\b)",
+    re.IGNORECASE,
+)
+"""A clause that counts in words, before its reason."""
+_PROVED = re.compile(
+    r"[^:=]*\b(?:is|be|[a-z] =) [⟪⟦]?(?P<value>-?\d+(?:\.\d+)?)[⟫⟧]?(?: [a-z]+){0,2}: (?P<equation>[^:]*\d ?= ?-?\d[\d.]*\W*$)",
+    re.IGNORECASE,
+)
+"""A result, and after a colon an equation that it makes true: `the number is 7: 7 + 5 = 12`."""
+_CONTRARY = re.compile(
+    r"[^,;.]*(?:'d|\b(?:would|could|might))\b[^,;.]*[,;] but (?:(?:because|since|as)\b[^,;.\d]*?(?:, |(?=\bthe\b)))?",
+    re.IGNORECASE,
+)
 """A clause of what would be, before the one that says what is."""
 _LABEL = re.compile(r"^[\W_]*[A-Za-z][A-Za-z ]{2,30}:⟫?\s+")
 _EQUATIONS = re.compile(r"(⟦[^⟦⟧]*=[^⟦⟧]*⟧(?:(?:,| or|,? and) (?=⟦)⟦[^⟦⟧]*=[^⟦⟧]*⟧)+)[^\d⟦]*$")
@@ -138,6 +158,8 @@ def result_of(sentence: str) -> str:
 def _result_of(sentence: str) -> str:
     if _states_nothing(sentence):
         return ""
+    if (counts := _COUNTS.match(sentence)) and said.REASON.match(sentence, counts.end()):
+        sentence = counts[0]
     sentence = _COUNT.sub(lambda count: spelled_small(count[0]), sentence)
     if (known := _side_by_side(sentence) or _share(sentence) or _before_dash(sentence)) is not None:
         return known
@@ -149,6 +171,8 @@ def _result_of(sentence: str) -> str:
     sentence = _without_aside(_totalled(concluded_part(_main(sentence))), said.REASON)
     if listed := _LIST.search(sentence):
         return _counted(sentence[: listed.start()], re.split(r",? and |, ", listed[1] or listed[2]))
+    if (proved := _PROVED.match(sentence)) and _operands(proved["equation"]) & {proved["value"]}:
+        return proved["value"]
     if (exact := _EXACT.search(sentence)) is not None:
         sentence = sentence[: exact.end()]
     if (equal := list(_EQUATION.finditer(sentence))) and (value := value_at(sentence[equal[-1].end() :])):
@@ -204,7 +228,7 @@ def _whole(sentence: str) -> str | None:
     clause = _LABEL.sub("", concluded_part(f" {sentence}").strip(" ,"))
     solutions = _SOLUTIONS.search(sentence)
     if solutions and not has_number(_without_aside(sentence, said.REASON)[solutions.end() :]):
-        return ", ".join(re.findall(r"-?\d[\d./]*", solutions[2]))
+        return _counted(sentence[: solutions.start()], re.findall(r"-?\d[\d./]*", solutions[2]))
     if (whole := assignments(clause) or _relation(clause) or terse(sentence)) is not None:
         return whole
     if (listed := _EQUATIONS.search(sentence)) and _of_one_name(listed[1]):
@@ -215,11 +239,17 @@ def _whole(sentence: str) -> str | None:
         return SAME_AMOUNT.join(share.groups())
     if tried := _TRIED.match(sentence):
         return tried[1]
+    if part := _OUT_OF.fullmatch(sentence):
+        return f"{part[1]}/{part[2]}"
     if only := _ONLY.search(sentence):
         return only[1]
     if exact := _EXACTLY.search(sentence):
         return f"{exact[2]}{SAME_AMOUNT}{exact[1]}"
-    if (bold := _ONE_BOLD.fullmatch(sentence)) and re.search(r"\d.*[a-z]|[a-z].*\d", bold[1]) and (whole := whole_value(bold[1])):
+    if (
+        (bold := _ONE_BOLD.fullmatch(sentence))
+        and re.search(r"\d.*[a-z]|[a-z].*\d", bold[1])
+        and (whole := whole_value(bold[1]))
+    ):
         return whole
     if (pair := _IN_TURN.search(sentence)) and pair[1] != pair[3] and not _ASSIGNED.search(sentence[: pair.start()]):
         return f"{pair[4]}{SAME_AMOUNT}{assigned([(pair[1], pair[2]), (pair[3], pair[4])])}"
@@ -231,6 +261,14 @@ def _whole(sentence: str) -> str | None:
 def _of_one_name(equations: str) -> bool:
     """True if equations name the same on their left sides, as solutions do."""
     return len(set(re.findall(r"⟦\s*([^=⟦⟧]*?)\s*=", equations))) == 1
+
+
+def _operands(equation: str) -> set[str]:
+    """The numbers of an equation, unless it comes to one of them."""
+    known, _, result = equation.rpartition("=")
+    return {number[0].strip() for number in NUMBER.finditer(known)} - {
+        number[0].strip() for number in NUMBER.finditer(result)
+    }
 
 
 def _side_by_side(sentence: str) -> str | None:
@@ -340,9 +378,9 @@ def _totalled(sentence: str) -> str:
 
 
 def _counted(before: str, values: list[str]) -> str:
-    """The number of the values that a sentence lists, if it says it before them, else the list."""
+    """The values that a sentence lists, and their number if it says it before them."""
     counted = re.search(rf"\b(?:are|is|has|have|makes?) (?:only |exactly )?{len(values)}\b", spelled_small(before))
-    return str(len(values)) if counted else ", ".join(values)
+    return f"{len(values)}{SAME_AMOUNT}{', '.join(values)}" if counted else ", ".join(values)
 
 
 def _later(sentence: str, end: int) -> str:

@@ -27,12 +27,18 @@ _STATES = re.compile(
     r"\b(?:is|are|was|equals|be|makes|total of|:)\s+[＄€£]?[\d,.]+\W*$|^(?:the|⟦|⟪)\b.*[⟫⟧)\d%€£]\s*$", re.IGNORECASE
 )
 _UNKNOWN = re.compile(
-    r"\b(?:can't|cannot|can not) (?:solve|answer) (?:this|it|that)\b|\ball (?:i|we) know\b|\bneed to know\b|\bdepend(?:s|ing) on\b|(?:not|n't|n't have) enough information|insufficient information|^or\b(?![^\d⟦:]*:)|\b(?:is"
+    r"\b(?:can't|cannot|can not) (?:solve|answer) (?:this|it|that)\b|\ball (?:i|we) know\b|\bneed to know\b|\bdepend(?:s|ing) on\b"
+    r"|(?:not|n't|n't have) enough information|insufficient information|^or\b(?![^\d⟦:]*:)|\b(?:is"
     r"|are) unknown\b|(?:don't|do not) know\b|\bgive up\b",
     re.IGNORECASE,
 )
-_AFFIRMATION = re.compile(r"(?<=\d)[.!] ((?:that's |this is |it's |it is )?(?:correct|right|true|yes|it works|works|perfect|good|✓|✔|✅)[.!]?\s*)\Z", re.IGNORECASE)
+_AFFIRMATION = re.compile(
+    r"(?<=\d)[.!] ((?:that's |this is |it's |it is )?(?:correct|right|true|yes|it works|works|perfect|good|✓|✔|✅)[.!]?\s*)\Z",
+    re.IGNORECASE,
+)
 """A closing word that finds right what a sentence says."""
+_AT_LAST = re.compile(r"[^:|]*\b(?:after|new|now|final|sale|to pay|you pay|in the end)\b", re.IGNORECASE)
+"""The name of a value that the others of a list lead to."""
 _GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)++\s*\Z", re.IGNORECASE)
 
 
@@ -67,7 +73,12 @@ def stated_result(text: str) -> str:
 def _is_item(sentences: list[str]) -> bool:
     """True if the last two lines are alike, each a name and its value, and neither names or is a total."""
     alike = len(sentences) > 1 and all(_ITEM.fullmatch(s) and not said.SUMMARY.search(s) for s in sentences[-2:])
-    return alike and len({"⟪" in s for s in sentences[-2:]}) == 1 and not _is_computed([list(values(s)) for s in sentences])
+    alike = alike and not _AT_LAST.match(sentences[-1])
+    return (
+        alike
+        and len({"⟪" in s for s in sentences[-2:]}) == 1
+        and not _is_computed([list(values(s)) for s in sentences])
+    )
 
 
 def _is_computed(values: list[list[Fraction]]) -> bool:

@@ -31,7 +31,8 @@ _LATIN_ANSWER = either(r"""
 """)
 ANSWER = rf"(?:(?<![A-Za-z<\\/]){_LATIN_ANSWER}(?![A-Za-zà-ÿ])|答案|答え|正解|答|정답|답|คำตอบ)"
 _IS = either("""
-    is|are|was|be|stays|remains|equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι|to(?! (?:the|this|that|your|our|all|every)\b)
+    is|are|was|be|stays|remains
+    equals|becomes|comes to|ist|lautet|beträgt|est|es|é|è|este|είναι|to(?! (?:the|this|that|your|our|all|every)\b)
     wynosi|jest|je|är|er|adalah|ialah|ni|là|(?<!depends )on
 """)
 IS = rf"(?:[:=→⇒]|=>|->|(?<=[\s⟫*])[—–-]\s|(?<=[rRtTnN])'s(?=\s)|(?<![\w']){_IS}(?![^\W\d])|是|为|為|は|은|는|คือ|है|হল|হলো|হচ্ছে|هو|هي|است)"
@@ -62,7 +63,8 @@ TAKEN_BACK = compiled(
     r"\b"
     + either("""
         that(?:'s| is| was) (?:wrong|incorrect|not right|not correct|a mistake)|(?:made|making) an? \\w*\\s?(?:mistake|error)
-        i (?:forgot|missed|overlooked|left out|mixed up|misread|miscalculated|misunderstood)|scratch that|correction\\b|my mistake|double[- ]counted
+        i (?:misread|miscalculated|misunderstood)
+        i (?:forgot|missed|overlooked|left out|mixed up)|scratch that|correction\\b|my mistake|double[- ]counted
         let me (?:redo|recompute|recalculate|re-?do|try again|fix|correct)|that (?:can't|cannot) be (?:right|correct)
         (?:doesn't|does not) (?:seem|look) right|das (?:ist|war) falsch|c'est faux|está mal|è sbagliato
     """)
@@ -82,7 +84,8 @@ CHECK = re.compile(
     r"|(?:plug|substitut)\w* (?:\S+ ){0,5}back\b(?=[^\n]*[✓✔✅])|(?:this|that) makes sense\b|indeed\b|(?:this|that"
     r"|it) can be (?:verified|checked)|"
     r"(?:remarks?|notes?|check|proof|discussion|extra|bonus|(?:alternative|other) (?:method|solution|approach))[⟫*_ ]*$|"
-    r"verify(?:ing)?⟫?:|verification\b|(?:probe|vérification|comprobación|verifica|controle?|controllo|verificação|проверка)⟫?\s?[:.]|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?\b[^.:=\d\n]{0,40}:)",
+    r"verify(?:ing)?⟫?:|verification\b|(?:probe|vérification|comprobación|verifica|controle?|controllo|verificação"
+    r"|проверка)⟫?\s?[:.]|proof⟫?[.:]|(?:double[- ]?)?check(?:ing)?\b[^.:=\d\n]{0,40}:)",
     re.IGNORECASE | re.MULTILINE,
 )
 """Words before a check of a result that was stated earlier."""
@@ -208,7 +211,7 @@ _COMPARES = either(r"""
     what|the answer|(?:just |more than )?enough|\d[\d./]*%? of\b|[＄€£]?[\d.,]+ [a-z]+ (?:after|before|from|more|less|later|earlier)\b
     (?:[＄€£]?[\d.,]+ )?(?:more|less|fewer|times|not|about|approx\w*|twice|double|triple|half)\b
     [＄€£]?[\d.,]+%?(?: [a-z]+)? (?:[a-z]+er than|rounded)\b
-    (?:[a-z]+er|as [a-z]+) (?:than|as)\b|at \d
+    (?:[a-z]+er|as [a-z]+) (?:than|as)\b
 """)
 CONCLUSION = compiled(
     r"[,;\s]\s*"
@@ -218,7 +221,7 @@ CONCLUSION = compiled(
         (?<=[,;] )now(?= (?:he|she|it|they|we|you|there)\b)|which means|meaning|which gives|settles? on|becomes
         for a total of|which rounds? (?:up |down )?to
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
-        i\.e(?=\.,? (?:(?!she|he|they|at\b)\w+ ){{0,2}}(?:[-(]?[＄€£]?\d|⟦))(?!\.,? {_COMPARES})
+        i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:[-(]?[＄€£]?\d|⟦))(?!\.,? {_COMPARES})
         that is(?! {_COMPARES})(?=,? (?:\w+ )?(?:[＄€£]?\d|⟦))|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que
         entonces|quindi|portanto|logo|dus|also|deshalb
         daher|поэтому|значит
@@ -226,7 +229,8 @@ CONCLUSION = compiled(
     + r"\b|\b(?:and|but) (?:since|as|because) [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
 )
 REASON = compiled(
-    r"[,\s]\s*(?<!and )(?<!but )(?:because|since|bc|cuz)\b|,\s(?:car|denn|weil|porque|perché|poiché|pois|omdat|want|так как|потому что)\b|"
+    r",? (?:and (?:this|it|that)|as (?:you|one|we)|which) can (?:easily )?be (?:verified|checked)\b"
+    r"|[,\s]\s*(?<!and )(?<!but )(?:because|since|bc|cuz)\b|,\s(?:car|denn|weil|porque|perché|poiché|pois|omdat|want|так как|потому что)\b|"
     r",?\s*\band indeed\b"
     r"|,\s*for (?:they|he|she|it|we|\d\S* ?[-+*/×=])|,\s*(?:where|attained|as (?!a |an |required)|for [a-z] ?=)"
 )
@@ -248,14 +252,17 @@ ASIDE = compiled(
         (?:which is |(?<!is )(?<!are ))(?:twice|double|triple|half|(?:\d+|three|four|five|six|ten) times)(?= (?:as|the|her|his|[A-Z]))
         (?<=, )(?:and )?the next (?:one|such|two|three|[a-z]+est)
         or (?:about|approximately|roughly|around)|which (?:was|is) (?:what|the answer)|or \d+ (?:per|a|each)
-        (?:is |are |was |well |just |far )?(?:above|below|over|under|within|beyond) the (?:[a-z]+ ){1,3}of
+        (?:is |are |was |well |just |far )?(?:above|below|over|under|within|beyond) the (?:[a-z]+ ){{1,3}}of
         to (?:give|feed|serve|cover|supply|provide) (?=[^.,;]*\d)
+        (?<=, )whose|(?<=, )[a-z ]{{3,25}} being
         and (?:so |thus |also |indeed )?(?:satisf\w+|fits?|matche?s?|agrees?)
-        (?<=, )(?:das sind|das ist|c'est|soit|es decir|ossia)(?= \d[\d.,]* (?:mehr|weniger|de plus|de moins|más|menos|in più|in meno|a mais)\b)
+        (?<=, )(?:das sind|das ist|c'est|soit|ossia)(?= \d[\d.,]* (?:mehr|weniger|de plus|de moins|más|menos|in più|in meno|a mais)\b)
         which (?:appears?|occurs?)|e\.g(?=\.)|obwohl|statt|anstatt|verglichen|(?:und )?nicht|au lieu|comparé|et non|en lugar
         comparado|y no
     """)
-    + r"\b|;\s(?=[^;]*\bwould\b)|;\s(?=[^;]*\b(?:from now|ago)\b[^;]*\d[^;]*\band\b[^;]*\d)|(?:,? and|,? while|,? whereas|,) the (?!total|answer|sum|remain)[a-z\d][^,;.=]{0,40}\bwould\b"
+    + r"\b|;\s(?=the (?:last|other|[a-z]+th) [^;]*\b(?:will|would|has|is|carries|holds)\b[^;]*\b(?:only|just|partly)\b)"
+    r"|;\s(?=[^;]*\bwould\b)|;\s(?=[^;]*\b(?:from now|ago)\b[^;]*\d[^;]*\band\b[^;]*\d)|(?:,? and|,? while|,? whereas"
+    r"|,) the (?!total|answer|sum|remain)[a-z\d][^,;.=]{0,40}\bwould\b"
     r"|(?:,|\sor)\s(?:just |only |exactly )?[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|short|shy|from|after|before"
     r"|above|later|earlier|of|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
     + r"|;\s(?:that's|(?:that|this|it) is)(?= "
@@ -291,7 +298,8 @@ TERM = compiled(
 )
 """Words before a number that is a result if there is no other: `full after 8 hours`."""
 SOFT = compiled(
-    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|(?<!arrive )(?<!arrives )at|per|into|among|(?:at|over) (?:an?|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
+    r"\b(?:(?<!bring )(?<!brings )in|for|over|each|every|on|(?<!arrive )(?<!arrives )at|per|into|among|(?:at|over) (?:an?"
+    r"|the) (?:[a-z]+ ){1,3}of|appears?|occurs?"
     r"|(?<=[a-z] )(?<!is )(?<!are )(?<!was )(?<!were )(?:working|driving|running|walking|using|buying|selling|saving|going)"
     r"|(?<!left )(?<!up )(?<!ends )(?<!him )(?<!her )(?<!them )with"
     r"|für|je|mit|bei|pro|von|auf|pour|en|dans|avec|pendant|sur|(?<=[a-z] )(?<!\bes )(?<!\best )de|del|du|o"
@@ -341,7 +349,8 @@ TASK = compiled(
     r"|(?:we|you) |let(?:'s| us| me) (?:first |now |then )?|)"
     r"(?:comput|calculat|find|determin|solv|multipl|divid|add|subtract)(?:e|y|y?ing"
     r"(?![^,]*, (?:[A-Z][a-z]+|he|she|it|they|we|you)\b(?! (?:must|need|have to|should)\b)[^,]*\d))?\b"
-    r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so|(?:you|we)(?:'ll| will)? (?:find|see|have|arrive))\b)(?=.*[\d⟦]))"
+    r"(?!.*(?:[=:]|\b(?:is|(?<!there )are|gets?|gives?|giving|obtain|equals|makes?|yields?|leaves?|so|(?:you|we)(?:'ll"
+    r"| will)? (?:find|see|have|arrive))\b)(?=.*[\d⟦]))"
 )
 """Beginning of a sentence that says what is to be done, without its result."""
 REFUSED = compiled(

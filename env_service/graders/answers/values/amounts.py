@@ -40,8 +40,10 @@ _LOSS = re.compile(
 )
 
 
+_WHOLE = re.compile(r"\bof (?:[a-z]+ )?$", re.IGNORECASE)
 _SHARE = re.compile(
-    r"(?<!of )(?<!of the )(?P<amount>(?<![\d.,/])\d[\d,]*)(?: (?!of\b|out\b)[a-z]+){0,3}, (?:i\.e\.,?|that is,?|or|which is) (?P<share>\d+/\d+|\d[\d.]*%)(?=\W*$| of )"
+    r"(?P<amount>(?<![\d.,/])\d[\d,]*)(?: (?!of\b|out\b)[a-z]+){0,3}, (?:i\.e\.,?|that is,?|or"
+    r"|which is) (?P<share>\d+/\d+|\d[\d.]*%)(?=\W*$| of )"
 )
 """An amount, and what share of a whole it is."""
 
@@ -94,7 +96,8 @@ def in_each_form(found: str, sentence: str) -> str:
         return f"{found}{SAME_AMOUNT}{approximate[1]}" if exact else found
     if ours and (both := _ROUNDED.search(sentence)) and found in (both["exact"], both["rounded"]) and _is_near(both):
         return both["exact"] if both["vaguely"] else f"{both['exact']}{SAME_AMOUNT}{both['rounded']}"
-    if ours and (share := _SHARE.search(sentence)) and found in (share["amount"], share["share"]):
+    share = _SHARE.search(sentence)
+    if ours and share and not _WHOLE.search(sentence[: share.start()]) and found in (share["amount"], share["share"]):
         return f"{share['amount']}{SAME_AMOUNT}{share['share']}"
     if ours is None or not ours.unit:
         return found

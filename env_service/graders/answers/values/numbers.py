@@ -97,7 +97,8 @@ _FIRST = re.compile(rf"(?<![A-Za-z])(?:{_WORD}|dozen)", re.IGNORECASE)
 _ALONE = re.compile(
     rf"(?<![\w-])(?!one (?:would|can|could|might|may)\b)(?<!this )(?<!another )(?<!each )(?<!every )(?<!other )(?<!which )"
     rf"(?:(?:minus|negative) )?"
-    rf"(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])|(?:an? )?(?:half|quarter|third)(?![\w-])|(?:an?|one) (?:fifth|sixth|eighth|tenth|twelfth)(?![\w-]))",
+    rf"(?:(?:{'|'.join(reversed(_SMALL))})(?![\w-])|(?:an? )?(?:half|quarter|third)(?![\w-])|(?:an?|one) (?:fifth|sixth|eighth"
+    rf"|tenth|twelfth)(?![\w-]))",
     re.IGNORECASE,
 )
 _NONE = re.compile(r"\bnone\b(?! of (?:the above|these|those))", re.IGNORECASE)
