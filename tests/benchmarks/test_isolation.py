@@ -270,6 +270,8 @@ def test_a_step_on_another_versions_trajectories_is_stale() -> None:
 @pytest.mark.timeout(300)
 async def test_a_job_alone_and_among_others_on_real_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "running", forked.running)  # which starts processes sooner
+    monkeypatch.setattr(measure, "SEVERAL", {"rollout": 2, "env": 1, "trainer": 2})  # each worker tests itself
+    monkeypatch.setattr(measure, "KILLS", ("rollout-1", "trainer-0"))
     settings = Settings(num_watched=1, num_jobs=3, deterministic_steps=2, num_items=32, num_held_out=4, eval_samples=1)
     job, beside = WATCHED[0], background(2)
     async with measure.tenants(measure.scene("deterministic", alone=True)) as theirs:

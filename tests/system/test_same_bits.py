@@ -27,7 +27,7 @@ OTHERS = ("add", "sort", "reverse", "calc")
 """Jobs that differ from the watched ones in everything that a neighbour may differ in."""
 SUPERVISED = {"batch_size": 8, "n_epochs": 2, "eval_interval": 4, "keep_versions": 3}
 NUM_EXAMPLES, NUM_STEPS = 48, 12
-VICTIMS = ("trainer-0", "env-0", "manager", "rollout-1", "trainer-1", "rollout-0")
+VICTIMS = ("trainer-0", "env-0", "manager", "rollout-1")
 
 ENDLESS = """
 import tinker
@@ -60,7 +60,7 @@ async def test_jobs_have_the_same_bits_alone_and_among_others_whatever_is_killed
         jobs = {skill: await api.submit(skill, **hyper) for skill, hyper in WATCHED.items()}
         examples = await submit_supervised(api)
         for victim in VICTIMS:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.5)
             cluster.kill(victim, signal.SIGKILL)
         assert {job["status"] for job in await api.until_done(*others, seconds=600)} == {"succeeded"}
         assert {skill: await finished(cluster, api, job) for skill, job in jobs.items()} == alone

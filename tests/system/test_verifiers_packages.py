@@ -24,7 +24,7 @@ from tests.support.verifiers_python import model_by_script, plain, run, verifier
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NUM_TASKS = 6
 NUM_EVALUATED = 16
-HYPER = addition.HYPER | {"target_reward": 0.8}
+HYPER = addition.HYPER | {"batch_size": 8, "target_reward": 0.75}
 
 TAGGED = """
 import verifiers as vf
