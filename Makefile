@@ -60,13 +60,13 @@ test:
 	@for kind in fast exact slow vllm; do $(MAKE) --no-print-directory test-$$kind || exit 1; done
 
 test-fast: .venv/.ready-dev
-	@$(RUN) -m pytest -m "not slow and not vllm and not gpu" --forks 3 $(ARGS)
+	@$(RUN) -m pytest -m "not slow and not vllm and not gpu" -n 3 --dist worksteal $(ARGS)
 
 test-exact: .venv/.ready-dev
-	@$(RUN) -m pytest --exact --forks 2 $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+	@$(RUN) -m pytest --exact -n 2 $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 
 test-slow: .venv/.ready-dev
-	@$(RUN) -m pytest -m "slow and not vllm and not gpu" --forks 2 $(ARGS) || [ $$? -eq 5 ]
+	@$(RUN) -m pytest -m "slow and not vllm and not gpu" -n 2 $(ARGS) || [ $$? -eq 5 ]
 
 test-vllm: .venv/.ready-dev
 	@$(RUN) -m pytest -m "vllm and not slow" $(ARGS) || [ $$? -eq 5 ]  # one vLLM for most of them; skipped without it

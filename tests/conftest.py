@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import AsyncIterator, Generator, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from tests.support.exact_mode import Exact, prepare
 if TYPE_CHECKING:  # they import torch, which most tests do not need
     from tests.support.engines_under_test import Running, SharedVllm
 
-pytest_plugins = ["tests.support.forks"]
 exact = pytest.StashKey[Exact]()
 KINDS = ("exact", "slow", "vllm", "gpu")
 """Marks of tests that run by themselves."""
@@ -33,7 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses kernels before any test is imported: they stand with a process's first product."""
-    if config.getoption("--exact"):
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if config.getoption("--exact") and runs_tests:
         config.stash[exact] = prepare()
 
 
@@ -72,7 +73,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = bool(config.getoption("--exact"))
     chosen = [item for item in items if (item.get_closest_marker("exact") is not None) == wanted]
     config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
-    items[:] = chosen
+    num_workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = _dealt(chosen, num_workers) if num_workers > 1 else chosen
+
+
+def _dealt(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """A part for each worker, as `--dist worksteal` cuts them: its files of slow tests, then fast ones, which workers take from each
+    other in the end."""
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    fast = [item for item in items if not item.get_closest_marker("slow")]
+    parts: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
+    for number, (_, tests) in enumerate(groupby(slow, key=lambda item: item.path)):
+        parts[number % num_workers] += tests
+    for part in parts:
+        missing = -(-len(items) // num_workers) - len(part)
+        part += fast[:missing]
+        fast = fast[missing:]
+    return [item for part in parts for item in part]
 
 
 @pytest.hookimpl(tryfirst=True)
