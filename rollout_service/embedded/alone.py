@@ -19,14 +19,16 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """A row that failed alone."""
+class FailedTurn:
+    """A turn that failed alone, with the reason."""
 
     row: TurnRow
     error: Exception
 
 
-def outcomes(rows: Sequence[TurnRow], together: Callable[[], T], alone: Callable[[TurnRow], T]) -> Iterator[T | Failed]:
+def outcomes(
+    rows: Sequence[TurnRow], together: Callable[[], T], alone: Callable[[TurnRow], T]
+) -> Iterator[T | FailedTurn]:
     """Gives the outcome for all rows together or, if that fails, for each alone, one after the other.
 
     Raises the error when memory ran out, which is no row's fault.
@@ -35,12 +37,12 @@ def outcomes(rows: Sequence[TurnRow], together: Callable[[], T], alone: Callable
     if not isinstance(found, Exception):
         yield found
     elif len(rows) == 1:
-        yield Failed(rows[0], found)
+        yield FailedTurn(rows[0], found)
     else:
         log.warning("forward_failed", num_turns=len(rows), reason=f"{type(found).__name__}: {found}")
         for row in rows:
             own = tried(lambda row=row: alone(row))
-            yield Failed(row, own) if isinstance(own, Exception) else own
+            yield FailedTurn(row, own) if isinstance(own, Exception) else own
 
 
 def tried(call: Callable[[], T]) -> T | Exception:

@@ -27,7 +27,7 @@ from base_model.device import give_back_memory
 from base_model.stacked import FusedAdapter, LanePlanner, Product
 from common.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
-from rollout_service.embedded.alone import Failed, outcomes, tried
+from rollout_service.embedded.alone import FailedTurn, outcomes, tried
 from rollout_service.embedded.backbone.compiling import compiled_for
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart, QkvAttend
 from rollout_service.embedded.meter import Meter
@@ -69,8 +69,8 @@ class ForwardLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What a step has computed: the next token of each row of the layout."""
+class ComputedStep:
+    """The next token of each row of a layout; none has it yet."""
 
     layout: ForwardLayout
     extension: Extension | None
@@ -249,7 +249,7 @@ class RunningRows:
             self._pools.add(row)
         fill = self._prefill.fill
         for outcome in outcomes(joined, lambda: fill(joined), lambda row: fill([row])):
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, FailedTurn):
                 self._end(outcome.row, None, error=outcome.error)
             else:
                 self._rests += outcome
@@ -259,19 +259,19 @@ class RunningRows:
     def _step(self) -> None:
         rests, self._rests = self._rests, []
 
-        def together() -> Step:
+        def together() -> ComputedStep:
             return self._compute(self._lay_out_all, rests)
 
-        def alone(row: TurnRow) -> Step:
+        def alone(row: TurnRow) -> ComputedStep:
             return self._compute(lambda: self._lay_out_alone(row), [rest for rest in rests if rest.row is row])
 
         for outcome in outcomes(self.active(), together, alone):
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, FailedTurn):
                 self._end(outcome.row, None, error=outcome.error)
             else:
                 self._settle(outcome)
 
-    def _compute(self, lay_out: Callable[[], ForwardLayout], rests: Sequence[Rest]) -> Step:
+    def _compute(self, lay_out: Callable[[], ForwardLayout], rests: Sequence[Rest]) -> ComputedStep:
         """Computes a step; its rows stay as they are."""
         started, since = time.perf_counter(), self.meter.now()
         layout = lay_out()
@@ -279,9 +279,9 @@ class RunningRows:
         sampled = self._forward(layout, extension)
         both = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).cpu().numpy()  # the one transfer
         tokens, logprobs = both[0].astype(np.int64), both[1].astype(np.float32)
-        return Step(layout, extension, tokens, logprobs, sampled, started, since)
+        return ComputedStep(layout, extension, tokens, logprobs, sampled, started, since)
 
-    def _settle(self, step: Step) -> None:
+    def _settle(self, step: ComputedStep) -> None:
         """Gives the rows their tokens, and removes those that have ended."""
         layout, seats = step.layout, step.layout.seats
         ended = self._seats.append(seats, step.tokens, step.logprobs)

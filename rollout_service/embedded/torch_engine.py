@@ -234,7 +234,7 @@ class TorchEngine:
 
 def _result(end: Ended) -> Generated | Exception:
     if end.error is not None:
-        return RuntimeError(f"a turn of job {end.row.request.job} failed, computed alone: {end.error!r}")
+        return RuntimeError(f"a turn of job {end.row.request.job} failed alone: {end.error!r}")
     if end.stop_reason is None:
         return CorruptAdapter(f"adapter {end.row.request.adapter} gives scores that are not numbers")
     return Generated(

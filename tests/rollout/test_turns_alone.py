@@ -45,14 +45,15 @@ async def engine(request: pytest.FixtureRequest) -> AsyncGenerator[TorchEngine]:
         yield engine
 
 
-def good(**options: Any) -> list[TurnRequest]:
+def good(*, temperature: float = 0.0, **options: Any) -> list[TurnRequest]:
     """A turn of each tenant."""
-    temperature = 0.0 if options.pop("greedy", True) else 1.0
-    asked = {"max_tokens": 12, "temperature": temperature} | options
-    return [
-        request(adapter, name=f"{adapter}/{options.get('turn', 0)}", sample=i, **asked)
-        for i, adapter in enumerate(GOOD)
-    ]
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": temperature} | options
+    return [request(adapter, sample=i, **asked) for i, adapter in enumerate(GOOD)]
+
+
+def warmth(engine: TorchEngine) -> float:
+    """Greedy where last digits may differ."""
+    return 1.0 if is_exact(engine) else 0.0
 
 
 async def together(engine: TorchEngine, asked: Sequence[TurnRequest]) -> list[Outcome]:
@@ -65,12 +66,16 @@ async def together(engine: TorchEngine, asked: Sequence[TurnRequest]) -> list[Ou
 
 async def check(engine: TorchEngine, found: Sequence[Outcome], asked: Sequence[TurnRequest]) -> None:
     """Each is what it is alone: to the bit in deterministic mode."""
-    same = (lambda f, e: bits(f) == bits(e)) if is_exact(engine) else nearly
     alone = [await one(engine, each) for each in asked]
     assert [f for f in found if not isinstance(f, Generated)] == []
-    assert all(isinstance(f, Generated) and same(f, e) for f, e in zip(found, alone, strict=True))
+    assert all(same(engine, f, e) for f, e in zip(found, alone, strict=True))
     assert [f.num_sampled for f in found if isinstance(f, Generated)] == [e.num_sampled for e in alone]
     assert engine.in_use == 0
+
+
+def same(engine: TorchEngine, found: Outcome, expected: Outcome) -> bool:
+    assert isinstance(found, Generated) and isinstance(expected, Generated)
+    return bits(found) == bits(expected) if is_exact(engine) else nearly(found, expected)
 
 
 def is_exact(engine: TorchEngine) -> bool:
@@ -101,7 +106,7 @@ async def test_a_turn_whose_sampling_fails_ends_alone_and_once(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
     sizes = breaks(monkeypatch, ValueError("poison"), after=after)
-    asked = good(greedy=not is_exact(engine), num_top_logprobs=2)
+    asked = good(temperature=warmth(engine), num_top_logprobs=2)
     bad = request(BAD, temperature=FAULTY, max_tokens=12)
     *found, failed = await together(engine, [*asked, bad])
     assert is_of_bad(failed, "poison") and sizes == [4] * (after + 1) + [1]
@@ -129,7 +134,7 @@ async def test_a_stream_beside_it_gets_each_token_once(engine: TorchEngine, monk
 @pytest.mark.parametrize("tokens", [prompt(), prompt()[:1]], ids=["prefill", "step"])
 async def test_a_turn_whose_adapters_product_fails_ends_alone(engine: TorchEngine, tokens: list[int]) -> None:
     spoil(engine)
-    asked = good(greedy=not is_exact(engine), tokens=tokens)
+    asked = good(temperature=warmth(engine), tokens=tokens)
     *found, failed = await together(engine, [*asked, request(BAD, tokens=tokens)])
     assert is_of_bad(failed, "size")
     await check(engine, found, asked)
@@ -165,10 +170,7 @@ async def test_later_turns_beside_it_go_on(engine: TorchEngine, monkeypatch: pyt
     (*found, failed), again = await second_turns(engine, request(BAD, temperature=FAULTY, tokens=[1]))
     assert is_of_bad(failed, "poison") and sizes == [4, 1]
     assert again == computed  # what was kept of their first turns was used as ever
-    assert all(
-        isinstance(f, Generated) and isinstance(e, Generated) and (bits(f) == bits(e) if is_exact(engine) else nearly(f, e))
-        for f, e in zip(found, expected, strict=True)
-    )  # fmt: skip
+    assert all(same(engine, f, e) for f, e in zip(found, expected, strict=True))
 
 
 async def second_turns(engine: TorchEngine, *others: TurnRequest) -> tuple[list[Outcome], float]:
@@ -241,5 +243,5 @@ async def test_turns_that_fail_only_together_go_on_one_by_one(
         return real(logits, *rest)
 
     monkeypatch.setattr(batch, "sample", sample)
-    asked = good(greedy=not is_exact(engine))
+    asked = good(temperature=warmth(engine))
     await check(engine, await together(engine, asked), asked)
