@@ -184,8 +184,9 @@ class Lanes:
         assert self._factors is not None, "lanes that nobody made"
         self.owners += [None] * (lane + 1 - len(self.owners))
         if self.owners[lane] is not adapter:
-            self.owners[lane] = adapter
+            self.owners[lane] = None  # a copy that fails makes it nobody's
             self._factors.values[lane] = adapter.factors.values[0]
+            self.owners[lane] = adapter
         return lane
 
     def make(self, num: int, like: FusedAdapter) -> None:

@@ -99,6 +99,7 @@ CATCHES_ALL = {
     "trainer_service/ranks/leader.py": "whatever fails in an operation of all ranks leaves them out of step",
     "rollout_service/process/process_engine.py": "whatever keeps an engine's process from starting may pass",
     "rollout_service/process/vllm_engine.py": "vLLM raises many kinds, which mean one of three things here",
+    "rollout_service/embedded/alone.py": "an error goes to whoever waits for the turn",
     "rollout_service/embedded/torch_engine.py": "a failed forward ends its turns, not the engine's thread",
 }
 

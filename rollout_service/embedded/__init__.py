@@ -7,6 +7,7 @@ Its files:
 
     torch_engine.py   runs the rows in a thread of its own
     batch.py          lets rows join, advance one token a step together, and leave
+    alone.py          does for each row alone what failed for several
     seats.py          keeps the state of each row under way, as arrays
     prefill.py        computes the keys and values that a turn needs before its first token
     prefix.py         keeps keys and values of prompts and of trajectories for later turns

@@ -4,6 +4,10 @@
     step    one forward with the newest token of every row, each through its own adapter, behind the new tokens of later turns that
             have just joined; sample; see who has ended
 
+Where the computing of either fails for several rows, it is done again for each alone, and only those that fail alone end (`alone.py`).
+A failed attempt leaves no trace: it draws no numbers, and the keys and values that it may have written are written again before they
+are read.
+
 Forwards have 4, 8, 16 or 32 rows, then multiples of 8, in deterministic mode 48, 64, then multiples of 64; at least `min_rows`;
 and prefills of prompts a multiple of 16 positions. In deterministic mode a row's bits do not depend on its neighbours then (`selftest.py`
 checks that), as long as nothing is kept between turns (`turn_bytes` 0). Everything here runs in one thread, under
@@ -23,6 +27,7 @@ from base_model.device import give_back_memory
 from base_model.stacked import FusedAdapter, LanePlanner, Product
 from common.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
+from rollout_service.embedded.alone import FailedTurn, outcomes, tried
 from rollout_service.embedded.backbone.compiling import compiled_for
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart, QkvAttend
 from rollout_service.embedded.meter import Meter
@@ -45,8 +50,9 @@ class Ended:
     """A row that has ended."""
 
     row: TurnRow
-    stop_reason: StopReason | None  # None: the scores were not numbers
+    stop_reason: StopReason | None  # None: it failed
     partial: Partial  # the whole turn
+    error: Exception | None = None  # why it failed; None: the scores were not numbers
 
 
 @dataclass(slots=True)
@@ -60,6 +66,19 @@ class ForwardLayout:
     products: list[Product] | None  # None: not planned, or another plan came after it
     sampling: SamplingPlan
     watched: list[int]  # rows of the forward that need a look after each token: stop strings, streaming, top log-probs
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """The next token of each row of a layout; none has it yet."""
+
+    layout: ForwardLayout
+    extension: Extension | None
+    tokens: np.ndarray  # int64 [n]
+    logprobs: np.ndarray  # float32 [n]
+    sampled: Sampled
+    started: float  # by the wall's clock
+    since: float  # by the meter's
 
 
 def rounded_rows(num: int, min_rows: int) -> int:
@@ -101,6 +120,7 @@ class RunningRows:
         self.meter = Meter.of(device)
         self._prefill = Prefill(self._model, self._pools, self.meter, self._spent, limits)
         self._rests: list[Rest] = []  # that the next step computes
+        self._ended: list[Ended] = []  # that nobody was told of yet
         self._step_s = 0.0  # totals since the start
         self.sampled_tokens = 0
 
@@ -135,7 +155,7 @@ class RunningRows:
 
     def abort(self, row: TurnRow) -> None:
         """Removes the row; does nothing if it has ended."""
-        if row.seat >= 0 and self._seats.rows[row.seat] is row:
+        if self._is_seated(row):
             self._remove(row, clear=True)
         elif row in self._waiting:
             self._waiting.remove(row)
@@ -167,7 +187,8 @@ class RunningRows:
 
     def clear(self) -> list[TurnRow]:
         """Starts afresh after an error; returns the rows that are lost."""
-        lost = self.rows()
+        lost = [*self.rows(), *(end.row for end in self._ended)]
+        self._ended.clear()
         self._waiting.clear()
         self._pools.clear()
         self._prefill.clear()
@@ -184,24 +205,34 @@ class RunningRows:
 
     def advance(self) -> list[Ended]:
         """Admits rows, then adds one token to every row. Returns the rows that ended, which are removed."""
-        ended = self._admit()
-        return ended + self._step() if self.num_active else ended
+        self._admit()
+        if self.num_active:
+            self._step()
+        ended, self._ended = self._ended, []
+        return ended
 
     # ---- admission -----------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[Ended]:
+    def _admit(self) -> None:
         joined: list[TurnRow] = []
         while self._waiting and self._seats.free and self._fits(self._waiting[0]):
             row = self._waiting.popleft()
-            self._seats.take(row)
-            joined.append(row)
+            seat = tried(lambda row=row: self._seats.take(row))
+            if isinstance(seat, Exception):
+                self._pools.release(row)
+                self._ended.append(Ended(row, None, Partial([], [], 0, 0.0), seat))
+            else:
+                joined.append(row)
         if not joined:
-            return []
+            return
         done = [row for row in joined if self._seats.stop_reason(row.seat)]  # nothing left to sample
         unread = [row for row in done if not row.request.sampling.prompt_logprobs]
-        ended = [self._end(row, self._seats.stop_reason(row.seat), in_pool=False) for row in unread]
+        for row in unread:
+            self._end(row, self._seats.stop_reason(row.seat), in_pool=False)
         self._seat_all([row for row in joined if row not in unread])
-        return ended + [self._finish(row, _sum_of_scores(row)) for row in done if row not in unread]
+        for row in done:
+            if self._is_seated(row):
+                self._finish(row, _sum_of_scores(row))
 
     def _fits(self, row: TurnRow) -> bool:
         request = row.request
@@ -216,24 +247,55 @@ class RunningRows:
         self._layout = None
         for row in joined:
             self._pools.add(row)
-        self._rests += self._prefill.fill(joined)
+        fill = self._prefill.fill
+        for outcome in outcomes(joined, lambda: fill(joined), lambda row: fill([row])):
+            if isinstance(outcome, FailedTurn):
+                self._end(outcome.row, None, error=outcome.error)
+            else:
+                self._rests += outcome
 
     # ---- one token -----------------------------------------------------------------------------------------
 
-    def _step(self) -> list[Ended]:
+    def _step(self) -> None:
+        rests, self._rests = self._rests, []
+
+        def together() -> ComputedStep:
+            return self._compute(self._lay_out_all, rests)
+
+        def alone(row: TurnRow) -> ComputedStep:
+            return self._compute(lambda: self._lay_out_alone(row), [rest for rest in rests if rest.row is row])
+
+        for outcome in outcomes(self.active(), together, alone):
+            if isinstance(outcome, FailedTurn):
+                self._end(outcome.row, None, error=outcome.error)
+            else:
+                self._settle(outcome)
+
+    def _compute(self, lay_out: Callable[[], ForwardLayout], rests: Sequence[Rest]) -> ComputedStep:
+        """Computes a step; its rows stay as they are."""
         started, since = time.perf_counter(), self.meter.now()
-        layout = self._layout or self._lay_out()
-        seats = layout.seats
-        extension = self._prefill.extension(self._rests) if self._rests else None
-        self._rests = []
+        layout = lay_out()
+        extension = self._prefill.extension(rests) if rests else None
         sampled = self._forward(layout, extension)
         both = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).cpu().numpy()  # the one transfer
         tokens, logprobs = both[0].astype(np.int64), both[1].astype(np.float32)
-        ended = self._seats.append(seats, tokens, logprobs)
-        for row in layout.watched:
-            ended[row] |= self._watch(self._row(int(seats[row])), row, sampled)
-        self._count(layout, extension, self.meter.now() - since, time.perf_counter() - started)
-        return [self._finish(self._row(int(seats[row])), logprobs[row]) for row in np.flatnonzero(ended)]
+        return ComputedStep(layout, extension, tokens, logprobs, sampled, started, since)
+
+    def _settle(self, step: ComputedStep) -> None:
+        """Gives the rows their tokens, and removes those that have ended."""
+        layout, seats = step.layout, step.layout.seats
+        ended = self._seats.append(seats, step.tokens, step.logprobs)
+        for place in layout.watched:
+            row = self._row(int(seats[place]))
+            has_stopped = tried(lambda row=row, place=place: self._watch(row, place, step.sampled))
+            if isinstance(has_stopped, Exception):
+                self._end(row, None, error=has_stopped)
+                ended[place] = False
+            else:
+                ended[place] |= has_stopped
+        self._count(layout, step.extension, self.meter.now() - step.since, time.perf_counter() - step.started)
+        for place in np.flatnonzero(ended):
+            self._finish(self._row(int(seats[place])), step.logprobs[place])
 
     def _count(self, layout: ForwardLayout, extension: Extension | None, computed_s: float, seconds: float) -> None:
         """Counts a step's time, of the meter's clock and of the wall's: each position costs alike."""
@@ -283,15 +345,21 @@ class RunningRows:
             layout.products = self._planner.plan(layout.adapters, layout.size)
         return ForwardPart(layout.size, attend, layout.products)
 
-    def _lay_out(self) -> ForwardLayout:
-        pools = [pool for pool in self._pools if pool.seats]
+    def _lay_out_all(self) -> ForwardLayout:
+        self._layout = self._layout or self._lay_out([pool for pool in self._pools if pool.seats])
+        return self._layout
+
+    def _lay_out_alone(self, row: TurnRow) -> ForwardLayout:
+        self._layout = None  # its products end with the next plan
+        return self._lay_out([self._pools.of(row).only(row.seat)])
+
+    def _lay_out(self, pools: list[Pool]) -> ForwardLayout:
         seats = np.array([seat for pool in pools for seat in pool.seats])
         rows = [self._row(seat) for seat in seats]
         size = self._rounded(len(rows), self._limits.min_rows)
         adapters = [row.adapter for row in rows]
         watched = [i for i, row in enumerate(rows) if _is_watched(row)]
-        self._layout = ForwardLayout(pools, seats, size, adapters, None, self._sampling(rows), watched)
-        return self._layout
+        return ForwardLayout(pools, seats, size, adapters, None, self._sampling(rows), watched)
 
     def _sampling(self, rows: Sequence[TurnRow]) -> SamplingPlan:
         asked = [row.request.sampling for row in rows]
@@ -311,6 +379,9 @@ class RunningRows:
     def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device).unsqueeze(1)
 
+    def _is_seated(self, row: TurnRow) -> bool:
+        return row.seat >= 0 and self._seats.rows[row.seat] is row
+
     def _row(self, seat: int) -> TurnRow:
         row = self._seats.rows[seat]
         assert row is not None, "a row of the forward has no seat"
@@ -328,19 +399,20 @@ class RunningRows:
             row.stop_string = first_stop(stops, self._seats.sampled(row.seat)[0], self._decode)
         return bool(row.stop_string)
 
-    def _finish(self, row: TurnRow, logprob: float) -> Ended:
-        if np.isnan(logprob):
-            return self._end(row, None)
-        return self._end(row, "stop" if row.stop_string else self._seats.stop_reason(row.seat))
+    def _finish(self, row: TurnRow, logprob: float) -> None:
+        stopped = "stop" if row.stop_string else self._seats.stop_reason(row.seat)
+        self._end(row, None if np.isnan(logprob) else stopped)
 
-    def _end(self, row: TurnRow, reason: StopReason | None, *, in_pool: bool = True) -> Ended:
+    def _end(
+        self, row: TurnRow, reason: StopReason | None, *, in_pool: bool = True, error: Exception | None = None
+    ) -> None:
         partial = self.progress(row)
         assert partial is not None, "a row ends once"
         self.meter.ended(partial.num_sampled)
         if in_pool and reason == "stop":
             self._keep(row)
         self._remove(row, clear=reason is None, in_pool=in_pool)
-        return Ended(row, reason, partial)
+        self._ended.append(Ended(row, reason, partial, error))
 
     def _keep(self, row: TurnRow) -> None:
         """Keeps keys and values for the trajectory's next turn: of all but the last token, which no forward has seen."""

@@ -81,11 +81,15 @@ def length_class(length: int, context: int) -> int:
 class Pool:
     """The rows of one length class. `seats[r]` is the seat of row r."""
 
-    def __init__(self, config: ModelShape, length: int, like: Tensor) -> None:
+    def __init__(self, length: int, layers: list[Tensor], seats: list[int]) -> None:
         self.length = length
-        self.seats: list[int] = []
+        self.layers = layers
+        self.seats = seats
+
+    @classmethod
+    def empty(cls, config: ModelShape, length: int, like: Tensor) -> "Pool":
         shape = (0, length, 2 * config.num_kv_heads, config.head_dim)
-        self.layers = [like.new_zeros(shape) for _ in range(config.num_layers)]
+        return cls(length, [like.new_zeros(shape) for _ in range(config.num_layers)], [])
 
     @property
     def num_rows(self) -> int:
@@ -94,6 +98,11 @@ class Pool:
 
     def row(self, seat: int) -> int:
         return self.seats.index(seat)
+
+    def only(self, seat: int) -> "Pool":
+        """One row as a pool of its own, in the same memory; it counts until rows come or go."""
+        row = self.row(seat)
+        return Pool(self.length, [layer[row : row + 1] for layer in self.layers], [seat])
 
     def put(self, seat: int, past: Tensor) -> None:
         """Gives a row the keys and values of its first T tokens, [layers, T, 2K, D]."""
@@ -179,7 +188,7 @@ class Pools:
         """Gives a row with a reservation its place."""
         pool = self._pools.get(row.length_class)
         if pool is None:
-            pool = self._pools[row.length_class] = Pool(self._config, row.length_class, self._like)
+            pool = self._pools[row.length_class] = Pool.empty(self._config, row.length_class, self._like)
         if len(pool.seats) == pool.num_rows:
             self._grow(pool)
         pool.seats.append(row.seat)

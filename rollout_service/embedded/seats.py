@@ -63,7 +63,7 @@ class Seats:
 
     def take(self, row: TurnRow) -> int:
         """Gives the row a seat; the tokens that its request brought count as sampled."""
-        request, seat = row.request, self.free.pop()
+        request, seat = row.request, self.free[-1]
         partial, tokens = request.num_partial, request.tokens.numpy()
         self.length[seat] = len(tokens)
         self.count[seat] = partial
@@ -80,6 +80,7 @@ class Seats:
         ref = request.trajectory
         self._keys[seat] = key_of(*ref.sampling_stream)
         self._coordinates[seat] = [v & 0xFFFFFFFF for v in (ref.group, ref.sample, request.turn)]
+        self.free.pop()  # after all that a faulty request could make fail
         self.rows[seat] = row
         row.seat = seat  # last: from here on other threads may read its progress
         return seat

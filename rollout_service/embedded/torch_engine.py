@@ -5,7 +5,8 @@ The thread owns the running rows; the event loop sees it through commands and re
     event loop ─ commands (add, abort, drop) ─► thread: running.advance() ─ ended rows, new tokens ─► event loop
 
     waits for: a command, when no row is under way   unblocked by: generate
-    after an error in a forward: every row under way fails with it, and the next ones start afresh
+    after an error of a row: it ends with it, and the others go on (`alone.py`)
+    after any other, such as memory that ran out: every row under way fails with it, and the next ones start afresh
 """
 
 import asyncio
@@ -195,7 +196,7 @@ class TorchEngine:
             return []
         try:
             ended = self._running.advance()
-        except Exception as error:  # the boundary: a failed forward must not end the thread
+        except Exception as error:  # the boundary: what fails must not end the thread
             self._streaming.clear()
             failure = RuntimeError(f"forward failed: {error!r}")
             return [(row.handle, failure) for row in self._running.clear()]
@@ -232,6 +233,8 @@ class TorchEngine:
 
 
 def _result(end: Ended) -> Generated | Exception:
+    if end.error is not None:
+        return RuntimeError(f"a turn of job {end.row.request.job} failed alone: {end.error!r}")
     if end.stop_reason is None:
         return CorruptAdapter(f"adapter {end.row.request.adapter} gives scores that are not numbers")
     return Generated(

@@ -28,7 +28,7 @@ def attended(compiled: Compiled | None, qkv: Tensor, num_heads: int, **asked: fl
     of a row that only fills up the forward."""
     kv_heads = (qkv.shape[1] - num_heads) // 2
     shape = SimpleNamespace(num_layers=1, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=qkv.shape[2])
-    pools, drawn = [Pool(shape, length, qkv) for length in (64, 128)], torch.Generator().manual_seed(1)  # pyright: ignore
+    pools, drawn = [Pool.empty(shape, length, qkv) for length in (64, 128)], torch.Generator().manual_seed(1)  # pyright: ignore
     for pool, seats in zip(pools, ([0, 1, 2], [3, 4]), strict=True):
         pool.resize(4)
         pool.layers[0].normal_(generator=drawn)

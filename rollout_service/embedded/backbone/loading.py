@@ -39,7 +39,7 @@ def load_modules(
 def _logprobs(decoder: ModulesDecoder, tokens_nT: Tensor) -> Tensor:
     """Log-probs of all tokens but the first: the last one's after a step of decoding, the others' after a prefill."""
     num, width = len(tokens_nT), tokens_nT.shape[1] - 2
-    pool = Pool(decoder.config, MIN_LENGTH, decoder.embedding)
+    pool = Pool.empty(decoder.config, MIN_LENGTH, decoder.embedding)
     pool.resize(num)
     pool.seats += range(num)
     at_T = torch.arange(width, device=tokens_nT.device).repeat(num)
