@@ -19,6 +19,7 @@ _EXPLANATION = re.compile(
     r"\W*(?:(?:explanation|reason(?:ing)?|working|why|details|steps)\W*:|here(?:'s| is) (?:why|how)\b)",
     re.IGNORECASE,
 )
+_HERE_IS_WHY = re.compile(r"\W*here(?:'s| is) (?:why|how)\b", re.IGNORECASE)
 _HEADING = re.compile(
     r"(?=[^\d\n]*:\W*$)[^\d\n]*\b(?:breakdown|breaks? down|details?|steps?|calculat\w+|comput\w+|math|arithmetic|work\w*"
     r"|reason\w*|expla\w+|how|why|derivation|justification|rationale)\b",
@@ -64,7 +65,7 @@ _COMPARES = re.compile(
 _COMPARED = re.compile(r"\bcompared (?:with|to)\b", re.IGNORECASE)
 _EQUALS = re.compile(rf"=\s*(?:{NUMBER.pattern})(?!\s*[-+*/×·÷=(^])", re.IGNORECASE)
 _ADDS = re.compile(
-    r"[^,;.]*[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b"
+    r"[^,;.]*(?:;\s(?!that|so|he|she|it|they|we)|[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b)"
     r"(?!.*\b(?:leav|left|remain|total|so|now|then|after|altogether|sum|make))",
     re.IGNORECASE,
 )
@@ -107,6 +108,30 @@ _ADDITION = re.compile(
     re.IGNORECASE,
 )
 """Beginning of a sentence that goes on to another result."""
+_ACTS = re.compile(
+    r"\b(?:giv(?:es?|ing|en)|gave|sells?|sold|selling|buys?|bought|buying|spends?|spent|los(?:es?|t|ing)|eats?|ate|eaten|gets?|got|receiv\w+"
+    r"|finds?|found|adds?|added|adding|tak(?:es?|ing)|took|us(?:es?|ed)|remov\w+|pays?|paid|donat\w+|puts?|return\w*|br(?:eaks?|oke)"
+    r"|leaves?|arriv\w+|joins?|joined|shar(?:es?|ed)|then|after|afterwards|next|now|later|finally|another|more|answer|altogether"
+    r"|costs?|needs?)\b",
+    re.IGNORECASE,
+)
+"""Words of what changes a quantity, or comes next."""
+_STATES = re.compile(
+    r"\W*(?:the|his|her|their|its|our|your)\b[^,;.]*?\b(?:is|are|was|were|be)\b[^a-z]*\d|[^\d]*(?:\||:|⟦|→|⇒|\([-\d])|\W*[\d]"
+    r"|\W*(?:he|she|it|they|we|you)\b|.*\b(?:is|are) [＄€£]?\d[\d.,]* ?[a-z]*\W*$",
+    re.IGNORECASE,
+)
+"""Beginning of a sentence that states a result in its own right."""
+_THAT_IS = re.compile(
+    r"\W*(?:(?:that|this|it)(?:'s| is| was| will be|'ll be)|by (?:then|that time|that point))\b", re.IGNORECASE
+)
+"""Words for the result of the sentence before."""
+_BY_THEN = re.compile(r"\W*by\b", re.IGNORECASE)
+_TRIED_BACK = re.compile(
+    r"\W*(?:plug|put|substitut|insert)[a-z]* (?:it|this|that|them|these|(?:the|this|that) [a-z]+|[^ ]*\d) "
+    r"(?:back )?(?:in|into|back)\b",
+    re.IGNORECASE,
+)
 _PART = re.compile(r"\b(?:half|third|quarter)s?\b", re.IGNORECASE)
 _ENOUGH = re.compile(
     r"^\W*the (?:last|other|[a-z]+th|[a-z]+nd|[a-z]+rd)\b[^=]*\b(?:would|will|is|has) (?:only |just |then |even |not )?(?:be "
@@ -153,7 +178,10 @@ def is_remark(sentences: list[str]) -> bool:
     if _UNASKED.search(last) or (_goes_further(last) and _sums_up(before[-1])):
         return True
     if not has_number(last):
-        return bool(_PART.search(last)) and _is_firm(before) and not _leads_on(last)
+        counted = spelled_small(last)
+        if _PART.search(last) and _is_firm(before) and not _leads_on(last):
+            return True
+        return has_number(counted) and _goes_beside(before, counted)
     if _EXPLAINS.match(last) or _PREMISE.match(last) or ("=" not in last and _REMINDS.match(last)):
         return True
     if _exclaims(before, last) or _goes_beside(before, last):
@@ -181,6 +209,8 @@ def _exclaims(before: list[str], last: str) -> bool:
 
 def _goes_beside(before: list[str], last: str) -> bool:
     """True if the last sentence, which neither concludes nor computes, supposes or compares after a firm result."""
+    if _refers_back(before, last):
+        return True
     beside = (_SET_BESIDE.search(last) and not _leads_on(last)) or _affirms_with(result_of(before[-1]), last)
     if _ENOUGH.search(last) and result_of(before[-1]) and not said.SETUP.match(before[-1]) and "=" not in last:
         return True
@@ -209,11 +239,34 @@ def _goes_beside(before: list[str], last: str) -> bool:
         _SUPPOSED.search(last) and (_UNREAL.search(last) or not _follows_from(stated, [last]))
     ):
         return True
-    return (
-        bool(_BOLD_VALUE.search(before[at]))
-        and not _ADDITION.match(last)
-        and not _follows_from(stated, [*before, last])
-    )
+    if _ADDITION.match(last) or _follows_from(stated, [*before, last]):
+        return False
+    return bool(_BOLD_VALUE.search(before[at])) or not any(map(_goes_on, before[at:])) and not _goes_on(last)
+
+
+def _refers_back(before: list[str], last: str) -> bool:
+    """True if the last sentence begins with words for the firm result before it, or for its time, and goes on to none."""
+    if not (_THAT_IS.match(last) or _TRIED_BACK.match(last)) or not (stated := [*values(result_of(before[-1]))]):
+        return False
+    if _TRIED_BACK.match(last):
+        return bool(said.AFFIRMED.search(last)) and not said.DENIED.search(last)
+    if _leads_on(last) or _ACTS.search(_THAT_IS.sub("", last)):
+        return False
+    operands = [*values(last)]
+    explains = len(operands) > 1 and _computes(stated[0], operands)
+    follows = not _BY_THEN.match(last) and _leads_from(stated[0], operands, before)
+    return explains or (_is_firm(before) and not follows)
+
+
+def _leads_from(stated: Fraction, results: list[Fraction], before: list[str]) -> bool:
+    """True if one of the results is what one number of the text makes of what is stated."""
+    others = {value for s in before for value in values(s)} - {stated}
+    return any(result != 1 and _combines(stated, other, result) for other in others for result in results)
+
+
+def _goes_on(sentence: str) -> bool:
+    """True if a sentence is no plain one, or tells of a change or of what has a result of its own."""
+    return bool(_ACTS.search(sentence) or _STATES.match(sentence)) or len(sentence.split()) < 4
 
 
 def _affirms_with(stated: str, last: str) -> bool:
@@ -314,7 +367,8 @@ def headline(sentences: list[str]) -> str | None:
     first, *rest = sentences
     if any(map(said.RECONSIDERED.match, rest)):
         return None
-    if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and not any(map(concludes_anew, rest)):
+    explains = _HERE_IS_WHY.match(rest[0]) and not any(map(_leads_to, rest)) or not any(map(concludes_anew, rest))
+    if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and explains:
         return result_of(first) if not _is_given(first, rest) else None
     if (short := _IN_SHORT.match(first)) and not any(map(concludes_anew, rest)):
         return result_of(first[short.end() :])
@@ -328,8 +382,27 @@ def headline(sentences: list[str]) -> str | None:
         or first.endswith((":", "?"))
     ):
         return None
-    explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
+    explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest)) or _is_explained(value, rest)
     return value if explained and len(list(NUMBER.finditer(first))) == 1 else None
+
+
+def _leads_to(sentence: str) -> bool:
+    """True if a sentence begins with `so`, or has a number in bold."""
+    return bool(said.CONCLUSION.match(f" {sentence}") or _BOLD_VALUE.search(sentence))
+
+
+def _is_explained(value: str, rest: list[str]) -> bool:
+    """True if sentences that conclude nothing, and whose last computes nothing, have the numbers that a value is computed from."""
+    known, operands = [*values(value)], [v for s in rest for v in values(s)]
+    goes_on = (
+        "=" in rest[-1] or any(map(concludes_anew, rest)) or said.SUMMARY.search(rest[-1]) or not _operates(rest[-1])
+    )
+    return len(known) == 1 and not goes_on and _computes(known[0], operands)
+
+
+def _operates(sentence: str) -> bool:
+    """True if a sentence says only what to do with a number: `Then add 2.`"""
+    return bool(said.TASK.match(sentence))
 
 
 def _announced(sentences: list[str]) -> str | None:
@@ -384,6 +457,18 @@ def restated(sentences: list[str]) -> str | None:
     return (
         value_at(last[stated.start() :]) if first == computed[-1] and others and not {*others} & {*computed} else None
     )
+
+
+def repeated(sentences: list[str]) -> str:
+    """The number that was computed last, if the last sentence, which begins with `so`, has it and no other."""
+    *before, last = sentences
+    computed, stated = [result for s in before for result in _equated(s)][-1:], NUMBER.search(last)
+    undecided = (
+        said.HEDGE.search(last) or said.REFUSAL.search(last) or said.REJECTED.search(last) or said.TASK.match(last)
+    )
+    if not stated or undecided or not said.CONCLUSION.match(f" {last}") or "=" in last or [*values(last)] != computed:
+        return ""
+    return "" if said.REFUSED.search(last[: stated.start()]) else value_at(last[stated.start() :]) or ""
 
 
 def concludes_anew(sentence: str) -> bool:

@@ -6,7 +6,15 @@ from fractions import Fraction
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, has_number, hidden
 from env_service.graders.answers.expressions import value_at
-from env_service.graders.answers.remarks import explained, first_of_story, headline, is_remark, restated, values
+from env_service.graders.answers.remarks import (
+    explained,
+    first_of_story,
+    headline,
+    is_remark,
+    repeated,
+    restated,
+    values,
+)
 from env_service.graders.answers.results import result_of
 from env_service.graders.answers.values.numbers import NUMBER
 
@@ -63,7 +71,8 @@ def stated_result(text: str) -> str:
             return ""
         if sentence.rstrip("⟫* ").endswith("?") and has_number(sentence):
             return ""
-        if found := restated(sentences[: len(sentences) - i]) or result_of(sentence):
+        until = sentences[: len(sentences) - i]
+        if found := restated(until) or result_of(sentence) or repeated(until):
             return found
         if has_number(sentence) or i == 3 or not _passes(sentence, first=i == 0):
             break
