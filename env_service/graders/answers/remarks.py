@@ -65,7 +65,8 @@ _COMPARES = re.compile(
 _COMPARED = re.compile(r"\bcompared (?:with|to)\b", re.IGNORECASE)
 _EQUALS = re.compile(rf"=\s*(?:{NUMBER.pattern})(?!\s*[-+*/×·÷=(^])", re.IGNORECASE)
 _ADDS = re.compile(
-    r"[^,;.]*(?:;\s(?!that|so|he|she|it|they|we)|[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b)"
+    r"[^,;.]*(?:;\s(?=(?:the|its|his|her|an?|one|each|all|both|with|of)\b)|"
+    r"[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b)"
     r"(?!.*\b(?:leav|left|remain|total|so|now|then|after|altogether|sum|make))",
     re.IGNORECASE,
 )
@@ -126,6 +127,12 @@ _THAT_IS = re.compile(
     r"\W*(?:(?:that|this|it)(?:'s| is| was| will be|'ll be)|by (?:then|that time|that point))\b", re.IGNORECASE
 )
 """Words for the result of the sentence before."""
+_GIVES_AWAY = re.compile(
+    r"\b(?:giv(?:es?|ing)|gave|sells?|sold|eats?|ate|los(?:es?|ing|t)|spen(?:ds?|t)|uses?|used|donat\w+|throws?|threw)\b"
+    r"[^.]*\b(?:has|have|had|is|are|keeps?|kept)\b",
+    re.IGNORECASE,
+)
+"""Words of what is given away, before what is left."""
 _BY_THEN = re.compile(r"\W*by\b", re.IGNORECASE)
 _TRIED_BACK = re.compile(
     r"\W*(?:plug|put|substitut|insert)[a-z]* (?:it|this|that|them|these|(?:the|this|that) [a-z]+|[^ ]*\d) "
@@ -241,7 +248,7 @@ def _goes_beside(before: list[str], last: str) -> bool:
         return True
     if _ADDITION.match(last) or _follows_from(stated, [*before, last]):
         return False
-    return bool(_BOLD_VALUE.search(before[at])) or not any(map(_goes_on, before[at:])) and not _goes_on(last)
+    return bool(_BOLD_VALUE.search(before[at])) or not any(map(_goes_on, [*before[at + 1 :], last]))
 
 
 def _refers_back(before: list[str], last: str) -> bool:
@@ -260,13 +267,18 @@ def _refers_back(before: list[str], last: str) -> bool:
 
 def _leads_from(stated: Fraction, results: list[Fraction], before: list[str]) -> bool:
     """True if one of the results is what one number of the text makes of what is stated."""
-    others = {value for s in before for value in values(s)} - {stated}
-    return any(result != 1 and _combines(stated, other, result) for other in others for result in results)
+    others = {value for s in before for value in values(spelled_small(s))} - {stated}
+    led = any(result != 1 and _combines(stated, other, result) for other in others for result in results)
+    return led or any(
+        result and result != stated and (result / stated).denominator == 1 for result in results if stated
+    )
 
 
 def _goes_on(sentence: str) -> bool:
     """True if a sentence is no plain one, or tells of a change or of what has a result of its own."""
-    return bool(_ACTS.search(sentence) or _STATES.match(sentence)) or len(sentence.split()) < 4
+    return (
+        any(p.match(sentence) for p in (_STATES, _THAT_IS)) or bool(_ACTS.search(sentence)) or len(sentence.split()) < 4
+    )
 
 
 def _affirms_with(stated: str, last: str) -> bool:
@@ -335,7 +347,12 @@ def _breaks_down(stating: str, last: str) -> bool:
     """True if the numbers of the last sentence, which concludes nothing, are the parts of what the one before it states."""
     parts = list(values(last))
     few = 2 if not result_of(last) else 3
-    return len(parts) >= few and not _concludes(last) and stated_value(stating) == sum(parts)
+    return (
+        len(parts) >= few
+        and not _GIVES_AWAY.search(last)
+        and not _concludes(last)
+        and stated_value(stating) == sum(parts)
+    )
 
 
 def _repeats(stating: str, last: str) -> bool:
@@ -367,7 +384,7 @@ def headline(sentences: list[str]) -> str | None:
     first, *rest = sentences
     if any(map(said.RECONSIDERED.match, rest)):
         return None
-    explains = _HERE_IS_WHY.match(rest[0]) and not any(map(_leads_to, rest)) or not any(map(concludes_anew, rest))
+    explains = (_HERE_IS_WHY.match(rest[0]) and not any(map(_leads_to, rest))) or not any(map(concludes_anew, rest))
     if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and explains:
         return result_of(first) if not _is_given(first, rest) else None
     if (short := _IN_SHORT.match(first)) and not any(map(concludes_anew, rest)):
@@ -397,7 +414,7 @@ def _is_explained(value: str, rest: list[str]) -> bool:
     goes_on = (
         "=" in rest[-1] or any(map(concludes_anew, rest)) or said.SUMMARY.search(rest[-1]) or not _operates(rest[-1])
     )
-    return len(known) == 1 and not goes_on and _computes(known[0], operands)
+    return len(known) == 1 and not goes_on and known[0] not in operands and _computes(known[0], operands)
 
 
 def _operates(sentence: str) -> bool:
