@@ -64,19 +64,7 @@ _COMPARES = re.compile(
 )
 _COMPARED = re.compile(r"\bcompared (?:with|to)\b", re.IGNORECASE)
 _EQUALS = re.compile(rf"=\s*(?:{NUMBER.pattern})(?!\s*[-+*/×·÷=(^])", re.IGNORECASE)
-_ADDS = re.compile(
-    r"[^,;.]*(?:;\s(?=(?:the|its|his|her|an?|one|each|all|both|with|of)\b)|"
-    r"[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b)"
-    r"(?!.*\b(?:leav|left|remain|total|so|now|then|after|altogether|sum|make))",
-    re.IGNORECASE,
-)
-"""The rest of a sentence after a result: another clause, which concludes nothing."""
-_ALSO = re.compile(
-    r"[^,;.]*(?:[,;]\s|\s)(?:and|so|while|but)\s(?:(?:the|her|his|its|their|a|an|[A-Z]\w+)\b|[^.]*\bwould\b)"
-    r"(?!.*\b(?:leav|left|remain|now|then|after))",
-)
-"""The rest of a sentence after a result that was just computed: something else that holds."""
-_EXCLAIMS = re.compile(
+EXCLAIMS = re.compile(
     r"(?!.*(?:=|\b(?:leav\w*|left|remain\w*|total|so(?! close)|thus|then|altogether|sum|makes?)\b))"
     r"(?:.*!$|.*\b(?:only|just)\b|if .*\b(?:will|would)\b|.*'d\b)",
     re.IGNORECASE,
@@ -109,14 +97,6 @@ _ADDITION = re.compile(
     re.IGNORECASE,
 )
 """Beginning of a sentence that goes on to another result."""
-_ACTS = re.compile(
-    r"\b(?:giv(?:es?|ing|en)|gave|sells?|sold|selling|buys?|bought|buying|spends?|spent|los(?:es?|t|ing)|eats?|ate|eaten|gets?|got|receiv\w+"
-    r"|finds?|found|adds?|added|adding|tak(?:es?|ing)|took|us(?:es?|ed)|remov\w+|pays?|paid|donat\w+|puts?|return\w*|br(?:eaks?|oke)"
-    r"|leaves?|arriv\w+|joins?|joined|shar(?:es?|ed)|then|after|afterwards|next|now|later|finally|another|more|answer|altogether"
-    r"|costs?|needs?)\b",
-    re.IGNORECASE,
-)
-"""Words of what changes a quantity, or comes next."""
 _STATES = re.compile(
     r"\W*(?:the|his|her|their|its|our|your)\b[^,;.]*?\b(?:is|are|was|were|be)\b[^a-z]*\d|[^\d]*(?:\||:|⟦|→|⇒|\([-\d])|\W*[\d]"
     r"|\W*(?:he|she|it|they|we|you)\b|.*\b(?:is|are) [＄€£]?\d[\d.,]* ?[a-z]*\W*$",
@@ -127,12 +107,6 @@ _THAT_IS = re.compile(
     r"\W*(?:(?:that|this|it)(?:'s| is| was| will be|'ll be)|by (?:then|that time|that point))\b", re.IGNORECASE
 )
 """Words for the result of the sentence before."""
-_GIVES_AWAY = re.compile(
-    r"\b(?:giv(?:es?|ing)|gave|sells?|sold|eats?|ate|los(?:es?|ing|t)|spen(?:ds?|t)|uses?|used|donat\w+|throws?|threw)\b"
-    r"[^.]*\b(?:has|have|had|is|are|keeps?|kept)\b",
-    re.IGNORECASE,
-)
-"""Words of what is given away, before what is left."""
 _BY_THEN = re.compile(r"\W*by\b", re.IGNORECASE)
 _TRIED_BACK = re.compile(
     r"\W*(?:plug|put|substitut|insert)[a-z]* (?:it|this|that|them|these|(?:the|this|that) [a-z]+|[^ ]*\d) "
@@ -208,9 +182,9 @@ def _goes_further(sentence: str) -> bool:
 
 def _exclaims(before: list[str], last: str) -> bool:
     """True if the last sentence goes on about the value that was computed last and then stated, and computes nothing."""
-    computed = [result for s in before for result in _equated(s)]
+    computed = [result for s in before for result in equated(s)]
     stated = computed and stated_value(before[-1]) == computed[-1]
-    new = stated and _EXCLAIMS.match(last) and {*computed, *values(before[-1])}.isdisjoint(values(last))
+    new = stated and EXCLAIMS.match(last) and {*computed, *values(before[-1])}.isdisjoint(values(last))
     return bool(new) and not any(_computes(value, computed) for value in values(last))
 
 
@@ -221,7 +195,7 @@ def _goes_beside(before: list[str], last: str) -> bool:
     beside = (_SET_BESIDE.search(last) and not _leads_on(last)) or _affirms_with(result_of(before[-1]), last)
     if _ENOUGH.search(last) and result_of(before[-1]) and not said.SETUP.match(before[-1]) and "=" not in last:
         return True
-    if _OF_THESE.match(last) and [*_equated(before[-1])] and not _leads_on(last):
+    if _OF_THESE.match(last) and [*equated(before[-1])] and not _leads_on(last):
         return True
     if beside and ("=" in before[-1] or _OTHER_TIME.search(last)) and result_of(before[-1]):
         return True
@@ -257,7 +231,7 @@ def _refers_back(before: list[str], last: str) -> bool:
         return False
     if _TRIED_BACK.match(last):
         return bool(said.AFFIRMED.search(last)) and not said.DENIED.search(last)
-    if _leads_on(last) or _ACTS.search(_THAT_IS.sub("", last)):
+    if _leads_on(last) or said.ACTS.search(_THAT_IS.sub("", last)):
         return False
     operands = [*values(last)]
     explains = len(operands) > 1 and _computes(stated[0], operands)
@@ -277,7 +251,9 @@ def _leads_from(stated: Fraction, results: list[Fraction], before: list[str]) ->
 def _goes_on(sentence: str) -> bool:
     """True if a sentence is no plain one, or tells of a change or of what has a result of its own."""
     return (
-        any(p.match(sentence) for p in (_STATES, _THAT_IS)) or bool(_ACTS.search(sentence)) or len(sentence.split()) < 4
+        any(p.match(sentence) for p in (_STATES, _THAT_IS))
+        or bool(said.ACTS.search(sentence))
+        or len(sentence.split()) < 4
     )
 
 
@@ -295,7 +271,7 @@ def _affirms_with(stated: str, last: str) -> bool:
 def _is_derived(sentences: list[str]) -> bool:
     """True if the first sentence states what the others compute."""
     first, *rest = sentences
-    stated, computed = stated_value(first), [result for s in rest for result in _equated(s)]
+    stated, computed = stated_value(first), [result for s in rest for result in equated(s)]
     return bool(computed) and stated == computed[-1] and "=" not in first and not _concludes(rest[-1].replace("=", ""))
 
 
@@ -310,7 +286,7 @@ def _is_firm(sentences: list[str]) -> bool:
         return False
     if _BOLD_VALUE.search(last) or concludes or _LABELLED.match(last) or _IN_CONCLUSION.match(last):
         return True
-    computed, stated = [result for s in sentences for result in _equated(s)], [*values(found)]
+    computed, stated = [result for s in sentences for result in equated(s)], [*values(found)]
     return bool(stated) and stated == computed[-len(stated) :]
 
 
@@ -349,7 +325,7 @@ def _breaks_down(stating: str, last: str) -> bool:
     few = 2 if not result_of(last) else 3
     return (
         len(parts) >= few
-        and not _GIVES_AWAY.search(last)
+        and not said.GIVES_AWAY.search(last)
         and not _concludes(last)
         and stated_value(stating) == sum(parts)
     )
@@ -362,7 +338,7 @@ def _repeats(stating: str, last: str) -> bool:
 
 def _leads_back(stating: str, last: str) -> bool:
     """True if the last sentence gives as a reason an equation for what the one before it states: `since 12 × 12 = 144`."""
-    return bool(said.REASON.search(last)) and stated_value(stating) in [*_equated(last)][-1:] == [*values(last)][-1:]
+    return bool(said.REASON.search(last)) and stated_value(stating) in [*equated(last)][-1:] == [*values(last)][-1:]
 
 
 def _confirms(stating: str, last: str) -> bool:
@@ -412,21 +388,19 @@ def _is_explained(value: str, rest: list[str]) -> bool:
     """True if sentences that conclude nothing, and whose last computes nothing, have the numbers that a value is computed from."""
     known, operands = [*values(value)], [v for s in rest for v in values(s)]
     goes_on = (
-        "=" in rest[-1] or any(map(concludes_anew, rest)) or said.SUMMARY.search(rest[-1]) or not _operates(rest[-1])
+        "=" in rest[-1]
+        or any(map(concludes_anew, rest))
+        or said.SUMMARY.search(rest[-1])
+        or not said.TASK.match(rest[-1])
     )
     return len(known) == 1 and not goes_on and known[0] not in operands and _computes(known[0], operands)
-
-
-def _operates(sentence: str) -> bool:
-    """True if a sentence says only what to do with a number: `Then add 2.`"""
-    return bool(said.TASK.match(sentence))
 
 
 def _announced(sentences: list[str]) -> str | None:
     """The result before a line that announces how it comes about, or before its parts alone, if it does follow from them."""
     at = next((at for at, s in enumerate(sentences[1:], 1) if _HEADING.match(s)), 1)
     stating, rest = sentences[at - 1], sentences[at:]
-    stated, parts = stated_value(stating), [result for s in rest for result in _equated(s)]
+    stated, parts = stated_value(stating), [result for s in rest for result in equated(s)]
     if stated is None or len(parts) < 2 or any(map(concludes_anew, rest)) or _is_given(stating, rest):
         return None
     announced = _HEADING.match(rest[0]) and (stated == parts[-1] or _computes(stated, parts))
@@ -436,7 +410,7 @@ def _announced(sentences: list[str]) -> str | None:
 
 def _is_given(first: str, rest: list[str]) -> bool:
     """True if what the first sentence states is computed with, and another result follows from it."""
-    stated, results = set(values(result_of(first))), [r for s in rest for r in _equated(s)]
+    stated, results = set(values(result_of(first))), [r for s in rest for r in equated(s)]
     return bool(results) and stated.isdisjoint(results) and not stated.isdisjoint(v for s in rest for v in values(s))
 
 
@@ -461,33 +435,6 @@ def _computes(result: Fraction, operands: list[Fraction]) -> bool:
     return any(result in (a + b, a - b, a * b, b and a / b) for a, b in permutations(operands[:MAX_OPERANDS], 2))
 
 
-def restated(sentences: list[str]) -> str | None:
-    """The result of the last equation, if the last sentence states it in its first clause, and adds others not computed."""
-    *before, last = sentences
-    computed = [result for s in before for result in _equated(s)]
-    stated = NUMBER.search(last)
-    rest = last[stated.end() :] if stated else ""
-    adds = _ADDS.match(rest) or _EXCLAIMS.match(rest.lstrip()) or _ALSO.match(rest)
-    if not computed or not stated or "=" in last or not adds:
-        return None
-    first, *others = values(last)
-    return (
-        value_at(last[stated.start() :]) if first == computed[-1] and others and not {*others} & {*computed} else None
-    )
-
-
-def repeated(sentences: list[str]) -> str:
-    """The number that was computed last, if the last sentence, which begins with `so`, has it and no other."""
-    *before, last = sentences
-    computed, stated = [result for s in before for result in _equated(s)][-1:], NUMBER.search(last)
-    undecided = (
-        said.HEDGE.search(last) or said.REFUSAL.search(last) or said.REJECTED.search(last) or said.TASK.match(last)
-    )
-    if not stated or undecided or not said.CONCLUSION.match(f" {last}") or "=" in last or [*values(last)] != computed:
-        return ""
-    return "" if said.REFUSED.search(last[: stated.start()]) else value_at(last[stated.start() :]) or ""
-
-
 def concludes_anew(sentence: str) -> bool:
     return concluded_part(f" {sentence}") != f" {sentence}" and bool(result_of(sentence))
 
@@ -497,7 +444,7 @@ def _concludes(sentence: str) -> bool:
     return bool(concludes_anew(sentence) or sums_up or terse(sentence) or "=" in sentence)
 
 
-def _equated(sentence: str) -> Iterator[Fraction]:
+def equated(sentence: str) -> Iterator[Fraction]:
     """The values that the equations of a sentence come to."""
     return (known.value for number in _EQUALS.finditer(sentence) if (known := quantity(number)))
 
