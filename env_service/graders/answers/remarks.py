@@ -103,10 +103,6 @@ _STATES = re.compile(
     re.IGNORECASE,
 )
 """Beginning of a sentence that states a result in its own right."""
-_THAT_IS = re.compile(
-    r"\W*(?:(?:that|this|it)(?:'s| is| was| will be|'ll be)|by (?:then|that time|that point))\b", re.IGNORECASE
-)
-"""Words for the result of the sentence before."""
 _BY_THEN = re.compile(r"\W*by\b", re.IGNORECASE)
 _TRIED_BACK = re.compile(
     r"\W*(?:plug|put|substitut|insert)[a-z]* (?:it|this|that|them|these|(?:the|this|that) [a-z]+|[^ ]*\d) "
@@ -227,11 +223,11 @@ def _goes_beside(before: list[str], last: str) -> bool:
 
 def _refers_back(before: list[str], last: str) -> bool:
     """True if the last sentence begins with words for the firm result before it, or for its time, and goes on to none."""
-    if not (_THAT_IS.match(last) or _TRIED_BACK.match(last)) or not (stated := [*values(result_of(before[-1]))]):
+    if not (said.THAT_IS.match(last) or _TRIED_BACK.match(last)) or not (stated := [*values(result_of(before[-1]))]):
         return False
     if _TRIED_BACK.match(last):
         return bool(said.AFFIRMED.search(last)) and not said.DENIED.search(last)
-    if _leads_on(last) or said.ACTS.search(_THAT_IS.sub("", last)):
+    if _leads_on(last) or said.ACTS.search(said.THAT_IS.sub("", last)):
         return False
     operands = [*values(last)]
     explains = len(operands) > 1 and _computes(stated[0], operands)
@@ -251,7 +247,7 @@ def _leads_from(stated: Fraction, results: list[Fraction], before: list[str]) ->
 def _goes_on(sentence: str) -> bool:
     """True if a sentence is no plain one, or tells of a change or of what has a result of its own."""
     return (
-        any(p.match(sentence) for p in (_STATES, _THAT_IS))
+        any(p.match(sentence) for p in (_STATES, said.THAT_IS))
         or bool(said.ACTS.search(sentence))
         or len(sentence.split()) < 4
     )

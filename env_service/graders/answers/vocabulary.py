@@ -372,6 +372,10 @@ GIVES_AWAY = re.compile(
     re.IGNORECASE,
 )
 """Words of what is given away, before what is left."""
+THAT_IS = re.compile(
+    r"\W*(?:(?:that|this|it)(?:'s| is| was| will be|'ll be)|by (?:then|that time|that point))\b", re.IGNORECASE
+)
+"""Words for the result of the sentence before."""
 STILL = compiled(words("still|left(?![ -](?:part|side|hand)\\b)|remain\\w*"))
 """Words of what is left."""
 SEVERAL = compiled(words("solutions?|roots?|values|zeros|intercepts|answers|numbers are|lösungen|soluciones"))
