@@ -24,6 +24,7 @@ BELOW = {
     "math_texts_eleventh_blind": (94.6, 1),
     "math_texts_thirteenth_blind": (99.0, 1),
     "math_texts_fifteenth": (99.4, 0),
+    "math_texts_sixteenth": (99.0, 0),
 }
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
@@ -180,6 +181,15 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> 
         "After taking 7 of the 25 pencils out of the box, you have 18.",
         "Trying 16: 16 + 16 = 32, no.\nTrying 18: 18 + 18 = 36, yes.",
         "So a = 20, b = 1, c = -3 and a + b + c = 18.",
+        "She needs **18 weeks** to save up. That's just about four months of saving.",
+        "24 - 6 = 18, so 18 rooms are free. That's exactly one floor's worth of rooms.",
+        "12 + 6 = 18. So Nico will be 18 years old. By then Grandma will be 77.",
+        "x = 18. So x must be 18. Plugging it back in: 18 + 2 = 20 and 4 * 5 = 20, which matches.",
+        "3 × 6 = 18. There are 18 ml of acid in it; the other 240 ml are water.",
+        "3 × 6 = 18.\n\nSo customers can pick from 18 sandwiches.",
+        "You can fill 18 cups. Here's why: a cup is 1/3 l, so 3 cups take 1 l. 6 l are as much again six times.",
+        "18\n\nFirst multiply: 3 × 4 = 12. Then add 6.",
+        "So the team scored 18 points. Insects have six legs anyway.",
     ],
 )
 def test_the_final_answer_counts(text: str) -> None:
@@ -255,6 +265,15 @@ def test_the_final_answer_counts(text: str) -> None:
         "There are 18 chairs.\n\nHow it works:\n18 − 3 = 15\n15 / 3 = 5",
         "9 × 5 = 45 and 8 × 2 = 18. All in all they sold 63 that week!",
         "So one box holds 18 eggs. Five boxes hold 90.",
+        "6 × 3 = 18. So he has 18 apples. He gives 3 away and has 15.",
+        "So each pays $18. That's $54 for three.",
+        "So the side is 18 cm. That's a perimeter of 72 cm.",
+        "So the side is 18 cm. The perimeter is 72 cm.",
+        "9 × 2 = 18. There are 18 pupils; 5 are ill, so 13 come.",
+        "So he needs 18 boards. It is 36 boards for both walls.",
+        "So he earns 18 dollars. By then he has spent 5, which leaves 13.",
+        "You can fill 18 cups. Here's why: a cup is 1/3 l. So 21 cups can be filled.",
+        "18\n\nMultiply by 2: 18 × 2 = 36. Then subtract 4.",
         "So one box holds 18 eggs. Five boxes would hold 90 eggs.",
         "So the interest is $18. That makes $118 in the account.",
         "So Tom is 18 years old. Five years ago he was 13.",

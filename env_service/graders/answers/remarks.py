@@ -19,6 +19,7 @@ _EXPLANATION = re.compile(
     r"\W*(?:(?:explanation|reason(?:ing)?|working|why|details|steps)\W*:|here(?:'s| is) (?:why|how)\b)",
     re.IGNORECASE,
 )
+_HERE_IS_WHY = re.compile(r"\W*here(?:'s| is) (?:why|how)\b", re.IGNORECASE)
 _HEADING = re.compile(
     r"(?=[^\d\n]*:\W*$)[^\d\n]*\b(?:breakdown|breaks? down|details?|steps?|calculat\w+|comput\w+|math|arithmetic|work\w*"
     r"|reason\w*|expla\w+|how|why|derivation|justification|rationale)\b",
@@ -63,18 +64,7 @@ _COMPARES = re.compile(
 )
 _COMPARED = re.compile(r"\bcompared (?:with|to)\b", re.IGNORECASE)
 _EQUALS = re.compile(rf"=\s*(?:{NUMBER.pattern})(?!\s*[-+*/×·÷=(^])", re.IGNORECASE)
-_ADDS = re.compile(
-    r"[^,;.]*[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b"
-    r"(?!.*\b(?:leav|left|remain|total|so|now|then|after|altogether|sum|make))",
-    re.IGNORECASE,
-)
-"""The rest of a sentence after a result: another clause, which concludes nothing."""
-_ALSO = re.compile(
-    r"[^,;.]*(?:[,;]\s|\s)(?:and|so|while|but)\s(?:(?:the|her|his|its|their|a|an|[A-Z]\w+)\b|[^.]*\bwould\b)"
-    r"(?!.*\b(?:leav|left|remain|now|then|after))",
-)
-"""The rest of a sentence after a result that was just computed: something else that holds."""
-_EXCLAIMS = re.compile(
+EXCLAIMS = re.compile(
     r"(?!.*(?:=|\b(?:leav\w*|left|remain\w*|total|so(?! close)|thus|then|altogether|sum|makes?)\b))"
     r"(?:.*!$|.*\b(?:only|just)\b|if .*\b(?:will|would)\b|.*'d\b)",
     re.IGNORECASE,
@@ -107,6 +97,18 @@ _ADDITION = re.compile(
     re.IGNORECASE,
 )
 """Beginning of a sentence that goes on to another result."""
+_STATES = re.compile(
+    r"\W*(?:the|his|her|their|its|our|your)\b[^,;.]*?\b(?:is|are|was|were|be)\b[^a-z]*\d|[^\d]*(?:\||:|⟦|→|⇒|\([-\d])|\W*[\d]"
+    r"|\W*(?:he|she|it|they|we|you)\b|.*\b(?:is|are) [＄€£]?\d[\d.,]* ?[a-z]*\W*$",
+    re.IGNORECASE,
+)
+"""Beginning of a sentence that states a result in its own right."""
+_BY_THEN = re.compile(r"\W*by\b", re.IGNORECASE)
+_TRIED_BACK = re.compile(
+    r"\W*(?:plug|put|substitut|insert)[a-z]* (?:it|this|that|them|these|(?:the|this|that) [a-z]+|[^ ]*\d) "
+    r"(?:back )?(?:in|into|back)\b",
+    re.IGNORECASE,
+)
 _PART = re.compile(r"\b(?:half|third|quarter)s?\b", re.IGNORECASE)
 _ENOUGH = re.compile(
     r"^\W*the (?:last|other|[a-z]+th|[a-z]+nd|[a-z]+rd)\b[^=]*\b(?:would|will|is|has) (?:only |just |then |even |not )?(?:be "
@@ -153,7 +155,10 @@ def is_remark(sentences: list[str]) -> bool:
     if _UNASKED.search(last) or (_goes_further(last) and _sums_up(before[-1])):
         return True
     if not has_number(last):
-        return bool(_PART.search(last)) and _is_firm(before) and not _leads_on(last)
+        counted = spelled_small(last)
+        if _PART.search(last) and _is_firm(before) and not _leads_on(last):
+            return True
+        return has_number(counted) and _goes_beside(before, counted)
     if _EXPLAINS.match(last) or _PREMISE.match(last) or ("=" not in last and _REMINDS.match(last)):
         return True
     if _exclaims(before, last) or _goes_beside(before, last):
@@ -173,18 +178,20 @@ def _goes_further(sentence: str) -> bool:
 
 def _exclaims(before: list[str], last: str) -> bool:
     """True if the last sentence goes on about the value that was computed last and then stated, and computes nothing."""
-    computed = [result for s in before for result in _equated(s)]
+    computed = [result for s in before for result in equated(s)]
     stated = computed and stated_value(before[-1]) == computed[-1]
-    new = stated and _EXCLAIMS.match(last) and {*computed, *values(before[-1])}.isdisjoint(values(last))
+    new = stated and EXCLAIMS.match(last) and {*computed, *values(before[-1])}.isdisjoint(values(last))
     return bool(new) and not any(_computes(value, computed) for value in values(last))
 
 
 def _goes_beside(before: list[str], last: str) -> bool:
     """True if the last sentence, which neither concludes nor computes, supposes or compares after a firm result."""
+    if _refers_back(before, last):
+        return True
     beside = (_SET_BESIDE.search(last) and not _leads_on(last)) or _affirms_with(result_of(before[-1]), last)
     if _ENOUGH.search(last) and result_of(before[-1]) and not said.SETUP.match(before[-1]) and "=" not in last:
         return True
-    if _OF_THESE.match(last) and [*_equated(before[-1])] and not _leads_on(last):
+    if _OF_THESE.match(last) and [*equated(before[-1])] and not _leads_on(last):
         return True
     if beside and ("=" in before[-1] or _OTHER_TIME.search(last)) and result_of(before[-1]):
         return True
@@ -209,10 +216,40 @@ def _goes_beside(before: list[str], last: str) -> bool:
         _SUPPOSED.search(last) and (_UNREAL.search(last) or not _follows_from(stated, [last]))
     ):
         return True
+    if _ADDITION.match(last) or _follows_from(stated, [*before, last]):
+        return False
+    return bool(_BOLD_VALUE.search(before[at])) or not any(map(_goes_on, [*before[at + 1 :], last]))
+
+
+def _refers_back(before: list[str], last: str) -> bool:
+    """True if the last sentence begins with words for the firm result before it, or for its time, and goes on to none."""
+    if not (said.THAT_IS.match(last) or _TRIED_BACK.match(last)) or not (stated := [*values(result_of(before[-1]))]):
+        return False
+    if _TRIED_BACK.match(last):
+        return bool(said.AFFIRMED.search(last)) and not said.DENIED.search(last)
+    if _leads_on(last) or said.ACTS.search(said.THAT_IS.sub("", last)):
+        return False
+    operands = [*values(last)]
+    explains = len(operands) > 1 and _computes(stated[0], operands)
+    follows = not _BY_THEN.match(last) and _leads_from(stated[0], operands, before)
+    return explains or (_is_firm(before) and not follows)
+
+
+def _leads_from(stated: Fraction, results: list[Fraction], before: list[str]) -> bool:
+    """True if one of the results is what one number of the text makes of what is stated."""
+    others = {value for s in before for value in values(spelled_small(s))} - {stated}
+    led = any(result != 1 and _combines(stated, other, result) for other in others for result in results)
+    return led or any(
+        result and result != stated and (result / stated).denominator == 1 for result in results if stated
+    )
+
+
+def _goes_on(sentence: str) -> bool:
+    """True if a sentence is no plain one, or tells of a change or of what has a result of its own."""
     return (
-        bool(_BOLD_VALUE.search(before[at]))
-        and not _ADDITION.match(last)
-        and not _follows_from(stated, [*before, last])
+        any(p.match(sentence) for p in (_STATES, said.THAT_IS))
+        or bool(said.ACTS.search(sentence))
+        or len(sentence.split()) < 4
     )
 
 
@@ -230,7 +267,7 @@ def _affirms_with(stated: str, last: str) -> bool:
 def _is_derived(sentences: list[str]) -> bool:
     """True if the first sentence states what the others compute."""
     first, *rest = sentences
-    stated, computed = stated_value(first), [result for s in rest for result in _equated(s)]
+    stated, computed = stated_value(first), [result for s in rest for result in equated(s)]
     return bool(computed) and stated == computed[-1] and "=" not in first and not _concludes(rest[-1].replace("=", ""))
 
 
@@ -245,7 +282,7 @@ def _is_firm(sentences: list[str]) -> bool:
         return False
     if _BOLD_VALUE.search(last) or concludes or _LABELLED.match(last) or _IN_CONCLUSION.match(last):
         return True
-    computed, stated = [result for s in sentences for result in _equated(s)], [*values(found)]
+    computed, stated = [result for s in sentences for result in equated(s)], [*values(found)]
     return bool(stated) and stated == computed[-len(stated) :]
 
 
@@ -282,7 +319,12 @@ def _breaks_down(stating: str, last: str) -> bool:
     """True if the numbers of the last sentence, which concludes nothing, are the parts of what the one before it states."""
     parts = list(values(last))
     few = 2 if not result_of(last) else 3
-    return len(parts) >= few and not _concludes(last) and stated_value(stating) == sum(parts)
+    return (
+        len(parts) >= few
+        and not said.GIVES_AWAY.search(last)
+        and not _concludes(last)
+        and stated_value(stating) == sum(parts)
+    )
 
 
 def _repeats(stating: str, last: str) -> bool:
@@ -292,7 +334,7 @@ def _repeats(stating: str, last: str) -> bool:
 
 def _leads_back(stating: str, last: str) -> bool:
     """True if the last sentence gives as a reason an equation for what the one before it states: `since 12 × 12 = 144`."""
-    return bool(said.REASON.search(last)) and stated_value(stating) in [*_equated(last)][-1:] == [*values(last)][-1:]
+    return bool(said.REASON.search(last)) and stated_value(stating) in [*equated(last)][-1:] == [*values(last)][-1:]
 
 
 def _confirms(stating: str, last: str) -> bool:
@@ -314,7 +356,8 @@ def headline(sentences: list[str]) -> str | None:
     first, *rest = sentences
     if any(map(said.RECONSIDERED.match, rest)):
         return None
-    if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and not any(map(concludes_anew, rest)):
+    explains = (_HERE_IS_WHY.match(rest[0]) and not any(map(_leads_to, rest))) or not any(map(concludes_anew, rest))
+    if _EXPLANATION.match(rest[0]) and not first.endswith((":", "?")) and explains:
         return result_of(first) if not _is_given(first, rest) else None
     if (short := _IN_SHORT.match(first)) and not any(map(concludes_anew, rest)):
         return result_of(first[short.end() :])
@@ -328,15 +371,32 @@ def headline(sentences: list[str]) -> str | None:
         or first.endswith((":", "?"))
     ):
         return None
-    explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest))
+    explained = _EXPLAINED.match(rest[0]) or not any(map(_concludes, rest)) or _is_explained(value, rest)
     return value if explained and len(list(NUMBER.finditer(first))) == 1 else None
+
+
+def _leads_to(sentence: str) -> bool:
+    """True if a sentence begins with `so`, or has a number in bold."""
+    return bool(said.CONCLUSION.match(f" {sentence}") or _BOLD_VALUE.search(sentence))
+
+
+def _is_explained(value: str, rest: list[str]) -> bool:
+    """True if sentences that conclude nothing, and whose last computes nothing, have the numbers that a value is computed from."""
+    known, operands = [*values(value)], [v for s in rest for v in values(s)]
+    goes_on = (
+        "=" in rest[-1]
+        or any(map(concludes_anew, rest))
+        or said.SUMMARY.search(rest[-1])
+        or not said.TASK.match(rest[-1])
+    )
+    return len(known) == 1 and not goes_on and known[0] not in operands and _computes(known[0], operands)
 
 
 def _announced(sentences: list[str]) -> str | None:
     """The result before a line that announces how it comes about, or before its parts alone, if it does follow from them."""
     at = next((at for at, s in enumerate(sentences[1:], 1) if _HEADING.match(s)), 1)
     stating, rest = sentences[at - 1], sentences[at:]
-    stated, parts = stated_value(stating), [result for s in rest for result in _equated(s)]
+    stated, parts = stated_value(stating), [result for s in rest for result in equated(s)]
     if stated is None or len(parts) < 2 or any(map(concludes_anew, rest)) or _is_given(stating, rest):
         return None
     announced = _HEADING.match(rest[0]) and (stated == parts[-1] or _computes(stated, parts))
@@ -346,7 +406,7 @@ def _announced(sentences: list[str]) -> str | None:
 
 def _is_given(first: str, rest: list[str]) -> bool:
     """True if what the first sentence states is computed with, and another result follows from it."""
-    stated, results = set(values(result_of(first))), [r for s in rest for r in _equated(s)]
+    stated, results = set(values(result_of(first))), [r for s in rest for r in equated(s)]
     return bool(results) and stated.isdisjoint(results) and not stated.isdisjoint(v for s in rest for v in values(s))
 
 
@@ -371,21 +431,6 @@ def _computes(result: Fraction, operands: list[Fraction]) -> bool:
     return any(result in (a + b, a - b, a * b, b and a / b) for a, b in permutations(operands[:MAX_OPERANDS], 2))
 
 
-def restated(sentences: list[str]) -> str | None:
-    """The result of the last equation, if the last sentence states it in its first clause, and adds others not computed."""
-    *before, last = sentences
-    computed = [result for s in before for result in _equated(s)]
-    stated = NUMBER.search(last)
-    rest = last[stated.end() :] if stated else ""
-    adds = _ADDS.match(rest) or _EXCLAIMS.match(rest.lstrip()) or _ALSO.match(rest)
-    if not computed or not stated or "=" in last or not adds:
-        return None
-    first, *others = values(last)
-    return (
-        value_at(last[stated.start() :]) if first == computed[-1] and others and not {*others} & {*computed} else None
-    )
-
-
 def concludes_anew(sentence: str) -> bool:
     return concluded_part(f" {sentence}") != f" {sentence}" and bool(result_of(sentence))
 
@@ -395,7 +440,7 @@ def _concludes(sentence: str) -> bool:
     return bool(concludes_anew(sentence) or sums_up or terse(sentence) or "=" in sentence)
 
 
-def _equated(sentence: str) -> Iterator[Fraction]:
+def equated(sentence: str) -> Iterator[Fraction]:
     """The values that the equations of a sentence come to."""
     return (known.value for number in _EQUALS.finditer(sentence) if (known := quantity(number)))
 

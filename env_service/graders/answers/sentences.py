@@ -6,7 +6,15 @@ from fractions import Fraction
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, has_number, hidden
 from env_service.graders.answers.expressions import value_at
-from env_service.graders.answers.remarks import explained, first_of_story, headline, is_remark, restated, values
+from env_service.graders.answers.remarks import (
+    EXCLAIMS,
+    equated,
+    explained,
+    first_of_story,
+    headline,
+    is_remark,
+    values,
+)
 from env_service.graders.answers.results import result_of
 from env_service.graders.answers.values.numbers import NUMBER
 
@@ -39,6 +47,18 @@ _AFFIRMATION = re.compile(
 """A closing word that finds right what a sentence says."""
 _AT_LAST = re.compile(r"[^:|]*\b(?:after|new|now|final|sale|to pay|you pay|in the end)\b", re.IGNORECASE)
 """The name of a value that the others of a list lead to."""
+_ADDS = re.compile(
+    r"[^,;.]*(?:;\s(?=(?:the|its|his|her|an?|one|each|all|both|with|of)\b)|"
+    r"[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b)"
+    r"(?!.*\b(?:leav|left|remain|total|so|now|then|after|altogether|sum|make))",
+    re.IGNORECASE,
+)
+"""The rest of a sentence after a result: another clause, which concludes nothing."""
+_ALSO = re.compile(
+    r"[^,;.]*(?:[,;]\s|\s)(?:and|so|while|but)\s(?:(?:the|her|his|its|their|a|an|[A-Z]\w+)\b|[^.]*\bwould\b)"
+    r"(?!.*\b(?:leav|left|remain|now|then|after))",
+)
+"""The rest of a sentence after a result that was just computed: something else that holds."""
 _GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)++\s*\Z", re.IGNORECASE)
 
 
@@ -63,7 +83,8 @@ def stated_result(text: str) -> str:
             return ""
         if sentence.rstrip("⟫* ").endswith("?") and has_number(sentence):
             return ""
-        if found := restated(sentences[: len(sentences) - i]) or result_of(sentence):
+        until = sentences[: len(sentences) - i]
+        if found := restated(until) or result_of(sentence) or repeated(until):
             return found
         if has_number(sentence) or i == 3 or not _passes(sentence, first=i == 0):
             break
@@ -137,3 +158,30 @@ def _words(sentence: str) -> str:
     return re.sub(
         r"^.*\s(?:is|are|was|were|(?:diverges|tends|goes) to)\s+\+?(?:(?:an?|the)\s+)?(?=-?[\w⟦\\])", "", bare
     ).strip("⟦⟧")
+
+
+def restated(sentences: list[str]) -> str | None:
+    """The result of the last equation, if the last sentence states it in its first clause, and adds others not computed."""
+    *before, last = sentences
+    computed = [result for s in before for result in equated(s)]
+    stated = NUMBER.search(last)
+    rest = last[stated.end() :] if stated else ""
+    adds = _ADDS.match(rest) or EXCLAIMS.match(rest.lstrip()) or _ALSO.match(rest)
+    if not computed or not stated or "=" in last or not adds:
+        return None
+    first, *others = values(last)
+    return (
+        value_at(last[stated.start() :]) if first == computed[-1] and others and not {*others} & {*computed} else None
+    )
+
+
+def repeated(sentences: list[str]) -> str:
+    """The number that was computed last, if the last sentence, which begins with `so`, has it and no other."""
+    *before, last = sentences
+    computed, stated = [result for s in before for result in equated(s)][-1:], NUMBER.search(last)
+    undecided = (
+        said.HEDGE.search(last) or said.REFUSAL.search(last) or said.REJECTED.search(last) or said.TASK.match(last)
+    )
+    if not stated or undecided or not said.CONCLUSION.match(f" {last}") or "=" in last or [*values(last)] != computed:
+        return ""
+    return "" if said.REFUSED.search(last[: stated.start()]) else value_at(last[stated.start() :]) or ""

@@ -358,6 +358,24 @@ REFUSED = compiled(
     r"|n't(?: be)? [＄€£⟦⟪]?$|不是\s*$"
 )
 """Words before a number that is said not to be the result."""
+ACTS = re.compile(
+    r"\b(?:giv(?:es?|ing|en)|gave|sells?|sold|selling|buys?|bought|buying|spends?|spent|los(?:es?|t|ing)|eats?|ate|eaten|gets?|got|receiv\w+"
+    r"|finds?|found|adds?|added|adding|tak(?:es?|ing)|took|us(?:es?|ed)|remov\w+|pays?|paid|donat\w+|puts?|return\w*|br(?:eaks?|oke)"
+    r"|leaves?|arriv\w+|joins?|joined|shar(?:es?|ed)|then|after|afterwards|next|now|later|finally|another|more|answer|altogether"
+    r"|costs?|needs?)\b",
+    re.IGNORECASE,
+)
+"""Words of what changes a quantity, or comes next."""
+GIVES_AWAY = re.compile(
+    r"\b(?:giv(?:es?|ing)|gave|sells?|sold|eats?|ate|los(?:es?|ing|t)|spen(?:ds?|t)|uses?|used|donat\w+|throws?|threw)\b"
+    r"[^.]*\b(?:has|have|had|is|are|keeps?|kept)\b",
+    re.IGNORECASE,
+)
+"""Words of what is given away, before what is left."""
+THAT_IS = re.compile(
+    r"\W*(?:(?:that|this|it)(?:'s| is| was| will be|'ll be)|by (?:then|that time|that point))\b", re.IGNORECASE
+)
+"""Words for the result of the sentence before."""
 STILL = compiled(words("still|left(?![ -](?:part|side|hand)\\b)|remain\\w*"))
 """Words of what is left."""
 SEVERAL = compiled(words("solutions?|roots?|values|zeros|intercepts|answers|numbers are|lösungen|soluciones"))
