@@ -25,6 +25,7 @@ BELOW = {
     "math_texts_thirteenth_blind": (99.0, 1),
     "math_texts_fifteenth": (99.4, 0),
     "math_texts_sixteenth": (99.0, 0),
+    "math_texts_seventeenth_blind": (99.3, 0),
 }
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
