@@ -1,11 +1,8 @@
 """Waits, for `marlaas up`, until the folder of the local store is the one that the cells know."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-
-from redis.exceptions import RedisError
 
 from common.known_store import recognised
 from common.settings import parse_base_models
@@ -37,16 +34,14 @@ class OwnStore:
             make_private(self._own)
 
     def look_again(self) -> None:
-        """Lets `watch` look: a service starts again, and may wait for the folder."""
+        """Lets `recognise_again` go on: a service starts again, and may wait for the folder."""
         self._to_look.set()
 
-    async def watch(self, redis_url: str) -> None:
-        """Tells why services that start again wait, until cancelled. Whether they do is their own business, so no error ends this."""
-        while True:
-            await self._to_look.wait()
-            self._to_look.clear()
-            with contextlib.suppress(OSError, RedisError):
-                await self.recognise(redis_url)
+    async def recognise_again(self, redis_url: str) -> None:
+        """Calls `recognise` after the next `look_again`."""
+        await self._to_look.wait()
+        self._to_look.clear()
+        await self.recognise(redis_url)
 
     def _wait(self, reason: str) -> None:
         self.waits_for = reason

@@ -270,7 +270,7 @@ class LocalCluster:
                 await done_before(self._stopping, self._store.recognise(self.redis_url))
                 for process in self._services.values():
                     group.create_task(process.keep_running())
-                beside = [group.create_task(self._rotate_logs()), group.create_task(self._store.watch(self.redis_url))]
+                beside = [group.create_task(self._rotate_logs()), group.create_task(self._watch_store())]
                 await self._stopping.wait()
                 for task in beside:
                     task.cancel()
@@ -299,6 +299,12 @@ class LocalCluster:
                 await asyncio.sleep(POLL_S / 5)
         finally:
             await client.aclose()
+
+    async def _watch_store(self) -> None:
+        """Tells why services that start again wait for the store. They look for themselves, so no error ends this."""
+        while True:
+            with contextlib.suppress(OSError, RedisError):
+                await self._store.recognise_again(self.redis_url)
 
     async def _rotate_logs(self) -> None:
         while True:
