@@ -61,8 +61,7 @@ class Helper:
         return HelperKilled("the helper was killed") if killed else ConnectionError("the helper ended")
 
     async def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        tell(self._process, signal.SIGKILL)
         await self._process.communicate()
 
 
@@ -97,6 +96,16 @@ class HelperPool:
     async def close(self) -> None:
         while self._idle:
             await self._idle.pop().close()
+
+
+def tell(process: asyncio.subprocess.Process, number: int) -> None:
+    """Sends a signal to a process that has not ended.
+
+    Its own methods also ask for its status, once, so of one that has just ended asyncio would find none, and report 255.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def die_with_parent() -> None:

@@ -20,7 +20,7 @@ import msgspec
 
 from common.deliveries import Out
 from common.environments import BUILT_IN, SUPERVISED, is_multi_turn, reply_fault, roles_of
-from common.errors import InvalidInput, Permanent, Retryable
+from common.errors import InvalidInput, Permanent, Retryable, Unavailable
 from common.messages import (
     Cancel,
     Failure,
@@ -94,13 +94,16 @@ class EnvHandler:
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         """Works on a message once its tenant's turn for a slot comes. Puts it back if that takes long: another worker may have a
         free slot, and messages of other tenants may stand behind it. It also puts a message back when a live environment has no room.
+        Raises Unavailable. Its job hears of either.
         """
         try:
             return await self._in_turn(message, beat)
-        except NoRoom as error:
+        except Unavailable as error:
+            self.waiting.note(message.job, one_line(error))
+            if not isinstance(error, NoRoom):
+                raise
             if not self._live.may_wait(message):
                 return self.failed(message, Failure("infrastructure", one_line(error)))
-            self.waiting.note(message.job, one_line(error))
             beat()
             await asyncio.sleep(PUT_BACK_S)
             return [(self._cell.env, message)]

@@ -39,10 +39,9 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
-import structlog
 
 from common.errors import InvalidInput, Unavailable
 from common.own_folder import OwnFolder
@@ -50,6 +49,7 @@ from common.places import Places
 from env_service import work
 from env_service.sandbox.calls import filter_program
 from env_service.sandbox.child import WORK_BYTES, WORK_FILES
+from env_service.sandbox.process import CallProcess, RunEnding
 
 CHILD = Path(__file__).with_name("child.py")
 CODE = marshal.dumps(compile(CHILD.read_text(), str(CHILD), "exec", dont_inherit=True))
@@ -58,10 +58,6 @@ would be one more that must be kept from the calls."""
 START = f"import marshal, sys; exec(marshal.loads(sys.stdin.buffer.read({len(CODE)})))"
 PREFIX = "marlaas-sandbox-"
 LAYERS = ("namespaces", "landlock", "seccomp")
-END_S = 0.4
-"""Time in which a call that has been killed is gone: milliseconds on a machine that is not overloaded."""
-
-RunEnding = Literal["ok", "raised", "output", "timeout", "crashed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +69,7 @@ class SandboxLimits:
     output_bytes: int = 64 * 1024
     """The most bytes that it prints; with more it is killed."""
     result_bytes: int = 64 * 1024
+    """The most bytes of its result, as JSON; with more it is killed."""
     input_bytes: int = 4 * 1024 * 1024
     """Source and arguments, as JSON."""
 
@@ -210,11 +207,13 @@ class Sandbox:
     async def _run_in(self, folder: str, job: bytes, allowance: work.Allowance) -> Outcome:
         nonce = secrets.token_hex(16)
         job = b'{"nonce": "' + nonce.encode() + b'", ' + job[1:]
-        process = await self._spawn(folder)
+        limits = self._limits
+        process = CallProcess(await self._spawn(folder), limits.result_bytes, limits.output_bytes)
         try:
-            return await self._converse(process, job, nonce, allowance)
+            await process.converse(CODE + job, allowance)
         finally:
-            await _end(process)
+            await process.end()
+        return _outcome(process, nonce)
 
     async def _spawn(self, folder: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -226,30 +225,6 @@ class Sandbox:
             cwd=folder,
             start_new_session=True,
         )  # fmt: skip
-
-    async def _converse(
-        self, process: asyncio.subprocess.Process, job: bytes, nonce: str, allowance: work.Allowance
-    ) -> Outcome:
-        """Sends the job and collects the answer, each stream up to its limit."""
-        assert process.stdout and process.stderr
-        result, output = bytearray(), bytearray()
-        timed_out = False
-        try:
-            async with work.time_limit(allowance.left_s):
-                await asyncio.gather(
-                    _give(process, job),
-                    _read(process.stdout, result, limit=self._limits.result_bytes, process=process),
-                    _read(process.stderr, output, limit=self._limits.output_bytes, process=process),
-                )
-                await process.wait()
-        except TimeoutError:
-            timed_out = True
-        text = output[: self._limits.output_bytes].decode(errors="replace")
-        if len(output) > self._limits.output_bytes:
-            return Outcome(ending="output", output=text, reason=f"printed more than {self._limits.output_bytes} bytes")
-        if timed_out:
-            return Outcome(ending="timeout", output=text, reason=f"took longer than {allowance.seconds:g} seconds")
-        return _outcome(process.returncode, bytes(result), text, nonce)
 
 
 def check_strength(layers: Sequence[str]) -> None:
@@ -270,8 +245,11 @@ def _check_room(folder: str) -> None:
         raise Unavailable("the env worker's disk for temporary files is full")
 
 
-def _outcome(status: int | None, result: bytes, text: str, nonce: str) -> Outcome:
-    reply = _parse(result, nonce)
+def _outcome(process: CallProcess, nonce: str) -> Outcome:
+    text, status = process.output.decode(errors="replace"), process.status
+    if process.stopped:
+        return Outcome(ending=process.stopped.ending, output=text, reason=process.stopped.reason)
+    reply = _parse(bytes(process.result), nonce)
     if reply is None:
         killed = _signal(status) == signal.SIGKILL
         return Outcome(ending="crashed", output=text, reason=_how_it_died(status, text), killed=killed)
@@ -304,52 +282,3 @@ def _how_it_died(status: int | None, output: str) -> str:
         return f"killed by signal {number}"
     last = output.strip().rpartition("\n")[2][:200]
     return f"ended without a result (status {code}){f': {last}' if last else ''}"
-
-
-async def _give(process: asyncio.subprocess.Process, job: bytes) -> None:
-    assert process.stdin
-    with contextlib.suppress(ConnectionError):  # it died before it read all: its end says why
-        process.stdin.write(CODE + job)
-        await process.stdin.drain()
-    process.stdin.close()
-
-
-async def _read(
-    stream: asyncio.StreamReader, into: bytearray, *, limit: int, process: asyncio.subprocess.Process
-) -> None:
-    """Reads to the end. Has the call ended if it writes more than `limit` bytes; `into` is then longer than that. What follows is
-    forgotten: a process counts as ended only when its streams are empty."""
-    while chunk := await stream.read(16384):
-        work.beat()
-        if len(into) <= limit:
-            into += chunk
-        if len(into) > limit:
-            _tell_to_end(process)
-
-
-def _tell_to_end(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Has the keeper kill what is left of the call. A keeper that takes too long is killed; the kernel then kills the call."""
-    _tell_to_end(process)
-    await _has_ended(process)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    if not await _has_ended(process):
-        structlog.get_logger().error("sandboxed_call_does_not_end", pid=process.pid)
-
-
-async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Waits, but not for long, until the process has ended and nobody can write to its streams."""
-    try:
-        async with asyncio.timeout(END_S):
-            for stream in filter(None, (process.stdout, process.stderr)):
-                while await stream.read(65536):
-                    pass
-            await process.wait()
-    except TimeoutError:
-        return False
-    return True

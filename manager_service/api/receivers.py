@@ -117,7 +117,7 @@ def _check_host(url: str, hosts: str, param: str, setting: str) -> None:
     try:
         check_url(url)
     except ValueError as error:
-        raise InvalidInput(f"{param} {error}", param=param) from error
+        raise InvalidInput(f"{param}: {error}", param=param) from error
     check_host(url, hosts, param, setting)
 
 

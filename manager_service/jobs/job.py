@@ -272,7 +272,7 @@ class Job:
             self._waste(entry, request.usage, changes)
 
     def on_dead_letter(self, entry: str, letter: DeadLetter, now: float, changes: Changes) -> None:
-        """Handles an unreadable message of this job: what it asked for has failed. Raises ValueError for a strange id."""
+        """Handles an unreadable message of this job: what it asked for has failed. Raises InvalidInput for a strange id."""
         failure = Failure("dead_letter", f"a message could not be read: {letter.reason}")
         if letter.stream == self.cell.train:
             self._on_refused(letter.id, self.state.version + 1, failure, now, changes)

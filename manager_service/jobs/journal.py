@@ -259,10 +259,10 @@ class Journal:
             self._told_stall = False
             self.tell(now, changes, "The job goes on")
 
-    def check_stall(self, now: float, limit_s: float, diagnosis: Callable[[str], str], changes: Changes) -> None:
-        """Warns if nothing has come back to a running job for `limit_s`; once, until something does. `diagnosis`: of a job's id."""
+    def check_stall(self, now: float, limit_s: float, diagnosis: Callable[[], str], changes: Changes) -> None:
+        """Warns if nothing has come back to a running job for `limit_s`; once, until something does. `diagnosis` says why."""
         self._last_progress_at = self._last_progress_at or now
         if self._state.status != "running" or self._told_stall or now - self._last_progress_at < limit_s:
             return
         self._told_stall = True
-        self.warn(now, f"Nothing has come back for {limit_s:.0f} s: {diagnosis(self._spec.id)}", changes)
+        self.warn(now, f"Nothing has come back for {limit_s:.0f} s: {diagnosis()}", changes)

@@ -14,7 +14,9 @@ from typing import NamedTuple, cast
 
 import msgspec
 
+from common.errors import InvalidInput
 from common.messages import Purpose, ScoredTrajectory, TrajectoryRef, TurnRequest, trajectory_key
+from common.spelling import quoted
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import Group, Scored, next_batch
@@ -112,11 +114,14 @@ class OpenTrajectories:
     def named_by(self, identity: str) -> list[tuple[TrajectoryKey, int, int]]:
         """The waiting trajectories that a message is about, by its id, each with its version and attempt.
 
-        A turn's id names one, a Start's (see `Orders.start`) stands for all of its group. Raises ValueError for another id.
+        A turn's id names one, a Start's (see `Orders.start`) stands for all of its group. Raises InvalidInput for another id.
         """
-        _, name, sample, *rest = identity.split("/")
-        named, attempt = TrajectoryKey.parse(f"{name}/{sample}"), int(rest[-1])
-        alike = [named._replace(sample=other) for other in self._samples_like(named)] if len(rest) == 1 else [named]
+        try:
+            _, name, sample, *turn, tried = identity.split("/")
+            named, attempt = TrajectoryKey.parse(f"{name}/{sample}"), int(tried)
+        except ValueError as error:
+            raise InvalidInput(f"its id {quoted(identity)} names none of the job's trajectories") from error
+        alike = [named] if turn else [named._replace(sample=other) for other in self._samples_like(named)]
         version = (
             self.groups[named.group].version
             if named.purpose == "train" and named.group in self.groups

@@ -35,7 +35,7 @@ from manager_service.local.children.processes import Command, KeptProcess, Notif
 from manager_service.local.devices import arrange, idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
 from manager_service.local.gpus import SERVICES, LocalWorker
-from manager_service.local.own_store import wait_for_store
+from manager_service.local.own_store import OwnStore
 from manager_service.records import GLOBAL
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 
@@ -91,7 +91,7 @@ class LocalCluster:
         self._environment = {**inherited(), **(environment or {})}
         self._notify = notify
         self._is_up = False
-        self._waits_for = ""  # the reason why the store's folder is not used yet
+        self._store = OwnStore(self._environment, self.data_dir, notify)
         self._commands = services or service_commands
         self._start = start
         self._redis: KeptProcess | None = None
@@ -254,6 +254,7 @@ class LocalCluster:
 
     def _hear(self, line: str) -> None:
         """Passes on what a child's keeper tells. A child that refuses its settings ends the start, whose error says why."""
+        self._store.look_again()
         if self._is_up or not any(process.refused for process in self._processes.values()):
             self._notify(line)
 
@@ -266,12 +267,13 @@ class LocalCluster:
                 if self._redis:
                     group.create_task(self._redis.keep_running())
                 await self._wait_for_redis()
-                await self._wait_for_store()
+                await done_before(self._stopping, self._store.recognise(self.redis_url))
                 for process in self._services.values():
                     group.create_task(process.keep_running())
-                rotation = group.create_task(self._rotate_logs())
+                beside = [group.create_task(self._rotate_logs()), group.create_task(self._watch_store())]
                 await self._stopping.wait()
-                rotation.cancel()
+                for task in beside:
+                    task.cancel()
                 for nursery in self._nurseries:
                     nursery.give_up()
                 await asyncio.gather(*(process.stop(GRACE_S) for process in self._services.values()))
@@ -298,15 +300,11 @@ class LocalCluster:
         finally:
             await client.aclose()
 
-    async def _wait_for_store(self) -> None:
-        """Waits until the folder of a local store is the cells', or `stop` is called."""
-        waiting = wait_for_store(self._environment, self.data_dir, self.redis_url, self._tell_waiting)
-        await done_before(self._stopping, waiting)
-        self._waits_for = ""
-
-    def _tell_waiting(self, reason: str) -> None:
-        self._waits_for = reason
-        self._notify(f"waiting for the store: {reason}")
+    async def _watch_store(self) -> None:
+        """Tells why services that start again wait for the store. They look for themselves, so no error ends this."""
+        while True:
+            with contextlib.suppress(OSError, RedisError):
+                await self._store.recognise_again(self.redis_url)
 
     async def _rotate_logs(self) -> None:
         while True:
@@ -320,8 +318,8 @@ class LocalCluster:
             if process.refused:
                 raise StartError(process.last_error())
         dying = [n for n, process in self._processes.items() if process.num_exits >= MAX_EXITS_AT_START]
-        if late and self._waits_for:
-            raise StartError(self._waits_for)
+        if late and self._store.waits_for:
+            raise StartError(self._store.waits_for)
         if dying or late:
             name = dying[0] if dying else suspect
             what = "keeps ending" if dying else "does not answer"

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import structlog
 
@@ -27,6 +28,7 @@ from common.streams import GROUP_MANAGER, OWNER
 from common.tasks import running, starting
 from manager_service.archive.archiver import Archiver
 from manager_service.jobs.changes import Changes, RedisCommand, commands
+from manager_service.jobs.job import Job
 from manager_service.kept import LIMITS, Limits
 from manager_service.owner.arriving import Intake, Owned
 from manager_service.owner.big_steps import BigSteps
@@ -35,7 +37,7 @@ from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.payload_tidier import PayloadTidier
 from manager_service.owner.reading import ItemFiles, JobReader
 from manager_service.owner.sample_mover import SampleMover
-from manager_service.owner.surroundings import Seen, Surroundings
+from manager_service.owner.surroundings import Seen, Surroundings, whereabouts
 from manager_service.owner.transaction import Commits, Fence
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS, Policy
@@ -60,7 +62,6 @@ STALL_S = 30.0
 ARCHIVE_AFTER_S = 3600.0
 ARCHIVE_ALL_ABOVE = MAX_MEMORY_USED / 2
 """Share of Redis' memory limit above which finished jobs are archived at once."""
-STALL_REASON = "all services have live workers, so look at their logs; is the object storage reachable and not full?"
 
 log = structlog.get_logger()
 
@@ -400,9 +401,8 @@ class Owner:
             changes = {number: Changes() for number in self._owned}
             for number, (partition, _) in self._owned.items():
                 for job in partition.jobs.values():
-                    job.journal.check_stall(
-                        time.time(), max(STALL_S, 3 * self._lease_s), self._diagnosis, changes[number]
-                    )
+                    limit_s, why = max(STALL_S, 3 * self._lease_s), partial(self._diagnosis, job)
+                    job.journal.check_stall(time.time(), limit_s, why, changes[number])
             await self._commit({number: change for number, change in changes.items() if change})
 
     async def _look_after_runs(self) -> None:
@@ -416,7 +416,7 @@ class Owner:
                 await partition.look_after_runs(live, silent, time.time(), changes[number])
             await self._commit({number: change for number, change in changes.items() if change})
 
-    def _diagnosis(self, job: str) -> str:
+    def _diagnosis(self, job: Job) -> str:
         """Says what keeps a job from going on, as far as it can be seen from here."""
         cluster, used = self._allocator.cluster, self._allocator.memory_used
         if missing := [service for service in ("rollout", "env", "trainer") if not cluster.slots(service)]:
@@ -424,7 +424,7 @@ class Owner:
         if used > MAX_MEMORY_USED:
             full = f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
             return f"{full} (most of it: {largest})" if (largest := self._surroundings.memory.largest()) else full
-        return cluster.waits_for(job) or STALL_REASON
+        return cluster.waits_for(job.id) or whereabouts(job, self._cluster)
 
     async def _nothing_under_way(self) -> bool:
         partitions = [partition for partition, _ in self._owned.values()]

@@ -15,7 +15,7 @@ import structlog
 from common.adapters import update_of
 from common.bus import Bus, Delivery, Undecodable, Unfetched
 from common.dead_letters import dead_letter
-from common.errors import CorruptObject, StoreUnavailable, Unavailable
+from common.errors import CorruptObject, InvalidInput, StoreUnavailable, Unavailable
 from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
 from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
@@ -322,7 +322,11 @@ class Partition:
             changes.ack(delivery.stream, delivery.entry)
             if message.stream not in (self._cell.jobs(self.number), self._cell.adapters(self.number)):
                 # `reconcile` finds lost updates; a lost command's user asks again
-                job.on_dead_letter(delivery.entry, message, now, changes)
+                try:
+                    job.on_dead_letter(delivery.entry, message, now, changes)
+                except InvalidInput as error:
+                    reason = f"a message could not be read, and {error}: {message.reason}"
+                    job.fail(JobError("dead_letter", reason), now, changes)
         else:
             self._to_dead(delivery, f"a {type(message).__name__} has no business here", changes)
         return job

@@ -1,4 +1,7 @@
-"""Follows what changes slowly around an owner's jobs: tenants, quotas, use, Redis' memory; and trims the broadcasts."""
+"""Follows what changes slowly around an owner's jobs: tenants, quotas, use, Redis' memory; and trims the broadcasts.
+
+Says who has the work of a job that stalls.
+"""
 
 import time
 from collections.abc import Collection, Sequence
@@ -10,8 +13,10 @@ from common.messages import WorkerReport
 from common.streams import GROUP_MANAGER
 from common.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.env_streams import env_streams, named
+from manager_service.jobs.job import Job
 from manager_service.kept import Limits
 from manager_service.owner.memory import RedisMemory, bound
+from manager_service.records import JobSpec
 from manager_service.scheduling.allocator import Allocator, Slots
 from manager_service.tenants import Tenants
 from manager_service.usage import INFERENCE, ROLLOUT_COUNTERS, day_field
@@ -154,3 +159,29 @@ class Surroundings:
             await self._bus.retrying(lambda s=stream, n=most: self._bus.client.xtrim(s, n, approximate=True))
         await bound(self._bus, self._cell.telemetry, self._limits.telemetry)
         await bound(self._bus, self._cell.dead, self._limits.dead)
+
+
+def whereabouts(job: Job, cluster: Seen) -> str:
+    """Says which services have what a job waits for, and whose work those had by their workers' last reports."""
+    state, kind = job.state, "examples" if job.spec.is_supervised else "trajectories"
+    samplers = ["env"] if job.spec.is_supervised else ["rollout", "env"]
+    said, services = list[str](), list[str]()
+    if state.training or state.initialising:
+        said.append(f"{'a step' if state.training else 'its first version'} is with the trainers")
+        services.append("trainer")
+    if job.num_waiting or not said:
+        said.append(f"{job.num_waiting or 'no'} {kind} are with the {' and '.join(samplers)} workers")
+        services += samplers
+    told = [f"{service} workers have {_whose(cluster.working(service), job.spec)}" for service in services]
+    return f"{', and '.join(said)}; {', '.join(told)}; if this lasts, look at their logs"
+
+
+def _whose(workers: Sequence[WorkerReport], spec: JobSpec) -> str:
+    spans = [span for worker in workers for span in worker.spans]
+    found = {
+        "of this job": any(span.job == spec.id for span in spans),
+        "of others of yours": any(span.tenant == spec.tenant and span.job != spec.id for span in spans),
+        "of other tenants": any(span.tenant != spec.tenant for span in spans),
+    }
+    whose = [words for words, has in found.items() if has]
+    return f"work {' and '.join(whose)}" if whose else "no work"

@@ -3,11 +3,12 @@
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
 
-from common.helpers import HelperKilled, HelperPool, serve
+from common.helpers import HelperKilled, HelperPool, serve, tell
 
 
 def answer(question: bytes) -> bytes:
@@ -68,6 +69,26 @@ async def test_a_helper_that_died_while_idle_is_not_handed_out(pool: HelperPool)
         pool.give_back(helper)
         await asyncio.sleep(0.01)
     assert await ask(pool, b"x") == b"xx"
+
+
+async def test_a_process_that_has_just_ended_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a process that has ended, while the thread that waits for it has not come to run
+    may_wait, waits = threading.Event(), os.waitpid
+
+    def late(pid: int, options: int) -> tuple[int, int]:
+        if threading.current_thread() is not threading.main_thread():
+            may_wait.wait()
+        return waits(pid, options)
+
+    monkeypatch.setattr(os, "waitpid", late)
+    process = await asyncio.create_subprocess_exec("sh", "-c", "exit 7")
+    await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    # When it is told to end
+    tell(process, signal.SIGTERM)
+    may_wait.set()
+    # Then its status is its own
+    assert await process.wait() == 7
+    tell(process, signal.SIGTERM)  # one that is known to have ended is told nothing
 
 
 if __name__ == "__main__":

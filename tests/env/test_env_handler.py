@@ -23,7 +23,7 @@ from common.environments import (
     validate_environment,
     wants_tools,
 )
-from common.errors import InvalidInput
+from common.errors import InvalidInput, Unavailable
 from common.messages import (
     AdapterRef,
     EnvSpec,
@@ -307,6 +307,17 @@ def test_a_grader_that_fails_masks_the_trajectory(body: str) -> None:
     assert scored.stop_reason == "failed"
     assert scored.num_prompt == 14
     assert len(scored.tokens) == 16
+
+
+async def test_a_job_hears_why_its_grading_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    run = Run()
+    start = start_of("single_turn", {"grader": python("def grade(s, i): return 1")})
+    request = await run.first(start)
+    with pytest.raises(Unavailable):
+        await run.turn(request, "29842<|end|>")
+    why = "the env worker's disk for temporary files: No such file or directory"
+    assert run.handler.waiting.lately() == {start.job: why}
 
 
 def test_a_turn_that_failed_becomes_a_failed_trajectory() -> None:

@@ -127,6 +127,53 @@ def test_a_call_cannot_pretend_that_it_was_killed(layers: tuple[str, ...]) -> No
 
 
 @EITHER
+@pytest.mark.parametrize("num", [70_000, 200_000, 1_000_000])
+async def test_a_result_that_is_too_long_is_the_calls_own_failure(num: int, layers: tuple[str, ...]) -> None:
+    outcome = await Sandbox(layers=layers).run(f"def grade(): return 'x' * {num}", call="grade", timeout_s=30)
+    assert (outcome.ending, outcome.killed) == ("result", False)
+    assert outcome.reason == "returned more than 65536 bytes"
+
+
+@EITHER
+async def test_a_result_that_is_as_long_as_it_may_be_arrives(layers: tuple[str, ...]) -> None:
+    outcome = await Sandbox(layers=layers).run("def grade(): return 'x' * 65_000", call="grade", timeout_s=30)
+    assert (outcome.ending, outcome.value) == ("ok", "x" * 65_000)
+
+
+SELF_INFLICTED = {
+    "printed": ("import os\nwhile True: os.write(1, bytes(2 ** 16))", "printed more than 65536 bytes"),
+    "written beside the result": (
+        "import os\nwhile True: os.write(3, bytes(2 ** 16))",
+        "returned more than 65536 bytes",
+    ),
+    "time": ("while True: pass", "took longer than 1 seconds"),
+    "memory": ("x = 'x'\nwhile True: x += x", "line 2: MemoryError: "),
+    "a deep recursion in C": ("x = 0\nfor _ in range(10 ** 6): x = [x]\nrepr(x)", "line 3: RecursionError"),
+}
+
+
+@EITHER
+@pytest.mark.parametrize("what", SELF_INFLICTED)
+def test_what_the_sandbox_ends_was_not_killed_from_outside(what: str, layers: tuple[str, ...]) -> None:
+    source, reason = SELF_INFLICTED[what]
+    outcome = run(source, layers=layers, timeout_s=1.0 if what == "time" else 20.0)
+    assert not outcome.killed and outcome.reason.startswith(reason)
+
+
+@EITHER
+async def test_a_call_that_is_given_up_leaves_nothing_and_is_not_made_again(layers: tuple[str, ...]) -> None:
+    others, sandbox = descendants(os.getpid()), Sandbox(max_processes=1, layers=layers)
+    call = asyncio.create_task(sandbox.run(SEEN.format(seconds=30), timeout_s=40))
+    while not [one for one in calls([os.getpid()]) if one.num_threads() > 1]:
+        await asyncio.sleep(0.02)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert alive(descendants(os.getpid()) - others) == set()
+    assert (await sandbox.run("print(1)", timeout_s=20)).output == "1\n"
+
+
+@EITHER
 def test_a_call_that_closes_its_streams_and_goes_on_is_ended(layers: tuple[str, ...]) -> None:
     outcome = run("import os, time\nos.closerange(0, 32)\nwhile True: time.sleep(1)", layers=layers, timeout_s=1)
     assert outcome.ending == "timeout"

@@ -595,6 +595,24 @@ async def test_a_step_lost_for_a_cancelled_job_is_given_up(system: System) -> No
     assert len(system.env.seen) == 4, "nothing was issued again"
 
 
+@pytest.mark.parametrize("kind", ["Start", "TurnResult"])
+async def test_an_entry_whose_id_names_nothing_fails_its_job_in_words(system: System, kind: str) -> None:
+    # Given a job under way, and an entry of it that nobody can read
+    system.env.delay_s = 60
+    spec = job_spec()
+    await create_job(system.bus, spec)
+    await until(lambda: len(system.env.seen) > 0)
+    about = {"id": 123, "tenant": ["x"], "job": spec.id, "partition": partition_of(spec.tenant)}
+    # When a worker has read it, then the job says what is wrong
+    with capture_logs() as logs:
+        await system.bus.client.xadd(system.bus.cell.env, {"payload": msgspec.msgpack.encode({"type": kind, **about})})
+        state = await until_status(system.bus, spec.id, "failed")
+    assert state.error is not None and state.error.code == "dead_letter"
+    said = "a message could not be read, and its id '123' names none of the job's trajectories: ValidationError: "
+    assert state.error.message.startswith(said)
+    assert "transition_failed" not in [log["event"] for log in logs]
+
+
 @pytest.mark.timeout(60)
 async def test_a_full_redis_costs_time_and_nothing_else(system: System) -> None:
     system.env.delay_s = 0.02

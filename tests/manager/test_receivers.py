@@ -150,6 +150,13 @@ async def test_a_webhook_of_a_host_that_the_operator_does_not_allow_is_refused(s
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "url")
 
 
+@pytest.mark.parametrize("path,field", [("webhooks", "url"), ("loggers/wandb", "base_url")])
+async def test_an_address_that_is_none_has_its_field_before_a_colon(server: ApiServer, path: str, field: str) -> None:
+    given = {"url": "https://a:99999/"} if field == "url" else {"api_key": KEY, "base_url": "https://a:99999/"}
+    error = (await server.http.post(f"/v1/{path}", json=given)).json()["error"]
+    assert error["message"] == f"{field}: the port 99999 is not between 1 and 65535"
+
+
 async def test_a_tenant_has_a_few_webhooks_at_most_though_many_are_made_at_once(server: ApiServer) -> None:
     made = [server.http.post("/v1/webhooks", json={"url": "https://a.example.org/"}) for _ in range(MAX_WEBHOOKS + 8)]
     refused = [answer for answer in await asyncio.gather(*made) if not answer.is_success]

@@ -1,10 +1,14 @@
 """A job of which nothing comes back says what its work waits for, and nobody else's."""
 
+import asyncio
+
 import pytest
 
+from common.adapters import Manifest
 from common.bus import Bus
+from common.messages import Span
 from common.objects import Objects
-from harness.standin import create_job, job_spec
+from harness.standin import FixedSlots, create_job, job_spec
 from manager_service.cluster import Cluster
 from manager_service.owner import owner
 from tests.common.test_worker import until
@@ -32,6 +36,54 @@ async def test_a_job_names_what_its_own_work_waits_for(
             await until(lambda spec=spec: _stalled(system, spec.id))
         assert ROOM in await _stalled(system, waiting.id)
         assert ROOM not in await _stalled(system, another.id)
+    finally:
+        await system.stop()
+
+
+async def test_a_job_whose_step_stalls_says_that_trainers_have_it_and_blames_nobody(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "STALL_S", 0.1)
+
+    async def hang(_adapter: object, _batch: str, _seed: int) -> Manifest:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    spec, system = job_spec(max_staleness=0), System(bus, objects)
+    monkeypatch.setattr(system.trainer, "_commit", hang)
+    system.slots = FixedSlots(workers=[report("trainer", "trainer")])
+    await system.start()
+    try:
+        await create_job(bus, spec)
+        await until(lambda: _stalled(system, spec.id))
+        said = await _stalled(system, spec.id)
+        assert ": a step is with the trainers; trainer workers have no work; if this lasts, look at their logs" in said
+    finally:
+        await system.stop()
+
+
+@pytest.mark.parametrize(
+    "job,said",
+    [
+        ("another", "env workers have work of this job and of other tenants"),
+        ("ours", "env workers have work of others of yours and of other tenants"),
+    ],
+)
+async def test_a_job_whose_trajectories_are_out_says_whose_work_the_workers_have(
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch, job: str, said: str
+) -> None:
+    monkeypatch.setattr(owner, "STALL_S", 0.1)
+    spec = job_spec(job)
+    spans = (Span(1.0, 2.0, spec.tenant, "another", "env"), Span(1.0, 2.0, "other", "theirs", "env"))
+    system = System(bus, objects)
+    system.slots = FixedSlots(workers=[report("rollout", "rollout"), report("env", "env", spans=spans)])
+    system.env.delay_s = 60
+    await system.start()
+    try:
+        await create_job(bus, spec)
+        await until(lambda: _stalled(system, spec.id))
+        told = await _stalled(system, spec.id)
+        assert "trajectories are with the rollout and env workers; rollout workers have no work, " + said in told
     finally:
         await system.stop()
 
