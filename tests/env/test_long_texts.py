@@ -23,7 +23,7 @@ LISTS = "[" + "[]," * 1_000_000 + "[]]"
 PYTHON = {"type": "python", "source": "def grade(sample, item):\n    return float(len(sample['output_json']))"}
 ENDPOINT = {"type": "endpoint", "url": "http://127.0.0.1:9/"}
 LONG = "The answer is 3. " * 3000
-MOST_S = 0.1
+MOST_S = 0.3
 """CPU time of the loop's thread without a break: several times what it takes, far less than what it took."""
 
 
