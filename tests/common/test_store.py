@@ -129,8 +129,6 @@ def first_step(call: Coroutine[Any, Any, bytes]) -> bytes | None:
         call.send(None)
     except StopIteration as done:
         return done.value
-    except Exception:
-        return None
     call.close()
     return None
 
