@@ -1,5 +1,6 @@
 """Loggers under test: the real ones in a Python environment of their own, and a stand-in; and what each holds of a job."""
 
+import fcntl
 import json
 import sqlite3
 import subprocess
@@ -58,11 +59,14 @@ def environment_with_loggers() -> Path:
     wanted = [*extras["wandb"], *extras["trackio"]]
     folder = ROOT / ".pytest_cache" / "loggers"
     python, done = folder / "bin" / "python", folder / "installed"
-    if not done.exists() or done.read_text() != str(wanted):
-        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
-        lend(folder)
-        subprocess.run([sys.executable, "-m", "pip", "--python", str(folder), "install", "-q", *wanted], check=True)
-        done.write_text(str(wanted))
+    folder.parent.mkdir(exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
+        if not done.exists() or done.read_text() != str(wanted):
+            subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
+            lend(folder)
+            subprocess.run([sys.executable, "-m", "pip", "--python", str(folder), "install", "-q", *wanted], check=True)
+            done.write_text(str(wanted))
     return python
 
 
