@@ -84,8 +84,7 @@ class Archive:
         file = f"parts.{hashlib.sha256(content).hexdigest()}"
         if content:
             await self.objects.write(f"{folder}/{spec.id}/{file}", content)
-        day = time.strftime("%Y%m%d", time.gmtime(job.created_ms / 1000))
-        await self.objects.write(f"{folder}/jobs/{day}/{job.created_ms}.{spec.id}", b"")
+        await self.objects.write(f"{folder}/jobs/{_day(job.created_ms)}/{job.created_ms}.{spec.id}", b"")
         if job.state.version >= 1 and not job.deleted:
             await self.objects.write(self._model(job), b"")
         await self._write_record(msgspec.structs.replace(job, parts=_spans(parts), parts_file=file))
@@ -124,10 +123,11 @@ class Archive:
         return msgspec.json.decode(record, type=Archived)
 
     async def newest_first(self, tenant: str, before_ms: int | None = None) -> AsyncIterator[tuple[int, str]]:
-        """Creation (ms) and id of a tenant's jobs. `before_ms`: only those that were made then or before."""
+        """Creation (ms) and id of a tenant's jobs, also of those that a clock which was ahead has dated later than now.
+        `before_ms`: only those that were made then or before."""
         folder = f"{self.folder(tenant)}/jobs"
-        last_day = time.strftime("%Y%m%d", time.gmtime(time.time() if before_ms is None else before_ms / 1000))
-        for day in reversed([day for day in await self.objects.folders(folder) if day <= last_day]):
+        last_day = None if before_ms is None else _day(before_ms)
+        for day in reversed([day for day in await self.objects.folders(folder) if last_day is None or day <= last_day]):
             names = (path.rpartition("/")[2].partition(".") for path in await self.objects.paths(f"{folder}/{day}"))
             for ms, job in sorted(((int(ms), job) for ms, _, job in names), reverse=True):
                 if before_ms is None or ms <= before_ms:
@@ -248,6 +248,10 @@ def in_parts(kind: str, rows: Sequence[tuple[int, bytes]]) -> dict[str, bytes]:
         some = rows[at : at + ROWS_A_PART]
         parts[f"{kind}/{some[0][0]}"] = b"[" + b",".join(row for _, row in some) + b"]"
     return parts
+
+
+def _day(ms: int) -> str:
+    return time.strftime("%Y%m%d", time.gmtime(ms / 1000))
 
 
 def _spans(parts: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,7 @@
 """Finished jobs' records move from Redis to object storage, and the API answers as before."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,16 @@ async def test_new_jobs_and_archived_ones_are_one_list(server: ApiServer) -> Non
     assert listed == [*reversed(new), *reversed(old)]
     models = [model.id.rpartition(":")[2] async for model in server.openai.models.list()]
     assert models == [*listed, "tiny"]
+
+
+async def test_a_job_that_was_made_while_the_clock_was_ahead_is_listed(server: ApiServer) -> None:
+    old, ahead = await finished_jobs(server, 2)
+    await server.bus.client.zadd(server.bus.cell.tenant_jobs("default"), {ahead: time.time() + 86_400})
+    await archived(server)
+    (new,) = await finished_jobs(server, 1)
+    for limit in (1, 10):
+        listed = [job.id async for job in server.openai.fine_tuning.jobs.list(limit=limit)]
+        assert listed == [ahead, new, old]
 
 
 async def test_another_tenant_sees_nothing_of_an_archived_job(server: ApiServer) -> None:
