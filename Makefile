@@ -21,7 +21,8 @@
 #   make model    make the base model `tiny` again
 #   make clean    remove the virtual environment, caches and what demo and up keep
 #
-# PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds.
+# PYTHON=python3.12 chooses the interpreter. PIP_ARGS and TORCH_ARGS are passed to pip, e.g. an --index-url of CPU builds. Without PIP_ARGS, and
+# without an index in pip's settings, all but torch is installed by uv.
 
 .DEFAULT_GOAL := help
 .PHONY: help demo tinker tinker-cookbook tinker-sdks test test-fast test-exact test-slow test-vllm test-gpu up vllm check hook chaos bench bench-peers bench-isolation bench-paper model clean cluster cluster-test cluster-down docker
@@ -33,7 +34,7 @@ TORCH := torch==2.13.0
 COOKBOOK := tinker-cookbook==0.6.1
 SDKS := 0.38.0,0.30.4,0.25.0,0.24.1,0.16.1
 BIN := .venv/bin
-PIP = $(BIN)/python -m pip --disable-pip-version-check -qq install --prefer-binary $(PIP_ARGS)
+INSTALL = $(BIN)/python -m deploy.install $(PIP_ARGS) --
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 CLUSTER = $(COMPOSE) --env-file .env.cluster
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYDANTIC_DISABLE_PLUGINS=__all__ TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(BIN)/python
@@ -137,17 +138,17 @@ clean:
 		echo "error: $(PYTHON) is older than Python 3.11" >&2; exit 1; }
 	@echo "[1/2] a virtual environment in .venv, and $(TORCH) (a minute or two, once)"
 	@"$(PYTHON)" -m venv .venv
-	@start=$$SECONDS; $(PIP) $(TORCH_ARGS) $(TORCH) && echo "      done in $$((SECONDS - start)) s"
+	@start=$$SECONDS; $(BIN)/python -m pip --disable-pip-version-check -qq install $(PIP_ARGS) $(TORCH_ARGS) $(TORCH) && echo "      done in $$((SECONDS - start)) s"
 	@touch $@
 
 .venv/.ready: .venv/.torch pyproject.toml
-	@echo "[2/2] the other packages (a minute or two, once)"
-	@start=$$SECONDS; $(PIP) -e . && echo "      done in $$((SECONDS - start)) s"
+	@echo "[2/2] the other packages (half a minute, once)"
+	@start=$$SECONDS; $(INSTALL) -e . && echo "      done in $$((SECONDS - start)) s"
 	@touch $@
 
 .venv/.ready-dev: .venv/.torch pyproject.toml
-	@echo "[2/2] the other packages, with what tests and checks need (a minute or two, once)"
-	@start=$$SECONDS; $(PIP) -e '.[dev]' && echo "      done in $$((SECONDS - start)) s"
+	@echo "[2/2] the other packages, with what tests and checks need (half a minute, once)"
+	@start=$$SECONDS; $(INSTALL) -e '.[dev]' && echo "      done in $$((SECONDS - start)) s"
 	@touch .venv/.ready $@
 
 # tml-renderers, which the cookbook names, has no wheel for Python 3.11, and its recipes here do without.

