@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ def lend(folder: Path, *, lender: Path | None = None) -> None:
     is wanted. What imports torch wherever it is, such as the tinker SDK, is better off without this one's."""
     (packages := folder / PACKAGES).mkdir(parents=True, exist_ok=True)
     (packages / "lent.pth").write_text(str(lender / PACKAGES) if lender else sysconfig.get_path("purelib"))
+
+
+def lent() -> str:
+    """Differs where this environment has other packages: what borrowed them lacks those that it was made beside."""
+    names = sorted(path.name for path in Path(sysconfig.get_path("purelib")).glob("*.dist-info"))
+    return sha256("\n".join(names).encode()).hexdigest()[:8]
 
 
 def build(into: Path, project: str = ".") -> Path:
