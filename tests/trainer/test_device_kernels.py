@@ -170,6 +170,7 @@ def test_a_base_model_loads_with_flex_attention(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
 def test_blocks_are_compiled_once_for_packs_of_all_kinds(tmp_path: Path) -> None:
     """Computes graphs as they are traced, which torch's compiler would make faster."""
