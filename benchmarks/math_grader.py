@@ -42,7 +42,7 @@ class Graded(NamedTuple):
 
 
 async def measured(path: Path) -> list[Graded]:
-    """As `graded`, with a comparer that has begun."""
+    """Grades a file in a helper process that begins and ends with it; see `graded`."""
     comparer = TextComparer()
     try:
         await equal(comparer, "\\sqrt{2}", "1")  # starts its helper
