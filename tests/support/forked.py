@@ -18,7 +18,7 @@ from harness.live import Api
 from manager_service.local.children.forking import Nursery, can_be_forked
 from manager_service.local.children.nursery import beside_settings
 from manager_service.local.children.processes import ChildProcess, Command, start_tied
-from manager_service.local.supervisor import NO_PLUGINS, ONE_THREAD, ROOT, LocalCluster
+from manager_service.local.supervisor import NO_PLUGINS, ONE_THREAD, ROOT, LocalCluster, inherited
 
 MODULES = (
     "manager_service",
@@ -42,7 +42,7 @@ def running(folder: Path | None = None, **options: Any) -> AbstractAsyncContextM
 
 async def start(command: Command) -> ChildProcess:
     """Forks what is a module of Python and has no variables of a test's; the rest is executed."""
-    plain = os.pathsep.join(filter(None, [str(ROOT), os.environ.get(PATHS, "")]))
+    plain = _paths()
     given = {name for name, value in beside_settings(command.environment).items() if _differs(name, value)}
     if command.environment[PATHS] != plain and command.argv[-1] in LOOKERS:
         given.add(PATHS)
@@ -55,6 +55,25 @@ async def start(command: Command) -> ChildProcess:
         _shared.append(Nursery(all_programs, Path(gettempdir()) / "nursery-of-tests.log"))
         atexit.register(_shared[0].end)
     return await _shared[0].start(command)
+
+
+async def ended(module: str, log: Path, **settings: str) -> tuple[int, list[str]]:
+    """Exit status of a service that is begun as in a cluster and ends by itself, and the lines that it writes."""
+    common = {
+        **ONE_THREAD,
+        **NO_PLUGINS,
+        **inherited(),
+        PATHS: _paths(),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    argv, variables = (sys.executable, "-m", module), {**common, **settings}
+    child = await start(Command(name=module, argv=argv, environment=variables, log=log))
+    return await child.wait(), log.read_text().splitlines()
+
+
+def _paths() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get(PATHS, "")]))
 
 
 def _differs(name: str, value: str) -> bool:
