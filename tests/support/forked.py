@@ -57,8 +57,8 @@ async def start(command: Command) -> ChildProcess:
     return await _shared[0].start(command)
 
 
-async def ended(module: str, log: Path, **settings: str) -> tuple[int, list[str]]:
-    """Exit status of a service that is begun as in a cluster and ends by itself, and the lines that it writes."""
+async def begun(module: str, log: Path, **settings: str) -> ChildProcess:
+    """A module that runs as one of a cluster's services does."""
     common = {
         **ONE_THREAD,
         **NO_PLUGINS,
@@ -68,7 +68,12 @@ async def ended(module: str, log: Path, **settings: str) -> tuple[int, list[str]
         "PYTHONUNBUFFERED": "1",
     }
     argv, variables = (sys.executable, "-m", module), {**common, **settings}
-    child = await start(Command(name=module, argv=argv, environment=variables, log=log))
+    return await start(Command(name=module, argv=argv, environment=variables, log=log))
+
+
+async def ended(module: str, log: Path, **settings: str) -> tuple[int, list[str]]:
+    """The exit status of a module that ends by itself, and the lines that it wrote."""
+    child = await begun(module, log, **settings)
     return await child.wait(), log.read_text().splitlines()
 
 
