@@ -41,23 +41,29 @@ class Graded(NamedTuple):
         return self.label == self.reward
 
 
-async def graded(path: Path) -> list[Graded]:
-    """Each line of a file with its reward. A comparison that takes too long has reward 0 here."""
-    comparer, results = TextComparer(), list[Graded]()
+async def measured(path: Path) -> list[Graded]:
+    """Grades a file in a helper process that begins and ends with it; see `graded`."""
+    comparer = TextComparer()
     try:
         await equal(comparer, "\\sqrt{2}", "1")  # starts its helper
-        for line in map(json.loads, path.read_text().splitlines()):
-            started = time.perf_counter()
-            try:
-                reward = await equal(comparer, line["text"], line["reference"])
-            except GraderFailed:
-                reward = False
-            seconds = time.perf_counter() - started
-            results.append(
-                Graded(line["text"], line["reference"], bool(line["label"]), line.get("style", ""), reward, seconds)
-            )
+        return await graded(comparer, path)
     finally:
         await comparer.close()
+
+
+async def graded(comparer: TextComparer, path: Path) -> list[Graded]:
+    """Each line of a file with its reward. A comparison that takes too long has reward 0 here."""
+    results = list[Graded]()
+    for line in map(json.loads, path.read_text().splitlines()):
+        started = time.perf_counter()
+        try:
+            reward = await equal(comparer, line["text"], line["reference"])
+        except GraderFailed:
+            reward = False
+        seconds = time.perf_counter() - started
+        results.append(
+            Graded(line["text"], line["reference"], bool(line["label"]), line.get("style", ""), reward, seconds)
+        )
     return results
 
 
@@ -106,7 +112,7 @@ def main() -> None:
         "--show", type=natural, default=20, metavar="N", help="texts on which they disagree, default 20"
     )
     given = options.parse_args()
-    show(report(asyncio.run(graded(given.file)), given.show), given.json)
+    show(report(asyncio.run(measured(given.file)), given.show), given.json)
 
 
 if __name__ == "__main__":

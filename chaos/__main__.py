@@ -13,13 +13,14 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from chaos.act import Act, Plan
 from chaos.cluster import Cluster
 from chaos.report import Story, costs, table
 
 MODES = {"both": (True, False), "deterministic": (True,), "default": (False,)}
-QUICK_S = 30.0
+QUICK_S, QUICK_CALM_S = 20.0, 3.0
 
 
 def options() -> argparse.ArgumentParser:
@@ -51,9 +52,12 @@ def command(given: argparse.Namespace) -> str:
 def plans(given: argparse.Namespace) -> list[Plan]:
     """A plan for each mode."""
     modes = MODES["deterministic" if given.quick else given.mode]
-    seconds, each = QUICK_S if given.quick else given.seconds, given.faults // len(modes)
+    each = given.faults // len(modes)
+    made: dict[str, Any] = {"seed": given.seed, "seconds": given.seconds}
+    if given.quick:
+        made |= {"seconds": QUICK_S, "calm_s": QUICK_CALM_S}
     return [
-        Plan(seed=given.seed, hits=each, skipped=number * each, seconds=seconds, deterministic=deterministic)
+        Plan(hits=each, skipped=number * each, deterministic=deterministic, **made)
         for number, deterministic in enumerate(modes)
     ]
 

@@ -21,7 +21,6 @@ from chaos.tenants import TENANTS, Run, Tenant
 from common.adapters import Manifest
 from common.tasks import running
 
-CALM_S = 15.0
 RAMP_S = 5.0
 """Left out of the undisturbed pace: jobs have just been submitted."""
 DRAIN_S = 300.0
@@ -45,6 +44,8 @@ class Plan:
     """Drawn faults before the first."""
     seconds: float | None = None
     """Longest duration of the storm."""
+    calm_s: float = 15.0
+    """Least duration in which the undisturbed pace is taken."""
     deterministic: bool = True
 
 
@@ -122,7 +123,7 @@ class Act:
         self.story.tell("calm")
         await asyncio.sleep(RAMP_S)
         since, before = time.monotonic(), len(self.cluster.commits)
-        while time.monotonic() < since + CALM_S or not self._all_ran_once():
+        while time.monotonic() < since + self.plan.calm_s or not self._all_ran_once():
             await asyncio.sleep(POLL_S)
         self.story.pace = (len(self.cluster.commits) - before) / (time.monotonic() - since)
         self.story.tell(f"{self.story.pace:.2f} versions a second undisturbed; storm")

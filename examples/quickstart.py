@@ -1,6 +1,6 @@
 """The shortest use: upload a file, train an adapter on it, follow its events, talk to it. First: `make up`.
 
-python -m examples.quickstart [--data FOLDER]      FOLDER: that of `marlaas up`, if it is not .marlaas
+python -m examples.quickstart [--data FOLDER] [--steps 20]      FOLDER: that of `marlaas up`, if it is not .marlaas
 """
 
 import argparse
@@ -16,7 +16,7 @@ from common.skills import generate
 from marlaas_client.cluster_file import read_cluster_file
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, steps: int) -> None:
     """Prints rewards as they come, and the trained model's answer. `folder`: of the running cluster."""
     running = read_cluster_file(folder)
     if running is None:
@@ -29,7 +29,7 @@ def main(folder: Path) -> None:
     job = client.fine_tuning.jobs.create(
         model="tiny", training_file=file.id,
         method={"type": "reinforcement", "reinforcement": {
-            "grader": answer_is_right, "hyperparameters": {"max_steps": 20}}},  # pyright: ignore
+            "grader": answer_is_right, "hyperparameters": {"max_steps": steps}}},  # pyright: ignore
     )  # fmt: skip
     with client.fine_tuning.jobs.with_streaming_response.list_events(job.id, extra_query={"stream": "true"}) as events:
         for line in events.iter_lines():
@@ -45,4 +45,6 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path(".marlaas"))
-    main(parser.parse_args().data)
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    main(args.data, args.steps)

@@ -17,7 +17,9 @@ from common.streams import Cell
 from harness.redis_server import RedisServer
 from tests.support.exact_mode import Exact, prepare
 
-if TYPE_CHECKING:  # they import torch, which most tests do not need
+if TYPE_CHECKING:  # most tests do not need them
+    from playwright.async_api import Browser
+
     from tests.support.engines_under_test import Running, SharedVllm
 
 exact = pytest.StashKey[Exact]()
@@ -170,6 +172,15 @@ async def vllm() -> "AsyncIterator[SharedVllm]":
     shared = SharedVllm()
     yield shared
     await shared.stop()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def browser() -> "AsyncIterator[Browser]":
+    """A Chromium, for tests whose loop is the session's."""
+    from tests.support.browser import started
+
+    async with started() as browser:
+        yield browser
 
 
 @pytest.fixture

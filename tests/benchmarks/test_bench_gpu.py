@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from benchmarks.fused import SHAPES, make_jobs
 from benchmarks.gpu import Parts, goals, notes
 from common.messages import TrajectoryRef
 from common.settings import TINY
+from manager_service.local.supervisor import LocalCluster
+from tests.support import forked
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sequences import DecoderBackbone
@@ -131,7 +134,9 @@ def test_the_memory_of_a_step_is_what_was_planned(num_checkpointed: int) -> None
     assert abs(found["planned_bytes"] / found["peak_bytes"] - 1) < 0.15
 
 
-def test_the_gap_in_float32_is_rounding_and_in_bfloat16_is_not(device: str) -> None:
+def test_the_gap_in_float32_is_rounding_and_in_bfloat16_is_not(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROWS", "PROMPT"):
+        monkeypatch.setattr(_gpu_parts, name, 16)
     gaps = [
         measure_gap(Trainer(random_modules(decoder)), sampling_backbone(decoder, "transformers"))
         for decoder in (tiny(torch.float32, device), tiny(torch.bfloat16, device))
@@ -165,6 +170,7 @@ def test_what_cannot_be_measured_or_written_is_refused_before_anything_is(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_it_measures_all_parts_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.live.LocalCluster", partial(LocalCluster, start=forked.start))
     file, few = tmp_path / "found.json", 16
     for name in ("ROWS", "PROMPT"):
         monkeypatch.setattr(_gpu_parts, name, few)

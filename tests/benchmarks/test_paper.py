@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,9 @@ from benchmarks.paper.workloads import WORKLOADS
 from common.messages import TrajectoryRef
 from common.text.tokens import ChatTokenizer
 from env_service.environment import Turn
+from manager_service.local.supervisor import LocalCluster
 from simulator.calibration import write
+from tests.support import forked
 
 
 def job(start_s: float, step_s: float, *, steps: int = 2, tokens: int = 100) -> JobFigures:
@@ -221,7 +224,8 @@ def test_the_endless_base_model_has_an_end_that_no_token_is(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_jobs_on_real_processes() -> None:
+def test_two_jobs_on_real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.paper.measure.LocalCluster", partial(LocalCluster, start=forked.start))
     run, recording = asyncio.run(measure(WORKLOADS["tail"], "marlaas", 2, 1))
     assert run.n == 2 and run.steps == 1 and run.wasted_tokens == 0
     expected = [

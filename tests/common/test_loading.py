@@ -1,10 +1,7 @@
 """A worker that loads its base model is alive all the while, says that it loads, and ends when it is told to."""
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,16 +10,16 @@ import pytest
 
 from common.bus import Bus
 from common.messages import WorkerReport
+from manager_service.local.children.processes import ChildProcess
 from tests.common.test_hub import ROOT
 from tests.manager.test_supervisor import gone
+from tests.support.forked import begun
 
 NUM_BEATS = 3
 
 
 @asynccontextmanager
-async def slow_worker(
-    service: str, tmp_path: Path, bus: Bus, redis_url: str
-) -> AsyncGenerator["subprocess.Popen[bytes]"]:
+async def slow_worker(service: str, tmp_path: Path, bus: Bus, redis_url: str) -> AsyncGenerator[ChildProcess]:
     own = {
         "MARLAAS_BASE_MODELS": f"{bus.cell.base_model}={ROOT / 'models' / 'tiny'}",
         "MARLAAS_DATA_DIR": str(tmp_path),
@@ -30,15 +27,17 @@ async def slow_worker(
         "MARLAAS_HEARTBEAT_FILE": str(tmp_path / "heartbeat"),
         "MARLAAS_TRAINER_THREADS": "2",
         "MARLAAS_ROLLOUT_THREADS": "2",
+        "MARLAAS_TEST_SERVICE": service,
+        "MARLAAS_TEST_GO_ON": str(tmp_path / "go on"),
     }
-    argv = [sys.executable, "-m", "tests.support.slow_worker", service, str(tmp_path / "go on")]
-    worker = subprocess.Popen(argv, cwd=ROOT, env=os.environ | own)
+    worker = await begun("tests.support.slow_worker", tmp_path / "log", **own)
     try:
         async with asyncio.timeout(120):
             yield worker
     finally:
-        worker.kill()
-        worker.wait()
+        if worker.returncode is None:
+            worker.send_signal(signal.SIGKILL)
+            await worker.wait()
 
 
 async def heard(bus: Bus, is_it: Callable[[WorkerReport], bool]) -> WorkerReport:
@@ -75,7 +74,7 @@ async def test_a_worker_that_loads_ends_when_it_is_told_to(
     async with slow_worker(service, tmp_path, bus, redis_url) as worker:
         await heard(bus, lambda report: report.reason.startswith("loading"))
         worker.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(worker.wait) == 0
+        assert await worker.wait() == 0
         assert not (tmp_path / "go on").exists()
         helper = int((tmp_path / "helper").read_text())
         assert await gone([helper]), "what it had started to load with it"

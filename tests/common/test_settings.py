@@ -18,6 +18,7 @@ from manager_service.local.settings import LocalSettings
 from manager_service.settings import ManagerSettings
 from marlaas_client.place import ClientSettings
 from rollout_service.settings import RolloutSettings
+from tests.support.forked import ended
 from trainer_service.settings import TrainerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,17 +75,19 @@ def test_known_variables_of_other_services_foreign_ones_and_those_of_tests_are_l
     refuse_unknown()
 
 
-@pytest.mark.parametrize("module", ["env_service", "manager_service", "manager_service.cli.main"])
-def test_a_process_with_a_misspelt_setting_does_not_start_and_says_so_in_one_line(module: str) -> None:
-    code = f"import runpy; runpy.run_module({module!r}, run_name='__main__')"
-    if module.endswith("cli.main"):
-        code = "import sys; sys.argv = ['marlaas', 'jobs']; from manager_service.cli.main import main; main()"
+@pytest.mark.parametrize("module", ["env_service", "manager_service"])
+async def test_a_process_with_a_misspelt_setting_does_not_start_and_says_so_in_one_line(
+    module: str, tmp_path: Path
+) -> None:
+    status, (line,) = await ended(module, tmp_path / "log", MARLAAS_REDIS_URI="redis://127.0.0.1:1/0")
+    assert status == REFUSED and "did you mean MARLAAS_REDIS_URL?" in line
+
+
+def test_the_command_line_refuses_a_misspelt_setting_in_one_line() -> None:
     environment = {**os.environ, "MARLAAS_REDIS_URI": "redis://127.0.0.1:1/0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == (1 if module.endswith("main") else REFUSED)
-    assert "did you mean MARLAAS_REDIS_URL?" in done.stderr
+    command = [sys.executable, "-m", "manager_service.cli.main", "jobs"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "did you mean MARLAAS_REDIS_URL?" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -116,38 +119,29 @@ def test_a_hub_that_cannot_be_reached_ends_a_service_with_one_line(offline: str,
 
 
 @pytest.mark.parametrize(("service", "name"), [("rollout", "tpu"), ("trainer", "cuda:99")])
-def test_a_device_that_is_not_there_ends_a_worker_with_one_line(service: str, name: str, tmp_path: Path) -> None:
-    setting = f"MARLAAS_{service.upper()}_DEVICE"
-    environment = {**os.environ, setting: name, "MARLAAS_DATA_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", f"{service}_service"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == REFUSED
-    assert done.stderr.splitlines()[-1].startswith(f"{service}: {setting}={name}: torch finds no such device here")
-    assert "Traceback" not in done.stderr
+async def test_a_device_that_is_not_there_ends_a_worker_with_one_line(service: str, name: str, tmp_path: Path) -> None:
+    own = {(setting := f"MARLAAS_{service.upper()}_DEVICE"): name, "MARLAAS_DATA_DIR": str(tmp_path)}
+    status, lines = await ended(f"{service}_service", tmp_path / "log", **own)
+    assert status == REFUSED
+    assert lines[-1].startswith(f"{service}: {setting}={name}: torch finds no such device here")
+    assert not any("Traceback" in line for line in lines)
 
 
 @pytest.mark.parametrize("missing", ["chat_template.jinja", "tokenizer.json"])
-def test_a_base_model_without_a_text_file_ends_a_worker_as_a_wrong_setting_does(missing: str, tmp_path: Path) -> None:
+async def test_a_base_model_without_a_text_file_ends_a_worker_as_a_wrong_setting_does(
+    missing: str, tmp_path: Path
+) -> None:
     folder = shutil.copytree(TINY, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors", missing))
     own = {"MARLAAS_BASE_MODELS": f"q={folder}", "MARLAAS_DATA_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "env_service"]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, timeout=60)
-    assert done.returncode == REFUSED
-    assert done.stderr.startswith(f"env: the base model at {folder} has no ") and missing in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    status, (line,) = await ended("env_service", tmp_path / "log", **own)
+    assert status == REFUSED
+    assert line.startswith(f"env: the base model at {folder} has no ") and missing in line
 
 
-def test_memory_for_no_row_ends_a_rollout_worker_as_a_wrong_setting_does(tmp_path: Path) -> None:
-    environment = {**os.environ, "MARLAAS_ROLLOUT_KV_BYTES": "1000", "MARLAAS_DATA_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "rollout_service"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.rpartition("; ")[2]) == (REFUSED, "raise MARLAAS_ROLLOUT_KV_BYTES\n")
+async def test_memory_for_no_row_ends_a_rollout_worker_as_a_wrong_setting_does(tmp_path: Path) -> None:
+    own = {"MARLAAS_ROLLOUT_KV_BYTES": "1000", "MARLAAS_DATA_DIR": str(tmp_path)}
+    status, lines = await ended("rollout_service", tmp_path / "log", **own)
+    assert (status, lines[-1].rpartition("; ")[2]) == (REFUSED, "raise MARLAAS_ROLLOUT_KV_BYTES")
 
 
 @pytest.mark.parametrize("wrong", ["small", "a b=x", "a{=x", "=x", "a=", " , "])

@@ -103,7 +103,8 @@ async def working(
         await asyncio.wait_for(task, 10)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Waits for what comes in moments on a machine with nothing else to do."""
     async with asyncio.timeout(seconds):
         while True:
             value = condition()

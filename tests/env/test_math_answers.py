@@ -3,15 +3,17 @@
 import asyncio
 import json
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.math_grader import graded, percent, wrongly_rewarded
+from benchmarks.math_grader import Graded, graded, percent, wrongly_rewarded
 from env_service.graders.answers.equality import quick
 from env_service.graders.answers.final import final_answer
 from env_service.graders.answers.plain import MAX_CHARACTERS
 from env_service.graders.math import plainly_equal
+from env_service.graders.text import TextComparer
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TEXTS = sorted(DATA.glob("math_texts_*.jsonl"))
@@ -38,9 +40,20 @@ def rewarded(text: str, reference: str = "18") -> bool:
     return equal
 
 
+@pytest.fixture(scope="module")
+def grade() -> Iterator[Callable[[Path], list[Graded]]]:
+    """Grades files, all in one helper process."""
+    with asyncio.Runner() as runner:
+        comparer = TextComparer()
+        yield lambda texts: runner.run(graded(comparer, texts))
+        runner.run(comparer.close())
+
+
 @pytest.mark.parametrize("texts", TEXTS, ids=lambda path: path.stem)
-def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> None:
-    results = asyncio.run(graded(texts))
+def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(
+    texts: Path, grade: Callable[[Path], list[Graded]]
+) -> None:
+    results = grade(texts)
     assert len(results) == len(texts.read_text().splitlines())
     wrong = [f"{r.style}: {r.text[-100:]!r} and {r.reference!r}" for r in results if not r.agrees]
     least, most = BELOW.get(texts.stem, (99.8, 0))

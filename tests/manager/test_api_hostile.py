@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from fastapi.routing import APIRoute
 from starlette.datastructures import UploadFile
 
 from common.messages import GradeRequest, GradeResult
 from common.tasks import cancel_all
+from harness.redis_server import RedisServer
 from manager_service.api import body_limit, connections, context
 from manager_service.api.app import ROUTERS
 from manager_service.api.reading.bodies import JsonRoute
@@ -56,6 +58,16 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
     async with running_api(redis_url, tmp_path / "data", inference_timeout_s=60.0) as running:
         gc.freeze()  # as the manager's `main` does
         yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def refusing(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[ApiServer]:
+    """A server for requests of which nothing is left, with a Redis that no other test empties."""
+    redis = RedisServer.start(tmp_path_factory.mktemp("redis"), durable=False)
+    async with running_api(redis.url, tmp_path_factory.mktemp("data"), inference_timeout_s=60.0) as running:
+        gc.freeze()
+        yield running
+    redis.stop()
 
 
 async def longest_stop(work: Awaitable[T]) -> tuple[T, float]:
@@ -134,9 +146,10 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_the_api_answers_others_while_it_refuses(server: ApiServer, name: str) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_api_answers_others_while_it_refuses(refusing: ApiServer, name: str) -> None:
     path, body = HOSTILE[name]
-    sending = server.http.post(path, content=body, headers={"content-type": "application/json"}, timeout=60)
+    sending = refusing.http.post(path, content=body, headers={"content-type": "application/json"}, timeout=60)
     answer, stop_s = await longest_stop(sending)
     assert answer.status_code == 400, answer.text[:300]
     assert len(answer.text) < 600
@@ -181,8 +194,9 @@ async def test_a_line_is_found_by_its_number_in_any_slice(server: ApiServer) -> 
 
 async def test_a_body_whose_reader_is_killed_is_no_fault_of_its_sender(server: ApiServer) -> None:
     path, body = HOSTILE["nearly too many ids"]
+    others = helper_processes()
     asking = asyncio.create_task(server.http.post(path, content=body, headers={"Content-Type": "application/json"}))
-    while not (helpers := helper_processes()):
+    while not (helpers := helper_processes() - others):
         await asyncio.sleep(0.01)
     for helper in helpers:
         os.kill(int(helper.parent.name), signal.SIGKILL)
@@ -588,22 +602,22 @@ async def test_a_file_is_read_no_further_when_its_client_has_left(server: ApiSer
     rest = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
     length = len(content) + len(rest)
     head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\nContent-Length: {length}\r\n"
-    before = spooled_files()
+    before, others = spooled_files(), helper_processes()
     with await half_open(server, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()) as connection:
         await asyncio.get_running_loop().sock_sendall(connection, content + rest)
-        while not helper_processes():
+        while not helper_processes() - others:
             await asyncio.sleep(0.01)
     # When its client leaves, the helper that reads it ends, and the file goes
-    while helper_processes() or spooled_files() > before:
+    while helper_processes() - others or spooled_files() > before:
         await asyncio.sleep(0.01)
     assert not (await server.openai.files.list()).data
 
 
-def helper_processes() -> list[Path]:
+def helper_processes() -> set[Path]:
     """The children of this process that read texts."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     programs = [Path(f"/proc/{child}/cmdline") for child in children]
-    return [one for one in programs if one.exists() and b"reading.process" in one.read_bytes()]
+    return {one for one in programs if one.exists() and b"reading.process" in one.read_bytes()}
 
 
 def spooled_files() -> int:

@@ -86,21 +86,19 @@ async def figures(server: ApiServer, job: str) -> list[tuple[int, dict[str, floa
 
 async def test_every_step_reaches_its_loggers_once_though_the_exporter_is_killed_three_times(server: ApiServer) -> None:
     loggers = {"wandb": logger("standin"), "trackio": logger("standin")}
-    await killed_three_times(server, STANDIN, loggers, step_s=0.3)
+    await killed(server, STANDIN, loggers, times=3, step_s=0.3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_wandb_offline_and_trackio_hold_every_step_once_though_the_exporter_is_killed_three_times(
-    server: ApiServer,
-) -> None:
+async def test_wandb_offline_and_trackio_hold_every_step_once_though_the_exporter_is_killed(server: ApiServer) -> None:
     command = (str(environment_with_loggers()), "-m", "manager_service.export")
     loggers = {"wandb": logger("wandb"), "trackio": logger("trackio")}
-    await killed_three_times(server, command, loggers, step_s=1.5)
+    await killed(server, command, loggers, times=1, step_s=1.5)
 
 
-async def killed_three_times(
-    server: ApiServer, command: Sequence[str], loggers: dict[str, Logger], *, step_s: float
+async def killed(
+    server: ApiServer, command: Sequence[str], loggers: dict[str, Logger], *, times: int, step_s: float
 ) -> None:
     """`step_s`: seconds of a step, until the last kill."""
     folder = server.api.settings.data_dir / "loggers" / "default"
@@ -111,7 +109,7 @@ async def killed_three_times(
     async with running_jobs(server) as env:
         env.delay_s = step_s
         job = await create(server.openai, *loggers, max_steps=STEPS)
-        for _ in range(3):
+        for _ in range(times):
             before = amounts(job)
             async with exporter(server, command), asyncio.timeout(100):
                 while not all(now > then for now, then in zip(amounts(job), before, strict=True)):

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import expect
+import pytest_asyncio
+from playwright.async_api import Browser, expect
 
 from common.messages import Failure
 from manager_service.api.page import FOLDER
@@ -15,12 +16,14 @@ from manager_service.records import JSON, EventRecord, JobState, SampleRecord, W
 from tests.support.api_server import ApiServer, Script, item, jsonl, method, played, running_api, running_jobs, upload
 from tests.support.browser import browsing
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # as the browser's
+
 MAX_BYTES = 200_000
 TURNED, SEEN = "\u202e", r"\u202e"
 HOSTILE = '<img src=x onerror="document.title=`broken`"><script>document.title=`broken`</script>'
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
     async with running_api(redis_url, tmp_path / "data", keep_alive_s=0.3) as running:
         yield running
@@ -65,7 +68,7 @@ async def test_nothing_else_of_the_disk_is_served(server: ApiServer, path: str) 
     assert (await server.http.get(path)).status_code == 404
 
 
-def test_no_script_of_ours_makes_markup_of_text() -> None:
+async def test_no_script_of_ours_makes_markup_of_text() -> None:
     ways = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "new Function")
     scripts = [file for file in FOLDER.glob("*.js") if not file.name.startswith("uplot")]
     assert {(file.name, way) for file in scripts for way in ways if way in file.read_text()} == set()
@@ -75,8 +78,10 @@ def test_no_script_of_ours_makes_markup_of_text() -> None:
 # What it shows ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_wrong_key_is_asked_for_again_and_a_right_one_is_kept_in_the_tab(server: ApiServer) -> None:
-    async with browsing(server.url) as tab:
+async def test_a_wrong_key_is_asked_for_again_and_a_right_one_is_kept_in_the_tab(
+    server: ApiServer, browser: Browser
+) -> None:
+    async with browsing(browser, server.url) as tab:
         await tab.page.goto(server.url)
         await tab.page.fill("#key", "sk-wrong")
         await tab.page.press("#key", "Enter")
@@ -87,10 +92,12 @@ async def test_a_wrong_key_is_asked_for_again_and_a_right_one_is_kept_in_the_tab
         assert await tab.page.evaluate("localStorage.length") == 0
 
 
-async def test_a_curve_grows_while_it_is_watched_and_goes_on_after_the_connection_broke(server: ApiServer) -> None:
+async def test_a_curve_grows_while_it_is_watched_and_goes_on_after_the_connection_broke(
+    server: ApiServer, browser: Browser
+) -> None:
     job = await create(server, suffix="mine")
     await write_steps(server, job, range(1, 4))
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         await tab.page.get_by_role("link", name="mine", exact=True).click()
         reward = tab.page.get_by_role("img", name="Reward. training: 0 at step 1")
@@ -105,7 +112,7 @@ async def test_a_curve_grows_while_it_is_watched_and_goes_on_after_the_connectio
         await tab.page.get_by_text("10/1").wait_for()
 
 
-async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: ApiServer) -> None:
+async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: ApiServer, browser: Browser) -> None:
     file = await upload(server.openai, jsonl(item(HOSTILE, HOSTILE)))
     job = await create(server, training_file=file, metadata={"x": HOSTILE})
     failure = Failure("grader", HOSTILE)
@@ -119,7 +126,7 @@ async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: 
     await write_steps(server, job, range(1, 3))
     event = EventRecord(3, 1, "warn", HOSTILE, "metrics", {"failed_reason": HOSTILE, "failed_share": 1.0})
     await server.api.redis.xadd(server.bus.cell.events(job), {"event": JSON.encode(event)}, id="3-0")
-    async with browsing(server.url) as tab, played(Script(server.bus, text=HOSTILE)):
+    async with browsing(browser, server.url) as tab, played(Script(server.bus, text=HOSTILE)):
         await tab.enter(server.key)
         for tab_name in ("figures", "samples", "events", "settings", "checkpoints"):
             await tab.go(f"/job/{job}?tab={tab_name}")
@@ -141,9 +148,9 @@ async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: 
         assert "broken" not in await tab.page.title()
 
 
-async def test_the_headers_stop_a_script_that_comes_in_all_the_same(server: ApiServer) -> None:
+async def test_the_headers_stop_a_script_that_comes_in_all_the_same(server: ApiServer, browser: Browser) -> None:
     """A script is stopped as if a view had made markup of a text."""
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         tried = (
             "try { document.querySelector('main').innerHTML = '<img src=x onerror=1>' } catch (error) { error.name }"
@@ -151,7 +158,7 @@ async def test_the_headers_stop_a_script_that_comes_in_all_the_same(server: ApiS
         assert await tab.page.evaluate(tried) == "TypeError"
 
 
-async def test_a_failed_conversation_is_found_and_read_token_by_token(server: ApiServer) -> None:
+async def test_a_failed_conversation_is_found_and_read_token_by_token(server: ApiServer, browser: Browser) -> None:
     job = await create(server)
     await write_steps(server, job, range(1, 3))
     encode = server.api.bases["tiny"].tokenizer.encode
@@ -163,7 +170,7 @@ async def test_a_failed_conversation_is_found_and_read_token_by_token(server: Ap
     learned = SampleRecord(1, 0, 4, "4", 0.0, "stop", "add 1+2", written=written, advantage=-0.5)
     unsaid = SampleRecord(1, 1, 0, "4", 0.0, "stop", written=written)
     await server.api.redis.hset(server.bus.cell.samples(job), "2", JSON.encode([*good, bad, learned, unsaid]))
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         await tab.go(f"/job/{job}?tab=samples&step=2")
         await tab.page.get_by_label("Which samples").select_option("failed")  # the first that is left is read
@@ -183,12 +190,12 @@ async def test_a_failed_conversation_is_found_and_read_token_by_token(server: Ap
         await expect(heads.last).to_have_text("Group 1 · add 1+2")
 
 
-async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiServer) -> None:
+async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiServer, browser: Browser) -> None:
     await create(server, suffix="mine")
     bluebird = await server.new_tenant("bluebird")
     body: Any = {"model": "tiny", "method": method(), "training_file": await upload(bluebird), "suffix": "theirs"}
     theirs = (await bluebird.fine_tuning.jobs.create(**body)).id
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         await tab.enter(server.admin_key)
         for name in ("mine", "theirs"):
             await tab.page.get_by_role("link", name=name, exact=True).wait_for()
@@ -204,9 +211,11 @@ async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiS
         await tab.page.get_by_role("link", name="bluebird").wait_for()
 
 
-async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(server: ApiServer, tmp_path: Path) -> None:
+async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(
+    server: ApiServer, browser: Browser, tmp_path: Path
+) -> None:
     (tmp_path / "items.jsonl").write_bytes(jsonl(*(item() for _ in range(4))))
-    async with browsing(server.url) as tab, running_jobs(server):
+    async with browsing(browser, server.url) as tab, running_jobs(server):
         await tab.enter(server.key)
         await tab.go("/submit")
         kind = tab.page.get_by_label("Kind")
@@ -241,14 +250,14 @@ async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(serve
     assert (job["hyperparameters"]["batch_size"], job["version"]) == (2, 3)
 
 
-async def test_two_jobs_lie_over_each_other(server: ApiServer) -> None:
+async def test_two_jobs_lie_over_each_other(server: ApiServer, browser: Browser) -> None:
     jobs = [
         await create(server, suffix=name, method=method(batch_size=size)) for name, size in (("one", 1), ("two", 2))
     ]
     unnamed = await create(server, method=method(n_epochs=2))
     for job in jobs:
         await write_steps(server, job, range(1, 5))
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         for name in ("one", "two"):
             await tab.page.get_by_label(f"Compare {name}").check()
@@ -266,7 +275,7 @@ async def test_two_jobs_lie_over_each_other(server: ApiServer) -> None:
         assert "n_epochs" not in await tab.page.locator(".compared").inner_text(), "one of them alone has it"
 
 
-async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServer) -> None:
+async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServer, browser: Browser) -> None:
     job = await create(server, suffix="first")
     for first in range(1, 10_001, 1000):
         await write_steps(server, job, range(first, first + 1000))
@@ -277,7 +286,7 @@ async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServe
         pipe.hset(server.bus.cell.job(spec["id"]), mapping={"spec": JSON.encode(spec), "state": record[b"state"]})
         pipe.zadd(tenant_jobs, {spec["id"]: number})
     await pipe.execute()
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         await tab.page.get_by_text("1000 of 1000").wait_for()
         await tab.page.get_by_label("Find jobs").fill("first")

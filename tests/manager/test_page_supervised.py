@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from playwright.async_api import expect
+import pytest_asyncio
+from playwright.async_api import Browser, expect
 
 from common.messages import Failure
 from manager_service.records import JSON, EventRecord, JobState, SampleRecord, Written
@@ -13,10 +14,12 @@ from tests.manager.test_api_supervised import EXAMPLES, create
 from tests.support.api_server import ApiServer, running_api
 from tests.support.browser import Tab, browsing
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # as the browser's
+
 STEPS = ({"step": 1, "loss": 2.5, "grad_norm": 1.0, "kl": 0.1}, {"step": 2, "loss": 0.75, "kl": 0.2})
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
     async with running_api(redis_url, tmp_path / "data", keep_alive_s=0.3) as running:
         yield running
@@ -46,9 +49,11 @@ async def trained(server: ApiServer, job: str) -> None:
     await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(state))
 
 
-async def test_a_supervised_job_is_submitted_and_shows_its_losses(server: ApiServer, tmp_path: Path) -> None:
+async def test_a_supervised_job_is_submitted_and_shows_its_losses(
+    server: ApiServer, browser: Browser, tmp_path: Path
+) -> None:
     (file := tmp_path / "examples.jsonl").write_bytes(EXAMPLES)
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         job = await submitted(tab, file)
         made = (await server.http.get(f"/v1/fine_tuning/jobs/{job}")).json()
@@ -65,7 +70,7 @@ async def test_a_supervised_job_is_submitted_and_shows_its_losses(server: ApiSer
         assert tab.errors == []
 
 
-async def test_a_supervised_jobs_settings_and_samples_are_shown(server: ApiServer) -> None:
+async def test_a_supervised_jobs_settings_and_samples_are_shown(server: ApiServer, browser: Browser) -> None:
     job = (await create(server, hyper={"batch_size": 3})).id
     await trained(server, job)
     prompt, said = (server.api.bases["tiny"].tokenizer.encode(text) for text in ("min 3,1,2", "answer 0"))
@@ -76,7 +81,7 @@ async def test_a_supervised_jobs_settings_and_samples_are_shown(server: ApiServe
     ]
     failed = SampleRecord(0, 7, 0, "", None, "failed", failure=Failure("invalid", "too long"), kept="failed", step=3)
     await server.api.redis.hset(server.bus.cell.samples(job), "3", JSON.encode([*learned, failed]))
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         await tab.go(f"/job/{job}?tab=settings")
         await expect(tab.page.get_by_role("row", name="batch_size 3")).to_be_visible()

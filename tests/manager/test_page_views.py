@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+import pytest_asyncio
+from playwright.async_api import Browser, Page, expect
 
 from common.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.messages import AdapterRef, DeadLetter, Failure, Span
@@ -18,6 +19,8 @@ from tests.manager.test_api_cluster import report, tell
 from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload
 from tests.support.browser import browsing
 
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # as the browser's
+
 PROMPT, REPLY = "add 1+2", "that is wrong"
 ANSWERS = {0: ("33", "4"), 5: ("12", "3")}
 """The words of each version, before and after the environment's reply."""
@@ -25,7 +28,7 @@ UNNAMED = Path(__file__).parent.parent / "support" / "unnamed.js"
 COLOURS = Path(__file__).parent.parent / "support" / "contrasts.js"
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
     async with running_api(redis_url, tmp_path / "data", keep_alive_s=0.3) as running:
         yield running
@@ -85,9 +88,9 @@ async def evaluated(server: ApiServer) -> str:
     return job
 
 
-async def test_two_versions_of_one_item_lie_side_by_side_turn_by_turn(server: ApiServer) -> None:
+async def test_two_versions_of_one_item_lie_side_by_side_turn_by_turn(server: ApiServer, browser: Browser) -> None:
     job = await evaluated(server)
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         page = tab.page
         await tab.enter(server.key)
         await tab.go(f"/job/{job}?tab=samples")
@@ -121,7 +124,9 @@ def in_order(*facts: str) -> re.Pattern[str]:
     return re.compile(".*".join(re.escape(fact).replace(r"\ ", r"\s*") for fact in facts), re.DOTALL)
 
 
-async def test_the_operator_sees_who_used_which_worker_and_what_nobody_could_read(server: ApiServer) -> None:
+async def test_the_operator_sees_who_used_which_worker_and_what_nobody_could_read(
+    server: ApiServer, browser: Browser
+) -> None:
     now_s = time.time()
     spans = (
         Span(now_s - 20, now_s - 10, "acme", "ftjob-x", "rollout"),
@@ -140,7 +145,7 @@ async def test_the_operator_sees_who_used_which_worker_and_what_nobody_could_rea
         payload=b"what it was",
     )
     await server.bus.publish([(server.bus.cell.dead, letter)])
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         page = tab.page
         await tab.enter(server.admin_key)
         await page.get_by_role("link", name="Cluster").click()
@@ -148,18 +153,20 @@ async def test_the_operator_sees_who_used_which_worker_and_what_nobody_could_rea
         await timeline.wait_for()
         box = await timeline.bounding_box()
         assert box is not None
-        # Under the pointer: the first worker, 15 seconds ago
-        at = 150 + (120 - 15) / 120 * (box["width"] - 158)
-        await timeline.hover(position={"x": at, "y": 11})
-        await page.get_by_text("acme · ftjob-x · rollout").wait_for()
+        # Under the pointer: the first worker, 15 seconds before the test, however long ago that is by now
+        told = page.get_by_text("acme · ftjob-x · rollout")
+        while not await told.is_visible():
+            at = 150 + (120 - 15 - (time.time() - now_s)) / 120 * (box["width"] - 158)
+            await timeline.hover(position={"x": at, "y": 11})
+            await page.wait_for_timeout(100)
         shades = "(c) => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, 20 * devicePixelRatio).data.buffer)).size"
         assert await timeline.evaluate(shades) > 3, "it is drawn, a colour a tenant"
         await expect(page.get_by_role("row", name="<b>it raised</b>")).to_contain_text("acme")
 
 
-async def test_a_checkpoint_is_downloaded(server: ApiServer) -> None:
+async def test_a_checkpoint_is_downloaded(server: ApiServer, browser: Browser) -> None:
     job = await evaluated(server)
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         await tab.go(f"/job/{job}?tab=checkpoints")
         await expect(tab.page.get_by_role("row", name="version 5")).to_contain_text("0.90 ± 0.039")
@@ -176,10 +183,10 @@ VIEWS = ("jobs", "submit", "chat", "usage", "compare?jobs={job}", *(f"job/{{job}
 
 
 async def test_every_view_is_named_for_screen_readers_and_readable_in_the_dark_and_in_the_light(
-    server: ApiServer,
+    server: ApiServer, browser: Browser
 ) -> None:
     job = await evaluated(server)
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         for view in VIEWS:
             await tab.go(f"/{view.format(job=job)}")
@@ -214,9 +221,11 @@ async def focused(page: Page, name: str, most: int = 60) -> None:
     raise AssertionError(f"{name} is not reached")
 
 
-async def test_the_keyboard_alone_reaches_a_job_its_samples_chat_and_submit(server: ApiServer) -> None:
+async def test_the_keyboard_alone_reaches_a_job_its_samples_chat_and_submit(
+    server: ApiServer, browser: Browser
+) -> None:
     await evaluated(server)
-    async with browsing(server.url) as tab:
+    async with browsing(browser, server.url) as tab:
         page, press = tab.page, tab.page.keyboard.press
         await page.goto(server.url)
         await page.locator("#key").wait_for()

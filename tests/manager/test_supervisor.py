@@ -63,7 +63,7 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-async def gone(pids: list[int], timeout_s: float = 5.0) -> bool:
+async def gone(pids: list[int], timeout_s: float = 30.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while any(map(is_alive, pids)):
         if time.monotonic() > deadline:

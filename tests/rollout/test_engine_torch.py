@@ -94,7 +94,7 @@ async def test_a_drawn_version_0_has_the_base_models_bits_also_beside_other_adap
 
 @pytest.mark.exact
 def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
-    assert selftest(model(exact=True), min_rows) == selftest(model(exact=True), min_rows)
+    assert selftest(model(exact=True), min_rows)
     forward = FusedDecoder.forward
 
     def by_rows(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:

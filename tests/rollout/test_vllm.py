@@ -48,8 +48,8 @@ async def test_an_adapter_that_vllm_cannot_read_fails_its_own_job_alone(running:
     files = files_of(2)
     strange = {**files, CONFIG_FILE: json.dumps({**json.loads(files[CONFIG_FILE]), "use_dora": True}).encode()}
     async with running(adapters={ref("a"): files_of(1), ref("bad"): strange}, ends=False) as engine:
-        expected = await one(engine, greedy(ref("a"), max_tokens=200))
-        good = asyncio.create_task(one(engine, greedy(ref("a"), max_tokens=200)))
+        expected = await one(engine, greedy(ref("a"), max_tokens=60))
+        good = asyncio.create_task(one(engine, greedy(ref("a"), max_tokens=60)))
         with pytest.raises(CorruptAdapter):
             await one(engine, greedy(ref("bad")))
         assert (await good).tokens == expected.tokens
@@ -71,10 +71,10 @@ async def test_a_reloaded_adapter_is_served_nothing_that_was_cached_under_its_na
 async def test_an_adapter_that_is_dropped_serves_the_turns_that_name_it_to_their_end(running: Running) -> None:
     others = {ref(f"other{i}"): files_of(10 + i) for i in range(6)}
     async with running(adapters={ref("a"): files_of(1), **others}, ends=False) as engine:
-        expected = await one(engine, greedy(ref("a"), max_tokens=150))
+        expected = await one(engine, greedy(ref("a"), max_tokens=80))
         came = asyncio.Event()
         task = asyncio.create_task(
-            engine.generate(greedy(ref("a"), max_tokens=150), on_token=lambda token, logprob: came.set(), beat=beat)
+            engine.generate(greedy(ref("a"), max_tokens=80), on_token=lambda token, logprob: came.set(), beat=beat)
         )
         await came.wait()
         await engine.drop(ref("a"))
@@ -127,9 +127,9 @@ async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens(
     running: Running, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with running(adapters={ref("a"): files_of(1)}, ends=False) as engine:
-        expected = await one(engine, greedy(ref("a"), max_tokens=400))
+        expected = await one(engine, greedy(ref("a"), max_tokens=150))
         came = asyncio.Event()
-        asked = [greedy(ref("a"), sample=i, max_tokens=400) for i in range(4)]
+        asked = [greedy(ref("a"), sample=i, max_tokens=150) for i in range(4)]
         tasks = [
             asyncio.create_task(engine.generate(r, on_token=lambda token, logprob: came.set(), beat=beat))
             for r in asked
@@ -141,7 +141,7 @@ async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens(
         done = await asyncio.gather(*tasks)
         counted = engine.counters()
         assert engine.pid not in (None, before)
-    assert all(g.tokens == expected.tokens and g.num_sampled == 400 for g in done)
+    assert all(g.tokens == expected.tokens and g.num_sampled == 150 for g in done)
     assert counted["engine_restarts"] == 1
     assert "engine_died" in capfd.readouterr().out
 

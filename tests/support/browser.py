@@ -1,4 +1,4 @@
-"""A real Chromium for tests of the web page."""
+"""A real Chromium for tests of the web page: one for all tests of a process, each of which has its own storage in it."""
 
 import os
 from collections.abc import AsyncGenerator
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from playwright.async_api import ConsoleMessage, Error, Page, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Error, Page, async_playwright
 
 from harness.browser import find_browser
 
@@ -52,15 +52,21 @@ class Tab:
 
 
 @asynccontextmanager
-async def browsing(url: str) -> AsyncGenerator[Tab]:
-    """A tab of a browser of its own, without a key."""
+async def started() -> AsyncGenerator[Browser]:
     path = browser_path()
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = await browser.new_page()
-        page.set_default_timeout(PATIENCE_MS)
-        tab = Tab(page, url)
-        page.on("console", tab.hear)
-        page.on("pageerror", tab.fail)
-        yield tab
+        yield browser
         await browser.close()
+
+
+@asynccontextmanager
+async def browsing(browser: Browser, url: str) -> AsyncGenerator[Tab]:
+    """A tab without a key, in a window that keeps nothing."""
+    page = await browser.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    tab = Tab(page, url)
+    page.on("console", tab.hear)
+    page.on("pageerror", tab.fail)
+    yield tab
+    await page.context.close()

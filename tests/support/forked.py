@@ -1,10 +1,11 @@
 """Clusters of real processes that start without importing anything: one nursery serves all clusters of a test run.
 
 Few tests leave the starting to `harness.live.running`, whose clusters begin nurseries of their own as `marlaas up` does. What a test
-gives variables beside settings is executed, as there.
+gives variables beside settings is executed, as there; where these are folders of packages alone, only what looks for environments in them.
 """
 
 import atexit
+import os
 import sys
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -15,8 +16,9 @@ from typing import Any
 from harness import live
 from harness.live import Api
 from manager_service.local.children.forking import Nursery, can_be_forked
+from manager_service.local.children.nursery import beside_settings
 from manager_service.local.children.processes import ChildProcess, Command, start_tied
-from manager_service.local.supervisor import LocalCluster
+from manager_service.local.supervisor import NO_PLUGINS, ONE_THREAD, ROOT, LocalCluster, inherited
 
 MODULES = (
     "manager_service",
@@ -26,6 +28,10 @@ MODULES = (
     "trainer_service",
     "trainer_service.ranks",  # and with it transformers' models, which take three seconds
 )
+PATHS = "PYTHONPATH"
+LOOKERS = ("manager_service", "env_service")
+OF_CHILDREN = {*ONE_THREAD, *NO_PLUGINS, PATHS, "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
+"""Variables that a cluster gives to all its children."""
 _shared: list[Nursery] = []
 
 
@@ -35,13 +41,46 @@ def running(folder: Path | None = None, **options: Any) -> AbstractAsyncContextM
 
 
 async def start(command: Command) -> ChildProcess:
-    """Forks what is a module of Python; what is none is executed."""
-    if not can_be_forked(command):
+    """Forks what is a module of Python and has no variables of a test's; the rest is executed."""
+    plain = _paths()
+    given = {name for name, value in beside_settings(command.environment).items() if _differs(name, value)}
+    if command.environment[PATHS] != plain and command.argv[-1] in LOOKERS:
+        given.add(PATHS)
+    if given or not can_be_forked(command):
         return await start_tied(command)
     variables = {name: value for name, value in command.environment.items() if name != "PYTEST_CURRENT_TEST"}
-    command = replace(command, environment=variables)
+    command = replace(command, environment=variables | {PATHS: plain})
     if not _shared:
         all_programs = [replace(command, argv=(sys.executable, "-m", module)) for module in MODULES]
         _shared.append(Nursery(all_programs, Path(gettempdir()) / "nursery-of-tests.log"))
         atexit.register(_shared[0].end)
     return await _shared[0].start(command)
+
+
+async def begun(module: str, log: Path, **settings: str) -> ChildProcess:
+    """A module that runs as one of a cluster's services does."""
+    common = {
+        **ONE_THREAD,
+        **NO_PLUGINS,
+        **inherited(),
+        PATHS: _paths(),
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    argv, variables = (sys.executable, "-m", module), {**common, **settings}
+    return await start(Command(name=module, argv=argv, environment=variables, log=log))
+
+
+async def ended(module: str, log: Path, **settings: str) -> tuple[int, list[str]]:
+    """The exit status of a module that ends by itself, and the lines that it wrote."""
+    child = await begun(module, log, **settings)
+    return await child.wait(), log.read_text().splitlines()
+
+
+def _paths() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get(PATHS, "")]))
+
+
+def _differs(name: str, value: str) -> bool:
+    """Is it a variable of the test's alone?"""
+    return name not in OF_CHILDREN and os.environ.get(name) != value

@@ -8,11 +8,13 @@ import sysconfig
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
+PACKAGES = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 INSTALL_S = 300.0
 EVERYDAY = ("common", "examples", "models", "manager_service", "env_service", "rollout_service", "trainer_service")
 """Names of our packages that a user's folders may have too."""
@@ -45,12 +47,17 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MARLAAS_"))}
 
 
-def lend(folder: Path) -> None:
-    """Lends an environment this one's packages, so that pip installs only what they are not, or not in a version that is wanted. What
-    imports torch wherever it is, such as the tinker SDK, is better off without."""
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    (packages := folder / "lib" / version / "site-packages").mkdir(parents=True, exist_ok=True)
-    (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))
+def lend(folder: Path, *, lender: Path | None = None) -> None:
+    """Lends an environment the packages of another, or this one's, so that pip installs only what they are not, or not in a version that
+    is wanted. What imports torch wherever it is, such as the tinker SDK, is better off without this one's."""
+    (packages := folder / PACKAGES).mkdir(parents=True, exist_ok=True)
+    (packages / "lent.pth").write_text(str(lender / PACKAGES) if lender else sysconfig.get_path("purelib"))
+
+
+def lent() -> str:
+    """Differs where this environment has other packages: what borrowed them lacks those that it was made beside."""
+    names = sorted(path.name for path in Path(sysconfig.get_path("purelib")).glob("*.dist-info"))
+    return sha256("\n".join(names).encode()).hexdigest()[:8]
 
 
 def build(into: Path, project: str = ".") -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 
 from manager_service.export.passes import ROOT, Passes
 from manager_service.records import LoggerName
-from tests.support.installed import lend
+from tests.support.installed import lend, lent
 from tests.support.standin_exporter import WRITER
 
 Held = list[tuple[int, dict[str, float]]]
@@ -62,11 +62,12 @@ def environment_with_loggers() -> Path:
     folder.parent.mkdir(exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
-        if not done.exists() or done.read_text() != str(wanted):
+        made_of = f"{wanted} beside {lent()}"
+        if not done.exists() or done.read_text() != made_of:
             subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
             lend(folder)
             subprocess.run([sys.executable, "-m", "pip", "--python", str(folder), "install", "-q", *wanted], check=True)
-            done.write_text(str(wanted))
+            done.write_text(made_of)
     return python
 
 

@@ -1,8 +1,8 @@
-"""A worker whose base model is not loaded before a file is there: `python -m tests.support.slow_worker SERVICE FILE`."""
+"""A worker of MARLAAS_TEST_SERVICE whose base model is not loaded before the file MARLAAS_TEST_GO_ON is there."""
 
 import importlib
+import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,4 +31,4 @@ def main(service: str, file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(os.environ["MARLAAS_TEST_SERVICE"], Path(os.environ["MARLAAS_TEST_GO_ON"]))

@@ -1,4 +1,4 @@
-"""The real `tinker` SDK in a virtual environment of its own, and programs that run in it."""
+"""The real `tinker` SDK, each version in a virtual environment of its own that borrows what all need, and programs that run in it."""
 
 import asyncio
 import fcntl
@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tests.support.installed import INSTALL_S, PIP, lend
 
 VERSION = "0.38.0"
 NEEDS = (
@@ -25,13 +28,7 @@ NEEDS = (
 )
 MORE = ("anyio<5", "click", "distro<2", "typing-extensions<5")
 """Packages that the SDK needs, without those that only its tokenizers need."""
-INSTALL_S = 300.0
 PROGRAM_S = 300.0
-
-
-def cache_folder(version: str) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "marlaas" / f"tinker-{version}-py{sys.version_info.major}.{sys.version_info.minor}"
 
 
 @cache
@@ -40,26 +37,29 @@ def sdk_python(version: str) -> str:
 
     Raises RuntimeError if it cannot be made: the packages come from where those of `make test` come from.
     """
-    folder = cache_folder(version)
-    python, ready = folder / "bin" / "python", folder / ".ready"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
+    try:
+        needs = _made("tinker-needs", [*NEEDS, *MORE])
+        folder = _made(f"tinker-{version}", ["--no-deps", f"tinker=={version}"], needs)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RuntimeError(f"the tinker SDK {version} cannot be installed here: {error}") from error
+    return str(folder / "bin" / "python")
+
+
+def _made(name: str, wanted: Sequence[str], lender: Path | None = None) -> Path:
+    """An environment, filled once by this Python's pip: one of its own takes seconds."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marlaas"
+    folder = root / f"{name}-py{sys.version_info.major}.{sys.version_info.minor}"
+    root.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
-        if not ready.exists():
-            try:
-                _make(folder, version)
-            except (OSError, subprocess.SubprocessError) as error:
-                raise RuntimeError(f"the tinker SDK {version} cannot be installed here: {error}") from error
+        if not (ready := folder / ".ready").exists():
+            subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=INSTALL_S)
+            if lender is not None:
+                lend(folder, lender=lender)
+            pip = [*PIP, "--python", str(folder), "install", *wanted]
+            subprocess.run(pip, check=True, timeout=INSTALL_S, capture_output=True)
             ready.touch()
-    return str(python)
-
-
-def _make(folder: Path, version: str) -> None:
-    """Fills it by this Python's pip: one of its own takes seconds."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=INSTALL_S)
-    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python", str(folder), "install"]
-    subprocess.run([*pip, *NEEDS, *MORE], check=True, timeout=INSTALL_S, capture_output=True)
-    subprocess.run([*pip, "--no-deps", f"tinker=={version}"], check=True, timeout=INSTALL_S, capture_output=True)
+    return folder
 
 
 async def run_sdk(
@@ -71,14 +71,33 @@ async def run_sdk(
     return json.loads(ended.out.strip().splitlines()[-1])
 
 
-async def run_command(*words: str, url: str, key: str, version: str = VERSION) -> "Ended":
-    """The SDK's command line, `tinker WORDS`."""
-    return await _ended(["-m", "tinker.cli", *words], url=url, key=key, version=version)
+COMMANDS = """
+import contextlib, io, json, sys
+from tinker.cli.__main__ import main
+ended = []
+for words in json.loads(sys.argv[1]):
+    sys.argv, out, err, code = ["tinker", *words], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    ended.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps(ended))
+"""
+
+
+async def run_commands(lines: Sequence[str], *, url: str, key: str, version: str = VERSION) -> list["Ended"]:
+    """The SDK's command line, `tinker --format json LINE`, one line after the other in a process that imports it once."""
+    commands = json.dumps([["--format", "json", *line.split()] for line in lines])
+    done = await _ended(["-c", COMMANDS, commands], url=url, key=key, version=version)
+    assert done.code == 0, done.err[-4000:]
+    return [Ended(*each) for each in json.loads(done.out.splitlines()[-1])]
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A process that ended."""
+    """A process that ended, or a command in one."""
 
     code: int
     out: str

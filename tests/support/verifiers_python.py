@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.verifiers_addition import make_python
-from tests.support.installed import lend
+from tests.support.installed import lend, lent
 
 Said = Callable[[list[dict[str, Any]]], str]
 """The answer of a model to a conversation."""
@@ -29,7 +29,7 @@ def verifiers_python(version: str, *more: str) -> Path:
 def python_with(package: str, version: str, *more: str) -> Path:
     """An environment with this version of a package, as `verifiers_python` makes it."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    names = "-".join([version, *more, f"py{sys.version_info.major}.{sys.version_info.minor}"])
+    names = "-".join([version, *more, f"py{sys.version_info.major}.{sys.version_info.minor}", lent()])
     folder = root / "marlaas" / f"{package}-{names}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:

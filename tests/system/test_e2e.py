@@ -49,26 +49,25 @@ async def test_rewards_rise_and_usage_adds_up_to_what_the_workers_spent(tmp_path
     assert sum(row["train_s"] for row in usage) == pytest.approx(spent["trainer"]["busy_s"], rel=0.01)
 
 
-async def test_ten_kills_of_everything_lose_nothing(tmp_path: Path) -> None:
+async def test_a_kill_of_every_process_loses_nothing(tmp_path: Path) -> None:
     rng = random.Random(11)
     shape: dict[str, Any] = {"rollout": 2, "env": 1, "trainer": 2}
     environment = {"MARLAAS_LEASE_S": "2"}
     async with running(tmp_path, environment=environment, **shape) as (cluster, api):
-        jobs = [await api.submit(skill, max_steps=12, batch_size=8) for skill in ("sort", "calc", "add")]
-        kinds = ["rollout-0", "rollout-1", "env-0", "trainer-0", "trainer-1", "manager", "redis"]
-        victims = (kinds * 2)[:10]
+        jobs = [await api.submit(skill, max_steps=8, batch_size=8) for skill in ("sort", "calc")]
+        victims = ["rollout-0", "rollout-1", "env-0", "trainer-0", "trainer-1", "manager", "redis"]
         rng.shuffle(victims)
         for victim in victims:
             await asyncio.sleep(rng.uniform(0.3, 2.0))
             cluster.kill(victim, signal.SIGKILL)
         done = await api.until_done(*jobs)
-        assert [job["status"] for job in done] == ["succeeded"] * 3, [job["error"] for job in done]
+        assert [job["status"] for job in done] == ["succeeded"] * 2, [job["error"] for job in done]
         assert sum(cluster.num_exits.values()) >= 7
         admin = Api(cluster.base_url, cluster.admin_key)
         assert (await admin.get("/cluster/dead"))["data"] == []
         await admin.close()
         for job in jobs:
-            await check_whole(cluster, api, job, steps=12, trajectories=12 * 8 * 8)
+            await check_whole(cluster, api, job, steps=8, trajectories=8 * 8 * 8)
 
 
 async def check_whole(cluster: LocalCluster, api: Api, job: str, *, steps: int, trajectories: int) -> None:

@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from playwright.async_api import Browser
 
 from common.skills import generate
 from harness.live import jsonl
 from tests.support.browser import Tab, browsing
 from tests.support.forked import running
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")  # as the browser's
 
 RAISES = """def grade(sample, item):
     if sample["output_text"].endswith("3"):
@@ -19,10 +22,10 @@ RAISES = """def grade(sample, item):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_a_job_from_its_submission_to_its_answers(tmp_path: Path) -> None:
+async def test_a_job_from_its_submission_to_its_answers(browser: Browser, tmp_path: Path) -> None:
     items = tmp_path / "add.jsonl"
     items.write_bytes(jsonl(generate("add", 1, 64, "train")))
-    async with running() as (cluster, api), browsing(cluster.base_url) as tab:
+    async with running() as (cluster, api), browsing(browser, cluster.base_url) as tab:
         plain = await api.submit("add", max_steps=3, batch_size=4)
         await tab.enter(cluster.api_key)
         await submit(tab, items)

@@ -26,7 +26,7 @@ async def test_the_quickstart_says_where_no_cluster_runs(tmp_path: Path) -> None
 
 async def quickstart(folder: Path, status: int = 0) -> list[str]:
     """The lines that it prints."""
-    command = [sys.executable, "-m", "examples.quickstart", "--data", str(folder)]
+    command = [sys.executable, "-m", "examples.quickstart", "--data", str(folder), "--steps", "2"]
     run = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=PIPE, stderr=STDOUT)
     printed, _ = await asyncio.wait_for(run.communicate(), 200)
     assert run.returncode == status, printed.decode()

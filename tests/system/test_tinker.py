@@ -78,12 +78,6 @@ async def test_kills_between_operations_change_no_bit(tmp_path: Path) -> None:
     assert verdict.faults == []
 
 
-@pytest.mark.timeout(LONG_S)
-async def test_kills_between_operations_lose_and_double_nothing(tmp_path: Path) -> None:
-    verdict = await disturbed("default", NUM_KILLS, SEED, tmp_path)
-    assert verdict.faults == []
-
-
 async def test_a_runs_version_is_chatted_with_and_gone_on_from(tmp_path: Path) -> None:
     """One store of versions: of a run by `openai` and by a job, of a job by a run. What nobody names is deleted."""
     async with running(tmp_path) as (cluster, api):

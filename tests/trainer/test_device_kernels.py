@@ -22,7 +22,6 @@ from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.device_kernels import varlen
 from trainer_service.backbone.device_kernels.blocks import compile_blocks
 from trainer_service.backbone.device_kernels.choice import refuse_kernels
-from trainer_service.backbone.device_kernels.flex import flex_packed
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.ranks.leader import begin_of
@@ -53,6 +52,8 @@ def on_a_processor(values: Sequence[Tensor]) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("window", BY_WINDOW)
 def test_flex_attention_sees_what_the_plain_path_sees(window: int | None, device: str) -> None:
+    from trainer_service.backbone.device_kernels.flex import flex_packed  # here: it imports torch's compiler
+
     pack = Pack.of(PACK, torch.device(device))
     given = inputs(pack, torch.float32)
     learns = device == "cuda"  # it has no backward on a CPU
@@ -169,6 +170,7 @@ def test_a_base_model_loads_with_flex_attention(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
 def test_blocks_are_compiled_once_for_packs_of_all_kinds(tmp_path: Path) -> None:
     """Computes graphs as they are traced, which torch's compiler would make faster."""

@@ -24,6 +24,7 @@ def test_deterministic_mode_does_without() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
 def test_compiled_parts_train_alike_and_keep_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # other processes would import torch anew

@@ -4,6 +4,7 @@ Of several numbers it is a total or follows `so`; it is in no circumstance or as
 """
 
 import re
+from functools import lru_cache
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, chosen_value, free_candidates, has_number, hidden
@@ -150,6 +151,7 @@ _AFTER_COLON = re.compile(r"(?<!\s):\s+([^:=]{1,40})$")
 _CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
 
+@lru_cache(maxsize=128)  # whether each of the next sentences is a remark depends on it
 def result_of(sentence: str) -> str:
     """The result that one sentence states, "" if none; in each unit in which it states it."""
     return in_each_form(_result_of(_accepted(sentence)), sentence)

@@ -13,7 +13,7 @@ from manager_service.runs.records import run_of
 from tests.support.api_server import ApiServer
 from tests.support.owned_runs import owned_runs
 from tests.support.run_trainer import HashingTrainer
-from tests.support.tinker_sdk import VERSION, Ended, run_command, run_sdk
+from tests.support.tinker_sdk import VERSION, Ended, run_commands, run_sdk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the first one installs the SDK
 
@@ -51,28 +51,36 @@ async def sdk(server: ApiServer, program: str, version: str = VERSION) -> Any:
     return await run_sdk(program, url=server.url, key=server.key, version=version)
 
 
-async def tinker(server: ApiServer, *words: str, version: str = VERSION) -> Ended:
-    return await run_command("--format", "json", *words, url=server.url, key=server.key, version=version)
+async def tinker(server: ApiServer, *lines: str, version: str = VERSION) -> list[Ended]:
+    return await run_commands(lines, url=server.url, key=server.key, version=version)
 
 
 async def test_runs_models_and_checkpoints_are_listed_changed_and_deleted(server: ApiServer) -> None:
     saved = await sdk(server, SAVE)
     run, (one, two) = saved["run"], saved["paths"]
-    listed = (await tinker(server, "run", "list")).json()
-    assert [row["training_run_id"] for row in listed["runs"]] == [run]
-    assert (await tinker(server, "run", "info", run)).json()["lora_rank"] == 4
-    assert (await tinker(server, "model", "list")).json()["models"][0]["model_name"] == "tiny"
-    assert (await tinker(server, "checkpoint", "set-ttl", one, "--ttl", "86400")).code == 0
-    shown = (await tinker(server, "checkpoint", "info", one)).json()
-    assert (shown["checkpoint_id"], shown["lora_rank"], bool(shown["expires_at"])) == ("weights/one", 4, True)
-    assert (await tinker(server, "checkpoint", "set-ttl", one, "--remove")).code == 0
-    assert (await tinker(server, "checkpoint", "info", one)).json()["expires_at"] is None
-    wrong = await tinker(server, "checkpoint", "set-ttl", one, "--ttl", "60")
+    runs, info, models, kept, shown, lasting, again, wrong, deleted, left = await tinker(
+        server,
+        "run list",
+        f"run info {run}",
+        "model list",
+        f"checkpoint set-ttl {one} --ttl 86400",
+        f"checkpoint info {one}",
+        f"checkpoint set-ttl {one} --remove",
+        f"checkpoint info {one}",
+        f"checkpoint set-ttl {one} --ttl 60",
+        f"checkpoint delete --yes {one}",
+        f"checkpoint list --run-id {run}",
+    )
+    assert [row["training_run_id"] for row in runs.json()["runs"]] == [run]
+    assert info.json()["lora_rank"] == 4
+    assert models.json()["models"][0]["model_name"] == "tiny"
+    assert (kept.code, lasting.code) == (0, 0)
+    told = shown.json()
+    assert (told["checkpoint_id"], told["lora_rank"], bool(told["expires_at"])) == ("weights/one", 4, True)
+    assert again.json()["expires_at"] is None
     assert wrong.code != 0 and "between 3600" in wrong.err
-    deleted = (await tinker(server, "checkpoint", "delete", "--yes", one)).json()
-    assert deleted == {"deleted_count": 1, "failed": []}
-    left = (await tinker(server, "checkpoint", "list", "--run-id", run)).json()
-    assert [row["tinker_path"] for row in left["checkpoints"]] == [two]
+    assert deleted.json() == {"deleted_count": 1, "failed": []}
+    assert [row["tinker_path"] for row in left.json()["checkpoints"]] == [two]
 
 
 @pytest.mark.parametrize("version", [VERSION, "0.24.1", "0.16.1"])
@@ -80,9 +88,8 @@ async def test_a_checkpoint_is_downloaded(server: ApiServer, tmp_path: Path, ver
     """The newest client copies it to a run of its own, and fetches file by file; older ones fetch an archive."""
     saved = await sdk(server, SAVE, version)
     stored = await AdapterStore(server.api.objects).read(AdapterRef("default", run_of(saved["run"]) or "", 1))
-    words = ("checkpoint", "download", saved["paths"][0], "--output", str(tmp_path))
-    done = (await tinker(server, *words, version=version)).json()
-    found = {path.name: path.read_bytes() for path in Path(done["destination"]).iterdir()}
+    (done,) = await tinker(server, f"checkpoint download {saved['paths'][0]} --output {tmp_path}", version=version)
+    found = {path.name: path.read_bytes() for path in Path(done.json()["destination"]).iterdir()}
     assert found.keys() - {"checkpoint_complete"} == set(PEFT_FILES)
     if version != VERSION:
         assert {name: found[name] for name in PEFT_FILES} == stored
@@ -115,13 +122,14 @@ print(json.dumps({"sizes": sizes, "kinds": kinds, "gone": told(rest.get_external
 async def test_use_is_shown_by_the_hour(server: ApiServer) -> None:
     saved = await sdk(server, SAVE)
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
-    window = [f"{hour + timedelta(hours=hours):%Y-%m-%dT%H:00:00Z}" for hours in (-1, 2)]
-    used = (await tinker(server, "billing", "usage", *window)).json()
+    start, end = (f"{hour + timedelta(hours=hours):%Y-%m-%dT%H:00:00Z}" for hours in (-1, 2))
+    usage, storage = await tinker(server, f"billing usage {start} {end}", "billing checkpoint-storage")
+    used = usage.json()
     session = saved["run"].partition(":train:")[0]
     assert {row["session_id"] for row in used["data"]} == used["sessions"].keys() == {session}
     assert sum(row["event_info"]["token_count"] for row in used["data"]) == 1
     assert {row["event_info"]["type"] for row in used["data"]} == {"training"}
-    stored = (await tinker(server, "billing", "checkpoint-storage")).json()
+    stored = storage.json()
     assert [row["checkpoint_count"] for row in stored["data"]] == [2] and stored["data"][0]["size_bytes"] > 0
 
 
