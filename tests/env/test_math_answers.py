@@ -212,6 +212,7 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(texts: Path) -> 
         "3 × 6 = 18 codes are possible. If digits couldn't repeat there'd be only 6.",
         "There are 18 faces, 12 edges and 8 vertices. The question is about faces: 18.",
         "F = 2 kg · 9 m/s² = 18 N.",
+        "Each bag costs **$3**, so 6 bags cost $18.",
     ],
 )
 def test_the_final_answer_counts(text: str) -> None:

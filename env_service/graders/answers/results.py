@@ -112,8 +112,6 @@ _CONTRARY = re.compile(
 _LABEL = re.compile(r"^[\W_]*[A-Za-z][A-Za-z ]{2,30}:⟫?\s+")
 _EQUATIONS = re.compile(r"(⟦[^⟦⟧]*=[^⟦⟧]*⟧(?:(?:,| or|,? and) (?=⟦)⟦[^⟦⟧]*=[^⟦⟧]*⟧)+)[^\d⟦]*$")
 """Several equations at the end of a sentence, each of which is a solution."""
-_STATED = re.compile(r"⟪(?!step\b|case\b)[^⟪⟫\d:=]*[＄€£]?\d[^⟪⟫:=]*⟫(?!\s*[-+*/×·÷=:])", re.IGNORECASE)
-"""A value in bold that is no part of a calculation."""
 _ONE_BOLD = re.compile(r"[^⟪⟫]*⟪([^⟪⟫]*)⟫[^⟪⟫]*")
 _EXACTLY = re.compile(
     r"(?:approximately|about|roughly|around|≈|\\approx) [⟪⟦]*(-?[＄€£]?\d[\d.,]*\d%?)[^\d=]{0,15}?[,(]? ?(?:or|that is),? "
@@ -379,11 +377,10 @@ def terse(sentence: str) -> str | None:
 
 @functools.lru_cache(maxsize=RECENT)
 def concluded_part(sentence: str) -> str:
-    """The part of a sentence after its last `so` that still has a number, or after what says the same; a value in bold stays in it."""
-    stated = next(reversed([bold.start() for bold in _STATED.finditer(sentence)]), len(sentence))
+    """The part of a sentence after its last `so` that still has a number, or after what says the same."""
     for found in reversed(list(said.CONCLUSION.finditer(sentence))):
         rest = sentence[found.end() :]
-        if found.start() < stated and has_number(rest) and not re.match(r"\s*(?:many|much|far)\b", rest):
+        if has_number(rest) and not re.match(r"\s*(?:many|much|far)\b", rest):
             return rest
     return sentence
 

@@ -56,6 +56,7 @@ _ALSO = re.compile(
 )
 """The rest of a sentence after a result that was just computed: something else that holds."""
 _COMPARES = re.compile(r"\b(?:than|but|not|only|if|while|whereas)\b|n't\b|⟪|:", re.IGNORECASE)
+_BOLD = re.compile(r"⟪[^⟪⟫]*⟫")
 _NO_SOLUTION = re.compile(
     r"\W*(?:(?:so|thus|hence|therefore|because of this|this means(?: that)?),? )?"
     r"(?:there (?:is|are|exists?)|(?:it|this|the (?:equation|system|problem|inequality)) has)"
@@ -185,7 +186,11 @@ def restated(sentences: list[str]) -> str | None:
     stated = next((n for n in NUMBER.finditer(last) if [*values(n[0])] == computed), None) if computed else None
     others = {*values(last)} - {*computed}
     once = [*values(last)].count(computed[0]) == 1 if computed else False
-    if not stated or not once or "=" in last or others & calculated(before) or _is_undecided(last, stated.start()):
+    if not stated or not once or "=" in last or _is_undecided(last, stated.start()):
+        return None
+    if [*values(" ".join(_BOLD.findall(last)))] == computed:
+        return value_at(last[stated.start() :])
+    if others & calculated(before):
         return None
     rest = last[stated.end() :]
     if not others:

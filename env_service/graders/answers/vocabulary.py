@@ -265,7 +265,7 @@ ASIDE = compiled(
     r"|;\s(?=[^;]*\bwould\b)|;\s(?=[^;]*\b(?:from now|ago)\b[^;]*\d[^;]*\band\b[^;]*\d)|(?:,? and|,? while|,? whereas"
     r"|,) the (?!total|answer|sum|remain)[a-z\d][^,;.=]{0,40}\bwould\b"
     r"|(?:,|\sor)\s(?:just |only |exactly )?[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|short|shy|from|after|before"
-    r"|above|later|earlier|of|[a-z]+er than)\b(?! (?:is|was)\b)"
+    r"|above|below|later|earlier|of|[a-z]+er than)\b(?! (?:is|was)\b)"
     r"|\s[-–—]\s(?=[＄€£]?\d[\d.,]*%?(?: [a-z]+){0,2} (?:more|less|fewer|[a-z]+er) than\b)"
     r"|;\s(?=(?:their|its) (?:sum|product|difference|quotient|total|average|area|perimeter|volume)\b)"
     r"|\sand [＄€£]?\d[\d.,]*%?(?: [a-z]+)? (?:is|are|was|were|do|does|did|has|have)(?: not|n't)\b"
