@@ -23,11 +23,10 @@ BELOW = {
     "math_texts_sixth_blind": (98.3, 1),
     "math_texts_ninth": (99.6, 0),
     "math_texts_tenth_blind": (99.6, 0),
-    "math_texts_eleventh_blind": (94.6, 1),
-    "math_texts_thirteenth_blind": (99.0, 1),
+    "math_texts_eleventh_blind": (95.1, 1),
+    "math_texts_thirteenth_blind": (99.2, 1),
     "math_texts_fifteenth": (99.4, 0),
-    "math_texts_sixteenth": (99.0, 0),
-    "math_texts_seventeenth_blind": (99.3, 0),
+    "math_texts_sixteenth": (99.5, 0),
 }
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
@@ -204,6 +203,29 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(
         "You can fill 18 cups. Here's why: a cup is 1/3 l, so 3 cups take 1 l. 6 l are as much again six times.",
         "18\n\nFirst multiply: 3 × 4 = 12. Then add 6.",
         "So the team scored 18 points. Insects have six legs anyway.",
+        "**18 minutes.**\n\nA machine takes 18 minutes. So 5 machines make 5 parts in the same 18 minutes.",
+        "90 / 5 = 18\n\nHe will have $90 after 18 weeks.",
+        "x = 18\n\nIn 18 years. Ann will then be 20 and her mother 40, and 40 = 2 × 20.",
+        "So they meet after 36 / 2 = 18 hours. At that time one has gone 160 km and the other 200 km.",
+        "72 / 4 = 18. They meet after 18 hours.\n\nAt that time one has gone 30 km and the other 42 km, which adds up to 72 km.",
+        "The larger root is 18.\n\nSolving yields x = 2 and x = 18, and 18 is the larger of these.",
+        "c = 18.\n\nThere are **18 cows** (and 12 hens). Check: 72 + 24 = 96 ✓.",
+        "41 - 9 = 32; 36 ÷ 2 = 18.\n\nCheck: 18·2 = 36. ✓ \n\nThe number is 18.",
+        "So $\\int_0^3 (2x+3)\\,dx = 18$.",
+        "8 × CHF 2 = CHF 16\nCHF 16 + CHF 2 = CHF 18\n\nThe ride costs CHF 18.-",
+        "18. She reads 6 pages a day for 3 days.",
+        "LCM(2, 9): since 2 and 9 share no factors, LCM = 2 × 9 = 18.",
+        "24 − 6 = 18\n\nThe price is **$18**, so you save $6.",
+        "30 - 12 = 18. **The price is $18.** So you save $12 compared to the full price of $30.",
+        "It goes 6 × 3 = 18 miles. If it had left an hour earlier, it would have gone 24.",
+        "6 × 3 = 18. So there are 18 apples. I used the fact that each of the 3 bags holds the same.",
+        "The new price is thus $18 — 2 dollars more than before.",
+        "n = 18. The other root, n = −3, is rejected since n counts people.",
+        "d + 2 = 20, d = 18. Dan is 18 today and will be 20 in 2 years.",
+        "3 × 6 = 18 codes are possible. If digits couldn't repeat there'd be only 6.",
+        "There are 18 faces, 12 edges and 8 vertices. The question is about faces: 18.",
+        "F = 2 kg · 9 m/s² = 18 N.",
+        "Each bag costs **$3**, so 6 bags cost $18.",
     ],
 )
 def test_the_final_answer_counts(text: str) -> None:
@@ -295,6 +317,12 @@ def test_the_final_answer_counts(text: str) -> None:
         "The answer could be 18, but without more information I can't be certain.",
         "So 18% walk and the others do not. The question wants those who don't: 82%.",
         "So k = 18. Let me double check: 18 / 3 = 6. OK wait, should it be larger? Then k/3 = 7 and therefore k = 21.",
+        "2x + 9 = 2x + 18 gives 9 = 18, which is impossible.\n\nThere is no solution.",
+        "48 ÷ 5 = 18 R 3.\n\nAfter filling 18 boxes, 3 eggs are left over.",
+        "44/7 = 18.3, and a part of a van can't be hired.\n\nThey need 7 vans.",
+        "2 × 18 = 36. The numbers are 36 and 18, so the larger one is 36.",
+        "The chance of red is 1 in 18, i.e. 1/18.",
+        "18 g = 0.018 kg",
     ],
 )
 def test_a_number_that_is_only_mentioned_does_not(text: str) -> None:
@@ -461,6 +489,14 @@ HOSTILE = [
     ", a a a being ",
     "$x=5$ or ",
     "Tom is 5 and ",
+    "2. Ab\n",
+    "5 = 5 + ",
+    "! ✓",
+    "5+",
+    "a+5",
+    "**5** so 6 ",
+    "5 kg · 5 = ",
+    "5 is: 5 = 6 ",
 ]
 
 

@@ -10,9 +10,10 @@ from itertools import islice
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import has_number
-from env_service.graders.answers.remarks import concludes_anew, values
+from env_service.graders.answers.remarks import concludes_anew
 from env_service.graders.answers.results import result_of
 from env_service.graders.answers.sentences import split, stated_result
+from env_service.graders.answers.values.sums import values
 
 MAX_QUESTIONS = 10
 """Questions, and trials, that are looked at: the first ones."""
@@ -29,7 +30,9 @@ _REFERENCE = re.compile(r"(?<=\S) ?\[\d{1,2}\]")
 _ASSIGNED = re.compile(r"(?<![A-Za-z\d)\\] )(?<![A-Za-z\d)\\])[A-Za-z] ?=([^=\n;.]*)")
 """An unknown, and the value that it gets."""
 _CONCLUDES_AGAIN = re.compile(
-    r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n\d]*\d[^\n]*\Z|\n⟪[^⟪⟫\n]*\d[^⟪⟫\n]*⟫\W*\Z", re.IGNORECASE
+    r"(?<=[.!?\n]) ?(?:so|therefore|thus|hence)\b[^.\n\d]*\d[^\n]*\Z|\n⟪[^⟪⟫\n]*\d[^⟪⟫\n]*⟫\W*\Z"
+    r"|\n[^\S\n]*\n[^\n\d=(]*\d[\d.,/]*[^\n\d=(]*\Z",
+    re.IGNORECASE,
 )
 
 
@@ -93,4 +96,10 @@ def without_remarks(text: str) -> str:
         rest = rest[: closing.start()]
     if _NOTE.search(rest):
         rest = _REFERENCE.sub("", _NOTE.sub("", rest))
-    return head + said.COMMENT.sub("", _ASIDE.sub("", rest))
+    return head + said.COMMENT.sub("", _ASIDE.sub(_full_stop, rest))
+
+
+def _full_stop(aside: re.Match[str]) -> str:
+    """The full stop that ends the sentence in which an aside stands, if one does."""
+    inside = aside.string[aside.start() - 1 : aside.start()] not in (".", "!", "?", "\n", "")
+    return "." if inside and aside[0].endswith(".") else ""

@@ -43,6 +43,11 @@ _MONEY_AND_CENTS = re.compile(
 )
 _LONG_UNIT = rf"(?:{UNIT}|pounds?|lbs?|ounces?|oz)"
 _COMPOUND = re.compile(rf"\s*{_LONG_UNIT}\.?,?\s*(?:and\s+)?\d+(?:\.\d+)?\s*{_LONG_UNIT}\b", re.IGNORECASE)
+_MEASURED = re.compile(
+    rf"\s?{UNIT}(?![A-Za-z])(?:\^\{{\d\}})?\s?(?:[*×·÷+/]|-(?=\s))\s?[＄€£]?\d[^=,;:\n]{{0,60}}=\s*(?=[＄€£]?\d)",
+    re.IGNORECASE,
+)
+"""The rest of a calculation with units behind its first number, up to its result."""
 _REMAINDER = re.compile(r",?\s*(?:with )?(?:an? )?(?:r|remainder(?: of)?)\s*(\d+)", re.IGNORECASE)
 _ASSIGNMENT = re.compile(r"\s*(?:,\s*)?(?:and|or|,)?\s*(?=[A-Za-z]\s*=)")
 _TRAILING = " \t.,;:。，'\"`*_⟪⟫⟧"
@@ -72,6 +77,8 @@ def value_at(text: str) -> str | None:
     rest = text[number.end() :]
     if _GOES_ON.match(rest):
         return _expression_at(text) or number[0].strip()
+    if computed := _MEASURED.match(rest):
+        return value_at(rest[computed.end() :])
     if _NEXT.match(rest):
         return _list_at(text, number.end())
     if compound := _COMPOUND.match(rest):
@@ -127,6 +134,8 @@ def _expression_at(text: str) -> str | None:
         return value_of(text)
     if re.match(r"\s*[A-Za-z]{2}", text[end:]) and re.search(r"[-+*/=]$", inside):
         return None
+    if computed := _MEASURED.match(text, found.start() + len(inside)):
+        return value_at(text[computed.end() :])
     if further := _ASSIGNMENT.match(text, end) or _ASSIGNMENT.match(text, found.start() + len(inside)):
         return f"{value_of(inside)}, {value_at(text[further.end() :])}"
     value = value_of(inside)
@@ -176,9 +185,11 @@ def value_of(inside: str) -> str:
 
 def _named(values: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """The values without the steps that lead to the last: `2n = 46, n = 23` names 23, and so does `a = 20, b = 3, a + b = 23`."""
-    if re.search(r"[A-Za-z)]\s*[-+*/]\s*\w", values[-1][0]) and not any(_STEP.search(name) for name, _ in values[:-1]):
+    last, earlier = values[-1][0], values[:-1]
+    named_sum = re.search(r"[A-Za-z)]\s*[-+*/]\s*\w", last) and not any(_STEP.search(name) for name, _ in earlier)
+    if named_sum or (re.search(r"[\d)] ?[-+*/×·÷]", last) and not re.search("[A-Za-z]", last)):
         return values[-1:]
-    return [one for one in values if not _STEP.search(one[0])] if not _STEP.search(values[-1][0]) else values
+    return [one for one in values if not _STEP.search(one[0])] if not _STEP.search(last) else values
 
 
 def assigned(values: list[tuple[str, str]]) -> str:
@@ -216,9 +227,9 @@ def _right_side(inside: str) -> str:
     inside = re.sub(r"\\?[bp]mod\b.*|\(mod\b.*", "", inside)
     exact, *approximate = _APPROXIMATE.split(inside)
     computed = re.search(r"\d\s*(?:·|×|\*|\\cdot|\\times)|(?:·|×|\*|\\cdot|\\times)\s*\d", _EQUALITY.split(exact)[-1])
-    sides = _EQUALITY.split(
-        exact if not computed and re.search(r"\\(?:pi|sqrt|[dt]?frac|ln|log)", exact) else [exact, *approximate][-1]
-    )
+    formula = approximate and re.search(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])", _EQUALITY.split(exact)[-1])
+    is_value = not computed and not formula and re.search(r"\\(?:pi|sqrt|[dt]?frac|ln|log)", exact)
+    sides = _EQUALITY.split(exact if is_value else [exact, *approximate][-1])
     return sides[-2] if len(sides) > 1 and re.fullmatch(r"\s*[A-Za-z]\s*", sides[-1]) else sides[-1]
 
 

@@ -39,7 +39,7 @@ _CALCULATOR = re.compile(
     r"<tool_call>[^<]*</tool_call>|~~[^~\n]{1,200}~~|\\(?:begin|end)\{(?:sol\w*|ans\w*|proof|document|center|quote)\}"
     r"|```[ \t]*(?:py\w*|js|javascript|c|cpp|java|r|matlab)\n[^`]*```|\\(?:blacksquare|square|qed|hfill)(?![A-Za-z])"
     r"|\\(?:label|tag)\{[^{}]*\}"
-    r"|\b(?:QED|Q\.E\.D\.?)(?!\w)|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)/-|(?<=[a-z] )(?:\.{3}|…)(?=\d)"
+    r"|\b(?:QED|Q\.E\.D\.?)(?!\w)|<<[^<>=\n]{0,100}=[^<>\n]{0,100}>>|(?<=\d)(?:/|[.,](?=[-–—](?!\w)))[-–—]|(?<=[a-z] )(?:\.{3}|…)(?=\d)"
 )
 _ENUMERATOR = re.compile(r"(?<=[\s,:])\([1-9]\)\s(?=[a-z])")
 _BOLD_TAGS = re.compile(r"</?(?:b|strong)>", re.IGNORECASE)
@@ -54,7 +54,7 @@ _ITALIC = re.compile(
     r"(?<![\w*)⟧])(?:\*(?=[^\s*])([^*\n⟦⟧]{1,80}+)(?<=\S)\*|_(?=[^\s_])([^_\n⟦⟧]{1,80}+)(?<=\S)_)(?![\w*(]|\s*\d)"
 )
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!:; ]|~|')(?=\d{3}(?!\d))")
-_PI = re.compile(r"(?<![α-ωά-ώ])π(?![α-ωά-ώ])")
+_PI = re.compile(r"(?<![α-ωά-ώ])π(?![α-ωά-ώ])(?P<apart>(?=[A-Za-z]))?")
 _POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
 _DECIMAL_BRACES = re.compile(r"(?<=\d)\{,\}(?=\d)")
 _ROOT = re.compile(r"√\s*(?:\(([^()\n]*+)\)|\{([^{}\n]*+)\}|(\d++|[a-z]))")
@@ -104,7 +104,7 @@ def plain(text: str) -> str:
     """The plain form of a text's last `MAX_CHARACTERS` characters."""
     text = text[-MAX_CHARACTERS:].translate(_SIGNS)
     if not text.isascii():
-        text = _PI.sub(r"\\pi ", text)
+        text = _PI.sub(lambda pi: "\\pi" + " " * (pi["apart"] is not None), text)
         text = "".join(_digit(c) if c > "\x7f" else c for c in text)
         text = re.sub(r"(?<![\w.)])[–—](?=[\d$€£¥])", "-", text)
     for pattern, written in _MEASURES:

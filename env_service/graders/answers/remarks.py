@@ -1,18 +1,15 @@
 """Tells remarks that follow a result, and explanations of a result that a text begins with, from the result."""
 
 import re
-from collections.abc import Iterator
 from fractions import Fraction
-from itertools import permutations
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import has_number
 from env_service.graders.answers.expressions import value_at
 from env_service.graders.answers.results import concluded_part, result_of, terse
-from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
-
-MAX_OPERANDS = 20
-"""Numbers in an explanation whose sums, differences, products and quotients are looked at."""
+from env_service.graders.answers.values.amounts import SAME_AMOUNT
+from env_service.graders.answers.values.numbers import NUMBER, spelled_small
+from env_service.graders.answers.values.sums import MAX_OPERANDS, combines, computes, equated, numbers, values
 
 _EXPLAINED = re.compile(r"\W*(?:explanation|reasoning|working|why|because|steps)\b", re.IGNORECASE)
 _EXPLANATION = re.compile(
@@ -43,27 +40,22 @@ _UNASKED = re.compile(
     r"|did not|didn't) ask|\bnot what (?:is|was|we were|we are|they) (?:being )?ask"
     r"|\bbut (?:we|you) (?:only|just) (?:need|want)(?:ed)?\b"
     r"|\bbut [^.\d=]*\b(?:asked|asks|wanted)\b[^\d]*$"
-    r"|\(not asked\)|\bas a bonus\b"
+    r"|\b(?:can't|cannot) be (?:further )?(?:simplified|reduced)\b|\bno common factors?\b"
+    r"|\bcommon (?:mistake|error)\b|\bextra information\b|\b(?:is|are|was|were)(?:n't| not) (?:included|counted)\b"
+    r"|\bas (?:it|they) should\b(?!.*=)|\(not asked\)|\bas a bonus\b"
     r"|\bI could also\b|\b(?:is|are|was)(?:n't| not) (?:asked|needed here)\b|\bin case you wondered\b"
     r"|\bbut the problem (?:told|tells|asked|asks) us to (?:use|round)\b"
-    r"|\bby the way\b|\bif you(?:'re| are) (?:curious|interested|wondering)\b|\bby contrast\b|^if [^,=]*\b(?:didn't|hadn't|weren't)\b",
+    r"|\bby the way\b|\bif you(?:'re| are) (?:curious|interested|wondering)\b|\bby contrast\b"
+    r"|^if [^,=]*\b(?:did|had|were|was|could|do|does)n't\b"
+    r"|\b(?:is|are|was|were|be) (?:[a-z]+ )?(?:rejected|discarded|extraneous|invalid)\b[^\d]*$",
     re.IGNORECASE,
 )
 _SUPPOSES = re.compile(
-    r"(?=.*\b(?:without|alone|on (?:his|her|their|its) own|instead|otherwise|originally)\b).*\bwould(?:n't| not)? have\b"
-    r"|if [^,]*\b(?:another|instead|one more)\b",
+    r"(?=.*\b(?:if|had|without|alone|on (?:his|her|their|its) own|instead|otherwise|originally)\b).*\bwould(?:n't| not)? have\b"
+    r"|if [^,]*\b(?:another|instead|one more)\b|(?:its|paying|using)\b[^=]*?\bwould (?:be|give)\b",
     re.IGNORECASE,
 )
 """Words in a sentence of what is not the case."""
-_WOULD = re.compile(r"(?:its|paying|using)\b[^=]*?\bwould (?:be|give)\b", re.IGNORECASE)
-"""Words of what else there would be."""
-_COMPARES = re.compile(
-    r"(?:[a-z]+[,!] )?(?:that|this)(?: is|'s) (?:about |exactly |only )?[＄€£]?\d[\d.,]*%?(?: [a-z]+){0,2}"
-    r" (?:less|more|fewer|[a-z]+er) than\b",
-    re.IGNORECASE,
-)
-_COMPARED = re.compile(r"\bcompared (?:with|to)\b", re.IGNORECASE)
-_EQUALS = re.compile(rf"=\s*(?:{NUMBER.pattern})(?!\s*[-+*/×·÷=(^])", re.IGNORECASE)
 EXCLAIMS = re.compile(
     r"(?!.*(?:=|\b(?:leav\w*|left|remain\w*|total|so(?! close)|thus|then|altogether|sum|makes?)\b))"
     r"(?:.*!$|.*\b(?:only|just)\b|if .*\b(?:will|would)\b|.*'d\b)",
@@ -71,13 +63,18 @@ EXCLAIMS = re.compile(
 )
 """A remark on a result once it is stated: `only 5 more and she has 100!`"""
 _AS_IT_SHOULD = re.compile(
-    r"=[^=]*(?:[✓✔✅☑]\W*$|\b(?:which|that|this|it)(?: [a-z]+)? (?:agrees?|matche?s?|fits?|works|checks|holds|confirms|correct|right)\b"
+    r"^[^\w\n]*[✓✔✅☑][^\w\n]*\d[^=\n]*="
+    r"|=[^=]*(?:[✓✔✅☑]\W*$|\b(?:which|that|this|it)(?: [a-z]+)? (?:agrees?|matche?s?|fits?|works|checks|holds|confirms|correct|right)\b"
     r"|\b(?:as|number|total|amount|value) (?:is )?(?:given|required|expected|stated|wanted|needed|promised|it should)\b)"
     r"|\b(?:add|put|plug|substitut)\w*\b[^.=]*\bback\b",
     re.IGNORECASE,
 )
 """Words of a check: `29 + 7 = 36, as it should be`, `adding the 7 back`."""
 _BOLD_VALUE = re.compile(r"⟪[^⟪⟫]*\d[^⟪⟫]*⟫")
+_PROOF = re.compile(
+    r"(?:^|(?<=[a-z(,;:] ))-?[＄€£]?\d[\d.,]*(?: [a-z]+)? = (?=[＄€£]?\d[\d.,]*(?: [a-z]+)? ?[-+*/×·÷] ?[＄€£]?\d[^=]*$)"
+)
+"""A number that is the result of a calculation which follows it: `42 = 3 × 14`."""
 _BRACKETS = re.compile(r"\([^()]*\)")
 _SUPPOSED = re.compile(
     r"\b(?:would|could|might|wouldn't)\b|\b(?:he|she|it|they|we|you|i|that|this)'d\b|^\W*if\b|\b(?:say|for example|e\.g\.),",
@@ -87,7 +84,9 @@ _SUPPOSED = re.compile(
 _SET_BESIDE = re.compile(
     r"^\W*(?:that|this|it)(?:'s| is| was| means)\b[^.]*\b(?:more|less|fewer|[a-z]+er|as (?:many|much|[a-z]+)) (?:than|as)\b"
     r"|^\W*(?:that|this|it)(?:'s| is) (?:about|roughly|nearly|almost|only|just)\b"
-    r"|^\W*(?:that|this|it)(?:'s| is) (?:an?|the) (?:famous|classic|well-known|common|\d+-\d+)\b",
+    r"|^\W*(?:that|this|it)(?:'s| is) (?:an?|the) (?:famous|classic|well-known|common|same|\d+-\d+)\b"
+    r"|^[^\n]* also (?:works?|squares?|divides|satisf\w+|solves?)\b"
+    r"|^\W*\d[\d.,]* [a-z²³]+ (?:is|are) (?:about|roughly|approximately|the same as)\b",
     re.IGNORECASE,
 )
 """Words that compare a result."""
@@ -103,47 +102,39 @@ _STATES = re.compile(
     re.IGNORECASE,
 )
 """Beginning of a sentence that states a result in its own right."""
-_BY_THEN = re.compile(r"\W*by\b", re.IGNORECASE)
 _TRIED_BACK = re.compile(
     r"\W*(?:plug|put|substitut|insert)[a-z]* (?:it|this|that|them|these|(?:the|this|that) [a-z]+|[^ ]*\d) "
     r"(?:back )?(?:in|into|back)\b",
     re.IGNORECASE,
 )
-_PART = re.compile(r"\b(?:half|third|quarter)s?\b", re.IGNORECASE)
 _ENOUGH = re.compile(
     r"^\W*the (?:last|other|[a-z]+th|[a-z]+nd|[a-z]+rd)\b[^=]*\b(?:would|will|is|has) (?:only |just |then |even |not )?(?:be "
     r"|have )?(?:partly|half|empty|full|fewer|less|only|just|contain|carry|hold)\b"
     r"|\b(?:(?:that|this|it|which)(?:'s| is| will be| would be)|(?:have|has)) (?:just |more than |plenty |quite "
-    r"|easily )?(?:enough|sufficient|plenty)\b(?![^.]*\d)|\byou're fine\b|\b(?:pass(?:ing)? mark|(?:speed|weight|time) limit|threshold"
+    r"|easily )?(?:enough|sufficient|plenty)\b(?![^.]*\d)|\b(?:is|are) (?:just |more than |easily )?enough\W*$|\byou're fine\b"
+    r"|\b(?:pass(?:ing)? mark|(?:speed|weight|time) limit|threshold"
     r"|cut-?off)\b|\bneeded\b[^.]*\bto (?:pass|win|reach|get)\b",
     re.IGNORECASE,
 )
-_IN_CONCLUSION = re.compile(
-    r"\W*(?:in (?:conclusion|summary)|to (?:conclude|sum up|summari[sz]e)|all in all)\b", re.IGNORECASE
-)
+_IN_CONCLUSION = re.compile(r"\W*(?:in (?:conclusion|summary)|to (?:conclude|sum up)|all in all)\b", re.IGNORECASE)
 _UNREAL = re.compile(
     r"\b(?:say|for example|e\.g|instead|without|hadn't|had|were|weren't|wasn't|didn't|original\w*|another|would have)\b",
     re.IGNORECASE,
 )
 """Words of a case that the problem does not ask about."""
 _CLOCK = re.compile(r"\b\d{1,2}:\d\d\b")
-_ELSE = re.compile(r"\W*(?:with|without|if|had|to)\b.*(?:\bwould\b|'d\b)", re.IGNORECASE)
-_OTHER_TIME = re.compile(r"\b(?:ago|from now|later|earlier)\b|^\W*in \d+ [a-z]+\b.*(?:\bwill\b|'ll\b)", re.IGNORECASE)
-_REASONABLE = re.compile(
-    r"\b(?:reasonable|plausible|sensible|makes sense|sounds right|(?:look|seem)s right|confirms|back to|good sign)\b",
-    re.IGNORECASE,
-)
 _LABELLED = re.compile(r"^\W*(?!step|note|given)[a-z][a-z -]{2,40}:", re.IGNORECASE)
 _ALL = re.compile(r"\ball\b(?! together)", re.IGNORECASE)
-_OF_THESE = re.compile(r"\W*(?:\d+ )?of (?:these|those|them)\b", re.IGNORECASE)
+_OF_THESE = re.compile(r"\W*(?:(?:\d+|half|most|some|each) )?of (?:these|those|them|it)\b", re.IGNORECASE)
 """Beginning of a sentence that tells of a part of what was counted."""
 _UNSURE = re.compile(
     r"^\W*(?:but|however|yet|or|although|wait|actually|hmm|oops|no)\b|\b(?:question|problem|asked|wants?|must)\b|:\W*\d",
     re.IGNORECASE,
 )
+_PREMISES = re.compile(r"\b(?:the fact|assum\w+|constant|each of the|equally)\b", re.IGNORECASE)
+_SUMS = re.compile(r"\b(?:adds?|adding|sums?|totals?|together|altogether|makes?|making)\b", re.IGNORECASE)
 _UNKNOWN = re.compile(r"(?<![A-Za-z])[A-Za-z] ?=")
-_AGAIN = re.compile(r"\W*(?:alternatively|another (?:way|method)|a different way)\b", re.IGNORECASE)
-_PREMISE = re.compile(r"\W*(?:since|because|as|although|while)\s[^\n]*?,\s(?=\D*$)", re.IGNORECASE)
+_PREMISE = re.compile(r"\W*(?:since|because|as|although|while|with|given)\s[^\n]*?,\s(?=\D*$)", re.IGNORECASE)
 """Beginning of a sentence that has numbers in its subordinate clause alone."""
 
 
@@ -152,28 +143,32 @@ def is_remark(sentences: list[str]) -> bool:
     *before, last = sentences
     if not any(map(has_number, before)):
         return False
-    if _UNASKED.search(last) or (_goes_further(last) and _sums_up(before[-1])):
+    concluded = said.CONCLUSION.search(f" {before[-1]}") or equated(before[-1]) or _is_firm(before)
+    if _UNASKED.search(last) or (_SUPPOSES.match(last) and "=" not in last and concluded):
         return True
     if not has_number(last):
         counted = spelled_small(last)
-        if _PART.search(last) and _is_firm(before) and not _leads_on(last):
-            return True
         return has_number(counted) and _goes_beside(before, counted)
+    if _PROOF.search(last) and _is_firm(before) and not _leads_on(last):
+        return True
+    reason = said.REASON.search(last)
+    if (
+        reason
+        and reason.start()
+        and not has_number(spelled_small(last[: reason.start()]))
+        and not said.THAT_IS.match(last)
+    ):
+        return "=" not in last
     if _EXPLAINS.match(last) or _PREMISE.match(last) or ("=" not in last and _REMINDS.match(last)):
         return True
     if _exclaims(before, last) or _goes_beside(before, last):
         return True
-    if any(tells(before[-1], last) for tells in (_breaks_down, _repeats, _leads_back, _confirms)):
+    if _adds_up(before, last) or _tells_known(before, last):
+        return True
+    if any(tells(before[-1], last) for tells in (_breaks_down, _leads_back, _confirms)):
         return True
     known = {number[0].strip() for s in before for number in NUMBER.finditer(s)}
     return bool(said.ADDRESS.search(last)) and known.isdisjoint(number[0].strip() for number in NUMBER.finditer(last))
-
-
-def _goes_further(sentence: str) -> bool:
-    """True if a sentence compares a result or supposes another case, and computes nothing."""
-    return "=" not in sentence and bool(
-        _SUPPOSES.match(sentence) or _WOULD.match(sentence) or _COMPARES.match(sentence) or _COMPARED.search(sentence)
-    )
 
 
 def _exclaims(before: list[str], last: str) -> bool:
@@ -181,34 +176,35 @@ def _exclaims(before: list[str], last: str) -> bool:
     computed = [result for s in before for result in equated(s)]
     stated = computed and stated_value(before[-1]) == computed[-1]
     new = stated and EXCLAIMS.match(last) and {*computed, *values(before[-1])}.isdisjoint(values(last))
-    return bool(new) and not any(_computes(value, computed) for value in values(last))
+    return bool(new) and not any(computes(value, computed) for value in values(last))
 
 
 def _goes_beside(before: list[str], last: str) -> bool:
     """True if the last sentence, which neither concludes nor computes, supposes or compares after a firm result."""
     if _refers_back(before, last):
         return True
-    beside = (_SET_BESIDE.search(last) and not _leads_on(last)) or _affirms_with(result_of(before[-1]), last)
+    beside = _SET_BESIDE.search(last) and not _leads_on(last)
     if _ENOUGH.search(last) and result_of(before[-1]) and not said.SETUP.match(before[-1]) and "=" not in last:
         return True
-    if _OF_THESE.match(last) and [*equated(before[-1])] and not _leads_on(last):
+    if _OF_THESE.match(last) and (equated(before[-1]) or _is_firm(before)) and not _leads_on(last):
         return True
-    if beside and ("=" in before[-1] or _OTHER_TIME.search(last)) and result_of(before[-1]):
+    if beside and "=" in before[-1] and result_of(before[-1]):
         return True
     if _is_derived(before):
         aside = _SUPPOSED.search(last) or _SET_BESIDE.search(last) or _BOLD_VALUE.search(before[0])
         return bool(aside) and not _leads_on(last, total=True)
     at = next((i for i in range(len(before) - 1, max(-1, len(before) - 4), -1) if _is_firm(before[: i + 1])), None)
-    if at is None and _ELSE.match(last) and "=" not in before[-1] and not _leads_on(last):
-        return not _follows_from(result_of(before[-1]), [*before, last])
     if at is None or any(map(_leads_on, before[at + 1 :])):
         return False
     stated = result_of(before[at])
     if _IN_CONCLUSION.match(before[at]):
         return not _leads_on(last, total=True)
-    if "(" in stated and {*values(last)} <= {*values(stated)} and not said.CONCLUSION.match(f" {last}"):
-        return True
-    if _affirms_with(stated, last):
+    if (
+        "(" in stated
+        and SAME_AMOUNT not in stated
+        and {*values(last)} <= {*values(stated)}
+        and not said.CONCLUSION.match(f" {last}")
+    ):
         return True
     if _leads_on(last):
         return False
@@ -223,25 +219,18 @@ def _goes_beside(before: list[str], last: str) -> bool:
 
 def _refers_back(before: list[str], last: str) -> bool:
     """True if the last sentence begins with words for the firm result before it, or for its time, and goes on to none."""
-    if not (said.THAT_IS.match(last) or _TRIED_BACK.match(last)) or not (stated := [*values(result_of(before[-1]))]):
+    back, stated = said.THAT_IS.match(last), values(result_of(before[-1]))
+    if not stated or not (back or _TRIED_BACK.match(last)):
         return False
+    time = back["time"] if back else None
     if _TRIED_BACK.match(last):
         return bool(said.AFFIRMED.search(last)) and not said.DENIED.search(last)
     if _leads_on(last) or said.ACTS.search(said.THAT_IS.sub("", last)):
         return False
     operands = [*values(last)]
-    explains = len(operands) > 1 and _computes(stated[0], operands)
-    follows = not _BY_THEN.match(last) and _leads_from(stated[0], operands, before)
-    return explains or (_is_firm(before) and not follows)
-
-
-def _leads_from(stated: Fraction, results: list[Fraction], before: list[str]) -> bool:
-    """True if one of the results is what one number of the text makes of what is stated."""
-    others = {value for s in before for value in values(spelled_small(s))} - {stated}
-    led = any(result != 1 and _combines(stated, other, result) for other in others for result in results)
-    return led or any(
-        result and result != stated and (result / stated).denominator == 1 for result in results if stated
-    )
+    explains = len(operands) > 1 and computes(stated[0], operands)
+    multiple = any(value != stated[0] and value % stated[0] == 0 for value in operands if stated[0])
+    return explains or (_is_firm(before) and (time is not None or not multiple))
 
 
 def _goes_on(sentence: str) -> bool:
@@ -251,17 +240,6 @@ def _goes_on(sentence: str) -> bool:
         or bool(said.ACTS.search(sentence))
         or len(sentence.split()) < 4
     )
-
-
-def _affirms_with(stated: str, last: str) -> bool:
-    """True if a sentence finds right what was stated, at another time or with other numbers than it."""
-    affirmed = said.AFFIRMED.search(last) and not said.DENIED.search(last) and not concludes_anew(last)
-    if _REASONABLE.search(last) and not said.DENIED.search(last) and not re.search(r"\bonly\b", last, re.IGNORECASE):
-        return not concludes_anew(last) or {*values(stated)} <= {*values(last)}
-    known, new = [*values(stated)], [*values(spelled_small(last))]
-    if not affirmed or not _OTHER_TIME.search(last) or not known or len({*new} - {*known}) < 2:
-        return False
-    return any(known[0] + time in new or known[0] - time in new for time in new[:MAX_OPERANDS])
 
 
 def _is_derived(sentences: list[str]) -> bool:
@@ -288,7 +266,12 @@ def _is_firm(sentences: list[str]) -> bool:
 
 def _leads_on(sentence: str, *, total: bool = False) -> bool:
     """True if a sentence concludes, computes, doubts or emphasises something, or names a total, unless it may."""
-    if "=" in sentence or _BOLD_VALUE.search(sentence) or _UNSURE.match(sentence) or concludes_anew(sentence):
+    if (
+        "=" in _PROOF.sub("", sentence)
+        or _BOLD_VALUE.search(sentence)
+        or _UNSURE.match(sentence)
+        or concludes_anew(sentence)
+    ):
         return True
     if said.HEDGE.search(sentence) or said.REFUSAL.search(sentence) or sentence.endswith(("?", ":")):
         return True
@@ -303,16 +286,25 @@ def _follows_from(found: str, sentences: list[str]) -> bool:
     """True if a number of the last sentence may be computed from a result with another number of the text."""
     known, new = [*values(found)][:1], [*values(spelled_small(_CLOCK.sub("", sentences[-1])))]
     others = {value for s in sentences for value in values(spelled_small(_CLOCK.sub("", s)))}
-    return not known or any(_combines(known[0], other, value) for other in others for value in new if value != other)
+    return not known or any(combines(known[0], other, value) for other in others for value in new if value != other)
 
 
-def _combines(one: Fraction, other: Fraction, result: Fraction) -> bool:
-    quotients = (one / other if other else None, other / one if one else None)
-    return result in (one + other, one - other, other - one, one * other, *quotients)
+def _adds_up(before: list[str], last: str) -> bool:
+    """True if the last sentence adds up its numbers to one that was given, after a firm result."""
+    *parts, total = [*values(last)] or [Fraction(0)]
+    given = numbers(before) - {*[result for s in before for result in equated(s)][-1:]}
+    sums = {sum(parts), sum(parts) + (stated_value(before[-1]) or 0)}
+    return bool(parts and _SUMS.search(last)) and total in given and total in sums - {*parts} and _is_firm(before)
 
 
-def _sums_up(sentence: str) -> bool:
-    return bool(said.CONCLUSION.search(f" {sentence}") or re.match(r"\W*(?:grand )?total:", sentence, re.IGNORECASE))
+def _tells_known(before: list[str], last: str) -> bool:
+    """True if the last sentence has only numbers from before a result: it tells what was assumed, or the result was in bold."""
+    computed, told = [result for s in before for result in equated(s)][-1:], {*values(last)}
+    if "=" in last or not computed or not told or not told <= numbers(before) - {*computed}:
+        return False
+    if _BOLD_VALUE.search(before[-1]) and not _BOLD_VALUE.search(last) and [stated_value(before[-1])] == computed:
+        return True
+    return bool(_PREMISES.search(last)) and [stated_value(before[-1])] == computed and not _leads_on(last)
 
 
 def _breaks_down(stating: str, last: str) -> bool:
@@ -327,11 +319,6 @@ def _breaks_down(stating: str, last: str) -> bool:
     )
 
 
-def _repeats(stating: str, last: str) -> bool:
-    """True if the last sentence comes to the result that the one before it states in another way."""
-    return bool(_AGAIN.match(last)) and stated_value(stating) in [*values(last)]
-
-
 def _leads_back(stating: str, last: str) -> bool:
     """True if the last sentence gives as a reason an equation for what the one before it states: `since 12 × 12 = 144`."""
     return bool(said.REASON.search(last)) and stated_value(stating) in [*equated(last)][-1:] == [*values(last)][-1:]
@@ -340,7 +327,7 @@ def _leads_back(stating: str, last: str) -> bool:
 def _confirms(stating: str, last: str) -> bool:
     """True if the last sentence computes something from what the one before it states, and says that it is as it should be."""
     stated = stated_value(stating) if _AS_IT_SHOULD.search(last) else None
-    return stated is not None and (stated in values(last.rpartition("=")[0]) or _computes(stated, [*values(last)]))
+    return stated is not None and (stated in values(last.rpartition("=")[0]) or computes(stated, [*values(last)]))
 
 
 def stated_value(sentence: str) -> Fraction | None:
@@ -354,6 +341,8 @@ def headline(sentences: list[str]) -> str | None:
     if (announced := _announced(sentences)) is not None:
         return announced
     first, *rest = sentences
+    if _comes_back(first, rest):
+        return result_of(first)
     if any(map(said.RECONSIDERED.match, rest)):
         return None
     explains = (_HERE_IS_WHY.match(rest[0]) and not any(map(_leads_to, rest))) or not any(map(concludes_anew, rest))
@@ -375,6 +364,16 @@ def headline(sentences: list[str]) -> str | None:
     return value if explained and len(list(NUMBER.finditer(first))) == 1 else None
 
 
+def _comes_back(first: str, rest: list[str]) -> bool:
+    """True if the last number of a text is the one that its first sentence states, and from which nothing was computed."""
+    stated, end = stated_value(first), next(reversed([*NUMBER.finditer(rest[-1])]), None)
+    if stated is None or "=" in first or end is None or [*values(end[0])] != [stated] or first.endswith((":", "?")):
+        return False
+    computed = {result for s in rest for result in equated(s)}
+    led = stated in computed or (not computed and len(first.split()) <= 4 and value_at(first) is not None)
+    return led and not said.GOVERNED.search(rest[-1][: end.start()]) and not any(map(said.RECONSIDERED.match, rest))
+
+
 def _leads_to(sentence: str) -> bool:
     """True if a sentence begins with `so`, or has a number in bold."""
     return bool(said.CONCLUSION.match(f" {sentence}") or _BOLD_VALUE.search(sentence))
@@ -389,7 +388,7 @@ def _is_explained(value: str, rest: list[str]) -> bool:
         or said.SUMMARY.search(rest[-1])
         or not said.TASK.match(rest[-1])
     )
-    return len(known) == 1 and not goes_on and known[0] not in operands and _computes(known[0], operands)
+    return len(known) == 1 and not goes_on and known[0] not in operands and computes(known[0], operands)
 
 
 def _announced(sentences: list[str]) -> str | None:
@@ -399,7 +398,7 @@ def _announced(sentences: list[str]) -> str | None:
     stated, parts = stated_value(stating), [result for s in rest for result in equated(s)]
     if stated is None or len(parts) < 2 or any(map(concludes_anew, rest)) or _is_given(stating, rest):
         return None
-    announced = _HEADING.match(rest[0]) and (stated == parts[-1] or _computes(stated, parts))
+    announced = _HEADING.match(rest[0]) and (stated == parts[-1] or computes(stated, parts))
     added = stated == sum(parts) and not any(map(_UNKNOWN.search, rest))
     return result_of(stating) if announced or added else None
 
@@ -423,12 +422,7 @@ def first_of_story(sentences: list[str]) -> str | None:
     if len(known) != 1 or "=" in first or not 2 <= len(further) <= MAX_OPERANDS or any(map(concludes_anew, rest)):
         return None
     one_by_one = len(list(values(rest[-1]))) < 2
-    return result_of(first) if _computes(known[0], further) and not one_by_one else None
-
-
-def _computes(result: Fraction, operands: list[Fraction]) -> bool:
-    """True if two of the operands have this sum, difference, product or quotient."""
-    return any(result in (a + b, a - b, a * b, b and a / b) for a, b in permutations(operands[:MAX_OPERANDS], 2))
+    return result_of(first) if computes(known[0], further) and not one_by_one else None
 
 
 def concludes_anew(sentence: str) -> bool:
@@ -438,12 +432,3 @@ def concludes_anew(sentence: str) -> bool:
 def _concludes(sentence: str) -> bool:
     sums_up = said.SUMMARY.search(sentence) and has_number(sentence) and result_of(sentence)
     return bool(concludes_anew(sentence) or sums_up or terse(sentence) or "=" in sentence)
-
-
-def equated(sentence: str) -> Iterator[Fraction]:
-    """The values that the equations of a sentence come to."""
-    return (known.value for number in _EQUALS.finditer(sentence) if (known := quantity(number)))
-
-
-def values(sentence: str) -> Iterator[Fraction]:
-    return (known.value for number in NUMBER.finditer(sentence) if (known := quantity(number)))

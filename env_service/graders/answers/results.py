@@ -3,14 +3,15 @@
 Of several numbers it is a total or follows `so`; it is in no circumstance or aside (`out of 30`, `at x = 3`).
 """
 
+import functools
 import re
-from functools import lru_cache
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, chosen_value, free_candidates, has_number, hidden
 from env_service.graders.answers.expressions import assigned, assignments, value_at, value_of, whole_value
 from env_service.graders.answers.values.amounts import SAME_AMOUNT, in_each_form
 from env_service.graders.answers.values.numbers import NUMBER, quantity, spelled_small
+from env_service.graders.answers.values.sums import RECENT
 
 _EQUATION = re.compile(
     r"[\dA-Za-z%)}⟧°]{2,}\s*[=≈]\s*|(?<!_)[\d%)}]\s*[=≈]\s*|(?<![A-Za-z\d\\⟦])(?<!⟦ )[A-Za-z]\s*[=∈]\s*|\bequals\s+(?=\()"
@@ -25,6 +26,7 @@ _NOT_STATED = re.compile(
     r"|\b(?:between|from) [＄€£]?\d[\d.,:]* (?:and|to) [＄€£]?\d[\d,:]*|(?:(?<=the )"
     r"|(?<=a ))\d[\d.]*(?: ?[a-z]{1,2})? by \d[\d.]*(?: ?[a-z]{1,2})?(?= [a-z])"
     r"|\b(?:discard|reject|ignore)\w* (?:the )?(?:[a-z]+ ){0,3}⟦?[a-z] ?= ?-?[\d./]+⟧?(?=[\s.,;]|$)"
+    r"|\bfrom [＄€£]?\d[\d.,]*(?: [a-z]+)? by [＄€£]?\d[\d.,]*%?(?= to )"
     r"|, from [＄€£]?\d[\d.,]*%?(?: [a-z]+)? to [＄€£]?\d[\d.,]*%?(?: [a-z]+)?(?=\.?$)"
     r"|(?<=[a-z]) of [＄€£]?\d[\d.,]* [a-z]+(?= (?:is|has|was|costs?|holds?|weighs?|takes?|needs?) )"
     r"|,? \(?(?:which is|that is|i\.e\.,?|so)? ?(?:the )?(?:choice|option|answer) (?:⟦\\?[a-z]*\{?)?\(?[A-J]\)?(?:\}?⟧)?\)?(?=[.,;]|$)"
@@ -39,7 +41,7 @@ _COPULA = re.compile(
     re.IGNORECASE,
 )
 _SOLUTIONS = re.compile(
-    r"(?<![A-Za-z\d])([a-z]) ?= ?(-?\d+(?:[./]\d+)?(?:,? (?:and|or|as well as) (?:\1 ?= ?)?-?\d+(?:[./]\d+)?"
+    r"(?<![A-Za-z\d])([a-z]) ?= ?(-?\d+(?:[./]\d+)?(?:,? (?:and|or|as well as) (?:\1 ?= ?)?-?\d+(?:[./]\d+)?(?! is\b)"
     r"|, \1 ?= ?-?\d+(?:[./]\d+)?)+)(?=[.,;\s]|$)"
 )
 _REDUCED = re.compile(
@@ -135,9 +137,13 @@ _OPERATION = re.compile(
 )
 """A calculation in words, without its result."""
 _UNSOLVED = re.compile(
-    r"^[^=≈]*(?:\b[xyzn]\s*[-+/]|[-+/]\s*\d*[xyzn]\b(?!\s*\d)|\d[xyzn]\b(?!\s*\d))[^=≈]*=[^=≈A-Za-z]*$"
+    r"^(?!.*(?:\\(?:int|sum|prod|lim)|[∫∑]))[^=≈]*(?:\b[xyzn]\s*[-+/]|[-+/]\s*\d*[xyzn]\b(?!\s*\d)|\d[xyzn]\b(?!\s*\d))[^=≈]*=[^=≈A-Za-z]*$"
 )
-"""An equation with an unknown, and no other."""
+"""An equation with an unknown that is not bound, and no other."""
+_WHILE = re.compile(r",? (?:while|whereas|although|though)\b", re.IGNORECASE)
+_CLAIMS = re.compile(
+    r"(?!.*\b(?:given|know|equation|step)\b)[^=]*\b(?:is|are|needs?|takes?|gets?|costs?|requires?)\b", re.IGNORECASE
+)
 _DASH = re.compile(
     r"[⟪]?([-＄€£\d][^\s⟫]*(?: [a-z]+){0,2})[⟫]? [-–—] (?=[a-z']+ [a-z]+)(?![^\n]*(?:=|\b(?:leaves|total|equals)\b))"
 )
@@ -151,7 +157,7 @@ _AFTER_COLON = re.compile(r"(?<!\s):\s+([^:=]{1,40})$")
 _CLAUSES = re.compile(r"[,;:]\s|\s[-–—]\s|\s(?=\()")
 
 
-@lru_cache(maxsize=128)  # whether each of the next sentences is a remark depends on it
+@functools.lru_cache(maxsize=RECENT)
 def result_of(sentence: str) -> str:
     """The result that one sentence states, "" if none; in each unit in which it states it."""
     return in_each_form(_result_of(_accepted(sentence)), sentence)
@@ -163,7 +169,9 @@ def _result_of(sentence: str) -> str:
     if (counts := _COUNTS.match(sentence)) and said.REASON.match(sentence, counts.end()):
         sentence = counts[0]
     sentence = _COUNT.sub(lambda count: spelled_small(count[0]), sentence)
-    if (known := _side_by_side(sentence) or _share(sentence) or _before_dash(sentence)) is not None:
+    if (
+        known := _side_by_side(sentence) or _share(sentence) or _before_colon(sentence) or _before_dash(sentence)
+    ) is not None:
         return known
     sentence = _tidied(sentence)
     if (whole := _whole(sentence)) is not None:
@@ -257,7 +265,7 @@ def _whole(sentence: str) -> str | None:
         return f"{pair[4]}{SAME_AMOUNT}{assigned([(pair[1], pair[2]), (pair[3], pair[4])])}"
     if pair := _ONE_AND_OTHER.search(sentence):
         return ", ".join(pair.groups())
-    return _after_colon(sentence) or _continued(sentence) or _named_whole(concluded_part(sentence))
+    return _after_colon(sentence) or _continued(sentence) or _named_whole(_WHILE.split(concluded_part(sentence))[0])
 
 
 def _of_one_name(equations: str) -> bool:
@@ -289,6 +297,16 @@ def _share(sentence: str) -> str | None:
         return None
     amounts = [known.value / (100 if known.percent else 1) for n in (part, whole, share) if (known := quantity(n))]
     return share[0].strip() if len(amounts) == 3 and amounts[0] == amounts[1] * amounts[2] else None
+
+
+def _before_colon(sentence: str) -> str | None:
+    """The one number of a clause before a colon, if a calculation that it is no part of explains it: `6 buses: 5 × 48 = 240`."""
+    stated, _, reason = sentence.partition(": ")
+    known, used = [*NUMBER.finditer(stated)], [number[0].strip() for number in NUMBER.finditer(reason)]
+    explains = "=" in reason and len(used) > 3 and not re.search(r"[=→⇒:]\s*[^\s\d]?\d[\d.,]*\D*$", reason)
+    if len(known) != 1 or not explains or not _CLAIMS.match(stated) or concluded_part(reason) != reason:
+        return None
+    return value_at(stated[known[0].start() :]) if known[0][0].strip() not in used else None
 
 
 def _before_dash(sentence: str) -> str | None:
@@ -334,7 +352,8 @@ def _named_whole(sentence: str) -> str | None:
         return None
     rest = sentence[copula.end() :]
     first = _TRAILING.split(rest)[0]
-    alone = re.search(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])", first) and not has_number(rest[len(first) :])
+    told = said.REASON.split(rest, maxsplit=1)[0]
+    alone = re.search(r"(?<![A-Za-z\\])[a-z](?![A-Za-z])", first) and not has_number(told[len(first) :])
     return whole_value(rest) or (whole_value(first) if alone else None)
 
 
@@ -356,6 +375,7 @@ def terse(sentence: str) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=RECENT)
 def concluded_part(sentence: str) -> str:
     """The part of a sentence after its last `so` that still has a number, or after what says the same."""
     for found in reversed(list(said.CONCLUSION.finditer(sentence))):
@@ -368,6 +388,7 @@ def concluded_part(sentence: str) -> str:
 def _main(sentence: str) -> str:
     """The sentence without the circumstances that it, or its last part, begins with, if a number follows them."""
     sentence = re.sub(r"^.*;\s+(?:if|when|once|after|in|with) [^,;]*, (?=.*\d)", "", sentence)
+    sentence = re.sub(r"^[^:=]*:\s+(?=(?:since|because|as)\s[^,;:]*,.*\d)", "", sentence)
     while (circumstance := said.CIRCUMSTANCE.match(sentence)) and has_number(sentence[circumstance.end() :]):
         sentence = sentence[circumstance.end() :]
     return sentence
@@ -376,7 +397,7 @@ def _main(sentence: str) -> str:
 def _totalled(sentence: str) -> str:
     """The clause that states a total, if one does."""
     totals = [c for c in _CLAUSES.split(sentence) if has_number(c) and said.TOTAL.search(c)]
-    return totals[0] if len(totals) == 1 else sentence
+    return totals[0] if len(totals) == 1 and "=" not in sentence.partition(totals[0])[2] else sentence
 
 
 def _counted(before: str, values: list[str]) -> str:

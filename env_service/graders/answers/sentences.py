@@ -6,17 +6,10 @@ from fractions import Fraction
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, has_number, hidden
 from env_service.graders.answers.expressions import value_at
-from env_service.graders.answers.remarks import (
-    EXCLAIMS,
-    equated,
-    explained,
-    first_of_story,
-    headline,
-    is_remark,
-    values,
-)
+from env_service.graders.answers.remarks import EXCLAIMS, explained, first_of_story, headline, is_remark, stated_value
 from env_service.graders.answers.results import result_of
 from env_service.graders.answers.values.numbers import NUMBER
+from env_service.graders.answers.values.sums import calculated, equated, numbers, values
 
 MAX_REMARKS = 5
 """After a result; it is not looked for before more of them."""
@@ -24,12 +17,14 @@ MAX_SENTENCE = 1000
 """Characters of a sentence that are read: the end of a longer one."""
 
 _END = re.compile(
-    r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s=≈×·÷<>]|[a-z](?:\s?[-=+*/^]|\s(?:is|must|lies)\b))|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])"
+    r"(?<=[.!?])[*_)\"'⟫⟧]*\s+(?=[^a-z\s=≈×·÷<>]|[a-z](?:\s?[-=+*/^]|\s(?:is|must|lies)\b))(?![✓✔✅☑][^\w\n]{0,20}(?:\n|$))|(?<=[。！？।])[⟫⟧]*\s*|\n+|(?<=[.!?]⟫)\s+(?=[A-Z])"
 )
 _BULLET = re.compile(r"^\s*(?:[-*•]\s+(?=[^\d\s=])|\(?\d{1,2}[.)]\s+(?=\S)|>+\s*|#+\s+|\|\s*)")
+_FIRST_NUMBER = re.compile(r"\A(\s*(?!1\.)\d{1,2}\.)\s+(?=[A-Z][a-z])(?!.*\n[ \t]*\d{1,2}[.)]\s)", re.DOTALL)
+"""A number that a text begins with, and that counts no item of a list."""
 _ITEM = re.compile(r"[\W_]*[^\W\d][^:|=\n]{0,30}(?::|\s[|–—-])[\s⟪⟫]*[＄€£]?\d[\d.,]*[^=.*/×÷+\n]{0,25}")
 """One of several lines that list values: `Pens: ＄6`."""
-_TERMINATED = re.compile(r"[.!?。！？।][*_)\"'⟫⟧\]\s]*$|\|\s*$")
+_TERMINATED = re.compile(r"[.!?。！？।][*_)\"'⟫⟧\]\s✓✔✅☑]*$|\|\s*$")
 _OPEN_END = re.compile(r"[-+*/=×÷,(\\{^:]\s*$|\\boxed\{[^{}]*$")
 _STATES = re.compile(
     r"\b(?:is|are|was|equals|be|makes|total of|:)\s+[＄€£]?[\d,.]+\W*$|^(?:the|⟦|⟪)\b.*[⟫⟧)\d%€£]\s*$", re.IGNORECASE
@@ -55,10 +50,19 @@ _ADDS = re.compile(
 )
 """The rest of a sentence after a result: another clause, which concludes nothing."""
 _ALSO = re.compile(
-    r"[^,;.]*(?:[,;]\s|\s)(?:and|so|while|but)\s(?:(?:the|her|his|its|their|a|an|[A-Z]\w+)\b|[^.]*\bwould\b)"
+    r"[^,;.]*(?:[,;]\s|\s)(?:and|so|while|but)\s(?:(?:the|her|his|its|their|a|an|[A-Z]\w+)\b"
+    r"|[＄€£]?\d[\d.,]*(?: [a-z]+)? (?:is|are|was|were|has|have|did|do)\b|[^.]*\bwould\b)"
     r"(?!.*\b(?:leav|left|remain|now|then|after))",
 )
 """The rest of a sentence after a result that was just computed: something else that holds."""
+_COMPARES = re.compile(r"\b(?:than|but|not|only|if|while|whereas)\b|n't\b|⟪|:", re.IGNORECASE)
+_BOLD = re.compile(r"⟪[^⟪⟫]*⟫")
+_NO_SOLUTION = re.compile(
+    r"\W*(?:(?:so|thus|hence|therefore|because of this|this means(?: that)?),? )?"
+    r"(?:there (?:is|are|exists?)|(?:it|this|the (?:equation|system|problem|inequality)) has)"
+    r" no (?:[a-z]+ )?solutions?\W*(?:to (?:the|this) \w+\W*)?",
+    re.IGNORECASE,
+)
 _GIVEN = re.compile(r"\b(?:given|known|facts)\b[^\w\n]*:[^\w\n]*(?:\n[ \t]*[-*•][^\n]*)++\s*\Z", re.IGNORECASE)
 
 
@@ -66,13 +70,16 @@ def stated_result(text: str) -> str:
     """The result that a plain text ends with, "" if it breaks off, asks, or leaves open which of several it is."""
     if _GIVEN.search(text):
         return ""
-    sentences = [s[-MAX_SENTENCE:] for s in split(_AFFIRMATION.sub(r" - \1", text)) if re.search(r"\w", s)]
+    text = _FIRST_NUMBER.sub(r"\1\n", _AFFIRMATION.sub(r" - \1", text))
+    sentences = [s[-MAX_SENTENCE:] for s in split(text) if re.search(r"\w", s)]
     if len(sentences) > 2 and all(NUMBER.fullmatch(s.rstrip(".")) for s in sentences):
         return ", ".join(sentences)
     for _ in range(MAX_REMARKS):
         if len(sentences) > 1 and is_remark(sentences):
             sentences.pop()
-    if not sentences or broken_off(sentences) or any(map(_UNKNOWN.search, sentences[-2:])):
+    if not sentences or _NO_SOLUTION.fullmatch(sentences[-1]):
+        return ""
+    if broken_off(sentences) or any(map(_UNKNOWN.search, sentences[-2:])):
         return ""
     if len(sentences) > 1 and (first := headline(sentences) or explained(sentences)):
         return first
@@ -84,9 +91,13 @@ def stated_result(text: str) -> str:
         if sentence.rstrip("⟫* ").endswith("?") and has_number(sentence):
             return ""
         until = sentences[: len(sentences) - i]
-        if found := restated(until) or result_of(sentence) or repeated(until):
+        if found := restated(until) or result_of(sentence):
             return found
-        if has_number(sentence) or i == 3 or not _passes(sentence, first=i == 0):
+        if (
+            (has_number(sentence) and not _refers(sentence, until[:-1]))
+            or i == 3
+            or not _passes(sentence, first=i == 0)
+        ):
             break
     return (first_of_story(sentences) or "") if has_number(text) else _words(sentences[-1])
 
@@ -129,6 +140,12 @@ def _passes(sentence: str, *, first: bool) -> bool:
     return not said.UNFINISHED.search(sentence)
 
 
+def _refers(sentence: str, before: list[str]) -> bool:
+    """True if the only number of a sentence that states none is the one stated right before it, and it is not doubted."""
+    doubts = said.HEDGE.search(sentence) or said.REFUSAL.search(sentence) or said.DENIED.search(sentence)
+    return bool(before) and not doubts and {*values(sentence)} == {stated_value(before[-1])}
+
+
 def broken_off(sentences: list[str]) -> bool:
     """True if the last sentence has no end though others have, and does not end in a value either."""
     last = sentences[-1]
@@ -161,27 +178,32 @@ def _words(sentence: str) -> str:
 
 
 def restated(sentences: list[str]) -> str | None:
-    """The result of the last equation, if the last sentence states it in its first clause, and adds others not computed."""
+    """The number that was computed last, if the last sentence states it beside others that were not computed.
+
+    Those are what it was computed from, or follow it in a clause of their own."""
     *before, last = sentences
-    computed = [result for s in before for result in equated(s)]
-    stated = NUMBER.search(last)
-    rest = last[stated.end() :] if stated else ""
-    adds = _ADDS.match(rest) or EXCLAIMS.match(rest.lstrip()) or _ALSO.match(rest)
-    if not computed or not stated or "=" in last or not adds:
+    computed = [result for s in before for result in equated(s)][-1:]
+    stated = next((n for n in NUMBER.finditer(last) if [*values(n[0])] == computed), None) if computed else None
+    others = {*values(last)} - {*computed}
+    once = [*values(last)].count(computed[0]) == 1 if computed else False
+    if not stated or not once or "=" in last or _is_undecided(last, stated.start()):
         return None
-    first, *others = values(last)
-    return (
-        value_at(last[stated.start() :]) if first == computed[-1] and others and not {*others} & {*computed} else None
-    )
+    if [*values(" ".join(_BOLD.findall(last)))] == computed:
+        return value_at(last[stated.start() :])
+    if others & calculated(before):
+        return None
+    rest = last[stated.end() :]
+    if not others:
+        sums_up = said.CONCLUSION.match(f" {last}") and not result_of(last)
+    elif others <= numbers(before) and not _COMPARES.search(last):
+        sums_up = True
+    else:
+        adds = _ADDS.match(rest) or EXCLAIMS.match(rest.lstrip()) or _ALSO.match(rest)
+        sums_up = adds and not has_number(last[: stated.start()])
+    return value_at(last[stated.start() :]) if sums_up else None
 
 
-def repeated(sentences: list[str]) -> str:
-    """The number that was computed last, if the last sentence, which begins with `so`, has it and no other."""
-    *before, last = sentences
-    computed, stated = [result for s in before for result in equated(s)][-1:], NUMBER.search(last)
-    undecided = (
-        said.HEDGE.search(last) or said.REFUSAL.search(last) or said.REJECTED.search(last) or said.TASK.match(last)
-    )
-    if not stated or undecided or not said.CONCLUSION.match(f" {last}") or "=" in last or [*values(last)] != computed:
-        return ""
-    return "" if said.REFUSED.search(last[: stated.start()]) else value_at(last[stated.start() :]) or ""
+def _is_undecided(sentence: str, at: int) -> bool:
+    """True if a sentence doubts, refuses or sets what stands at a place as a task, or says that it is not the result."""
+    doubts = (p.search(sentence) for p in (said.HEDGE, said.REFUSAL, said.REJECTED))
+    return any(doubts) or bool(said.TASK.match(sentence) or said.REFUSED.search(sentence[:at]))

@@ -93,7 +93,7 @@ _TRIED = r"(?:it|this|that|these|they|everything|(?:the|our|my) \w+|-?[＄€£]
 _TRIES = r"(?:confirm|test|verify|check|try|prove|plug|put|substitute|insert|make sure|be sure|see (?:if|whether|that)|run|trace)"
 _ASKED = r"(?:check|work|right|correct|fit|match|add|hold|make|satisf|true|plausibl|reasonabl)"
 TRIAL = re.compile(
-    r"(?:^|(?<=[.!?:⟫]) )[^\w\n]*(?:(?:so|but|and|ok(?:ay)?|now|well),? )?"
+    r"(?:^|(?<=[.!?:⟫]) )[^\w\n]{0,20}(?:(?:so|but|and|ok(?:ay)?|now|well),? )?"
     + either(rf"""
         (?:does|do|did|is|are|will|would) {_TRIED}\b[^.?\n]{{0,40}}\b{_ASKED}\w*[^.?\n]{{0,20}}\?
         (?:works|correct|right|ok|true|makes sense|sounds? right|sure)\?
@@ -188,7 +188,7 @@ HEDGE = compiled(
         (?:but|however|though|or|alternatively),? if (?:\\w+ ){0,2}(?:mean|count|includ|interpret|assum|ignor|exclud)\\w*
         could (?:also )?be|might be|may be|(?<!every )(?<!each )one of(?! the \\d)|not sure|unsure
         can't (?:tell|decide|say)|cannot (?:tell|decide|say)|hard to (?:say|tell)|perhaps|possibly
-        (?:is|are|it's) possible|maybe|no idea|i guess
+        (?:is|it's|both are|are (?:both|all)) possible|(?:and|or) \\d\\S*(?: [a-z]+)? are possible|maybe|no idea|i guess
         (?<!\\d )(?:options|choices|candidates)|entweder|vielleicht|könnte|soit\\b.*\\bsoit|pourrait|peut-être|quizás|podría|potrebbe
         forse|talvez
         poderia
@@ -223,7 +223,7 @@ CONCLUSION = compiled(
         (?<!after )(?<!by )(?<!before )(?:making|leaving|giving)
         i\.e(?=\.,? (?:(?!she|he|they)\w+ ){{0,2}}(?:[-(]?[＄€£]?\d|⟦))(?!\.,? {_COMPARES})
         that is(?! {_COMPARES})(?=,? (?:\w+ )?(?:[＄€£]?\d|⟦))|namely(?=\D*\d[\d.,]*\D*$)|total+ing|donc|por lo tanto|así que
-        entonces|quindi|portanto|logo|dus|also|deshalb
+        entonces|quindi|portanto|logo|dus|(?-i:Also)(?!,)|(?<=, )also|deshalb
         daher|поэтому|значит
     """)
     + r"\b|\b(?:and|but) (?:since|as|because) [^,.\n]{1,60},|[∴⇒→]|=>|所以|因此|故|だから|したがって|따라서|그래서"
@@ -244,7 +244,8 @@ ASIDE = compiled(
         which is (?:more|less|\d[\d.,]*|about|approximately)
         (?:which is|that is|i\.e(?=\.))(?=\.?,? {_COMPARES})|more to|at the beginning
         (?<=, )(?:about|approximately|roughly)(?= [\d.]+%)
-        (?<=, )(?:nearly|almost|just (?:under|over))(?= [＄€£]?\d)|(?<=, )an? (?:saving|discount|reduction) of(?= [＄€£])
+        (?<=, )(?:nearly|almost|just (?:under|over))(?= [＄€£]?\d)
+        (?<=, )an? (?:saving|discount|reduction|increase|decrease|rise|drop|gain|loss|profit) of(?= [＄€£]?\d[\d.,]*+(?! ?%| percent))
         (?<=, )(?:saving|keeping|having|using|counting)|(?:for|in|of) which|which (?:we|you|one) can|after (?:an?|the)
         (?:after|before|by|without|from) [a-z]+ing|out of(?! [\d,]+ (?:is|equals|makes)\b)|of (?:which|whom)
         \d+ of (?:which|whom|them)
@@ -264,7 +265,10 @@ ASIDE = compiled(
     r"|;\s(?=[^;]*\bwould\b)|;\s(?=[^;]*\b(?:from now|ago)\b[^;]*\d[^;]*\band\b[^;]*\d)|(?:,? and|,? while|,? whereas"
     r"|,) the (?!total|answer|sum|remain)[a-z\d][^,;.=]{0,40}\bwould\b"
     r"|(?:,|\sor)\s(?:just |only |exactly )?[＄€£]?\d[\d./]*%?(?: [a-z]+){0,2} (?:more|less|fewer|short|shy|from|after|before"
-    r"|above|later|earlier|of|[a-z]+er than)\b(?! (?:is|was|it|he|she|they)\b)"
+    r"|above|below|later|earlier|of|[a-z]+er than)\b(?! (?:is|was)\b)"
+    r"|\s[-–—]\s(?=[＄€£]?\d[\d.,]*%?(?: [a-z]+){0,2} (?:more|less|fewer|[a-z]+er) than\b)"
+    r"|;\s(?=(?:their|its) (?:sum|product|difference|quotient|total|average|area|perimeter|volume)\b)"
+    r"|\sand [＄€£]?\d[\d.,]*%?(?: [a-z]+)? (?:is|are|was|were|do|does|did|has|have)(?: not|n't)\b"
     + r"|;\s(?:that's|(?:that|this|it) is)(?= "
     + _COMPARES
     + r")|\s[-–—]\s(?=(?:about|around|roughly)\s[＄€£]?\d)|;\s(?:a|the) (?:\w+ )?check\b"
@@ -337,8 +341,9 @@ CUE = compiled(
 SETUP = compiled(
     r"[\W_]*(?:first|next|now)?,?\s*(?:let (?!me\b)|let's (?:say|assume|suppose)\b|say,? (?:each|there|that|he|she|we)\b|given\s?:"
     r"|suppose|assume|consider|recall|remember|note that|for (?:example|instance)\b|(?:because|since)\b[^,:]*$"
-    r"|the (?:problem|question) (?:says|states|gives|tells|asks(?![^\n]*(?::|which is|, so))|is about)|this (?:problem|question) is about"
-    r"|we (?:are|were) (?:told|given|asked)|this is (?:problem|question|exercise)\b|sorry,? (?:but|i (?:can|could|do|am))\b"
+    r"|the (?:problem|question) (?:says|states|gives|tells|(?:asks|is about)(?![^\n]*(?::|which is|, so)))"
+    r"|this (?:problem|question) is about"
+    r"|we (?:are|were) (?:told|given|asked(?![^\n]*:))|this is (?:problem|question|exercise)\b|sorry,? (?:but|i (?:can|could|do|am))\b"
     r"|(?:print\b(?!.*#.*\d)|return\b(?!\s*-?\d[\d.]*\s*$)|def\b|import\b))"
 )
 """Beginning of a sentence that says what is known or asked."""
@@ -373,7 +378,8 @@ GIVES_AWAY = re.compile(
 )
 """Words of what is given away, before what is left."""
 THAT_IS = re.compile(
-    r"\W*(?:(?:that|this|it)(?:'s| is| was| will be|'ll be)|by (?:then|that time|that point))\b", re.IGNORECASE
+    r"\W*(?:(?:that|this|it)(?:'s| is| was| will be|'ll be)|(?P<time>(?:by|at) (?:then|that (?:time|point|moment))))\b",
+    re.IGNORECASE,
 )
 """Words for the result of the sentence before."""
 STILL = compiled(words("still|left(?![ -](?:part|side|hand)\\b)|remain\\w*"))

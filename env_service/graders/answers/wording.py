@@ -77,7 +77,7 @@ _GOES_ON = re.compile(
 """After a name: it is one of several."""
 _UNDECIDED = re.compile(
     r"\b(?:not|or|nor|neither|either|never|if|whether|maybe|perhaps|cannot|unless|both|and|but|yes|no|equally|same)\b"
-    r"|n't\b|\w/\w",
+    r"|n't\b|[A-Za-z]/[A-Za-z]",
     re.IGNORECASE,
 )
 _COMPARED = re.compile(

@@ -42,7 +42,7 @@ _LOSS = re.compile(
 
 _WHOLE = re.compile(r"\bof (?:[a-z]+ )?$", re.IGNORECASE)
 _SHARE = re.compile(
-    r"(?P<amount>(?<![\d.,/])\d[\d,]*)(?: (?!of\b|out\b)[a-z]+){0,3}, (?:i\.e\.,?|that is,?|or"
+    r"(?P<amount>(?<![\d.,/])(?<!in )(?<!of )\d[\d,]*)(?: (?!of\b|out\b)[a-z]+){0,3}, (?:i\.e\.,?|that is,?|or"
     r"|which is) (?P<share>\d+/\d+|\d[\d.]*%)(?=\W*$| of )"
 )
 """An amount, and what share of a whole it is."""
