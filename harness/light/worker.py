@@ -22,6 +22,8 @@ from common.underway import Inbox
 from common.wire import decode, encode
 from common.worker import GATHER_S, MOST_READ_S, REPORT_EVERY_S
 
+BLOCK_MS = 500
+"""Time for which Redis waits for an entry, as in `Worker`."""
 Output = tuple[str, list[Any]]
 """The name of a stream, and an entry's fields as the script that settles takes them."""
 Taken = tuple[bytes, bytes]
@@ -98,13 +100,23 @@ class LightWorker:
             await asyncio.sleep(read_s + self._window_s(MOST_READ_S) - time.monotonic())
             while not self._end_due() and self._free <= 0:
                 await asyncio.sleep(self._underway[0].end_s - time.monotonic())
-            call = partial(
-                self._bus.client.xreadgroup, self._group, self._name, {self._stream: ">"}, count=self._free, block=500
-            )
-            found: Any = await self._bus.retrying(call, block_ms=500)
-            rows = [row for pages in (found or {}).values() for page in pages for row in page]
-            for entry, fields in rows:
-                self._begin(entry, fields[b"payload"])
+            words = [
+                "GROUP",
+                self._group,
+                self._name,
+                "COUNT",
+                self._free,
+                "BLOCK",
+                BLOCK_MS,
+                "STREAMS",
+                self._stream,
+                ">",
+            ]
+            call = partial(self._bus.client.execute_command, "XREADGROUP", *words)
+            found: Any = await self._bus.retrying(call, block_ms=BLOCK_MS)
+            rows = [row for entries in (found or {}).values() for row in entries]
+            for entry, (_, payload) in rows:
+                self._begin(entry, payload)
             if rows:
                 entries = [entry.decode() for entry, _ in rows]
                 self._on_read(entries)
