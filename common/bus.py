@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import redis.asyncio as aioredis
 import structlog
+from msgspec.structs import replace
 from redis import exceptions as redis_errors
 
 from common.deliveries import NO_PROGRESS, Delivery, Idle, Out, Progress, Settlement, Undecodable, Unfetched
@@ -63,9 +64,6 @@ class Bus:
         self._payloads = Payloads(objects)
         self._histories = Histories(client, cell)
         self._keep_s: dict[str, int] = {}  # streams that last only as long as this process
-        client.set_response_callback(
-            "XREADGROUP", _as_given
-        )  # redis-py takes longer for its own than Redis for the entries
         self._settle = client.register_script(SETTLE)
         self._renew = client.register_script(RENEW)
         self._read_in_order = client.register_script(READ_IN_ORDER)
@@ -122,10 +120,7 @@ class Bus:
     ) -> list[Delivery]:
         """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Does not wait
         for any. `fetch`: see `read`."""
-
-        async def call() -> Any:
-            return await self._read_in_order(keys=list(streams), args=[group, consumer, count])
-
+        call = partial(self._read_in_order, keys=list(streams), args=[group, consumer, count])
         return await self._delivered(call, streams, group, consumer, fetch=fetch)
 
     async def read_pending(
@@ -181,15 +176,12 @@ class Bus:
                 deliveries.append(self._delivery(stream, group, entry, fields, payload, items))
                 continue
             opening = partial(self._fetched, stream, group, entry, fields, items, consumer=consumer)
-            deliveries.append(await opening() if fetch else self._unfetched(stream, group, entry, fields, opening))
+            if fetch:
+                deliveries.append(await opening())
+                continue
+            unfetched, history = Unfetched("not fetched", b"", plain_of(fields), opening), self._histories.of(fields)
+            deliveries.append(Delivery(stream, group, _text(entry), unfetched, history=history, is_inline=False))
         return deliveries
-
-    def _unfetched(
-        self, stream: str, group: str, entry: Any, fields: Any, opening: Callable[[], Awaitable[Delivery]]
-    ) -> Delivery:
-        unfetched = Unfetched("not fetched", b"", plain_of(fields), opening)
-        history = self._histories.of(fields)
-        return Delivery(stream, group, _text(entry), unfetched, history=history, is_inline=False)
 
     async def _is_open(self, stream: str, group: str, entry: Any) -> bool:
         """Is it pending, whoever has it?"""
@@ -224,9 +216,7 @@ class Bus:
         kept = await self.retrying(lambda: self.client.mget(keys)) if keys else []
         progress = {_text(entry): found or b"" for (_, entry, _), found in zip(taken, kept, strict=True)}
         return [
-            msgspec.structs.replace(
-                delivery, deliveries=known[delivery.entry].deliveries + 1, progress=progress[delivery.entry]
-            )
+            replace(delivery, deliveries=known[delivery.entry].deliveries + 1, progress=progress[delivery.entry])
             for delivery in await self._opened(taken, group, consumer, fetch)
         ]
 
@@ -458,7 +448,3 @@ def _pairs(found: Any) -> Iterable[tuple[Any, Any]]:
 
 def _mapping(fields: Sequence[Any]) -> dict[Any, Any]:
     return {fields[0]: fields[1]} if len(fields) == 2 else dict(zip(fields[::2], fields[1::2], strict=True))
-
-
-def _as_given(response: Any, **_: Any) -> Any:
-    return response
