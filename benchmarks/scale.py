@@ -4,8 +4,8 @@
 
 Real manager processes (`python -m manager_service`), a real Redis with the settings of `marlaas up`, the real bus and
 worker loops; env, rollout and trainer workers are simulated: they answer after a delay and compute nothing, all in one
-process of their own. Simulated rollout workers do without the worker loop, which costs more than what is measured, and
-say the same to Redis, byte for byte (`harness/standin_rollout.py`). Steps of 16 groups of 8, trajectories of 64 tokens,
+process of their own. Those for environments and rollouts do without the worker loop, which costs more than what is
+measured, and say the same to Redis, byte for byte (`harness/light`). Steps of 16 groups of 8, trajectories of 64 tokens,
 one turn each, ten jobs a tenant and at least ten tenants; the jobs never end. Quick: 10 and 1,000 jobs, 1 and 2
 managers, 1 to 16 rollout workers. Full: also 100 and 5,000 jobs, 3 managers, up to 64 rollout workers. Of three windows
 of each measurement the one counts that other work on the machine disturbed least, and the table says how much of the

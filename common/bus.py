@@ -18,7 +18,6 @@ import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -26,6 +25,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import redis.asyncio as aioredis
 import structlog
+from msgspec.structs import replace
 from redis import exceptions as redis_errors
 
 from common.deliveries import NO_PROGRESS, Delivery, Idle, Out, Progress, Settlement, Undecodable, Unfetched
@@ -120,11 +120,7 @@ class Bus:
     ) -> list[Delivery]:
         """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Does not wait
         for any. `fetch`: see `read`."""
-
-        async def call() -> Any:
-            rows = await self._read_in_order(keys=list(streams), args=[group, consumer, count])
-            return {stream: [[(entry, _mapping(fields)) for entry, fields in entries]] for stream, entries in rows}
-
+        call = partial(self._read_in_order, keys=list(streams), args=[group, consumer, count])
         return await self._delivered(call, streams, group, consumer, fetch=fetch)
 
     async def read_pending(
@@ -136,8 +132,11 @@ class Bus:
     async def _read_group(
         self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None, fetch: bool
     ) -> list[Delivery]:
+        waits = [] if block_ms is None else ["BLOCK", block_ms]
+        words = ["GROUP", group, consumer, "COUNT", count, *waits, "STREAMS", *wanted, *wanted.values()]
+
         async def call() -> Any:
-            return await self.client.xreadgroup(group, consumer, wanted, count=count, block=block_ms) or {}
+            return (await self.client.execute_command("XREADGROUP", *words) or {}).items()
 
         return await self._delivered(call, wanted, group, consumer, block_ms=block_ms, fetch=fetch)
 
@@ -157,7 +156,9 @@ class Bus:
                 await self.ensure_group(stream, group)
             await asyncio.sleep(NO_GROUP_S)
             return []
-        rows = [(_text(stream), entry, fields) for stream, entries in _pairs(found) for entry, fields in entries]
+        rows = [
+            (_text(stream), entry, _mapping(fields or ())) for stream, entries in found for entry, fields in entries
+        ]
         return await self._opened(rows, group, consumer, fetch)
 
     async def _opened(
@@ -167,19 +168,19 @@ class Bus:
         another worker settled before its history was read."""
         deliveries: list[Delivery] = []
         there = [row for row in rows if row[2]]
-        items = await self._histories.read([fields for _, _, fields in there], self.retrying)
+        items = await self._histories.read([fields for _, _, fields in there if b"history" in fields], self.retrying)
         for stream, entry, fields in there:
             if self._histories.is_gone(fields, items) and not await self._is_open(stream, group, entry):
                 continue
-            opening = partial(self._fetched, stream, group, entry, fields, items, consumer=consumer)
             if (payload := fields.get(b"payload")) is not None:
                 deliveries.append(self._delivery(stream, group, entry, fields, payload, items))
-            elif fetch:
+                continue
+            opening = partial(self._fetched, stream, group, entry, fields, items, consumer=consumer)
+            if fetch:
                 deliveries.append(await opening())
-            else:
-                unfetched = Unfetched("not fetched", b"", plain_of(fields), opening)
-                history = self._histories.of(fields)
-                deliveries.append(Delivery(stream, group, _text(entry), unfetched, history=history, is_inline=False))
+                continue
+            unfetched, history = Unfetched("not fetched", b"", plain_of(fields), opening), self._histories.of(fields)
+            deliveries.append(Delivery(stream, group, _text(entry), unfetched, history=history, is_inline=False))
         return deliveries
 
     async def _is_open(self, stream: str, group: str, entry: Any) -> bool:
@@ -446,4 +447,4 @@ def _pairs(found: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _mapping(fields: Sequence[Any]) -> dict[Any, Any]:
-    return dict(zip(fields[::2], fields[1::2], strict=True))
+    return {fields[0]: fields[1]} if len(fields) == 2 else dict(zip(fields[::2], fields[1::2], strict=True))

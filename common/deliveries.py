@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from common.history import History
 from common.messages import Message
 from common.wire import AnyMessage
@@ -28,8 +30,7 @@ class Unfetched(Undecodable):
     fetch: Callable[[], Awaitable["Delivery"]]
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True):
     """One entry, held by this consumer until it is settled."""
 
     stream: str

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from common.deliveries import Delivery, Settlement
-from common.history import History, restored
+from common.history import History, alone, restored
 from common.messages import Message, TurnRequest, TurnResult
 from common.streams import Cell
 from common.wire import AnyMessage, decode
@@ -76,7 +76,9 @@ class Histories:
 
     def whole(self, message: AnyMessage, history: History | None, items: HistoryItems) -> AnyMessage:
         """The message that an entry stands for. Raises ValueError, and what `decode` raises, if its history does not lead to it."""
-        known, rest = items[history] if history else ([], [])
+        if history is None:
+            return cast(AnyMessage, alone(message))
+        known, rest = items[history]
         return cast(AnyMessage, restored([*known, *map(decode, rest)], message))
 
     def extended(self, delivery: Delivery) -> History:

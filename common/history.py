@@ -75,9 +75,14 @@ def restored(history: list[Message], message: Message) -> Message:
                 whole = _request_after(whole, short)
             case _:
                 raise ValueError(f"no {type(short).__name__} follows on a {type(whole).__name__}")
-    if isinstance(whole, ShortResult | ShortRequest):
-        raise ValueError(f"a {type(whole).__name__} without its history")
-    return whole
+    return alone(whole)
+
+
+def alone(message: Message) -> Message:
+    """The message of an entry without a history. Raises ValueError if it needs one."""
+    if isinstance(message, (ShortResult, ShortRequest)):
+        raise ValueError(f"a {type(message).__name__} without its history")
+    return message
 
 
 def _short_result(result: TurnResult) -> ShortResult:

@@ -1,7 +1,7 @@
 """Tokens with who wrote each of them and how likely it was: of a trajectory, or of several end to end."""
 
 from collections.abc import Iterable
-from itertools import pairwise
+from operator import lt
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ class Transcript(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     def __post_init__(self) -> None:
         edges = self.edges
-        ascend = not edges or (edges[0] >= 0 and edges[-1] <= len(self) and all(a < b for a, b in pairwise(edges)))
+        ascend = not edges or (edges[0] >= 0 and edges[-1] <= len(self) and all(map(lt, edges, edges[1:])))
         fit = len(self.ids) % SIZE == 0 and len(edges) % 2 == 0 and len(self.scores) in (0, SIZE * self.num_written)
         if not (ascend and fit):
             raise ValueError(f"transcript: {len(self.ids)} and {len(self.scores)} bytes do not fit the edges {edges}")

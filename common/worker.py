@@ -26,11 +26,12 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import structlog
+from msgspec.structs import replace
 
 from common.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable, Unfetched
 from common.dead_letters import dead_letter

@@ -10,5 +10,5 @@ redis_server.py    a real redis-server of its own, which its user may kill and s
 s3_server.py       an S3 server of one's own over HTTP
 standin.py         stand-in workers: real worker loops and real messages around handlers that compute next to nothing
 standin_load.py    the same as a process of its own that answers after a delay: as much load as a benchmark asks for
-standin_rollout.py     rollout workers for it that cost little; to Redis and the owners they are the ordinary ones
+light/             env and rollout workers for it that cost little; to Redis and the owners they are the ordinary ones
 """

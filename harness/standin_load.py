@@ -1,5 +1,5 @@
-"""Stand-in env, rollout and trainer workers in one process of their own, which answer after a delay and compute nothing. Those for rollouts
-are `LightRollout`.
+"""Stand-in env, rollout and trainer workers in one process of their own, which answer after a delay and compute nothing. All but the
+trainers are light ones (`harness.light`).
 
     owner ─ Start ─► env ─ TurnRequest x 8 ─► rollout ─ ScoredTrajectory ─► owner ─ TrainStep ─► trainer ─ AdapterUpdate ─► owner
 
@@ -15,7 +15,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,14 @@ from common.adapters import AdapterStore
 from common.bus import Bus, Delivery, connect
 from common.objects import Objects
 from common.service import spare_collections
-from common.streams import GROUP_ENV, GROUP_TRAINER, Cell
+from common.streams import GROUP_TRAINER, Cell
 from common.tasks import cancel_all
 from common.telemetry import About, Reporter
 from common.worker import Inbox, Worker, worker_id
-from harness.standin import OneTurnEnv, StandInTrainer, stand_in_worker
-from harness.standin_rollout import LightRollout
+from harness.light.env import light_env
+from harness.light.rollout import light_rollout
+from harness.light.worker import LightWorker
+from harness.standin import StandInTrainer, stand_in_worker
 
 BASE_MODEL = "tiny"
 LEASE_S = 10.0
@@ -95,7 +97,8 @@ async def working(load: Load) -> AsyncGenerator[Workers]:
 
 class MeasuredBus(Bus):
     """Notes how old each entry is when it has been read. An entry's id says when it was published, by Redis' clock,
-    which is this machine's. Turns wait for a rollout slot by design, half as many as there are slots: they are left out."""
+    which is this machine's. Light workers read by themselves; those for rollouts are left out, because turns wait for a slot by design,
+    half as many as there are slots."""
 
     def __init__(self, redis_url: str) -> None:
         super().__init__(connect(redis_url, Cell(BASE_MODEL)), Cell(BASE_MODEL))
@@ -108,25 +111,34 @@ class MeasuredBus(Bus):
         return self._noted(await super().read_in_order(*args, **options))
 
     def _noted(self, found: list[Delivery]) -> list[Delivery]:
-        now_ms = time.time() * 1000
-        self.ages_ms += [now_ms - int(d.entry.partition("-")[0]) for d in found if d.stream != self.cell.rollout]
+        self.note([delivery.entry for delivery in found])
         return found
 
-
-def ordinary_workers(load: Load, bus: Bus) -> list[Worker]:
-    cell = bus.cell
-    trainer = StandInTrainer(cell, AdapterStore(Objects.open(load.store_url)))
-    one_env = ("env", Inbox(cell.env, GROUP_ENV), OneTurnEnv(cell), load.env_slots)
-    one_trainer = ("trainer", Inbox(cell.train, GROUP_TRAINER), trainer, load.trainer_slots)
-    all_of_them = [*[one_env] * load.env, one_trainer]
-    return [stand_in_worker(bus, *parts[:3], slots=parts[3], lease_s=LEASE_S) for parts in all_of_them]
+    def note(self, entries: Iterable[str]) -> None:
+        now_ms = time.time() * 1000
+        self.ages_ms += [now_ms - int(entry.partition("-")[0]) for entry in entries]
 
 
-def rollout_workers(load: Load, bus: Bus) -> list[LightRollout]:
-    rng, about = random.Random(1), About(slots=load.rollout_slots)
-    reporters = [Reporter(worker_id("rollout"), "rollout", BASE_MODEL, about) for _ in range(load.rollout)]
+def trainer(load: Load, bus: Bus) -> Worker:
+    handler = StandInTrainer(bus.cell, AdapterStore(Objects.open(load.store_url)))
+    inbox = Inbox(bus.cell.train, GROUP_TRAINER)
+    return stand_in_worker(bus, "trainer", inbox, handler, slots=load.trainer_slots, lease_s=LEASE_S)
+
+
+def env_workers(load: Load, bus: MeasuredBus) -> list[LightWorker]:
+    reporters = [_reporter("env", load.env_slots) for _ in range(load.env)]
+    return [light_env(bus, reporter, lease_s=LEASE_S, on_read=bus.note) for reporter in reporters]
+
+
+def rollout_workers(load: Load, bus: Bus) -> list[LightWorker]:
+    rng = random.Random(1)
+    reporters = [_reporter("rollout", load.rollout_slots) for _ in range(load.rollout)]
     seconds = partial(_seconds, rng, load.delay_s)
-    return [LightRollout(bus, reporter, seconds, lease_s=LEASE_S) for reporter in reporters]
+    return [light_rollout(bus, reporter, seconds, lease_s=LEASE_S) for reporter in reporters]
+
+
+def _reporter(service: str, slots: int) -> Reporter:
+    return Reporter(worker_id(service), service, BASE_MODEL, About(slots=slots))
 
 
 def _seconds(rng: random.Random, delay_s: float) -> float:
@@ -146,7 +158,8 @@ async def main(load: Load) -> None:
     spare_collections()
     bus, stop = MeasuredBus(load.redis_url), asyncio.Event()
     rollouts = rollout_workers(load, bus)
-    running = [asyncio.create_task(worker.run(stop)) for worker in [*ordinary_workers(load, bus), *rollouts]]
+    workers = [*rollouts, *env_workers(load, bus), trainer(load, bus)]
+    running = [asyncio.create_task(worker.run(stop)) for worker in workers]
     reporting = asyncio.create_task(report_idle(bus, load.idle))
     cpu_s, num = 0.0, 0
     while await asyncio.to_thread(sys.stdin.readline):

@@ -103,4 +103,4 @@ def _is_sound(message: ScoredTrajectory) -> bool:
     if message.reward is None or not abs(message.reward) <= MAX_REWARD:  # not a number compares false
         return False
     written = message.transcript.of_written()
-    return bool(len(written) and np.isfinite(written).all())
+    return len(written) > 0 and np.count_nonzero(np.isfinite(written)) == len(written)

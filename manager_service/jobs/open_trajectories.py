@@ -163,6 +163,8 @@ class OpenTrajectories:
 
     def take_undropped(self) -> list[int]:
         """Decided groups that were not looked at since they were decided, or since the last `look_again`; in order."""
+        if not self._undropped:
+            return []
         taken, self._undropped = sorted(self._undropped & self.decided), set()
         return taken
 

@@ -91,7 +91,7 @@ class BigSteps:
 def _most_bytes(job: Job, numbers: Iterable[int]) -> int:
     """At least what the step's payload has."""
     messages = [scored.message for number in numbers for scored in job.open.groups[number].rows()]
-    return sum(TOKEN_BYTES * len(m.tokens) + ROW_BYTES + len(m.id) for m in messages) + REST_BYTES
+    return sum(TOKEN_BYTES * len(m.transcript) + ROW_BYTES + len(m.id) for m in messages) + REST_BYTES
 
 
 def _head(step: TrainStep) -> bytes:

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 
 import structlog
 
@@ -233,7 +233,7 @@ class Owner:
 
     def _still_owned(self, delivery: Delivery, owned: Mapping[int, Owned]) -> bool:
         """Is a partition the same as when its entry was read? If not, a fresh take-over must read the entry again."""
-        number = _partition_number(delivery)
+        number = _partition_of(delivery.stream)
         if self._owned.get(number) is owned.get(number):
             return True
         self._forget(number, "read across a take-over")
@@ -282,7 +282,7 @@ class Owner:
         """Takes in a claim check that was read while these partitions were owned. False for another delivery."""
         if not isinstance(delivery.message, Unfetched):
             return False
-        owned[_partition_number(delivery)][0].fetch_later(delivery.stream, delivery.entry, delivery.message.fetch)
+        owned[_partition_of(delivery.stream)][0].fetch_later(delivery.stream, delivery.entry, delivery.message.fetch)
         self._wanted.set()
         return True
 
@@ -320,7 +320,7 @@ class Owner:
         now = time.time()
         changes: defaultdict[int, Changes] = defaultdict(Changes)
         for delivery in deliveries:
-            number = _partition_number(delivery)
+            number = _partition_of(delivery.stream)
             await self._owned[number][0].handle(delivery, now, changes[number])
             if self._owned[number][0].arriving:
                 self._intake.wanted.set()
@@ -433,5 +433,6 @@ class Owner:
         return await self._surroundings.nothing_under_way(inboxes, sorted(trainers))
 
 
-def _partition_number(delivery: Delivery) -> int:
-    return int(delivery.stream.rsplit(":", 1)[-1])
+@cache
+def _partition_of(inbox: str) -> int:
+    return int(inbox.rsplit(":", 1)[-1])

@@ -7,10 +7,10 @@ after a crash: the next owner takes the lease, loads the records, and reads the 
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import structlog
+from msgspec.structs import replace
 
 from common.adapters import update_of
 from common.bus import Bus, Delivery, Undecodable, Unfetched

@@ -57,15 +57,24 @@ class TenantDemand:
         self.buckets[urgency][job] = None
         self.line.setdefault(job)
 
-    def remove(self, job: str, urgency: Urgency, *, leaves: bool = True) -> None:
-        """`leaves`: the job wants nothing more, and loses its place in the line."""
+    def remove(self, job: str, urgency: Urgency) -> None:
+        self._take_out(job, urgency)
+        del self.line[job]
+
+    def change(self, job: str, old: Urgency, urgency: Urgency) -> None:
+        """Places a job behind those that are as urgent as it is now. In the line it keeps its place."""
+        if urgency == old:
+            self.buckets[old].move_to_end(job)
+        else:
+            self._take_out(job, old)
+            self.add(job, urgency)
+
+    def _take_out(self, job: str, urgency: Urgency) -> None:
         bucket = self.buckets[urgency]
         del bucket[job]
         if not bucket:
             del self.buckets[urgency]
             self._tidy()
-        if leaves:
-            del self.line[job]
 
     def first(self, *, longest_waiting: bool = False) -> str | None:
         """The most urgent job, or the one that has waited longest."""
@@ -94,13 +103,19 @@ class Wishes:
         if urgency is not None:
             self.tenants.setdefault(tenant, TenantDemand()).add(job, urgency)
 
-    def remove(self, tenant: str, job: str, urgency: Urgency | None, *, leaves: bool) -> None:
-        """`leaves`: the job wants nothing more of this kind."""
+    def remove(self, tenant: str, job: str, urgency: Urgency | None) -> None:
         if urgency is None:
             return
-        self.tenants[tenant].remove(job, urgency, leaves=leaves)
+        self.tenants[tenant].remove(job, urgency)
         if not self.tenants[tenant].line:
             del self.tenants[tenant]
+
+    def change(self, tenant: str, job: str, old: Urgency | None, urgency: Urgency | None) -> None:
+        if old is None or urgency is None:
+            self.remove(tenant, job, old)
+            self.add(tenant, job, urgency)
+        else:
+            self.tenants[tenant].change(job, old, urgency)
 
     def next_job(self, tenant: str) -> str | None:
         """The tenant's job whose turn it is."""
@@ -144,10 +159,14 @@ class Demand:
     def update(self, job: str, view: View | None) -> None:
         """Replaces the view of a job. None: the job is gone."""
         old = self._views.pop(job, None)
-        if old is not None:
-            self._subtract(job, old, view if view is not None and view.tenant == old.tenant else None)
         if view is not None:
             self._views[job] = view
+        if old is not None and view is not None and old.tenant == view.tenant:
+            self._change(job, old, view)
+            return
+        if old is not None:
+            self._subtract(job, old)
+        if view is not None:
             self._add(job, view)
 
     def tenants(self) -> set[str]:
@@ -162,39 +181,49 @@ class Demand:
         return self._jobs.get(tenant, frozenset())
 
     def _add(self, job: str, view: View) -> None:
-        tenant = view.tenant
         self._count(view, 1)
-        self._jobs.setdefault(tenant, set()).add(job)
-        if view.queued:
-            self.queued.setdefault(tenant, OrderedDict())[job] = None
-        if view.ready:
-            self.ready[job] = tenant
-        if view.fresh:
-            self.fresh[job] = tenant
-        self.rollouts.add(tenant, job, view.urgency)
-        self.examples.add(tenant, job, view.example_urgency)
+        self._jobs.setdefault(view.tenant, set()).add(job)
+        self._list(job, view)
+        self.rollouts.add(view.tenant, job, view.urgency)
+        self.examples.add(view.tenant, job, view.example_urgency)
 
-    def _subtract(self, job: str, view: View, next_one: View | None) -> None:
-        """`next_one`: that is added in its place, of the same tenant."""
+    def _change(self, job: str, old: View, view: View) -> None:
+        self._count(old, -1)
+        self._count(view, 1)
+        self._unlist(job, old)
+        self._list(job, view)
+        self.rollouts.change(view.tenant, job, old.urgency, view.urgency)
+        self.examples.change(view.tenant, job, old.example_urgency, view.example_urgency)
+
+    def _subtract(self, job: str, view: View) -> None:
         tenant = view.tenant
         self._count(view, -1)
         self._jobs[tenant].discard(job)
         if not self._jobs[tenant]:
             del self._jobs[tenant]
-        if view.queued:
-            del self.queued[tenant][job]
-            if not self.queued[tenant]:
-                del self.queued[tenant]
-        self.ready.pop(job, None)
-        self.fresh.pop(job, None)
-        self.rollouts.remove(tenant, job, view.urgency, leaves=next_one is None or next_one.urgency is None)
-        self.examples.remove(
-            tenant, job, view.example_urgency, leaves=next_one is None or next_one.example_urgency is None
-        )
+        self._unlist(job, view)
+        self.rollouts.remove(tenant, job, view.urgency)
+        self.examples.remove(tenant, job, view.example_urgency)
         if not self.active[tenant] and tenant not in self.queued:
             del self.active[tenant], self.waiting[tenant], self.tokens[tenant], self.behind[tenant]
             self.rollouts.forget(tenant)
             self.examples.forget(tenant)
+
+    def _list(self, job: str, view: View) -> None:
+        if view.queued:
+            self.queued.setdefault(view.tenant, OrderedDict())[job] = None
+        if view.ready:
+            self.ready[job] = view.tenant
+        if view.fresh:
+            self.fresh[job] = view.tenant
+
+    def _unlist(self, job: str, view: View) -> None:
+        if view.queued:
+            del self.queued[view.tenant][job]
+            if not self.queued[view.tenant]:
+                del self.queued[view.tenant]
+        self.ready.pop(job, None)
+        self.fresh.pop(job, None)
 
     def _count(self, view: View, sign: int) -> None:
         tenant = view.tenant
@@ -207,8 +236,9 @@ class Demand:
         if view.training:
             (self.handed.add if sign > 0 else self.handed.remove)(tenant, view.training_tokens)
         self.num_running += sign * view.running
-        self.open_examples[tenant] += sign * view.examples
-        if not self.open_examples[tenant]:
-            del self.open_examples[tenant]
+        if view.examples:
+            self.open_examples[tenant] += sign * view.examples
+            if not self.open_examples[tenant]:
+                del self.open_examples[tenant]
         self.active[tenant] += sign * view.active
         self.behind[tenant] += sign * view.behind

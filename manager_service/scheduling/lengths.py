@@ -26,12 +26,12 @@ class Lengths:
 
     def learn_example(self, message: ScoredTrajectory) -> None:
         """Takes in the length of an example; a rollout worker that measures one prefills all of it. One that failed has none."""
-        if length := len(message.tokens):
+        if length := len(message.transcript):
             self._before_turn += (SMOOTHING if self._before_turn else 1.0) * (length - self._before_turn)
             self.tokens = self.kv_tokens
 
     def learn(self, message: ScoredTrajectory) -> None:
         usage = message.usage
         self.tokens += SMOOTHING * (usage.prompt_tokens + usage.sampled_tokens - self.tokens)
-        before = message.num_prompt if message.num_turns <= 1 else len(message.tokens)
+        before = message.num_prompt if message.num_turns <= 1 else len(message.transcript)
         self._before_turn += SMOOTHING * (before - self._before_turn)

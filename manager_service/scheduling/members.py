@@ -4,15 +4,15 @@ Other tables of members are derived from it: see `MemberTable.take_changed`.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+import msgspec
 
 Urgency = tuple[float, ...]
 """Smaller first within a tenant: priority, deadline, training before evaluation, the groups that a batch still misses."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about one member. What a field says of trajectories concerns jobs alone."""
 
     tenant: str

@@ -1,6 +1,5 @@
 """Conversations over a real Redis, of which every part is sent once."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +185,7 @@ async def test_a_turn_that_moves_begins_a_history_anew(bus: Bus) -> None:
 
 async def test_what_another_worker_began_is_not_in_the_history(bus: Bus) -> None:
     await bus.publish([(CELL.rollout, FIRST)])
-    held = dataclasses.replace(await read(bus, CELL.rollout), progress=b"some")
+    held = replace(await read(bus, CELL.rollout), progress=b"some")
     result = answer(held.message)
     await go_on(bus, held, CELL.env, result)
     assert not await histories(bus) and (await read(bus, CELL.env)).message == result

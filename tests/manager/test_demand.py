@@ -1,10 +1,10 @@
 """The sums over all jobs equal what a fresh look at each would give."""
 
 from collections import Counter
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from manager_service.scheduling.demand import Demand, View
 from manager_service.scheduling.fairness import LONGEST_WAITING_EVERY

@@ -28,9 +28,10 @@ from common.messages import (
     turn_id,
 )
 from common.streams import Cell
-from common.transcript import shown
+from common.transcript import shown, wrote
 from harness.standin import StandInEnv, job_spec
 from manager_service.jobs.changes import Changes
+from manager_service.jobs.groups import sound
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.journal import Journal
@@ -473,3 +474,12 @@ def test_a_job_that_is_cancelled_before_its_counted_results_are_read_settles_the
     job.cancel(1.0, changes)
     assert changes.ledger[job.id, "cancelled"] == 4
     assert not any(job.open.restore(f"{sample}-0", result) for sample, result in enumerate(results))
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf")])
+def test_a_log_prob_that_is_no_finite_number_fails_its_trajectory(score: float) -> None:
+    _, (result, *_) = taken_over()
+    broken = msgspec.structs.replace(result, transcript=shown([1]) + wrote([2, 3, 4], [-0.5, score, -1.0]))
+    assert sound(result) is result
+    failure = sound(broken).failure
+    assert failure is not None and failure.kind == "grader" and sound(broken).reward is None

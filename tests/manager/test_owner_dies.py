@@ -20,7 +20,7 @@ from common.adapters import AdapterStore
 from common.bus import Bus
 from common.messages import AdapterRef
 from common.objects import Objects
-from common.redis_connection import FastConnection
+from common.redis_connection import FastClient, FastConnection
 from common.scripts import CREATE_GROUP
 from common.streams import GROUP_ENV, GROUP_TRAINER, NUM_PARTITIONS, Cell, partition_of
 from common.tasks import cancel_all
@@ -186,7 +186,7 @@ class Life:
         pool = aioredis.ConnectionPool.from_url(
             self.url, connection_class=MortalConnection, fate=self.fate, client_name=self.cell.base_model, protocol=3
         )
-        mortal = Bus(aioredis.Redis.from_pool(pool), self.cell, self.objects)
+        mortal = Bus(FastClient.from_pool(pool), self.cell, self.objects)
         living = asyncio.create_task(self._owner(mortal).run(asyncio.Event()))
         succeeds = asyncio.create_task(until_status(bus, job, "succeeded", seconds=60))
         await asyncio.wait([living, succeeds], return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The rollout workers that cost little: to Redis and to the manager they are the ordinary stand-ins."""
+"""The stand-in workers that cost little: to Redis and to the manager they are the ordinary ones."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -7,15 +7,22 @@ from typing import Any
 
 import hiredis
 import msgspec
+import pytest
 
 from common.adapters import AdapterStore
 from common.bus import Bus, Delivery, Settlement
-from common.messages import AdapterRef, EnvSpec, Sampling, Start, TurnRequest, WorkerReport
+from common.handlers import Handler
+from common.messages import AdapterRef, EnvSpec, Message, Sampling, Start, WorkerReport
 from common.objects import Objects
+from common.repeats import num_same, num_same_at_end
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, partition_of
 from common.telemetry import About, Reporter
 from common.wire import decode, encode
 from common.worker import Inbox
+from harness.light.alike import alike
+from harness.light.env import light_env
+from harness.light.rollout import light_rollout
+from harness.light.worker import LightWorker
 from harness.standin import (
     FixedSlots,
     OneTurnEnv,
@@ -28,7 +35,6 @@ from harness.standin import (
     stand_in_worker,
     until_status,
 )
-from harness.standin_rollout import LightRollout
 from manager_service.owner.owner import Owner
 from manager_service.tenants import Tenants
 from tests.common.test_worker import until
@@ -59,13 +65,22 @@ STARTS = (
     start(epoch=2),
     start(untrained=True),
     start(samples=(127, 128, 255, 256)),
+    start(samples=(9,)),
+    start(samples=(0, 2, 9), attempt=3, group=70_000),
+    start(purpose="eval", samples=(1, 0)),
     start(partition=200, adapter=AdapterRef("acme", "job-of-acme", 70_000)),
 )
 
+NUM_TURNS = sum(len(each.samples) for each in STARTS)
 
-def light_worker(bus: Bus, seconds: float = 0.0, slots: int = 64) -> LightRollout:
+
+def light_worker(bus: Bus, seconds: float = 0.0, slots: int = 64) -> LightWorker:
     reporter = Reporter("rollout-light", "rollout", bus.cell.base_model, About(slots=slots))
-    return LightRollout(bus, reporter, lambda: seconds, lease_s=LEASE_S)
+    return light_rollout(bus, reporter, lambda: seconds, lease_s=LEASE_S)
+
+
+def light_env_worker(bus: Bus) -> LightWorker:
+    return light_env(bus, Reporter("env-light", "env", bus.cell.base_model, About(slots=64)), lease_s=LEASE_S)
 
 
 def ordinary_worker(bus: Bus) -> Any:
@@ -73,17 +88,42 @@ def ordinary_worker(bus: Bus) -> Any:
     return stand_in_worker(bus, "rollout", inbox, OneTurnRollout(bus.cell), slots=64, lease_s=LEASE_S)
 
 
+def ordinary_env_worker(bus: Bus) -> Any:
+    return stand_in_worker(bus, "env", Inbox(bus.cell.env, GROUP_ENV), OneTurnEnv(bus.cell), slots=64, lease_s=LEASE_S)
+
+
 async def test_what_settles_a_turn_has_the_same_bytes(bus: Bus) -> None:
-    env, rollout = OneTurnEnv(bus.cell), OneTurnRollout(bus.cell)
+    env, inbox = OneTurnEnv(bus.cell), Inbox(bus.cell.rollout, GROUP_ROLLOUT)
     requests = [env.turn(each, sample) for each in STARTS for sample in each.samples]
-    settlements = [await settlement(bus, rollout, n, request) for n, request in enumerate(requests)]
-    turns = [(f"1700000000000-{n}".encode(), encode(request)) for n, request in enumerate(requests)]
-    assert packed(light_worker(bus).settling(turns)) == packed(bus.settling(settlements))
+    settlements = await settled(bus, inbox, OneTurnRollout(bus.cell), requests)
+    assert packed(light_worker(bus).settling(taken(requests))) == packed(bus.settling(settlements))
 
 
-async def settlement(bus: Bus, rollout: OneTurnRollout, number: int, request: TurnRequest) -> Settlement:
-    delivery = Delivery(bus.cell.rollout, GROUP_ROLLOUT, f"1700000000000-{number}", request)
-    return await bus.written(Settlement(delivery, await rollout(request, lambda: None)))
+async def test_what_settles_a_start_has_the_same_bytes(bus: Bus) -> None:
+    settlements = await settled(bus, Inbox(bus.cell.env, GROUP_ENV), OneTurnEnv(bus.cell), STARTS)
+    assert packed(light_env_worker(bus).settling(taken(STARTS))) == packed(bus.settling(settlements))
+
+
+async def settled(bus: Bus, inbox: Inbox, handler: Handler, messages: Sequence[Any]) -> list[Settlement]:
+    """Makes of the messages what a worker with this handler settles."""
+    entries = [entry.decode() for entry, _ in taken(messages)]
+    deliveries = [Delivery(inbox.stream, inbox.group, *both) for both in zip(entries, messages, strict=True)]
+    outputs = [await handler(message, lambda: None) for message in messages]
+    return [await bus.written(Settlement(*both)) for both in zip(deliveries, outputs, strict=True)]
+
+
+def taken(messages: Sequence[Message]) -> list[tuple[bytes, bytes]]:
+    """Entries of a stream, and their payloads."""
+    return [(f"1700000000000-{number}".encode(), encode(message)) for number, message in enumerate(messages)]
+
+
+@pytest.mark.parametrize(
+    "payloads", [(b"x" * 50, b"x" * 50), (b"", b"abc"), (b"a\0", b"a"), (b"aXa", b"aa"), (b"abc", b"xyz")]
+)
+def test_what_is_alike_is_found_as_it_is_one_by_one(payloads: tuple[bytes, bytes]) -> None:
+    before, after = payloads
+    head = num_same(before, after)
+    assert alike(payloads) == [(head, num_same_at_end(before[head:], after[head:]))]
 
 
 def packed(words: Sequence[Any]) -> bytes:
@@ -93,12 +133,13 @@ def packed(words: Sequence[Any]) -> bytes:
 
 async def test_the_same_entries_reach_the_owners(bus: Bus) -> None:
     found: list[list[bytes]] = []
-    for worker in (ordinary_worker(bus), light_worker(bus)):
-        await publish_turns(bus, STARTS)
-        async with working(worker):
+    for workers in ((ordinary_env_worker(bus), ordinary_worker(bus)), (light_env_worker(bus), light_worker(bus))):
+        async with working(*workers):
+            await bus.publish([(bus.cell.env, each) for each in STARTS])
+            await until(lambda: is_empty(bus, bus.cell.env))
             await until(lambda: is_empty(bus, bus.cell.rollout))
         found.append(await taken_from_owners(bus))
-    assert found[0] == found[1] and len(found[0]) == 4 * len(STARTS)
+    assert found[0] == found[1] and len(found[0]) == NUM_TURNS
 
 
 async def publish_turns(bus: Bus, starts: Sequence[Start]) -> None:
@@ -136,20 +177,19 @@ async def working(*workers: Any) -> AsyncGenerator[None]:
 
 
 async def test_a_job_is_the_same_to_its_owner(bus: Bus, objects: Objects) -> None:
-    by_light = await seen_of_job(bus, objects, light_worker(bus), "job-light")
-    by_ordinary = await seen_of_job(bus, objects, ordinary_worker(bus), "job-plain")
+    by_light = await seen_of_job(bus, objects, [light_env_worker(bus), light_worker(bus)], "job-light")
+    by_ordinary = await seen_of_job(bus, objects, [ordinary_env_worker(bus), ordinary_worker(bus)], "job-plain")
     assert by_light == by_ordinary
     assert by_light["status"] == "succeeded" and by_light["balanced"]
 
 
-async def seen_of_job(bus: Bus, objects: Objects, rollout: Any, name: str) -> dict[str, Any]:
+async def seen_of_job(bus: Bus, objects: Objects, samplers: Sequence[Any], name: str) -> dict[str, Any]:
     """The owner's records of a whole job, and what it had trained, in an order of its own."""
     cell, store = bus.cell, AdapterStore(objects)
     trainer = StandInTrainer(cell, store)
     owner = Owner(bus=bus, cluster=FixedSlots(), store=store, objects=objects, tenants=Tenants(bus.client), lease_s=0.6)
-    env = stand_in_worker(bus, "env", Inbox(cell.env, GROUP_ENV), OneTurnEnv(cell), lease_s=LEASE_S)
     train = stand_in_worker(bus, "trainer", Inbox(cell.train, GROUP_TRAINER), trainer, slots=1, lease_s=LEASE_S)
-    async with working(owner, env, train, rollout):
+    async with working(owner, train, *samplers):
         spec = job_spec(name, num_steps=3)
         await create_job(bus, spec)
         state = await until_status(bus, spec.id, "succeeded", "failed")
@@ -198,7 +238,7 @@ async def test_a_worker_takes_over_what_a_dead_one_held(bus: Bus) -> None:
 async def test_a_report_says_what_the_worker_has_and_for_whom_it_works(bus: Bus) -> None:
     await publish_turns(bus, STARTS)
     async with working(light_worker(bus, seconds=3600.0)):
-        await until(lambda: has_pending(bus, 4 * len(STARTS)))
+        await until(lambda: has_pending(bus, NUM_TURNS))
         await until(lambda: tells_of(bus, {each.job for each in STARTS}))
 
 
@@ -207,7 +247,7 @@ async def tells_of(bus: Bus, jobs: set[str]) -> bool:
     reports = [decode(fields[b"payload"]) for _, fields in rows]
     return any(
         isinstance(report, WorkerReport)
-        and (report.slots, report.in_use) == (64, 4 * len(STARTS))
+        and (report.slots, report.in_use) == (64, NUM_TURNS)
         and {span.job for span in report.spans} == jobs
         for report in reports
     )
