@@ -10,6 +10,7 @@ import msgspec
 import openai
 import pytest
 
+from common.bus import Bus
 from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, Usage
 from common.wire import decode
 from manager_service.api.sampling.replies import AnswerText
@@ -268,6 +269,59 @@ async def test_a_turn_that_its_worker_gives_back_is_asked_for_again_from_all_its
     first, second = script.seen
     assert (second.num_partial, second.epoch, second.usage) == (6, 1, Usage(sampled_tokens=6))
     assert second.num_prompt == first.num_prompt
+
+
+async def test_an_answer_that_its_replica_has_not_read_yet_is_not_asked_for_again(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its entry is gone already: with many clients, or on a busy machine, for longer than the silence."""
+    follow, followed = Bus.follow, asyncio.Event()
+
+    async def late(*given: Any, **options: Any) -> Any:
+        followed.set()
+        found = await follow(*given, **options)
+        await asyncio.sleep(1.2 if any(isinstance(message, TurnResult) for _, message in found) else 0)
+        return found
+
+    monkeypatch.setattr(Bus, "follow", late)
+    await followed.wait()
+    async with played(Script(server.bus)) as script:
+        answer = await server.openai.chat.completions.create(model="tiny", messages=HELLO)
+        assert answer.choices[0].message.content == "95"
+    assert len(script.seen) == 1 and not await cancels(server)
+
+
+async def test_a_turn_that_is_asked_for_again_leaves_the_others_of_its_completion_alone(server: ApiServer) -> None:
+    """A cancellation names a job and an epoch: it would end them too, with the tokens that are in their progress."""
+    asking = asyncio.create_task(server.openai.chat.completions.create(model="tiny", messages=HELLO, n=2))
+    async with played(Script(server.bus, gives_back_after=1, silent_sample=1)) as script:
+        while len(script.seen) < 3:
+            await asyncio.sleep(0.01)
+        await script.take_over()
+        assert [choice.message.content for choice in (await asking).choices] == ["95", "95"]
+    assert sorted((r.trajectory.sample, r.epoch) for r in script.seen) == [(0, 0), (0, 1), (1, 0)]
+    while not (told := await cancels(server)):  # the attempt that was given back, and whoever else may have it
+        await asyncio.sleep(0.01)
+    assert [cancel.epoch for cancel in told] == [2**31]
+
+
+async def test_once_an_older_attempt_has_answered_the_newer_one_ends(server: ApiServer) -> None:
+    answer: Any = await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+    async with played(Silent(server.bus)) as script:
+        while len(script.seen) < 2:
+            await asyncio.sleep(0.01)
+        await script.take_over(count=1)
+        assert await text_of(answer) == "95"
+    while len(told := await cancels(server)) < 2:
+        await asyncio.sleep(0.01)
+    assert [cancel.epoch for cancel in told] == [0, 2**31]
+
+
+class Silent(Script):
+    """A worker of which nothing is heard."""
+
+    def is_silent(self, request: TurnRequest) -> bool:
+        return True
 
 
 async def cancels(server: ApiServer) -> list[Cancel]:

@@ -158,13 +158,17 @@ class Script:
     chunk: int = 1
     dies_after: int | None = None  # tokens of the first attempt, after which nothing more is heard of it
     gives_back_after: int | None = None  # tokens of the first attempt, with which its request goes back
+    silent_sample: int | None = None  # of whose first attempt nothing is heard
     seen: list[TurnRequest] = field(default_factory=list)
     inbox: str = ""  # the stream that it reads; empty: the one of inference
 
-    async def take_over(self) -> None:
-        """Ends the turns of which nothing more was heard, as the worker that takes them over."""
+    def is_silent(self, request: TurnRequest) -> bool:
+        return request.trajectory.attempt == 0 and request.trajectory.sample == self.silent_sample
+
+    async def take_over(self, count: int = 256) -> None:
+        """Ends the turns of which nothing more was heard, the oldest first, as the worker that takes them over."""
         stream = self.inbox or self.bus.cell.rollout_first
-        idle = await self.bus.find_idle(stream, GROUP_ROLLOUT, min_idle_ms=0)
+        idle = await self.bus.find_idle(stream, GROUP_ROLLOUT, min_idle_ms=0, count=count)
         for delivery in await self.bus.claim(stream, GROUP_ROLLOUT, "other", idle, min_idle_ms=0):
             request = delivery.message
             assert isinstance(request, TurnRequest)
@@ -178,6 +182,8 @@ class Script:
                 request = delivery.message
                 assert isinstance(request, TurnRequest)
                 self.seen.append(request)
+                if self.is_silent(request):
+                    continue
                 if self.gives_back_after and request.trajectory.attempt == 0:
                     await self.bus.settle([Settlement(delivery, [self._given_back(request, self.gives_back_after)])])
                     continue

@@ -69,6 +69,11 @@ class Choice:
     handed_back: bool = False  # nobody works on it any more
     result: TurnResult | None = None
 
+    @property
+    def is_answered(self) -> bool:
+        """Has the newest attempt given the result?"""
+        return self.result is not None and self.result.request.epoch == self.request.epoch
+
 
 def choices_of(job: str, ask: InferenceRequest, reply_to: str) -> list[Choice]:
     """All answers that a request asks for. Those of one prompt share its arrays."""

@@ -12,8 +12,8 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,8 @@ class Replies:
         self._bus = bus
         self.stream = bus.cell.reply(api_id)
         self._waiting: dict[str, asyncio.Queue[ReplyMessage]] = {}
+        self._cursor = "0"
+        self._heard = asyncio.Event()
 
     @contextmanager
     def of(self, job: str) -> Generator["asyncio.Queue[ReplyMessage]"]:
@@ -80,18 +82,32 @@ class Replies:
 
     async def run(self) -> None:
         """Reads until cancelled. Redis then deletes the stream after its time to live."""
-        cursor, refreshed_at = "0", float("-inf")
+        refreshed_at = float("-inf")
         while True:
             if time.monotonic() - refreshed_at > REFRESH_S:
                 if not await self._bus.keep_alive(self.stream, REPLY_TTL_S):
-                    cursor = "0"
+                    self._cursor = "0"
                 refreshed_at = time.monotonic()
-            entries = await self._bus.follow(self.stream, cursor, block_ms=BLOCK_MS)
+            entries = await self._bus.follow(self.stream, self._cursor, block_ms=BLOCK_MS)
             for _, message in entries:
                 self._hand_over(message)
             if entries:
-                cursor = entries[-1][0]
-                await self._forget(cursor)
+                self._cursor = entries[-1][0]
+                self._heard.set()
+                await self._forget(self._cursor)
+
+    async def newest(self) -> str:
+        """The id of the newest entry that was not deleted yet; `0` if there is none."""
+        found: Any = await self._bus.retrying(lambda: self._bus.client.xrevrange(self.stream, count=1))
+        return found[0][0].decode() if found else "0"
+
+    async def heard(self, entry: str) -> None:
+        """Waits until all up to this entry was handed over, or for as long as Redis may have lost the stream unnoticed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REFRESH_S):
+                while _place(self._cursor) < _place(entry):
+                    self._heard.clear()
+                    await self._heard.wait()
 
     async def _forget(self, last: str) -> None:
         """Deletes the entries up to this one, which were read."""
@@ -103,6 +119,11 @@ class Replies:
         queue = self._waiting.get(message.job)
         if queue is not None and isinstance(message, TurnDelta | TurnResult | TurnRequest | GradeResult):
             queue.put_nowait(message)
+
+
+def _place(entry: str) -> list[int]:
+    """Returns what orders the ids of entries."""
+    return [int(part) for part in entry.split("-")]
 
 
 class Inference:
@@ -200,10 +221,10 @@ class Inference:
         return self._places[BULK if choice.bulk else CHAT]
 
     def _end(self, choices: "list[Choice]") -> None:
-        """Gives back the places, and has the workers drop what has no result."""
+        """Gives back the places, and has the workers drop what has no result, and attempts that others took the place of."""
         for choice in choices:
             self._give_back(choice)
-        if any(choice.result is None for choice in choices):
+        if len({choice.request.epoch for choice in choices}) > 1 or any(not choice.is_answered for choice in choices):
             self._cancel(choices[0].request, epoch=2**31)
 
     def _give_back(self, choice: Choice) -> None:
@@ -218,8 +239,8 @@ class Inference:
             async with asyncio.timeout(min(1.0, self._silence_s / 4)):
                 message = await queue.get()
         except TimeoutError:
-            for choice in choices.values():
-                await self._look_after(choice)
+            if lost := [choice for choice in choices.values() if await self._is_lost(choice)]:
+                await self._replace(lost, queue, choices.values())
             return []
         key = choice_key(message)
         choice = choices.get(key) if key else None
@@ -230,10 +251,10 @@ class Inference:
             self._share.note(BULK if choice.bulk else CHAT, choice.result.usage.rollout_s)
             self._give_back(choice)
         if choice.handed_back:
-            await self._ask_again(choice)
+            await self._ask_again([choice], choices.values())
         return [] if fresh is None else [fresh]
 
-    async def _publish(self, choices: "list[Choice]") -> None:
+    async def _publish(self, choices: Sequence[Choice]) -> None:
         """Appends the requests, and remembers their entries. Raises ApiError 503 when Redis is away or full."""
         encoded = [(self._stream(choice), await self._bus.fields(choice.request)) for choice in choices]
 
@@ -255,25 +276,39 @@ class Inference:
 
     # ---- silence ----------------------------------------------------------------------------------------------------
 
-    async def _look_after(self, choice: Choice) -> None:
-        """Asks again for a turn that nobody works on any more."""
+    async def _is_lost(self, choice: Choice) -> bool:
+        """Does nobody work on it any more? Raises Unavailable when that takes too long."""
         now = time.monotonic()
         if not choice.entry or choice.result is not None or now - choice.heard_s < self._silence_s:
-            return
+            return False
         if now - choice.advanced_s > self._timeout_s and not choice.bulk:
             raise Unavailable(f"no rollout worker answered within {self._timeout_s:g} seconds")
         async with TimeForRedis(self._bus, PUBLISH_S):
             cared_for = await self._is_cared_for(choice)
         if cared_for:
             choice.heard_s = now
-            return
-        await self._ask_again(choice)
+        return not cared_for
 
-    async def _ask_again(self, choice: Choice) -> None:
-        log.warning("turn_asked_again", job=choice.request.job, num_tokens=len(choice.tokens))
-        self._cancel(choice.request, epoch=choice.request.epoch)
-        choice.request, choice.handed_back = continued(choice), False
-        await self._publish([choice])
+    async def _replace(
+        self, lost: Sequence[Choice], queue: "asyncio.Queue[ReplyMessage]", choices: Collection[Choice]
+    ) -> None:
+        """Asks again for these, unless something was said of them meanwhile: a turn's entry goes in the moment in which its answer is
+        written, which may be long before this replica reads it."""
+        async with TimeForRedis(self._bus, PUBLISH_S):
+            newest = await self._replies.newest()
+        await self._replies.heard(newest)
+        if queue.empty():
+            await self._ask_again(lost, choices)
+
+    async def _ask_again(self, lost: Sequence[Choice], choices: Collection[Choice]) -> None:
+        """Asks again for some of a completion's choices. The attempts before are void once they are older than all that goes on."""
+        for choice in lost:
+            log.warning("turn_asked_again", job=choice.request.job, num_tokens=len(choice.tokens))
+            choice.request, choice.handed_back = continued(choice), False
+        oldest = min(choice.request.epoch for choice in choices if choice.result is None)
+        if oldest:
+            self._cancel(lost[0].request, epoch=oldest - 1)
+        await self._publish(lost)
 
     async def _is_cared_for(self, choice: Choice) -> bool:
         """True if the request waits in the stream, or a worker renewed it within the silence. Without a stream of tokens it need not be
