@@ -7,6 +7,7 @@ else                                               pip, with its options and set
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 UV = "uv>=0.8"
@@ -14,7 +15,7 @@ UV = "uv>=0.8"
 
 def install(packages: Sequence[str], options: Sequence[str] = ()) -> None:
     """Raises CalledProcessError if pip fails. `packages`: as pip takes them, `-e .` too. `options`: of pip alone."""
-    if options or _has_index() or not _by_uv(packages):
+    if options or has_index() or not _by_uv(packages):
         pip("install", "--prefer-binary", *options, *packages)
 
 
@@ -22,7 +23,8 @@ def pip(*arguments: str) -> None:
     subprocess.run([*PIP, "-qq", *arguments], check=True)
 
 
-def _has_index() -> bool:
+@cache
+def has_index() -> bool:
     """True if pip's files or variables name an index in place of PyPI, or none."""
     listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=True).stdout
     names = {line.partition("=")[0].rpartition(".")[2] for line in listed.splitlines()}

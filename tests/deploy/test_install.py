@@ -1,26 +1,33 @@
-"""Checks in a virtual environment who installs a package for `deploy.install`: uv or pip."""
+"""Checks in virtual environments who installs a package for `deploy.install`, uv or pip, and what tests' own environments borrow."""
 
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.support.installed import ROOT, environment
+from deploy.install import has_index
+from tests.support.installed import PACKAGES, ROOT, THIS, environment, made
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It has links to this environment's pip and uv: to install both takes seven seconds."""
     folder = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    for pattern in (PACKAGES / "pip", PACKAGES / "pip-*", PACKAGES / "uv", PACKAGES / "uv-*", "bin/uv"):
+        for path in THIS.glob(str(pattern)):
+            (folder / path.relative_to(THIS)).symlink_to(path)
     return folder / "bin" / "python"
 
 
-def wheel(folder: Path, name: str) -> str:
+def wheel(folder: Path, name: str, *needs: str) -> str:
     path, about = folder / f"{name}-1-py3-none-any.whl", f"{name}-1.dist-info"
     with zipfile.ZipFile(path, "w") as file:
-        file.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        requires = "".join(f"Requires-Dist: {need}\n" for need in needs)
+        file.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{requires}")
         file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{about}/RECORD", "")
     return str(path)
@@ -58,3 +65,20 @@ def test_a_package_that_does_not_exist_ends_it(python: Path) -> None:
     assert ended.returncode == 1
     assert "No matching distribution" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_an_environment_that_borrows_packages_gets_what_is_wanted_and_what_the_lender_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if find_spec("uv") is None or has_index():
+        pytest.skip("pip fills environments here, and sees by itself what is lent")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    local = ["--no-index", f"--find-links={tmp_path}"]
+    for name, *needs in [("there",), ("too",), ("away",), ("wanted", "too", "away")]:
+        wheel(tmp_path, name, *needs)
+    lender = made("lender", [*local, "there", "too"])
+    folder = made("borrower", [*local, "wanted", "there"], lender=lender)
+    names = ("away", "there", "wanted")
+    assert sorted(path.name for path in (folder / PACKAGES).glob("*.dist-info")) == [f"{n}-1.dist-info" for n in names]
+    python = folder / "bin" / "python"
+    assert {name: installer(python, name) for name in (*names, "too")} == dict.fromkeys((*names, "too"), "uv")

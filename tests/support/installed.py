@@ -1,18 +1,26 @@
-"""MARLaaS as a new user has it: wheels built from the tracked files, in virtual environments of their own."""
+"""MARLaaS as a new user has it: wheels built from the tracked files, in virtual environments of their own; and environments of other
+packages, which are made once a machine."""
 
+import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from deploy.install import has_index
+
 ROOT = Path(__file__).resolve().parents[2]
+THIS = Path(sys.prefix).resolve()
+"""This environment."""
 PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
 PACKAGES = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 INSTALL_S = 300.0
@@ -47,17 +55,61 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MARLAAS_"))}
 
 
-def lend(folder: Path, *, lender: Path | None = None) -> None:
-    """Lends an environment the packages of another, or this one's, so that pip installs only what they are not, or not in a version that
-    is wanted. What imports torch wherever it is, such as the tinker SDK, is better off without this one's."""
-    (packages := folder / PACKAGES).mkdir(parents=True, exist_ok=True)
-    (packages / "lent.pth").write_text(str(lender / PACKAGES) if lender else sysconfig.get_path("purelib"))
+def made(name: str, wanted: Sequence[str], *, lender: Path | None = None) -> Path:
+    """An environment in the user's cache, which is made when it is first needed. `wanted`: as pip and uv take it, options too. `lender`:
+    the environment that lends it its packages, so that only what they are not, or not in a version that is wanted, is installed.
+    What imports torch wherever it is, such as the tinker SDK, is better off without this one's.
+
+    Raises OSError or SubprocessError if it cannot be made.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marlaas"
+    folder = root / f"{name}-py{sys.version_info.major}.{sys.version_info.minor}"
+    root.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
+        ready, made_of = folder / ".ready", f"{wanted} beside {lender}"
+        if not ready.exists() or ready.read_text() != made_of:
+            venv = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)]
+            subprocess.run(venv, check=True, timeout=INSTALL_S)
+            _fill(folder, wanted, lender)
+            ready.write_text(made_of)
+    return folder
+
+
+def _fill(folder: Path, wanted: Sequence[str], lender: Path | None = None) -> None:
+    """Installs by uv where `make` has installed it, in a fifth of pip's time, else by pip."""
+    if lender is not None:
+        (folder / PACKAGES / "lent.pth").write_text(str(lender / PACKAGES))
+    if find_spec("uv") is None or has_index() or not _filled_by_uv(folder, wanted, lender):
+        pip = [*PIP, "--python", str(folder), "install", *wanted]
+        subprocess.run(pip, check=True, timeout=INSTALL_S, capture_output=True)
+
+
+def _filled_by_uv(folder: Path, wanted: Sequence[str], lender: Path | None) -> bool:
+    """Returns False, with uv's message, if it cannot. Asks for the lender what is missing: uv does not see what a .pth file lends."""
+    try:
+        missing = ["--no-deps", *_would_install(lender, wanted)] if lender else []
+        _uv(folder, *dict.fromkeys([*missing, *wanted]))  # uv takes no option twice
+    except subprocess.CalledProcessError as error:
+        print(error.stderr)
+        return False
+    return True
+
+
+def _would_install(folder: Path, wanted: Sequence[str]) -> list[str]:
+    return re.findall(r"^ \+ (\S+==\S+)$", _uv(folder, "--dry-run", *wanted), re.M)
+
+
+def _uv(folder: Path, *words: str) -> str:
+    """Returns what it says."""
+    uv = [sys.executable, "-m", "uv", "--color", "never", "pip", "install", "--python", str(folder / "bin" / "python")]
+    return subprocess.run([*uv, *words], check=True, capture_output=True, text=True, timeout=INSTALL_S).stderr
 
 
 def lent() -> str:
-    """Differs where this environment has other packages: what borrowed them lacks those that it was made beside."""
+    """Differs between environments, and where this one has other packages: what borrowed them lacks those that it was made beside."""
     names = sorted(path.name for path in Path(sysconfig.get_path("purelib")).glob("*.dist-info"))
-    return sha256("\n".join(names).encode()).hexdigest()[:8]
+    return sha256("\n".join([str(THIS), *names]).encode()).hexdigest()[:8]
 
 
 def build(into: Path, project: str = ".") -> Path:
@@ -84,9 +136,7 @@ def install(wheel: Path, folder: Path, *, borrowed: bool = False) -> Installed:
         (installed.packages / "borrowed.pth").write_text(
             "\n".join(entry for entry in sys.path if entry.endswith("-packages"))
         )
-    options = ["--no-deps"] if borrowed else []
-    command = [*PIP, "--python", str(folder / "bin" / "python"), "install", *options, str(wheel)]
-    subprocess.run(command, check=True, env=environment(), timeout=INSTALL_S)
+    _fill(folder, [*(["--no-deps"] if borrowed else []), str(wheel)])
     return installed
 
 

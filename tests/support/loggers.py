@@ -1,10 +1,8 @@
 """Loggers under test: the real ones in a Python environment of their own, and a stand-in; and what each holds of a job."""
 
-import fcntl
 import json
 import sqlite3
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -15,7 +13,7 @@ from typing import Any
 
 from manager_service.export.passes import ROOT, Passes
 from manager_service.records import LoggerName
-from tests.support.installed import lend, lent
+from tests.support.installed import THIS, lent, made
 from tests.support.standin_exporter import WRITER
 
 Held = list[tuple[int, dict[str, float]]]
@@ -57,18 +55,7 @@ def environment_with_loggers() -> Path:
     machine, from the package index."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = [*extras["wandb"], *extras["trackio"]]
-    folder = ROOT / ".pytest_cache" / "loggers"
-    python, done = folder / "bin" / "python", folder / "installed"
-    folder.parent.mkdir(exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
-        made_of = f"{wanted} beside {lent()}"
-        if not done.exists() or done.read_text() != made_of:
-            subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
-            lend(folder)
-            subprocess.run([sys.executable, "-m", "pip", "--python", str(folder), "install", "-q", *wanted], check=True)
-            done.write_text(made_of)
-    return python
+    return made(f"loggers-{lent()}", wanted, lender=THIS) / "bin" / "python"
 
 
 def read_standin(folder: Path, job: str) -> Held:

@@ -1,18 +1,15 @@
 """The real `tinker` SDK, each version in a virtual environment of its own that borrows what all need, and programs that run in it."""
 
 import asyncio
-import fcntl
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from tests.support.installed import INSTALL_S, PIP, lend
+from tests.support.installed import made
 
 VERSION = "0.38.0"
 NEEDS = (
@@ -38,28 +35,11 @@ def sdk_python(version: str) -> str:
     Raises RuntimeError if it cannot be made: the packages come from where those of `make test` come from.
     """
     try:
-        needs = _made("tinker-needs", [*NEEDS, *MORE])
-        folder = _made(f"tinker-{version}", ["--no-deps", f"tinker=={version}"], needs)
+        needs = made("tinker-needs", [*NEEDS, *MORE])
+        folder = made(f"tinker-{version}", ["--no-deps", f"tinker=={version}"], lender=needs)
     except (OSError, subprocess.SubprocessError) as error:
         raise RuntimeError(f"the tinker SDK {version} cannot be installed here: {error}") from error
     return str(folder / "bin" / "python")
-
-
-def _made(name: str, wanted: Sequence[str], lender: Path | None = None) -> Path:
-    """An environment, filled once by this Python's pip: one of its own takes seconds."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "marlaas"
-    folder = root / f"{name}-py{sys.version_info.major}.{sys.version_info.minor}"
-    root.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
-        if not (ready := folder / ".ready").exists():
-            subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=INSTALL_S)
-            if lender is not None:
-                lend(folder, lender=lender)
-            pip = [*PIP, "--python", str(folder), "install", *wanted]
-            subprocess.run(pip, check=True, timeout=INSTALL_S, capture_output=True)
-            ready.touch()
-    return folder
 
 
 async def run_sdk(

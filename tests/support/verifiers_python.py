@@ -2,19 +2,16 @@
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from examples.verifiers_addition import make_python
-from tests.support.installed import lend, lent
+from tests.support.installed import THIS, lent, made
 
 Said = Callable[[list[dict[str, Any]]], str]
 """The answer of a model to a conversation."""
@@ -28,17 +25,11 @@ def verifiers_python(version: str, *more: str) -> Path:
 
 def python_with(package: str, version: str, *more: str) -> Path:
     """An environment with this version of a package, as `verifiers_python` makes it."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    names = "-".join([version, *more, f"py{sys.version_info.major}.{sys.version_info.minor}", lent()])
-    folder = root / "marlaas" / f"{package}-{names}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes
-        try:
-            lend(folder)
-            return make_python(folder, [f"{package}=={version}", *more])
-        except (OSError, subprocess.SubprocessError) as error:
-            raise RuntimeError(f"{package} {version} cannot be installed here: {error}") from error
+    try:
+        name = "-".join([package, version, *more, lent()])
+        return made(name, [f"{package}=={version}", *more], lender=THIS)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise RuntimeError(f"{package} {version} cannot be installed here: {error}") from error
 
 
 def with_packages(folder: Path, python: Path, packages: Path) -> Path:

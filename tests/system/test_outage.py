@@ -8,10 +8,9 @@ import pytest
 from common.adapters import AdapterStore
 from common.messages import AdapterRef
 from common.objects import Objects
-from harness.live import Api, is_balanced
+from harness.live import Api, is_balanced, running
 from harness.proxy import Proxy
 from harness.s3_server import BUCKET, S3Server, environment
-from tests.support.forked import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -1,10 +1,6 @@
 """Several ranks of one trainer: what one computes, with a part of the base model each, and an end together."""
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -21,6 +17,7 @@ import torch
 from common.errors import InvalidInput
 from tests.support.families import NUM_LAYERS, save_family
 from tests.support.forked_ranks import forked_ranks
+from tests.support.ranked_trainer import forked
 from tests.support.trainer_cases import TINY, load_tiny
 from tests.trainer.test_modules_backbone import APART, CLOSE, SHARING, Case, make_case, ours
 from tests.trainer.test_trainer_fused import assert_each_learned_alone, job, together
@@ -215,53 +212,38 @@ def test_settings_of_which_ranks_can_make_nothing_are_refused_by_name(reason: st
 # ---- an end together ------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def trainer_process(patience_s: float, mode: str) -> "Generator[tuple[subprocess.Popen[str], psutil.Process]]":
-    """A trainer of two ranks that has made a step, and its other rank."""
-    command = [sys.executable, "-m", "tests.support.ranked_trainer", str(patience_s), mode]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout
-    try:
-        lines = iter(process.stdout.readline, "")
-        other = psutil.Process(int(next(line for line in lines if line.strip().isdigit())))
-        assert next(lines) == "step\n"
-        yield process, other
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("mode", ["busy", pytest.param("idle", marks=pytest.mark.slow)])
-def test_a_killed_rank_ends_the_trainer_with_one_line(mode: str) -> None:
-    with trainer_process(60, mode) as (process, other):
-        other.kill()
-        _, errors = process.communicate()
+def test_a_killed_rank_ends_the_trainer_with_one_line(tmp_path: Path, mode: str) -> None:
+    with forked(tmp_path, 60, busy=mode == "busy") as trainer:
+        psutil.Process(trainer.other).kill()
+        status, errors = trainer.ended()
 
     lines = [line for line in errors.splitlines() if line.startswith("trainer: ")]
-    assert process.returncode == 1
+    assert status == 1
     assert lines == ["trainer: rank 1 ended with status -9; the trainer ends, and its work is delivered again"], errors
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_ends_the_trainer_and_goes_with_it() -> None:
-    with trainer_process(5, "busy") as (process, other):
-        other.suspend()
-        _, errors = process.communicate()
+def test_a_rank_that_hangs_ends_the_trainer_and_goes_with_it(tmp_path: Path) -> None:
+    with forked(tmp_path, 5, busy=True) as trainer:
+        (other := psutil.Process(trainer.other)).suspend()
+        status, errors = trainer.ended()
 
         (line,) = [line for line in errors.splitlines() if line.startswith("trainer: ")]
-        assert process.returncode == 1
+        assert status == 1
         assert "the ranks are out of step" in line
         while not is_gone(other):
             time.sleep(0.02)
 
 
 @pytest.mark.slow
-def test_ranks_end_with_the_first() -> None:
-    with trainer_process(60, "idle") as (process, other):
-        os.kill(process.pid, signal.SIGKILL)
+def test_ranks_end_with_the_first(tmp_path: Path) -> None:
+    with forked(tmp_path, 60, busy=False) as trainer:
+        other = psutil.Process(trainer.other)
+        trainer.process.kill()
         while not is_gone(other):
             time.sleep(0.02)
