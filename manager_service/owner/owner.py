@@ -6,8 +6,7 @@
 
 What waits for object storage is done beside the passes: new jobs' files, big payloads, versions that Redis may have lost.
 One pass reads the messages that are there, lets the jobs change, decides what follows (scheduling.allocator), and commits
-each partition's changes by one fenced script. A partition whose commit is refused is forgotten at once. A pass that takes long
-has the next one's messages read while it commits.
+each partition's changes by one fenced script. A partition whose commit is refused is forgotten at once.
 """
 
 import asyncio
@@ -26,9 +25,10 @@ from common.fullness import MAX_MEMORY_USED
 from common.messages import TrainStep
 from common.objects import Objects
 from common.streams import GROUP_MANAGER, OWNER
-from common.tasks import cancel_all, running, starting
+from common.tasks import running, starting
 from manager_service.archive.archiver import Archiver
 from manager_service.jobs.changes import Changes, RedisCommand, commands
+from manager_service.jobs.job import Job
 from manager_service.kept import LIMITS, Limits
 from manager_service.owner.arriving import Intake, Owned
 from manager_service.owner.big_steps import BigSteps
@@ -37,7 +37,7 @@ from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.payload_tidier import PayloadTidier
 from manager_service.owner.reading import ItemFiles, JobReader
 from manager_service.owner.sample_mover import SampleMover
-from manager_service.owner.surroundings import Seen, Surroundings
+from manager_service.owner.surroundings import Seen, Surroundings, whereabouts
 from manager_service.owner.transaction import Commits, Fence
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS, Policy
@@ -48,8 +48,6 @@ READ_COUNT = 512
 BLOCK_MS = 100
 GATHER_S = 0.004
 """Least time from one pass to the next. Redis wakes whoever waits for several streams with the entries of one; the next read has all."""
-LOOK_S = 0.25
-"""Longest time in which passes read ahead. What no read may be under way beside waits so long."""
 ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""
 MAX_FETCHES = 8
@@ -223,26 +221,15 @@ class Owner:
     # ---- one pass ---------------------------------------------------------------------------------------------------
 
     async def _passes(self) -> None:
-        reading = None
-        looked_at = time.monotonic()
-        try:
-            while True:
-                if reading is None:
-                    await self._give_back()
-                    await self._reconcile()
-                    looked_at, reading = time.monotonic(), asyncio.create_task(self._read())
-                owned, deliveries = await reading
-                reading, next_at = None, time.monotonic() + GATHER_S
-                async with self._lock:
-                    changes = await self._handled([d for d in deliveries if self._still_owned(d, owned)])
-                    if next_at < time.monotonic() < looked_at + LOOK_S:
-                        reading = asyncio.create_task(self._read())
-                        await asyncio.sleep(0)  # Redis reads while the changes are written down
-                    await self._commit(changes)
-                await asyncio.sleep(next_at - time.monotonic())
-        finally:
-            if reading is not None:
-                await cancel_all([reading])
+        while True:
+            await self._give_back()
+            await self._reconcile()
+            owned = dict(self._owned) if self._leases.surely_held(2 * BLOCK_MS / 1000) else {}
+            deliveries = await self._read(owned)
+            next_at = time.monotonic() + GATHER_S
+            async with self._lock:
+                await self._pass([d for d in deliveries if self._still_owned(d, owned)])
+            await asyncio.sleep(next_at - time.monotonic())
 
     def _still_owned(self, delivery: Delivery, owned: Mapping[int, Owned]) -> bool:
         """Is a partition the same as when its entry was read? If not, a fresh take-over must read the entry again."""
@@ -252,15 +239,13 @@ class Owner:
         self._forget(number, "read across a take-over")
         return False
 
-    async def _read(self) -> tuple[Mapping[int, Owned], list[Delivery]]:
-        """The partitions that are owned, and what their inboxes have."""
-        owned = dict(self._owned) if self._leases.surely_held(2 * BLOCK_MS / 1000) else {}
+    async def _read(self, owned: Mapping[int, Owned]) -> list[Delivery]:
         streams = [name for partition, _ in owned.values() for name in partition.inboxes]
         if not streams:
             await asyncio.sleep(BLOCK_MS / 2000)
-            return owned, []
+            return []
         found = await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS, fetch=False)
-        return owned, [delivery for delivery in found if not self._fetched_later(owned, delivery)]
+        return [delivery for delivery in found if not self._fetched_later(owned, delivery)]
 
     async def _reconcile(self) -> None:
         """Finds what was lost, one partition after the other, each once a lease. Call while no read is under way."""
@@ -321,7 +306,7 @@ class Owner:
         async with self._lock:
             if self._owned.get(number) is owned:  # else the next owner reads it
                 owned[0].fetching.discard(entry)
-                await self._commit(await self._handled([delivery]))
+                await self._pass([delivery])
 
     async def _search(self, number: int, partition: Partition) -> None:
         try:
@@ -331,8 +316,7 @@ class Owner:
         else:
             self._searched.add(number)
 
-    async def _handled(self, deliveries: Iterable[Delivery]) -> dict[int, Changes]:
-        """Lets the jobs change and decides what follows. Returns what is to be committed."""
+    async def _pass(self, deliveries: Iterable[Delivery]) -> None:
         now = time.time()
         changes: defaultdict[int, Changes] = defaultdict(Changes)
         for delivery in deliveries:
@@ -340,19 +324,16 @@ class Owner:
             await self._owned[number][0].handle(delivery, now, changes[number])
             if self._owned[number][0].arriving:
                 self._intake.wanted.set()
-        return await self._decided(changes, now)
+        await self._decide(changes, now)
 
     async def _decide(self, changes: defaultdict[int, Changes], now: float) -> None:
         """Decides what follows from what has changed, and commits it. `changes`: of each owned partition."""
-        await self._commit(await self._decided(changes, now))
-
-    async def _decided(self, changes: defaultdict[int, Changes], now: float) -> dict[int, Changes]:
         for partition, _ in self._owned.values():
             self._allocator.follow(partition.jobs, now)
             self._allocator.follow(partition.runs.table, now)
         await self._look_at_env()
         self._allocator.decide(now, changes)
-        return {number: change for number, change in changes.items() if change}
+        await self._commit({number: change for number, change in changes.items() if change})
 
     async def _look_at_env(self) -> None:
         """Counts the trajectories and examples with env workers, only when that decides whether more may be issued."""
@@ -420,10 +401,7 @@ class Owner:
             changes = {number: Changes() for number in self._owned}
             for number, (partition, _) in self._owned.items():
                 for job in partition.jobs.values():
-                    limit_s, why = (
-                        max(STALL_S, 3 * self._lease_s),
-                        partial(self._surroundings.diagnosis, job, self._cluster),
-                    )
+                    limit_s, why = max(STALL_S, 3 * self._lease_s), partial(self._diagnosis, job)
                     job.journal.check_stall(time.time(), limit_s, why, changes[number])
             await self._commit({number: change for number, change in changes.items() if change})
 
@@ -437,6 +415,16 @@ class Owner:
             for number, (partition, _) in self._owned.items():
                 await partition.look_after_runs(live, silent, time.time(), changes[number])
             await self._commit({number: change for number, change in changes.items() if change})
+
+    def _diagnosis(self, job: Job) -> str:
+        """Says what keeps a job from going on, as far as it can be seen from here."""
+        cluster, used = self._allocator.cluster, self._allocator.memory_used
+        if missing := [service for service in ("rollout", "env", "trainer") if not cluster.slots(service)]:
+            return f"no {' and no '.join(missing)} worker is alive"
+        if used > MAX_MEMORY_USED:
+            full = f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
+            return f"{full} (most of it: {largest})" if (largest := self._surroundings.memory.largest()) else full
+        return cluster.waits_for(job.id) or whereabouts(job, self._cluster)
 
     async def _nothing_under_way(self) -> bool:
         partitions = [partition for partition, _ in self._owned.values()]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from common.bus import Bus
-from common.fullness import MAX_MEMORY_USED, memory_used
+from common.fullness import memory_used
 from common.messages import WorkerReport
 from common.streams import GROUP_MANAGER
 from common.telemetry import KEEP_REPORTS, KEEP_S
@@ -116,16 +116,6 @@ class Surroundings:
 
         own_then, lengths, held = await self._bus.retrying(call)
         return own_then == own and sum(lengths) <= sum(row["pending"] for row in held)
-
-    def diagnosis(self, job: Job, cluster: Seen) -> str:
-        """Says what keeps a job from going on, as far as it can be seen from here."""
-        slots, used = self._allocator.cluster, self._allocator.memory_used
-        if missing := [service for service in ("rollout", "env", "trainer") if not slots.slots(service)]:
-            return f"no {' and no '.join(missing)} worker is alive"
-        if used > MAX_MEMORY_USED:
-            full = f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
-            return f"{full} (most of it: {largest})" if (largest := self.memory.largest()) else full
-        return slots.waits_for(job.id) or whereabouts(job, cluster)
 
     async def silent_sessions(self, sessions: Collection[str]) -> set[str]:
         """The sessions of these whose client has said nothing for too long."""

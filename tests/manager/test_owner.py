@@ -45,7 +45,6 @@ from manager_service.jobs.changes import Changes, commands
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.kept import LIMITS
-from manager_service.owner import owner
 from manager_service.owner.leases import Held, Leases
 from manager_service.owner.memory import measured
 from manager_service.owner.owner import Owner
@@ -329,44 +328,6 @@ async def test_a_killed_owners_jobs_go_on_under_the_next_one(system: System) -> 
     ledger = await ledger_of(system.bus, spec.id)
     assert ledger == {"issued": 96, "trained": 96, "in_flight": 0}
     assert [s.adapter.version for s in system.trainer.seen] == [0, 1, 2, 3, 4, 5]
-
-
-async def test_a_killed_owner_loses_nothing_that_it_read_ahead(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given owners whose every pass takes longer than they gather, so that each reads what follows as it commits
-    apply, read, ahead = Commits.apply, Bus.read, [0]
-    committing = 0
-
-    async def slow(self: Commits, *args: Any) -> Any:
-        nonlocal committing
-        committing += 1
-        await asyncio.sleep(0.01)
-        found = await apply(self, *args)
-        committing -= 1
-        return found
-
-    async def counted(self: Bus, streams: Any, group: str, *args: Any, **options: Any) -> Any:
-        found = await read(self, streams, group, *args, **options)
-        ahead[0] += bool(found and committing and group == GROUP_MANAGER)
-        return found
-
-    monkeypatch.setattr(owner, "GATHER_S", -1.0)
-    monkeypatch.setattr(Commits, "apply", slow)
-    monkeypatch.setattr(Bus, "read", counted)
-    system.env.delay_s = 0.03
-    specs = [job_spec(f"job-{t}", t, num_steps=4) for t in ("acme", "bluebird")]
-    for spec in specs:
-        await create_job(system.bus, spec)
-    # When they are killed with such entries in memory
-    for _ in range(3):
-        seen = ahead[0]
-        await until(lambda n=seen: ahead[0] > n)
-        await system.kill_owner()
-        committing = 0
-        system.start_owner()
-    # Then the next ones take them in
-    for spec in specs:
-        await until_status(system.bus, spec.id, "succeeded", seconds=60)
-        assert await ledger_of(system.bus, spec.id) == {"issued": 64, "trained": 64, "in_flight": 0}
 
 
 async def test_two_owners_at_once_do_no_harm(system: System) -> None:
