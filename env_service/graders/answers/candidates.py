@@ -79,6 +79,7 @@ def _numbers(sentence: str, start: int, end: int) -> Iterator[Candidate]:
 def free_candidates(sentence: str) -> list[Candidate]:
     """The candidates that are no circumstance; of circumstances alone the first, or what says when or where."""
     found = [c for c in candidates(sentence) if not said.REFUSED.search(_before(sentence, c[0]))]
+    found = [c for c in found if not sentence.endswith(("_", "_{"), 0, c[0])]
     free = [c for c in found if not said.GOVERNED.search(_before(sentence, c[0]))]
     terms = [c for c in found if said.TERM.search(_before(sentence, c[0]))]
     return _without_circumstances(sentence, free) or free[:1] or terms
