@@ -20,8 +20,9 @@ Candidate = tuple[int, str]
 _ROOT = r"-?[\d.]*\s?\\(?:sqrt|[dt]?frac|pi)(?:\{[^{}]*\}|[\s\d+\-*/^]|\\(?:sqrt|pi))*+"
 _POWER = r"\d+(?:\.\d+)?\s?(?:×|\\times|\\cdot|·|\*|x)\s?10\s?\^\s?\{?-?\d+\}?"
 _TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
+_TWO_UNITS = rf"{MIXED}(?! (?:more|less|[a-z]+er)\b)"
 _WHOLE = re.compile(
-    rf"(?<![\d:])\d{{1,3}}(?: ?: ?(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d{{1,7}}))+|{MIXED}|{_POWER}|{_ROOT}|{_TUPLE}"
+    rf"(?<![\d:])\d{{1,3}}(?: ?: ?(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d{{1,7}}))+|{_TWO_UNITS}|{_POWER}|{_ROOT}|{_TUPLE}"
 )
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _JOINED = re.compile(rf"[\s.…]*,?\s*{said.OR}\s*", re.IGNORECASE)

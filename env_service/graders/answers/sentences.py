@@ -2,6 +2,7 @@
 
 import re
 from fractions import Fraction
+from itertools import permutations
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, has_number, hidden
@@ -10,7 +11,7 @@ from env_service.graders.answers.remarks import explained, first_of_story, headl
 from env_service.graders.answers.results import concluded_part, result_of
 from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.numbers import NUMBER
-from env_service.graders.answers.values.sums import calculated, equated, numbers, values
+from env_service.graders.answers.values.sums import MAX_OPERANDS, calculated, combines, equated, numbers, values
 
 MAX_REMARKS = 5
 """After a result; it is not looked for before more of them."""
@@ -202,7 +203,10 @@ def restated(sentences: list[str]) -> str | None:
     else:
         multiplied = not _IS.search(said_before) and _is_multiplied(computed[0], sentences, rest)
         concluded = computed[0] in values(concluded_part(f" {last}"))
-        sums_up = not multiplied and (concluded or not _LEADS_ON.search(rest))
+        leads_on = _LEADS_ON.search(rest) or any(
+            combines(computed[0], a, b) for a, b in permutations([*others][:MAX_OPERANDS], 2)
+        )
+        sums_up = not multiplied and (concluded or not leads_on)
     further = NUMBER.search(rest, len(text))
     return in_each_form(value_at(rest[: further.start() if further else None]) or "", last) if sums_up else None
 
@@ -216,7 +220,7 @@ def _is_multiplied(computed: Fraction, sentences: list[str], rest: str) -> bool:
 
 
 def _computed_last(sentences: list[str]) -> list[Fraction]:
-    """What the last equation of sentences comes to, or what its sentence concludes."""
+    """The value that the last equation of sentences comes to, or that its sentence concludes."""
     computing = next((s for s in reversed(sentences) if equated(s)), "")
     concluded = stated_value(computing) if concluded_part(computing) != computing else None
     return [*equated(computing)][-1:] if concluded is None else [concluded]

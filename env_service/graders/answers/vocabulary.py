@@ -155,7 +155,7 @@ CLOSING = re.compile(
     r"^[ \t*_]*"
     + either("""
         (?:best|kind|warm)(?: regards| wishes)?,|(?:yours )?sincerely|regards,|cheers,|yours,|love,|posted by|reply\\b
-        (?:i )?hope(?![^\\n]*\\bso\\b[^\\n]*\\d)
+        (?:i )?hope(?![^\\n]{0,80}\\bso\\b[^\\n]{0,80}\\d)
         related\\b|comments?\\b
         i think this is right
         disclaimer|copyright|tags?:|category:
