@@ -27,6 +27,7 @@ BELOW = {
     "math_texts_thirteenth_blind": (99.2, 1),
     "math_texts_fifteenth": (99.4, 0),
     "math_texts_sixteenth": (99.5, 0),
+    "math_texts_nineteenth": (99.3, 0),
 }
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
@@ -148,6 +149,14 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(
         "Per month that's 3 dollars; if she goes on for half a year, she'll have 18 dollars.",
         "The pair is 3 and 6. We were asked for their product → 18.",
         "18 of 100 apples are red. That is 18%.",
+        "54 : 3 = 18\n\nAnswer: 3 kg of flour cost 18 euros.",
+        "12 + 6 = 18\n\nTia spent $18, Sam $47.",
+        "12 + 6 = 18\n\nThe interest is $18, bringing her account to $795.",
+        "12 + 6 = 18\n\nThus 18 liters of water must be added to get a 37% solution.",
+        "20 - 11 = 9. So 9 boxes hold 18 pens.",
+        "9 + 9 = 18\n\n**The larger number is 18.** The smaller one is 9.",
+        "12 + 6 = 18\n\nThe spring extends by 18 cm, 5 cm more than before.",
+        "5 + 4 = 9\n\nThe cost is $9 per box, so she pays $18.",
         "The shop lent 18 books. This follows from 3 pupils with 6 each, since 3 × 6 = 18.",
         "2n + 4 = 40 gives 2n = 36, n = 18.",
         "Dividing the 36 players among 2 cabins shows us that in every cabin there sleep 18 players.",

@@ -20,8 +20,9 @@ Candidate = tuple[int, str]
 _ROOT = r"-?[\d.]*\s?\\(?:sqrt|[dt]?frac|pi)(?:\{[^{}]*\}|[\s\d+\-*/^]|\\(?:sqrt|pi))*+"
 _POWER = r"\d+(?:\.\d+)?\s?(?:×|\\times|\\cdot|·|\*|x)\s?10\s?\^\s?\{?-?\d+\}?"
 _TUPLE = r"[(\[]-?\d[\d.]*(?:, ?-?\d[\d.]*)+[)\]]"
+_TWO_UNITS = rf"{MIXED}(?! (?:more|less|[a-z]+er)\b)"
 _WHOLE = re.compile(
-    rf"(?<![\d:])\d{{1,3}}(?: ?: ?(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d{{1,7}}))+|{MIXED}|{_POWER}|{_ROOT}|{_TUPLE}"
+    rf"(?<![\d:])\d{{1,3}}(?: ?: ?(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d{{1,7}}))+|{_TWO_UNITS}|{_POWER}|{_ROOT}|{_TUPLE}"
 )
 _RATIO = re.compile(r"(?<![\d:])\d{1,3}(?:(?: ?: ?| to )\d{1,3})+")
 _JOINED = re.compile(rf"[\s.…]*,?\s*{said.OR}\s*", re.IGNORECASE)
@@ -79,6 +80,7 @@ def _numbers(sentence: str, start: int, end: int) -> Iterator[Candidate]:
 def free_candidates(sentence: str) -> list[Candidate]:
     """The candidates that are no circumstance; of circumstances alone the first, or what says when or where."""
     found = [c for c in candidates(sentence) if not said.REFUSED.search(_before(sentence, c[0]))]
+    found = [c for c in found if not sentence.endswith(("_", "_{"), 0, c[0])]
     free = [c for c in found if not said.GOVERNED.search(_before(sentence, c[0]))]
     terms = [c for c in found if said.TERM.search(_before(sentence, c[0]))]
     return _without_circumstances(sentence, free) or free[:1] or terms

@@ -149,10 +149,13 @@ _UNIT_TEXT = re.compile(
     rf"(?:\\[,;:! ]|\s|~)*{_TEXT_NAMES}\{{(?:[^{{}}\d]|(?<=m)\d|(?<=\^)\d)*+\}}(?:\s*\^\s*\{{?\d\}}?)?"
     rf"(?:\s*/\s*{_TEXT_NAMES}\{{[^{{}}]*+\}})?[\s.]*$"
     rf"|(?<=[\d\s])(?:\\[,;:! ]|\s|~)*\\[dt]?frac\s*(?:\{{\s*(?:{_TEXT_NAMES}\{{[^{{}}\d]*+\}}|[a-z]{{1,4}})\s*\}}){{2}}[\s.]*$"
+    r"|(?<=\d)(?:\\[,;:! ]|\s|~)*(?:\\Omega|Ω)[\s.]*$"
 )
 _TEXT_COMMAND = re.compile(rf"{_TEXT_NAMES}\{{([^{{}}]*+)\}}")
 _SPACES = re.compile(r"(?<!\\)\\(?:[,;:! ]|(?:qquad|quad|displaystyle|left|right|[bB]ig[lr]?)(?![a-z]))|~")
-_EMPHASIS = re.compile(r"\\(?:text)?color\s*\{\w+\}|\\(?:underline|bf|bm|boldsymbol|mathit|rm)(?![a-zA-Z])")
+_EMPHASIS = re.compile(
+    r"\\(?:text)?color\s*\{\w+\}|\\(?:underline|bf|bm|boldsymbol|mathit|rm|mathbf(?=\s*\{\s*\\))(?![a-zA-Z])"
+)
 _SEPARATOR = re.compile(
     r"(?<!\\)(?:,(?!\d{3}(?!\d))|;)|\\text\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}|\b(?:and|or)\b|\\(?:quad|qquad)(?![a-z])"
 )

@@ -22,7 +22,7 @@ from env_service.graders.answers.expressions import value_at, value_of, whole_va
 from env_service.graders.answers.plain import plain
 from env_service.graders.answers.remarks import first_of_story
 from env_service.graders.answers.results import result_of
-from env_service.graders.answers.sentences import split, stated_result
+from env_service.graders.answers.sentences import WITH_SUBJECT, split, stated_result
 from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.equations import is_equation, last_equation
 from env_service.graders.answers.values.numbers import NUMBER, spelled_small
@@ -269,7 +269,7 @@ def _named(value: str) -> str | None:
         sentence += other[1]
     if _CALCULATION.match(sentence) and said.CONCLUSION.search(sentence):
         return None
-    if _WORDED_CALCULATION.match(sentence):
+    if _WORDED_CALCULATION.match(sentence) or WITH_SUBJECT.match(sentence):
         return result_of(sentence) or None
     if (
         _GAMBLE.search(sentence)

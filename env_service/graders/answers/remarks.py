@@ -62,6 +62,8 @@ EXCLAIMS = re.compile(
     re.IGNORECASE,
 )
 """A remark on a result once it is stated: `only 5 more and she has 100!`"""
+_TICKED = re.compile(r"[✓✔✅☑][^\w\n]*$")
+_ALL_BOLD = re.compile(r"⟪[^⟪⟫]*⟫\W*")
 _AS_IT_SHOULD = re.compile(
     r"^[^\w\n]*[✓✔✅☑][^\w\n]*\d[^=\n]*="
     r"|=[^=]*(?:[✓✔✅☑]\W*$|\b(?:which|that|this|it)(?: [a-z]+)? (?:agrees?|matche?s?|fits?|works|checks|holds|confirms|correct|right)\b"
@@ -149,7 +151,8 @@ def is_remark(sentences: list[str]) -> bool:
     if not has_number(last):
         counted = spelled_small(last)
         return has_number(counted) and _goes_beside(before, counted)
-    if _PROOF.search(last) and _is_firm(before) and not _leads_on(last):
+    ticked = _TICKED.search(last) and stated_value(before[-1]) in values(last)
+    if (ticked or _PROOF.search(last)) and _is_firm(before) and not _leads_on(last):
         return True
     reason = said.REASON.search(last)
     if (
@@ -220,7 +223,7 @@ def _goes_beside(before: list[str], last: str) -> bool:
 def _refers_back(before: list[str], last: str) -> bool:
     """True if the last sentence begins with words for the firm result before it, or for its time, and goes on to none."""
     back, stated = said.THAT_IS.match(last), values(result_of(before[-1]))
-    if not stated or not (back or _TRIED_BACK.match(last)):
+    if not stated or not (back or _TRIED_BACK.match(last)) or ("%" in last and stated[0] * 100 in values(last)):
         return False
     time = back["time"] if back else None
     if _TRIED_BACK.match(last):
@@ -300,6 +303,8 @@ def _adds_up(before: list[str], last: str) -> bool:
 def _tells_known(before: list[str], last: str) -> bool:
     """True if the last sentence has only numbers from before a result: it tells what was assumed, or the result was in bold."""
     computed, told = [result for s in before for result in equated(s)][-1:], {*values(last)}
+    if _ALL_BOLD.fullmatch(before[-1]) and told and not _leads_on(last):
+        return told | {*values(before[-1])} <= numbers(before[:-1])
     if "=" in last or not computed or not told or not told <= numbers(before) - {*computed}:
         return False
     if _BOLD_VALUE.search(before[-1]) and not _BOLD_VALUE.search(last) and [stated_value(before[-1])] == computed:

@@ -148,7 +148,7 @@ _DASH = re.compile(
     r"[⟪]?([-＄€£\d][^\s⟫]*(?: [a-z]+){0,2})[⟫]? [-–—] (?=[a-z']+ [a-z]+)(?![^\n]*(?:=|\b(?:leaves|total|equals)\b))"
 )
 _DECIDES = re.compile(
-    r"(?:→|⇒|=>|->|,? (?:and|so) (?:it's|(?:it|that|he|she) is|(?:he|she)'s)|,? so(?: just| only)?)"
+    r"(?:→|⇒|=>|->|,? (?:and|so) (?:it's|(?:it|that|he|she) is(?: the [a-z]+ with)?|(?:he|she)'s)|,? so(?: just| only)?)"
     r"\s*[⟪⟦]?[＄€£]?\d[\d.,/:]*(?:\D*|[^\d,]*\b(?:not|rather than|instead of)\b.*)$"
     r"|, so\b[^.]*=\s*[＄€£]?\d[\d.,]*\D*$"
 )

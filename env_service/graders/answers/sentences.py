@@ -2,14 +2,16 @@
 
 import re
 from fractions import Fraction
+from itertools import permutations
 
 from env_service.graders.answers import vocabulary as said
 from env_service.graders.answers.candidates import candidates, has_number, hidden
 from env_service.graders.answers.expressions import value_at
-from env_service.graders.answers.remarks import EXCLAIMS, explained, first_of_story, headline, is_remark, stated_value
-from env_service.graders.answers.results import result_of
+from env_service.graders.answers.remarks import explained, first_of_story, headline, is_remark, stated_value
+from env_service.graders.answers.results import concluded_part, result_of
+from env_service.graders.answers.values.amounts import in_each_form
 from env_service.graders.answers.values.numbers import NUMBER
-from env_service.graders.answers.values.sums import calculated, equated, numbers, values
+from env_service.graders.answers.values.sums import MAX_OPERANDS, calculated, combines, equated, numbers, values
 
 MAX_REMARKS = 5
 """After a result; it is not looked for before more of them."""
@@ -42,19 +44,18 @@ _AFFIRMATION = re.compile(
 """A closing word that finds right what a sentence says."""
 _AT_LAST = re.compile(r"[^:|]*\b(?:after|new|now|final|sale|to pay|you pay|in the end)\b", re.IGNORECASE)
 """The name of a value that the others of a list lead to."""
-_ADDS = re.compile(
-    r"[^,;.]*(?:;\s(?=(?:the|its|his|her|an?|one|each|all|both|with|of)\b)|"
-    r"[,;]\s(?:and|but|for|while|where|with|which (?!is (?!.*\b(?:an?|per|each|every)\b)))\b)"
-    r"(?!.*\b(?:leav|left|remain|total|so|now|then|after|altogether|sum|make))",
+WITH_SUBJECT = re.compile(
+    r"[＄€£]?[\w.,]+ (?:(?!and )[a-z]+ ){0,4}(?:=|is|are|was|were|costs?|weighs?|takes?|needs?|makes?|has|have|holds?|lasts?) [^,;\n]*\d"
+)
+"""A sentence whose subject has a number: `1 kg of flour costs 30 roubles`."""
+_IS = re.compile(r"\b(?:is|are|was|were) [＄€£]?$")
+_ASIDE = re.compile(r"\([^()]*\)|\d[\d.]*%")
+_BETWEEN = re.compile(r"\b(?:between|with|from|if|when|since|because|as) [^,\d]*$", re.IGNORECASE)
+_LEADS_ON = re.compile(
+    r"\b(?:leav|left|remain|total|now\b|then\b|after\b|altogether|sum\b|mak(?:e|ing)|thus\b|so (?:he|she|it|they|we|you|that)\b|adds? up)",
     re.IGNORECASE,
 )
-"""The rest of a sentence after a result: another clause, which concludes nothing."""
-_ALSO = re.compile(
-    r"[^,;.]*(?:[,;]\s|\s)(?:and|so|while|but)\s(?:(?:the|her|his|its|their|a|an|[A-Z]\w+)\b"
-    r"|[＄€£]?\d[\d.,]*(?: [a-z]+)? (?:is|are|was|were|has|have|did|do)\b|[^.]*\bwould\b)"
-    r"(?!.*\b(?:leav|left|remain|now|then|after))",
-)
-"""The rest of a sentence after a result that was just computed: something else that holds."""
+"""Words of what a result leads to."""
 _COMPARES = re.compile(r"\b(?:than|but|not|only|if|while|whereas)\b|n't\b|⟪|:", re.IGNORECASE)
 _BOLD = re.compile(r"⟪[^⟪⟫]*⟫")
 _NO_SOLUTION = re.compile(
@@ -178,32 +179,54 @@ def _words(sentence: str) -> str:
 
 
 def restated(sentences: list[str]) -> str | None:
-    """The number that was computed last, if the last sentence states it beside others that were not computed.
+    """The number that was computed last, if the last sentence states it once, beside none that was computed before.
 
-    Those are what it was computed from, or follow it in a clause of their own."""
+    The others are what it was computed from, or follow it, unless the sentence leads on to one of them."""
     *before, last = sentences
-    computed = [result for s in before for result in equated(s)][-1:]
-    stated = next((n for n in NUMBER.finditer(last) if [*values(n[0])] == computed), None) if computed else None
+    computed = _computed_last(before)
+    stated = [found for found in candidates(last) if computed and [*values(found[1])] == computed]
     others = {*values(last)} - {*computed}
-    once = [*values(last)].count(computed[0]) == 1 if computed else False
-    if not stated or not once or "=" in last or _is_undecided(last, stated.start()):
+    if len(stated) != 1 or "=" in last or _is_undecided(last, stated[0][0]):
         return None
-    if [*values(" ".join(_BOLD.findall(last)))] == computed:
-        return value_at(last[stated.start() :])
-    if others & calculated(before):
+    (at, text), bold = stated[0], [*values(" ".join(_BOLD.findall(last)))]
+    said_before, rest = last[:at], last[at:]
+    if bold == computed:
+        return value_at(rest)
+    if bold or said.TASK.match(last) or others & calculated(before) or said_before.count("(") > said_before.count(")"):
         return None
-    rest = last[stated.end() :]
     if not others:
         sums_up = said.CONCLUSION.match(f" {last}") and not result_of(last)
     elif others <= numbers(before) and not _COMPARES.search(last):
         sums_up = True
+    elif has_number(said_before) or hidden(last, at) or _BETWEEN.search(said_before) or WITH_SUBJECT.match(rest):
+        sums_up = False
     else:
-        adds = _ADDS.match(rest) or EXCLAIMS.match(rest.lstrip()) or _ALSO.match(rest)
-        sums_up = adds and not has_number(last[: stated.start()])
-    return value_at(last[stated.start() :]) if sums_up else None
+        multiplied = not _IS.search(said_before) and _is_multiplied(computed[0], sentences, rest)
+        concluded = computed[0] in values(concluded_part(f" {last}"))
+        leads_on = _LEADS_ON.search(rest) or any(
+            combines(computed[0], a, b) for a, b in permutations([*others][:MAX_OPERANDS], 2)
+        )
+        sums_up = not multiplied and (concluded or not leads_on)
+    further = NUMBER.search(rest, len(text))
+    return in_each_form(value_at(rest[: further.start() if further else None]) or "", last) if sums_up else None
+
+
+def _is_multiplied(computed: Fraction, sentences: list[str], rest: str) -> bool:
+    """True if the rest of a text has the product of what was computed and of another number, or of a week's days."""
+    factors = {*numbers(sentences), Fraction(7)} - {Fraction(1)}
+    return computed > 1 and any(
+        value / computed in factors for value in values(_ASIDE.sub("", rest)) if value > computed
+    )
+
+
+def _computed_last(sentences: list[str]) -> list[Fraction]:
+    """The value that the last equation of sentences comes to, or that its sentence concludes."""
+    computing = next((s for s in reversed(sentences) if equated(s)), "")
+    concluded = stated_value(computing) if concluded_part(computing) != computing else None
+    return [*equated(computing)][-1:] if concluded is None else [concluded]
 
 
 def _is_undecided(sentence: str, at: int) -> bool:
-    """True if a sentence doubts, refuses or sets what stands at a place as a task, or says that it is not the result."""
+    """True if a sentence doubts or refuses what stands at a place, or says that it is not the result."""
     doubts = (p.search(sentence) for p in (said.HEDGE, said.REFUSAL, said.REJECTED))
-    return any(doubts) or bool(said.TASK.match(sentence) or said.REFUSED.search(sentence[:at]))
+    return any(doubts) or bool(said.REFUSED.search(sentence[:at]))

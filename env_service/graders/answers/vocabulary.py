@@ -154,7 +154,8 @@ COMMENT = re.compile(
 CLOSING = re.compile(
     r"^[ \t*_]*"
     + either("""
-        (?:best|kind|warm)(?: regards| wishes)?,|(?:yours )?sincerely|regards,|cheers,|yours,|love,|posted by|reply\\b|(?:i )?hope
+        (?:best|kind|warm)(?: regards| wishes)?,|(?:yours )?sincerely|regards,|cheers,|yours,|love,|posted by|reply\\b
+        (?:i )?hope(?![^\\n]{0,80}\\bso\\b[^\\n]{0,80}\\d)
         related\\b|comments?\\b
         i think this is right
         disclaimer|copyright|tags?:|category:

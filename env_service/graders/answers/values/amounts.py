@@ -24,7 +24,7 @@ _AMOUNT = re.compile(
     rf"(?:{NUMBER.pattern})\s?(?:{UNIT})(?![A-Za-z])(?:,?\s(?:and\s)?\d+(?:\.\d+)?\s?(?:{UNIT})(?![A-Za-z]))?",
     re.IGNORECASE,
 )
-_OR = re.compile(r"(?: [a-z]+){0,2}(?:,? (?:or|which is|i\.e\.,?|that is,?)|\s?\()\s?", re.IGNORECASE)
+_OR = re.compile(r"(?: [a-z]+){0,2}(?:,? (?:or|which is|i\.e\.,?|that is,?)(?: after| in)?|\s?\()\s?", re.IGNORECASE)
 _APPROXIMATE = re.compile(r"(?:≈|\\approx(?![a-z]))\s*(-?\d+\.\d+)(?![\d.]*\d)")
 _ROUNDED = re.compile(
     r"(?P<exact>-?\d+/\d+)⟧?[,(]{0,2} ?\(?(?:(?:or|which is|that is|i\.e\.),? )?"
