@@ -28,6 +28,8 @@ BELOW = {
     "math_texts_fifteenth": (99.4, 0),
     "math_texts_sixteenth": (99.5, 0),
     "math_texts_nineteenth": (99.3, 0),
+    "math_texts_twentieth_blind": (99.6, 0),
+    "math_texts_twentyfirst_blind": (99.4, 1),
 }
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
