@@ -295,7 +295,7 @@ class RunningRows:
                 ended[place] |= has_stopped
         self._count(layout, step.extension, self.meter.now() - step.since, time.perf_counter() - step.started)
         for place in np.flatnonzero(ended):
-            self._finish(self._row(int(seats[place])), step.logprobs[place])
+            self._finish(self._row(int(seats[place])), float(step.logprobs[place]))
 
     def _count(self, layout: ForwardLayout, extension: Extension | None, computed_s: float, seconds: float) -> None:
         """Counts a step's time, of the meter's clock and of the wall's: each position costs alike."""

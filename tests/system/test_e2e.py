@@ -134,7 +134,8 @@ async def tokens_sampled(cluster: LocalCluster) -> int:
 
 async def tokens_kept(bus: Bus, stream: str) -> int:
     """Tokens of all turns under way."""
-    keys = [key for key in await bus.client.keys(bus.cell.partial(stream, "*")) if not key.endswith(b":by")]
+    found: list[Any] = await bus.client.keys(bus.cell.partial(stream, "*"))
+    keys = [key for key in found if not key.endswith(b":by")]
     sizes = [size for key in keys if (size := await bus.client.strlen(key))]
     return sum((size - PROGRESS_HEAD.size) // PROGRESS_BODY.itemsize for size in sizes)
 
