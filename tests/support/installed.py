@@ -16,12 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from deploy.install import PIP as LOUD_PIP
 from deploy.install import has_index
 
 ROOT = Path(__file__).resolve().parents[2]
 THIS = Path(sys.prefix).resolve()
 """This environment."""
-PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
+PIP = (*LOUD_PIP, "-q")
 PACKAGES = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
 INSTALL_S = 300.0
 EVERYDAY = ("common", "examples", "models", "manager_service", "env_service", "rollout_service", "trainer_service")
