@@ -14,6 +14,8 @@ DEVICE_KERNELS = {
 }
 """Kernels for CUDA, each with what it computes: of two that compute the same one is enough."""
 
+AUTO = "auto"
+
 GPU_TOKENS = 16_384
 """Tokens of a micro-batch on a GPU at most, where nobody has said how many: more are no faster."""
 
@@ -49,9 +51,10 @@ class TrainerSettings(Settings):
     trainer_compile: bool = False
     """Let torch compile the operations between the matrix products, half a minute at the start: a seventh less memory. Made
     for GPUs; on a CPU it is no faster. It needs a C++ compiler; deterministic mode and the transformers backbone do without."""
-    trainer_kernels: str = ""
+    trainer_kernels: str = "auto"
     """Kernels with which the transformers backbone computes on CUDA, comma-separated: `flex` or `varlen` for attention, `liger` or
-    `compile` for what stands between the products. Empty: its plain path. None has run on CUDA yet."""
+    `compile` for what stands between the products. Empty: its plain path. auto: `varlen` on one GPU of capability 8.0 or newer, in
+    bfloat16; elsewhere the plain path."""
     trainer_cache_bytes: int = Field(default=0, ge=0)
     """Memory for adapters with optimiser state, kept between their steps, and as much again for gradients of runs; the least
     recently used are dropped first. 0: for four adapters of rank 32, at most an eighth of what is free at the start, at
@@ -60,15 +63,17 @@ class TrainerSettings(Settings):
     @field_validator("trainer_kernels")
     @classmethod
     def _are_known(cls, value: str) -> str:
+        if value == AUTO:
+            return value
         computed = [DEVICE_KERNELS.get(name) for name in _names(value)]
         if None in computed or len(set(computed)) < len(computed):
-            raise ValueError("flex or varlen, and liger or compile, comma-separated")
+            raise ValueError("auto, or flex or varlen, and liger or compile, comma-separated")
         return value
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The names of `trainer_kernels`."""
-        return _names(self.trainer_kernels)
+        """The names in `trainer_kernels`; none, if that is auto."""
+        return () if self.trainer_kernels == AUTO else _names(self.trainer_kernels)
 
     @property
     def dtype(self) -> str:

@@ -172,7 +172,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int)
         mask = masked(at[own] - first, k[:, :, seen].shape[2], window, k).repeat(group, 1)
         queries = q[:, :, own].reshape(num, k.shape[1], -1, size)  # those of one key head stand as its rows
         out = F.scaled_dot_product_attention(queries, k[:, :, seen], v[:, :, seen], attn_mask=mask, scale=scale)
-        found.append(out.view(num, heads, -1, size))
+        found.append(out.reshape(num, heads, -1, size))  # CUDA's kernels may lay heads out last
     return torch.cat(found, dim=2)
 
 

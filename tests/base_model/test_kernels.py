@@ -44,6 +44,7 @@ def test_the_first_candidate_that_passes_is_chosen_and_set(
 def test_the_choice_is_remembered_for_this_machine_as_it_is_set_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("MKL_ENABLE_INSTRUCTIONS", raising=False)
     first = chosen(tmp_path, monkeypatch, "as it is 8")
     assert chosen(tmp_path, monkeypatch, "as it is 8") == first
     assert num_runs(tmp_path) == 3

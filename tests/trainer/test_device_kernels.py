@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,9 +20,10 @@ from tests.trainer.test_modules_backbone import APART, ROUNDED_GRADIENT, ROUNDED
 from tests.trainer.test_packed_attention import PACK, H, K, tree, written_out
 from trainer_service.__main__ import load_trainer
 from trainer_service.backbone.attention import Pack
-from trainer_service.backbone.device_kernels import varlen
+from trainer_service.backbone.choice import load_backbone
+from trainer_service.backbone.device_kernels import choice, varlen
 from trainer_service.backbone.device_kernels.blocks import compile_blocks
-from trainer_service.backbone.device_kernels.choice import refuse_kernels
+from trainer_service.backbone.device_kernels.choice import chosen_kernels, refuse_kernels
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.ranks.leader import begin_of
@@ -148,6 +150,7 @@ def assert_computes_alike(changed: ModulesBackbone, plain: ModulesBackbone) -> N
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
 @pytest.mark.parametrize("kernel", DEVICE_KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_kernel_trains_as_the_plain_path_does(family: str, kernel: str, tmp_path: Path) -> None:
@@ -252,6 +255,33 @@ def test_kernels_are_refused_where_they_cannot_run(others: dict[str, Any], reaso
     assert settings.kernels == ("flex", "liger")
     with pytest.raises(InvalidInput, match=reason):
         load_trainer(settings)
+
+
+@pytest.mark.parametrize(
+    ("capability", "settings", "expected"),
+    [
+        ((9, 0), {}, ("varlen",)),
+        ((7, 5), {}, ()),
+        ((9, 0), {"trainer_dtype": "float32"}, ()),
+        ((9, 0), {"trainer_kernels": ""}, ()),
+        ((9, 0), {"trainer_kernels": "flex"}, ("flex",)),
+    ],
+)
+def test_flash_attention_is_chosen_where_it_runs(
+    capability: tuple[int, int], settings: dict[str, Any], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    given = TrainerSettings.model_validate({"trainer_device": "cuda", **settings})
+    assert chosen_kernels(given, torch.device("cuda")) == expected
+
+
+def test_flash_attention_that_fails_when_a_base_model_loads_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_hindrance", lambda *_: "")
+    with structlog.testing.capture_logs() as logs:
+        backbone = load_backbone(TrainerSettings(trainer_backbone="transformers"), TINY)
+    assert isinstance(backbone, ModulesBackbone) and backbone.model.config._attn_implementation == "marlaas_packed"
+    (left_out,) = [line for line in logs if line["event"] == "device_kernels_left_out"]
+    assert "KERNELS=varlen: it does not run here" in left_out["reason"]
 
 
 def test_a_kernel_that_fails_when_a_base_model_loads_is_named() -> None:

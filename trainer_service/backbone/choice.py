@@ -1,5 +1,6 @@
 """Chooses what computes the base model, by the settings and the base model, and loads it."""
 
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -11,7 +12,7 @@ from base_model.device import find_device
 from common.errors import InvalidInput
 from trainer_service.backbone.interface import Backbone
 from trainer_service.backbone.sequences import DecoderBackbone, checkpointed, compile_parts
-from trainer_service.settings import TrainerSettings
+from trainer_service.settings import AUTO, TrainerSettings
 
 log = structlog.get_logger()
 
@@ -45,10 +46,17 @@ def _modules(settings: TrainerSettings, folder: Path, device: torch.device, dtyp
     if settings.trainer_compile:
         raise InvalidInput("trainer_compile is for trainer_backbone=decoder; leave it off for transformers")
     # imported here: transformers takes seconds
-    from trainer_service.backbone.device_kernels.choice import refuse_kernels
+    from trainer_service.backbone.device_kernels.choice import KernelsFailed, chosen_kernels
     from trainer_service.backbone.loading import load_modules
 
-    refuse_kernels(settings.kernels, device, dtype)
-    context, kernels = settings.max_context, settings.kernels
-    backbone = load_modules(folder, device=str(device), dtype=dtype, max_context=context, kernels=kernels)
+    load = partial(load_modules, folder, device=str(device), dtype=dtype, max_context=settings.max_context)
+    kernels = chosen_kernels(settings, device)
+    try:
+        backbone = load(kernels=kernels)
+    except KernelsFailed as error:
+        if settings.trainer_kernels != AUTO:
+            raise
+        log.warning("device_kernels_left_out", kernels=kernels, reason=str(error))
+        kernels, backbone = (), load()
+    log.info("device_kernels_chosen", kernels=kernels)
     return backbone.checkpointing(len(backbone.layers)) if settings.trainer_checkpointing else backbone

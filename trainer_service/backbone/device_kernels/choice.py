@@ -8,6 +8,20 @@ import torch
 from common.errors import InvalidInput
 from trainer_service.backbone.attention import NAME
 from trainer_service.backbone.modules import ModulesBackbone
+from trainer_service.settings import AUTO, TrainerSettings
+
+
+class KernelsFailed(InvalidInput):
+    """Kernels that could not compute the first few tokens."""
+
+
+def chosen_kernels(settings: TrainerSettings, device: torch.device) -> tuple[str, ...]:
+    """The kernels for one process on this device. Raises InvalidInput for those that are named and cannot run."""
+    dtype = getattr(torch, settings.dtype)
+    if settings.trainer_kernels == AUTO:
+        return () if _hindrance("varlen", device, dtype) else ("varlen",)
+    refuse_kernels(settings.kernels, device, dtype)
+    return settings.kernels
 
 
 def refuse_kernels(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
