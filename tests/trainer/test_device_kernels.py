@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import structlog
@@ -270,13 +271,13 @@ def test_kernels_are_refused_where_they_cannot_run(others: dict[str, Any], reaso
 def test_flash_attention_is_chosen_where_it_runs(
     capability: tuple[int, int], settings: dict[str, Any], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=capability))
     given = TrainerSettings.model_validate({"trainer_device": "cuda", **settings})
     assert chosen_kernels(given, torch.device("cuda")) == expected
 
 
 def test_flash_attention_that_fails_when_a_base_model_loads_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_hindrance", lambda *_: "")
+    monkeypatch.setattr(choice, "_hindrance", Mock(return_value=""))
     with structlog.testing.capture_logs() as logs:
         backbone = load_backbone(TrainerSettings(trainer_backbone="transformers"), TINY)
     assert isinstance(backbone, ModulesBackbone) and backbone.model.config._attn_implementation == "marlaas_packed"
