@@ -10,6 +10,7 @@ from base_model.decoder import Decoder, DecoderConfig
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from trainer_service.backbone.interface import Backbone
+from trainer_service.settings import TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,19 @@ def random_modules(decoder: Decoder) -> Backbone:
 
     model = random_model(decoder, NAME)
     return ModulesBackbone.of(model, target_layers(model), decoder.config.context)
+
+
+def training_modules(decoder: Decoder) -> Backbone:
+    """The same, with the kernels that a trainer takes by itself on that device."""
+    from trainer_service.backbone.device_kernels.choice import chosen_kernels, use_kernels
+    from trainer_service.backbone.modules import ModulesBackbone
+
+    backbone = random_modules(decoder)
+    assert isinstance(backbone, ModulesBackbone)
+    dtype = str(decoder.embedding.dtype).removeprefix("torch.")
+    settings = TrainerSettings.model_validate({"trainer_device": str(decoder.device), "trainer_dtype": dtype})
+    use_kernels(backbone, chosen_kernels(settings, decoder.device))
+    return backbone
 
 
 def sampling_backbone(decoder: Decoder, kind: str) -> EngineBackbone:

@@ -1,4 +1,4 @@
-"""Fused steps with kernels in place of parts of the plain path, beside it."""
+"""Fused steps with other kernels than a trainer takes by itself, beside those."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,33 +15,33 @@ from trainer_service.training import Trainer
 
 
 def measure_kernels(
-    plain: Trainer, decoder: Decoder, names: Sequence[str], jobs: list[Job], repetitions: int
+    default: Trainer, decoder: Decoder, names: Sequence[str], jobs: list[Job], repetitions: int
 ) -> dict[str, float]:
-    """Steps of several jobs, plainly and with these kernels in turn; operations are those of the plain path.
+    """Steps of several jobs, by this trainer and with these kernels in turn; operations are those of this trainer.
 
     Raises ImportError without what a kernel needs, RuntimeError where it cannot run.
     """
-    trainers = {"kernels": _with_kernels(plain, decoder, names), "plain": plain}
-    device = plain.backbone.device
+    trainers = {"kernels": _with_kernels(default, decoder, names), "default": default}
+    device = default.backbone.device
     runs = {name: timed(done(lambda each=each: fused(each, jobs), device)) for name, each in trainers.items()}
     seconds = in_turns(runs, repetitions)
     with FlopCounterMode(display=False) as counter:
-        fused(plain, jobs)
+        fused(default, jobs)
     fused_s = statistics.median(seconds["kernels"])
     return {
         "tokens_per_s": sum(len(step.rows.tokens) for step, _ in jobs) / fused_s,
         "flops_per_s": counter.get_total_flops() / fused_s,
-        "to_plain": ratio(seconds["plain"], seconds["kernels"]),
+        "to_default": ratio(seconds["default"], seconds["kernels"]),
     }
 
 
-def _with_kernels(plain: Trainer, decoder: Decoder, names: Sequence[str]) -> Trainer:
+def _with_kernels(default: Trainer, decoder: Decoder, names: Sequence[str]) -> Trainer:
     """A trainer over the same weights that keeps as much for the backward."""
     from trainer_service.backbone.device_kernels.choice import use_kernels  # here: they import transformers
     from trainer_service.backbone.modules import ModulesBackbone
 
-    own, backbone = plain.backbone, random_modules(decoder)
+    own, backbone = default.backbone, random_modules(decoder)
     assert isinstance(own, ModulesBackbone) and isinstance(backbone, ModulesBackbone)
     use_kernels(backbone, names)
     alike = replace(backbone, num_checkpointed=own.num_checkpointed, max_scores=own.max_scores)
-    return Trainer(alike, plain.budget)
+    return Trainer(alike, default.budget)

@@ -10,8 +10,8 @@ Weights are random, in bfloat16; adapters have rank 8 on all linear layers. tran
     training   one step of each of N jobs, 4 groups of 8 rows each, fused, against N separate steps; and with 2 rows of 16 tokens each;
                and the most memory that a fused step takes on a GPU, weights included. MFU: floating-point operations of what is
                executed, less the share of padding, over what the device can do
-    kernels    the same fused step of most jobs with each of `--kernels` in place of parts of the plain path (MARLAAS_TRAINER_KERNELS), and
-               plainly in turn
+    kernels    the same fused step of most jobs with each of `--kernels` (MARLAAS_TRAINER_KERNELS; none: the plain path), and with those
+               that a trainer takes by itself in turn
     peft       the same fused step of PEFT_JOBS jobs in turn with a plain loop of transformers + PEFT, a step for each job
     decoding   64 rows of N adapters on the embedded engine. MBU: bytes that each step must read (weights, adapters at work, keys and
                values) over what the device can read
@@ -41,7 +41,7 @@ from pydantic import ValidationError
 
 from base_model.device import find_device, give_back_memory, prepare_cpu
 from benchmarks import _gpu_parts as parts
-from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, random_modules, sampling_backbone
+from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, sampling_backbone, training_modules
 from benchmarks._gpu_beside import measure_trl, measure_vllm
 from benchmarks._gpu_kernels import measure_kernels
 from benchmarks._gpu_plan import measure_plan
@@ -58,7 +58,7 @@ from trainer_service.training import Trainer
 PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.04e12)}
 """Peaks from the data sheets (SXM): bfloat16 operations a second without sparsity, bytes a second."""
 PEFT_JOBS = 8
-KERNELS = ("flex", "varlen", "liger", "compile", "flex,compile", "varlen,compile")
+KERNELS = ("varlen,liger", "varlen,compile", "flex", "flex,compile", "none")
 FORESEEN = "memory that `marlaas plan` foresees, off the peak by"
 UNKNOWN = float("nan")
 
@@ -104,7 +104,7 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
     decoder = random_decoder(SHAPES_OF_BASES[shape], device, torch.bfloat16)
     if given.compile:
         decoder.compile()
-    backbone = DecoderBackbone(decoder) if given.backbone == "decoder" else random_modules(decoder)
+    backbone = DecoderBackbone(decoder) if given.backbone == "decoder" else training_modules(decoder)
     trainer = Trainer(backbone, Budget(given.tokens))
     fit(trainer, given.memory_bytes)
     if given.backbone == "transformers":
@@ -131,7 +131,8 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
     for what, work in busiest.items():
         run.run(f"{shape}, busiest, {what}", lambda work=work: dict(parts.busiest(work, device)))
     for names in given.kernels if given.backbone == "transformers" else ():
-        work = partial(measure_kernels, trainer, decoder, names.split(","), last, times)
+        chosen = () if names == "none" else names.split(",")
+        work = partial(measure_kernels, trainer, decoder, chosen, last, times)
         run.run(f"{shape}, kernels, {names}, N = {most}", work)
 
 
@@ -155,7 +156,7 @@ def tables(found: dict[str, dict[str, Any]], peak: tuple[float, float]) -> list[
         if kinds.get(name) in ("training", "small steps")
     ]
     kernels = [
-        (name, f["tokens_per_s"], f["to_plain"], f["flops_per_s"] / 1e12, 100 * f["flops_per_s"] / peak[0])
+        (name, f["tokens_per_s"], f["to_default"], f["flops_per_s"] / 1e12, 100 * f["flops_per_s"] / peak[0])
         for name, f in found.items()
         if kinds.get(name) == "kernels"
     ]
@@ -172,7 +173,7 @@ def tables(found: dict[str, dict[str, Any]], peak: tuple[float, float]) -> list[
     ]
     return [
         make_table("Fused training", TRAINING, training),
-        make_table("Fused training with kernels", ("", "tokens/s", "x plain", "TFLOP/s", "MFU %"), kernels),
+        make_table("Fused training with kernels", ("", "tokens/s", "x default", "TFLOP/s", "MFU %"), kernels),
         make_table(f"Decoding {parts.ROWS} rows", ("", "tokens/s", "x one adapter", "GB/s", "MBU %"), decoding),
         make_table("Both ends", ("", ""), others),
         *(make_table(name, ("", "%"), list(f.items())) for name, f in found.items() if kinds.get(name) == "busiest"),
@@ -226,9 +227,9 @@ def notes(peak: tuple[float, float], *, judged: bool) -> list[str]:
 
 
 def kernel_names(text: str) -> str:
-    """An option's names of kernels, as MARLAAS_TRAINER_KERNELS has them."""
+    """An option's names of kernels, as MARLAAS_TRAINER_KERNELS has them, or none."""
     try:
-        return ",".join(TrainerSettings(trainer_kernels=text).kernels)
+        return text if text == "none" else ",".join(TrainerSettings(trainer_kernels=text).kernels)
     except ValidationError as error:
         raise argparse.ArgumentTypeError(explained(error)) from error
 

@@ -203,7 +203,6 @@ def _with_checkpoints(case: Case, context: int, split: DeviceSplit, number: int)
     fraction = _fraction(case, training.total, split)
     kv = max(0, int(fraction * device.memory - load.beside_kv)) // (1 << 20) * (1 << 20)
     rows = load.rows(kv)
-    most_sampled = split.workers * load.tokens_per_s(rows)
     work = trained_flops(shape, context, again=number / shape.num_layers, windows=case.windows)
     most_trained = split.ranks * device.flops / work
     return Fit(
@@ -216,8 +215,8 @@ def _with_checkpoints(case: Case, context: int, split: DeviceSplit, number: int)
         fraction,
         kv,
         split.workers * rows,
-        most_sampled,
-        most_sampled * case.engine.reached,
+        split.workers * load.tokens_per_s(rows),
+        split.workers * load.expected_tokens_per_s(rows),
         most_trained,
         most_trained * TRAINING_REACHED[device.gpu],
     )

@@ -114,11 +114,11 @@ def test_a_plan_counts_the_layers_that_keep_all() -> None:
     assert whole["planned_bytes"] > 2 * least["planned_bytes"] > 0 and math.isnan(whole["peak_bytes"])
 
 
-def test_kernels_are_measured_beside_the_plain_path() -> None:
+def test_kernels_are_measured_beside_those_that_a_trainer_takes() -> None:
     decoder = tiny()
     trainer = Trainer(random_modules(decoder))
     found = measure_kernels(trainer, decoder, (), make_jobs(trainer, SHAPES[0], 2), 1)
-    assert found["flops_per_s"] > 0 and found["to_plain"] > 0
+    assert found["flops_per_s"] > 0 and found["to_default"] > 0
     with pytest.raises(NotImplementedError, match="backward"):
         measure_kernels(trainer, decoder, ["flex"], make_jobs(trainer, SHAPES[0], 1), 1)
 

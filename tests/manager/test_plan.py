@@ -24,6 +24,7 @@ from manager_service.local import engines, sharing
 from manager_service.local.engines import (
     CORE,
     GPUS,
+    LAUNCH_S,
     REACHED,
     Load,
     PlannedEngine,
@@ -491,6 +492,13 @@ def test_the_speed_that_is_expected_is_a_part_of_what_is_possible(
     for fit in json.loads(run(str(qwen), "--json", *options.split())[1])["contexts"]:
         assert fit["tokens_per_s"] == pytest.approx(part * fit["max_tokens_per_s"], abs=1)
         assert (fit["tokens_per_s"] > 0) == (fit["rows"] > 0) and fit["trained_tokens_per_s"] > 0
+
+
+def test_the_embedded_engine_samples_no_faster_than_kernels_start(qwen: Path) -> None:
+    shape = shape_of(qwen)
+    load = Load(shape, GPUS["h100"], PlannedEngine.of("torch", GPUS["h100"]), 2, 8, 1024)
+    assert load.expected_tokens_per_s(64) == pytest.approx(64 / (LAUNCH_S * shape.num_layers))
+    assert load.expected_tokens_per_s(64) < REACHED["torch", True] * load.tokens_per_s(64)
 
 
 def test_several_cpus_are_one_device(qwen: Path) -> None:
