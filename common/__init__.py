@@ -3,10 +3,11 @@
     a worker:  bus ─ message ─► worker ─► handler ─ messages ─► bus            objects ◄─► adapters
 
 A worker renews the entries that it works on. When it dies, takeover.py of another finds them after a lease (10 s) and works on them.
-An entry delivered for the second time is worked on beside others, from the third time on alone. The job's owner hears nothing of
-it until the tenth delivery has failed too: then the entry becomes a dead letter, and the job gets a failed trajectory, which its
-group leaves out. What lies in the stream of a single env worker, for its live sessions, is moved by env_service/live/.
-It imports no service and no torch.
+On its second delivery an entry runs beside others. From the third it runs alone, unless the worker before it saved progress; from the
+sixth, always. The job's owner hears nothing of workers that die until the tenth delivery has failed too. Then the entry becomes a dead
+letter, and the job gets a failed trajectory, which its group leaves out. When an env worker is gone, env_service/live/ moves the entries
+of its own stream, which were for its live sessions, to the stream that all env workers read.
+This package imports no service and no torch.
 
     text/                 from chat messages to tokens and back
     messages.py           declares what one service says to another about jobs

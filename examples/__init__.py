@@ -1,8 +1,18 @@
 """Programs to read and to run.
 
-`demo.py` (`make demo`), `quickstart.py`, the shortest use of the API, `first_hour.ipynb`, a notebook over `marlaas_client`,
-`new_skill.py`, which teaches by examples and then by rewards, `three_turns.py`, which learns to answer a simulated user, that
-environment, `simulated_user.py`, `openenv_job.py`, which learns from an OpenEnv server, that server, `largest_env/`,
-`verifiers_addition.py`, which learns from a package for `verifiers` (`packages/`), `gsm8k.py`, grade-school maths on a real base
-model, and `tinker_loop.py`, a loop of one's own through the `tinker` SDK (`make tinker`).
+    quickstart.py           the shortest use of the API
+    first_hour.ipynb        a notebook over `marlaas_client`
+    demo.py                 six jobs of three tenants, shown live: `make demo`
+    report.py               draws the demo's report.png
+    new_skill.py            teaches a skill by examples, then by rewards
+    three_turns.py          learns to answer a simulated user
+    simulated_user.py       that environment, a file to copy
+    openenv_job.py          learns from an OpenEnv server
+    largest_env/            that server
+    verifiers_addition.py   learns from a package for `verifiers`
+    packages/               that package
+    gsm8k.py                learns grade-school maths, on a real base model
+    tinker_loop.py          a training loop of one's own, through the `tinker` SDK
+    tinker_demo.py          runs it, or a recipe of tinker-cookbook: `make tinker`
+    tinker.txt              what that needs beside the service
 """

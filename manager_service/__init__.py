@@ -1,16 +1,17 @@
 """Decides what happens next: takes jobs over HTTP, sends work to the other services, and commits what comes back.
 
-    HTTP ─► api ─ a job's record ─► owner ─► jobs ─ "this could be sent" ─► scheduling ─ "this is sent" ─► owner ─► env, trainer
-                                      ▲                                                                        │
-                                      └──────────────── scored trajectories, adapter updates ◄─────────────────┘
+    HTTP ─► api ─── a job's record ───► owner ──── groups to start, batches to train ─────► env, trainer
+                                        owner ◄─── scored trajectories, adapter updates ─── env, trainer
 
-    which group is issued next     `Allocator.decide` (scheduling/) picks the tenant, then its job; `Job.issue_group` (jobs/) gives
-                                   that job's next group
+The owner asks jobs/ what could be sent, and scheduling/ what is sent.
+
+    which group is issued next     `Allocator.decide` (scheduling/) picks the tenant, `next_job` (scheduling/demand.py) its job, and
+                                   `Job.issue_group` (jobs/) makes that job's next group
     which batch is trained next    `TrainingQueue.take` (scheduling/)
     a turn whose worker dies       another rollout worker takes it over (common/takeover.py), and the owner hears nothing of it until the
                                    tenth delivery has failed too; then `Job.on_scored` gets a failed trajectory, and its group goes on
-                                   without it. api/sampling/shares.py asks again only for a turn of a chat that no worker has.
-                                   For env workers with live sessions: env_service/live/__init__.py
+                                   without it, as long as two others are scored. A streamed turn of a chat is asked for again by
+                                   api/sampling/shares.py once no worker has it. Env workers with live sessions: env_service/live/
 
 Its files:
 

@@ -3,10 +3,10 @@
     train ─ TrainStep ─► handler ─► fusion: many jobs' steps at once ─► training ─► losses ─► optimiser ─► store ─► AdapterUpdate
     train, train:<worker> ─ Operations ─► run_handler ─► (the same) ─► OperationsDone, a gradient that is kept
 
-A new loss is a name in `LossName` of `common/messages.py`, a row in `ADVANTAGES` of `common/advantages.py`, a row in `RULES` of
-losses.py (its ratio, clip and mean), a second computation in its test, its golden bytes and a line in docs/api.md: see CONTRIBUTING.md.
-One of runs is a row in `RUN_RULES` of data.py, a name in `LossFn` of `common/operations.py`
-and its formula in tests/trainer/test_run_losses.py.
+To add a loss of jobs, add a name to `LossName` (`common/messages.py`), a row to `ADVANTAGES` (`common/advantages.py`) and a row to
+`RULES` (losses.py: its ratio, clip and mean); CONTRIBUTING.md has the rest. To add a loss of runs, whose loop is their user's, add a name to
+`LossFn` (`common/operations.py`), a row to `RUN_RULES` (data.py), a row to `NEEDED` (`manager_service/tinker/wire/learning.py`), and its
+formula to tests/trainer/test_run_losses.py.
 
     __main__.py     starts one trainer worker
     settings.py     reads the settings of one trainer worker

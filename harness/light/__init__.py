@@ -5,7 +5,7 @@ reports at the same pace, by the same commands and the same script, and what it 
 `tests/benchmarks/test_light_workers.py` holds the two together. It saves on its own side alone.
 
 worker.py      the loop: work has one heap of ends instead of a task and a timer each
-rollout.py     answers turns as `OneTurnRollout` does: of the request's bytes, without decoding the one and encoding the other
+rollout.py     answers turns as `OneTurnRollout` does, but builds the answer from the request's bytes: it decodes and encodes nothing
 env.py         begins trajectories as `OneTurnEnv` does: the turns of a group are one payload with another number in two places
 alike.py       says of all payloads at once what each has in common with the one before
 """

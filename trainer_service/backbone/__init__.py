@@ -2,7 +2,7 @@
 
     sequences, adapters ─► Backbone.logprobs ─► float32 [M] ─ losses ─ backward ─► gradients in the adapters' stacks
 
-What a loss, a step or an optimiser is, is not known here; how a base model computes is known nowhere else in the trainer.
+This folder knows nothing of losses, steps or optimisers, and nothing else in the trainer knows how a base model computes.
 
 Its files:
 
@@ -17,5 +17,5 @@ Its files:
     attention.py   attention over packed sequences
     grouped.py     linear layers with the adapters of packed tokens
     head.py        log-probs of targets from hidden states, without all scores at once
-    device_kernels/  kernels for CUDA in their place, by setting
+    device_kernels/  kernels for CUDA in their place
 """
