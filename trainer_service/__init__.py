@@ -4,9 +4,9 @@
     train, train:<worker> ─ Operations ─► run_handler ─► (the same) ─► OperationsDone, a gradient that is kept
 
 To add a loss of jobs, add a name to `LossName` (`common/messages.py`), a row to `ADVANTAGES` (`common/advantages.py`) and a row to
-`RULES` (losses.py: its ratio, clip and mean); CONTRIBUTING.md has the rest. To add a loss of runs, whose loop is their user's, add a name to
-`LossFn` (`common/operations.py`), a row to `RUN_RULES` (data.py), a row to `NEEDED` (`manager_service/tinker/wire/learning.py`), and its
-formula to tests/trainer/test_run_losses.py.
+`RULES` (losses.py: its ratio, clip and mean); CONTRIBUTING.md has the rest. To add a loss of runs, whose loop is their user's, add a
+name to `LossFn` (`common/operations.py`), a row to `RUN_RULES` (data.py), a row to `NEEDED` (`manager_service/tinker/wire/learning.py`),
+and its formula to tests/trainer/test_run_losses.py.
 
     __main__.py     starts one trainer worker
     settings.py     reads the settings of one trainer worker
