@@ -1,5 +1,7 @@
 """Tools of operators.
 
+Its files:
+
     install.py            installs the packages into .venv
     install_vllm.py       installs vLLM into it, for CUDA or for a CPU
     make_secrets.py       makes the secrets of a cluster

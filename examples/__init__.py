@@ -1,5 +1,7 @@
 """Programs to read and to run.
 
+Its files:
+
     quickstart.py           the shortest use of the API
     first_hour.ipynb        a notebook over `marlaas_client`
     demo.py                 six jobs of three tenants, shown live: `make demo`

@@ -1,7 +1,7 @@
 """The codec: our bytes are the SDK's, what is wrong with a pass is told, and no body costs more than its limit."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -11,13 +11,14 @@ from google.protobuf import descriptor_pb2
 
 from common.errors import InvalidInput
 from common.messages import f32, i32
-from common.operations import Forward, Outputs
+from common.operations import Forward, LossFn, Outputs
 from deploy.compile_proto import PROTO, compile_into
 from manager_service.tinker.wire import plain, protobuf, tinker_pb2
-from manager_service.tinker.wire.learning import CheckedPass
+from manager_service.tinker.wire.learning import NEEDED, CheckedPass
 from manager_service.tinker.wire.reading import read_pass
 from manager_service.tinker.wire.samples import TinkerSample, read_sample
 from tests.support.tinker_sdk import run_sdk
+from trainer_service.data import RUN_RULES
 
 MAX_BYTES = 1 << 20
 OUTPUTS = Outputs((f32([-0.5, -1.5]), f32([-2.0])), {"loss:sum": 3.5, "tokens:sum": 3.0})
@@ -344,3 +345,7 @@ def test_nan_is_no_value() -> None:
         tensor.dense = np.array([value], dtype).tobytes()
         tensor.dtype = tinker_pb2.DTYPE_INT64 if dtype == "<i8" else tinker_pb2.DTYPE_FLOAT32
     assert "weights: each value must be a number" in checked(message.SerializeToString()).fault
+
+
+def test_each_loss_of_runs_says_what_it_needs() -> None:
+    assert set(get_args(LossFn)) == set(NEEDED) == set(RUN_RULES)
