@@ -27,7 +27,9 @@ from manager_service.settings import ManagerSettings
 from tests.common.test_worker import until
 from tests.manager.test_api_cluster import report
 
-SLOTS, NUM_ASKING, WARM_UP, MEASURED = 16, 12, 1200, 600
+SLOTS, NUM_ASKING, WARM_UP, MEASURED = 16, 12, 800, 300
+SETTLED = 1200
+"""Answers after which two replicas' shares are even."""
 HEAVY, LIGHT = (TenantRecord(id=name, created_at=0, weight=weight) for name, weight in (("heavy", 3.0), ("light", 1.0)))
 pytestmark = pytest.mark.timeout(90)
 
@@ -138,8 +140,8 @@ async def test_two_replicas_keep_to_the_cells_share_and_to_the_tenants_weights(
             await until_both_know(bus)
             worker.answered.clear()
             worker.numbers_held.clear()
-            await until(lambda: len(worker.answered) >= WARM_UP + MEASURED, 60)
-    counts = Counter(worker.answered[WARM_UP:])
+            await until(lambda: len(worker.answered) >= SETTLED + 2 * MEASURED, 60)
+    counts = Counter(worker.answered[SETTLED:])
     assert counts["light"] / counts.total() == pytest.approx(0.25, rel=0.1)
     held = median(worker.numbers_held)
     assert held <= SLOTS / 2 + 2, "half of the slots, and what a replica keeps for a tenant that has none"
