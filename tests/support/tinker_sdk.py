@@ -57,6 +57,11 @@ async def run_sdk(
     return json.loads(ended.out.strip().splitlines()[-1])
 
 
+def anew(program: str) -> str:
+    """The same program, in a Python that has imported nothing yet."""
+    return f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', {program!r}])"
+
+
 COMMANDS = """
 import contextlib, io, json, sys
 from tinker.cli.__main__ import main
@@ -115,7 +120,8 @@ async def _ended(program: str, *words: str, url: str, key: str, version: str, ti
             if (folder / "pid").exists():
                 os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
             raise
-        return Ended(*(kind((folder / file).read_text()) for kind, file in ((int, "code"), (str, "out"), (str, "err"))))
+        code, out, err = ((folder / file).read_text() for file in ("code", "out", "err"))
+        return Ended(int(code), out, err)
 
 
 NURSERY = """

@@ -162,7 +162,9 @@ GARBAGE: list[tuple[bytes, dict[str, str], int, str]] = [
 ]  # fmt: skip
 
 
-async def test_what_nobody_can_read_is_refused_and_takes_no_number(trainer: HashingTrainer, client: TinkerClient) -> None:
+async def test_what_nobody_can_read_is_refused_and_takes_no_number(
+    trainer: HashingTrainer, client: TinkerClient
+) -> None:
     session = await client.session()
     for number, (body, headers, status, told) in enumerate(GARBAGE):
         run = await client.run(session, number)
