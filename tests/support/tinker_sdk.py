@@ -144,9 +144,11 @@ for line in sys.stdin:
         continue
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if child := os.fork():
-        put(folder + "/pid", str(child))
-        put(folder + "/code", str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-        os._exit(0)
+        try:
+            put(folder + "/pid", str(child))
+            put(folder + "/code", str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        finally:  # also where nobody waits for it any more
+            os._exit(0)
     signal.alarm(timeout_s)
     for number, name in ((1, "/out"), (2, "/err")):
         os.dup2(os.open(folder + name, os.O_WRONLY | os.O_CREAT), number)
