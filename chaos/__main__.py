@@ -20,7 +20,7 @@ from chaos.cluster import Cluster
 from chaos.report import Story, costs, table
 
 MODES = {"both": (True, False), "deterministic": (True,), "default": (False,)}
-QUICK_S, QUICK_CALM_S = 20.0, 3.0
+QUICK_S, QUICK_CALM_S = 10.0, 2.0
 
 
 def options() -> argparse.ArgumentParser:

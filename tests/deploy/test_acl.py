@@ -31,6 +31,10 @@ CELL = Cell("tiny")
 PASSWORDS = {user: [f"{user}-password"] for user in USERS}
 
 
+on_valkey = pytest.mark.parametrize("server", [7], indirect=True)
+"""Marks tests of whole services: its rules are the stricter ones, and each takes seconds."""
+
+
 @pytest.fixture(params=[6, 7])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RedisServer]:
     """The embedded Redis 6.2, and a Valkey: since Redis 7 a key's readers and its writers can be told apart."""
@@ -207,6 +211,7 @@ async def test_the_manager_serves_the_tinker_protocol_with_its_own_rights(server
         assert [entry for entry in operator.acl_log() if "client" not in str(entry["object"])] == []
 
 
+@on_valkey
 async def test_the_exporter_reports_with_its_own_rights(server: RedisServer, tmp_path: Path) -> None:
     manager, own = (f"redis://{user}:{user}-password@127.0.0.1:{server.port}/0" for user in ("manager", "exporter"))
     hosts = {"webhook_hosts": "127.0.0.1"}
@@ -228,6 +233,7 @@ async def test_the_exporter_reports_with_its_own_rights(server: RedisServer, tmp
         assert [entry for entry in operator.acl_log() if "client" not in str(entry["object"])] == []
 
 
+@on_valkey
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_job_succeeds_with_each_service_under_its_own_user(server: RedisServer, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Checks of what operators run that need no cluster: manifests, compose file, images, secrets, proxy."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,6 +59,14 @@ def named(kind: str) -> dict[str, Any]:
     return {d["metadata"]["name"]: d for d in MANIFESTS.values() if d["kind"] == kind}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def schemas() -> Iterator[None]:
+    """Has the library parse each version's definitions once: it would for each object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kubernetes_validate.utils, "schema_contents", cache(kubernetes_validate.utils.schema_contents))
+        yield
+
+
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_each_manifest_is_valid(name: str) -> None:
     check(MANIFESTS[name])
@@ -64,6 +74,13 @@ def test_each_manifest_is_valid(name: str) -> None:
 
 def check(document: dict[str, Any]) -> None:
     """Holds an object to the schema of its API server, fields that it does not know included."""
+    _check(json.dumps(document))
+
+
+@cache
+def _check(text: str) -> None:
+    """Looks once at what several folders have."""
+    document: dict[str, Any] = json.loads(text)
     if not document["apiVersion"].startswith("keda.sh/"):
         for version in VERSIONS:
             kubernetes_validate.validate(document, version, strict=True)

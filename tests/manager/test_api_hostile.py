@@ -668,7 +668,7 @@ async def test_many_requests_of_middle_size_do_not_come_before_another_tenants(
 ) -> None:
     key = (await server.new_tenant("acme")).api_key
     small = {"grader": GRADER}
-    many = [asyncio.create_task(server.http.post(path, json=body, timeout=60)) for _ in range(60)]
+    many = [asyncio.create_task(server.http.post(path, json=body, timeout=60)) for _ in range(30)]
     await asyncio.wait(many, return_when=asyncio.FIRST_COMPLETED)
     answer = await server.http.post(
         "/v1/fine_tuning/alpha/graders/validate", json=small, headers={"Authorization": f"Bearer {key}"}
@@ -676,4 +676,4 @@ async def test_many_requests_of_middle_size_do_not_come_before_another_tenants(
     waiting = sum(not task.done() for task in many)
     await asyncio.gather(*many)
     assert answer.status_code == 200
-    assert waiting > 40
+    assert waiting > 20

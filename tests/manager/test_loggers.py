@@ -55,23 +55,25 @@ def expected(numbers: range) -> list[tuple[int, dict[str, float]]]:
     return [(n, {"train/global_step": n, "train/loss": n / 2}) for n in numbers]
 
 
-async def test_rows_that_come_again_are_not_written_again_and_jobs_are_kept_apart(
+async def test_rows_that_come_again_are_not_written_again_lost_ones_are_asked_for_and_jobs_are_kept_apart(
     under_test: Logger, tmp_path: Path
 ) -> None:
     other = order(tmp_path, range(4, 9), job="ftjob-2")
-    first = joined(order(tmp_path, range(1, 4)), other, order(tmp_path, range(1, 6)), order(tmp_path, range(1, 3)))
+    lost = [order(tmp_path, range(4, 6), held=3, job="ftjob-3"), order(tmp_path, range(1, 3), job="ftjob-3")]
+    first = joined(
+        order(tmp_path, range(1, 4)), other, order(tmp_path, range(1, 6)), order(tmp_path, range(1, 3)), *lost
+    )
     answers = await under_test.passes.write(under_test.name, first)
-    assert {job: answer.held for job, answer in answers.items()} == {JOB: 5, "ftjob-2": 8}
+    assert {job: (answer.held, answer.error) for job, answer in answers.items()} == {
+        JOB: (5, ""),
+        "ftjob-2": (8, ""),
+        "ftjob-3": (2, ""),  # it had none of the first three
+    }
     again = order(tmp_path, range(3, 8), held=5, final="succeeded")
     assert await written(under_test, again) == 7
     assert under_test.read(tmp_path, JOB) == expected(range(1, 8))
     assert under_test.read(tmp_path, "ftjob-2") == expected(range(4, 9))
-
-
-async def test_a_logger_that_has_lost_rows_says_so_and_gets_them_again(under_test: Logger, tmp_path: Path) -> None:
-    asked = joined(order(tmp_path, range(4, 6), held=3), order(tmp_path, range(1, 3)))
-    assert await written(under_test, asked) == 2, "it had none of the first three"
-    assert under_test.read(tmp_path, JOB) == expected(range(1, 3))
+    assert under_test.read(tmp_path, "ftjob-3") == expected(range(1, 3))
 
 
 async def killed(one: Logger, asked: Order, when: Callable[[], bool]) -> None:

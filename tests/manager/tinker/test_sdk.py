@@ -144,10 +144,7 @@ print(json.dumps({"path": path, "second": second.model_id, "rank": second.get_in
     assert "there is no checkpoint" in told["none"]
 
 
-@pytest.mark.parametrize("version", ["0.38.0", "0.16.1"])
-async def test_weights_are_loaded_into_a_run_or_the_future_says_why_not(
-    server: ApiServer, owner: StandInRuns, version: str
-) -> None:
+async def test_weights_are_loaded_into_a_run_or_the_future_says_why_not(server: ApiServer, owner: StandInRuns) -> None:
     told = await run(
         server,
         """
@@ -167,7 +164,6 @@ print(json.dumps({"path": path, "loaded": [load.result().path for load in loads]
     "missing": told(client.load_state(path + "x")), "bare": told(client.load_state_with_optimizer(sampled)),
     "versions": [step, stepped(client), stepped(other)]}))
 """,
-        version=version,
     )
     assert told["loaded"] == [told["path"]] * 2 and told["versions"] == [3, 4, 1]
     assert "rank 4" in told["shape"] and "rank 8" in told["shape"] and "create a run from it" in told["shape"]
