@@ -74,7 +74,7 @@ def opened(folder: Path, pythons: Mapping[str, Path]) -> dict[str, str]:
 
 
 def environment(name: str) -> dict[str, Any]:
-    """What a job says of it."""
+    """A package, as jobs name it."""
     return {"name": name, "args": {}}
 
 

@@ -84,7 +84,7 @@ async def longest_stop(work: Coroutine[Any, Any, Any]) -> float:
     ("grader", "text", "answer"),
     [
         ({"type": "math"}, LONG, LONG),
-        (multi({"type": "math"}, num=4), LONG, LONG),
+        (multi({"type": "math"}, num=2), LONG, LONG),
         (multi(check("ilike", times=20)), "", "\u0390" * 50_000),
         (multi(check("eq")), "", [[1]] * 40_000),
         (multi(check("eq", times=4000)), "", ""),

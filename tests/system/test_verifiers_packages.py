@@ -137,7 +137,7 @@ async def test_a_package_of_load_environment_is_played_as_it_plays_itself(tmp_pa
 
 
 async def test_a_package_of_v1_is_played_as_it_plays_itself(tmp_path: Path) -> None:
-    """By `null`, verifiers' own harness: it starts a program for each trajectory, by uv."""
+    """Plays by `null`, verifiers' own harness, which starts a program for each trajectory, by uv."""
     python = without_torch(verifiers_python("0.4.0", "uv"))
     interpreter = with_packages(tmp_path, python, addition.PACKAGES / addition.NEW)
     agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
