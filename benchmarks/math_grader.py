@@ -1,9 +1,9 @@
 """Counts how often the `math` grader agrees with labels, and times it.
 
-    python -m benchmarks.math_grader [FILE] [--show 20] [--json FILE]
+    python -m benchmarks.math_grader [FILE ...] [--show 20] [--json FILE]
 
-FILE has lines `{"text", "reference", "label", "style"}`: a label is 1 if the text's final answer equals the reference, else 0.
-Without a file it reads the first person's texts. `--show` prints some of the texts on which they disagree.
+A file has lines `{"text", "reference", "label", "style"}`: a label is 1 if the text's final answer equals the reference, else 0.
+Without one it reads the first person's texts; the others lie beside them. `--show` prints some of the texts on which they disagree.
 """
 
 import asyncio
@@ -41,20 +41,20 @@ class Graded(NamedTuple):
         return self.label == self.reward
 
 
-async def measured(path: Path) -> list[Graded]:
-    """Grades a file in a helper process that begins and ends with it; see `graded`."""
+async def measured(paths: Sequence[Path]) -> list[Graded]:
+    """Grades files in a helper process that begins and ends with them; see `graded`."""
     comparer = TextComparer()
     try:
         await equal(comparer, "\\sqrt{2}", "1")  # starts its helper
-        return await graded(comparer, path)
+        return [result for path in paths for result in await graded(comparer, path)]
     finally:
         await comparer.close()
 
 
-async def graded(comparer: TextComparer, path: Path) -> list[Graded]:
-    """Each line of a file with its reward. A comparison that takes too long has reward 0 here."""
+async def graded(comparer: TextComparer, path: Path, *, each: int = 1) -> list[Graded]:
+    """Every so manieth line of a file with its reward, the first among them. A comparison that takes too long has reward 0 here."""
     results = list[Graded]()
-    for line in map(json.loads, path.read_text().splitlines()):
+    for line in map(json.loads, path.read_text().splitlines()[::each]):
         started = time.perf_counter()
         try:
             reward = await equal(comparer, line["text"], line["reference"])
@@ -107,12 +107,12 @@ def milliseconds(results: Sequence[Graded]) -> float:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("file", type=Path, nargs="?", default=TEXTS, metavar="FILE")
+    options.add_argument("files", type=Path, nargs="*", default=[TEXTS], metavar="FILE")
     options.add_argument(
         "--show", type=natural, default=20, metavar="N", help="texts on which they disagree, default 20"
     )
     given = options.parse_args()
-    show(report(asyncio.run(measured(given.file)), given.show), given.json)
+    show(report(asyncio.run(measured(given.files)), given.show), given.json)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ no proxies or credentials from the process's environment, a limit on the answer'
 """
 
 import asyncio
+import functools
 import ipaddress
 import socket
+import ssl
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -69,6 +71,12 @@ class AllowedHosts:
             raise NotAllowed(f"the operator does not allow the address of {host}")
 
 
+@functools.cache
+def _trusted() -> ssl.SSLContext:
+    """The certificates by which servers are known. All callers share them: it takes longer to read them than to call."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
 class Caller:
     """Calls URLs of allowed hosts. `close` when done."""
 
@@ -77,7 +85,9 @@ class Caller:
         the operator's own addresses."""
         self.hosts = AllowedHosts(hosts)
         self._proxied = bool(proxy)
-        self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=None, proxy=proxy or None)
+        self._client = httpx.AsyncClient(
+            verify=_trusted(), trust_env=False, follow_redirects=False, timeout=None, proxy=proxy or None
+        )
 
     async def post(self, url: str, headers: Mapping[str, str], content: bytes) -> tuple[int, bytes]:
         """The answer's status to some JSON, and its body if that says success. Raises CallFailed."""

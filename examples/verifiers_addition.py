@@ -9,7 +9,7 @@ import argparse
 import asyncio
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/verifiers")
 PACKAGES = Path(__file__).with_name("packages")
-NEW, OLD = "verifiers==0.4.0", "verifiers==0.3.1"
-ENVIRONMENT: dict[str, Any] = {"name": "addition", "args": {}}
+NEW, OLD = "addition_v1", "addition_v0"
+NEEDS = {NEW: "verifiers==0.4.0", OLD: "verifiers==0.3.1"}
 HYPER: dict[str, Any] = {
     "batch_size": 16,
     "group_size": 8,
@@ -40,9 +40,11 @@ class Addition(Verifiers):
     {kind} = "addition"
     {more}
 '''
-NEW_WORDS = {"kind": "taskset", "more": 'env = {"agent": {"runtime": {"type": "subprocess"}}}'}
+WORDS = {
+    NEW: {"kind": "taskset", "more": 'env = {"agent": {"runtime": {"type": "subprocess"}}}'},
+    OLD: {"kind": "environment", "more": 'job_args = ("num_tasks",)'},
+}
 """The runtime is where the harness runs; verifiers' own default is a sandbox of Prime Intellect's."""
-OLD_WORDS = {"kind": "environment", "more": 'job_args = ("num_tasks",)'}
 
 
 def make_python(folder: Path, needs: Sequence[str]) -> Path:
@@ -62,27 +64,32 @@ def add_package(python: Path, package: Path) -> None:
     (site / "examples.pth").write_text(f"{package.resolve()}\n")
 
 
-def opened(folder: Path, python: Path, *, old: bool = False) -> dict[str, str]:
-    """Opens the package to jobs, as an operator does. Returns the settings by which processes find what was written for it."""
+def opened(folder: Path, pythons: Mapping[str, Path]) -> dict[str, str]:
+    """Opens packages to jobs, as an operator does. Returns the settings by which processes find what was written for them.
+    `pythons`: each package's name, by which jobs choose it, and where it is installed."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = OLD_WORDS if old else NEW_WORDS
-    (folder / "operators_environments.py").write_text(OPERATOR.format(python=str(python), **words))
-    return installed(folder, "addition = operators_environments:Addition")
+    for name, python in pythons.items():
+        (folder / f"operators_{name}.py").write_text(OPERATOR.format(python=str(python), **WORDS[name]))
+    return installed(folder, "\n".join(f"{name} = operators_{name}:Addition" for name in pythons))
 
 
-async def main(*, old: bool) -> None:
-    name, needs = ("addition_v0", OLD) if old else ("addition_v1", NEW)
-    say(f"a Python environment with {needs}: some minutes, once")
-    python = await asyncio.to_thread(make_python, DATA_DIR / name, [needs])
+def environment(name: str) -> dict[str, Any]:
+    """A package, as jobs name it."""
+    return {"name": name, "args": {}}
+
+
+async def main(name: str) -> None:
+    say(f"a Python environment with {NEEDS[name]}: some minutes, once")
+    python = await asyncio.to_thread(make_python, DATA_DIR / name, [NEEDS[name]])
     add_package(python, PACKAGES / name)
-    environment = opened(DATA_DIR / "installed", python, old=old)
-    options: dict[str, Any] = {"data_dir": DATA_DIR, "port": 0, "notify": say, "environment": environment}
+    settings = opened(DATA_DIR / "installed", {name: python})
+    options: dict[str, Any] = {"data_dir": DATA_DIR, "port": 0, "notify": say, "environment": settings}
     async with LocalCluster(**options) as cluster, client_of(cluster) as client:
-        rewards = await learn(client, environment=ENVIRONMENT, hyper=HYPER)
+        rewards = await learn(client, environment=environment(name), hyper=HYPER)
     say("mean reward of the steps: " + " ".join(f"{reward:.2f}" for reward in rewards))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Trains tiny on a package for verifiers.")
     parser.add_argument("--old", action="store_true", help="the package for verifiers up to 0.3")
-    asyncio.run(main(old=parser.parse_args().old))
+    asyncio.run(main(OLD if parser.parse_args().old else NEW))

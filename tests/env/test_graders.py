@@ -160,8 +160,10 @@ async def test_similarity_is_one_for_the_same_text_and_less_for_another(runner: 
     assert (same, none) == pytest.approx((1.0, 0.0), abs=1e-9) and 0 <= some < 1
 
 
-def test_rouge_1_is_the_f_measure_of_words() -> None:
-    assert grade(alike("rouge_1"), "a b", {"answer": "a b c d"}) == pytest.approx(2 * 1 * 0.5 / 1.5)
+@in_module
+async def test_rouge_1_is_the_f_measure_of_words(runner: GraderRunner) -> None:
+    result = await graded(runner, alike("rouge_1"), "a b", {"answer": "a b c d"})
+    assert result.reward == pytest.approx(2 * 1 * 0.5 / 1.5)
 
 
 def test_a_comparison_of_long_texts_ends_at_its_limit_and_the_next_one_works() -> None:
@@ -186,8 +188,9 @@ def test_a_comparison_ends_with_its_worker() -> None:
     assert left_behind(worker, num=1) == set()
 
 
-def test_a_threshold_is_reported_beside_the_reward() -> None:
-    result = asyncio.run(grade_async(alike("rouge_1") | {"pass_threshold": 0.5}, "a b", {"answer": "a b c d"}))
+@in_module
+async def test_a_threshold_is_reported_beside_the_reward(runner: GraderRunner) -> None:
+    result = await graded(runner, alike("rouge_1") | {"pass_threshold": 0.5}, "a b", {"answer": "a b c d"})
     assert result.parts == {"passed": 1.0}
     assert result.reward < 1
 
@@ -230,14 +233,16 @@ def multi(formula: str) -> dict[str, Any]:
     return {"type": "multi", "name": "m", "graders": parts, "calculate_output": formula}
 
 
-def test_multi_combines_by_its_formula_and_reports_its_parts() -> None:
-    result = asyncio.run(grade_async(multi("0.75 * exact + min(near, 1) / 4"), "95", {"answer": "95"}))
+@in_module
+async def test_multi_combines_by_its_formula_and_reports_its_parts(runner: GraderRunner) -> None:
+    result = await graded(runner, multi("0.75 * exact + min(near, 1) / 4"), "95", {"answer": "95"})
     assert result == Grade(1.0, {"exact": 1.0, "near": 1.0})
 
 
-def test_a_formula_without_a_value_fails_the_grader() -> None:
+@in_module
+async def test_a_formula_without_a_value_fails_the_grader(runner: GraderRunner) -> None:
     with pytest.raises(GraderFailed, match="division by zero"):
-        grade(multi("near / exact"), "96", {"answer": "95"})
+        await graded(runner, multi("near / exact"), "96", {"answer": "95"})
 
 
 # --------------------------------------------------------------------------------------------------------- math
@@ -247,21 +252,12 @@ async def same(comparer: TextComparer, text: str, reference: str, *, timeout_s: 
     return bool(await compared(comparer, {"type": "math"}, text, reference, timeout_s=timeout_s))
 
 
-def test_each_gsm8k_answer_is_right_for_its_row_and_wrong_for_the_next_where_it_differs() -> None:
+@in_module
+async def test_a_gsm8k_answer_is_right_for_its_row_and_wrong_for_another_where_it_differs(runner: GraderRunner) -> None:
     answers = [json.loads(line)["answer"] for line in ANSWERS.read_text().splitlines()]
     assert len(answers) == 1319
-    following = [*answers[1:], answers[0]]
-
-    async def rewards() -> list[tuple[bool, bool]]:
-        comparer = TextComparer()
-        found = [
-            (await same(comparer, own, own, timeout_s=5), await same(comparer, other, own, timeout_s=5))
-            for own, other in zip(answers, following, strict=True)
-        ]
-        await comparer.close()
-        return found
-
-    for own, other, (right, wrong) in zip(answers, following, asyncio.run(rewards()), strict=True):
+    for own, other in zip(answers[::3], answers[1::3], strict=True):
+        right, wrong = [(await graded(runner, {"type": "math"}, text, {"answer": own})).reward for text in (own, other)]
         assert right
         alike_rows = (
             own.rpartition("####")[2].replace(",", "").strip() == other.rpartition("####")[2].replace(",", "").strip()
@@ -494,7 +490,7 @@ async def test_helpers_that_are_killed_while_they_compare_are_no_fault_of_the_te
     comparer = TextComparer()
     known = descendants(os.getpid())
     asking = asyncio.create_task(same(comparer, "3*x+1", "1+x*3", timeout_s=60))
-    for _ in range(3):
+    for _ in range(2):
         while not (helpers := descendants(os.getpid()) - known):
             await asyncio.sleep(0.01)
         for pid, _ in helpers:

@@ -127,7 +127,7 @@ def test_a_call_cannot_pretend_that_it_was_killed(layers: tuple[str, ...]) -> No
 
 
 @EITHER
-@pytest.mark.parametrize("num", [70_000, 200_000, 1_000_000])
+@pytest.mark.parametrize("num", [70_000, 1_000_000])
 async def test_a_result_that_is_too_long_is_the_calls_own_failure(num: int, layers: tuple[str, ...]) -> None:
     outcome = await Sandbox(layers=layers).run(f"def grade(): return 'x' * {num}", call="grade", timeout_s=30)
     assert (outcome.ending, outcome.killed) == ("result", False)
@@ -148,7 +148,7 @@ SELF_INFLICTED = {
     ),
     "time": ("while True: pass", "took longer than 1 seconds"),
     "memory": ("x = 'x'\nwhile True: x += x", "line 2: MemoryError: "),
-    "a deep recursion in C": ("x = 0\nfor _ in range(10 ** 6): x = [x]\nrepr(x)", "line 3: RecursionError"),
+    "a deep recursion in C": ("x = 0\nfor _ in range(10 ** 5): x = [x]\nrepr(x)", "line 3: RecursionError"),
 }
 
 
@@ -237,12 +237,21 @@ REFUSED = {
 }
 
 
+TRIED_ONE_BY_ONE = """
+for what, source in {refused!r}.items():
+    try: exec(source)
+    except (OSError, ValueError, AttributeError) as error: print(what, '|', type(error).__name__, error, flush=True)
+    else: print(what, '| done', flush=True)
+"""
+
+
 @EITHER
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_no_grader_needs_is_refused(what: str, layers: tuple[str, ...]) -> None:
-    outcome = run(PRELUDE + REFUSED[what], layers=layers)
-    assert outcome.ending == "raised"
-    assert "PermissionError" in outcome.reason or "not implemented" in outcome.reason
+def test_what_no_grader_needs_is_refused(layers: tuple[str, ...]) -> None:
+    outcome = run(PRELUDE + TRIED_ONE_BY_ONE.format(refused=REFUSED), layers=layers)
+    assert outcome.ending == "ok", outcome.reason
+    lines = outcome.output.splitlines()
+    assert [line.partition(" | ")[0] for line in lines] == [*REFUSED]
+    assert [line for line in lines if not ("PermissionError" in line or "not implemented" in line)] == []
 
 
 ORDINARY = """

@@ -3,11 +3,10 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ from common.tasks import running
 from common.telemetry import About, Reporter
 from common.worker import Inbox, Worker
 from harness.standin import StandIn
+from manager_service.local.children.forking import Nursery
+from manager_service.local.children.processes import ChildProcess, Command
 from tests.env.test_env_handler import result_of, start_of
 from tests.support.live_environments import install
 
@@ -48,16 +49,16 @@ class Scripted(StandIn):
 class Cluster:
     """Processes of env workers, a scripted rollout, and the trajectories that were scored."""
 
-    def __init__(self, bus: Bus, folder: Path, redis_url: str, stack: ExitStack) -> None:
+    def __init__(self, bus: Bus, folder: Path, redis_url: str, nursery: Nursery) -> None:
         self.bus = bus
         self.rollout = Scripted()
         self.story = folder / "story"
         self._folder = folder
         self._redis_url = redis_url
-        self._stack = stack
-        self._path = install(folder / "installed")
+        self._nursery = nursery
+        self._workers: list[ChildProcess] = []
 
-    def env_worker(self) -> "subprocess.Popen[bytes]":
+    async def env_worker(self) -> ChildProcess:
         settings = {
             "REDIS_URL": self._redis_url,
             "STORE_URL": (self._folder / "store").as_uri(),
@@ -65,14 +66,14 @@ class Cluster:
             "WEAK_SANDBOX": "1",
             "LOG_LEVEL": "warning",
         }
-        environment = {f"MARLAAS_{name}": value for name, value in settings.items()}
-        path = os.pathsep.join([str(self._path), *filter(None, [os.environ.get("PYTHONPATH")])])
-        process = subprocess.Popen(
-            [sys.executable, "-m", "env_service"], env={**os.environ, **environment, "PYTHONPATH": path}
-        )
-        self._stack.callback(process.wait)
-        self._stack.callback(process.kill)
-        return process
+        variables = {f"MARLAAS_{name}": value for name, value in settings.items()}
+        self._workers.append(await self._nursery.start(command(variables, self._folder / "log")))
+        return self._workers[-1]
+
+    async def end(self) -> None:
+        for worker in self._workers:
+            if worker.returncode is None:
+                await ended(worker, signal.SIGKILL)
 
     async def begin(self, name: str) -> None:
         """Asks for trajectories, and waits until each has had its first turn."""
@@ -108,32 +109,53 @@ class Cluster:
         return Counter(words[1] for words in lines if words[0] == str(pid) and (not sessions or words[2] in sessions))
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+def command(settings: Mapping[str, str], log: Path) -> Command:
+    """`env_service`, with the variables that this process has now."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return Command(
+        name="env", argv=(sys.executable, "-m", "env_service"), environment={**variables, **settings}, log=log
+    )
+
+
+async def ended(worker: ChildProcess, by: int) -> int:
+    """Sends a signal, unless it has just ended. Returns the status with which it ends."""
+    with suppress(ProcessLookupError):
+        worker.send_signal(by)
+    return await worker.wait()
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Forks env workers that find the environments: each would need a second to import."""
+    folder = tmp_path_factory.mktemp("nursery")
+    with pytest.MonkeyPatch.context() as patch:
+        path = [str(install(folder / "installed")), *filter(None, [os.environ.get("PYTHONPATH")])]
+        patch.setenv("PYTHONPATH", os.pathsep.join(path))
+        nursery = Nursery([command({}, folder / "log")], folder / "nursery.log")
+        yield nursery
+        nursery.end()
 
 
 @pytest.fixture
-async def cluster(bus: Bus, tmp_path: Path, redis_url: str, stack: ExitStack) -> AsyncIterator[Cluster]:
-    cluster = Cluster(bus, tmp_path, redis_url, stack)
+async def cluster(bus: Bus, tmp_path: Path, redis_url: str, nursery: Nursery) -> AsyncIterator[Cluster]:
+    cluster = Cluster(bus, tmp_path, redis_url, nursery)
     inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
     reporter = Reporter("rollout-1", "rollout", "tiny", About(slots=2 * NUM))
     worker = Worker(bus, cluster.rollout, inboxes, reporter, lease_s=LEASE_S)
     stop = asyncio.Event()
     async with running(worker.run(stop)):
         yield cluster
+        await cluster.end()
         stop.set()
 
 
 async def test_trajectories_of_a_killed_worker_are_replayed_and_end_once(cluster: Cluster) -> None:
     # Given trajectories in the middle of sessions of one worker
-    killed = cluster.env_worker()
+    killed = await cluster.env_worker()
     await cluster.begin("adding")
     # When it is killed, and another one is there
-    killed.kill()
-    killed.wait()
-    other = cluster.env_worker()
+    await ended(killed, signal.SIGKILL)
+    other = await cluster.env_worker()
     cluster.rollout.goes_on.set()
     # Then each ends once, as if nothing had happened
     scored = await cluster.ended()
@@ -145,11 +167,10 @@ async def test_trajectories_of_a_killed_worker_are_replayed_and_end_once(cluster
 
 
 async def test_trajectories_that_a_replay_shows_something_else_are_masked(cluster: Cluster) -> None:
-    killed = cluster.env_worker()
+    killed = await cluster.env_worker()
     await cluster.begin("forgetful")
-    killed.kill()
-    killed.wait()
-    cluster.env_worker()
+    await ended(killed, signal.SIGKILL)
+    await cluster.env_worker()
     cluster.rollout.goes_on.set()
     reason = (
         "the trajectory's session was lost, and its replay failed: "
@@ -161,11 +182,11 @@ async def test_trajectories_that_a_replay_shows_something_else_are_masked(cluste
 
 async def test_a_worker_that_was_stopped_for_long_goes_on_with_none_of_its_sessions(cluster: Cluster) -> None:
     # Given a worker that is stopped for so long that another replays its trajectories
-    stopped = cluster.env_worker()
+    stopped = await cluster.env_worker()
     await cluster.begin("adding")
     stopped.send_signal(signal.SIGSTOP)
     sessions = {line.split()[2] for line in cluster.story.read_text().splitlines()}
-    other = cluster.env_worker()
+    other = await cluster.env_worker()
     cluster.rollout.goes_on.set()
     scored = await cluster.ended()
     assert {each.failure for each in scored.values()} == {None}
@@ -176,30 +197,28 @@ async def test_a_worker_that_was_stopped_for_long_goes_on_with_none_of_its_sessi
     await cluster.until(lambda: cluster.told(stopped.pid, sessions)["close"], NUM)
     assert cluster.told(stopped.pid, sessions) == {"open": NUM, "step": NUM, "close": NUM}
     # And works again
-    other.terminate()
-    other.wait()
+    await ended(other, signal.SIGTERM)
     await cluster.bus.client.delete(CELL.scored(3))
     await cluster.begin("adding")
     assert {each.failure for each in (await cluster.ended()).values()} == {None}
 
 
 async def test_a_worker_that_cannot_say_that_it_is_there_ends(cluster: Cluster) -> None:
-    worker = cluster.env_worker()
+    worker = await cluster.env_worker()
     await cluster.until(lambda: cluster.bus.client.zcard(CELL.env_workers), 1)
     await cluster.bus.client.delete(CELL.env_workers)
     await cluster.bus.client.set(CELL.env_workers, "not what it was")
-    await cluster.until(lambda: worker.poll() is not None)
-    assert worker.returncode == 1
+    async with asyncio.timeout(60):
+        assert await worker.wait() == 1
 
 
 async def test_a_worker_that_ends_leaves_its_trajectories_to_others(cluster: Cluster) -> None:
-    leaving = cluster.env_worker()
+    leaving = await cluster.env_worker()
     await cluster.begin("adding")
-    leaving.terminate()
-    leaving.wait()
+    await ended(leaving, signal.SIGTERM)
     assert cluster.told(leaving.pid) == {"open": NUM, "step": NUM, "close": NUM}
     cluster.rollout.goes_on.set()
     await cluster.until(lambda: cluster.bus.client.xlen(CELL.env), NUM)
-    cluster.env_worker()
+    await cluster.env_worker()
     assert {each.failure for each in (await cluster.ended()).values()} == {None}
     assert len(await cluster.bus.client.keys(CELL.env_worker("*"))) == 1, "that of the worker that is there"

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from common.graders import validate_grader
 from common.tasks import running
@@ -17,7 +18,7 @@ from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
 LISTS = "[" + "[]," * 1_000_000 + "[]]"
 PYTHON = {"type": "python", "source": "def grade(sample, item):\n    return float(len(sample['output_json']))"}
@@ -34,6 +35,13 @@ def multi(part: dict[str, Any], num: int = 20) -> dict[str, Any]:
 def check(operation: str, times: int = 1) -> dict[str, Any]:
     text = "{{item.answer}}" * times
     return {"type": "string_check", "operation": operation, "input": text, "reference": text}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def given() -> AsyncGenerator[GraderRunner]:
+    """One for many tests, for each of its helper processes takes a second to start."""
+    async with runner(60) as made:
+        yield made
 
 
 @contextlib.asynccontextmanager
@@ -76,7 +84,7 @@ async def longest_stop(work: Coroutine[Any, Any, Any]) -> float:
     ("grader", "text", "answer"),
     [
         ({"type": "math"}, LONG, LONG),
-        (multi({"type": "math"}, num=4), LONG, LONG),
+        (multi({"type": "math"}, num=2), LONG, LONG),
         (multi(check("ilike", times=20)), "", "\u0390" * 50_000),
         (multi(check("eq")), "", [[1]] * 40_000),
         (multi(check("eq", times=4000)), "", ""),
@@ -85,40 +93,39 @@ async def longest_stop(work: Coroutine[Any, Any, Any]) -> float:
     ],
     ids=["math", "multi-math", "ilike", "lists", "variables", "python", "endpoint"],
 )
-async def test_no_grader_of_texts_stops_the_loop(grader: dict[str, Any], text: str, answer: Any) -> None:
+async def test_no_grader_of_texts_stops_the_loop(
+    given: GraderRunner, grader: dict[str, Any], text: str, answer: Any
+) -> None:
     async def grade() -> None:
         with contextlib.suppress(GraderFailed):  # nobody answers at the endpoint
             await graded(given, grader, text, answer)
 
-    async with runner(60) as given:
-        assert await longest_stop(grade()) < MOST_S
+    assert await longest_stop(grade()) < MOST_S
 
 
 async def test_the_graders_of_a_multi_share_one_limit() -> None:
     slow = {"type": "python", "source": "import time\ndef grade(s, i):\n    time.sleep(0.5)\n    return 1.0"}
-    async with runner(2) as given:
+    async with runner(2) as hasty:
         with pytest.raises(GraderFailed, match="longer than"):
-            await graded(given, multi(slow), "", "")
+            await graded(hasty, multi(slow), "", "")
 
 
-async def test_a_cancelled_multi_ends_at_once_and_frees_its_place() -> None:
-    async with runner(60) as given:
-        task = asyncio.create_task(graded(given, multi({"type": "math"}), LONG, LONG))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await graded(given, {"type": "math"}, LONG, "3") == 1.0
+async def test_a_cancelled_multi_ends_at_once_and_frees_its_place(given: GraderRunner) -> None:
+    task = asyncio.create_task(graded(given, multi({"type": "math"}), LONG, LONG))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await graded(given, {"type": "math"}, LONG, "3") == 1.0
 
 
 @pytest.mark.parametrize("text", ["3", LONG])
-async def test_a_long_text_has_the_reward_of_a_short_one(text: str) -> None:
-    async with runner(60) as given:
-        assert await graded(given, {"type": "math"}, text, "3") == 1.0
-        assert await graded(given, {"type": "math"}, text, "4") == 0.0
-        assert await graded(given, check("ilike") | {"input": "{{sample.output_text}}"}, text, "3") == 1.0
-        with pytest.raises(GraderFailed, match="math: the reference is empty"):
-            await graded(given, {"type": "math"}, text, "")
-        with pytest.raises(GraderFailed, match=r"math: .*item\.no"):
-            await graded(given, {"type": "math", "reference": "{{item.no}}"}, text, "")
+async def test_a_long_text_has_the_reward_of_a_short_one(given: GraderRunner, text: str) -> None:
+    assert await graded(given, {"type": "math"}, text, "3") == 1.0
+    assert await graded(given, {"type": "math"}, text, "4") == 0.0
+    assert await graded(given, check("ilike") | {"input": "{{sample.output_text}}"}, text, "3") == 1.0
+    with pytest.raises(GraderFailed, match="math: the reference is empty"):
+        await graded(given, {"type": "math"}, text, "")
+    with pytest.raises(GraderFailed, match=r"math: .*item\.no"):
+        await graded(given, {"type": "math", "reference": "{{item.no}}"}, text, "")

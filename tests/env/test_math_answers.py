@@ -11,25 +11,23 @@ import pytest
 from benchmarks.math_grader import Graded, graded, percent, wrongly_rewarded
 from env_service.graders.answers.equality import quick
 from env_service.graders.answers.final import final_answer
-from env_service.graders.answers.plain import MAX_CHARACTERS
+from env_service.graders.answers.plain import MAX_CHARACTERS, plain
 from env_service.graders.math import plainly_equal
 from env_service.graders.text import TextComparer
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TEXTS = sorted(DATA.glob("math_texts_*.jsonl"))
+EACH = 3
+"""Every so manieth text of a file is graded here; `python -m benchmarks.math_grader` grades all of the files it is given."""
 BELOW = {
-    "math_texts_fourth": (99.7, 1),
     "math_texts_fifth_blind": (99.5, 0),
-    "math_texts_sixth_blind": (98.3, 1),
-    "math_texts_ninth": (99.6, 0),
-    "math_texts_tenth_blind": (99.6, 0),
-    "math_texts_eleventh_blind": (95.1, 1),
-    "math_texts_thirteenth_blind": (99.2, 1),
-    "math_texts_fifteenth": (99.4, 0),
-    "math_texts_sixteenth": (99.5, 0),
+    "math_texts_sixth_blind": (97.5, 0),
+    "math_texts_ninth": (98.8, 0),
+    "math_texts_eleventh_blind": (95.8, 1),
+    "math_texts_sixteenth": (98.8, 0),
     "math_texts_nineteenth": (99.3, 0),
-    "math_texts_twentieth_blind": (99.6, 0),
-    "math_texts_twentyfirst_blind": (99.4, 1),
+    "math_texts_twentieth_blind": (99.5, 0),
+    "math_texts_twentyfirst_blind": (99.7, 0),
 }
 """Least agreement in percent and most wrong answers rewarded, where that is no 99.8 and none."""
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"
@@ -44,10 +42,10 @@ def rewarded(text: str, reference: str = "18") -> bool:
 
 @pytest.fixture(scope="module")
 def grade() -> Iterator[Callable[[Path], list[Graded]]]:
-    """Grades files, all in one helper process."""
+    """Grades a part of each file, all in one helper process."""
     with asyncio.Runner() as runner:
         comparer = TextComparer()
-        yield lambda texts: runner.run(graded(comparer, texts))
+        yield lambda texts: runner.run(graded(comparer, texts, each=EACH))
         runner.run(comparer.close())
 
 
@@ -56,7 +54,7 @@ def test_it_agrees_with_the_labels_of_texts_in_a_hundred_styles(
     texts: Path, grade: Callable[[Path], list[Graded]]
 ) -> None:
     results = grade(texts)
-    assert len(results) == len(texts.read_text().splitlines())
+    assert len(results) == len(texts.read_text().splitlines()[::EACH])
     wrong = [f"{r.style}: {r.text[-100:]!r} and {r.reference!r}" for r in results if not r.agrees]
     least, most = BELOW.get(texts.stem, (99.8, 0))
     assert percent(results) >= least, "\n".join(wrong)
@@ -519,6 +517,10 @@ def test_the_time_does_not_grow_with_a_hostile_text(part: str) -> None:
     final_answer(part * 100_000, "x + 2y = 6")
     assert time.process_time() - started < 5
     assert len(part * 100_000) > MAX_CHARACTERS
+
+
+def test_blanks_without_an_end_are_as_good_as_a_few() -> None:
+    assert plain("18\n" + " \n" * 3000 + "apples" + " " * 900 + "\n3" + " " * 900 + "4") == "18\n\napples\n3 4"
 
 
 def test_the_texts_have_both_labels_in_most_styles() -> None:

@@ -43,51 +43,54 @@ class Rows(list):
         return list(self)
 class Guess:
     rubric, dataset = Rubric(), True
-    def __init__(self, mood):
-        self.mood, self.eval_dataset = mood, None
-        self.rows = Rows({"prompt": [{"role": "user", "content": f"guess {n}"}], "answer": n} for n in NUMBERS)
+    def __init__(self, moods):
+        self.eval_dataset = None
+        self.rows = Rows(
+            {"prompt": [{"role": "user", "content": f"guess {n}"}], "answer": n, "mood": mood} for mood in moods for n in NUMBERS
+        )
     def get_dataset(self):
         return self.rows
     get_eval_dataset = get_dataset
     async def _teardown(self):
         pass
     async def run_rollout(self, row, client, model, sampling, gen_sem, score_sem, score):
+        mood = row["mood"]
         messages, tools = list(row["prompt"]), [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-        if self.mood == "silent":
+        if mood == "silent":
             return {"reward": 1.0}
         said = []
         try:
             for _ in range(3):
                 answer = await client.chat.completions.create(model=model, messages=messages, tools=tools)
                 said.append(answer.choices[0].message)
-                if self.mood == "dies":
+                if mood == "dies":
                     os._exit(3)
-                if self.mood == "raises":
+                if mood == "raises":
                     raise KeyError("no such room")
-                if self.mood == "tells variables":
+                if mood == "tells variables":
                     raise KeyError(" ".join(os.environ))
-                if self.mood == "long":
+                if mood == "long":
                     messages.append({"role": "user", "content": "x" * (5 << 20)})
-                if self.mood == "greedy":
+                if mood == "greedy":
                     hoard = bytearray(1 << 30)
                 if said[-1].content == str(row["answer"]):
                     break
                 messages += [said[-1].model_dump(exclude_none=True), {"role": "user", "content": "no"}]
-                if self.mood == "rewrites":
+                if mood == "rewrites":
                     del messages[0]
         except Exception as error:
             if "context length" not in str(error):
                 raise
-        if self.mood == "swallows":
+        if mood == "swallows":
             logging.getLogger("verifiers.rubrics.rubric.Rubric").error("Error calling reward function right: oh")
         metrics = {"turns": float(len(said)), "bad": float("inf")}
-        if self.mood == "half a character":
+        if mood == "half a character":
             metrics[chr(0xD800)] = 1.0
-        return {"reward": float("nan") if self.mood == "nan" else float(said[-1].content == str(row["answer"])), "metrics": metrics}
-def load_environment(mood="calm"):
-    if mood == "absent":
+        return {"reward": float("nan") if mood == "nan" else float(said[-1].content == str(row["answer"])), "metrics": metrics}
+def load_environment(moods=("calm",)):
+    if "absent" in moods:
         raise RuntimeError("the data is not there")
-    return Guess(mood)
+    return Guess(moods)
 """,
     "verifiers/v1/__init__.py": "",
     "verifiers/v1/utils/__init__.py": "",
@@ -141,12 +144,36 @@ def load_environment(config):
 
 class Guess(Verifiers):
     environment = "guess"
-    job_args = ("mood",)
+    job_args = ("moods",)
+
+
+class Moody(Guess):
+    """Has a mood in each of its tasks: three tasks for each mood."""
+
+    args = {
+        "moods": [
+            "calm",
+            "silent",
+            "rewrites",
+            "raises",
+            "swallows",
+            "nan",
+            "half a character",
+            "long",
+            "greedy",
+            "dies",
+        ]
+    }
+
+    @classmethod
+    def task(cls, mood: str, number: int = 0) -> dict[str, int]:
+        return {"task": 3 * cls.args["moods"].index(mood) + number}
 
 
 class Echo(Verifiers):
     taskset = "echo"
     args = {"times": 2}
+    job_args = ("times",)
     renderer = {"name": "default"}
 
 
@@ -240,18 +267,18 @@ async def test_the_last_turn_is_scored_though_the_environment_wants_more(hosts: 
         ("rewrites", "does not go on where the model's turn ended"),
         ("raises", "KeyError: 'no such room'"),
         ("swallows", "Error calling reward function right: oh"),
-        ("dies", "the environment's process ended"),
         ("nan", "the environment's reward is nan"),
         ("half a character", "surrogates not allowed"),
         ("long", "the environment's request to its model cannot be read: it has 5[0-9]* bytes, more than 4194304"),
         ("greedy", "MemoryError"),
+        ("dies", "the environment's process ended"),  # the last one: it takes the process of the others with it
     ],
 )
 async def test_what_goes_wrong_fails_the_trajectory_with_the_reason(hosts: Hosts, mood: str, why: str) -> None:
-    guess = ready(Guess(mood=mood), hosts)
-    other = await guess.open({"task": 1}, 0)
+    guess = ready(Moody(), hosts)
+    other = await guess.open(Moody.task("calm", 1), 0)
     for _ in range(2):  # the process goes on, or another one does
-        session = await guess.open({"task": 0}, 0)
+        session = await guess.open(Moody.task(mood), 0)
         with pytest.raises(EnvironmentFailed, match=why):
             await session.step(turn("3" if mood in ("swallows", "nan", "half a character") else "4"))
         await session.close()
@@ -264,10 +291,10 @@ async def test_what_goes_wrong_fails_the_trajectory_with_the_reason(hosts: Hosts
 
 async def test_an_environment_that_never_asks_or_cannot_be_loaded_fails_at_once(hosts: Hosts) -> None:
     with pytest.raises(EnvironmentFailed, match="without asking its model anything"):
-        await ready(Guess(mood="silent"), hosts).open({"task": 0}, 0)
+        await ready(Moody(), hosts).open(Moody.task("silent"), 0)
     for _ in range(2):
         with pytest.raises(EnvironmentFailed, match="cannot be loaded: RuntimeError: the data is not there"):
-            await ready(Guess(mood="absent"), hosts).open({"task": 0}, 0)
+            await ready(Guess(moods=["absent"]), hosts).open({"task": 0}, 0)
 
 
 async def test_an_interpreter_that_is_not_there_is_named(hosts: Hosts, tmp_path: Path) -> None:
@@ -279,47 +306,48 @@ async def test_an_interpreter_that_is_not_there_is_named(hosts: Hosts, tmp_path:
 
 
 async def test_jobs_give_no_arguments_but_those_that_the_operator_opens(installed: None) -> None:
-    validate_environment(EnvSpec("guess", {"mood": "calm"}))
+    validate_environment(EnvSpec("guess", {"moods": ["calm"]}))
     assert makes_items(EnvSpec("guess", {})) and not wants_tools(EnvSpec("guess", {}))
     with pytest.raises(InvalidInput, match="unknown field 'task'"):
         validate_environment(EnvSpec("guess", {"task": {"rewards": {"right": {"fn": "os:system"}}}}))
-    with pytest.raises(InvalidInput, match="args have 70011 bytes, more than 65536"):
-        validate_environment(EnvSpec("guess", {"mood": "x" * 70_000}))
+    with pytest.raises(InvalidInput, match="args have 70012 bytes, more than 65536"):
+        validate_environment(EnvSpec("guess", {"moods": "x" * 70_000}))
     with pytest.raises(InvalidInput, match="one of them"):
         Verifiers()
 
 
 async def test_processes_are_bounded_and_idle_ones_make_room() -> None:
     hosts = Hosts(most=1)
-    session = await ready(Guess(), hosts).open({"task": 0}, 0)
+    session = await ready(Echo(times=1), hosts).open({"task": 0}, 0)
     with pytest.raises(NoRoom, match="all at work"):
-        await ready(Guess(mood="raises"), hosts).open({"task": 0}, 0)
+        await ready(Echo(times=2), hosts).open({"task": 0}, 0)
     await session.close()
-    assert await question(ready(Guess(mood="raises"), hosts), {"task": 0}) == "guess 3"
+    session = await ready(Echo(times=2), hosts).open({"task": 0}, 0)
+    assert session.tokens == [1, 2]
     await hosts.close()
 
 
 async def test_tenants_share_the_processes() -> None:
-    hosts, sessions = Hosts(most=2), dict[str, Any]()
+    hosts, sessions = Hosts(most=2), dict[int, Any]()
 
-    async def opens(tenant: str, mood: str) -> None:
+    async def opens(tenant: str, times: int) -> None:
         work.begin(lambda: None, tenant)
-        sessions[mood] = await ready(Guess(mood=mood), hosts).open({"task": 0}, 0)
+        sessions[times] = await ready(Echo(times=times), hosts).open({"task": 0}, 0)
 
     # Given a tenant that has all processes
-    await opens("acme", "one")
-    await opens("acme", "two")
+    await opens("acme", 1)
+    await opens("acme", 2)
     # Then one more is there for another, but not for each
-    await opens("bluebird", "three")
+    await opens("bluebird", 3)
     with pytest.raises(NoRoom):
-        await opens("cobalt", "four")
+        await opens("cobalt", 4)
     # And the first gives one back: no trajectory begins in it any more, and when its last one has ended it makes room
     with pytest.raises(NoRoom, match="its tenant has too many"):
-        await opens("acme", "one")
-    await sessions["one"].close()
-    await opens("cobalt", "four")
+        await opens("acme", 1)
+    await sessions[1].close()
+    await opens("cobalt", 4)
     with pytest.raises(NoRoom, match="all at work"):
-        await opens("acme", "one")
+        await opens("acme", 1)
     await hosts.close()
 
 
@@ -330,7 +358,7 @@ async def test_a_package_sees_no_secrets_of_the_worker(hosts: Hosts, monkeypatch
     class Judged(Guess):
         variables = ("JUDGE_KEY",)
 
-    session = await ready(Judged(mood="tells variables"), hosts).open({"task": 0}, 0)
+    session = await ready(Judged(moods=["tells variables"]), hosts).open({"task": 0}, 0)
     with pytest.raises(EnvironmentFailed) as told:
         await session.step(turn("4"))
     names = set(str(told.value).split("'")[1].split())

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -11,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.support.installed import THIS, lent, made
+from tests.support.installed import PACKAGES, THIS, lent, made
 
 Said = Callable[[list[dict[str, Any]]], str]
 """The answer of a model to a conversation."""
@@ -23,6 +24,12 @@ def verifiers_python(version: str, *more: str) -> Path:
     return python_with("verifiers", version, *more)
 
 
+def without_torch(python: Path) -> Path:
+    """The same environment, where torch is not found: `verifiers.v1` needs transformers, which needs four seconds to import torch."""
+    (python / PACKAGES / "no_torch.pth").write_text("import sys; sys.modules['torch'] = None\n")
+    return python
+
+
 def python_with(package: str, version: str, *more: str) -> Path:
     """An environment with this version of a package, as `verifiers_python` makes it."""
     try:
@@ -32,10 +39,12 @@ def python_with(package: str, version: str, *more: str) -> Path:
         raise RuntimeError(f"{package} {version} cannot be installed here: {error}") from error
 
 
-def with_packages(folder: Path, python: Path, packages: Path) -> Path:
-    """An interpreter that also finds the packages in a folder, and the programs beside it."""
+def with_packages(folder: Path, python: Path, packages: Path, *first: str) -> Path:
+    """An interpreter that also finds the packages in a folder, and the programs beside it. `first`: words that stand before those
+    it is given, such as a program that runs them itself."""
     wrapper = folder / f"python-{packages.name}"
-    wrapper.write_text(f'#!/bin/sh\nPATH={python}/bin:$PATH PYTHONPATH={packages} exec {python}/bin/python "$@"\n')
+    program = shlex.join([f"{python}/bin/python", *first])
+    wrapper.write_text(f'#!/bin/sh\nPATH={python}/bin:$PATH PYTHONPATH={packages} exec {program} "$@"\n')
     wrapper.chmod(0o755)
     return wrapper
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from common.settings import TINY
 from examples.gsm8k import as_item, chat_command, main, read_items, read_rows, start_for, write
 from tests.support.forked import running
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW = {"question": "Two and 1,000?", "answer": "2 + 1000 = <<2+1000=1002>>1002\n#### 1,002"}
 
 
@@ -113,11 +111,12 @@ async def test_what_the_api_refuses_is_said_in_a_line(tmp_path: Path, monkeypatc
             await asyncio.to_thread(main)
 
 
-def test_items_are_written_for_the_command_line(tmp_path: Path) -> None:
+def test_items_are_written_for_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(ROW) + "\n")
     argv = ["--file", str(tmp_path / "train.jsonl"), "--prepare", str(tmp_path / "items.jsonl")]
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.gsm8k", *argv], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "1 items are in" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["gsm8k", *argv])
+    main()
+    assert "1 items are in" in capsys.readouterr().out
     assert json.loads((tmp_path / "items.jsonl").read_text())["answer"] == "1002"

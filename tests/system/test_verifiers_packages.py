@@ -1,8 +1,11 @@
 """Real packages for real versions of `verifiers`, unmodified: learned from, and played as they play themselves."""
 
+import asyncio
+import contextlib
 import json
 import re
 import zlib
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,14 +18,16 @@ from env_service.verifiers.environment import Verifiers
 from env_service.verifiers.process import Hosts
 from examples import verifiers_addition as addition
 from examples.three_turns import client_of, learn
-from harness.live import is_balanced
+from harness.live import Api, is_balanced
 from manager_service.local.supervisor import LocalCluster
 from tests.env.test_env_handler import TINY, TOKENIZER, ids_of
 from tests.support.forked import running
-from tests.support.verifiers_python import model_by_script, plain, run, verifiers_python, with_packages
+from tests.support.verifiers_python import model_by_script, plain, run, verifiers_python, with_packages, without_torch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 NUM_TASKS = 6
+NUM_STARTED = 3
+FAULTY_TASK = 19
 NUM_EVALUATED = 16
 HYPER = addition.HYPER | {"batch_size": 8, "target_reward": 0.75}
 
@@ -32,6 +37,8 @@ from datasets import Dataset
 def load_environment():
     parser = vf.XMLParser(["answer"], answer_field="answer")
     def right(completion, answer, **kwargs):
+        if answer == "21":
+            raise KeyError("no such answer")
         return float(parser.parse_answer(completion) == answer)
     terms = [(n, 7 * n % 5, 3 * n % 4) for n in range(20)]
     rows = [{"question": f"State the result: {a} + {b} - {c}", "answer": str(a + b - c)} for a, b, c in terms]
@@ -39,23 +46,12 @@ def load_environment():
     system = "Answer in this form: <answer>number</answer>"
     return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), system_prompt=system, parser=parser, rubric=rubric)
 """
-"""An environment with a system prompt, a parser and a reward for the form."""
+"""An environment with a system prompt, a parser and a reward for the form. One raises for the last task: verifiers logs it and counts 0."""
 
-FAULTY = """
-import verifiers as vf
-from datasets import Dataset
-def right(completion, answer, **kwargs):
-    raise KeyError("no such answer")
-def load_environment():
-    return vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "add 1+1", "answer": "2"}]), rubric=vf.Rubric(funcs=[right]))
-"""
-"""verifiers logs what a reward raises, and counts 0."""
-
-OWN_ROLLOUTS = """
-import asyncio, json, logging, sys
+OWN_ROLLOUTS_FIRST = """
+import asyncio, json, logging, pathlib, runpy, sys
 import openai, verifiers as vf
-logging.disable(logging.CRITICAL)
-url, name, num = sys.argv[1], sys.argv[2], int(sys.argv[3])
+told_in, url, name, num = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 env = vf.load_environment(name)
 client = openai.AsyncOpenAI(base_url=url, api_key="any")
 if hasattr(env, "requires_group_rollouts"):
@@ -70,8 +66,11 @@ else:
     told = [list(row) for row in zip(made["prompt"], made["completion"], made["reward"], metrics)]
 def plain(value):
     return value.model_dump(exclude_none=True) if hasattr(value, "model_dump") else value
-print(json.dumps(told, default=plain))
+told_in.write_text(json.dumps(told, default=plain))
+sys.argv = sys.argv[5:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
+"""Tells of the package's own rollouts, then runs the program that it is given in the same process: imports take it five seconds."""
 
 
 def said(messages: list[dict[str, Any]]) -> str:
@@ -98,9 +97,15 @@ async def played(environment: Verifiers, task: int) -> tuple[list[dict[str, Any]
     return messages, session.tokens, step.reward, dict(step.parts)
 
 
+@contextlib.asynccontextmanager
+async def hosted(environment: Verifiers) -> AsyncGenerator[Verifiers]:
+    environment.hosts, environment.base = Hosts(), TINY
+    yield environment
+    await environment.hosts.close()
+
+
 async def same_as_its_own(environment: Verifiers, own: list[Any]) -> list[float]:
     """Compares trajectories with the package's own rollouts: prompt, completion, reward, metrics. Returns the rewards."""
-    environment.hosts, environment.base = Hosts(), TINY
     rewards: list[float] = []
     for task, (prompt, completion, reward, metrics) in enumerate(own):
         messages, tokens, got, parts = await played(environment, task)
@@ -108,63 +113,49 @@ async def same_as_its_own(environment: Verifiers, own: list[Any]) -> list[float]
         assert list(tokens) == (TOKENIZER.render(prompt) if environment.taskset else [])
         assert (got, parts) == (reward, metrics)
         rewards.append(got)
-    await environment.hosts.close()
     return rewards
 
 
-@pytest.mark.parametrize(("version", "name"), [("0.3.1", "addition"), ("0.1.9", "tagged")])
-async def test_a_package_of_load_environment_is_played_as_it_plays_itself(
-    tmp_path: Path, version: str, name: str
-) -> None:
-    (tmp_path / "tagged.py").write_text(TAGGED)
-    packages = addition.PACKAGES / "addition_v0" if name == "addition" else tmp_path
-    interpreter = with_packages(tmp_path, verifiers_python(version), packages)
-
-    class Package(Verifiers):
-        python = str(interpreter)
-        environment = name
-
-    with model_by_script(said) as url:
-        own = json.loads(await run(interpreter, "-c", OWN_ROLLOUTS, url, name, str(NUM_TASKS), cwd=tmp_path))
-    assert len(own) == NUM_TASKS
-    assert 0 < fmean(await same_as_its_own(Package(), own)) < 1
-
-
 @pytest.mark.parametrize("version", ["0.3.1", "0.1.9"])
-async def test_a_reward_that_raises_is_no_reward_of_0(tmp_path: Path, version: str) -> None:
-    (tmp_path / "faulty.py").write_text(FAULTY)
+async def test_a_package_of_load_environment_is_played_as_it_plays_itself(tmp_path: Path, version: str) -> None:
+    (tmp_path / "tagged.py").write_text(TAGGED)
+    (tmp_path / "own_first.py").write_text(OWN_ROLLOUTS_FIRST)
+    told = tmp_path / "own.json"
+    with model_by_script(said) as url:
+        first = [str(tmp_path / "own_first.py"), str(told), url, "tagged", str(NUM_TASKS)]
 
-    class Package(Verifiers):
-        python = str(with_packages(tmp_path, verifiers_python(version), tmp_path))
-        environment = "faulty"
+        class Package(Verifiers):
+            python = str(with_packages(tmp_path, verifiers_python(version), tmp_path, *first))
+            environment = "tagged"
 
-    environment = Package()
-    environment.hosts, environment.base = Hosts(), TINY
-    with pytest.raises(EnvironmentFailed, match="Error calling reward function right"):
-        await played(environment, 0)
-    await environment.hosts.close()
+        async with hosted(Package()) as package:
+            with pytest.raises(EnvironmentFailed, match="Error calling reward function right"):  # no reward of 0
+                await played(package, FAULTY_TASK)
+            own = json.loads(told.read_text())
+            assert len(own) == NUM_TASKS
+            assert 0 < fmean(await same_as_its_own(package, own)) < 1
 
 
-@pytest.mark.parametrize("harness", ["addition", "null"])
-async def test_a_package_of_v1_is_played_as_it_plays_itself(tmp_path: Path, harness: str) -> None:
-    """`null` is verifiers' own harness: it starts a program for each trajectory, by uv."""
-    python = verifiers_python("0.4.0", "uv")
-    interpreter = with_packages(tmp_path, python, addition.PACKAGES / "addition_v1")
-    agent = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
+async def test_a_package_of_v1_is_played_as_it_plays_itself(tmp_path: Path) -> None:
+    """Plays by `null`, verifiers' own harness, which starts a program for each trajectory, by uv."""
+    python = without_torch(verifiers_python("0.4.0", "uv"))
+    interpreter = with_packages(tmp_path, python, addition.PACKAGES / addition.NEW)
+    agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
     class Package(Verifiers):
         python = str(interpreter)
         taskset = "addition"
         env = {"agent": agent}
 
-    words = f"""{python}/bin/vf-eval addition -n {NUM_TASKS} -m m --no-push --no-rich -o out
-        --env.agent.harness.id {harness} --env.agent.runtime.type subprocess --client.api-key-var MODEL_KEY"""
+    words = f"""{python}/bin/vf-eval addition -n {NUM_STARTED} -m m --no-push --no-rich -o out
+        --env.agent.harness.id null --env.agent.runtime.type subprocess --client.api-key-var MODEL_KEY"""
     with model_by_script(said) as url:
         await run(interpreter, *words.split(), "--client.base-url", url, cwd=tmp_path)
     (traces,) = tmp_path.glob("out/*/traces.jsonl")
     episodes = [json.loads(line) for line in traces.read_text().splitlines()]
     own = [_own(episode["traces"][0]) for episode in sorted(episodes, key=lambda each: each["task"]["data"]["idx"])]
-    assert 0 < fmean(await same_as_its_own(Package(), own)) < 1
+    async with hosted(Package()) as package:
+        assert 0 < fmean(await same_as_its_own(package, own)) < 1
 
 
 def _own(trace: Any) -> tuple[Any, Any, float, dict[str, float]]:
@@ -188,26 +179,40 @@ async def own_evaluation(python: Path, interpreter: Path, model: str, cluster: L
     return fmean(episode["traces"][0]["rewards"]["right"]["score"] for episode in episodes)
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["v1", "load_environment"])
-async def test_a_package_that_knows_verifiers_alone_is_learned_from(tmp_path: Path, old: bool) -> None:
-    name, version = ("addition_v0", "0.3.1") if old else ("addition_v1", "0.4.0")
-    python = verifiers_python(version) if old else verifiers_python(version, "uv")
-    interpreter = with_packages(tmp_path, python, addition.PACKAGES / name)
-    environment = addition.opened(tmp_path / "installed", interpreter, old=old)
+async def test_packages_that_know_verifiers_alone_are_learned_from(tmp_path: Path) -> None:
+    python = without_torch(verifiers_python("0.4.0", "uv"))
+    interpreter = with_packages(tmp_path, python, addition.PACKAGES / addition.NEW)
+    older = with_packages(tmp_path, verifiers_python("0.3.1"), addition.PACKAGES / addition.OLD)
+    environment = addition.opened(tmp_path / "installed", {addition.NEW: interpreter, addition.OLD: older})
     async with running(tmp_path / "data", environment=environment) as (cluster, api), client_of(cluster) as client:
-        rewards = await learn(client, environment=addition.ENVIRONMENT, hyper=HYPER)
-        (job,) = (await api.get("/fine_tuning/jobs"))["data"]
-        ledger = await api.ledger(job["id"])
-        path = f"/fine_tuning/jobs/{job['id']}/samples"
-        lines = (await api.http.get(path, params={"format": "jsonl"})).text.splitlines()
-        if not old:
-            model = f"{job['fine_tuned_model']}@{job['version']}"
-            assert await own_evaluation(python, interpreter, model, cluster, tmp_path) >= 0.8
-    assert rewards[0] < 0.75 and job["stopped_early"] == "target_reward", rewards
+        rewards, _ = await asyncio.gather(
+            learn(client, environment=addition.environment(addition.NEW), hyper=HYPER),
+            learn(client, environment=addition.environment(addition.OLD), hyper=HYPER | {"max_steps": 2}),
+        )
+        jobs = (await api.get("/fine_tuning/jobs"))["data"]
+        named = {job["method"]["reinforcement"]["environment"]["name"]: job for job in jobs}
+        new, old = named[addition.NEW], named[addition.OLD]
+        assert rewards[0] < 0.75 and new["stopped_early"] == "target_reward", rewards
+        model = f"{new['fine_tuned_model']}@{new['version']}"
+        assert await own_evaluation(python, interpreter, model, cluster, tmp_path) >= 0.8
+        assert await failed_of(api, new["id"]) == 0
+        assert await failed_of(api, old["id"]) <= 20, "verifiers 0.3 calls an empty answer an error"
+        for job in (new, old):
+            await rewards_are_of_what_was_sampled(api, job["id"])
+
+
+async def failed_of(api: Api, job: str) -> int:
+    """The trajectories of a job that failed; all others were trained on."""
+    ledger = await api.ledger(job)
     assert is_balanced(ledger) and ledger["trained"] + ledger["failed"] == ledger["issued"]
-    assert ledger["failed"] <= (20 if old else 0), "verifiers 0.3 calls an empty answer an error"
+    return ledger["failed"]
+
+
+async def rewards_are_of_what_was_sampled(api: Api, job: str) -> None:
+    """Does the package's reward fit the answer, to the question that was shown?"""
+    lines = (await api.http.get(f"/fine_tuning/jobs/{job}/samples", params={"format": "jsonl"})).text.splitlines()
     samples = [sample for line in lines if (sample := json.loads(line))["turns"] and not sample["failure"]]
-    for sample in samples:  # the package's reward is that of what was sampled, for the question that was shown
+    for sample in samples:
         question = TOKENIZER.decode(sample["written"]["tokens"][: sample["written"]["lengths"][0]])
         a, b = map(int, re.findall(r"\d+", question))
         assert sample["reward"] == float(sample["text"] == str(a + b)) == sample["reward_parts"]["right"]

@@ -35,6 +35,8 @@ _SIGNS = str.maketrans(
     | {"⁄": "/"}
     | {"’": "'", "‘": "'", "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "⋅": "·", "∗": "*", "٪": "%"}
 )
+_BLANKS = re.compile(r"\s{50,}")
+"""They say no more than one, or a blank line; patterns would take seconds for thousands."""
 _CALCULATOR = re.compile(
     r"<tool_call>[^<]*</tool_call>|~~[^~\n]{1,200}~~|\\(?:begin|end)\{(?:sol\w*|ans\w*|proof|document|center|quote)\}"
     r"|```[ \t]*(?:py\w*|js|javascript|c|cpp|java|r|matlab)\n[^`]*```|\\(?:blacksquare|square|qed|hfill)(?![A-Za-z])"
@@ -102,7 +104,7 @@ _EURO = re.compile(r"\\(?:euro|texteuro|EUR)(?![A-Za-z])(?:\{\})?|\\text\{€\}"
 
 def plain(text: str) -> str:
     """The plain form of a text's last `MAX_CHARACTERS` characters."""
-    text = text[-MAX_CHARACTERS:].translate(_SIGNS)
+    text = _BLANKS.sub(lambda blanks: "\n\n"[: blanks[0].count("\n")] or " ", text[-MAX_CHARACTERS:].translate(_SIGNS))
     if not text.isascii():
         text = _PI.sub(lambda pi: "\\pi" + " " * (pi["apart"] is not None), text)
         text = "".join(_digit(c) if c > "\x7f" else c for c in text)
