@@ -25,11 +25,11 @@ def compiler() -> Iterator[Any]:
     """The settings of torch's compiler, which knows nothing yet."""
     from torch._inductor import config  # here: it takes a second
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     # Other processes would compile, and try the processor's instructions, and each import torch anew.
     with config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
         yield config
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 @pytest.mark.slow
