@@ -94,7 +94,6 @@ async def test_a_drawn_version_0_has_the_base_models_bits_also_beside_other_adap
 
 
 def shallow() -> FusedDecoder:
-    """As deterministic mode has it."""
     return FusedDecoder(load_shallow(), exact=True)
 
 
