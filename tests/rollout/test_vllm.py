@@ -130,7 +130,7 @@ async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens_ov
     # Given turns of several adapters, and what they are when nothing happens
     names = [ref("a"), ref("b"), BASE, ref("a")]
     adapters = {ref("a"): files_of(1), ref("b"): files_of(2)}
-    asked = [greedy(name, sample=i, max_tokens=150) for i, name in enumerate(names)]
+    asked = [greedy(name, sample=i, max_tokens=60) for i, name in enumerate(names)]
     async with running(adapters=adapters, ends=False) as engine:
         expected = await asyncio.gather(*[one(engine, each) for each in asked])
 
@@ -153,7 +153,7 @@ async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens_ov
         halves = psutil.Process(engine.pid).children()
         assert len(halves) == 2
         for each, whole in zip(found, expected, strict=True):
-            assert each.tokens == whole.tokens and each.num_sampled == 150
+            assert each.tokens == whole.tokens and each.num_sampled == 60
             assert np.allclose(each.logprobs, whole.logprobs, atol=1e-4)
         assert "engine_died" in capfd.readouterr().out
 
