@@ -55,7 +55,9 @@ def _only_kind(config: pytest.Config) -> str | None:
 
 def _may_have(path: Path, kind: str) -> bool:
     text = path.read_text()
-    return f"mark.{kind}" in text or "engines_under_test" in text or (kind == "gpu" and "device: str" in text)
+    return (
+        f"mark.{kind}" in text or "engines_under_test import KINDS" in text or (kind == "gpu" and "device: str" in text)
+    )
 
 
 @pytest.hookimpl(wrapper=True)

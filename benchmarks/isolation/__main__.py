@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks._report import Report, console, show, sweep_parser
-from benchmarks.isolation import figures, measure, runs
+from benchmarks.isolation import measure, runs
 from benchmarks.isolation.jobs import WATCHED, Job, background
 from benchmarks.isolation.report import Evidence, goals, report
 from benchmarks.isolation.runs import MODES, STATISTICAL, Mode, Run, Settings
@@ -69,6 +69,8 @@ def keep(folder: Path, run: Run) -> None:
 
 def write_report(folder: Path, command: str) -> Evidence:
     """Raises InvalidInput if there is nothing to compare."""
+    from benchmarks.isolation import figures  # here: matplotlib takes a second, which those who draw nothing do without
+
     settings = runs.read_settings(folder)
     evidence = Evidence.of(settings, runs.read(folder))
     if not any(evidence.pairs.values()):

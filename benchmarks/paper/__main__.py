@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks._report import Report, console, empty, make_table, natural, positive, show, sweep_parser, write_json
-from benchmarks.paper import figures, table
+from benchmarks.paper import table
 from benchmarks.paper.measure import measure
 from benchmarks.paper.predict import calibrates, predictions, recording_file
 from benchmarks.paper.results import read, with_sums
@@ -76,6 +76,8 @@ def report(folder: Path, cores: int | None, to: Path | None) -> None:
         each.columns[0].no_wrap = True
     goals, notes = table.goals(found, predicted), table.notes(found, predicted)
     show(Report(tables, msgspec.to_builtins(runs), goals, notes), to)
+    from benchmarks.paper import figures  # here: matplotlib takes a second, which those who draw nothing do without
+
     for path in figures.write(runs, folder):
         console.print(str(path))
 

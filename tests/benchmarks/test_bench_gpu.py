@@ -172,7 +172,9 @@ def test_what_cannot_be_measured_or_written_is_refused_before_anything_is(
 @pytest.mark.timeout(600)
 def test_it_measures_all_parts_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.live.LocalCluster", partial(LocalCluster, start=forked.start))
-    file, few = tmp_path / "found.json", 16
+    file, few, tiny_shape = tmp_path / "found.json", 16, SHAPES_OF_BASES["tiny"]
+    shallow = replace(tiny_shape, config=replace(tiny_shape.config, num_layers=1))
+    monkeypatch.setitem(SHAPES_OF_BASES, "tiny", shallow)
     for name in ("ROWS", "PROMPT"):
         monkeypatch.setattr(_gpu_parts, name, few)
     line = f"gpu --device cpu --shapes tiny --jobs 1 --repetitions 1 --beside --kernels --json {file}"

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import _lengths as lengths
 from benchmarks._report import empty
-from benchmarks.paper import agentic, figures, table
+from benchmarks.paper import agentic, table
 from benchmarks.paper.__main__ import FULL, plan
 from benchmarks.paper.measure import Seen, measure
 from benchmarks.paper.results import (
@@ -173,6 +173,8 @@ def test_pictures_are_drawn_from_recorded_runs(tmp_path: Path) -> None:
         for policy in ("sequential", "marlaas")
         for n in (1, 2)
     ]
+    from benchmarks.paper import figures  # here: matplotlib takes a second
+
     paths = figures.write(runs, tmp_path)
     assert [path.name.split("-")[1] for path in paths] == ["1", "3", "4", "6", "7"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)

@@ -14,10 +14,14 @@ WAYS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_base(tmp_path_factory.mktemp("planned") / "base", last_word=300, **SHAPES["deep"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_a_trainer_takes_what_is_planned(tmp_path: Path, way: Way) -> None:
-    folder = make_random_base(tmp_path / "base", last_word=300, **SHAPES["deep"])
-    expected = predicted(folder, way, NUM_TOKENS).total
+def test_a_trainer_takes_what_is_planned(base: Path, way: Way) -> None:
+    expected = predicted(base, way, NUM_TOKENS).total
     limit = 0.2 if way.dtype == "bfloat16" else LIMIT  # a processor with instructions for bfloat16 takes less
-    assert expected == pytest.approx(measured(folder, way, NUM_TOKENS), rel=limit)
+    assert expected == pytest.approx(measured(base, way, NUM_TOKENS), rel=limit)

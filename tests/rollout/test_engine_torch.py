@@ -35,6 +35,7 @@ from tests.support.rollout_cases import (
     request,
     running,
 )
+from tests.support.trainer_cases import load_shallow
 
 LANE_ROWS = 4
 pytestmark = pytest.mark.timeout(120)
@@ -92,9 +93,13 @@ async def test_a_drawn_version_0_has_the_base_models_bits_also_beside_other_adap
     assert [bits(g) for g in found[:6]] == [bits(g) for g in found[11:]]
 
 
+def shallow() -> FusedDecoder:
+    return FusedDecoder(load_shallow(), exact=True)
+
+
 @pytest.mark.exact
 def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
-    assert selftest(model(exact=True), min_rows)
+    assert selftest(shallow(), min_rows)
     forward = FusedDecoder.forward
 
     def by_rows(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -102,22 +107,22 @@ def test_the_self_test_passes_here_and_would_see_a_difference(monkeypatch: pytes
 
     monkeypatch.setattr(FusedDecoder, "forward", by_rows)
     with pytest.raises(NotDeterministic):
-        selftest(model(exact=True), min_rows)
+        selftest(shallow(), min_rows)
 
 
 @pytest.mark.exact
 def test_the_self_test_fills_all_slots(monkeypatch: pytest.MonkeyPatch, min_rows: int) -> None:
-    expected, forward = selftest(model(exact=True), min_rows), FusedDecoder.forward
-    assert selftest(model(exact=True), min_rows, 128) == expected  # workers with more slots compute the same
+    expected, forward = selftest(shallow(), min_rows), FusedDecoder.forward
+    assert selftest(shallow(), min_rows, 128) == expected  # workers with more slots compute the same
 
     def breaks_beyond_64(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
         hidden = forward(self, tokens, *rest)
         return hidden * (1 + 1e-6) if len(hidden) == 128 else hidden
 
     monkeypatch.setattr(FusedDecoder, "forward", breaks_beyond_64)
-    assert selftest(model(exact=True), min_rows, 64) == expected
+    assert selftest(shallow(), min_rows, 64) == expected
     with pytest.raises(NotDeterministic):
-        selftest(model(exact=True), min_rows, 128)
+        selftest(shallow(), min_rows, 128)
 
 
 def test_quick_norms_are_those_of_torch() -> None:

@@ -1,26 +1,47 @@
 """The memory for keys and values is a bound: rows, kept prompts and turns, and copies of factors stay below it together."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
 
+from base_model.adapter import Adapter
+from base_model.decoder import Decoder
 from base_model.stacked import FusedAdapter, fuse
 from common.messages import TurnRequest
+from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.seats import TurnRow
 from tests.support.kv_bytes import KvBytes
-from tests.support.rollout_cases import adapter_of, decoder, exact_limits, model, ref, request
+from tests.support.rollout_cases import adapter_of, exact_limits, ref, request
+from tests.support.trainer_cases import load_shallow
 
 pytestmark = pytest.mark.timeout(120)
-KV_BYTES = 8 << 20
+KV_BYTES = 9 << 19
 RANKS = (8, 8, 8, 8, 8, 8, 8, 8, 16, 16, 16, 16)
 Answers = dict[str, tuple[list[int], list[float]]]
 
 
+@cache
+def base() -> Decoder:
+    return load_shallow()
+
+
+def model(*, exact: bool = False) -> FusedDecoder:
+    return FusedDecoder(base(), exact=exact)
+
+
 def adapters() -> list[FusedAdapter]:
-    shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
-    return [fuse(adapter_of(i, rank=r), shapes, layers, like=decoder().embedding) for i, r in enumerate(RANKS)]
+    return [fused_of(adapter_of(number, rank=rank)) for number, rank in enumerate(RANKS)]
+
+
+def fused_of(whole: Adapter) -> FusedAdapter:
+    """The part of an adapter that is for the layers of `base`."""
+    shapes = base().linear_shapes()
+    a, b = ({name: factors[name] for name in shapes} for factors in (whole.a, whole.b))
+    return fuse(Adapter(whole.spec, a, b), shapes, base().config.num_layers, like=base().embedding)
 
 
 def asked(sample: int, turn: int, tokens: list[int]) -> TurnRequest:
@@ -35,7 +56,7 @@ def sample_all(limits: EngineLimits, *, num: int = 16, turns: int = 2, longest: 
     rng, fused, answers = np.random.default_rng(0), adapters(), Answers()
     batch = RunningRows(model(exact=limits.exact), end_ids=range(97, 103), decode=lambda _: "", limits=limits)
     prompts = [rng.integers(97, 122, 2 + longest * (i // 2 * 7 % 24) // 24).tolist() for i in range(num)]
-    with torch.inference_mode(), KvBytes(decoder().config) as measured:
+    with torch.inference_mode(), KvBytes(base().config) as measured:
         for sample, tokens in enumerate(prompts):
             batch.add(TurnRow(asked(sample, 0, tokens), fused[sample % len(RANKS)], handle=(sample, 0, tokens)))
         while batch.has_work:

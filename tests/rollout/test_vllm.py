@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from base_model.adapter import CONFIG_FILE
@@ -18,8 +19,8 @@ from benchmarks.engines import measure_gap
 from common.errors import InvalidInput
 from common.messages import BASE, AdapterRef
 from rollout_service.engine import CorruptAdapter
-from rollout_service.process.process_engine import ProcessEngine
-from tests.support.engines_under_test import Running, needs_vllm
+from rollout_service.process import process_engine
+from tests.support.engines_under_test import ProcessRunning, Running, SharedCore, SharedVllm, needs_vllm, vllm_core
 from tests.support.rollout_cases import beat, decoder, files_of, one, prompt, ref, request, tokenizer
 
 real = [
@@ -123,27 +124,45 @@ async def test_a_temperature_that_vllm_does_not_take_is_refused_before_it_hears_
 
 
 @on_vllm
-async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens(
-    running: Running, capfd: pytest.CaptureFixture[str]
+async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens_over_two_processes_that_end_together(
+    running: Running, vllm: SharedVllm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(adapters={ref("a"): files_of(1)}, ends=False) as engine:
-        expected = await one(engine, greedy(ref("a"), max_tokens=150))
+    # Given turns of several adapters, and what they are when nothing happens
+    names = [ref("a"), ref("b"), BASE, ref("a")]
+    adapters = {ref("a"): files_of(1), ref("b"): files_of(2)}
+    asked = [greedy(name, sample=i, max_tokens=60) for i, name in enumerate(names)]
+    async with running(adapters=adapters, ends=False) as engine:
+        expected = await asyncio.gather(*[one(engine, each) for each in asked])
+
+    # When their process is killed, whose successor is spread over two (another start would cost this test twenty seconds)
+    cores = iter([SharedCore(vllm), vllm_core(tensor_parallel=2)])
+    async with ProcessRunning(lambda: next(cores))(adapters=adapters, ends=False) as engine:
         came = asyncio.Event()
-        asked = [greedy(ref("a"), sample=i, max_tokens=150) for i in range(4)]
         tasks = [
-            asyncio.create_task(engine.generate(r, on_token=lambda token, logprob: came.set(), beat=beat))
-            for r in asked
+            asyncio.create_task(engine.generate(each, on_token=lambda token, logprob: came.set(), beat=beat))
+            for each in asked
         ]
         await came.wait()
-        assert isinstance(engine, ProcessEngine) and engine.pid is not None
         before = engine.pid
+        assert before is not None
         os.kill(before, signal.SIGKILL)
-        done = await asyncio.gather(*tasks)
-        counted = engine.counters()
-        assert engine.pid not in (None, before)
-    assert all(g.tokens == expected.tokens and g.num_sampled == 150 for g in done)
-    assert counted["engine_restarts"] == 1
-    assert "engine_died" in capfd.readouterr().out
+        found = await asyncio.gather(*tasks)
+
+        # Then they go on there, with the same tokens and log-probs
+        assert engine.pid not in (None, before) and engine.counters()["engine_restarts"] == 1
+        halves = psutil.Process(engine.pid).children()
+        assert len(halves) == 2
+        for each, whole in zip(found, expected, strict=True):
+            assert each.tokens == whole.tokens and each.num_sampled == 60
+            assert np.allclose(each.logprobs, whole.logprobs, atol=1e-4)
+        assert "engine_died" in capfd.readouterr().out
+
+        # When one of the two is killed, then the death is noticed, and the other one ends too
+        monkeypatch.setattr(process_engine, "RESTART_DELAYS_S", (3600.0,))  # its next start is not waited for
+        os.kill(halves[1].pid, signal.SIGKILL)
+        while engine.counters()["engine_restarts"] < 2:
+            await asyncio.sleep(0.05)
+    assert not psutil.wait_procs(halves, timeout=30)[1]
 
 
 def test_the_guard_ends_a_process_with_the_one_that_it_watches(tmp_path: Path) -> None:

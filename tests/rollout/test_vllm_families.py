@@ -1,22 +1,18 @@
 """vLLM beside transformers with PEFT: the same log-probs of every row, for families of base models that it is meant for."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
 from base_model.adapter import Adapter, init_adapter, save_adapter
 from common.messages import BASE, AdapterRef, LoraSpec
 from rollout_service.engine import Generated
-from rollout_service.process import process_engine as module
 from rollout_service.process import vllm_engine
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.process_engine import ProcessEngine, Shape
@@ -43,7 +39,7 @@ def files_of(folder: Path, seed: int) -> dict[str, bytes]:
 
 
 @asynccontextmanager
-async def running(folder: Path, tensor_parallel: int = 1) -> AsyncGenerator[ProcessEngine]:
+async def running(folder: Path) -> AsyncGenerator[ProcessEngine]:
     options = VllmOptions(
         folder=folder,
         device="cpu",
@@ -52,7 +48,7 @@ async def running(folder: Path, tensor_parallel: int = 1) -> AsyncGenerator[Proc
         max_loras=MAX_LORAS,
         max_known=MAX_LORAS,
         max_lora_rank=RANK,
-        tensor_parallel=tensor_parallel,
+        tensor_parallel=1,
         memory_fraction=0.9,
         kv_bytes=1 << 26,
         enforce_eager=True,
@@ -95,26 +91,8 @@ async def assert_logprobs_are_pefts(engine: ProcessEngine, folder: Path, scratch
             assert not np.allclose(found.logprobs, bare, atol=0.1), "the adapter does not matter"
 
 
-async def test_a_base_spread_over_two_processes_computes_the_same_and_ends_with_any_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given a Llama 3 with its halves in two processes
-    monkeypatch.setattr(module, "RESTART_DELAYS_S", (3600.0,))  # its next start is not waited for
-    folder = save_family("llama3", tmp_path / "base", **SIZES)
-    async with running(folder, tensor_parallel=2) as engine:
-        halves = psutil.Process(engine.pid).children()
-        assert len(halves) == 2
-        await assert_logprobs_are_pefts(engine, folder, tmp_path)
-
-        # When one of them is killed, then the death is noticed, and the other one ends too
-        os.kill(halves[1].pid, signal.SIGKILL)
-        while not engine.counters()["engine_restarts"]:
-            await asyncio.sleep(0.05)
-    assert not psutil.wait_procs(halves, timeout=30)[1]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama3", "gemma3", "mistral", "qwen3_moe"])
 async def test_log_probs_are_pefts(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if family == "qwen3_moe":
         compute_experts_on_a_cpu(monkeypatch)

@@ -124,7 +124,7 @@ def fake_core(**told: Any) -> FakeCore:
     return FakeCore(tokenizer().vocab_size, MAX_LORAS + 1, **told)
 
 
-def vllm_core() -> Core:
+def vllm_core(tensor_parallel: int = 1) -> Core:
     """A vLLM that is not started yet."""
     from rollout_service.process.vllm_engine import VllmCore, VllmOptions, check_installed
 
@@ -136,7 +136,7 @@ def vllm_core() -> Core:
         max_loras=MAX_LORAS,
         max_known=64,
         max_lora_rank=16,
-        tensor_parallel=1,
+        tensor_parallel=tensor_parallel,
         memory_fraction=0.9,
         kv_bytes=1 << 28,
         enforce_eager=True,

@@ -4,15 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 VOCAB, NUM_LAYERS = 256, 2
 SHAPE: dict[str, Any] = {
@@ -38,25 +29,28 @@ LLAMA3_ROPE = {
 }
 WINDOW = 6
 """Positions that a layer with a sliding window sees: fewer than a row has."""
-FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama3": (LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
-    "qwen2": (Qwen2Config, {}),
-    "qwen3": (Qwen3Config, {"tie_word_embeddings": True}),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
     "gemma3": (
-        Gemma3TextConfig,
+        "Gemma3TextConfig",
         {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16},
     ),
-    "mistral": (MistralConfig, {"sliding_window": WINDOW}),
-    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
 }
-"""Each family's configuration, and what it has beyond SHAPE."""
+"""Each family's configuration, by its name in transformers, and what it has beyond SHAPE."""
 
 
 def save_family(family: str, folder: Path, **changes: Any) -> Path:
     """Writes a base model of a family with random weights; `changes` of its configuration."""
+    import transformers  # here: it takes seconds, and most tests of the modules that save families load none
+
     torch.manual_seed(1)
-    config, own = FAMILIES[family]
-    model: Any = AutoModelForCausalLM.from_config(config(**SHAPE | own | changes))  # pyright: ignore
+    name, own = FAMILIES[family]
+    config = getattr(transformers, name)(**SHAPE | own | changes)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)  # pyright: ignore
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

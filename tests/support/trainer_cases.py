@@ -1,6 +1,7 @@
 """Batches and messages for the trainer's tests."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,14 @@ class FullDisk(Objects):
 def load_tiny() -> Decoder:
     torch.set_num_threads(1)
     return Decoder.load(TINY)
+
+
+def load_shallow(num_layers: int = 2) -> Decoder:
+    """The first layers of `tiny` alone, for tests of what no number of layers changes: they take a part of the time."""
+    whole = load_tiny()
+    late = tuple(f"layers.{layer}." for layer in range(num_layers, whole.config.num_layers))
+    kept = {name: weight for name, weight in whole.weights.items() if not name.startswith(late)}
+    return Decoder(replace(whole.config, num_layers=num_layers), kept)
 
 
 def nothing() -> None:

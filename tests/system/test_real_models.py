@@ -1,6 +1,7 @@
 """The commands of docs/real-models.md, one after the other, on a base model of Qwen3's family with random weights."""
 
 import asyncio
+import importlib
 import json
 import os
 import re
@@ -30,6 +31,15 @@ async def follow(line: str, folder: Path, **instead: str) -> str:
     return await printed_by([instead.get(word, word) for word in line.split()], folder)
 
 
+def do_here(line: str, monkeypatch: pytest.MonkeyPatch, **instead: str) -> None:
+    """Does what a line of the guide says in this process, which has imported what takes seconds: `python -m MODULE ...`."""
+    assert f"    {line}\n" in GUIDE, "the guide says something else"
+    module, *options = [instead.get(word, word) for word in line.split()[2:]]
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "argv", [module, *options])
+        importlib.import_module(module).main()
+
+
 async def printed_by(words: list[str], folder: Path) -> str:
     command = [*PROGRAMS[words[0]], *words[1:]]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
@@ -47,11 +57,11 @@ def base(tmp_path: Path) -> Path:
 
 
 async def test_from_a_folder_to_a_trained_model_in_two_commands_and_in_pieces_on_a_cluster_that_stays(
-    base: Path,
+    base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In two commands
     here = {"/tmp/q": str(base)}
-    await follow("python -m harness.bases /tmp/q --small", base.parent, **here)
+    do_here("python -m harness.bases /tmp/q --small", monkeypatch, **here)
     assert "marlaas up" in await follow("marlaas plan /tmp/q", base.parent, **here)
     short = "python -m examples.gsm8k --base /tmp/q --file train.jsonl --steps 1 --batch 2 --group 4 --tokens 16"
     printed = await follow(short, base.parent, **here)
@@ -63,7 +73,8 @@ async def test_from_a_folder_to_a_trained_model_in_two_commands_and_in_pieces_on
         assert "    MARLAAS_BASE_MODELS=q=Qwen/Qwen3-0.6B marlaas up\n" in GUIDE
         models = await follow("marlaas models", base.parent)
         assert "2,048" in models and "bfloat16" in models
-        await follow("python -m examples.gsm8k --file train.jsonl --prepare items.jsonl", base.parent)
+        files = {name: str(base.parent / name) for name in ("train.jsonl", "items.jsonl")}
+        do_here("python -m examples.gsm8k --file train.jsonl --prepare items.jsonl", monkeypatch, **files)
         long = "marlaas submit items.jsonl --grader math:answer --model q --hyper max_steps=100 --hyper max_tokens=512 --watch"
         short = {"max_steps=100": "max_steps=1", "max_tokens=512": "max_tokens=16"}
         printed = await follow(long, base.parent, **short)

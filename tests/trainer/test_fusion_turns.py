@@ -21,7 +21,7 @@ from common.telemetry import About, Reporter
 from common.worker import Habits, Inbox, Worker
 from tests.common.test_worker import length, until
 from tests.support.run_cases import forward_backward, make_datum, make_run, optim_step, stretch
-from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
+from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, nothing
 from trainer_service import run_step
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.sequences import DecoderBackbone
@@ -49,7 +49,7 @@ class Noting(Trainer):
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return load_tiny()
+    return load_shallow(1)
 
 
 class OneThread(DecoderBackbone):

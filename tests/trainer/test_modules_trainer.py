@@ -32,8 +32,7 @@ def backbone() -> Backbone:
     return load_modules(TINY)
 
 
-@pytest.mark.parametrize("tokens", [100, 2048])
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("tokens", "share"), [(100, True), (2048, False)])
 def test_jobs_together_learn_what_each_learns_alone_on_the_decoder(
     backbone: Backbone, tokens: int, share: bool
 ) -> None:

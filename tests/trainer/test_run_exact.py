@@ -23,7 +23,7 @@ from tests.support.run_cases import (
     optim_step,
     stretch,
 )
-from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
+from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, nothing
 from tests.trainer.test_trainer_fused import same_bytes
 from trainer_service import run_step
 from trainer_service.backbone.sequences import DecoderBackbone
@@ -50,7 +50,7 @@ LOG = (
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return load_tiny()
+    return load_shallow()
 
 
 def in_stretches(trainer: Trainer, cuts: Sequence[int], state: TrainState) -> tuple[TrainState, list[OperationResult]]:

@@ -1,9 +1,8 @@
 """Compiled parts of the base model: the same training, and a clear refusal where they cannot be."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,19 +14,29 @@ from trainer_service.backbone.sequences import DecoderBackbone, checkpointed, co
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
 
 def test_deterministic_mode_does_without() -> None:
     with pytest.raises(InvalidInput, match="trainer_compile=false"):
         load_trainer(TrainerSettings(deterministic=True, trainer_compile=True))
 
 
+@pytest.fixture
+def compiler() -> Iterator[Any]:
+    """The settings of torch's compiler, which knows nothing yet."""
+    from torch._inductor import config  # here: it takes a second
+
+    torch.compiler.reset()
+    # Other processes would compile, and try the processor's instructions, and each import torch anew.
+    with config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
+        yield config
+    torch.compiler.reset()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
-def test_compiled_parts_train_alike_and_keep_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # other processes would import torch anew
+@pytest.mark.usefixtures("compiler")
+def test_compiled_parts_train_alike_and_keep_less() -> None:
     decoder = load_tiny()
     compile_parts(decoder)
     plain, compiled = Trainer(DecoderBackbone(load_tiny())), Trainer(DecoderBackbone(decoder))
@@ -42,21 +51,13 @@ def test_compiled_parts_train_alike_and_keep_less(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_without_a_compiler_the_worker_says_what_to_do(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "CXX": str(tmp_path / "none"),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "MARLAAS_TRAINER_COMPILE": "true",
-    }
-    code = (
-        "from trainer_service.__main__ import load_trainer\n"
-        "from trainer_service.settings import TrainerSettings\n"
-        "load_trainer(TrainerSettings())"
+@pytest.mark.filterwarnings("default")
+def test_without_a_compiler_the_worker_says_what_to_do(
+    tmp_path: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    refused = pytest.raises(
+        InvalidInput, match=r"TRAINER_COMPILE: torch cannot compile here .* install a C\+\+ compiler"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode
-    assert "InvalidInput: MARLAAS_TRAINER_COMPILE: torch cannot compile here" in ended.stderr
-    assert "install a C++ compiler" in ended.stderr
+    with compiler.patch({"cpp.cxx": (str(tmp_path / "none"),)}), refused:
+        load_trainer(TrainerSettings(trainer_compile=True))

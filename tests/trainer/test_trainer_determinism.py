@@ -13,7 +13,7 @@ from base_model.adapter import WEIGHTS_FILE, load_adapter, save_adapter
 from base_model.decoder import Decoder
 from base_model.kernels import NotDeterministic
 from common.messages import LoraSpec, LossSpec
-from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
+from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, nothing
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.open_step import TrainState
@@ -29,7 +29,7 @@ RANK = 3
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return load_tiny()
+    return load_shallow()
 
 
 def digest(state: TrainState) -> str:
@@ -70,7 +70,7 @@ def test_other_jobs_in_between_change_nothing(decoder: Decoder) -> None:
 
 def test_a_fresh_process_gives_the_same_bytes(decoder: Decoder) -> None:
     root = Path(__file__).resolve().parents[2]
-    code = "import tests.trainer.test_trainer_determinism as t; print(t.train(t.load_tiny()))"
+    code = "import tests.trainer.test_trainer_determinism as t; print(t.train(t.load_shallow()))"
     paths = f"import sys; sys.path[:0] = [{str(root)!r}]; "
     done = subprocess.run([sys.executable, "-c", paths + code], capture_output=True, text=True, check=True, timeout=60)
 
