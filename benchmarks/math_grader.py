@@ -52,7 +52,7 @@ async def measured(paths: Sequence[Path]) -> list[Graded]:
 
 
 async def graded(comparer: TextComparer, path: Path, *, each: int = 1) -> list[Graded]:
-    """Every so manieth line of a file with its reward, the first among them. A comparison that takes too long has reward 0 here."""
+    """Lines of a file with their rewards, one of each `each` lines. A comparison that takes too long has reward 0 here."""
     results = list[Graded]()
     for line in map(json.loads, path.read_text().splitlines()[::each]):
         started = time.perf_counter()
