@@ -18,7 +18,7 @@ from env_service.graders.text import TextComparer
 DATA = Path(__file__).resolve().parents[1] / "data"
 TEXTS = sorted(DATA.glob("math_texts_*.jsonl"))
 EACH = 3
-"""Every so manieth text of a file is graded here; `python -m benchmarks.math_grader` grades all of the files it is given."""
+"""One of so many texts of a file is graded here; `python -m benchmarks.math_grader` grades all of the files it is given."""
 BELOW = {
     "math_texts_fifth_blind": (99.5, 0),
     "math_texts_sixth_blind": (97.5, 0),

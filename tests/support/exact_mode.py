@@ -1,6 +1,7 @@
 """Prepares a process for tests that ask for the same bits, as deterministic mode prepares a worker."""
 
 import fcntl
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ def prepare() -> Exact:
     from trainer_service.selftest import KERNELS
 
     try:
-        with (Path(tempfile.gettempdir()) / "marlaas-exact-tests.lock").open("w") as turn:
+        with (Path(tempfile.gettempdir()) / f"marlaas-exact-tests-{os.getuid()}.lock").open("w") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)  # what one process tries for many seconds those beside it remember then
             kernels = choose("rollout_service.embedded.selftest", TINY).kernels
             choose("trainer_service.selftest", TINY, [each for each in KERNELS if each.mkl_cbwr == kernels.mkl_cbwr])
