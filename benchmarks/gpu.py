@@ -229,7 +229,7 @@ def notes(peak: tuple[float, float], *, judged: bool) -> list[str]:
 def kernel_names(text: str) -> str:
     """An option's names of kernels, as MARLAAS_TRAINER_KERNELS has them, or none."""
     try:
-        return text if text == "none" else ",".join(TrainerSettings(trainer_kernels=text).kernels)
+        return ",".join(TrainerSettings(trainer_kernels="" if text == "none" else text).kernels) or "none"
     except ValidationError as error:
         raise argparse.ArgumentTypeError(explained(error)) from error
 

@@ -276,13 +276,20 @@ def test_flash_attention_is_chosen_where_it_runs(
     assert chosen_kernels(given, torch.device("cuda")) == expected
 
 
-def test_flash_attention_that_fails_when_a_base_model_loads_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("attends", "reason"), [(None, "KERNELS=varlen: it does not run here"), (torch.zeros_like, "log-probs")]
+)
+def test_flash_attention_that_fails_when_a_base_model_loads_is_left_out(
+    attends: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(choice, "_hindrance", Mock(return_value=""))
+    if attends:  # wrongly
+        monkeypatch.setattr(varlen, "varlen_attn", lambda q, *_, **about: attends(q))  # pyright: ignore
     with structlog.testing.capture_logs() as logs:
         backbone = load_backbone(TrainerSettings(trainer_backbone="transformers"), TINY)
     assert isinstance(backbone, ModulesBackbone) and backbone.model.config._attn_implementation == "marlaas_packed"
     (left_out,) = [line for line in logs if line["event"] == "device_kernels_left_out"]
-    assert "KERNELS=varlen: it does not run here" in left_out["reason"]
+    assert reason in left_out["reason"]
 
 
 def test_a_kernel_that_fails_when_a_base_model_loads_is_named() -> None:

@@ -12,7 +12,7 @@ from base_model.device import find_device
 from common.errors import InvalidInput
 from trainer_service.backbone.interface import Backbone
 from trainer_service.backbone.sequences import DecoderBackbone, checkpointed, compile_parts
-from trainer_service.settings import AUTO, TrainerSettings
+from trainer_service.settings import TrainerSettings
 
 log = structlog.get_logger()
 
@@ -46,15 +46,15 @@ def _modules(settings: TrainerSettings, folder: Path, device: torch.device, dtyp
     if settings.trainer_compile:
         raise InvalidInput("trainer_compile is for trainer_backbone=decoder; leave it off for transformers")
     # imported here: transformers takes seconds
-    from trainer_service.backbone.device_kernels.choice import KernelsFailed, chosen_kernels
+    from trainer_service.backbone.device_kernels.choice import chosen_kernels
     from trainer_service.backbone.loading import load_modules
 
     load = partial(load_modules, folder, device=str(device), dtype=dtype, max_context=settings.max_context)
     kernels = chosen_kernels(settings, device)
     try:
         backbone = load(kernels=kernels)
-    except KernelsFailed as error:
-        if settings.trainer_kernels != AUTO:
+    except InvalidInput as error:  # also if they compute the first few tokens wrongly
+        if settings.kernels or not kernels:
             raise
         log.warning("device_kernels_left_out", kernels=kernels, reason=str(error))
         kernels, backbone = (), load()

@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from base_model.modules import check_computed, context_of, load_model, target_layers, written_logprobs
+from common.errors import InvalidInput
 from trainer_service.backbone.attention import Pack
-from trainer_service.backbone.device_kernels.choice import KernelsFailed, use_kernels
+from trainer_service.backbone.device_kernels.choice import use_kernels
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.packing import Tree
@@ -26,8 +27,7 @@ def load_modules(
     """Loads a local folder in Hugging Face layout. `max_context`: serve no longer context than this. `checked`: another process has
     computed a few tokens with it, and found no difference. `kernels`: see `device_kernels`.
 
-    Raises InvalidInput for a model that this backbone does not compute as transformers does, KernelsFailed for kernels that do not run
-    here.
+    Raises InvalidInput for a model that this backbone does not compute as transformers does, and for kernels that do not run here.
     """
     model = load_model(folder, device=device, dtype=dtype)
     backbone = ModulesBackbone.of(model, target_layers(model), context_of(model, max_context))
@@ -40,7 +40,7 @@ def load_modules(
         if not kernels:
             raise
         reason = str(error).partition("\n")[0]
-        raise KernelsFailed(f"MARLAAS_TRAINER_KERNELS={','.join(kernels)}: it does not run here ({reason})") from error
+        raise InvalidInput(f"MARLAAS_TRAINER_KERNELS={','.join(kernels)}: it does not run here ({reason})") from error
     return backbone
 
 

@@ -11,10 +11,6 @@ from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.settings import AUTO, TrainerSettings
 
 
-class KernelsFailed(InvalidInput):
-    """Kernels that could not compute the first few tokens."""
-
-
 def chosen_kernels(settings: TrainerSettings, device: torch.device) -> tuple[str, ...]:
     """The kernels for one process on this device. Raises InvalidInput for those that are named and cannot run."""
     dtype = getattr(torch, settings.dtype)
