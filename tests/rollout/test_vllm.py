@@ -124,8 +124,9 @@ async def test_a_temperature_that_vllm_does_not_take_is_refused_before_it_hears_
 
 
 @on_vllm
-async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens_over_two_processes_that_end_together(
-    running: Running, vllm: SharedVllm, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens(
+    running: Running, vllm: SharedVllm, capfd: pytest.CaptureFixture[str], num_processes: int
 ) -> None:
     # Given turns of several adapters, and what they are when nothing happens
     names = [ref("a"), ref("b"), BASE, ref("a")]
@@ -134,8 +135,8 @@ async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens_ov
     async with running(adapters=adapters, ends=False) as engine:
         expected = await asyncio.gather(*[one(engine, each) for each in asked])
 
-    # When their process is killed, whose successor is spread over two (another start would cost this test twenty seconds)
-    cores = iter([SharedCore(vllm), vllm_core(tensor_parallel=2)])
+    # When their process is killed, whose successor may be spread over two
+    cores = iter([SharedCore(vllm), vllm_core(tensor_parallel=num_processes)])
     async with ProcessRunning(lambda: next(cores))(adapters=adapters, ends=False) as engine:
         came = asyncio.Event()
         tasks = [
@@ -150,17 +151,21 @@ async def test_a_killed_process_is_replaced_and_turns_go_on_from_their_tokens_ov
 
         # Then they go on there, with the same tokens and log-probs
         assert engine.pid not in (None, before) and engine.counters()["engine_restarts"] == 1
-        halves = psutil.Process(engine.pid).children()
-        assert len(halves) == 2
         for each, whole in zip(found, expected, strict=True):
             assert each.tokens == whole.tokens and each.num_sampled == 60
             assert np.allclose(each.logprobs, whole.logprobs, atol=1e-4)
         assert "engine_died" in capfd.readouterr().out
 
-        # When one of the two is killed, then the death is noticed, and the other one ends too
-        monkeypatch.setattr(process_engine, "RESTART_DELAYS_S", (3600.0,))  # its next start is not waited for
+
+@pytest.mark.slow
+@on_vllm
+async def test_of_two_processes_one_ends_with_the_other(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_engine, "RESTART_DELAYS_S", (3600.0,))  # its next start is not waited for
+    async with ProcessRunning(lambda: vllm_core(tensor_parallel=2))(adapters={}, ends=False) as engine:
+        halves = psutil.Process(engine.pid).children()
+        assert len(halves) == 2
         os.kill(halves[1].pid, signal.SIGKILL)
-        while engine.counters()["engine_restarts"] < 2:
+        while engine.counters()["engine_restarts"] < 1:
             await asyncio.sleep(0.05)
     assert not psutil.wait_procs(halves, timeout=30)[1]
 
