@@ -84,10 +84,13 @@ class Caller:
         """`proxy`: where all calls go through, if this process itself has no way out. It resolves the names, and must refuse
         the operator's own addresses."""
         self.hosts = AllowedHosts(hosts)
-        self._proxied = bool(proxy)
-        self._client = httpx.AsyncClient(
-            verify=_trusted(), trust_env=False, follow_redirects=False, timeout=None, proxy=proxy or None
-        )
+        self._proxy = proxy or None
+
+    @functools.cached_property
+    def _client(self) -> httpx.AsyncClient:
+        """Made by the first call: most processes never make one."""
+        options: dict[str, Any] = {"trust_env": False, "follow_redirects": False, "timeout": None}
+        return httpx.AsyncClient(verify=_trusted(), proxy=self._proxy, **options)
 
     async def post(self, url: str, headers: Mapping[str, str], content: bytes) -> tuple[int, bytes]:
         """The answer's status to some JSON, and its body if that says success. Raises CallFailed."""
@@ -101,7 +104,7 @@ class Caller:
         """A checked address; behind a proxy, or of a host that is known, the name. Raises CallFailed."""
         if known:
             return url.host
-        if self._proxied and _address(_host(url)) is None:
+        if self._proxy and _address(_host(url)) is None:
             self.hosts.check_name(url)
             return url.host
         try:
@@ -110,7 +113,8 @@ class Caller:
             raise CallFailed(type(error).__name__) from error
 
     async def close(self) -> None:
-        await self._client.aclose()
+        if "_client" in self.__dict__:
+            await self._client.aclose()
 
     async def _call(
         self, method: str, url: httpx.URL, headers: Mapping[str, str], content: bytes | None, *, known: bool = False

@@ -48,15 +48,15 @@ class S3Server:
         """Empty, but for the bucket."""
         for _ in range(200):
             try:
-                httpx.post(f"{self.endpoint}/moto-api/reset", trust_env=False).raise_for_status()
+                self._http.post(f"{self.endpoint}/moto-api/reset").raise_for_status()
                 break
             except httpx.TransportError:
                 time.sleep(0.1)
-        httpx.put(f"{self.endpoint}/{BUCKET}", trust_env=False).raise_for_status()
+        self._http.put(f"{self.endpoint}/{BUCKET}").raise_for_status()
 
     def check_keys(self, after: int) -> None:
         """Refuse unknown access keys once `after` more requests have been answered."""
-        httpx.post(f"{self.endpoint}/moto-api/reset-auth", content=str(after), trust_env=False).raise_for_status()
+        self._http.post(f"{self.endpoint}/moto-api/reset-auth", content=str(after)).raise_for_status()
 
     def stop(self) -> None:
         self._http.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 import redis
+import structlog
 from hypothesis import settings
 
 from common.bus import Bus
@@ -131,6 +132,9 @@ settings.register_profile(
     "steady", deadline=None, derandomize=True
 )  # the same cases each time, however busy the machine
 settings.load_profile("steady")
+# without the variables of each frame, which take seconds to write: an event loop that stands meanwhile loses its leases
+plainly = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+structlog.configure(processors=[*structlog.get_config()["processors"][:-1], plainly])
 
 
 @pytest.fixture(scope="session")

@@ -139,7 +139,8 @@ class LocalCluster:
         can still be cancelled. Raises StartError after `timeout_s`, or if a child keeps dying before that.
         """
         deadline, told = time.monotonic() + timeout_s, list[str]()
-        async with httpx.AsyncClient(base_url=self.base_url, timeout=5.0, trust_env=False) as client:
+        options: dict[str, Any] = {"timeout": 5.0, "trust_env": False, "verify": False}  # to itself, without TLS
+        async with httpx.AsyncClient(base_url=self.base_url, **options) as client:
             while (refused := await _refused_when_ready(client, starting := list[str]())) is None:
                 if starting and starting != told:  # a download goes on, however long it takes
                     deadline, told = time.monotonic() + timeout_s, starting
