@@ -133,7 +133,7 @@ settings.register_profile(
 )  # the same cases each time, however busy the machine
 settings.load_profile("steady")
 # without the variables of each frame, which take seconds to write: an event loop that stands meanwhile loses its leases
-plainly = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
+plainly = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
 structlog.configure(processors=[*structlog.get_config()["processors"][:-1], plainly])
 
 
