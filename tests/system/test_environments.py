@@ -59,6 +59,7 @@ BY_NULL = 'env = {"agent": {"harness": {"id": "null"}, "runtime": {"type": "subp
 
 OWN_EVALUATION_BESIDE = """
 import json, os, pathlib, runpy, sys
+import transformers
 from verifiers.v1.cli.eval.main import main
 folder = pathlib.Path(sys.argv[1])
 if os.fork() == 0:
