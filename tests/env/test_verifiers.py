@@ -100,8 +100,10 @@ class TrainClientConfig(SimpleNamespace): pass
 class ModelContext(SimpleNamespace): pass
 """,
     "verifiers/v1/utils/loaders.py": """
-import contextlib, os, httpx
+import asyncio, contextlib, json, os
 from types import SimpleNamespace as Record
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 def resolve_env_config(config):
     return config
 class Trace(Record):
@@ -113,8 +115,7 @@ class Echo:
         self.taskset = type("Tasks", (list,), {"bounded": True})([[1, 2], [3, 4]])
     @contextlib.asynccontextmanager
     async def serving(self):
-        async with httpx.AsyncClient(timeout=None) as self.client:
-            yield
+        yield
     def slots(self, task):
         return [task]
     async def run_slot(self, task, context, on_trace):
@@ -125,10 +126,14 @@ class Echo:
         headers = {"X-Session-ID": trace.id, "Authorization": f"Bearer {os.environ[config.api_key_var]}"}
         url = config.base_url.removesuffix("/v1") + "/inference/v1/generate"
         for _ in range(self.times):
-            reply = await self.client.post(url, headers=headers, json={"model": context.model, "token_ids": prompt})
-            if reply.status_code == 400 and trace.stopped == "max_turns":
-                break
-            choice = reply.raise_for_status().json()["choices"][0]
+            body = json.dumps({"model": context.model, "token_ids": prompt}).encode()
+            try:
+                reply = await asyncio.to_thread(lambda: urlopen(Request(url, body, headers)).read())
+            except HTTPError as error:
+                if error.code == 400 and trace.stopped == "max_turns":
+                    break
+                raise
+            choice = json.loads(reply)["choices"][0]
             content = choice["logprobs"]["content"]
             assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
             said.append(sum(entry["logprob"] for entry in content))
