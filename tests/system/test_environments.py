@@ -139,8 +139,8 @@ class World:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[World]:
-    """What an operator opens to jobs: packages for both generations of verifiers, a user, an OpenEnv server, a judge elsewhere; and a
-    folder for packages, where there is none yet."""
+    """A cluster whose operator opens to jobs packages for both generations of verifiers, a user, an OpenEnv server and a judge elsewhere;
+    and has a folder for packages, where there is none yet."""
     folder = tmp_path_factory.mktemp("world")
     async with serving(sys.executable, {"PYTHONPATH": str(STANDIN)}) as openenv:
         settings = opened(folder) | {

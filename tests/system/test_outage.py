@@ -8,9 +8,10 @@ import pytest
 from common.adapters import AdapterStore
 from common.messages import AdapterRef
 from common.objects import Objects
-from harness.live import Api, is_balanced, running
+from harness.live import Api, is_balanced
 from harness.proxy import Proxy
 from harness.s3_server import BUCKET, S3Server, environment
+from tests.support.forked import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -30,7 +31,7 @@ async def test_an_outage_of_the_store_costs_time_and_nothing_else(
         async with running(tmp_path, environment=variables, trainer=2) as (cluster, api):
             jobs = [await api.submit(skill, max_steps=STEPS, batch_size=2, group_size=4) for skill in ("sort", "calc")]
             while not all([await api.steps(job) for job in jobs]):
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.05)
             before = await everything(api, jobs)
             await gate.shut()
             await asyncio.sleep(OUTAGE_S)
