@@ -118,7 +118,7 @@ class World:
         return job, await self.samples(job)
 
     async def samples(self, job: Any) -> list[Any]:
-        """Those that have a reward; all others are failures."""
+        """Samples that have a reward; all others are failures."""
         path = f"/fine_tuning/jobs/{job['id']}/samples"
         lines = (await self.api.http.get(path, params={"format": "jsonl"})).text.splitlines()
         samples = [sample for line in lines if (sample := json.loads(line))["reward"] is not None]
