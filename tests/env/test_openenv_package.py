@@ -19,6 +19,8 @@ SAID = ["hello", "a message of more than ten letters", ""]
 
 ALL_IN_ONE = """
 import asyncio, json, os, pathlib, runpy, sys, time, urllib.request
+from unittest.mock import MagicMock
+sys.modules["gradio"] = MagicMock()
 told_in, said, (_, server, *options) = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
 sys.argv = ["openenv", "init", "echo_probe"]
 try:
@@ -49,7 +51,8 @@ sys.path.insert(0, os.getcwd())
 sys.argv = [server, *options]
 runpy.run_module(server, run_name="__main__", alter_sys=True)
 """
-"""`openenv init`, then the server that it wrote, and beside it the package's own client: to import the package takes seven seconds."""
+"""`openenv init`, then the server that it wrote, and beside it the package's own client: to import the package takes
+five seconds, two of which are for gradio, by which it shows pages that nobody asks for."""
 
 
 async def test_what_openenv_writes_is_played_as_its_own_client_plays_it(tmp_path: Path) -> None:

@@ -67,8 +67,6 @@ class Guess:
                     os._exit(3)
                 if mood == "raises":
                     raise KeyError("no such room")
-                if mood == "tells variables":
-                    raise KeyError(" ".join(os.environ))
                 if mood == "long":
                     messages.append({"role": "user", "content": "x" * (5 << 20)})
                 if mood == "greedy":
@@ -100,8 +98,10 @@ class TrainClientConfig(SimpleNamespace): pass
 class ModelContext(SimpleNamespace): pass
 """,
     "verifiers/v1/utils/loaders.py": """
-import contextlib, os, httpx
+import asyncio, contextlib, json, os
 from types import SimpleNamespace as Record
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 def resolve_env_config(config):
     return config
 class Trace(Record):
@@ -113,11 +113,12 @@ class Echo:
         self.taskset = type("Tasks", (list,), {"bounded": True})([[1, 2], [3, 4]])
     @contextlib.asynccontextmanager
     async def serving(self):
-        async with httpx.AsyncClient(timeout=None) as self.client:
-            yield
+        yield
     def slots(self, task):
         return [task]
     async def run_slot(self, task, context, on_trace):
+        if self.times == "tell variables":
+            raise KeyError(" ".join(os.environ))
         config, prompt, said = context.client, list(task), []
         assert config.renderer_model_name.endswith("tiny") and config.renderer == {"name": "default"}
         trace = Trace(id=f"trace {id(prompt)}", errors=[], is_timeout=False, agent=None, metrics={"bad": None}, stopped="")
@@ -125,10 +126,14 @@ class Echo:
         headers = {"X-Session-ID": trace.id, "Authorization": f"Bearer {os.environ[config.api_key_var]}"}
         url = config.base_url.removesuffix("/v1") + "/inference/v1/generate"
         for _ in range(self.times):
-            reply = await self.client.post(url, headers=headers, json={"model": context.model, "token_ids": prompt})
-            if reply.status_code == 400 and trace.stopped == "max_turns":
-                break
-            choice = reply.raise_for_status().json()["choices"][0]
+            body = json.dumps({"model": context.model, "token_ids": prompt}).encode()
+            try:
+                reply = await asyncio.to_thread(lambda: urlopen(Request(url, body, headers)).read())
+            except HTTPError as error:
+                if error.code == 400 and trace.stopped == "max_turns":
+                    break
+                raise
+            choice = json.loads(reply)["choices"][0]
             content = choice["logprobs"]["content"]
             assert [entry["token"] for entry in content] == [f"token_id:{token}" for token in choice["token_ids"]]
             said.append(sum(entry["logprob"] for entry in content))
@@ -261,6 +266,14 @@ async def test_the_last_turn_is_scored_though_the_environment_wants_more(hosts: 
     assert step.done and step.reward == 0.0 and step.parts == {"turns": 1.0}
 
 
+async def test_an_environment_that_never_asks_or_cannot_be_loaded_fails_at_once(hosts: Hosts) -> None:
+    with pytest.raises(EnvironmentFailed, match="without asking its model anything"):
+        await ready(Moody(), hosts).open(Moody.task("silent"), 0)
+    for _ in range(2):
+        with pytest.raises(EnvironmentFailed, match="cannot be loaded: RuntimeError: the data is not there"):
+            await ready(Guess(moods=["absent"]), hosts).open({"task": 0}, 0)
+
+
 @pytest.mark.parametrize(
     ("mood", "why"),
     [
@@ -287,14 +300,6 @@ async def test_what_goes_wrong_fails_the_trajectory_with_the_reason(hosts: Hosts
         await other.end()
     assert ("process ended" in str(told.value)) == (mood == "dies")
     await other.close()
-
-
-async def test_an_environment_that_never_asks_or_cannot_be_loaded_fails_at_once(hosts: Hosts) -> None:
-    with pytest.raises(EnvironmentFailed, match="without asking its model anything"):
-        await ready(Moody(), hosts).open(Moody.task("silent"), 0)
-    for _ in range(2):
-        with pytest.raises(EnvironmentFailed, match="cannot be loaded: RuntimeError: the data is not there"):
-            await ready(Guess(moods=["absent"]), hosts).open({"task": 0}, 0)
 
 
 async def test_an_interpreter_that_is_not_there_is_named(hosts: Hosts, tmp_path: Path) -> None:
@@ -355,21 +360,19 @@ async def test_a_package_sees_no_secrets_of_the_worker(hosts: Hosts, monkeypatch
     for name in ("AWS_SECRET_ACCESS_KEY", "REDIS_PASSWORD", "MARLAAS_REDIS_URL", "JUDGE_KEY", "HF_HOME"):
         monkeypatch.setenv(name, "x")
 
-    class Judged(Guess):
+    class Judged(Echo):
         variables = ("JUDGE_KEY",)
 
-    session = await ready(Judged(moods=["tells variables"]), hosts).open({"task": 0}, 0)
     with pytest.raises(EnvironmentFailed) as told:
-        await session.step(turn("4"))
+        await ready(Judged(times="tell variables"), hosts).open({"task": 0}, 0)
     names = set(str(told.value).split("'")[1].split())
     assert names >= {"PATH", "JUDGE_KEY", "HF_HOME"}
     assert not names & {"AWS_SECRET_ACCESS_KEY", "REDIS_PASSWORD", "MARLAAS_REDIS_URL"}
-    await session.close()
 
 
 async def test_a_package_ends_with_its_worker(python: Path, tmp_path: Path) -> None:
     # Given a worker that is killed while a package loads, and hears nothing
-    (tmp_path / "guess.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
+    (tmp_path / "verifiers.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
     wrapper = tmp_path / "python"
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:{python.parent} exec {sys.executable} "$@" >{tmp_path}/pid\n')
     wrapper.chmod(0o755)

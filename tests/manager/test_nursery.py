@@ -70,7 +70,7 @@ async def test_a_forked_child_is_as_one_that_was_executed(
     nursery: Nursery, tmp_path: Path, variables: dict[str, str]
 ) -> None:
     # Given the same command, forked and executed
-    command = program(tmp_path, variables, MARLAAS_PORT="1")
+    command = program(tmp_path, variables, MARLAAS_PORT="1", AWS_REGION="us-east-1")
     found: list[dict[str, object]] = []
     for start in (nursery.start, start_tied):
         child = await start(command)

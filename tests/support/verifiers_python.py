@@ -1,9 +1,7 @@
 """Real versions of `verifiers`, each in a Python environment of its own, and a model by a script for what runs in them."""
 
-import asyncio
 import contextlib
 import json
-import os
 import shlex
 import subprocess
 import threading
@@ -16,7 +14,6 @@ from tests.support.installed import PACKAGES, THIS, lent, made
 
 Said = Callable[[list[dict[str, Any]]], str]
 """The answer of a model to a conversation."""
-PROGRAM_S = 300.0
 
 
 def verifiers_python(version: str, *more: str) -> Path:
@@ -47,23 +44,6 @@ def with_packages(folder: Path, python: Path, packages: Path, *first: str) -> Pa
     wrapper.write_text(f'#!/bin/sh\nPATH={python}/bin:$PATH PYTHONPATH={packages} exec {program} "$@"\n')
     wrapper.chmod(0o755)
     return wrapper
-
-
-async def run(python: Path, *words: str, cwd: Path, key: str = "any") -> str:
-    """The output of a program. `key`: the model's, in the variable MODEL_KEY."""
-    variables = {**os.environ, "MODEL_KEY": key, "PYTHONWARNINGS": "ignore"}
-    process = await asyncio.create_subprocess_exec(
-        python, *words, env=variables, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        async with asyncio.timeout(PROGRAM_S):
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, err.decode()[-4000:]
-    return out.decode()
 
 
 @contextlib.contextmanager

@@ -8,13 +8,15 @@ import pytest
 from common.adapters import AdapterStore
 from common.messages import AdapterRef
 from common.objects import Objects
-from harness.live import Api, is_balanced, running
+from harness.live import Api, is_balanced
 from harness.proxy import Proxy
 from harness.s3_server import BUCKET, S3Server, environment
+from tests.support.forked import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS = 6
+ROWS = 2 * 4
 OUTAGE_S = 8.0  # four leases, and longer than a call retries by itself: half a minute of a real cluster
 
 
@@ -27,9 +29,9 @@ async def test_an_outage_of_the_store_costs_time_and_nothing_else(
     variables = environment(gate.endpoint) | {"MARLAAS_STORE_URL": f"s3://{BUCKET}/test", "MARLAAS_LEASE_S": "2"}
     try:
         async with running(tmp_path, environment=variables, trainer=2) as (cluster, api):
-            jobs = [await api.submit(skill, max_steps=STEPS, batch_size=4) for skill in ("sort", "calc")]
+            jobs = [await api.submit(skill, max_steps=STEPS, batch_size=2, group_size=4) for skill in ("sort", "calc")]
             while not all([await api.steps(job) for job in jobs]):
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.05)
             before = await everything(api, jobs)
             await gate.shut()
             await asyncio.sleep(OUTAGE_S)
@@ -62,6 +64,6 @@ async def check(api: Api, jobs: list[str]) -> None:
     for job in jobs:
         ledger = await api.ledger(job)
         assert is_balanced(ledger) and ledger["in_flight"] == 0, ledger
-        assert ledger["trained"] == STEPS * 4 * 8, ledger
+        assert ledger["trained"] == STEPS * ROWS, ledger
         assert ledger["failed"] == 0, ledger
         assert await api.steps(job) == list(range(1, STEPS + 1))

@@ -25,8 +25,8 @@ from manager_service.local.children.child import tie_to
 from manager_service.local.children.processes import open_log
 
 MODULE = "manager_service.local.children.nursery"
-SETTINGS = "MARLAAS_"
-"""Variables with this beginning are read when a service starts; others may be read when something is imported."""
+SETTINGS = ("MARLAAS_", "AWS_")
+"""Variables with these beginnings are read when a service starts; others may be read when something is imported."""
 MAX_BIRTH_BYTES = 1 << 20
 ARGUMENTS = 45
 """The place in /proc/self/stat, after the program's name, of the address of the arguments' first byte; the next is where they end."""
