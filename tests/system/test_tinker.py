@@ -15,15 +15,10 @@ from manager_service.runs.records import run_of
 from tests.common.test_worker import until
 from tests.support.forked import running
 from tests.support.tinker_sdk import VERSION, run_sdk, sdk_python
-from tests.system.tinker_kills import disturbed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 LOOP = Path(__file__).resolve().parents[2] / "examples" / "tinker_loop.py"
 TENANT = "default"
-LONG_S = 1200
-"""For two clusters and processes that start again, on a slow machine."""
-NUM_KILLS, SEED = 5, 52
-"""A trainer, Redis, the manager, the other trainer, the rollout worker."""
 
 HEAD = """
 import json, tinker
@@ -69,13 +64,6 @@ async def test_the_loop_that_ships_raises_the_reward(tmp_path: Path) -> None:
         }
         process = await asyncio.create_subprocess_exec(sdk_python(VERSION), LOOP, "--steps", "12", env=variables)
         assert await process.wait() == 0
-
-
-@pytest.mark.exact
-@pytest.mark.timeout(LONG_S)
-async def test_kills_between_operations_change_no_bit(tmp_path: Path) -> None:
-    verdict = await disturbed("deterministic", NUM_KILLS, SEED, tmp_path)
-    assert verdict.faults == []
 
 
 async def test_a_runs_version_is_chatted_with_and_gone_on_from(tmp_path: Path) -> None:
