@@ -272,7 +272,7 @@ async def test_a_job_alone_and_among_others_on_a_real_cluster(monkeypatch: pytes
     """One cluster for both: each worker would test itself."""
     monkeypatch.setattr(measure, "running", forked.running)  # which starts processes sooner
     monkeypatch.setattr(measure, "SEVERAL", measure.ONE_EACH)
-    monkeypatch.setattr(measure, "KILLS", ("trainer-0",))
+    monkeypatch.setattr(measure, "KILLS", ("env-0",))
     monkeypatch.setattr(measure, "KILL_EVERY_S", 0.5)
     settings = Settings(num_watched=1, num_jobs=3, deterministic_steps=2, num_items=32, num_held_out=4, eval_samples=1)
     job, beside = replace(WATCHED[0], hyper=WATCHED[0].hyper | {"batch_size": 4}), background(2)
@@ -291,7 +291,7 @@ async def test_a_job_alone_and_among_others_on_a_real_cluster(monkeypatch: pytes
     assert pair.alone.samples == pair.among.samples
     assert [other.name for other in among.others] == [each.name for each in (*beside, *BROKEN)]
     assert all(other.status == "running" and not other.error for other in among.others[:2])
-    assert among.kills == ["trainer-0"]
+    assert among.kills == ["env-0"]
 
 
 # ---- files and the report -------------------------------------------------------------------------------------------

@@ -27,11 +27,11 @@ WATCHED: dict[str, dict[str, Any]] = {
     "sort": {"batch_size": 4, "group_size": 4, "max_steps": 3},
     "calc": {"batch_size": 4, "group_size": 4, "max_steps": 2},
 }
-OTHERS = ("add", "sort", "reverse", "calc")
+OTHERS = ("add", "reverse", "calc")
 """Jobs that differ from the watched ones in everything that a neighbour may differ in."""
 SUPERVISED = {"batch_size": 8, "n_epochs": 2, "eval_interval": 2, "keep_versions": 3}
 NUM_EXAMPLES, NUM_STEPS = 16, 4
-VICTIMS = ("trainer-0", "env-0", "manager", "rollout-1", "redis", "trainer-1")
+VICTIMS = ("trainer-0", "env-0", "manager", "rollout-1", "redis")
 
 
 async def test_jobs_and_a_run_have_the_same_bits_alone_and_among_others_whatever_is_killed(tmp_path: Path) -> None:
@@ -69,10 +69,10 @@ def others_shape(number: int) -> dict[str, Any]:
     return {
         "batch_size": 2 + number % 3,
         "group_size": 4 + 2 * (number % 3),
-        "max_steps": 3,
+        "max_steps": 2,
         "lora_rank": (4, 8, 16)[number % 3],
         "learning_rate_multiplier": 1 + number % 2,
-        "loss": ("grpo", "dapo", "rloo", "cispo")[number % 4],
+        "loss": ("dapo", "rloo", "cispo")[number % 3],
         "max_tokens": 24 + 8 * (number % 3),
     }
 
