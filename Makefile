@@ -52,7 +52,7 @@ tinker-cookbook: .venv/.ready-dev .tinker/.ready
 	@$(RUN) -m pytest -v tests/system/cookbook_recipes.py $(ARGS)
 
 tinker-sdks: .venv/.ready-dev
-	@MARLAAS_TEST_SDKS=$(SDKS) $(RUN) -m pytest -v -m slow tests/system/test_tinker_sdks.py $(ARGS)
+	@MARLAAS_TEST_SDKS=$(SDKS) $(RUN) -m pytest -v -m slow -k tour tests/system/test_tinker.py $(ARGS)
 
 up: .venv/.ready
 	@$(BIN)/marlaas up $(ARGS)
