@@ -46,6 +46,8 @@ class Plan:
     """Left out of the undisturbed pace: jobs have just been submitted."""
     calm_s: float = 15.0
     """Least duration in which the undisturbed pace is taken."""
+    hostile_early: bool = True
+    """Does the hostile tenant begin before the storm?"""
     deterministic: bool = True
     recipes: Sequence[Recipe] = RECIPES
 
@@ -111,9 +113,11 @@ class Act:
     async def _play(self) -> None:
         stop = asyncio.Event()
         async with running(self._watch()), asyncio.TaskGroup() as group:
-            for one in (*self.tenants, self.hostile):
+            for one in (*self.tenants, *([self.hostile] if self.plan.hostile_early else [])):
                 group.create_task(one.work(stop))
             await self._calm()
+            if not self.plan.hostile_early:
+                group.create_task(self.hostile.work(stop))
             await self._storm()
             self.story.ended = time.monotonic()
             self.story.tell("the last fault is healed; the last jobs are to end")
