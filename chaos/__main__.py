@@ -30,7 +30,9 @@ def options() -> argparse.ArgumentParser:
     result.add_argument("--seconds", type=float, help="at most, of faults in each mode; default: until all have struck")
     result.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: a random one")
     result.add_argument("--mode", choices=MODES, default="both", help="default %(default)s")
-    result.add_argument("--quick", action="store_true", help="deterministic mode alone, three short jobs, 6 seconds of faults")
+    result.add_argument(
+        "--quick", action="store_true", help="deterministic mode alone, three short jobs, 6 seconds of faults"
+    )
     return result
 
 

@@ -275,7 +275,7 @@ async def test_a_job_alone_and_among_others_on_a_real_cluster(monkeypatch: pytes
     monkeypatch.setattr(measure, "KILLS", ("env-0",))
     monkeypatch.setattr(measure, "KILL_EVERY_S", 0.5)
     settings = Settings(num_watched=1, num_jobs=3, deterministic_steps=2, num_items=32, num_held_out=4, eval_samples=1)
-    job, beside = replace(WATCHED[0], hyper=WATCHED[0].hyper | {"batch_size": 4}), background(2)
+    job, beside = replace(WATCHED[0], hyper={**WATCHED[0].hyper, "batch_size": 4}), background(2)
     async with measure.tenants(measure.scene("deterministic", alone=False)) as theirs:
         alone = await measure.alone(theirs, "deterministic", 1, 0, job, settings)
         among = await measure.among(theirs, "deterministic", 1, [job], beside, settings)

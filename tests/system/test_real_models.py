@@ -77,7 +77,7 @@ def test_from_a_folder_to_a_trained_model_in_two_commands_and_in_pieces_on_a_clu
 
 
 async def in_pieces(base: Path, chat: str) -> None:
-    """Beside them, what the guide says in between."""
+    """The commands of the guide that are for a cluster which stays, and those between."""
     assert "marlaas up" in await follow("marlaas plan /tmp/q", base.parent, **{"/tmp/q": str(base)})
     async with forked.running(base.parent / ".marlaas", environment={"MARLAAS_BASE_MODELS": f"q={base}"}):
         await printed_by([*chat.split(), "hello", "--max-tokens", "2"], base.parent)
