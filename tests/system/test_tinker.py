@@ -83,7 +83,7 @@ async def test_the_loop_that_ships_raises_the_reward(cluster: LocalCluster) -> N
         "TINKER_API_KEY": f"tml-{cluster.api_key}",
         "PATH": os.environ["PATH"],
     }
-    process = await asyncio.create_subprocess_exec(sdk_python(VERSION), LOOP, "--steps", "8", env=variables)
+    process = await asyncio.create_subprocess_exec(sdk_python(VERSION), LOOP, "--steps", "12", env=variables)
     assert await process.wait() == 0
 
 
