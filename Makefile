@@ -10,7 +10,7 @@
 #   make vllm     install vLLM too, for CUDA where there is a driver, else for the CPU: then MARLAAS_ENGINE=vllm works
 #   make check    format, lint, types, architecture
 #   make hook     run `make check` before each commit from now on (.git/hooks/pre-commit)
-#   make chaos    a thousand faults on real processes, and nothing lost or doubled (ARGS=--quick: under 2 minutes; ARGS="--seed 7": those of a seed)
+#   make chaos    a thousand faults on real processes, and nothing lost or doubled (ARGS=--quick: a minute; ARGS="--seed 7": those of a seed)
 #   make bench    the benchmarks (PATTERN=bus runs those whose name contains it)
 #   make bench-peers    the same jobs on MARLaaS, TRL and SkyRL, installed in .peers (ARGS=--quick: the short run)
 #   make bench-isolation    is sharing harmless? each of eight jobs alone and among 32; a report in .isolation (ARGS=--quick: the short run)
@@ -52,7 +52,7 @@ tinker-cookbook: .venv/.ready-dev .tinker/.ready
 	@$(RUN) -m pytest -v tests/system/cookbook_recipes.py $(ARGS)
 
 tinker-sdks: .venv/.ready-dev
-	@MARLAAS_TEST_SDKS=$(SDKS) $(RUN) -m pytest -v -m slow tests/system/test_tinker_sdks.py $(ARGS)
+	@MARLAAS_TEST_SDKS=$(SDKS) $(RUN) -m pytest -v -m slow -k tour tests/system/test_tinker.py $(ARGS)
 
 up: .venv/.ready
 	@$(BIN)/marlaas up $(ARGS)

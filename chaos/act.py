@@ -4,10 +4,10 @@ import asyncio
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 
 from chaos import verify
 from chaos.client import Client, Unplanned
@@ -17,12 +17,10 @@ from chaos.hostile.acts import Foe
 from chaos.hostile.jobs import Hostile
 from chaos.inflict import inflict
 from chaos.report import Story
-from chaos.tenants import TENANTS, Run, Tenant
+from chaos.tenants import RECIPES, Recipe, Run, Tenant
 from common.adapters import Manifest
 from common.tasks import running
 
-RAMP_S = 5.0
-"""Left out of the undisturbed pace: jobs have just been submitted."""
 DRAIN_S = 300.0
 """Time for the last jobs to end, after the last fault."""
 STUCK_S = 120.0
@@ -44,9 +42,14 @@ class Plan:
     """Drawn faults before the first."""
     seconds: float | None = None
     """Longest duration of the storm."""
+    ramp_s: float = 5.0
+    """Left out of the undisturbed pace: jobs have just been submitted."""
     calm_s: float = 15.0
     """Least duration in which the undisturbed pace is taken."""
+    hostile_early: bool = True
+    """Does the hostile tenant begin before the storm?"""
     deterministic: bool = True
+    recipes: Sequence[Recipe] = RECIPES
 
 
 @dataclass
@@ -70,7 +73,10 @@ class Act:
             await self.cluster.start()
             self.admin = Client(self.cluster.urls, self.cluster.services.admin_key)
             stack.push_async_callback(self.admin.close)
-            self.tenants = [Tenant(name, await self._client(name, stack)) for name in TENANTS]
+            self.tenants = [
+                Tenant(name, await self._client(name, stack), list(recipes))
+                for name, recipes in groupby(self.plan.recipes, key=lambda recipe: recipe.tenant)
+            ]
             client = await self._client("hostile", stack, max_jobs=HOSTILE_JOBS)
             self.hostile = Hostile(
                 client,
@@ -107,9 +113,11 @@ class Act:
     async def _play(self) -> None:
         stop = asyncio.Event()
         async with running(self._watch()), asyncio.TaskGroup() as group:
-            for one in (*self.tenants, self.hostile):
+            for one in (*self.tenants, *([self.hostile] if self.plan.hostile_early else [])):
                 group.create_task(one.work(stop))
             await self._calm()
+            if not self.plan.hostile_early:
+                group.create_task(self.hostile.work(stop))
             await self._storm()
             self.story.ended = time.monotonic()
             self.story.tell("the last fault is healed; the last jobs are to end")
@@ -121,7 +129,7 @@ class Act:
 
     async def _calm(self) -> None:
         self.story.tell("calm")
-        await asyncio.sleep(RAMP_S)
+        await asyncio.sleep(self.plan.ramp_s)
         since, before = time.monotonic(), len(self.cluster.commits)
         while time.monotonic() < since + self.plan.calm_s or not self._all_ran_once():
             await asyncio.sleep(POLL_S)

@@ -18,7 +18,7 @@ from harness.proxy import Proxy
 from harness.redis_server import free_port
 from harness.replaceable_redis import ReplaceableRedis
 from harness.s3_server import BUCKET, S3Server, environment
-from manager_service.local.supervisor import ROOT, LocalCluster, ServiceCommand, service_commands
+from manager_service.local.supervisor import LocalCluster, ServiceCommand, service_commands
 
 CELL = Cell("tiny")
 """The cell of the base model that it serves."""
@@ -42,7 +42,7 @@ class Cluster:
         """The state before."""
         (self.folder / "tmp").mkdir(parents=True)
         self.second_port = free_port()
-        self.clocks = {name: Clock(self.folder / f"clock-{name}") for name in PROCESSES}
+        self.clocks = {name: Clock(self.folder / "clocks", name) for name in PROCESSES}
         self.redis = ReplaceableRedis(self.folder)
         self.store = S3Server.start()
         self.store_link = Proxy(self.store.port, answer=self.on_call)
@@ -114,18 +114,16 @@ class Cluster:
             "MARLAAS_ARCHIVE_AFTER_S": "15",  # so that records move under faults too
             "MARLAAS_GRADER_TIMEOUT_S": "8",  # a worker is frozen for up to 5 s, and a frozen one's graders run out of time
             "TMPDIR": str(self.folder / "tmp"),
+            "PYTHONPATH": str(self.clocks[MANAGERS[0]].folder),
             **mode,
         }
 
     def _commands(self, counts: Mapping[str, int], variables: Mapping[str, str]) -> list[ServiceCommand]:
-        """Two managers, each process with a clock of its own."""
+        """Two managers."""
         manager, *workers = service_commands(counts, variables)
         managers = [replace(manager, name=name) for name in MANAGERS]
         managers[1] = replace(managers[1], environment={"MARLAAS_PORT": str(self.second_port)})
-        return [replace(one, environment={**one.environment, **self._path(one.name)}) for one in managers + workers]
-
-    def _path(self, name: str) -> dict[str, str]:
-        return {"PYTHONPATH": os.pathsep.join([str(self.clocks[name].folder), str(ROOT)])}
+        return managers + workers
 
 
 def adopt_orphans() -> None:

@@ -4,7 +4,7 @@ A recipe is one job with a fixed seed, so that in deterministic mode every run o
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,8 @@ RECIPES = (
     Recipe("all", "calc", {"environment": CALCULATOR}, {"max_staleness": 0, "lora_rank": 16}),
     Recipe("all", LONG, {"grader": ALIKE}, {"max_tokens": LONG_TOKENS, "loss": "cispo"}),
 )
-TENANTS = tuple(dict.fromkeys(recipe.tenant for recipe in RECIPES))
+FEW = (RECIPES[0], RECIPES[2], RECIPES[4])
+"""Short ones, of three tenants."""
 
 
 @dataclass
@@ -74,9 +75,10 @@ def items(skill: str) -> list[dict[str, Any]]:
 class Tenant:
     """Keeps its recipes' jobs coming until `stop` is set."""
 
-    def __init__(self, name: str, client: Client) -> None:
+    def __init__(self, name: str, client: Client, recipes: Sequence[Recipe]) -> None:
         self.name = name
         self.client = client
+        self.recipes = recipes
         self.runs: list[Run] = []
         self._files: dict[str, str] = {}
 
@@ -84,10 +86,6 @@ class Tenant:
         """Uploads its files."""
         for recipe in self.recipes:
             self._files[recipe.skill] = await self.client.upload(f"{recipe.skill}.jsonl", jsonl(items(recipe.skill)))
-
-    @property
-    def recipes(self) -> list[Recipe]:
-        return [recipe for recipe in RECIPES if recipe.tenant == self.name]
 
     async def work(self, stop: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:

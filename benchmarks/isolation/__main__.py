@@ -58,7 +58,8 @@ async def measure_alone(folder: Path, settings: Settings, mode: Mode, seed: int,
 async def measure_among(folder: Path, settings: Settings, mode: Mode, seed: int, watched: Sequence[Job]) -> None:
     if not (folder / runs.file_name(mode, "among", seed, "")).exists():
         beside = background(settings.num_jobs - len(watched))
-        keep(folder, await measure.among(mode, seed, watched, beside, settings))
+        async with measure.tenants(measure.scene(mode, alone=False)) as theirs:
+            keep(folder, await measure.among(theirs, mode, seed, watched, beside, settings))
 
 
 def keep(folder: Path, run: Run) -> None:

@@ -149,10 +149,12 @@ async def alone(theirs: Tenants, mode: Mode, seed: int, place: int, job: Job, se
     )
 
 
-async def among(mode: Mode, seed: int, watched: Sequence[Job], beside: Sequence[Job], settings: Settings) -> Run:
+async def among(
+    theirs: Tenants, mode: Mode, seed: int, watched: Sequence[Job], beside: Sequence[Job], settings: Settings
+) -> Run:
     """The watched jobs, those beside them, and the broken ones, at once."""
     chosen = scene(mode, alone=False)
-    async with tenants(chosen) as theirs, asyncio.TaskGroup() as group:
+    async with asyncio.TaskGroup() as group:
         others = [
             (job, await theirs.submit(job, settings, seed=job_seed(seed, 100 + n), steps=ENDLESS, watched=False))
             for n, job in enumerate((*beside, *BROKEN))

@@ -268,15 +268,17 @@ def test_a_step_on_another_versions_trajectories_is_stale() -> None:
 @pytest.mark.exact
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_job_alone_and_among_others_on_real_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_alone_and_among_others_on_a_real_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cluster for both: each worker would test itself."""
     monkeypatch.setattr(measure, "running", forked.running)  # which starts processes sooner
-    monkeypatch.setattr(measure, "SEVERAL", {"rollout": 2, "env": 1, "trainer": 2})  # each worker tests itself
-    monkeypatch.setattr(measure, "KILLS", ("rollout-1", "trainer-0"))
+    monkeypatch.setattr(measure, "SEVERAL", measure.ONE_EACH)
+    monkeypatch.setattr(measure, "KILLS", ("env-0",))
+    monkeypatch.setattr(measure, "KILL_EVERY_S", 0.5)
     settings = Settings(num_watched=1, num_jobs=3, deterministic_steps=2, num_items=32, num_held_out=4, eval_samples=1)
-    job, beside = WATCHED[0], background(2)
-    async with measure.tenants(measure.scene("deterministic", alone=True)) as theirs:
+    job, beside = replace(WATCHED[0], hyper={**WATCHED[0].hyper, "batch_size": 4}), background(2)
+    async with measure.tenants(measure.scene("deterministic", alone=False)) as theirs:
         alone = await measure.alone(theirs, "deterministic", 1, 0, job, settings)
-    among = await measure.among("deterministic", 1, [job], beside, settings)
+        among = await measure.among(theirs, "deterministic", 1, [job], beside, settings)
 
     (pair,) = findings.pairs([alone, among], "deterministic")
     assert pair.alone.status == pair.among.status == "succeeded"
@@ -289,6 +291,7 @@ async def test_a_job_alone_and_among_others_on_real_clusters(monkeypatch: pytest
     assert pair.alone.samples == pair.among.samples
     assert [other.name for other in among.others] == [each.name for each in (*beside, *BROKEN)]
     assert all(other.status == "running" and not other.error for other in among.others[:2])
+    assert among.kills == ["env-0"]
 
 
 # ---- files and the report -------------------------------------------------------------------------------------------

@@ -137,9 +137,13 @@ async def test_a_full_disk_hits_a_process_that_writes_and_a_freeze_one_that_live
 
 
 async def test_a_clock_hits_a_process_that_tells_the_time_by_it_alone(tmp_path: Path) -> None:
-    clock = Clock(tmp_path / "clock")
-    argv, variables = [sys.executable, "-c", "print(1, flush=True); input()"], {"PYTHONPATH": str(clock.folder)}
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables) as process:
+    clock, waits = Clock(tmp_path / "clocks", "ours"), "import time; print(time.time(), flush=True); input()"
+    argv, variables = [sys.executable, "-c", waits], {"PYTHONPATH": str(clock.folder)}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        (tmp_path / "ours.log").open("w") as log,
+        subprocess.Popen(argv, stderr=log, env=variables, **pipes) as process,
+    ):
         assert process.stdout and process.stdout.readline()
         cluster = running(ours=process.pid, other=os.getpid())
         cluster.clocks = {"ours": clock, "other": clock}

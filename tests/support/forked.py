@@ -32,6 +32,8 @@ PATHS = "PYTHONPATH"
 LOOKERS = ("manager_service", "env_service")
 OF_CHILDREN = {*ONE_THREAD, *NO_PLUGINS, PATHS, "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
 """Variables that a cluster gives to all its children."""
+COME_LATER = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that pytest and transformers' models, once imported, set in this process. A nursery with other ones would not fork."""
 _shared: list[Nursery] = []
 
 
@@ -48,7 +50,7 @@ async def start(command: Command) -> ChildProcess:
         given.add(PATHS)
     if given or not can_be_forked(command):
         return await start_tied(command)
-    variables = {name: value for name, value in command.environment.items() if name != "PYTEST_CURRENT_TEST"}
+    variables = {name: value for name, value in command.environment.items() if name not in COME_LATER}
     command = replace(command, environment=variables | {PATHS: plain})
     if not _shared:
         all_programs = [replace(command, argv=(sys.executable, "-m", module)) for module in MODULES]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from common.errors import InvalidInput
 from common.settings import TINY
 from examples.gsm8k import as_item, chat_command, main, read_items, read_rows, start_for, write
-from tests.support.forked import running
+from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile
+from tests.support.api_server import running_api
 
 ROW = {"question": "Two and 1,000?", "answer": "2 + 1000 = <<2+1000=1002>>1002\n#### 1,002"}
 
@@ -101,10 +103,14 @@ def test_what_cannot_work_is_refused_in_a_line_before_anything_starts(
     assert said in f"{ended.value.code} {capsys.readouterr().err}" and not data.exists()
 
 
-async def test_what_the_api_refuses_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_the_api_refuses_is_said_in_a_line(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text(json.dumps(ROW) + "\n")
-    async with running(tmp_path / "data"):
+    async with running_api(redis_url, tmp_path / "data") as server:
+        found = ClusterFile(url=server.url, pid=os.getpid(), redis_url=redis_url)
+        (tmp_path / "data" / CLUSTER_FILE).write_text(found.model_dump_json())
         argv = ["gsm8k", "--file", str(file), "--data", str(tmp_path / "data"), "--model", "nobody"]
         monkeypatch.setattr(sys, "argv", argv)
         with pytest.raises(SystemExit, match=r"^error: .*nobody"):

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 FAMILIES = ("llama3", "gemma3")
 SOURCE = "def grade(sample, item):\n    return sum(map(ord, sample['output_text'])) % 5 / 4\n"
 GRADER = {"type": "python", "name": "sum", "source": SOURCE}
-HYPER = {"batch_size": 2, "group_size": 4, "max_tokens": 16, "max_steps": 3, "lora_rank": 4}
+HYPER = {"batch_size": 2, "group_size": 4, "max_tokens": 16, "max_steps": 2, "lora_rank": 4}
 
 
 def base_of(family: str, folder: Path) -> Path:

@@ -14,8 +14,8 @@ from tests.support.forked import running
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # as the browser's
 
 RAISES = """def grade(sample, item):
-    if sample["output_text"].endswith("3"):
-        raise ValueError("it ends in a three")
+    if "3" in sample["output_text"]:
+        raise ValueError("it has a three")
     return float(sample["output_text"] == item["answer"])
 """
 
@@ -26,7 +26,7 @@ async def test_a_job_from_its_submission_to_its_answers(browser: Browser, tmp_pa
     items = tmp_path / "add.jsonl"
     items.write_bytes(jsonl(generate("add", 1, 64, "train")))
     async with running() as (cluster, api), browsing(browser, cluster.base_url) as tab:
-        plain = await api.submit("add", max_steps=3, batch_size=4)
+        plain = await api.submit("add", max_steps=2, batch_size=2)
         await tab.enter(cluster.api_key)
         await submit(tab, items)
         await tab.page.get_by_role("img", name="at step 2").first.wait_for()
@@ -53,23 +53,23 @@ async def submit(tab: Tab, items: Path) -> None:
     await page.get_by_text("reward 1").wait_for()
     await page.get_by_label("Answer of the model").last.fill("13")
     await page.get_by_role("button", name="Run the grader").click()
-    await page.get_by_text("it ends in a three").wait_for()
-    for name, value in {"max_steps": "6", "batch_size": "8", "group_size": "8"}.items():
+    await page.get_by_text("it has a three").wait_for()
+    for name, value in {"max_steps": "3", "batch_size": "4", "group_size": "4"}.items():
         await page.locator(f"input[name={name}]").fill(value)
     await page.get_by_role("button", name="Submit the job").click()
 
 
 async def read_a_failure(tab: Tab, job: str) -> None:
     """The first step that kept one has its whole conversation."""
-    for step in range(1, 7):
+    for step in range(1, 4):
         await tab.go(f"/job/{job}?tab=samples&step={step}")
         await tab.page.locator(".turn.model").first.wait_for()
         await tab.page.get_by_label("Which samples").select_option("failed")
         if await tab.page.locator(".list button").count():
             break
     await tab.page.locator(".list button").first.click()
-    await tab.page.get_by_text("it ends in a three").last.wait_for()
-    assert (await tab.page.locator(".turn.model .tokens").inner_text()).removesuffix("<|end|>").endswith("3")
+    await tab.page.get_by_text("it has a three").last.wait_for()
+    assert "3" in await tab.page.locator(".turn.model .tokens").inner_text()
     assert "log-prob" in (await tab.page.locator(".turn.model .tokens span").first.get_attribute("title") or "")
 
 
@@ -78,5 +78,5 @@ async def ask_two_versions(tab: Tab, job: str) -> None:
     await tab.page.locator(".head").get_by_role("link", name="Chat").click()
     await tab.page.get_by_label("Message").fill("add 37+58")
     await tab.page.get_by_role("button", name="Ask", exact=True).click()
-    for version in ("6", "1"):
+    for version in ("3", "1"):
         await tab.page.locator(".said small", has_text=f"{job}@{version} ·").wait_for()

@@ -13,8 +13,8 @@ from tests.support.forked import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-STEPS = 6
-HYPER: dict[str, Any] = {"max_steps": STEPS, "batch_size": 4, "group_size": 4}
+STEPS = 3
+HYPER: dict[str, Any] = {"max_steps": STEPS, "batch_size": 2, "group_size": 4}
 COUNTED = {"rank_0_tokens", "rank_1_tokens", "ranks_s"}
 
 
@@ -43,7 +43,7 @@ async def check(cluster: LocalCluster, api: Api, jobs: list[str]) -> None:
     for job in jobs:
         ledger = await api.ledger(job)
         assert is_balanced(ledger) and ledger["in_flight"] == ledger["failed"] == 0, ledger
-        assert ledger["trained"] == STEPS * 4 * 4, ledger
+        assert ledger["trained"] == STEPS * 2 * 4, ledger
         assert await api.steps(job) == list(range(1, STEPS + 1))
     admin = Api(cluster.base_url, cluster.admin_key)
     assert (await admin.get("/cluster/dead"))["data"] == []

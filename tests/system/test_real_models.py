@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from asyncio.subprocess import PIPE, STDOUT
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
-from tests.support.forked import running
+from examples import gsm8k
+from manager_service.local.supervisor import LocalCluster
+from tests.support import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -32,12 +35,16 @@ async def follow(line: str, folder: Path, **instead: str) -> str:
 
 
 def do_here(line: str, monkeypatch: pytest.MonkeyPatch, **instead: str) -> None:
-    """Does what a line of the guide says in this process, which has imported what takes seconds: `python -m MODULE ...`."""
+    """Does what a line of the guide says in this process, which has imported what takes seconds."""
     assert f"    {line}\n" in GUIDE, "the guide says something else"
-    module, *options = [instead.get(word, word) for word in line.split()[2:]]
+    words = [instead.get(word, word) for word in line.split()]
+    module, *options = words[2:] if words[0] == "python" else [*PROGRAMS[words[0]][2:], *words[1:]]
     with monkeypatch.context() as patched:
         patched.setattr(sys, "argv", [module, *options])
-        importlib.import_module(module).main()
+        try:
+            importlib.import_module(module).main()
+        except SystemExit as end:
+            assert not end.code, end.code
 
 
 async def printed_by(words: list[str], folder: Path) -> str:
@@ -56,29 +63,34 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "q"
 
 
-async def test_from_a_folder_to_a_trained_model_in_two_commands_and_in_pieces_on_a_cluster_that_stays(
-    base: Path, monkeypatch: pytest.MonkeyPatch
+def test_from_a_folder_to_a_trained_model_in_two_commands_and_in_pieces_on_a_cluster_that_stays(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # In two commands
     here = {"/tmp/q": str(base)}
+    monkeypatch.chdir(base.parent)
+    monkeypatch.setattr(gsm8k, "LocalCluster", partial(LocalCluster, start=forked.start))  # which takes seconds less
     do_here("python -m harness.bases /tmp/q --small", monkeypatch, **here)
-    assert "marlaas up" in await follow("marlaas plan /tmp/q", base.parent, **here)
+    do_here("marlaas plan /tmp/q", monkeypatch, **here)
+    assert "marlaas up" in capsys.readouterr().out
     short = "python -m examples.gsm8k --base /tmp/q --file train.jsonl --steps 1 --batch 2 --group 4 --tokens 16"
-    printed = await follow(short, base.parent, **here)
-    up, chat = (line.strip() for line in printed.splitlines() if line.startswith("  "))
+    do_here(short, monkeypatch, **here)
+    up, chat = (line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
     assert up == f"MARLAAS_BASE_MODELS=q={base} marlaas up", "what it was started with"
-    async with running(base.parent / ".marlaas", environment={"MARLAAS_BASE_MODELS": f"q={base}"}):
+    do_here("python -m examples.gsm8k --file train.jsonl --prepare items.jsonl", monkeypatch)
+    asyncio.run(in_pieces(base, chat))
+
+
+async def in_pieces(base: Path, chat: str) -> None:
+    """The commands of the guide that are for a cluster which stays, and those between."""
+    async with forked.running(base.parent / ".marlaas", environment={"MARLAAS_BASE_MODELS": f"q={base}"}):
         await printed_by([*chat.split(), "hello", "--max-tokens", "2"], base.parent)
-        # In pieces
         assert "    MARLAAS_BASE_MODELS=q=Qwen/Qwen3-0.6B marlaas up\n" in GUIDE
         models = await follow("marlaas models", base.parent)
         assert "2,048" in models and "bfloat16" in models
-        files = {name: str(base.parent / name) for name in ("train.jsonl", "items.jsonl")}
-        do_here("python -m examples.gsm8k --file train.jsonl --prepare items.jsonl", monkeypatch, **files)
         long = "marlaas submit items.jsonl --grader math:answer --model q --hyper max_steps=100 --hyper max_tokens=512 --watch"
         short = {"max_steps=100": "max_steps=1", "max_tokens=512": "max_tokens=16"}
-        printed = await follow(long, base.parent, **short)
-        assert "succeeded" in printed
+        assert "succeeded" in await follow(long, base.parent, **short)
 
 
 def test_gemmas_language_model_is_taken_out_of_the_one_with_vision(tmp_path: Path) -> None:

@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import os
+import signal
 import socket
-import subprocess
-import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from harness.redis_server import RedisServer, free_port
 from harness.standin import StandInEnv, StandInTrainer, stand_in_worker
 from manager_service.records import GLOBAL
 from tests.common.test_worker import until
+from tests.support.forked import begun
 
 SLOTS = 16384
 CELLS = ("tiny", "twin")
@@ -124,11 +124,10 @@ async def cluster(tmp_path: Path) -> AsyncIterator[RedisCluster]:
 
 
 @pytest.fixture
-def manager(cluster: RedisCluster, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+async def manager(cluster: RedisCluster, tmp_path: Path) -> AsyncIterator[tuple[str, Path]]:
     """The real manager process over one base model as two cells; its URL and data folder."""
     port, folder = free_port(), tmp_path / "data"
-    environment = {
-        **os.environ,
+    settings = {
         "MARLAAS_REDIS_URL": cluster.url,
         "MARLAAS_DATA_DIR": str(folder),
         "MARLAAS_BASE_MODELS": f"tiny,twin={TINY}",
@@ -136,10 +135,10 @@ def manager(cluster: RedisCluster, tmp_path: Path) -> Iterator[tuple[str, Path]]
         "MARLAAS_LEASE_S": "2",
         "MARLAAS_LOG_LEVEL": "warning",
     }
-    child = subprocess.Popen([sys.executable, "-m", "manager_service"], env=environment)
+    child = await begun("manager_service", tmp_path / "manager.log", **settings)
     yield f"http://127.0.0.1:{port}", folder
-    child.kill()
-    child.wait()
+    os.kill(child.pid, signal.SIGKILL)
+    await child.wait()
 
 
 @asynccontextmanager

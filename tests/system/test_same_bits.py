@@ -1,8 +1,9 @@
-"""Deterministic mode on whole clusters (I8): a job has the same bits alone and among whatever else, whoever is killed on the way."""
+"""Deterministic mode on whole clusters (I8): jobs and a run have the same bits alone and among whatever else, whoever is killed on the
+way; and workers of default mode leave alone what it has begun."""
 
 import asyncio
-import signal
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+import random
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -10,71 +11,68 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from common.adapters import AdapterStore
+from common.messages import AdapterRef
+from common.objects import Objects
 from examples.new_skill import as_example, questions
 from harness.live import Api, adapter_hashes, is_balanced, jsonl
 from manager_service.local.supervisor import LocalCluster
 from tests.support.forked import running
-from tests.support.tinker_sdk import run_sdk
+from tests.system.tinker_kills import differences, either, kill, left, train
 
 pytestmark = [pytest.mark.exact, pytest.mark.slow, pytest.mark.timeout(900)]
 DETERMINISTIC = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
 
 WATCHED: dict[str, dict[str, Any]] = {
-    "sort": {"batch_size": 4, "group_size": 4, "max_steps": 4},
-    "calc": {"batch_size": 4, "group_size": 4, "max_steps": 3},
+    "sort": {"batch_size": 4, "group_size": 4, "max_steps": 3},
+    "calc": {"batch_size": 4, "group_size": 4, "max_steps": 2},
 }
-OTHERS = ("add", "sort", "reverse", "calc")
+OTHERS = ("add", "reverse", "calc")
 """Jobs that differ from the watched ones in everything that a neighbour may differ in."""
-SUPERVISED = {"batch_size": 8, "n_epochs": 2, "eval_interval": 4, "keep_versions": 3}
-NUM_EXAMPLES, NUM_STEPS = 48, 12
-VICTIMS = ("trainer-0", "env-0", "manager", "rollout-1")
-
-ENDLESS = """
-import tinker
-from tinker import types
-def datum(n):
-    tokens = [(7 * n + i) % 200 for i in range(12)]
-    inputs = {"target_tokens": tokens[1:] + [0], "weights": [1.0] * 12}
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
-prompt = types.ModelInput.from_ints([259, *b"add 37+58", 256, 260])
-client = tinker.ServiceClient().create_lora_training_client("tiny", rank=8, seed=3).result()
-while True:
-    sampler = client.save_weights_and_get_sampling_client().result()
-    sampler.sample(prompt, 8, types.SamplingParams(max_tokens=32, stop=[])).result()
-    client.forward_backward([datum(part) for part in range(4)], "cross_entropy")
-    client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-"""
+SUPERVISED = {"batch_size": 8, "n_epochs": 2, "eval_interval": 2, "keep_versions": 3}
+NUM_EXAMPLES, NUM_STEPS = 16, 4
+VICTIMS = ("trainer-0", "env-0", "manager", "rollout-1", "redis")
 
 
-async def test_jobs_have_the_same_bits_alone_and_among_others_whatever_is_killed(tmp_path: Path) -> None:
-    """One worker of a kind or two; other jobs, a run and a chat, or none; every kind of process killed on the way, Redis apart."""
+async def test_jobs_and_a_run_have_the_same_bits_alone_and_among_others_whatever_is_killed(tmp_path: Path) -> None:
+    """One worker of a kind or two; other jobs and a chat, or none; every kind of process killed on the way."""
+    stop, told = tmp_path / "stop", tmp_path / "told"
+    # Given jobs and a run of the Tinker protocol among others, under kills of which each comes after an answer to the run
+    shape = {"rollout": 2, "trainer": 2}
+    async with running(tmp_path / "among", environment=DETERMINISTIC, **shape) as (cluster, api):
+        async with a_chat(cluster):
+            others = [await api.submit(skill, seed=100 + n, **others_shape(n)) for n, skill in enumerate(OTHERS)]
+            jobs = {skill: await api.submit(skill, **hyper) for skill, hyper in WATCHED.items()}
+            examples = await submit_supervised(api)
+            training = asyncio.create_task(train(cluster, api, 10**9, stop, told))
+            await either(kill(cluster, VICTIMS, random.Random(1), told), training)
+            stop.touch()
+            run_among = await training
+            assert {job["status"] for job in await api.until_done(*others, seconds=600)} == {"succeeded"}
+            among = {skill: await finished(cluster, api, job) for skill, job in jobs.items()}
+            supervised_among = await finished_supervised(cluster, api, examples)
+        await nothing_is_left(cluster)
+    # When each is done by itself
     async with running(tmp_path / "alone", environment=DETERMINISTIC) as (cluster, api):
         alone = {skill: await finished(cluster, api, await api.submit(skill, **WATCHED[skill])) for skill in WATCHED}
         supervised = await finished_supervised(cluster, api, await submit_supervised(api))
-    shape = {"rollout": 2, "trainer": 2}
-    async with (
-        running(tmp_path / "among", environment=DETERMINISTIC, **shape) as (cluster, api),
-        other_tenants(cluster, api),
-    ):
-        others = [await api.submit(skill, seed=100 + n, **others_shape(n)) for n, skill in enumerate(OTHERS)]
-        jobs = {skill: await api.submit(skill, **hyper) for skill, hyper in WATCHED.items()}
-        examples = await submit_supervised(api)
-        for victim in VICTIMS:
-            await asyncio.sleep(0.5)
-            cluster.kill(victim, signal.SIGKILL)
-        assert {job["status"] for job in await api.until_done(*others, seconds=600)} == {"succeeded"}
-        assert {skill: await finished(cluster, api, job) for skill, job in jobs.items()} == alone
-        assert await finished_supervised(cluster, api, examples) == supervised
+        run = await train(cluster, api, len(run_among.steps), tmp_path / "none", tmp_path / "told alone")
+        unfinished = await begun_job(cluster, api)
+    # Then it has the same bits
+    assert among == alone and supervised_among == supervised
+    assert [*run_among.faults, *run.faults, *differences("deterministic", run_among, run)] == []
+    # And workers of default mode wait until the jobs of deterministic mode have ended
+    await default_mode_waits(tmp_path / "alone", *unfinished)
 
 
 def others_shape(number: int) -> dict[str, Any]:
     return {
         "batch_size": 2 + number % 3,
         "group_size": 4 + 2 * (number % 3),
-        "max_steps": 3,
+        "max_steps": 2,
         "lora_rank": (4, 8, 16)[number % 3],
         "learning_rate_multiplier": 1 + number % 2,
-        "loss": ("grpo", "dapo", "rloo", "cispo")[number % 4],
+        "loss": ("dapo", "rloo", "cispo")[number % 3],
         "max_tokens": 24 + 8 * (number % 3),
     }
 
@@ -107,31 +105,26 @@ async def finished_supervised(cluster: LocalCluster, api: Api, job: str) -> tupl
     assert is_balanced(ledger) and ledger["trained"] == ledger["issued"] == 2 * NUM_EXAMPLES
     done = await api.get(f"/fine_tuning/jobs/{job}")
     losses = [e["data"]["eval_loss"] for e in await api.events(job) if "eval_loss" in e["data"]]
-    assert len(losses) == 4 and losses[-1] == done["last_eval_loss"] < losses[0]
+    assert len(losses) == 3 and losses[-1] == done["last_eval_loss"] < losses[0]
     assert (await api.get(f"/fine_tuning/jobs/{job}/usage"))["trained_tokens"] == done["trained_tokens"] > 0
     return hashes, losses
 
 
 @asynccontextmanager
-async def other_tenants(cluster: LocalCluster, api: Api) -> AsyncGenerator[None]:
-    """A run and a chat of tenants of their own, which sample before the block begins and until it has ended."""
+async def a_chat(cluster: LocalCluster) -> AsyncGenerator[None]:
+    """A tenant of its own, who samples before the block begins and until it has ended."""
     admin = Api(cluster.base_url, cluster.admin_key)
-    run, chat = tenants = [await admin.tenant(name) for name in ("run", "chat")]
-    programs: Sequence[Coroutine[Any, Any, Any]] = (
-        run_sdk(ENDLESS, url=cluster.base_url, key=run.key),
-        keep_chatting(cluster, chat.key),
-    )
-    tasks = [asyncio.create_task(program) for program in programs]
+    tenant = await admin.tenant("chat")
+    task = asyncio.create_task(keep_chatting(cluster, tenant.key))
     try:
-        while not all([(await tenant.get("/usage"))["total"]["sampled_tokens"] for tenant in tenants]):
+        while not (await tenant.get("/usage"))["total"]["sampled_tokens"]:
             await asyncio.sleep(0.2)
         yield
-        assert not any(task.done() for task in tasks)
+        assert not task.done()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(each.close() for each in (admin, *tenants)))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(admin.close(), tenant.close())
 
 
 async def keep_chatting(cluster: LocalCluster, key: str) -> None:
@@ -140,3 +133,53 @@ async def keep_chatting(cluster: LocalCluster, key: str) -> None:
         while True:
             await client.chat.completions.create(model="tiny", messages=asked, max_tokens=16, n=4)
             await asyncio.sleep(0.1)
+
+
+async def nothing_is_left(cluster: LocalCluster) -> None:
+    """Returns once no work and no dead letter is left."""
+    async with asyncio.timeout(60):
+        while await left(cluster.redis_url):
+            await asyncio.sleep(0.2)
+
+
+# ---- a cluster that goes on in default mode --------------------------------------------------------------------------
+
+
+async def begun_job(cluster: LocalCluster, api: Api) -> tuple[str, dict[str, str]]:
+    """A job with a step and no end in sight, and the fingerprints of what computes it, which its manifests have."""
+    job = await api.submit("sort", max_steps=1000, batch_size=2, group_size=4)
+    while not (steps := await api.steps(job)):
+        await asyncio.sleep(0.2)
+    announced = {service: worker["fingerprint"] for service, worker in (await workers(cluster)).items()}
+    fingerprints = {name: f for name, f in announced.items() if f}
+    assert set(fingerprints) == {"rollout", "trainer"}
+    assert await fingerprints_of(cluster, job, steps) == [fingerprints] * len(steps)
+    return job, fingerprints
+
+
+async def default_mode_waits(folder: Path, job: str, fingerprints: Any) -> None:
+    # Its workers do not join, and `up` says why
+    told: list[str] = []
+    async with running(folder, notify=told.append) as (cluster, api):
+        assert any("rollout (tiny): this rollout worker runs in default mode" in line for line in told)
+        assert {worker["state"] for worker in (await workers(cluster)).values()} == {"refused"}
+        # Once the job has been cancelled, they join by themselves, and other jobs are trained
+        await api.post(f"/fine_tuning/jobs/{job}/cancel")
+        other = await api.submit("sort", max_steps=1, batch_size=2, group_size=4)
+        (done,) = await api.until_done(other)
+        assert done["status"] == "succeeded"
+        steps = await api.steps(job)  # one may have been made before the end, and heard of since
+        assert await fingerprints_of(cluster, job, steps) == [fingerprints] * len(steps)
+
+
+async def workers(cluster: LocalCluster) -> dict[str, Any]:
+    admin = Api(cluster.base_url, cluster.admin_key)
+    found = {worker["service"]: worker for worker in (await admin.get("/cluster/workers"))["data"]}
+    await admin.close()
+    return found
+
+
+async def fingerprints_of(cluster: LocalCluster, job: str, steps: Sequence[int]) -> list[Any]:
+    store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
+    manifests = [await store.manifest(AdapterRef("default", job, step)) for step in steps]
+    return [manifest and dict(manifest.fingerprints) for manifest in manifests]

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -120,10 +120,10 @@ async def train(cluster: LocalCluster, api: Api, steps: int, stop: Path, told_in
     )
     store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
     adapter = await store.read(AdapterRef(TENANT, run, len(made)), PEFT_FILES)
-    trained = (await api.get("/usage"))["total"]["trained_tokens"]
-    faults = [*numbering(made, samples), *await left(cluster.redis_url, run)]
-    if trained != (due := len(made) * PARTS * TOKENS):
-        faults.append(f"{trained} trained tokens were charged instead of {due}")
+    charged = [row["trained_tokens"] for row in (await api.get("/usage"))["data"] if row["job"] == run]
+    faults = [*numbering(made, samples), *await unanswered(cluster.redis_url, run)]
+    if charged != (due := [len(made) * PARTS * TOKENS]):
+        faults.append(f"{charged} trained tokens were charged instead of {due}")
     return Trained(made, samples, adapter, faults)
 
 
@@ -135,32 +135,39 @@ def numbering(steps: list[tuple[int, float, list[float]]], samples: list[list[tu
     return faults if sampled == [[version] * 2 for version in expected] else [*faults, "a sample is of another version"]
 
 
-async def left(redis_url: str, run: str) -> list[str]:
-    """Operations of a run without a result or with a failure, and work that is left in the cell's streams."""
+async def unanswered(redis_url: str, run: str) -> list[str]:
+    """Operations of a run without a result or with a failure."""
     client: Any = aioredis.from_url(redis_url)  # pyright: ignore[reportUnknownMemberType]
     async with client:
         found: dict[bytes, bytes] = await client.hgetall(CELL.results(run))
         submitted = int(await client.hget(CELL.seqs(run), "last"))
-        kinds = [await client.keys(CELL.key(f"{kind}:[0-9]*")) for kind in ("ops", "adapters")]
-        inboxes = [key.decode() for keys in kinds for key in keys]
-        work = [CELL.train, CELL.rollout, CELL.rollout_first, CELL.dead, *inboxes]
-        faults = [f"{key} holds {num} entries" for key in work if (num := await client.xlen(key))]
     results = {int(number): msgspec.msgpack.decode(body, type=OperationResult) for number, body in found.items()}
-    faults += [f"operation {number} has no result" for number in range(submitted + 1) if number not in results]
+    faults = [f"operation {number} has no result" for number in range(submitted + 1) if number not in results]
     return faults + [f"operation {number}: {each.failure}" for number, each in results.items() if each.failure]
 
 
-async def kill(cluster: LocalCluster, num: int, rng: random.Random, told_in: Path) -> Counter[str]:
-    """Kills so many times; which processes how often."""
+async def left(redis_url: str) -> list[str]:
+    """Work that is left in the cell's streams, and dead letters."""
+    client: Any = aioredis.from_url(redis_url)  # pyright: ignore[reportUnknownMemberType]
+    async with client:
+        kinds = [await client.keys(CELL.key(f"{kind}:[0-9]*")) for kind in ("ops", "adapters")]
+        inboxes = [key.decode() for keys in kinds for key in keys]
+        work = [CELL.train, CELL.rollout, CELL.rollout_first, CELL.dead, *inboxes]
+        return [f"{key} holds {num} entries" for key in work if (num := await client.xlen(key))]
+
+
+async def kill(cluster: LocalCluster, victims: Iterable[str], rng: random.Random, told_in: Path) -> Counter[str]:
+    """Kills one after the other, each once the client has got an answer since; which processes how often."""
     killed: Counter[str] = Counter()
     before = 0
-    while killed.total() < num:
+    for name in victims:
         while (answers := read_number(told_in)) == before:
             await asyncio.sleep(0.02)
         await asyncio.sleep(rng.uniform(*BETWEEN_S))
-        if cluster.kill(name := rng.choice(VICTIMS)):
-            killed[name] += 1
-            before = max(answers, read_number(told_in))
+        while not cluster.kill(name):
+            await asyncio.sleep(0.02)
+        killed[name] += 1
+        before = max(answers, read_number(told_in))
     return killed
 
 
@@ -199,12 +206,15 @@ async def disturbed(mode: Mode, num: int, seed: int, folder: Path) -> Verdict:
     stop, began = folder / "stop", time.monotonic()
     async with running(folder / "killed", environment=ENVIRONMENT[mode], trainer=2) as (cluster, api):
         training = asyncio.create_task(train(cluster, api, 10**9, stop, folder / "told"))
-        of = await either(kill(cluster, num, random.Random(seed), folder / "told"), training)
+        rng = random.Random(seed)
+        of = await either(kill(cluster, rng.choices(VICTIMS, k=num), rng, folder / "told"), training)
         stop.touch()
         killed = await training
+        faults = await left(cluster.redis_url)
     killed_s, began = time.monotonic() - began, time.monotonic()
     async with running(folder / "alone", environment=ENVIRONMENT[mode]) as (cluster, api):
         alone = await train(cluster, api, len(killed.steps), folder / "none", folder / "told-alone")
+        faults += await left(cluster.redis_url)
     alone_s = time.monotonic() - began
     return Verdict(
         mode=mode,
@@ -214,7 +224,7 @@ async def disturbed(mode: Mode, num: int, seed: int, folder: Path) -> Verdict:
         steps=len(killed.steps),
         seconds=round(killed_s),
         seconds_alone=round(alone_s),
-        faults=[*killed.faults, *alone.faults, *differences(mode, killed, alone)],
+        faults=[*killed.faults, *alone.faults, *faults, *differences(mode, killed, alone)],
     )
 
 
