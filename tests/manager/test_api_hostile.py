@@ -60,6 +60,13 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
         yield running
 
 
+@pytest.fixture
+async def executing(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    """A server whose helpers are its children."""
+    async with running_api(redis_url, tmp_path / "data", forks=False) as running:
+        yield running
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def refusing(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[ApiServer]:
     """A server for requests of which nothing is left, with a Redis that no other test empties."""
@@ -192,10 +199,10 @@ async def test_a_line_is_found_by_its_number_in_any_slice(server: ApiServer) -> 
         await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file.id, method=method)
 
 
-async def test_a_body_whose_reader_is_killed_is_no_fault_of_its_sender(server: ApiServer) -> None:
+async def test_a_body_whose_reader_is_killed_is_no_fault_of_its_sender(executing: ApiServer) -> None:
     path, body = HOSTILE["nearly too many ids"]
     others = helper_processes()
-    asking = asyncio.create_task(server.http.post(path, content=body, headers={"Content-Type": "application/json"}))
+    asking = asyncio.create_task(executing.http.post(path, content=body, headers={"Content-Type": "application/json"}))
     while not (helpers := helper_processes() - others):
         await asyncio.sleep(0.01)
     for helper in helpers:
@@ -596,21 +603,21 @@ async def test_a_body_that_drips_is_refused(server: ApiServer, monkeypatch: pyte
     assert b"408 " in answered.result() and b"too slowly" in answered.result()
 
 
-async def test_a_file_is_read_no_further_when_its_client_has_left(server: ApiServer) -> None:
+async def test_a_file_is_read_no_further_when_its_client_has_left(executing: ApiServer) -> None:
     # Given a file that takes minutes to read
     content = FORM + jsonl(item("a")) * 200_000
     rest = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
     length = len(content) + len(rest)
-    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\nContent-Length: {length}\r\n"
+    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {executing.key}\r\nContent-Length: {length}\r\n"
     before, others = spooled_files(), helper_processes()
-    with await half_open(server, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()) as connection:
+    with await half_open(executing, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()) as connection:
         await asyncio.get_running_loop().sock_sendall(connection, content + rest)
         while not helper_processes() - others:
             await asyncio.sleep(0.01)
     # When its client leaves, the helper that reads it ends, and the file goes
     while helper_processes() - others or spooled_files() > before:
         await asyncio.sleep(0.01)
-    assert not (await server.openai.files.list()).data
+    assert not (await executing.openai.files.list()).data
 
 
 def helper_processes() -> set[Path]:
