@@ -55,7 +55,9 @@ LONGEST_STOP_S = 0.25
 
 @pytest.fixture
 async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data", inference_timeout_s=60.0) as running:
+    async with running_api(
+        redis_url, tmp_path / "data", inference_timeout_s=60.0, max_file_bytes=MAX_FILE_BYTES
+    ) as running:
         gc.freeze()  # as the manager's `main` does
         yield running
 
@@ -98,6 +100,7 @@ def graded(**fields: Any) -> dict[str, Any]:
 CHAT, COMPLETIONS, RUN = "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run"
 JOBS = "/v1/fine_tuning/jobs"
 FOUR_MB = 4_000_000
+MAX_FILE_BYTES = 64 << 20
 
 
 def multi(**fields: Any) -> dict[str, Any]:
@@ -432,7 +435,7 @@ async def test_the_oldest_of_too_many_silent_connections_is_closed(
             connection.close()
 
 
-@pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/v1/models", "/nowhere"])
+@pytest.mark.parametrize("path", ["/docs", "/v1/models"])
 async def test_what_stands_behind_a_request_without_a_key_is_not_worked_on(server: ApiServer, path: str) -> None:
     with await half_open(server, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 40) as connection:
         answers = b""
@@ -491,11 +494,11 @@ async def test_more_requests_at_once_than_connections_to_redis_fail_nobody(
     monkeypatch.setattr(context, "MAX_CONNECTIONS", 2)
     async with running_api(redis_url, tmp_path / "data") as server:
         other = await server.new_tenant("bluebird")
-        asked = [server.http.get("/v1/files", headers={"Authorization": f"Bearer sk-{i}"}) for i in range(100)]
-        asked += [server.http.get("/v1/files") for _ in range(100)]
+        asked = [server.http.get("/v1/files", headers={"Authorization": f"Bearer sk-{i}"}) for i in range(30)]
+        asked += [server.http.get("/v1/files") for _ in range(30)]
         answers = asyncio.gather(*asked)
         assert not (await other.files.list()).data
-        assert [answer.status_code for answer in await answers] == [401] * 100 + [200] * 100
+        assert [answer.status_code for answer in await answers] == [401] * 30 + [200] * 30
 
 
 async def test_a_tenants_open_requests_are_bounded(redis_url: str, tmp_path: Path) -> None:
@@ -548,7 +551,7 @@ FORM = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\
 
 async def uploading(server: ApiServer, key: str, content: bytes) -> socket.socket:
     """An upload that has sent its first bytes and sends no more."""
-    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 90000000\r\n"
+    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 60000000\r\n"
     return await half_open(
         server, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode() + FORM + content
     )
@@ -558,7 +561,7 @@ async def answer_of(connection: socket.socket) -> bytes:
     return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 20)
 
 
-FILE_LIMIT = (256 << 20) + (64 << 10)
+FILE_LIMIT = MAX_FILE_BYTES + (64 << 10)
 
 
 @pytest.mark.parametrize(
@@ -675,7 +678,7 @@ async def test_many_requests_of_middle_size_do_not_come_before_another_tenants(
 ) -> None:
     key = (await server.new_tenant("acme")).api_key
     small = {"grader": GRADER}
-    many = [asyncio.create_task(server.http.post(path, json=body, timeout=60)) for _ in range(30)]
+    many = [asyncio.create_task(server.http.post(path, json=body, timeout=60)) for _ in range(12)]
     await asyncio.wait(many, return_when=asyncio.FIRST_COMPLETED)
     answer = await server.http.post(
         "/v1/fine_tuning/alpha/graders/validate", json=small, headers={"Authorization": f"Bearer {key}"}
@@ -683,4 +686,4 @@ async def test_many_requests_of_middle_size_do_not_come_before_another_tenants(
     waiting = sum(not task.done() for task in many)
     await asyncio.gather(*many)
     assert answer.status_code == 200
-    assert waiting > 20
+    assert waiting > 6

@@ -22,8 +22,8 @@ from tests.support.api_server import GRADER, ApiServer, jsonl, method, running_a
 from tests.support.nasty_values import nasty, paths, replaced
 from tests.support.rollout_cases import files_of
 
-MAX_EXAMPLES = 4
-MAX_MUTATIONS = 30
+MAX_EXAMPLES = 2
+MAX_MUTATIONS = 12
 CHECKS = [
     not_a_server_error,
     checks.status_code_conformance,

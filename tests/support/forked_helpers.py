@@ -31,10 +31,11 @@ LOG = Path(gettempdir()) / "helpers-of-tests.log"
 @contextlib.asynccontextmanager
 async def forked_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
     """The parts of an API that forks its helpers."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("manager_service.api.reading.helpers.HelperPool", ForkedPool)
-        async with make_api(settings) as api:
-            yield api
+    async with contextlib.AsyncExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("manager_service.api.reading.helpers.HelperPool", ForkedPool)
+            api = await stack.enter_async_context(make_api(settings))
+        yield api
 
 
 class ForkedPool(HelperPool):
