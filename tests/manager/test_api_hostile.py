@@ -611,9 +611,13 @@ async def test_a_file_is_read_no_further_when_its_client_has_left(executing: Api
     content = FORM + jsonl(item("a")) * 200_000
     rest = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
     length = len(content) + len(rest)
-    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {executing.key}\r\nContent-Length: {length}\r\n"
+    head = (
+        f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {executing.key}\r\nContent-Length: {length}\r\n"
+    )
     before, others = spooled_files(), helper_processes()
-    with await half_open(executing, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()) as connection:
+    with await half_open(
+        executing, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()
+    ) as connection:
         await asyncio.get_running_loop().sock_sendall(connection, content + rest)
         while not helper_processes() - others:
             await asyncio.sleep(0.01)

@@ -27,7 +27,7 @@ from manager_service.settings import ManagerSettings
 from tests.common.test_worker import until
 from tests.manager.test_api_cluster import report
 
-SLOTS, NUM_ASKING, WARM_UP, MEASURED = 16, 12, 1200, 300
+SLOTS, NUM_ASKING, WARM_UP, MEASURED = 16, 12, 600, 150
 HEAVY, LIGHT = (TenantRecord(id=name, created_at=0, weight=weight) for name, weight in (("heavy", 3.0), ("light", 1.0)))
 pytestmark = pytest.mark.timeout(90)
 

@@ -32,7 +32,8 @@ PATHS = "PYTHONPATH"
 LOOKERS = ("manager_service", "env_service")
 OF_CHILDREN = {*ONE_THREAD, *NO_PLUGINS, PATHS, "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
 """Variables that a cluster gives to all its children."""
-_shared: list[Nursery] = []
+shared: list[Nursery] = []
+"""The nursery, once it is needed."""
 
 
 def running(folder: Path | None = None, **options: Any) -> AbstractAsyncContextManager[tuple[LocalCluster, Api]]:
@@ -50,11 +51,11 @@ async def start(command: Command) -> ChildProcess:
         return await start_tied(command)
     variables = {name: value for name, value in command.environment.items() if name != "PYTEST_CURRENT_TEST"}
     command = replace(command, environment=variables | {PATHS: plain})
-    if not _shared:
+    if not shared:
         all_programs = [replace(command, argv=(sys.executable, "-m", module)) for module in MODULES]
-        _shared.append(Nursery(all_programs, Path(gettempdir()) / "nursery-of-tests.log"))
-        atexit.register(_shared[0].end)
-    return await _shared[0].start(command)
+        shared.append(Nursery(all_programs, Path(gettempdir()) / "nursery-of-tests.log"))
+        atexit.register(shared[0].end)
+    return await shared[0].start(command)
 
 
 async def begun(module: str, log: Path, **settings: str) -> ChildProcess:
