@@ -211,7 +211,7 @@ async def killed(service: ChildProcess) -> None:
 
 async def said(log: Path, words: str) -> None:
     async with asyncio.timeout(60):
-        while words not in log.read_text():
+        while not log.exists() or words not in log.read_text():
             await asyncio.sleep(0.05)
 
 

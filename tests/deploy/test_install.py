@@ -57,7 +57,7 @@ def test_uv_installs_unless_pip_has_settings_that_it_does_not_read(python: Path,
 
 
 def test_a_package_that_does_not_exist_ends_it(python: Path) -> None:
-    """Its option is one of pip's, which installs it then."""
+    # With an option of pip's, so that pip installs it
     command = [python, "-m", "deploy.install", "--no-index", "--", "nosuch-package-of-marlaas"]
     ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1

@@ -97,7 +97,7 @@ async def test_every_step_reaches_its_loggers_once_though_the_exporter_is_killed
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_wandb_offline_and_trackio_hold_every_step_once(server: ApiServer) -> None:
-    """That writers may be killed is shown in test_loggers.py."""
+    # Their writers are killed in `test_loggers.py`
     command = (str(environment_with_loggers()), "-m", "manager_service.export")
     loggers = {"wandb": logger("wandb"), "trackio": logger("trackio")}
     await killed(server, command, loggers, times=0, step_s=0.0)
