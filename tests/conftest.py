@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 import redis
+import structlog
 from hypothesis import settings
 
 from common.bus import Bus
@@ -127,6 +128,12 @@ def min_rows(request: pytest.FixtureRequest) -> int:
     return request.config.stash[exact].min_rows
 
 
+structlog.configure(  # errors without all local variables, which take a second each to be laid out
+    [
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 settings.register_profile(
     "steady", max_examples=50, deadline=None, derandomize=True
 )  # the same cases each time, however busy the machine
