@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -214,7 +215,7 @@ async def test_the_manager_serves_the_tinker_protocol_with_its_own_rights(server
 @on_valkey
 async def test_the_exporter_reports_with_its_own_rights(server: RedisServer, tmp_path: Path) -> None:
     manager, own = (f"redis://{user}:{user}-password@127.0.0.1:{server.port}/0" for user in ("manager", "exporter"))
-    hosts = {"webhook_hosts": "127.0.0.1"}
+    hosts: dict[str, Any] = {"webhook_hosts": "127.0.0.1"}
     async with (
         running_api(manager, tmp_path / "data", **hosts) as api,
         running_jobs(api),
