@@ -129,7 +129,7 @@ def min_rows(request: pytest.FixtureRequest) -> int:
 
 
 settings.register_profile(
-    "steady", deadline=None, derandomize=True
+    "steady", max_examples=50, deadline=None, derandomize=True
 )  # the same cases each time, however busy the machine
 settings.load_profile("steady")
 # without the variables of each frame, which take seconds to write: an event loop that stands meanwhile loses its leases

@@ -8,26 +8,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from common.helpers import HelperKilled, HelperPool, serve, tell
-
-
-def answer(question: bytes) -> bytes:
-    match question:
-        case b"die":
-            os._exit(1)
-        case b"hang":
-            while True:
-                pass
-        case b"pid":
-            return str(os.getpid()).encode()
-        case _:
-            print("a library prints this")
-            return question * 2
+from common.helpers import HelperKilled, HelperPool, tell
 
 
 @pytest.fixture
 async def pool() -> AsyncIterator[HelperPool]:
-    pool = HelperPool("tests.common.test_helpers", variables={})
+    pool = HelperPool("tests.support.answering_helper", variables={})
     yield pool
     await pool.close()
 
@@ -89,10 +75,6 @@ async def test_a_process_that_has_just_ended_keeps_its_status(monkeypatch: pytes
     # Then its status is its own
     assert await process.wait() == 7
     tell(process, signal.SIGTERM)  # one that is known to have ended is told nothing
-
-
-if __name__ == "__main__":
-    serve(answer)
 
 
 async def test_a_helper_that_others_kill_is_told_from_one_that_ends_by_itself(pool: HelperPool) -> None:

@@ -35,61 +35,68 @@ def environment_of(url: str, home: Path) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "HF_TOKEN"} | variables
 
 
-def asked(call: str, where: str, url: str, home: Path, **environment: str) -> str:
-    """The value of a function of the settings, in a process of its own: the hub's client reads its environment once."""
-    code = f"from common.settings import *; print('found', {call}({where!r}))"
+ASK = """
+import sys
+from common.errors import InvalidInput
+from common.settings import *
+for question in sys.argv[1:]:
+    try:
+        print("found", eval(question))
+    except InvalidInput as error:
+        print("refused", error)
+"""
+
+
+def asked(questions: list[str], url: str, home: Path, **environment: str) -> list[str]:
+    """The values of calls of the settings' functions, in one process of its own: the hub's client reads its environment once."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", ASK, *questions],
         cwd=ROOT,
         env=environment_of(url, home) | environment,
         capture_output=True,
         text=True,
+        check=True,
     )
-    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    return done.stdout.splitlines()
 
 
 def test_a_name_is_pinned_to_the_newest_commit_and_a_pinned_one_stays(
     hub: tuple[str, type[Hub]], tmp_path: Path
 ) -> None:
     url, handler = hub
-    assert asked("pinned", "org/open", url, tmp_path / "home") == f"found org/open@{NEW}"
-    assert asked("pinned", f"org/open@{OLD}", url, tmp_path / "home") == f"found org/open@{OLD}"
-    found = Path(asked("resolve_model", f"org/open@{OLD}", url, tmp_path / "home").removeprefix("found "))
+    calls = ["pinned('org/open')", f"pinned('org/open@{OLD}')", f"resolve_model('org/open@{OLD}')"]
+    newest, pinned, resolved = asked(calls, url, tmp_path / "home")
+    assert (newest, pinned) == (f"found org/open@{NEW}", f"found org/open@{OLD}")
+    found = Path(resolved.removeprefix("found "))
     assert found.name == OLD and (found / "config.json").read_text() == (TINY / "config.json").read_text()
     assert not any("pickled" in name for name in handler.served)
 
 
-def test_what_was_downloaded_once_needs_no_hub(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
-    url, _ = hub
-    first = asked("resolve_model", f"org/open@{OLD}", url, tmp_path / "home")
-    assert (
-        asked("resolve_model", f"org/open@{OLD}", "http://127.0.0.1:9", tmp_path / "home", HF_HUB_OFFLINE="1") == first
-    )
-
-
-@pytest.mark.parametrize("call", ["resolve_model", "resolve_config"])
-def test_workers_without_a_hub_read_the_cache_and_write_nothing(
-    hub: tuple[str, type[Hub]], tmp_path: Path, call: str
+def test_what_was_downloaded_once_needs_no_hub_and_workers_without_one_write_nothing(
+    hub: tuple[str, type[Hub]], tmp_path: Path
 ) -> None:
     url, _ = hub
     home = tmp_path / "home"
-    first = asked("resolve_model", "org/open", url, home)
+    calls = [f"resolve_model('org/open@{OLD}')", "resolve_model('org/open')"]
+    first = asked(calls, url, home)
     before = {file: file.lstat().st_mtime_ns for file in home.rglob("*")}
-    assert asked(call, "org/open", "http://127.0.0.1:9", home, HF_HUB_OFFLINE="1") == first
+    again = asked([*calls, "resolve_config('org/open')"], "http://127.0.0.1:9", home, HF_HUB_OFFLINE="1")
+    assert again == [*first, first[1]]
     assert {file: file.lstat().st_mtime_ns for file in home.rglob("*")} == before
 
 
-def test_a_gated_model_asks_for_a_token(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
+def test_a_gated_model_asks_for_a_token_and_what_the_hub_does_not_have_is_named(
+    hub: tuple[str, type[Hub]], tmp_path: Path
+) -> None:
     url, _ = hub
-    refused = asked("resolve_config", "org/gated", url, tmp_path / "home")
-    assert "org/gated is gated: accept its licence on the hub, and set HF_TOKEN" in refused
-    assert asked("resolve_config", "org/gated", url, tmp_path / "home", HF_TOKEN=TOKEN).endswith(NEW)
-
-
-@pytest.mark.parametrize("where", ["org/nowhere", f"org/open@{'c' * 40}"])
-def test_what_the_hub_does_not_have_is_named(hub: tuple[str, type[Hub]], tmp_path: Path, where: str) -> None:
-    url, _ = hub
-    assert f"base model: {where} cannot be had from the hub" in asked("resolve_config", where, url, tmp_path / "home")
+    absent = ["org/nowhere", f"org/open@{'c' * 40}"]
+    calls = [f"resolve_config({where!r})" for where in ("org/gated", *absent)]
+    gated, *others = asked(calls, url, tmp_path / "home")
+    assert "org/gated is gated: accept its licence on the hub, and set HF_TOKEN" in gated
+    for where, told in zip(absent, others, strict=True):
+        assert f"base model: {where} cannot be had from the hub" in told
+    (found,) = asked(["resolve_config('org/gated')"], url, tmp_path / "home", HF_TOKEN=TOKEN)
+    assert found.endswith(NEW)
 
 
 @pytest.mark.parametrize("call", [resolve_model, resolve_config])

@@ -1,12 +1,9 @@
 """The store that a cell knows: services take no other folder for it."""
 
 import asyncio
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,8 +18,8 @@ from common.objects import Objects
 from common.store_folder import IDENTITY, StoreFolder
 from common.streams import Cell
 from harness.redis_server import RedisServer
-
-ROOT = Path(__file__).resolve().parents[2]
+from manager_service.local.children.processes import ChildProcess
+from tests.support.forked import begun
 
 
 async def recognise(folder: Path, *buses: Bus) -> None:
@@ -156,10 +153,7 @@ async def test_a_service_that_starts_while_its_store_is_away_says_so_and_goes_on
     await recognise(folder, bus)
     folder.rename(tmp_path / "away")
     own = {"MARLAAS_DATA_DIR": str(tmp_path), "MARLAAS_REDIS_URL": server.url, "MARLAAS_PORT": "0"}
-    with (tmp_path / "log").open("wb") as log:
-        service = subprocess.Popen(
-            [sys.executable, "-m", module], cwd=ROOT, env=os.environ | own, stdout=log, stderr=log
-        )
+    service = await begun(module, tmp_path / "log", **own)
     try:
         # When a service starts without it
         await said(tmp_path / "log", "waits_for_store")
@@ -175,10 +169,10 @@ async def test_a_service_that_starts_while_its_store_is_away_says_so_and_goes_on
             await joined(bus)
         # And ends when told to
         service.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(service.wait, 30) == 0
+        async with asyncio.timeout(30):
+            assert await service.wait() == 0
     finally:
-        service.kill()
-        service.wait()
+        await killed(service)
         await bus.close()
         server.stop()
 
@@ -192,8 +186,7 @@ async def test_a_service_that_starts_without_redis_recognises_its_store_once_red
     server.stop()
     folder.rename(tmp_path / "away")
     own = {"MARLAAS_DATA_DIR": str(tmp_path), "MARLAAS_REDIS_URL": server.url}
-    with (tmp_path / "log").open("wb") as log:
-        service = subprocess.Popen([sys.executable, "-m", "env_service"], cwd=ROOT, env=os.environ | own, stderr=log)
+    service = await begun("env_service", tmp_path / "log", **own)
     try:
         while not folder.exists():
             await asyncio.sleep(0.05)
@@ -205,15 +198,20 @@ async def test_a_service_that_starts_without_redis_recognises_its_store_once_red
         (tmp_path / "away").rename(folder)
         await joined(bus)
     finally:
-        service.kill()
-        service.wait()
+        await killed(service)
         await bus.close()
         server.stop()
 
 
+async def killed(service: ChildProcess) -> None:
+    if service.returncode is None:
+        service.send_signal(signal.SIGKILL)
+        await service.wait()
+
+
 async def said(log: Path, words: str) -> None:
     async with asyncio.timeout(60):
-        while words not in log.read_text():
+        while not log.exists() or words not in log.read_text():
             await asyncio.sleep(0.05)
 
 

@@ -101,9 +101,8 @@ def test_wrong_values_are_told_by_the_names_of_their_variables(monkeypatch: pyte
     assert other.startswith("MARLAAS_VLLM_MAX_LORA_RANK=24: vLLM takes 1, 8,")
 
 
-@pytest.mark.parametrize("offline", ["0", "1"])
-def test_a_hub_that_cannot_be_reached_ends_a_service_with_one_line(offline: str, tmp_path: Path) -> None:
-    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path / "hub")}
+def test_a_hub_that_cannot_be_reached_ends_a_service_with_one_line(tmp_path: Path) -> None:
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
     own = {"MARLAAS_BASE_MODELS": "qwen=Qwen/Qwen3-0.6B", "MARLAAS_DATA_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "manager_service"],

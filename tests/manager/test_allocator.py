@@ -33,7 +33,7 @@ def test_the_job_with_the_higher_priority_then_the_earlier_deadline_is_sampled_f
     assert ends == ["first", "soon", "later", "none"]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(SEEDS)
 def test_urgent_jobs_do_not_starve_their_tenants_others(seed: int) -> None:
     world = World(random.Random(seed), cluster=FixedSlots(rollout=4, trainer=1, env=0))
@@ -65,7 +65,7 @@ class SmallMemory(FixedSlots):
         return self.held
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(SEEDS)
 def test_the_engines_memory_is_respected_and_a_long_job_is_not_kept_out_by_short_ones(seed: int) -> None:
     """Room for 1.5 x 400 tokens; a group of the long job needs 3 x 100, one of a short job 3 x 10."""
@@ -122,7 +122,7 @@ def test_an_evaluation_whose_samples_never_fit_fails_its_job() -> None:
     assert job.state.error is not None and "181 tokens at once" in job.state.error.message
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(SEEDS, st.integers(1, 40))
 def test_a_job_begins_at_once_though_others_fill_the_slots_but_not_without_limit(seed: int, num_late: int) -> None:
     """8 slots, so 12 trajectories under way but for first groups, and 32 with them."""
@@ -173,7 +173,7 @@ def test_examples_of_a_supervised_job_take_no_room_from_rollouts() -> None:
     assert most >= 12
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(SEEDS)
 def test_a_supervised_job_leaves_its_tenants_share_of_rollouts_as_it_was(seed: int) -> None:
     world = World(random.Random(seed), cluster=FixedSlots(rollout=8, trainer=1, env=4))
@@ -220,7 +220,7 @@ def test_examples_have_their_tenants_share_of_env_workers_and_what_others_leave(
     assert examples_room(memory_used=0.7, **how) == 0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(SEEDS)
 def test_tenants_share_env_workers_for_their_examples_by_weight(seed: int) -> None:
     world = World(random.Random(seed), cluster=FixedSlots(rollout=8, trainer=4, env=4))

@@ -121,11 +121,9 @@ async def test_every_error_has_openais_shape(server: ApiServer, method: str, pat
 
 
 STRANGE_IDS = [
-    "a" * 5000,
     "%00",
     "%F0%9F%98%80" * 300,
     "..%2F..",
-    "%ff",
     "ftjob-" + "a" * 5000,
     "ft:tiny:default::" + "a" * 5000,
 ]

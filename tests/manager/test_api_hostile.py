@@ -55,8 +55,17 @@ LONGEST_STOP_S = 0.25
 
 @pytest.fixture
 async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data", inference_timeout_s=60.0) as running:
+    async with running_api(
+        redis_url, tmp_path / "data", inference_timeout_s=60.0, max_file_bytes=MAX_FILE_BYTES
+    ) as running:
         gc.freeze()  # as the manager's `main` does
+        yield running
+
+
+@pytest.fixture
+async def executing(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
+    """A server whose helpers are its children."""
+    async with running_api(redis_url, tmp_path / "data", forks=False) as running:
         yield running
 
 
@@ -91,6 +100,7 @@ def graded(**fields: Any) -> dict[str, Any]:
 CHAT, COMPLETIONS, RUN = "/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run"
 JOBS = "/v1/fine_tuning/jobs"
 FOUR_MB = 4_000_000
+MAX_FILE_BYTES = 64 << 20
 
 
 def multi(**fields: Any) -> dict[str, Any]:
@@ -192,10 +202,10 @@ async def test_a_line_is_found_by_its_number_in_any_slice(server: ApiServer) -> 
         await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file.id, method=method)
 
 
-async def test_a_body_whose_reader_is_killed_is_no_fault_of_its_sender(server: ApiServer) -> None:
+async def test_a_body_whose_reader_is_killed_is_no_fault_of_its_sender(executing: ApiServer) -> None:
     path, body = HOSTILE["nearly too many ids"]
     others = helper_processes()
-    asking = asyncio.create_task(server.http.post(path, content=body, headers={"Content-Type": "application/json"}))
+    asking = asyncio.create_task(executing.http.post(path, content=body, headers={"Content-Type": "application/json"}))
     while not (helpers := helper_processes() - others):
         await asyncio.sleep(0.01)
     for helper in helpers:
@@ -425,7 +435,7 @@ async def test_the_oldest_of_too_many_silent_connections_is_closed(
             connection.close()
 
 
-@pytest.mark.parametrize("path", ["/docs", "/openapi.json", "/v1/models", "/nowhere"])
+@pytest.mark.parametrize("path", ["/docs", "/v1/models"])
 async def test_what_stands_behind_a_request_without_a_key_is_not_worked_on(server: ApiServer, path: str) -> None:
     with await half_open(server, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 40) as connection:
         answers = b""
@@ -484,11 +494,11 @@ async def test_more_requests_at_once_than_connections_to_redis_fail_nobody(
     monkeypatch.setattr(context, "MAX_CONNECTIONS", 2)
     async with running_api(redis_url, tmp_path / "data") as server:
         other = await server.new_tenant("bluebird")
-        asked = [server.http.get("/v1/files", headers={"Authorization": f"Bearer sk-{i}"}) for i in range(100)]
-        asked += [server.http.get("/v1/files") for _ in range(100)]
+        asked = [server.http.get("/v1/files", headers={"Authorization": f"Bearer sk-{i}"}) for i in range(30)]
+        asked += [server.http.get("/v1/files") for _ in range(30)]
         answers = asyncio.gather(*asked)
         assert not (await other.files.list()).data
-        assert [answer.status_code for answer in await answers] == [401] * 100 + [200] * 100
+        assert [answer.status_code for answer in await answers] == [401] * 30 + [200] * 30
 
 
 async def test_a_tenants_open_requests_are_bounded(redis_url: str, tmp_path: Path) -> None:
@@ -541,7 +551,7 @@ FORM = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\
 
 async def uploading(server: ApiServer, key: str, content: bytes) -> socket.socket:
     """An upload that has sent its first bytes and sends no more."""
-    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 90000000\r\n"
+    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 60000000\r\n"
     return await half_open(
         server, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode() + FORM + content
     )
@@ -551,7 +561,7 @@ async def answer_of(connection: socket.socket) -> bytes:
     return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 20)
 
 
-FILE_LIMIT = (256 << 20) + (64 << 10)
+FILE_LIMIT = MAX_FILE_BYTES + (64 << 10)
 
 
 @pytest.mark.parametrize(
@@ -596,21 +606,25 @@ async def test_a_body_that_drips_is_refused(server: ApiServer, monkeypatch: pyte
     assert b"408 " in answered.result() and b"too slowly" in answered.result()
 
 
-async def test_a_file_is_read_no_further_when_its_client_has_left(server: ApiServer) -> None:
+async def test_a_file_is_read_no_further_when_its_client_has_left(executing: ApiServer) -> None:
     # Given a file that takes minutes to read
     content = FORM + jsonl(item("a")) * 200_000
     rest = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
     length = len(content) + len(rest)
-    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\nContent-Length: {length}\r\n"
+    head = (
+        f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {executing.key}\r\nContent-Length: {length}\r\n"
+    )
     before, others = spooled_files(), helper_processes()
-    with await half_open(server, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()) as connection:
+    with await half_open(
+        executing, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()
+    ) as connection:
         await asyncio.get_running_loop().sock_sendall(connection, content + rest)
         while not helper_processes() - others:
             await asyncio.sleep(0.01)
     # When its client leaves, the helper that reads it ends, and the file goes
     while helper_processes() - others or spooled_files() > before:
         await asyncio.sleep(0.01)
-    assert not (await server.openai.files.list()).data
+    assert not (await executing.openai.files.list()).data
 
 
 def helper_processes() -> set[Path]:
@@ -668,7 +682,7 @@ async def test_many_requests_of_middle_size_do_not_come_before_another_tenants(
 ) -> None:
     key = (await server.new_tenant("acme")).api_key
     small = {"grader": GRADER}
-    many = [asyncio.create_task(server.http.post(path, json=body, timeout=60)) for _ in range(30)]
+    many = [asyncio.create_task(server.http.post(path, json=body, timeout=60)) for _ in range(12)]
     await asyncio.wait(many, return_when=asyncio.FIRST_COMPLETED)
     answer = await server.http.post(
         "/v1/fine_tuning/alpha/graders/validate", json=small, headers={"Authorization": f"Bearer {key}"}
@@ -676,4 +690,4 @@ async def test_many_requests_of_middle_size_do_not_come_before_another_tenants(
     waiting = sum(not task.done() for task in many)
     await asyncio.gather(*many)
     assert answer.status_code == 200
-    assert waiting > 20
+    assert waiting > 6

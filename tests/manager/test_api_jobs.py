@@ -394,7 +394,7 @@ async def test_a_stream_tells_events_in_order_as_they_come_and_ends_with_the_job
 
 async def test_many_streams_share_a_connection(server: ApiServer) -> None:
     jobs = [(await create(server)).id for _ in range(3)]
-    seen: list[list[str]] = [[] for _ in range(90)]
+    seen: list[list[str]] = [[] for _ in range(30)]
 
     async def follow(number: int) -> None:
         async for event in server_sent(server, jobs[number % 3]):

@@ -22,8 +22,8 @@ from tests.support.api_server import GRADER, ApiServer, jsonl, method, running_a
 from tests.support.nasty_values import nasty, paths, replaced
 from tests.support.rollout_cases import files_of
 
-MAX_EXAMPLES = 4
-MAX_MUTATIONS = 30
+MAX_EXAMPLES = 2
+MAX_MUTATIONS = 12
 CHECKS = [
     not_a_server_error,
     checks.status_code_conformance,
@@ -147,7 +147,7 @@ def bodies(file: str, examples: str, adapter: str) -> dict[str, list[Any]]:
 @pytest.mark.slow
 async def test_a_valid_body_with_one_nasty_value_never_finds_a_server_error(redis_url: str, tmp_path: Path) -> None:
     limits: dict[str, Any] = {"inference_timeout_s": 0.02, "inference_silence_s": 0.02, "grader_run_timeout_s": 0.02}
-    hosts = {"logger_hosts": "api.wandb.ai", "webhook_hosts": "*.example.org"}
+    hosts: dict[str, Any] = {"logger_hosts": "api.wandb.ai", "webhook_hosts": "*.example.org"}
     async with running_api(redis_url, tmp_path / "data", **limits, **hosts) as server:
         await Receivers(server.api.redis).tell_installed(["wandb", "trackio"])
         file, examples = await upload(server.openai), await upload(server.openai, EXAMPLES)

@@ -161,7 +161,7 @@ def tables(draw: st.DrawFn) -> bytes:
     return table[:at] + draw(st.binary(max_size=2)) + table[at:]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(tables(), st.integers(1, 80))
 def test_whatever_a_table_holds_it_is_refused_or_read_as_one_whole(content: bytes, size: int) -> None:
     try:
@@ -174,7 +174,7 @@ def test_whatever_a_table_holds_it_is_refused_or_read_as_one_whole(content: byte
 
 async def test_no_bytes_of_a_table_are_an_error_of_the_service(server: ApiServer) -> None:
     chance = random.Random(0)
-    for _ in range(40):
+    for _ in range(12):
         cells = [[chance.choice(CELLS) for _ in range(2)] for _ in range(3)]
         table = "\n".join(map(",".join, [chance.sample(NAMES, 2), *cells])).encode()
         at = chance.randrange(len(table))

@@ -68,7 +68,7 @@ async def answers(server: ApiServer, jobs: list[str]) -> dict[str, Any]:
 
 
 async def test_an_archived_job_is_answered_for_as_before(server: ApiServer) -> None:
-    jobs = await finished_jobs(server, 5)
+    jobs = await finished_jobs(server, 3)
     before = await answers(server, jobs)
     total = (await server.http.get("/v1/usage")).json()["total"]
     await archived(server)
@@ -77,7 +77,7 @@ async def test_an_archived_job_is_answered_for_as_before(server: ApiServer) -> N
     assert report["total"] == pytest.approx(total)
     assert [row["job"] for row in report["data"]] == ["archived"]
     metrics = (await server.http.get("/metrics", headers=server.as_admin())).text
-    assert 'marlaas_jobs{base_model="tiny",status="finished"} 5.0' in metrics
+    assert 'marlaas_jobs{base_model="tiny",status="finished"} 3.0' in metrics
 
 
 async def test_nothing_of_an_archived_job_is_left_in_redis(server: ApiServer) -> None:
@@ -90,9 +90,9 @@ async def test_nothing_of_an_archived_job_is_left_in_redis(server: ApiServer) ->
 
 
 async def test_new_jobs_and_archived_ones_are_one_list(server: ApiServer) -> None:
-    old = await finished_jobs(server, 3)
+    old = await finished_jobs(server, 2)
     await archived(server)
-    new = await finished_jobs(server, 3)
+    new = await finished_jobs(server, 2)
     listed = [job.id async for job in server.openai.fine_tuning.jobs.list(limit=2)]
     assert listed == [*reversed(new), *reversed(old)]
     models = [model.id.rpartition(":")[2] async for model in server.openai.models.list()]

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -36,6 +36,7 @@ VIEWS = st.builds(
 )
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from("123456"), st.none() | VIEWS), max_size=60))
 def test_updates_keep_the_sums(updates: list[tuple[str, View | None]]) -> None:
     demand, now = Demand(), dict[str, View]()
@@ -93,6 +94,7 @@ def test_within_one_urgency_the_first_to_ask_is_served_first() -> None:
     assert demand.rollouts.next_job("a") == "y", "having been served, x stands behind"
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 2)), min_size=1, max_size=8))
 def test_of_a_tenants_jobs_the_most_urgent_goes_first_and_none_waits_longer_than_four_rounds(
     urgencies: list[tuple[int, int]],

@@ -27,7 +27,7 @@ from manager_service.settings import ManagerSettings
 from tests.common.test_worker import until
 from tests.manager.test_api_cluster import report
 
-SLOTS, NUM_ASKING, WARM_UP, MEASURED = 16, 12, 1200, 300
+SLOTS, NUM_ASKING, WARM_UP, MEASURED = 16, 12, 900, 150
 HEAVY, LIGHT = (TenantRecord(id=name, created_at=0, weight=weight) for name, weight in (("heavy", 3.0), ("light", 1.0)))
 pytestmark = pytest.mark.timeout(90)
 
@@ -38,6 +38,7 @@ class SlowWorker:
 
     bus: Bus
     stream: str
+    warm_up: int = WARM_UP
     held: deque[Delivery] = field(default_factory=deque)
     answered: list[str] = field(default_factory=list)  # tenants
     numbers_held: list[int] = field(default_factory=list)  # since the tests measure
@@ -47,7 +48,7 @@ class SlowWorker:
         await self.bus.ensure_group(stream, GROUP_ROLLOUT)
         while True:
             self.held += await self.bus.read([stream], GROUP_ROLLOUT, "slow", count=64, block_ms=5)
-            if len(self.answered) > WARM_UP:
+            if len(self.answered) > self.warm_up:
                 self.numbers_held.append(len(self.held))
             if self.held:
                 await self._answer(self.held.popleft())
@@ -90,7 +91,7 @@ async def keep_alive(bus: Bus) -> None:
 async def most_told(bus: Bus, worker: SlowWorker) -> float:
     """The largest weight that owners were told of, until as much was answered as the tests need."""
     most = 0.0
-    while len(worker.answered) < WARM_UP + MEASURED:
+    while len(worker.answered) < worker.warm_up + MEASURED:
         await asyncio.sleep(0.05)
         most = max(most, float(await bus.client.get(bus.cell.sampling) or 0))
     return most
@@ -156,7 +157,7 @@ async def test_samples_in_bulk_share_the_slots_with_jobs_by_weight(redis_url: st
     await bus.client.hset(bus.cell.weights, "1", repr(jobs))
     async with two_replicas(redis_url, tmp_path) as apis:
         first, second = (api.bases["tiny"] for api in apis)
-        worker = SlowWorker(bus, bus.cell.rollout)
+        worker = SlowWorker(bus, bus.cell.rollout, warm_up=1200)
         asking = [keep_asking(base, HEAVY, num=num, bulk=True) for base in (first, second) for num in range(20, 40, 3)]
         async with running(keep_alive(bus), first.run(), second.run(), worker.run(), *asking):
             told = await most_told(bus, worker)

@@ -186,13 +186,13 @@ def trained(world: World) -> list[Any]:
     return [msgspec.msgpack.encode((v, steps[v].rows, steps[v].next_group)) for v in sorted(steps)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(st.integers(0, 10**9), st.booleans())
 def test_what_a_job_trains_on_does_not_depend_on_order_delays_repeats_or_pauses(seed: int, dynamic: bool) -> None:
     assert trained(run(seed, dynamic_sampling=dynamic)) == trained(run(0, dynamic_sampling=dynamic))
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(st.integers(0, 10**9), st.integers(0, 3))
 def test_every_trajectory_is_accounted_for_and_none_is_too_old(seed: int, staleness: int) -> None:
     world = run(seed, max_staleness=staleness)
@@ -291,7 +291,7 @@ def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_l
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(st.integers(0, 10**9), st.integers(0, 3), st.integers(2, 4))
 def test_a_version_is_dropped_only_when_nobody_needs_it(seed: int, staleness: int, keep: int) -> None:
     """The world of these tests has no store: a set of versions stands for it, which each committed step changes."""

@@ -1,11 +1,8 @@
 """Partitions are shared evenly by the live owners of a cell, and by the weight of their tenants' work."""
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +14,10 @@ from common.bus import Bus
 from common.streams import NUM_PARTITIONS
 from common.tasks import cancel_all
 from harness.redis_server import free_port
+from manager_service.local.children.processes import ChildProcess
 from manager_service.owner.leases import LONGEST_ABSENCE_S, Absence, Held, Leases, Round
 from tests.common.test_worker import until
+from tests.support.forked import begun
 
 LEASE_S = 3.0
 
@@ -139,31 +138,31 @@ class Managers:
 
     def __init__(self, redis_url: str, folder: Path) -> None:
         self._redis_url, self._folder = redis_url, folder
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: list[ChildProcess] = []
 
-    def start(self) -> "subprocess.Popen[bytes]":
-        environment = {
-            **os.environ,
+    async def start(self) -> ChildProcess:
+        own = {
             "MARLAAS_REDIS_URL": self._redis_url,
             "MARLAAS_DATA_DIR": str(self._folder),
             "MARLAAS_PORT": str(free_port()),
             "MARLAAS_LEASE_S": str(LEASE_S),
             "MARLAAS_LOG_LEVEL": "warning",
         }
-        self.children.append(subprocess.Popen([sys.executable, "-m", "manager_service"], env=environment))
+        self.children.append(await begun("manager_service", self._folder / "managers.log", **own))
         return self.children[-1]
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         for child in self.children:
-            child.kill()
-            child.wait()
+            if child.returncode is None:
+                child.send_signal(signal.SIGKILL)
+                await child.wait()
 
 
 @pytest.fixture
-def managers(redis_url: str, tmp_path: Path) -> Iterator[Managers]:
+async def managers(redis_url: str, tmp_path: Path) -> AsyncIterator[Managers]:
     managers = Managers(redis_url, tmp_path)
     yield managers
-    managers.stop()
+    await managers.stop()
 
 
 async def owners_of(bus: Bus) -> list[bytes | None]:
@@ -206,11 +205,11 @@ async def test_a_killed_managers_partitions_have_another_owner_within_its_lease(
     # Given two managers that share the partitions
     seen: list[Renewal] = []
     watching = asyncio.create_task(watch_leases(bus, seen))
-    victim, _ = managers.start(), managers.start()
+    victim, _ = await managers.start(), await managers.start()
     await until(lambda: shared_by(bus, 2), seconds=60)
     # When one of them is killed with SIGKILL, and the other has everything
     victim.send_signal(signal.SIGKILL)
-    victim.wait()
+    await victim.wait()
     before = await owners_of(bus)
     await until(lambda: shared_by(bus, 1), seconds=60)
     await cancel_all([watching])

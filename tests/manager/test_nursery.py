@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from common.errors import REFUSED
 from manager_service.local.children.forking import Forked, Nursery
 from manager_service.local.children.processes import ChildProcess, Command, start_tied
 from manager_service.local.supervisor import NO_PLUGINS, ONE_THREAD, ROOT
 from tests.manager.test_supervisor import gone, is_alive
+from tests.support import forked
 
 PROGRAM = """
 import json, os, signal, sys, threading, time
@@ -171,24 +173,9 @@ async def test_neither_nursery_nor_child_outlives_a_supervisor_that_is_killed(
     assert await gone(pids)
 
 
-@pytest.mark.slow
-async def test_nothing_that_services_import_starts_a_thread(tmp_path: Path, variables: dict[str, str]) -> None:
-    # Given a nursery of every service; one more program is its first child, which is there when all is imported
-    names = (
-        "manager_service",
-        "manager_service.export",
-        "rollout_service",
-        "env_service",
-        "trainer_service",
-        "program",
-    )
-    commands = [
-        Command(name=name, argv=(sys.executable, "-m", name), environment=variables, log=tmp_path / "program.log")
-        for name in names
-    ]
-    nursery = Nursery(commands, tmp_path / "nursery.log")
-    child = await nursery.start(commands[-1])
+async def test_nothing_that_services_import_starts_a_thread(tmp_path: Path) -> None:
+    # Given the nursery of every service that tests share, once it has imported all and forked a child
+    status, _ = await forked.ended("env_service", tmp_path / "log", MARLAAS_ENV_SLOTS="none")
+    assert status == REFUSED
     # Then it has one thread: a fork of more might wait for ever for a lock that another held
-    assert len(os.listdir(f"/proc/{nursery.pid}/task")) == 1
-    await killed(child)
-    nursery.end()
+    assert len(os.listdir(f"/proc/{forked.shared[0].pid}/task")) == 1

@@ -78,7 +78,7 @@ async def test_no_script_of_ours_makes_markup_of_text() -> None:
 # What it shows ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_wrong_key_is_asked_for_again_and_a_right_one_is_kept_in_the_tab(
+async def test_a_wrong_key_is_asked_for_again_a_right_one_is_kept_in_the_tab_and_no_script_comes_in(
     server: ApiServer, browser: Browser
 ) -> None:
     async with browsing(browser, server.url) as tab:
@@ -90,6 +90,11 @@ async def test_a_wrong_key_is_asked_for_again_and_a_right_one_is_kept_in_the_tab
         await tab.page.reload()
         await tab.page.wait_for_selector("main h1")
         assert await tab.page.evaluate("localStorage.length") == 0
+        # And the headers stop a script that comes in all the same, as if a view had made markup of a text
+        tried = (
+            "try { document.querySelector('main').innerHTML = '<img src=x onerror=1>' } catch (error) { error.name }"
+        )
+        assert await tab.page.evaluate(tried) == "TypeError"
 
 
 async def test_a_curve_grows_while_it_is_watched_and_goes_on_after_the_connection_broke(
@@ -146,16 +151,6 @@ async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: 
             await tab.page.wait_for_selector("main h1")
         assert await tab.page.locator("main img, main script").count() == 0
         assert "broken" not in await tab.page.title()
-
-
-async def test_the_headers_stop_a_script_that_comes_in_all_the_same(server: ApiServer, browser: Browser) -> None:
-    """A script is stopped as if a view had made markup of a text."""
-    async with browsing(browser, server.url) as tab:
-        await tab.enter(server.key)
-        tried = (
-            "try { document.querySelector('main').innerHTML = '<img src=x onerror=1>' } catch (error) { error.name }"
-        )
-        assert await tab.page.evaluate(tried) == "TypeError"
 
 
 async def test_a_failed_conversation_is_found_and_read_token_by_token(server: ApiServer, browser: Browser) -> None:

@@ -88,7 +88,9 @@ async def evaluated(server: ApiServer) -> str:
     return job
 
 
-async def test_two_versions_of_one_item_lie_side_by_side_turn_by_turn(server: ApiServer, browser: Browser) -> None:
+async def test_two_versions_of_one_item_lie_side_by_side_and_a_checkpoint_is_downloaded(
+    server: ApiServer, browser: Browser
+) -> None:
     job = await evaluated(server)
     async with browsing(browser, server.url) as tab:
         page = tab.page
@@ -117,6 +119,15 @@ async def test_two_versions_of_one_item_lie_side_by_side_turn_by_turn(server: Ap
         await page.reload()
         await expect(page.get_by_label("Left version")).to_have_value("5")
         await expect(turns).to_have_count(6)
+        # And the checkpoint is downloaded
+        await tab.go(f"/job/{job}?tab=checkpoints")
+        await expect(page.get_by_role("row", name="version 5")).to_contain_text("0.90 ± 0.039")
+        async with page.expect_download() as started:
+            await page.get_by_role("button", name="Download").click()
+        download = await started.value
+        assert download.suggested_filename == f"{job}-5.zip"
+        with zipfile.ZipFile(io.BytesIO((await download.path()).read_bytes())) as archive:
+            assert set(archive.namelist()) == set(PEFT_FILES)
         assert tab.errors == []
 
 
@@ -162,20 +173,6 @@ async def test_the_operator_sees_who_used_which_worker_and_what_nobody_could_rea
         shades = "(c) => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, 20 * devicePixelRatio).data.buffer)).size"
         assert await timeline.evaluate(shades) > 3, "it is drawn, a colour a tenant"
         await expect(page.get_by_role("row", name="<b>it raised</b>")).to_contain_text("acme")
-
-
-async def test_a_checkpoint_is_downloaded(server: ApiServer, browser: Browser) -> None:
-    job = await evaluated(server)
-    async with browsing(browser, server.url) as tab:
-        await tab.enter(server.key)
-        await tab.go(f"/job/{job}?tab=checkpoints")
-        await expect(tab.page.get_by_role("row", name="version 5")).to_contain_text("0.90 ± 0.039")
-        async with tab.page.expect_download() as started:
-            await tab.page.get_by_role("button", name="Download").click()
-        download = await started.value
-        assert download.suggested_filename == f"{job}-5.zip"
-        with zipfile.ZipFile(io.BytesIO((await download.path()).read_bytes())) as archive:
-            assert set(archive.namelist()) == set(PEFT_FILES)
 
 
 PARTS = ("", "?tab=checkpoints", "?tab=events", "?tab=settings", "?tab=samples&step=5", "?tab=samples&item=0")

@@ -63,7 +63,7 @@ def test_a_job_shows_the_staleness_that_its_policy_gave_it() -> None:
 # ---- every policy ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(SEEDS, st.sampled_from(["sequential", "synchronous", "naive", "marlaas", "bounded:2"]))
 def test_every_job_ends_and_is_issued_no_more_than_it_trains(seed: int, policy: str) -> None:
     found = world(seed, policy)
@@ -75,7 +75,7 @@ def test_every_job_ends_and_is_issued_no_more_than_it_trains(seed: int, policy: 
 # ---- one policy each ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(SEEDS)
 def test_sequential_runs_one_job_after_another_oldest_first(seed: int) -> None:
     found = world(seed, "sequential")
@@ -87,7 +87,7 @@ def test_sequential_runs_one_job_after_another_oldest_first(seed: int) -> None:
     assert found.started == [f"job-{number}" for number in range(4)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(SEEDS)
 def test_synchronous_never_samples_while_a_batch_is_trained_or_waits_behind_the_barrier(seed: int) -> None:
     found = world(seed, "synchronous")
@@ -98,7 +98,7 @@ def test_synchronous_never_samples_while_a_batch_is_trained_or_waits_behind_the_
         assert not versions or max(versions) - min(versions) <= 1, "a job ran ahead of the barrier"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(SEEDS)
 def test_naive_never_has_more_trajectories_open_than_slots(seed: int) -> None:
     found = world(seed, "naive")
@@ -110,7 +110,7 @@ def test_naive_never_has_more_trajectories_open_than_slots(seed: int) -> None:
     assert most <= 8 + 2
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(SEEDS)
 def test_marlaas_refills_slots_while_tools_run_within_what_workers_can_hold(seed: int) -> None:
     found = world(seed, "marlaas", num_jobs=8)
@@ -125,7 +125,7 @@ def test_marlaas_refills_slots_while_tools_run_within_what_workers_can_hold(seed
     assert 12 < most <= 12 + 8 + 2
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(SEEDS, st.integers(0, 3))
 def test_bounded_keeps_within_eta_batches_of_what_is_trained(seed: int, eta: int) -> None:
     found = world(seed, f"bounded:{eta}" if eta else "marlaas", num_jobs=3, rollout=64, num_steps=6, max_staleness=eta)

@@ -86,7 +86,7 @@ LIMITED: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(st.integers(0, 10**9), st.sampled_from(LIMITED))
 def test_a_job_that_stops_settles_every_trajectory(seed: int, limits: dict[str, Any]) -> None:
     spec = job_spec(num_steps=50, batch_size=3, group_size=4, **limits)

@@ -61,7 +61,7 @@ def test_two_runs_are_the_same_to_the_last_digit(policy: str) -> None:
     assert run(AGENTIC, policy, 4)[1] == run(AGENTIC, policy, 4)[1]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     st.sampled_from(list(POLICIES)),
     st.sampled_from(DISCIPLINES),
@@ -88,12 +88,12 @@ def test_every_trajectory_that_is_issued_is_trained_whoever_decides(
 
 
 def test_what_a_job_samples_does_not_depend_on_policy_or_company() -> None:
-    tokens = {run(AGENTIC, policy, num)[0].progress["job-00000"].tokens for policy in POLICIES for num in (1, 5)}
+    tokens = {run(AGENTIC, policy, num)[0].progress["job-00000"].tokens for policy in POLICIES for num in (1, 3)}
     assert len(tokens) == 1
 
 
 def test_the_policies_come_in_their_known_order() -> None:
-    for workload in (SINGLE, AGENTIC, TAIL):
+    for workload in (SINGLE, AGENTIC):
         found = {policy: run(workload, policy, 8)[1] for policy in ("sequential", "synchronous", "marlaas")}
         makespans = [found[policy].makespan_s for policy in ("sequential", "synchronous", "marlaas")]
         assert makespans == sorted(makespans, reverse=True) and makespans[0] > 1.5 * makespans[2], workload.name
@@ -169,9 +169,9 @@ def test_a_versions_first_turns_wait_until_an_engine_has_its_adapter_but_those_o
 
 
 def test_what_a_trajectory_takes_does_not_grow_with_the_workers_that_share_the_cores() -> None:
-    few, _ = run(SINGLE, "marlaas", 40, size=Size(rollout=2, env=2, trainer=1))
-    many, _ = run(SINGLE, "marlaas", 40, size=Size(rollout=200, env=200, trainer=100))
-    assert few.settled == many.settled == 40 * 48
+    few, _ = run(SINGLE, "marlaas", 20, size=Size(rollout=2, env=2, trainer=1))
+    many, _ = run(SINGLE, "marlaas", 20, size=Size(rollout=200, env=200, trainer=100))
+    assert few.settled == many.settled == 20 * 48
     assert many.clock.num_made < 1.5 * few.clock.num_made
 
 

@@ -35,6 +35,7 @@ from harness.standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_wor
 from manager_service.api.context import Api
 from manager_service.api.server import make_api, serve
 from manager_service.settings import ManagerSettings
+from tests.support.forked_helpers import forked_api
 
 
 @dataclass
@@ -73,11 +74,13 @@ def openai_client(url: str, key: str) -> AsyncOpenAI:
 
 
 @asynccontextmanager
-async def running_api(redis_url: str, folder: Path, **settings: Any) -> AsyncGenerator[ApiServer]:
-    """The API alone: no owner, no workers."""
+async def running_api(
+    redis_url: str, folder: Path, *, forks: bool = True, **settings: Any
+) -> AsyncGenerator[ApiServer]:
+    """The API alone: no owner, no workers. `forks`: its helpers, which are the same and start sooner; else it executes them."""
     port = free_port()
     own = ManagerSettings(redis_url=redis_url, data_dir=folder, port=port, **settings)
-    async with make_api(own) as api:
+    async with forked_api(own) if forks else make_api(own) as api:
         stop = asyncio.Event()
         base = api.bases["tiny"]
         loops = [asyncio.create_task(base.run())]

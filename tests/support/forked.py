@@ -34,7 +34,8 @@ OF_CHILDREN = {*ONE_THREAD, *NO_PLUGINS, PATHS, "PYTHONSAFEPATH", "PYTHONUNBUFFE
 """Variables that a cluster gives to all its children."""
 COME_LATER = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 """Variables that pytest and transformers' models, once imported, set in this process. A nursery with other ones would not fork."""
-_shared: list[Nursery] = []
+shared: list[Nursery] = []
+"""The nursery, once it is needed."""
 
 
 def running(folder: Path | None = None, **options: Any) -> AbstractAsyncContextManager[tuple[LocalCluster, Api]]:
@@ -52,11 +53,11 @@ async def start(command: Command) -> ChildProcess:
         return await start_tied(command)
     variables = {name: value for name, value in command.environment.items() if name not in COME_LATER}
     command = replace(command, environment=variables | {PATHS: plain})
-    if not _shared:
+    if not shared:
         all_programs = [replace(command, argv=(sys.executable, "-m", module)) for module in MODULES]
-        _shared.append(Nursery(all_programs, Path(gettempdir()) / "nursery-of-tests.log"))
-        atexit.register(_shared[0].end)
-    return await _shared[0].start(command)
+        shared.append(Nursery(all_programs, Path(gettempdir()) / "nursery-of-tests.log"))
+        atexit.register(shared[0].end)
+    return await shared[0].start(command)
 
 
 async def begun(module: str, log: Path, **settings: str) -> ChildProcess:

@@ -125,8 +125,12 @@ async def _ended(program: str, *words: str, url: str, key: str, version: str, ti
 
 
 NURSERY = """
-import json, os, signal, sys
+import contextlib, gc, importlib, json, os, signal, sys
 import tinker
+for name in ("anyio._backends._asyncio", "h2.connection", "httpcore", "tinker.proto.request_conv", "tinker.resources"):
+    with contextlib.suppress(ImportError):  # not in each version
+        importlib.import_module(name)  # the SDK would when it is used
+gc.freeze()  # a collection in a child would copy all of it
 def put(name, text):
     with open(name + ".new", "w") as file:
         file.write(text)

@@ -91,17 +91,17 @@ async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, cl
 async def test_redis_has_no_more_to_do_while_many_wait(server: ApiServer, client: TinkerClient, run: str) -> None:
     bus, answered = server.bus, server.api.bases["tiny"].answered
     waiting: dict[Any, Any] = answered._waiting  # pyright: ignore[reportPrivateUsage]
-    for seq in range(1, 61):
+    for seq in range(1, 31):
         await client.send(pass_over(run, seq))
-    tasks = [asyncio.create_task(client.retrieve(future(run, seq))) for seq in range(1, 61)]
+    tasks = [asyncio.create_task(client.retrieve(future(run, seq))) for seq in range(1, 31)]
     async with asyncio.timeout(20):
-        while len(waiting) < 60:
+        while len(waiting) < 30:
             await asyncio.sleep(0.02)
     await asyncio.sleep(0.3)  # the last of them have looked once
     before = (await bus.client.info("stats"))["total_commands_processed"]
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(1.0)
     during = (await bus.client.info("stats"))["total_commands_processed"] - before
-    assert during < 60  # the loops of an idle API
+    assert during < 30  # the loops of an idle API
     async with standing_in(bus), asyncio.timeout(30):
         found = await asyncio.gather(*tasks)
     assert {answer.status_code for answer in found} == {200}
@@ -254,12 +254,12 @@ async def test_the_first_open_operation_is_taken_when_no_more_are(
 async def test_numbers_are_not_remembered_for_ever(
     server: ApiServer, client: TinkerClient, run: str, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "NUM_KEPT", 10)
-    for seq in range(1, 31):
+    monkeypatch.setattr(submission, "NUM_KEPT", 4)
+    for seq in range(1, 11):
         await client.send(pass_over(run, seq))
         assert (await client.retrieve(future(run, seq))).status_code == 200
     numbers = await server.bus.client.hkeys(server.bus.cell.seqs(run_of(run) or ""))
-    assert {int(number) for number in numbers if number != b"last"} == {0, *range(21, 31)}
+    assert {int(number) for number in numbers if number != b"last"} == {0, *range(7, 11)}
 
 
 async def test_a_run_ends_behind_all_its_operations(

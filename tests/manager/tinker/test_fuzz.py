@@ -22,7 +22,7 @@ from tests.support.nasty_values import nasty, paths, replaced
 from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import PROTOBUF, client_of, pass_over
 
-MAX_EXAMPLES = 15
+MAX_EXAMPLES = 6
 METHODS = ("GET", "POST", "PUT", "DELETE")
 EVERY: Any = list(HealthCheck)
 

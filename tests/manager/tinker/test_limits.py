@@ -232,11 +232,11 @@ async def test_the_oldest_ended_run_without_a_checkpoint_makes_room(
 async def test_what_a_tenants_runs_hold_has_a_limit_that_a_step_ends(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "MAX_HELD_BYTES", 20_000)
+    monkeypatch.setattr(submission, "MAX_HELD_BYTES", 6_000)
     session = await client.session()
     async with owned_runs(server):
         first, second = await client.run(session, 0), await client.run(session, 1)
-        seq = 20
+        seq = 6
         for run, number in ((second, 1), *((first, number) for number in range(1, seq + 1))):
             answer = await client.send(
                 pass_over(run, number, num_tokens=200)

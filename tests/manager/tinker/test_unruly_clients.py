@@ -260,7 +260,7 @@ async def mine(client: TinkerClient, session: str, run: str, sampler: str) -> li
     return [answer.json() for answer in seen]
 
 
-NUM_TENANTS, NUM_OPEN, AT_ONCE = 2, 128, 8
+NUM_TENANTS, NUM_OPEN, AT_ONCE = 2, 40, 8
 """Requests that each tenant has open, and of which it waits for so many at a time."""
 
 

@@ -1,0 +1,23 @@
+"""A helper process that answers as a question says: `python -m tests.support.answering_helper`. It imports little."""
+
+import os
+
+from common.helpers import serve
+
+
+def answer(question: bytes) -> bytes:
+    match question:
+        case b"die":
+            os._exit(1)
+        case b"hang":
+            while True:
+                pass
+        case b"pid":
+            return str(os.getpid()).encode()
+        case _:
+            print("a library prints this")
+            return question * 2
+
+
+if __name__ == "__main__":
+    serve(answer)

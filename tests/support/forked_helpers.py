@@ -1,0 +1,106 @@
+"""Helper processes of the API that start without importing anything: a nursery forks them. Executed, each takes most of a second."""
+
+import asyncio
+import atexit
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from common.helpers import Helper, HelperPool
+from manager_service.api.context import Api
+from manager_service.api.reading import process
+from manager_service.api.server import make_api
+from manager_service.local.children.forking import Nursery
+from manager_service.local.children.processes import ChildProcess, Command
+from manager_service.settings import ManagerSettings
+
+MODULE = "tests.support.forked_helpers"
+BASES, PLACE = "MARLAAS_TEST_BASES", "MARLAAS_TEST_PLACE"
+"""Variables of a child: its argument, and the socket to which it connects."""
+LOG = Path(gettempdir()) / "helpers-of-tests.log"
+
+
+@contextlib.asynccontextmanager
+async def forked_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
+    """The parts of an API that forks its helpers."""
+    async with contextlib.AsyncExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("manager_service.api.reading.helpers.HelperPool", ForkedPool)
+            api = await stack.enter_async_context(make_api(settings))
+        yield api
+
+
+class ForkedPool(HelperPool):
+    """A pool of helpers that read texts. Where packages lie elsewhere than when the nursery began, they are executed."""
+
+    def __init__(self, module: str, bases: str, **options: Any) -> None:
+        super().__init__(module, bases, **options)
+        self._bases = bases
+
+    async def start(self) -> Helper:
+        variables, nursery = _shared(self._variables)
+        if variables != self._variables:
+            return await super().start()
+        with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(f"{folder}/socket")
+            listening.listen()
+            listening.setblocking(False)
+            child = await nursery.start(_command(variables | {BASES: self._bases, PLACE: f"{folder}/socket"}))
+            ours, _ = await asyncio.get_running_loop().sock_accept(listening)
+        return Helper(cast(Any, ForkedProcess(child, *await asyncio.open_connection(sock=ours))))
+
+
+class ForkedProcess:
+    """A process as its helper sees it: the part of `asyncio.subprocess.Process` that it needs."""
+
+    def __init__(self, child: ChildProcess, stdout: asyncio.StreamReader, stdin: asyncio.StreamWriter) -> None:
+        self.pid, self.stdout, self.stdin = child.pid, stdout, stdin
+        self._child = child
+        self._ends = asyncio.create_task(child.wait())
+
+    @property
+    def returncode(self) -> int | None:
+        return self._child.returncode
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ends)
+
+    async def communicate(self) -> None:
+        self.stdin.close()
+        await self.wait()
+
+
+_first: list[tuple[dict[str, str], Nursery]] = []
+
+
+def _shared(variables: dict[str, str]) -> tuple[dict[str, str], Nursery]:
+    """The one nursery, and the variables of the helper for which it began."""
+    if not _first:
+        _first.append((variables, Nursery([_command(variables)], LOG)))
+        atexit.register(_first[0][1].end)
+    return _first[0]
+
+
+def _command(variables: dict[str, str]) -> Command:
+    return Command(name="helper", argv=(sys.executable, "-m", MODULE), environment=variables, log=LOG)
+
+
+def main() -> None:
+    """Runs a helper whose standard input and output are the socket."""
+    with socket.socket(socket.AF_UNIX) as theirs:
+        theirs.connect(os.environ[PLACE])
+        for number in (0, 1):
+            os.dup2(theirs.fileno(), number)
+    process.main(msgspec.json.decode(os.environ[BASES], type=dict[str, tuple[str, int]]))
+
+
+if __name__ == "__main__":
+    main()
