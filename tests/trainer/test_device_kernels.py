@@ -135,9 +135,9 @@ def cases_of(backbone: ModulesBackbone) -> list[Case]:
     return [*cases, make_case(backbone, 9, 3, 0.7, targets=("q_proj", "o_proj"))]
 
 
-def assert_computes_alike(changed: ModulesBackbone, plain: ModulesBackbone) -> None:
+def assert_computes_alike(changed: ModulesBackbone, plain: ModulesBackbone, cases: Sequence[Case] = ()) -> None:
     """Compares log-probs and gradients of mixed adapters, with shared beginnings and without, checkpointed and not."""
-    cases = cases_of(plain)
+    cases = cases or cases_of(plain)
     for cost in (SHARING, APART):
         expected = ours(plain, cases, cost)
         for num_checkpointed in (0, 1):
