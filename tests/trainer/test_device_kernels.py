@@ -135,9 +135,9 @@ def cases_of(backbone: ModulesBackbone) -> list[Case]:
     return [*cases, make_case(backbone, 9, 3, 0.7, targets=("q_proj", "o_proj"))]
 
 
-def assert_computes_alike(changed: ModulesBackbone, plain: ModulesBackbone, cases: Sequence[Case] = ()) -> None:
+def assert_computes_alike(changed: ModulesBackbone, plain: ModulesBackbone) -> None:
     """Compares log-probs and gradients of mixed adapters, with shared beginnings and without, checkpointed and not."""
-    cases = cases or cases_of(plain)
+    cases = cases_of(plain)
     for cost in (SHARING, APART):
         expected = ours(plain, cases, cost)
         for num_checkpointed in (0, 1):
@@ -186,10 +186,10 @@ def test_blocks_are_compiled_once_for_packs_of_all_kinds(tmp_path: Path) -> None
 
     folder = save_family("gemma3", tmp_path)
     plain, changed = load_modules(folder), load_modules(folder)
-    compile_blocks(changed.layers, traced)
+    compile_blocks(changed.layers[:1], traced)  # the other computes with it
     ours(changed, cases_of(plain)[:2], SHARING)
     num_graphs = len(graphs)
-    assert num_graphs > 10
+    assert num_graphs > 5
 
     assert_computes_alike(changed, plain)
     assert len(graphs) == num_graphs
