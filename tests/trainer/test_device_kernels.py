@@ -34,7 +34,7 @@ D = 16
 """A head's size that kernels take on CUDA."""
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 BY_WINDOW = [None, 1, 6, 37, 500]
-RANKS = ((1, 1.0), (8, 0.7), (8, 1.3), (64, 1.0))
+RANKS = ((8, 0.7), (8, 1.3), (64, 1.0))
 """Adapters' ranks, with temperatures."""
 
 

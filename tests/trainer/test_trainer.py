@@ -22,7 +22,7 @@ from tests.support.trainer_cases import (
     LORA,
     NO_ROWS,
     FullDisk,
-    load_tiny,
+    load_shallow,
     make_init,
     make_rows,
     make_step,
@@ -84,7 +84,7 @@ class System:
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return load_tiny()
+    return load_shallow()
 
 
 @pytest.fixture
