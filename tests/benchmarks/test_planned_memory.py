@@ -16,7 +16,8 @@ WAYS = [
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_base(tmp_path_factory.mktemp("planned") / "base", last_word=300, **SHAPES["deep"])
+    narrow = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 32}  # as many bytes a token want fewer products
+    return make_random_base(tmp_path_factory.mktemp("planned") / "base", last_word=300, **SHAPES["deep"] | narrow)
 
 
 @pytest.mark.slow

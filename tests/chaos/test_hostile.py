@@ -26,6 +26,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TIMEOUT_S", "HELD_S", "SERVES_S"):
         monkeypatch.setattr(acts, name, 1.0)
     monkeypatch.setattr(acts, "BEGINS_S", 60.0)
+    monkeypatch.setattr(acts, "LARGE_BYTES", 8 << 20)
 
 
 @pytest.fixture

@@ -295,7 +295,7 @@ def test_a_part_that_was_sampled_before_is_not_counted_twice() -> None:
     [
         "raise ValueError('no')",
         "return float('nan')",
-        "while True: pass",
+        "import time; time.sleep(60)",
         "while True: print('x' * 10**6)",
         "return 'x'",
     ],
@@ -596,7 +596,9 @@ def test_python_runs_in_the_sandbox_and_its_errors_are_answers() -> None:
 
 
 def test_a_tool_that_hangs_is_a_tool_error_and_never_an_answer() -> None:
-    scored = play(start_of("python", tool_timeout_s=0.5), "<tool_call>python:while True: pass</tool_call><|end|>")
+    scored = play(
+        start_of("python", tool_timeout_s=0.5), "<tool_call>python:import time; time.sleep(60)</tool_call><|end|>"
+    )
     assert (scored.reward, scored.stop_reason) == (None, "tool_error")
     assert scored.failure and scored.failure.kind == "tool"
 

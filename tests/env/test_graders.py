@@ -248,15 +248,11 @@ async def test_a_formula_without_a_value_fails_the_grader(runner: GraderRunner) 
 # --------------------------------------------------------------------------------------------------------- math
 
 
-async def same(comparer: TextComparer, text: str, reference: str, *, timeout_s: float) -> bool:
-    return bool(await compared(comparer, {"type": "math"}, text, reference, timeout_s=timeout_s))
-
-
 @in_module
 async def test_a_gsm8k_answer_is_right_for_its_row_and_wrong_for_another_where_it_differs(runner: GraderRunner) -> None:
     answers = [json.loads(line)["answer"] for line in ANSWERS.read_text().splitlines()]
     assert len(answers) == 1319
-    for own, other in zip(answers[::3], answers[1::3], strict=True):
+    for own, other in zip(answers[::12], answers[1::12], strict=True):
         right, wrong = [(await graded(runner, {"type": "math"}, text, {"answer": own})).reward for text in (own, other)]
         assert right
         alike_rows = (
@@ -302,19 +298,6 @@ def test_the_final_answer_is_the_last_of_its_kind() -> None:
     assert final_answer(r"\boxed{1} then \boxed{2}") == "2"
     assert final_answer("3 apples, 4 pears") == ""
     assert final_answer("#### 1\n#### 2\nmore") == "2"
-
-
-def test_an_answer_on_which_the_comparison_hangs_fails_the_grader_and_the_next_one_works() -> None:
-    async def both() -> bool:
-        comparer = TextComparer()
-        await same(comparer, r"\frac{1}{2}", "0.5", timeout_s=20)
-        with pytest.raises(GraderFailed, match="took"):
-            await same(comparer, r"\int_0^1 x^x \sin(x^{x^x}) dx", r"\int_0^1 x^x \cos(x^{x^x}) dx", timeout_s=0.01)
-        equal = await same(comparer, r"\frac{1}{2}", "0.5", timeout_s=20)
-        await comparer.close()
-        return equal
-
-    assert asyncio.run(both())
 
 
 def test_a_reference_without_an_answer_fails_the_grader() -> None:
@@ -489,12 +472,13 @@ def test_the_fields_that_a_grader_needs_are_checked_against_a_row() -> None:
 async def test_helpers_that_are_killed_while_they_compare_are_no_fault_of_the_texts() -> None:
     comparer = TextComparer()
     known = descendants(os.getpid())
-    asking = asyncio.create_task(same(comparer, "3*x+1", "1+x*3", timeout_s=60))
+    long = "too long to be compared here " * 100
+    asking = asyncio.create_task(compared(comparer, check("eq"), long, long, timeout_s=60))
     for _ in range(2):
         while not (helpers := descendants(os.getpid()) - known):
             await asyncio.sleep(0.01)
         for pid, _ in helpers:
             os.kill(pid, signal.SIGKILL)
         known |= helpers
-    assert await asking
+    assert await asking == 1.0
     await comparer.close()

@@ -126,8 +126,7 @@ def test_a_call_cannot_pretend_that_it_was_killed(layers: tuple[str, ...]) -> No
     assert time.monotonic() - started < 20
 
 
-@EITHER
-@pytest.mark.parametrize("num", [70_000, 1_000_000])
+@pytest.mark.parametrize(("num", "layers"), [(70_000, LAYERS), (1_000_000, WITHOUT_NAMESPACES)], ids=str)
 async def test_a_result_that_is_too_long_is_the_calls_own_failure(num: int, layers: tuple[str, ...]) -> None:
     outcome = await Sandbox(layers=layers).run(f"def grade(): return 'x' * {num}", call="grade", timeout_s=30)
     assert (outcome.ending, outcome.killed) == ("result", False)
@@ -146,7 +145,7 @@ SELF_INFLICTED = {
         "import os\nwhile True: os.write(3, bytes(2 ** 16))",
         "returned more than 65536 bytes",
     ),
-    "time": ("while True: pass", "took longer than 1 seconds"),
+    "time": ("import time\nwhile True: time.sleep(1)", "took longer than 1 seconds"),
     "memory": ("x = 'x'\nwhile True: x += x", "line 2: MemoryError: "),
     "a deep recursion in C": ("x = 0\nfor _ in range(10 ** 5): x = [x]\nrepr(x)", "line 3: RecursionError"),
 }
@@ -183,10 +182,10 @@ def test_a_call_that_closes_its_streams_and_goes_on_is_ended(layers: tuple[str, 
 def test_a_call_beyond_its_processor_seconds_has_that_reason_and_is_not_made_again(
     layers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one(_seconds: float) -> int:
-        return 1
+    def none(_seconds: float) -> int:
+        return 0
 
-    monkeypatch.setattr(sandbox, "math", SimpleNamespace(ceil=one))  # 2 processor seconds
+    monkeypatch.setattr(sandbox, "math", SimpleNamespace(ceil=none))  # 1 processor second
     outcome = run(
         "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", layers=layers, timeout_s=30
     )

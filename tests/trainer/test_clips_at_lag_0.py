@@ -18,7 +18,7 @@ from tests.support.trainer_cases import load_tiny, make_init, make_step
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.training import Trainer
 
-NUM_ROWS, GROUP_SIZE, NUM_WRITTEN = 48, 8, 24
+NUM_ROWS, GROUP_SIZE, NUM_WRITTEN = 48, 8, 16
 SEEN = 1e-3
 """The share of tokens beyond which clips would be felt."""
 

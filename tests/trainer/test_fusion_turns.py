@@ -114,7 +114,7 @@ async def test_steps_of_one_size_are_computed_by_age(fusion: Fusion) -> None:
 async def test_a_flood_of_small_steps_does_not_starve_a_large_one(fusion: Fusion, weight: float) -> None:
     """The flood's tenant has this weight, and so many times as much while both are there."""
     tenants = Tenants(fusion)
-    large = asyncio.create_task(tenants.step("a", "large", 30))
+    large = asyncio.create_task(tenants.step("a", "large", 20))
     await asyncio.sleep(0)
 
     async def flood(name: str) -> None:
@@ -132,8 +132,8 @@ async def test_a_flood_of_small_steps_does_not_starve_a_large_one(fusion: Fusion
 
 async def test_a_tenant_that_comes_back_has_not_saved_up_its_turns(fusion: Fusion) -> None:
     tenants = Tenants(fusion)
-    await tenants.step("b", "before", 30)
-    large = asyncio.create_task(tenants.step("a", "large", 30))
+    await tenants.step("b", "before", 15)
+    large = asyncio.create_task(tenants.step("a", "large", 15))
     await asyncio.sleep(0)
     await tenants.step("b", "small", 1)
     assert tenants.ends == ["before", "small"] and not large.done()

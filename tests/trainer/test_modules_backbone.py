@@ -148,9 +148,9 @@ def assert_alike(found: Found, expected: Found) -> None:
 def test_logprobs_and_gradients_of_mixed_adapters_are_pefts(
     bases: dict[str, Path], tmp_path: Path, device: str, family: str
 ) -> None:
-    # Given adapters of ranks 1 to 64, two of one rank, one with some targets alone, at several temperatures
+    # Given adapters of several ranks, two of one rank, one with some targets alone, at several temperatures
     backbone = load_modules(bases[family], device=device)
-    ranks = ((1, 1.0), (8, 0.7), (8, 1.3), (64, 1.0))
+    ranks = ((1, 1.0), (64, 0.7), (64, 1.3))
     cases = [make_case(backbone, seed, rank, temperature) for seed, (rank, temperature) in enumerate(ranks)]
     cases.append(make_case(backbone, 9, 3, 0.7, targets=("q_proj", "o_proj")))
 
@@ -199,8 +199,7 @@ def drop_out(layer: Any, _: Any, out: Tensor) -> Tensor:
     return F.dropout(out, 0.5, layer.training)
 
 
-@pytest.mark.parametrize("num_layers", [1, NUM_LAYERS])
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "num_layers"), [("gemma3", 1), ("qwen3_moe", NUM_LAYERS)])
 def test_checkpointed_layers_give_the_same_gradients(
     bases: dict[str, Path], device: str, family: str, num_layers: int
 ) -> None:

@@ -38,7 +38,7 @@ def test_jobs_together_learn_what_each_learns_alone_on_the_decoder(
 ) -> None:
     # Given jobs of several ranks, targets, losses, temperatures, one of them with KL to the base
     decoder = Trainer(DecoderBackbone(load_tiny()), share_prefixes=share)
-    jobs = [job(decoder, number) for number in range(6)]
+    jobs = [job(decoder, number, num_groups=2, group_size=2) for number in range(6)]
 
     # When they are trained in the same passes
     found = together(Trainer(backbone, Budget(tokens), share_prefixes=share), jobs)
@@ -58,7 +58,7 @@ def test_a_step_on_a_device_learns_what_one_on_the_decoder_learns(device: str) -
     fit(trainer, 1 << 28)
 
     # When it trains whole steps of jobs with other losses and ranks, then each learns what it learns on a processor
-    for number in (0, 3, 4, 9):
+    for number in (3, 4):
         step, state = job(decoder, number)
         trained = trainer.step(step, on(device, state), nothing)
         assert trained.state.values_P.device.type == device

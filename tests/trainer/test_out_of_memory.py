@@ -16,7 +16,7 @@ from common.adapters import AdapterStore
 from common.errors import InvalidInput
 from common.messages import AdapterUpdate
 from common.objects import Objects
-from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, nothing
+from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, nothing
 from tests.trainer.test_trainer_fused import job, same_bytes
 from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.backbone.sequences import DecoderBackbone
@@ -29,7 +29,7 @@ from trainer_service.training import Trainer
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return load_tiny()
+    return load_shallow()
 
 
 @dataclass(frozen=True, slots=True)

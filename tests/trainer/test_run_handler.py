@@ -27,7 +27,7 @@ from tests.support.run_cases import (
     outputs,
     stretch,
 )
-from tests.support.trainer_cases import FullDisk, load_tiny, nothing
+from tests.support.trainer_cases import FullDisk, load_shallow, nothing
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler
 from trainer_service.optimiser import load_moments
@@ -76,7 +76,7 @@ class System:
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return load_tiny()
+    return load_shallow()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from common.streams import GROUP_MANAGER, GROUP_TRAINER
 from common.telemetry import About, Reporter
 from common.worker import Inbox, Worker
 from tests.support.run_cases import forward_backward, make_run, optim_step, stretch
-from tests.support.trainer_cases import load_tiny, nothing
+from tests.support.trainer_cases import load_shallow, nothing
 from trainer_service.__main__ import KEEP_INBOX_S
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler
@@ -59,7 +59,7 @@ def store(tmp_path: Path) -> AdapterStore:
 async def test_what_follows_a_gradient_goes_to_the_trainer_that_has_it(bus: Bus, store: AdapterStore) -> None:
     # Given two trainers
     handlers = {
-        name: TrainHandler(Trainer(DecoderBackbone(load_tiny())), store, "tiny", worker=name) for name in ("a", "b")
+        name: TrainHandler(Trainer(DecoderBackbone(load_shallow())), store, "tiny", worker=name) for name in ("a", "b")
     }
     await handlers["a"](make_run(), nothing)
     async with training(bus, handlers["a"], "a"), training(bus, handlers["b"], "b"):
@@ -76,7 +76,7 @@ async def test_what_follows_a_gradient_goes_to_the_trainer_that_has_it(bus: Bus,
 
 async def test_a_trainer_that_stops_says_that_the_gradient_is_gone(bus: Bus, store: AdapterStore) -> None:
     # Given a trainer that has a gradient, and is told to stop while it goes on from it
-    handler = TrainHandler(Trainer(DecoderBackbone(load_tiny()), Budget(1)), store, "tiny", worker="a")
+    handler = TrainHandler(Trainer(DecoderBackbone(load_shallow()), Budget(1)), store, "tiny", worker="a")
     await handler(make_run(), nothing)
     await handler(stretch(forward_backward(1)), nothing)
     async with training(bus, handler, "a"):
@@ -93,7 +93,7 @@ async def test_a_trainer_that_stops_says_that_the_gradient_is_gone(bus: Bus, sto
 async def test_the_inbox_of_a_trainer_that_died_vanishes_and_that_of_a_living_one_does_not(
     bus: Bus, store: AdapterStore
 ) -> None:
-    handler = TrainHandler(Trainer(DecoderBackbone(load_tiny())), store, "tiny", worker="a")
+    handler = TrainHandler(Trainer(DecoderBackbone(load_shallow())), store, "tiny", worker="a")
     own, client = bus.cell.trainer("a"), bus.client
     async with training(bus, handler, "a"), asyncio.timeout(20):
         while await client.ttl(own) < 1:

@@ -177,9 +177,9 @@ def test_gspo_takes_bounds_by_token_and_a_mask_of_its_own(decoder: Decoder, tmp_
     assert float((computed.gradient.grad_P - loop.gradient).norm() / loop.gradient.norm()) < 1e-5
 
 
-@pytest.mark.parametrize("grad_clip", [0.0, 0.5])
 @pytest.mark.parametrize(
-    "lora", [RUN_LORA, LoraSpec(rank=8, alpha=32.0, targets=("gate_proj", "up_proj", "down_proj"))]
+    ("grad_clip", "lora"),
+    [(0.0, RUN_LORA), (0.5, LoraSpec(rank=8, alpha=32.0, targets=("gate_proj", "up_proj", "down_proj")))],
 )
 def test_gradients_add_up_and_adamw_takes_each_calls_own_parameters(
     decoder: Decoder, tmp_path: Path, grad_clip: float, lora: LoraSpec

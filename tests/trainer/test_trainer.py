@@ -22,7 +22,7 @@ from tests.support.trainer_cases import (
     LORA,
     NO_ROWS,
     FullDisk,
-    load_tiny,
+    load_shallow,
     make_init,
     make_rows,
     make_step,
@@ -84,7 +84,7 @@ class System:
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return load_tiny()
+    return load_shallow()
 
 
 @pytest.fixture
@@ -385,7 +385,7 @@ def test_optimiser_state_comes_back_bit_exact() -> None:
     assert torch.equal(run(through_bytes=False), run(through_bytes=True))
 
 
-@pytest.mark.parametrize("tokens,share", [(1, True), (64, True), (64, False), (4096, False)])
+@pytest.mark.parametrize("tokens,share", [(1, True), (64, False)])
 def test_packing_does_not_change_what_is_learned(decoder: Decoder, tokens: int, share: bool) -> None:
     step = make_step(0, make_rows(num_groups=6), loss=LossSpec(kl_coef=0.1))
     reference, packed = (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.errors import InvalidInput
-from tests.support.trainer_cases import load_tiny, make_init, make_rows, make_step, measured, nothing
+from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, measured, nothing
 from trainer_service.__main__ import load_trainer
 from trainer_service.backbone.sequences import DecoderBackbone, checkpointed, compile_parts
 from trainer_service.settings import TrainerSettings
@@ -37,9 +37,9 @@ def compiler() -> Iterator[Any]:
 @pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
 @pytest.mark.usefixtures("compiler")
 def test_compiled_parts_train_alike_and_keep_less() -> None:
-    decoder = load_tiny()
+    decoder = load_shallow()
     compile_parts(decoder)
-    plain, compiled = Trainer(DecoderBackbone(load_tiny())), Trainer(DecoderBackbone(decoder))
+    plain, compiled = Trainer(DecoderBackbone(load_shallow())), Trainer(DecoderBackbone(decoder))
     state = plain.init(make_init())
     step = make_step(0, make_rows())
     expected = plain.step(step, state, nothing)
