@@ -38,7 +38,7 @@ HELLO: Any = [{"role": "user", "content": "add 37+58"}]
 
 @pytest.fixture
 async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    settings = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0, "grader_run_timeout_s": 1.0}
+    settings: dict[str, Any] = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0, "grader_run_timeout_s": 1.0}
     async with running_api(redis_url, tmp_path / "data", **settings) as running:
         yield running
 

@@ -20,7 +20,7 @@ KEY = "local-key_of_a_tenant_0123456789_0123456789_01"
 
 @pytest.fixture
 async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    hosts = {"logger_hosts": "api.wandb.ai, *.example.org", "webhook_hosts": "*.example.org, 127.0.0.1"}
+    hosts: dict[str, Any] = {"logger_hosts": "api.wandb.ai, *.example.org", "webhook_hosts": "*.example.org, 127.0.0.1"}
     async with running_api(redis_url, tmp_path / "data", **hosts) as running:
         await Receivers(running.api.redis).tell_installed(["wandb"])
         yield running

@@ -25,7 +25,7 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
 
 @pytest.fixture
 async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    settings = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0}
+    settings: dict[str, Any] = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0}
     async with running_api(redis_url, tmp_path / "data", **settings) as running:
         yield running
 
