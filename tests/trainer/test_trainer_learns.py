@@ -14,6 +14,7 @@ from tests.support.trainer_cases import make_init, make_step, nothing
 from trainer_service import lora
 from trainer_service.backbone.projection import Projection
 from trainer_service.backbone.sequences import DecoderBackbone
+from trainer_service.losses import RULES
 from trainer_service.training import Trainer
 
 NUM_PROMPT, NUM_SAMPLED, GROUP_SIZE, NUM_GROUPS = 5, 6, 8, 4
@@ -85,9 +86,8 @@ def as_rows(tokens: Tensor, logprobs: Tensor, version: int) -> Rows:
     )
 
 
-@pytest.mark.parametrize("name", ["grpo", "cispo"])
-def test_the_reward_rises(name: str) -> None:
-    """Under a loss with a clipped ratio, and one with a weight; `test_losses.py` compares all with their formulas."""
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_the_reward_rises_under_every_loss(name: str) -> None:
     decoder, generator = random_decoder(), torch.Generator().manual_seed(1)
     trainer = Trainer(DecoderBackbone(decoder))
     state = trainer.init(make_init())
