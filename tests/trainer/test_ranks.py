@@ -39,10 +39,11 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @contextlib.contextmanager
-def ranks(folder: Path, number: int, device: str = "cpu") -> Generator[RankedBackbone]:
+def ranks(folder: Path, number: int, device: str = "cpu", *, forks: bool = True) -> Generator[RankedBackbone]:
+    """`forks`: the other ranks start sooner, with much of a fork server's memory; else they are executed, as the product's are."""
     torch.set_num_threads(1)
     settings = TrainerSettings(trainer_ranks=number, trainer_device=device, trainer_dtype="float32")
-    with forked_ranks():
+    with forked_ranks() if forks else contextlib.nullcontext():
         backbone = load_ranks(settings, folder)
     try:
         yield backbone

@@ -29,7 +29,7 @@ from trainer_service.ranks.backbone import RankedBackbone
 from trainer_service.training import DoesNotFit, Trainer
 
 pytestmark = pytest.mark.timeout(300)
-LITTLE = 8 << 20
+LITTLE = 24 << 20
 """Bytes."""
 
 
@@ -74,7 +74,7 @@ def alone(folder: Path) -> ModulesBackbone:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Generator[RankedBackbone]:
-    with ranks(folder, 2) as backbone:
+    with ranks(folder, 2, forks=False) as backbone:  # where memory ends depends on what a process holds
         yield backbone
 
 
@@ -124,7 +124,7 @@ def narrow(layer: Any, most: int, *, backward: bool) -> Generator[None]:
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("num_checkpointed", [0, NUM_LAYERS])
+@pytest.mark.parametrize("num_checkpointed", [0, 1, NUM_LAYERS])
 def test_a_rank_that_runs_out_of_memory_stays_in_step(
     two: RankedBackbone, alone: ModulesBackbone, cases: list[Case], backward: bool, num_checkpointed: int
 ) -> None:
@@ -152,7 +152,7 @@ async def test_a_rank_to_which_the_kernel_gives_no_more_ends_nothing(
 ) -> None:
     # Given a step that needs more on each rank than the second one may take
     fusion = Fusion(Trainer(two, Budget(1 << 30), share_prefixes=False))
-    one = job(fusion.trainer, 0, num_groups=100)
+    one = job(fusion.trainer, 0, num_groups=300)
     single = Trainer(alone, Budget(1 << 30), share_prefixes=False)
     made: list[Trained] = []
     assert kept_bytes(lambda: made.extend(together(single, [one]))) > 5 * LITTLE
