@@ -84,7 +84,7 @@ class Caller:
         """`proxy`: where all calls go through, if this process itself has no way out. It resolves the names, and must refuse
         the operator's own addresses."""
         self.hosts = AllowedHosts(hosts)
-        self._proxy = proxy or None
+        self._proxy = httpx.Proxy(proxy) if proxy else None
 
     @functools.cached_property
     def _client(self) -> httpx.AsyncClient:

@@ -6,9 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Generator
-from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkContext, ForkServerContext
 
 import msgspec
 import pytest
@@ -20,19 +18,19 @@ FORKS.set_forkserver_preload(["tests.support.warm", "tests.support.forked_ranks"
 
 
 @contextlib.contextmanager
-def forked_ranks(context: ForkServerContext | ForkContext = FORKS) -> Generator[None]:
-    """Lets this process's trainers fork their other ranks: from the fork server, or, in a context of "fork", from itself."""
+def forked_ranks() -> Generator[None]:
+    """Lets this process's trainers fork their other ranks."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("trainer_service.ranks.leader._spawned", partial(ForkedRank, context))
+        patched.setattr("trainer_service.ranks.leader._spawned", ForkedRank)
         yield
 
 
 class ForkedRank:
     """A rank as its leader sees it: the part of `subprocess.Popen` that `Ranks` needs."""
 
-    def __init__(self, context: ForkServerContext | ForkContext, begin: Begin) -> None:
-        theirs, ours = context.Pipe(duplex=False)
-        self._process = context.Process(target=_follow, args=(begin, theirs), daemon=True)
+    def __init__(self, begin: Begin) -> None:
+        theirs, ours = FORKS.Pipe(duplex=False)
+        self._process = FORKS.Process(target=_follow, args=(begin, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self.pid = self._process.pid
@@ -55,7 +53,7 @@ class ForkedRank:
 
 
 def _follow(begin: Begin, commands: Connection) -> None:
-    """Runs the program of a rank in the forked process. It ends with the one that forked it."""
+    """Runs the program of a rank in the forked process. What starts it, and ends with it, is the fork server."""
     from trainer_service.ranks.__main__ import main  # here: the process of the tests needs no other rank's program
 
     os.dup2(commands.fileno(), 0)

@@ -1,7 +1,6 @@
-"""A trainer of two ranks, forked from a process that has imported what it needs, as is its other rank from it."""
+"""A trainer of two ranks, forked from a process that has imported what it needs; its other rank is executed, as it is in a service."""
 
 import contextlib
-import multiprocessing
 import os
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.support.forked_ranks import FORKS, forked_ranks
+from tests.support.forked_ranks import FORKS
 from tests.support.trainer_cases import TINY, make_init, make_rows, make_step, nothing
 from trainer_service.ranks.backbone import RankedBackbone
 from trainer_service.ranks.leader import Ranks, begin_of
@@ -59,8 +58,7 @@ def main(output: Connection, errors: Path, patience_s: float, busy: bool) -> Non
     os.dup2(output.fileno(), 1)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     begin = msgspec.structs.replace(begin_of(TrainerSettings(trainer_ranks=2), TINY), patience_s=patience_s)
-    with forked_ranks(multiprocessing.get_context("fork")):
-        ranks, part = Ranks.start(begin)
+    ranks, part = Ranks.start(begin)
     trainer = Trainer(RankedBackbone(part, ranks))
     say(ranks.processes[0].pid)
     state = trainer.init(make_init())

@@ -31,7 +31,7 @@ OTHERS = ("add", "reverse", "calc")
 """Jobs that differ from the watched ones in everything that a neighbour may differ in."""
 SUPERVISED = {"batch_size": 8, "n_epochs": 2, "eval_interval": 2, "keep_versions": 3}
 NUM_EXAMPLES, NUM_STEPS = 16, 4
-VICTIMS = ("trainer-0", "env-0", "manager", "rollout-1", "redis")
+VICTIMS = ("trainer-0", "trainer-1", "env-0", "manager", "rollout-1", "redis")
 
 
 async def test_jobs_and_a_run_have_the_same_bits_alone_and_among_others_whatever_is_killed(tmp_path: Path) -> None:

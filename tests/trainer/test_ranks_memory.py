@@ -74,7 +74,7 @@ def alone(folder: Path) -> ModulesBackbone:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Generator[RankedBackbone]:
-    with ranks(folder, 2, forks=False) as backbone:  # where memory ends depends on what a process holds
+    with ranks(folder, 2) as backbone:
         yield backbone
 
 
