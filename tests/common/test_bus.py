@@ -14,15 +14,14 @@ import msgspec
 import pytest
 import redis.asyncio as aioredis
 
-from common.bus import Bus, Delivery, Idle, Progress, Settlement, Undecodable, Unfetched, connect
+from common.bus import Bus, Delivery, Idle, Progress, Settlement, Undecodable, Unfetched
 from common.errors import InvalidInput
-from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start, TrainStep
+from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start
 from common.objects import Objects
 from common.payloads import CLAIM_CHECK_BYTES
 from common.settler import MOST_BYTES, Settler
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 from common.telemetry import About, Reporter
-from common.wire import decode, encode
 from harness.proxy import Proxy
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.local.embedded_redis import find_server
@@ -50,14 +49,6 @@ def start(number: int = 0, item: dict[str, object] | None = None) -> Start:
 async def take_over(bus: Bus, consumer: str, min_idle_ms: int = 0) -> list[Delivery]:
     found = await bus.find_idle(CELL.env, GROUP_ENV, min_idle_ms=min_idle_ms)
     return await bus.claim(CELL.env, GROUP_ENV, consumer, found, min_idle_ms=min_idle_ms)
-
-
-async def test_a_message_arrives_as_it_was_sent(bus: Bus) -> None:
-    await bus.ensure_group(CELL.env, GROUP_ENV)
-    await bus.publish([(CELL.env, start(item={"q": "1+1"}))])
-    (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=10)
-    assert delivery.message == start(item={"q": "1+1"})
-    assert delivery.deliveries == 1
 
 
 async def test_settling_publishes_and_deletes_in_one_go(bus: Bus) -> None:
@@ -497,12 +488,6 @@ async def test_a_lost_group_is_made_again(bus: Bus) -> None:
     assert len(await bus.read([CELL.env], GROUP_ENV, "w", count=1)) == 1
 
 
-async def test_errors_of_the_callers_making_come_out(bus: Bus) -> None:
-    await bus.client.set(CELL.env, "not a stream")
-    with pytest.raises(Exception, match="WRONGTYPE"):
-        await bus.publish([(CELL.env, start())])
-
-
 async def test_a_failing_output_leaves_the_input_pending(bus: Bus) -> None:
     # Given an output that Redis refuses
     await bus.ensure_group(CELL.env, GROUP_ENV)
@@ -522,25 +507,6 @@ async def test_a_script_cache_that_was_flushed_is_no_error(bus: Bus) -> None:
     (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
     await bus.client.script_flush()
     assert await bus.settle([Settlement(delivery)]) == [True]
-
-
-def test_a_password_never_prints(redis_server: RedisServer) -> None:
-    from common.settings import Settings
-
-    settings = Settings(redis_url="redis://:hunter2@127.0.0.1:1/0")
-    assert "hunter2" not in repr(settings)
-
-
-def test_steps_survive_the_wire() -> None:
-    from tests.common.test_messages import EXAMPLES
-
-    for message in EXAMPLES:
-        assert decode(encode(message)) == message
-    assert any(isinstance(m, TrainStep) for m in EXAMPLES)
-
-
-def test_connecting_is_lazy() -> None:
-    connect("redis://127.0.0.1:1/0", Cell("tiny"))
 
 
 async def test_of_two_streams_the_first_is_read_empty_first(bus: Bus) -> None:
