@@ -3,10 +3,8 @@ tests can make it fail. The engine's contract is in `test_engine_contract.py`, t
 
 import asyncio
 import contextlib
-import tempfile
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,16 +277,6 @@ async def test_a_job_that_never_pauses_does_not_keep_its_slot_for_ever() -> None
         await asyncio.wait(flood)
 
 
-async def test_every_turn_names_an_adapter_also_those_of_the_base_model() -> None:
-    cores = Cores()
-    async with started(cores, "a") as engine:
-        await asyncio.gather(
-            *[one(engine, request(r, sample=i, max_tokens=3)) for i in (0, 1) for r in (BASE, ref("a"))]
-        )
-    names = {name.partition("#")[0] for name in cores.last.named}
-    assert names == {"-/base", "tenant/a@1"}
-
-
 async def test_versions_0_that_change_nothing_share_the_base_models_weights_and_nothing_that_is_cached() -> None:
     cores = Cores()
     async with started(cores) as engine:
@@ -315,12 +303,6 @@ async def test_an_adapters_folder_stays_while_somebody_holds_it() -> None:
         assert files.get(ref("a")) is None and stored.adapter.folder.is_dir()
     assert not stored.adapter.folder.exists()
     files.close()
-
-
-async def test_an_engine_without_adapters_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    AdapterFiles(linear_shapes(TINY), max_rank=16).close()
-    assert not list(tmp_path.iterdir())
 
 
 async def test_cancelling_aborts_the_turn_in_the_process_wherever_it_is() -> None:
