@@ -30,7 +30,6 @@ from manager_service.records import (
     SampleRecord,
     Stop,
     Written,
-    file_path,
 )
 from tests.support.api_server import GRADER, ApiServer, item, jsonl, method, running_api, running_jobs, upload
 
@@ -222,17 +221,6 @@ async def test_prompts_are_measured_at_upload_else_at_creation(server: ApiServer
         with pytest.raises(openai.BadRequestError, match="1 of the prompts"):
             await create(server, training_file=file)
         assert await create(server, training_file=file, method=method(max_tokens=4))
-
-
-async def test_rows_are_read_again_only_for_fields_that_their_upload_did_not_find_in_all(server: ApiServer) -> None:
-    file = await upload(server.openai)
-    key = f"{GLOBAL}file:{file}"
-    record = json.loads(await server.api.redis.get(key))
-    await server.api.objects.delete(file_path("default", file))
-    assert await create(server, training_file=file)
-    await server.api.redis.set(key, json.dumps(record | {"fields": []}))  # as an older manager has written it
-    with pytest.raises(openai.APIStatusError):
-        await create(server, training_file=file)
 
 
 async def test_an_environment_that_makes_its_items_needs_no_file(server: ApiServer) -> None:

@@ -35,7 +35,6 @@ from manager_service.jobs.groups import sound
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.journal import Journal
-from manager_service.jobs.open_trajectories import OpenTrajectory, TrajectoryKey
 from manager_service.jobs.retention import droppable, has_version
 from manager_service.kept import LIMITS
 from manager_service.records import EvalTally, JobState, Training
@@ -262,16 +261,6 @@ def test_a_job_that_starts_from_an_adapter_waits_for_its_copy(start: dict[str, A
     assert isinstance(message, Start) and not message.untrained
 
 
-def test_each_item_is_drawn_once_an_epoch_in_an_order_of_the_seeds() -> None:
-    items = Items([b'{"n": %d}' % n for n in range(10)])
-    spec = msgspec.structs.replace(job_spec(num_steps=100, batch_size=5), num_items=10)
-    job = Job(CELL, spec, JobState(status="running", version=0), items, Items())
-    drawn = [job.orders.item(group) for group in range(20)]
-    first, second = ([d["n"] for d in drawn[at : at + 10] if d] for at in (0, 10))
-    assert sorted(first) == sorted(second) == list(range(10))
-    assert first != second
-
-
 def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_later_step() -> None:
     spec = job_spec(num_steps=3, batch_size=1, group_size=2)
     job = Job(CELL, spec, JobState(status="running", version=1), Items(), Items())
@@ -314,17 +303,6 @@ def test_the_best_version_by_evaluation_stays_and_one_that_is_evaluated() -> Non
     assert [v for v in range(-1, 9) if has_version(spec, state, v)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_open_trajectories_read_back_as_they_were_written() -> None:
-    for name, key in {
-        "3/0": TrajectoryKey(3, 0),
-        "eval@3.17/0": TrajectoryKey(17, 0, "eval", 3),
-        "eval_greedy@0.2/1": TrajectoryKey(2, 1, "eval_greedy", 0),
-    }.items():
-        assert (str(key), TrajectoryKey.parse(name)) == (name, key)
-    for value, trajectory in {"2:7": OpenTrajectory(2, 7), "0:1:scored": OpenTrajectory(0, 1, scored=True)}.items():
-        assert (str(trajectory), OpenTrajectory.parse(value)) == (value, trajectory)
-
-
 def begun(**hyper: Any) -> World:
     """A job whose first groups are issued."""
     small: dict[str, Any] = {"num_steps": 2, "batch_size": 2, "group_size": 4}
@@ -352,13 +330,6 @@ def test_a_turn_that_nobody_can_read_has_failed_and_a_start_with_all_its_traject
     assert {n: sorted(group.waiting) for n, group in job.open.groups.items()} == {0: [0, 1, 3], 1: []}
     assert world.ledger["failed"] == 5
     assert job.state.reasons == {"dead_letter: a message could not be read: newer": 5}
-
-
-def test_the_commonest_reason_says_something() -> None:
-    state = JobState(status="running")
-    for number in range(60):
-        state.note_failure(Failure("grader", f"the model answered '{number}?'"))
-    assert state.commonest_reason.startswith("grader: the model answered")
 
 
 def test_a_step_that_nobody_can_read_fails_its_job() -> None:

@@ -159,22 +159,14 @@ async def test_a_new_job_samples_while_no_trainer_answers(system: System) -> Non
     assert [step.untrained for step in system.trainer.seen] == [True, False]
 
 
-async def test_a_gradient_uses_only_trajectories_of_the_version_it_trains(system: System) -> None:
-    spec = job_spec(num_steps=4)
-    await create_job(system.bus, spec)
-    await until_status(system.bus, spec.id, "succeeded")
-    for step in system.trainer.seen:
-        assert set(step.rows.versions.numpy().tolist()) == {step.adapter.version}
-
-
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [0, 2])
 async def test_lag_never_exceeds_the_jobs_staleness(system: System, staleness: int) -> None:
     spec = job_spec(num_steps=8, max_staleness=staleness)
     await create_job(system.bus, spec)
     await until_status(system.bus, spec.id, "succeeded")
     lags = [step.adapter.version - int(v) for step in system.trainer.seen for v in step.rows.versions.numpy()]
     assert max(lags) <= staleness
-    assert max(lags) > 0, "groups were issued ahead"
+    assert (max(lags) > 0) == (staleness > 0), "groups are issued ahead where they may be"
     assert balanced(await ledger_of(system.bus, spec.id))
 
 
@@ -194,22 +186,23 @@ async def test_a_masked_trajectory_is_left_out_and_a_failed_group_replaced(syste
     assert step.next_group == 5
 
 
-async def test_a_job_that_no_grader_can_score_fails_with_the_commonest_reason(system: System) -> None:
-    system.env.reward = lambda start, sample: Failure("grader", "common" if start.group else "rare")
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (lambda start, sample: Failure("grader", "common" if start.group else "rare"), "common"),
+        (lambda start, sample: float("nan"), "not a finite number"),
+    ],
+)
+async def test_a_job_that_no_grader_can_score_fails_with_the_commonest_reason(
+    system: System, reward: Any, said: str
+) -> None:
+    system.env.reward = reward
     spec = job_spec()
     await create_job(system.bus, spec)
     state = await until_status(system.bus, spec.id, "failed")
-    assert state.error is not None and "common" in state.error.message and state.error.code == "grader"
+    assert state.error is not None and said in state.error.message and state.error.code == "grader"
     ledger = await ledger_of(system.bus, spec.id)
     assert balanced(ledger) and ledger["in_flight"] == 0
-
-
-async def test_nan_rewards_are_failures_not_numbers(system: System) -> None:
-    system.env.reward = lambda start, sample: float("nan")
-    spec = job_spec()
-    await create_job(system.bus, spec)
-    state = await until_status(system.bus, spec.id, "failed")
-    assert state.error is not None and "not a finite number" in state.error.message
 
 
 async def test_a_refused_step_fails_the_job_and_keeps_its_last_version(system: System) -> None:
@@ -314,20 +307,6 @@ async def test_tokens_of_completions_count_where_tenants_share_rollouts(system: 
         await count_inference(system.bus.client, system.bus.cell, "acme", Usage(10**9, 10**9))
         while allocator._rollouts.virtual_time("acme") < 2 * 10**9:  # pyright: ignore[reportPrivateUsage]
             await asyncio.sleep(0.02)
-
-
-async def test_a_killed_owners_jobs_go_on_under_the_next_one(system: System) -> None:
-    system.env.delay_s = 0.03
-    spec = job_spec(num_steps=6)
-    await create_job(system.bus, spec)
-    for seen in (1, 3):
-        await until(lambda n=seen: len(system.trainer.seen) >= n)
-        await system.kill_owner()
-        system.start_owner()
-    await until_status(system.bus, spec.id, "succeeded", seconds=60)
-    ledger = await ledger_of(system.bus, spec.id)
-    assert ledger == {"issued": 96, "trained": 96, "in_flight": 0}
-    assert [s.adapter.version for s in system.trainer.seen] == [0, 1, 2, 3, 4, 5]
 
 
 async def test_two_owners_at_once_do_no_harm(system: System) -> None:
