@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import re
 import stat
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import cast
 
@@ -18,12 +17,6 @@ from harness.redis_server import RedisServer
 from manager_service.api.app import ROUTERS
 from manager_service.tenants import KEYS, Tenants, bootstrap, read_or_make_key
 from tests.support.api_server import ApiServer, running_api
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
 
 
 async def test_without_a_known_key_nothing_is_answered(server: ApiServer) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,7 @@ CHATTY = ChatTokenizer.load(TINY)
 KEYS = ["role", "content", "tool_calls", "name", "type", "text", "function", "arguments", "tool_call_id"]
 
 
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data", max_file_bytes=100_000, max_line_bytes=10_000) as running:
-        yield running
+SETTINGS = {"max_file_bytes": 100_000, "max_line_bytes": 10_000}
 
 
 async def test_a_file_is_uploaded_listed_read_and_deleted(server: ApiServer) -> None:

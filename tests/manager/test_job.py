@@ -4,7 +4,7 @@ import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -37,7 +37,7 @@ from manager_service.jobs.job import Job
 from manager_service.jobs.journal import Journal
 from manager_service.jobs.retention import droppable, has_version
 from manager_service.kept import LIMITS
-from manager_service.records import EvalTally, JobState, Training
+from manager_service.records import EvalTally, JobError, JobState, Training
 
 CELL = Cell("tiny")
 
@@ -64,6 +64,20 @@ class World:
     pauses: int = 0
     now: float = 0.0
     metrics: dict[str, float | None] = field(default_factory=dict[str, float | None])  # of every step
+
+    def started(self) -> Self:
+        changes = Changes()
+        self.job.queue(0, changes)
+        self.job.start(0, changes)
+        self.apply(changes)
+        return self
+
+    def ended(self) -> Self:
+        for _ in range(3000):
+            self.turn()
+            if self.job.settled:
+                return self
+        raise AssertionError(f"not done: {self.job.state}")
 
     def apply(self, changes: Changes) -> None:
         for (_, name), amount in changes.ledger.items():
@@ -167,16 +181,7 @@ class World:
 def run(seed: int, **hyper: Any) -> World:
     small: dict[str, Any] = {"num_steps": 4, "batch_size": 3, "group_size": 4}
     spec = job_spec(**small | hyper)
-    world = World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items()))
-    changes = Changes()
-    world.job.queue(0, changes)
-    world.job.start(0, changes)
-    world.apply(changes)
-    for _ in range(3000):
-        world.turn()
-        if world.job.settled:
-            return world
-    raise AssertionError(f"not done: {world.job.state}")
+    return World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items())).started().ended()
 
 
 def trained(world: World) -> list[Any]:
@@ -207,19 +212,13 @@ def test_every_trajectory_is_accounted_for_and_none_is_too_old(seed: int, stalen
 def test_a_job_that_ends_early_settles_all_but_a_step_under_way(end: str) -> None:
     for seed in range(20):
         spec = job_spec(num_steps=9, batch_size=3, group_size=4)
-        world = World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items()))
-        changes = Changes()
-        world.job.queue(0, changes)
-        world.job.start(0, changes)
-        world.apply(changes)
+        world = World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items())).started()
         for _ in range(60 + seed):
             world.turn()
         changes = Changes()
         if end == "cancel":
             world.job.cancel(world.now, changes)
         else:
-            from manager_service.records import JobError
-
             world.job.fail(JobError("x", "y"), world.now, changes)
         world.apply(changes)
         training = world.job.state.training

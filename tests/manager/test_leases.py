@@ -12,6 +12,14 @@ def mine(found: Round) -> set[int]:
     return {partition for partition, held in found.leases.items() if held is not Held.BY_ANOTHER}
 
 
+async def share(*owners: Leases) -> None:
+    """Each takes what is free, and gives back what is beyond its share."""
+    for owner in owners:
+        found = await owner.round({})
+        for partition in sorted(mine(found))[found.share :]:
+            await owner.release(partition)
+
+
 async def test_one_owner_takes_everything_and_renews_it(bus: Bus) -> None:
     owner = Leases(bus, "one", 60)
     assert set((await owner.round({})).leases.values()) == {Held.TAKEN}
@@ -24,10 +32,7 @@ async def test_owners_that_come_get_their_share_and_those_that_go_leave_it(bus: 
     owners = [Leases(bus, name, 60) for name in ("one", "two", "three")]
     await owners[0].round({})
     for _ in range(3):
-        for owner in owners:
-            found = await owner.round({})
-            for partition in sorted(mine(found))[found.share :]:
-                await owner.release(partition)
+        await share(*owners)
     # Then each partition has one owner, and none has more than its share
     shares = [mine(await owner.round({})) for owner in owners]
     assert sorted(map(len, shares)) == [4, 6, 6]
@@ -42,10 +47,7 @@ async def test_who_leaves_free_partitions_to_others_keeps_its_own_and_the_others
     bus: Bus,
 ) -> None:
     one, two = Leases(bus, "one", 60), Leases(bus, "two", 60)
-    for owner in (one, two, one):
-        found = await owner.round({})
-        for partition in sorted(mine(found))[found.share :]:
-            await owner.release(partition)
+    await share(one, two, one)
     await two.round({})
     left = max(mine(await one.round({})))
     await one.release(left)
@@ -62,10 +64,7 @@ async def test_an_owner_alone_leaves_nothing_to_others(bus: Bus) -> None:
 async def test_capacity_goes_to_where_the_active_tenants_are(bus: Bus) -> None:
     # Given two owners, one with a tenant of weight 3, the other with one of weight 1
     one, two = Leases(bus, "one", 60), Leases(bus, "two", 60)
-    for owner in (one, two, one):
-        found = await owner.round({})
-        for partition in sorted(mine(found))[found.share :]:
-            await owner.release(partition)
+    await share(one, two, one)
     await two.round({})
     await one.round({0: 3.0, 1: 0.0})
     assert (await two.round({15: 1.0})).other_weight == 3.0

@@ -22,8 +22,8 @@ from manager_service.owner import arriving, owner, partition, reading
 from manager_service.owner.partition import Partition
 from manager_service.records import JobSpec
 from tests.common.test_worker import until
-from tests.manager.test_owner import LEASE_S, System
 from tests.support.gated_store import GatedStore
+from tests.support.owning import LEASE_S, System
 
 OTHER = next(f"tenant-{n}" for n in range(1000) if partition_of(f"tenant-{n}") == partition_of("acme"))
 """Shares its owner, its partition and its lock with `acme`."""
