@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from base_model.kernels import NotDeterministic
-from base_model.stacked import LanePlanner, Lanes, fuse, padded_rank
+from base_model.stacked import LanePlanner, fuse, padded_rank
 from common.errors import InvalidInput
 from common.messages import BASE
 from common.rng import uniform
@@ -191,17 +191,6 @@ def test_lanes_are_kept_while_rows_come_and_go_and_given_back_later() -> None:
             assert product.gather[place] == row
             for ours, own in zip(product.factors, rows[row].factors, strict=True):
                 assert torch.equal(ours[lane], own[0])
-
-
-def test_a_lane_whose_copy_failed_belongs_to_nobody() -> None:
-    shapes, layers, like = decoder().linear_shapes(), decoder().config.num_layers, decoder().embedding
-    fits, larger = (fuse(adapter_of(1, rank=rank), shapes, layers, like=like) for rank in (8, 16))
-    lanes = Lanes()
-    lanes.make(4, fits)
-    lanes.put(0, fits)
-    with pytest.raises(RuntimeError):
-        lanes.put(0, larger)
-    assert lanes.owners == [None]
 
 
 def test_sampling_follows_the_distribution() -> None:

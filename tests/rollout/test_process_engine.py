@@ -13,12 +13,11 @@ from common.errors import InvalidInput
 from common.messages import BASE
 from rollout_service.engine import CorruptAdapter, Generated
 from rollout_service.process import process_engine as module
-from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import Core
 from rollout_service.process.process_engine import ProcessEngine
 from tests.support.engines_under_test import fake_core, process_engine
 from tests.support.fake_core import FakeCore
-from tests.support.rollout_cases import TINY, beat, broken_files, files_of, one, ref, request
+from tests.support.rollout_cases import beat, broken_files, files_of, one, ref, request
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
@@ -293,16 +292,6 @@ async def test_an_adapter_that_is_dropped_and_loaded_again_gets_a_number_of_its_
         await engine.load_files(ref("a"), files_of(5))
         await one(engine, request(ref("a"), max_tokens=2))
     assert len(set(cores.last.named)) == 2
-
-
-async def test_an_adapters_folder_stays_while_somebody_holds_it() -> None:
-    files = AdapterFiles(linear_shapes(TINY), max_rank=16)
-    stored = files.put(ref("a"), files_of(1))
-    with files.hold(stored):
-        files.drop(ref("a"))
-        assert files.get(ref("a")) is None and stored.adapter.folder.is_dir()
-    assert not stored.adapter.folder.exists()
-    files.close()
 
 
 async def test_cancelling_aborts_the_turn_in_the_process_wherever_it_is() -> None:
