@@ -6,9 +6,11 @@ import msgspec
 import openai
 import pytest
 
+from common.messages import GradeRequest, GradeResult, Usage
 from common.settings import TINY
+from common.tasks import running
 from manager_service.records import JSON, JobSpec, JobState, Status
-from tests.support.api_server import ApiServer, method, upload
+from tests.support.api_server import ApiServer, method, played_grader, upload
 
 ASKED = [{"role": "user", "content": "{{item.answer}} or {{sample.output_text}}?"}]
 
@@ -96,3 +98,27 @@ async def test_a_model_that_is_not_there_or_not_ones_own_grades_nothing(server: 
     ):
         with pytest.raises(openai.BadRequestError, match="there is no model"):
             await call
+
+
+async def test_trying_a_models_grader_charges_its_tokens(server: ApiServer) -> None:
+    seen: list[GradeRequest] = []
+
+    def reward(request: GradeRequest) -> GradeResult:
+        seen.append(request)
+        usage = Usage(prompt_tokens=30, sampled_tokens=4, grader_tokens=5)
+        return GradeResult(**request.about(), id=request.id, reward=0.5, seconds=1.0, usage=usage)
+
+    model, graders = await tuned(server), server.openai.fine_tuning.alpha.graders
+    given: Any = score(model)
+    assert (await graders.validate(grader=given)).to_dict()["grader"] == given
+    async with played_grader(server.bus, reward):
+        result = await graders.run(grader=given, model_sample="x", item={"answer": "1"})
+    assert (result.reward, result.metadata.token_usage, result.metadata.sampled_model_name) == (0.5, 39, f"{model}@3")
+    assert seen[0].env.args["grader"]["model"] == f"{model}@3"
+    used = (await server.http.get("/v1/usage")).json()["total"]
+    assert (used["prompt_tokens"], used["sampled_tokens"], used["grader_tokens"], used["env_s"]) == (30, 4, 5, 1.0)
+    elsewhere: Any = score("other")
+    other = server.api.bases["other"]
+    async with running(other.run()), played_grader(other.bus, reward):
+        result = await graders.run(grader=elsewhere, model_sample="x", item={"answer": "1"})
+    assert result.metadata.sampled_model_name == "other", "as at OpenAI, the grader alone says which model"
