@@ -704,15 +704,6 @@ def test_progress_is_what_the_events_say() -> None:
     assert (progress.tenant, progress.label, progress.seconds) == ("acme", "sums", 60)
 
 
-def test_the_rate_counts_the_last_seconds() -> None:
-    progress = JobProgress("ftjob-1")
-    for event in EVENTS:
-        progress.add(event, now=10.0)
-    assert progress.tokens_per_s(11.0) == 600
-    assert progress.tokens_per_s(20.0) == 60
-    assert progress.tokens_per_s(40.0) == 0
-
-
 def test_a_long_message_is_cut_and_says_by_how_much(api: type[FakeApi]) -> None:
     event = {**metrics(1, step=1), "level": "warn", "message": "x" * 100_000}
     api.answers = {("GET", "/v1/fine_tuning/jobs/ftjob-1/events"): [event]}

@@ -116,13 +116,15 @@ async def test_a_masked_trajectory_is_left_out_and_a_failed_group_replaced(syste
     assert step.next_group == 5
 
 
-@pytest.mark.parametrize(
-    ("reward", "said"),
-    [
-        (lambda start, sample: Failure("grader", "common" if start.group else "rare"), "common"),
-        (lambda start, sample: float("nan"), "not a finite number"),
-    ],
-)
+def common_and_rare(start: Start, sample: int) -> Failure:
+    return Failure("grader", "common" if start.group else "rare")
+
+
+def not_a_number(start: Start, sample: int) -> float:
+    return float("nan")
+
+
+@pytest.mark.parametrize(("reward", "said"), [(common_and_rare, "common"), (not_a_number, "not a finite number")])
 async def test_a_job_that_no_grader_can_score_fails_with_the_commonest_reason(
     system: System, reward: Any, said: str
 ) -> None:

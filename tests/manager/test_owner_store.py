@@ -198,23 +198,6 @@ async def waiting(system: System, job: str) -> bool:
     return any(text in event.message for event in await system.events(job))
 
 
-async def test_a_job_whose_file_finds_no_room_says_so_and_goes_on_when_there_is_some(
-    system: Owning, objects: Objects, full_disk: Callable[[], None]
-) -> None:
-    system.gated.gate.set()
-    await objects.write("files/acme/file-1", ITEMS)
-    spec, other = _with_file(job_spec("filed", num_steps=1, **SMALL)), job_spec("small", OTHER, num_steps=1, **SMALL)
-    await create(system.bus, spec)
-    await until(lambda: waiting(system, spec.id))
-    # Then another job begins and ends meanwhile, and the reason is told once
-    await create(system.bus, other)
-    await until_status(system.bus, other.id, "succeeded")
-    assert (await state_of(system.bus, spec.id)).status == "validating_files"
-    assert len(await system.events(spec.id)) == 1
-    full_disk()
-    await until_status(system.bus, spec.id, "succeeded")
-
-
 async def test_a_job_whose_file_finds_no_room_for_long_fails(
     system: Owning, objects: Objects, full_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

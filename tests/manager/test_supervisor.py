@@ -19,7 +19,7 @@ import redis.asyncio
 from common.errors import REFUSED
 from harness.redis_server import RedisServer
 from manager_service.local import supervisor
-from manager_service.local.children.processes import describe, last_error, rotate, tail
+from manager_service.local.children.processes import describe, last_error, rotate
 from manager_service.local.supervisor import (
     LocalCluster,
     ServiceCommand,
@@ -366,15 +366,6 @@ def test_a_long_log_is_moved_aside_while_its_writer_goes_on(tmp_path: Path) -> N
         writer.write(b"new\n")
     assert log.read_bytes() == b"new\n"
     assert (tmp_path / "x.log.1").read_bytes() == b"old\n" * 10
-
-
-def test_the_tail_of_a_log(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    assert tail(log) == ""
-    log.write_text("\n".join(map(str, range(100))))
-    assert tail(log, 2) == "98\n99"
-    assert tail(log, start=log.stat().st_size - 2) == "99"
-    assert tail(log, 1, start=10_000) == "99", "it was rotated since"
 
 
 def test_the_last_error_of_a_log_is_no_warning_of_a_process_that_ended_later(tmp_path: Path) -> None:

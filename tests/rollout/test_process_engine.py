@@ -220,25 +220,6 @@ async def test_more_adapters_than_slots_queue_and_all_succeed() -> None:
     assert cores.last.most_loaded == 4
 
 
-async def test_adapters_that_lost_their_slot_come_back_without_being_read_again() -> None:
-    jobs = ["a", "b", "c", "d"]
-    cores = Cores()
-    async with started(cores, *jobs, max_loras=2, max_known=3) as engine:
-        cores.last.max_loras = 4  # with that of the base
-
-        async def added(*names: str) -> int:
-            before = cores.last.num_added
-            for name in names:
-                await one(engine, request(ref(name), max_tokens=2))
-            return cores.last.num_added - before
-
-        assert await added("a", "b", "c") == 3
-        assert await added("a", "b", "c", "a") == 0
-        assert await added("d", "c", "a") == 1, "b was used least recently"
-        assert await added("b", "d") == 2
-        assert cores.last.most_loaded == 4
-
-
 async def test_a_dropped_adapter_without_a_slot_leaves_the_process_too() -> None:
     cores = Cores()
     async with started(cores, "a", "b", max_loras=1, max_known=4) as engine:

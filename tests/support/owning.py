@@ -24,7 +24,7 @@ class System:
 
     def __init__(self, bus: Bus, objects: Objects, *, lease_s: float = LEASE_S, **settings: Any) -> None:
         self.lease_s = lease_s
-        self.settings = {"tenants": Tenants(bus.client), **settings}
+        self.settings: dict[str, Any] = {"tenants": Tenants(bus.client), **settings}
         self.bus = bus
         self.objects = objects
         self.store = AdapterStore(objects)
