@@ -10,13 +10,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.isolation.jobs import BROKEN, Job
 from benchmarks.isolation.runs import JobRun, Mode, Neighbour, Run, Sample, Settings
-from benchmarks.step_share import covered_s
 from common.skills import Split, generate
 from harness.live import FINAL, Api, adapter_hashes, jsonl, running
 from manager_service.local.supervisor import LocalCluster
@@ -129,6 +128,15 @@ def together(spans: Sequence[Any], service: str, tenants: Sequence[str]) -> floa
             total_s += covered_s(own)
             shared_s += covered_s(own) + covered_s(others) - covered_s(own + others)
     return shared_s / total_s if total_s else 0.0
+
+
+def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of their union."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

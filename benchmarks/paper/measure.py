@@ -20,7 +20,6 @@ from benchmarks.paper import first_tokens
 from benchmarks.paper.first_answers import first_answers
 from benchmarks.paper.results import JobFigures, Measured, Stretch, measured, rollout_engine, training_engine
 from benchmarks.paper.workloads import Workload
-from benchmarks.step_share import processor_s
 from common.adapters import AdapterStore, Manifest
 from common.bus import Bus
 from common.messages import AdapterRef
@@ -28,7 +27,7 @@ from common.objects import Objects
 from common.streams import Cell
 from common.tasks import running as running_tasks
 from harness.live import Api
-from harness.processes import core_wait_s, machine_cpu_s
+from harness.processes import core_wait_s, cpu_s, machine_cpu_s
 from manager_service.local.supervisor import LocalCluster, ServiceCommand, service_commands
 from simulator.fit import Recording, record
 
@@ -142,7 +141,7 @@ async def seen(cluster: LocalCluster, admin: Api) -> Seen:
         at_s=time.monotonic(),
         machine_s=machine_cpu_s(),
         counters={worker["service"]: worker["counters"] for worker in workers},
-        cpu_s=processor_s(cluster),
+        cpu_s={name: cpu_s(pid) for name, pid in cluster.pids.items()},
         core_wait_s={name: core_wait_s(pid) for name, pid in cluster.pids.items()},
     )
 

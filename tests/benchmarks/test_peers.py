@@ -270,8 +270,3 @@ def test_results_survive_their_files(tmp_path: Path) -> None:
     for each in kept:
         write(tmp_path, each)
     assert read(tmp_path) == kept
-
-
-def test_the_documentation_has_the_settings_that_are_printed() -> None:
-    text = (PROGRAMS.parents[1] / "docs" / "benchmarks.md").read_text()
-    assert [name for name, value in table(Settings()) if f"| {name} | {value} |" not in text] == []
