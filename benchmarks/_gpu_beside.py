@@ -106,7 +106,7 @@ def _trained(base: Path, device: torch.device, num_steps: int) -> list[float]:
     from peft import LoraConfig
     from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from benchmarks.peers.trl_job import config
+    from benchmarks.peers.trl_jobs import config
 
     times: list[float] = []
 

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 
-from simulator.calibration import PolicyRun, Spread, jain, read_runs
+from simulator.calibration import PolicyRun, Spread, jain
 
 Counters = Mapping[str, float]
 
@@ -16,27 +15,14 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     submitted_s: float
     first_s: float  # its first turn at the rollout engine
-    token_s: float | None = None  # when the first of its tokens had been sampled
-    answer_s: float | None = None  # the end of the first of its turns that ended
+    token_s: float | None = None  # when the first of its tokens had been sampled; a sum has none
     versions_s: list[float]  # when each was committed; version 0 when it first sampled
-    rewards: list[float]  # of each step's batch, mean
     tokens: int  # prompt and sampled ones of its trained trajectories
     written: int  # of them, sampled
-    rollout_s: float = 0.0  # what it used, as the API's usage counts it
-    env_s: float = 0.0
-    train_s: float = 0.0
 
     @property
     def turnaround_s(self) -> float:
         return self.versions_s[-1] - self.submitted_s
-
-    @property
-    def until_token_s(self) -> float | None:
-        return None if self.token_s is None else self.token_s - self.submitted_s
-
-    @property
-    def until_answer_s(self) -> float | None:
-        return None if self.answer_s is None else self.answer_s - self.submitted_s
 
     @property
     def step_times_s(self) -> list[float]:
@@ -44,13 +30,13 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
         return [later - at for at, later in pairwise(self.versions_s)]
 
     def later(self, seconds: float) -> "JobFigures":
-        """The same work, submitted at the start and begun later."""
+        """The figures with times since a start that many seconds earlier."""
+        token_s = None if self.token_s is None else self.token_s + seconds
         return msgspec.structs.replace(
             self,
-            submitted_s=0.0,
+            submitted_s=self.submitted_s + seconds,
             first_s=self.first_s + seconds,
-            token_s=None,
-            answer_s=None,
+            token_s=token_s,
             versions_s=[at + seconds for at in self.versions_s],
         )
 
@@ -66,15 +52,6 @@ class Engine(msgspec.Struct, frozen=True):
         return Engine(*(factor * value for value in msgspec.structs.astuple(self)))
 
 
-class Stretch(msgspec.Struct, frozen=True):
-    """A time in which a service worked for a job."""
-
-    job: int
-    phase: str
-    start_s: float
-    end_s: float
-
-
 class Measured(PolicyRun, frozen=True, kw_only=True):
     """A run, with the figures that a simulation does not have."""
 
@@ -83,7 +60,6 @@ class Measured(PolicyRun, frozen=True, kw_only=True):
     trainer: Engine
     cpu_s: dict[str, float]  # of each process
     others: float = 0.0  # cores that everybody else on the machine used, in the mean
-    stretches: list[Stretch] = []  # of small runs
 
     @property
     def control_s(self) -> float:
@@ -100,24 +76,15 @@ class Measured(PolicyRun, frozen=True, kw_only=True):
         return (self.rollout.useful_s + self.trainer.useful_s) / (2 * self.makespan_s)
 
     @property
-    def idle(self) -> float:
-        return 1 - (self.rollout.busy_s + self.trainer.busy_s) / (2 * self.makespan_s)
-
-    @property
     def bottleneck_useful(self) -> float:
-        """Useful share of the time in which the busier engine was not waiting for a core; on a machine of its own, of all its time."""
+        """Useful share of the time in which the busier engine was not waiting for a core."""
         engine = self.bottleneck
         return engine.useful_s / max(self.makespan_s - engine.core_wait_s, engine.useful_s)
 
     @property
     def until_tokens_s(self) -> list[float]:
-        """Seconds from each job's submission to its first sampled token, ascending; empty for runs in which that was not measured."""
-        return sorted(job.until_token_s for job in self.jobs if job.until_token_s is not None)
-
-    @property
-    def until_answers_s(self) -> list[float]:
-        """Seconds from each job's submission to its first answer, ascending; empty for runs in which that was not measured."""
-        return sorted(job.until_answer_s for job in self.jobs if job.until_answer_s is not None)
+        """Seconds from each job's submission to its first sampled token, ascending."""
+        return sorted(job.token_s - job.submitted_s for job in self.jobs if job.token_s is not None)
 
     def slowdowns(self, alone: "Measured") -> list[float]:
         """Each job's turnaround over that of a job alone."""
@@ -140,26 +107,14 @@ def training_engine(growth: Counters, *, trained: int, core_wait_s: float) -> En
     return Engine(growth["compute_s"], growth["compute_s"] * (1 - padding) * won, core_wait_s)
 
 
-def measured(
-    *,
-    policy: str,
-    workload: str,
-    jobs: Sequence[JobFigures],
-    rollout: Engine,
-    trainer: Engine,
-    cpu_s: Mapping[str, float],
-    sampled_tokens: float,
-    others: float = 0.0,
-    stretches: Sequence[Stretch] = (),
-    kind: str = "measured",
-) -> Measured:
+def measured(jobs: Sequence[JobFigures], *, sampled_tokens: float, **known: object) -> Measured:
+    """The run's figures from its jobs'. `known`: its other fields."""
+    rollout, trainer = known["rollout"], known["trainer"]
+    assert isinstance(rollout, Engine) and isinstance(trainer, Engine)
     makespan_s = max(job.versions_s[-1] for job in jobs)
     steps = [seconds for job in jobs for seconds in job.step_times_s]
     return Measured(
-        kind=kind,  # type: ignore[arg-type]
-        policy=policy,
         training_queue="fused",
-        workload=workload,
         n=len(jobs),
         steps=max(len(job.versions_s) for job in jobs) - 1,
         makespan_s=makespan_s,
@@ -172,11 +127,7 @@ def measured(
         jain=jain([job.tokens / job.turnaround_s for job in jobs]),
         wasted_tokens=max(0, round(sampled_tokens) - sum(job.written for job in jobs)),
         jobs=list(jobs),
-        rollout=rollout,
-        trainer=trainer,
-        cpu_s=dict(cpu_s),
-        others=others,
-        stretches=list(stretches),
+        **known,  # type: ignore[arg-type]
     )
 
 
@@ -190,36 +141,31 @@ def summed(run: Measured, n: int) -> Measured:
     jobs: list[JobFigures] = []
     at = 0.0
     for number in range(n):
-        job, started, ended = own[number % run.n], starts[number % run.n], starts[number % run.n + 1]
-        jobs.append(job.later(at - started))
+        started, ended = starts[number % run.n], starts[number % run.n + 1]
+        moved = own[number % run.n].later(at - started)
+        jobs.append(msgspec.structs.replace(moved, submitted_s=0.0, token_s=None))
         at += ended - started
     factor = n / run.n
-    sampled = run.wasted_tokens + sum(job.written for job in run.jobs)
     return measured(
+        jobs,
+        sampled_tokens=factor * (run.wasted_tokens + sum(job.written for job in run.jobs)),
         kind="summed",
         policy=run.policy,
         workload=run.workload,
-        jobs=jobs,
         rollout=run.rollout.times(factor),
         trainer=run.trainer.times(factor),
         cpu_s={name: factor * seconds for name, seconds in run.cpu_s.items()},
-        sampled_tokens=factor * sampled,
         others=run.others,
     )
 
 
-def with_sums(runs: Sequence[Measured], numbers: Sequence[int]) -> list[Measured]:
+def with_sums(runs: Sequence[Measured]) -> list[Measured]:
     """Adds the runs of `sequential` that were not measured, as sums of the largest measured one below."""
     found = list(runs)
     for workload in dict.fromkeys(run.workload for run in runs):
         own = {run.n: run for run in runs if run.workload == workload and run.policy == "sequential"}
-        for n in numbers:
+        for n in sorted({run.n for run in runs} - set(own)):
             below = [size for size in own if size < n]
-            if n not in own and below:
+            if below:
                 found.append(summed(own[max(below)], n))
     return found
-
-
-def read(folder: Path) -> list[Measured]:
-    """Raises ValueError if there are none."""
-    return read_runs(folder, Measured)

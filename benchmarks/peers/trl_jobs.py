@@ -1,4 +1,4 @@
-"""Runs one job on TRL's GRPOTrainer, with TRL's Python: `python -m benchmarks.peers.trl_job FOLDER NAME`.
+"""Runs one job on TRL's GRPOTrainer, with TRL's Python: `python -m benchmarks.peers.trl_jobs FOLDER NAME`.
 
 As TRL's documentation has it for a small model on a CPU: float32 (`bf16=False`), no gradient checkpointing, no vLLM,
 generation by transformers, no dataloader workers, one micro-batch a step, no checkpoints, no reports.
