@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import psutil
 
@@ -209,21 +208,6 @@ class ScaleCluster:
         answers = await pipe.execute()
         held = sum(row["pending"] for row in answers[-NUM_PARTITIONS:])
         return sum(answers[:-NUM_PARTITIONS]) - held, held
-
-    async def list_ms(self, number: int) -> list[float]:
-        """Times of as many requests for the newest 20 jobs of a tenant who has all of the cluster's."""
-        cell = self.bus.cell
-        await self.bus.client.zunionstore(cell.tenant_jobs("default"), [cell.jobs_all])
-        key = (self.folder / "api_key").read_text().strip()
-        headers, found = {"Authorization": f"Bearer {key}"}, list[float]()
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{self.port}/v1", trust_env=False, headers=headers
-        ) as http:
-            for _ in range(number):
-                since = time.perf_counter()
-                (await http.get("/fine_tuning/jobs", params={"limit": 20})).raise_for_status()
-                found.append(1000 * (time.perf_counter() - since))
-        return found
 
     async def owner_handover_ms(self) -> list[float]:
         """Times from publication to reading of results that were published a moment ago. They are Redis' own: an entry's id

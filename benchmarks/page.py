@@ -172,4 +172,4 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, jobs=1000, steps=10_000, rounds=5)
+    run(__doc__, report, {"jobs": 50, "steps": 1000, "rounds": 1}, jobs=1000, steps=10_000, rounds=5)

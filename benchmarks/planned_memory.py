@@ -144,4 +144,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--train"]:
         sys.stdout.write(f"{train(int(sys.argv[2]))}\n")
     else:
-        run(__doc__, report, tokens=4096)
+        run(__doc__, report, {"tokens": 512}, tokens=4096)

@@ -131,4 +131,4 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, steps=3)
+    run(__doc__, report, {"steps": 1}, steps=3)

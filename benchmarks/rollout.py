@@ -160,4 +160,4 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, rows=64, tokens=48, rounds=7)
+    run(__doc__, report, {"rows": 32, "tokens": 8, "rounds": 1}, rows=64, tokens=48, rounds=7)

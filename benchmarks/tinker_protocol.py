@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._report import Goal, Report, make_table, parser, show
+from benchmarks._report import Goal, Report, make_table, parsed, parser, show
 from benchmarks.peers.measure import PEERS, environment
 from benchmarks.peers.settings import MODEL
 from benchmarks.peers.skyrl_server import serving
@@ -164,5 +164,5 @@ def goals(found: list[Figures]) -> list[Goal]:
 if __name__ == "__main__":
     options = parser(__doc__, steps=12, rounds=1)
     options.add_argument("--clients", default="1,4,8", help="default 1,4,8")
-    chosen = options.parse_args()
+    chosen = parsed(options, {"clients": "1", "steps": 2})
     show(report(chosen), chosen.json)

@@ -25,7 +25,7 @@ from benchmarks._report import Report, console, empty, make_table, positive, sho
 from benchmarks.paper import table
 from benchmarks.paper.measure import measure
 from benchmarks.paper.predict import calibrates, predictions, recording_file
-from benchmarks.paper.results import Measured, with_sums
+from benchmarks.paper.results import Measured
 from benchmarks.paper.workloads import WORKLOADS, Workload
 from manager_service.scheduling.policies import POLICIES
 from simulator.calibration import read_runs
@@ -35,20 +35,19 @@ OUT = Path(".paper")
 FULL, QUICK = (1, 2, 4, 8, 16, 32), (1, 4)
 QUICK_POLICIES = ("sequential", "synchronous", "marlaas")
 STEPS = 5
-ONE_BY_ONE = {"single": (1, 4, 32), "agentic": (1, 4), "tail": (1, 4, 32)}
-"""Number of jobs at which `sequential` is measured; its other values are sums."""
+MOST_IN_TURN = 4
+"""Jobs up to which `sequential` is measured: more take as many times as long."""
 
 
 def plan(
-    numbers: Sequence[int], policies: Sequence[str], workloads: Sequence[str], *, quick: bool = False
+    numbers: Sequence[int], policies: Sequence[str], workloads: Sequence[str]
 ) -> Iterator[tuple[Workload, str, int]]:
     """Runs, in order."""
     for workload in workloads:
         for n in numbers:
             for policy in policies:
-                if policy == "sequential" and (n not in ONE_BY_ONE[workload] or (quick and n > 1)):
-                    continue
-                yield WORKLOADS[workload], policy, n
+                if policy != "sequential" or n <= MOST_IN_TURN:
+                    yield WORKLOADS[workload], policy, n
 
 
 def run(workload: Workload, policy: str, n: int, steps: int, folder: Path) -> None:
@@ -60,7 +59,7 @@ def run(workload: Workload, policy: str, n: int, steps: int, folder: Path) -> No
 
 def report(folder: Path, to: Path | None) -> None:
     try:
-        runs = with_sums(read_runs(folder, Measured))
+        runs = read_runs(folder, Measured)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     found, predicted = table.Found(runs), predictions(runs, folder, os.cpu_count())
@@ -89,7 +88,7 @@ def main() -> None:
     policies = given.policies or (QUICK_POLICIES if given.quick else list(POLICIES))
     if given.show is None:
         empty(out, "run-*.json", "telemetry-*.msgpack")
-        for workload, policy, n in plan(numbers, policies, given.workloads, quick=given.quick):
+        for workload, policy, n in plan(numbers, policies, given.workloads):
             console.print(f"{workload.name}, {policy}, N = {n} …")
             run(workload, policy, n, given.steps, out)
     report(out, given.json)

@@ -92,12 +92,11 @@ def figures(workload: str, policy: str, jobs: list[JobFigures], before: Seen, af
     written, trained = sum(job.written for job in jobs), sum(job.tokens for job in jobs)
     return measured(
         jobs,
+        rollout_engine(growth["rollout"], written=written, core_wait_s=waits["rollout-0"]),
+        training_engine(growth["trainer"], trained=trained, core_wait_s=waits["trainer-0"]),
         sampled_tokens=growth["rollout"]["sampled_tokens"],
-        kind="measured",
         policy=policy,
         workload=workload,
-        rollout=rollout_engine(growth["rollout"], written=written, core_wait_s=waits["rollout-0"]),
-        trainer=training_engine(growth["trainer"], trained=trained, core_wait_s=waits["trainer-0"]),
         cpu_s={name: seconds - before.cpu_s[name] for name, seconds in after.cpu_s.items()},
         others=before.others(after),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 
@@ -15,7 +16,7 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     submitted_s: float
     first_s: float  # its first turn at the rollout engine
-    token_s: float | None = None  # when the first of its tokens had been sampled; a sum has none
+    token_s: float  # when the first of its tokens had been sampled
     versions_s: list[float]  # when each was committed; version 0 when it first sampled
     tokens: int  # prompt and sampled ones of its trained trajectories
     written: int  # of them, sampled
@@ -31,14 +32,8 @@ class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     def later(self, seconds: float) -> "JobFigures":
         """The figures with times since a start that many seconds earlier."""
-        token_s = None if self.token_s is None else self.token_s + seconds
-        return msgspec.structs.replace(
-            self,
-            submitted_s=self.submitted_s + seconds,
-            first_s=self.first_s + seconds,
-            token_s=token_s,
-            versions_s=[at + seconds for at in self.versions_s],
-        )
+        times = {name: getattr(self, name) + seconds for name in ("submitted_s", "first_s", "token_s")}
+        return msgspec.structs.replace(self, **times, versions_s=[at + seconds for at in self.versions_s])
 
 
 class Engine(msgspec.Struct, frozen=True):
@@ -47,9 +42,6 @@ class Engine(msgspec.Struct, frozen=True):
     busy_s: float  # forward, backward, optimiser, sampling
     useful_s: float  # of them, for neither padding nor tokens that never ended in `trained`
     core_wait_s: float  # it was ready and had no core
-
-    def times(self, factor: float) -> "Engine":
-        return Engine(*(factor * value for value in msgspec.structs.astuple(self)))
 
 
 class Measured(PolicyRun, frozen=True, kw_only=True):
@@ -84,7 +76,7 @@ class Measured(PolicyRun, frozen=True, kw_only=True):
     @property
     def until_tokens_s(self) -> list[float]:
         """Seconds from each job's submission to its first sampled token, ascending."""
-        return sorted(job.token_s - job.submitted_s for job in self.jobs if job.token_s is not None)
+        return sorted(job.token_s - job.submitted_s for job in self.jobs)
 
     def slowdowns(self, alone: "Measured") -> list[float]:
         """Each job's turnaround over that of a job alone."""
@@ -107,13 +99,14 @@ def training_engine(growth: Counters, *, trained: int, core_wait_s: float) -> En
     return Engine(growth["compute_s"], growth["compute_s"] * (1 - padding) * won, core_wait_s)
 
 
-def measured(jobs: Sequence[JobFigures], *, sampled_tokens: float, **known: object) -> Measured:
-    """The run's figures from its jobs'. `known`: its other fields."""
-    rollout, trainer = known["rollout"], known["trainer"]
-    assert isinstance(rollout, Engine) and isinstance(trainer, Engine)
+def measured(
+    jobs: Sequence[JobFigures], rollout: Engine, trainer: Engine, *, sampled_tokens: float, **known: Any
+) -> Measured:
+    """The run's figures from its jobs' and engines'. `known`: policy, workload, cpu_s, others."""
     makespan_s = max(job.versions_s[-1] for job in jobs)
     steps = [seconds for job in jobs for seconds in job.step_times_s]
     return Measured(
+        kind="measured",
         training_queue="fused",
         n=len(jobs),
         steps=max(len(job.versions_s) for job in jobs) - 1,
@@ -127,45 +120,7 @@ def measured(jobs: Sequence[JobFigures], *, sampled_tokens: float, **known: obje
         jain=jain([job.tokens / job.turnaround_s for job in jobs]),
         wasted_tokens=max(0, round(sampled_tokens) - sum(job.written for job in jobs)),
         jobs=list(jobs),
-        **known,  # type: ignore[arg-type]
+        rollout=rollout,
+        trainer=trainer,
+        **known,
     )
-
-
-def summed(run: Measured, n: int) -> Measured:
-    """`n` jobs one after another, from a measured run of fewer: its jobs again and again, each with its own duration.
-
-    All are submitted at the start, so a job waits for those before it, as it does under `sequential`.
-    """
-    own = sorted(run.jobs, key=lambda job: job.versions_s[-1])
-    starts = [0.0, *(job.versions_s[-1] for job in own)]
-    jobs: list[JobFigures] = []
-    at = 0.0
-    for number in range(n):
-        started, ended = starts[number % run.n], starts[number % run.n + 1]
-        moved = own[number % run.n].later(at - started)
-        jobs.append(msgspec.structs.replace(moved, submitted_s=0.0, token_s=None))
-        at += ended - started
-    factor = n / run.n
-    return measured(
-        jobs,
-        sampled_tokens=factor * (run.wasted_tokens + sum(job.written for job in run.jobs)),
-        kind="summed",
-        policy=run.policy,
-        workload=run.workload,
-        rollout=run.rollout.times(factor),
-        trainer=run.trainer.times(factor),
-        cpu_s={name: factor * seconds for name, seconds in run.cpu_s.items()},
-        others=run.others,
-    )
-
-
-def with_sums(runs: Sequence[Measured]) -> list[Measured]:
-    """Adds the runs of `sequential` that were not measured, as sums of the largest measured one below."""
-    found = list(runs)
-    for workload in dict.fromkeys(run.workload for run in runs):
-        own = {run.n: run for run in runs if run.workload == workload and run.policy == "sequential"}
-        for n in sorted({run.n for run in runs} - set(own)):
-            below = [size for size in own if size < n]
-            if below:
-                found.append(summed(own[max(below)], n))
-    return found

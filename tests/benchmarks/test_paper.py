@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from benchmarks._lengths import answer_tokens
-from benchmarks.paper import agentic, table
+from benchmarks.paper import agentic
 from benchmarks.paper.measure import Seen
-from benchmarks.paper.results import Engine, JobFigures, Measured, measured, rollout_engine, summed, training_engine
+from benchmarks.paper.results import Engine, JobFigures, Measured, measured, rollout_engine, training_engine
 from benchmarks.paper.workloads import WORKLOADS
 from common.messages import TrajectoryRef
 from env_service.environment import Turn
@@ -16,18 +16,18 @@ from env_service.environment import Turn
 def job(start_s: float, step_s: float, *, tokens: int = 100) -> JobFigures:
     """Two steps, submitted at 0, at work from `start_s` on."""
     versions = [start_s + 0.1 + step_s * version for version in range(3)]
-    return JobFigures(submitted_s=0.0, first_s=start_s, versions_s=versions, tokens=tokens, written=tokens // 2)
+    times = {"submitted_s": 0.0, "first_s": start_s, "token_s": start_s}
+    return JobFigures(**times, versions_s=versions, tokens=tokens, written=tokens // 2)
 
 
-def run_of(jobs: list[JobFigures], policy: str = "marlaas") -> Measured:
+def run_of(jobs: list[JobFigures]) -> Measured:
     return measured(
         jobs,
+        Engine(2.0, 1.0, 0.5),
+        Engine(1.0, 0.9, 0.0),
         sampled_tokens=sum(each.written for each in jobs) + 7,
-        kind="measured",
-        policy=policy,
+        policy="marlaas",
         workload="single",
-        rollout=Engine(2.0, 1.0, 0.5),
-        trainer=Engine(1.0, 0.9, 0.0),
         cpu_s={"redis": 0.5, "manager": 0.5, "rollout-0": 2.2, "trainer-0": 1.3},
     )
 
@@ -58,14 +58,6 @@ def test_others_used_what_the_machine_was_busy_with_and_its_processes_were_not()
         for at, machine, own in ((5.0, 100.0, 1.0), (15.0, 120.0, 3.5))
     )
     assert before.others(after) == pytest.approx((20.0 - 5.0) / 10.0)
-
-
-def test_a_sum_puts_measured_jobs_one_after_another_and_says_so() -> None:
-    total = summed(run_of([job(0.0, 1.0), job(2.1, 2.0)], policy="sequential"), 5)  # they end at 2.1 and 6.2
-    assert total.makespan_s == pytest.approx(2 * 6.2 + 2.1)
-    assert [each.first_s for each in total.jobs] == pytest.approx([0.0, 2.1, 6.2, 8.3, 12.4])
-    assert total.tpts_s.mean == pytest.approx((3 * 1.0 + 2 * 2.0) / 5), "steps take as long as they did"
-    assert table.named(total) == "single sequential 5 (sum)"
 
 
 def test_answers_and_tool_calls_are_functions_of_seed_group_and_sample() -> None:
