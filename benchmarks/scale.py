@@ -41,7 +41,8 @@ HALF: dict[str, Any] = {"rollout": 4, "rollout_slots": 512, "delay_s": 4 * 512 /
 FULL = ((10, 1000), (1, 2), (1, 4, 16))
 QUICK = ((10, 50), (1,), (1, 2))
 """Numbers of jobs, of managers, of rollout workers."""
-SETTLE_S = 4.0
+SETTLE = 0.8
+"""Of a window, before the first."""
 WINDOWS = 3
 LOOK_EVERY_S = 0.5
 LIMIT_S = 60.0
@@ -78,7 +79,7 @@ async def measure(
     cluster: ScaleCluster, workers: Workers, seconds: float, worse: Callable[[Figures], float]
 ) -> Figures:
     """Figures of the window, of several, that other work disturbed least."""
-    await asyncio.sleep(SETTLE_S)
+    await asyncio.sleep(SETTLE * seconds)
     return min([await window(cluster, workers, seconds) for _ in range(WINDOWS)], key=worse)
 
 
@@ -160,7 +161,7 @@ async def with_rollout_workers(numbers: Sequence[int], seconds: float) -> dict[i
     async with started(200) as cluster:
         for number in numbers:
             async with working(cluster.load(rollout=number, rollout_slots=64, delay_s=1.0)) as workers:
-                await asyncio.sleep(SETTLE_S)  # until what the workers before gave back is done, and reports are heard
+                await asyncio.sleep(4)  # until what the workers before gave back is done, and reports are heard
                 found[number] = await measure(cluster, workers, seconds, lambda f: -f.rate)
     return found
 
@@ -177,7 +178,7 @@ async def with_idle_workers(num_jobs: int, seconds: float) -> dict[int, Figures]
 async def recovery(num_jobs: int) -> float:
     """Seconds after the dead manager's last lease until the other one has all partitions in memory."""
     async with started(num_jobs) as cluster, working(cluster.load(**FAST)):
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(4)
         return await cluster.kill_and_recover()
 
 

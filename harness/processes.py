@@ -68,11 +68,6 @@ def computing_threads(pid: int) -> list[Path]:
     return [task for task in tasks if task.name != str(pid) and (task / "comm").read_text().startswith(COMPUTING)]
 
 
-def computes(pid: int) -> bool:
-    """True if one of them is running, or ready to run."""
-    return any((task / "stat").read_text().rpartition(")")[2].split()[0] == "R" for task in computing_threads(pid))
-
-
 def core_wait_s(pid: int) -> float:
-    """Seconds in which they were ready and had no core."""
+    """Seconds in which the threads that compute were ready and had no core."""
     return sum(int((task / "schedstat").read_text().split()[1]) for task in computing_threads(pid)) / 1e9

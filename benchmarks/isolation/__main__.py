@@ -27,22 +27,23 @@ from benchmarks.isolation.runs import MODES, Mode, Run, Settings
 from common.errors import InvalidInput
 
 OUT, QUICK_OUT = Path(".isolation"), Path(".isolation/quick")
-QUICK = Settings(num_watched=2, num_jobs=4, deterministic_steps=2, default_steps=2, num_seeds=1, num_held_out=8)
+QUICK = Settings(num_watched=2, num_jobs=4, deterministic_steps=2, default_steps=2, num_seeds=1)
 
 
 async def measure_all(folder: Path, settings: Settings, modes: Sequence[Mode]) -> None:
     """Measures what is missing in the folder."""
     watched, beside = WATCHED[: settings.num_watched], background(settings.num_jobs - settings.num_watched)
     for mode in modes:
+        steps = settings.num_steps(mode)
         for seed in settings.seeds(mode):
             missing = [n for n, job in enumerate(watched) if not has(folder, mode, "alone", seed, job.name)]
             if missing:
                 async with measure.tenants(mode, alone=True) as theirs:
                     for n in missing:
-                        keep(folder, await measure.alone(theirs, mode, seed, n, watched[n], settings))
+                        keep(folder, await measure.alone(theirs, mode, seed, n, watched[n], steps))
             if not has(folder, mode, "among", seed):
                 async with measure.tenants(mode, alone=False) as theirs:
-                    keep(folder, await measure.among(theirs, mode, seed, watched, beside, settings))
+                    keep(folder, await measure.among(theirs, mode, seed, watched, beside, steps))
 
 
 def has(folder: Path, mode: Mode, sharing: runs.Sharing, seed: int, job: str = "") -> bool:

@@ -10,17 +10,18 @@ import contextlib
 import signal
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.isolation.jobs import BROKEN, Job
-from benchmarks.isolation.runs import JobRun, Mode, Run, Settings
+from benchmarks.isolation.runs import JobRun, Mode, Run
 from common.skills import Split, generate
 from harness.live import FINAL, Api, adapter_hashes, jsonl, running
 from manager_service.local.supervisor import LocalCluster
 
 JOBS = "/fine_tuning/jobs"
 ENDLESS = 100_000  # steps of a job that is cancelled in the end
-EVAL_SAMPLES = 4
+NUM_ITEMS, NUM_HELD_OUT, EVAL_SAMPLES = 256, 32, 4
 POLL_S = 0.5
 LIMIT_S = 1800.0
 SEVERAL = {"rollout": 3, "env": 2, "trainer": 2}
@@ -33,35 +34,31 @@ ENVIRONMENTS: dict[Mode, dict[str, str]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
 class Tenants:
     """The tenants of one cluster, each made when its first job comes."""
 
-    def __init__(self, cluster: LocalCluster) -> None:
-        self.cluster = cluster
-        self.admin = Api(cluster.base_url, cluster.admin_key)
-        self._apis: dict[str, Api] = {}
+    cluster: LocalCluster
+    admin: Api
+    apis: dict[str, Api] = field(default_factory=dict[str, Api])
 
     async def api(self, tenant: str) -> Api:
-        if tenant not in self._apis:
-            self._apis[tenant] = await self.admin.tenant(tenant)
-        return self._apis[tenant]
+        if tenant not in self.apis:
+            self.apis[tenant] = await self.admin.tenant(tenant)
+        return self.apis[tenant]
 
-    async def submit(self, job: Job, settings: Settings, *, seed: int, steps: int, watched: bool) -> str:
+    async def submit(self, job: Job, *, seed: int, steps: int, watched: bool) -> str:
         """Submits a job and returns its id. Its items, order and adapter depend on `seed` alone."""
         api = await self.api(job.tenant)
 
         async def upload(number: int, split: Split) -> str:
             return await api.upload(f"{job.skill}.jsonl", jsonl(generate(job.skill, seed, number, split)))
 
-        body = {"model": "tiny", "seed": seed, "training_file": await upload(settings.num_items, "train")}
+        body = {"model": "tiny", "seed": seed, "training_file": await upload(NUM_ITEMS, "train")}
         if watched:
-            body["validation_file"] = await upload(settings.num_held_out, "held_out")
+            body["validation_file"] = await upload(NUM_HELD_OUT, "held_out")
         method = job.method(max_steps=steps, **({"eval_samples": EVAL_SAMPLES} if watched else {}))
         return (await api.post(JOBS, body | {"method": method}))["id"]
-
-    async def close(self) -> None:
-        for api in (self.admin, *self._apis.values()):
-            await api.close()
 
 
 @contextlib.asynccontextmanager
@@ -69,11 +66,10 @@ async def tenants(mode: Mode, *, alone: bool) -> AsyncGenerator[Tenants]:
     """Starts a cluster: of several workers only where bytes must not depend on them, since otherwise a run lasts as long as it must."""
     workers: dict[str, Any] = SEVERAL if mode == "deterministic" and not alone else {}
     async with running(environment=ENVIRONMENTS[mode], **workers) as (cluster, _):
-        theirs = Tenants(cluster)
-        try:
-            yield theirs
-        finally:
-            await theirs.close()
+        theirs = Tenants(cluster, Api(cluster.base_url, cluster.admin_key))
+        yield theirs
+        for api in (theirs.admin, *theirs.apis.values()):
+            await api.close()
 
 
 def job_seed(run_seed: int, place: int) -> int:
@@ -81,25 +77,24 @@ def job_seed(run_seed: int, place: int) -> int:
     return 1000 * run_seed + place
 
 
-async def alone(theirs: Tenants, mode: Mode, seed: int, place: int, job: Job, settings: Settings) -> Run:
+async def alone(theirs: Tenants, mode: Mode, seed: int, place: int, job: Job, steps: int) -> Run:
     """One job with nothing beside it."""
-    found = await watch(theirs, job, settings, mode, job_seed(seed, place))
-    return Run(mode=mode, sharing="alone", seed=seed, jobs=[found])
+    return Run(mode=mode, sharing="alone", seed=seed, jobs=[await watch(theirs, job, steps, job_seed(seed, place))])
 
 
 async def among(
-    theirs: Tenants, mode: Mode, seed: int, watched: Sequence[Job], beside: Sequence[Job], settings: Settings
+    theirs: Tenants, mode: Mode, seed: int, watched: Sequence[Job], beside: Sequence[Job], steps: int
 ) -> Run:
     """The watched jobs, those beside them, and the broken ones, at once."""
     others = [
-        (job, await theirs.submit(job, settings, seed=job_seed(seed, 100 + n), steps=ENDLESS, watched=False))
+        (job, await theirs.submit(job, seed=job_seed(seed, 100 + n), steps=ENDLESS, watched=False))
         for n, job in enumerate((*beside, *BROKEN))
     ]
     disturbing = [asyncio.create_task(cancel_after_a_step(theirs, *others[-1]))]
     if mode == "deterministic":
         disturbing.append(asyncio.create_task(kill(theirs.cluster)))
     found = await asyncio.gather(
-        *(watch(theirs, job, settings, mode, job_seed(seed, place)) for place, job in enumerate(watched))
+        *(watch(theirs, job, steps, job_seed(seed, place)) for place, job in enumerate(watched))
     )
     for task in disturbing:
         task.cancel()
@@ -114,10 +109,10 @@ async def among(
     )
 
 
-async def watch(theirs: Tenants, job: Job, settings: Settings, mode: Mode, seed: int) -> JobRun:
+async def watch(theirs: Tenants, job: Job, num_steps: int, seed: int) -> JobRun:
     """A watched job from its submission to its end."""
     began = time.monotonic()
-    id = await theirs.submit(job, settings, seed=seed, steps=settings.num_steps(mode), watched=True)
+    id = await theirs.submit(job, seed=seed, steps=num_steps, watched=True)
     api = await theirs.api(job.tenant)
     (ended,) = await api.until_done(id, seconds=LIMIT_S, ask_every_s=POLL_S)
     seconds = time.monotonic() - began

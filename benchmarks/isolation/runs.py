@@ -28,8 +28,6 @@ class Settings:
     default_steps: int = 20
     """Steps of default mode and of bfloat16."""
     num_seeds: int = 5
-    num_items: int = 256
-    num_held_out: int = 32
 
     def num_steps(self, mode: Mode) -> int:
         return self.deterministic_steps if mode == "deterministic" else self.default_steps

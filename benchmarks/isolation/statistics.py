@@ -12,7 +12,6 @@ import numpy as np
 
 EXACT_SIGNS = 14  # up to 2^14 sign flips are all tried
 NUM_FLIPS = 20_000
-POWER = 0.8
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(200)
 
 
@@ -79,11 +78,3 @@ def tost_p(differences: Sequence[float], margin: float) -> float:
         return float(abs(middle) >= margin)
     dof = len(differences) - 1
     return max(1 - t_cdf((middle + margin) / error, dof), t_cdf((middle - margin) / error, dof))
-
-
-def detectable(differences: Sequence[float], level: float = 0.05) -> float:
-    """The mean difference that a two-sided t-test of so many such differences finds in 80 % of the cases."""
-    dof = len(differences) - 1
-    if dof < 1:
-        return math.nan
-    return (t_quantile(1 - level / 2, dof) + t_quantile(POWER, dof)) * standard_error(differences)

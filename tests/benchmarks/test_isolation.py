@@ -62,15 +62,6 @@ def test_tost_needs_a_small_mean_and_a_small_spread() -> None:
     assert math.isnan(statistics.tost_p([0.0], 0.05))
 
 
-def test_the_detectable_difference_is_found_in_four_cases_of_five() -> None:
-    random = np.random.default_rng(3)
-    noise = random.normal(0, 1, 12)
-    effect = statistics.detectable((noise / noise.std(ddof=1)).tolist())
-    samples = random.normal(effect, 1, (4000, 12))
-    ts = samples.mean(1) / (samples.std(1, ddof=1) / math.sqrt(12))
-    assert np.mean(np.abs(ts) > statistics.t_quantile(0.975, 11)) == pytest.approx(0.8, abs=0.03)
-
-
 def test_every_job_is_one_that_the_service_takes() -> None:
     for job in (*WATCHED, *background(24), *BROKEN):
         resolve(parse_hyperparameters(job.hyper), num_items=256, base_learning_rate=1e-3)
