@@ -63,17 +63,10 @@ def report(folder: Path, to: Path | None) -> None:
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     found, predicted = table.Found(runs), predictions(runs, folder, os.cpu_count())
-    times = [table.time_line(found, run, predicted.get(key)) for key, run in found.runs.items()]
-    tables = [
-        make_table("Time", table.TIME_COLUMNS, times),
-        make_table(
-            "Engines: shares of the makespan", table.ENGINE_COLUMNS, map(table.engine_line, found.runs.values())
-        ),
-    ]
-    for each in tables:
-        each.columns[0].no_wrap = True
-    goals, notes = table.goals(found, predicted), table.notes(found, predicted)
-    show(Report(tables, msgspec.to_builtins(runs), goals, notes), to)
+    lines = [table.line(found, run, predicted.get(key)) for key, run in found.runs.items()]
+    shown = make_table("N jobs under each policy", table.COLUMNS, lines)
+    shown.columns[0].no_wrap = True
+    show(Report([shown], msgspec.to_builtins(runs), table.goals(found), table.notes(found, predicted)), to)
 
 
 def main() -> None:

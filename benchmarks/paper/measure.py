@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper import first_tokens
-from benchmarks.paper.results import JobFigures, Measured, measured, rollout_engine, training_engine
+from benchmarks.paper.results import JobFigures, Measured, measured
 from benchmarks.paper.workloads import Workload
 from common.adapters import AdapterStore
 from common.bus import Bus
@@ -23,7 +22,7 @@ from common.messages import AdapterRef
 from common.objects import Objects
 from common.streams import Cell
 from harness.live import Api
-from harness.processes import core_wait_s, cpu_s, machine_cpu_s
+from harness.processes import cpu_s
 from manager_service.local.supervisor import LocalCluster, ServiceCommand, service_commands
 from simulator.fit import Recording, record
 
@@ -43,22 +42,16 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Totals of each service's worker and of each process, and of the machine."""
+    """Totals of each service's worker and of each process."""
 
-    at_s: float
-    machine_s: float  # processor seconds of all who use this machine, and of its host's other guests
     counters: Mapping[str, Mapping[str, float]]
     cpu_s: Mapping[str, float]
-    core_wait_s: Mapping[str, float]
 
-    def others(self, later: "Seen") -> float:
-        """Cores that everybody else used from here to there, in the mean."""
-        own_s = sum(later.cpu_s.values()) - sum(self.cpu_s.values())
-        return max(0.0, later.machine_s - self.machine_s - own_s) / (later.at_s - self.at_s)
-
-    def growth(self, later: "Seen", service: str) -> dict[str, float]:
-        before, after = self.counters[service], later.counters[service]
-        return {name: value - before.get(name, 0.0) for name, value in after.items()}
+    def growth(self, later: "Seen") -> dict[str, dict[str, float]]:
+        return {
+            service: {name: value - self.counters[service].get(name, 0.0) for name, value in after.items()}
+            for service, after in later.counters.items()
+        }
 
 
 async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[Measured, Recording]:
@@ -75,31 +68,15 @@ async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[
         await asyncio.sleep(REPORTED_S)
         after = await seen(cluster, admin)
         spans = (await admin.get("/cluster/timeline", since=start))["data"]
-        tokens = first_tokens.told(after.counters["rollout"])
         jobs = [
-            (await job_figures(cluster, tenant, job, at, tokens[job], spans, steps)).later(-start)
+            await job_figures(cluster, tenant, job, at - start, spans, start, steps)
             for tenant, (job, at) in zip(tenants, trained, strict=True)
         ]
         recording = await recorded(cluster, workload)
         for each in (admin, *(tenant.api for tenant in tenants)):
             await each.close()
-    return figures(workload.name, policy, jobs, before, after), recording
-
-
-def figures(workload: str, policy: str, jobs: list[JobFigures], before: Seen, after: Seen) -> Measured:
-    growth = {service: before.growth(after, service) for service in ("rollout", "trainer")}
-    waits = {name: after.core_wait_s[name] - before.core_wait_s[name] for name in ("rollout-0", "trainer-0")}
-    written, trained = sum(job.written for job in jobs), sum(job.tokens for job in jobs)
-    return measured(
-        jobs,
-        rollout_engine(growth["rollout"], written=written, core_wait_s=waits["rollout-0"]),
-        training_engine(growth["trainer"], trained=trained, core_wait_s=waits["trainer-0"]),
-        sampled_tokens=growth["rollout"]["sampled_tokens"],
-        policy=policy,
-        workload=workload,
-        cpu_s={name: seconds - before.cpu_s[name] for name, seconds in after.cpu_s.items()},
-        others=before.others(after),
-    )
+    cpu_s = {name: seconds - before.cpu_s[name] for name, seconds in after.cpu_s.items()}
+    return measured(policy, workload.name, jobs, before.growth(after), cpu_s), recording
 
 
 # ---- the cluster ----------------------------------------------------------------------------------------------------
@@ -108,10 +85,9 @@ def figures(workload: str, policy: str, jobs: list[JobFigures], before: Seen, af
 @asynccontextmanager
 async def running(workload: Workload, policy: str) -> AsyncGenerator[LocalCluster]:
     def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
-        modules = {"env-0": workload.env_module, "rollout-0": first_tokens.__name__}
-        own = {name: (sys.executable, "-m", module) for name, module in modules.items()}
+        own = (sys.executable, "-m", workload.env_module)
         made = service_commands(counts, environment)
-        return [ServiceCommand(s.name, own.get(s.name, s.argv), s.environment) for s in made]
+        return [ServiceCommand(s.name, own if s.name == "env-0" else s.argv, s.environment) for s in made]
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -123,11 +99,8 @@ async def running(workload: Workload, policy: str) -> AsyncGenerator[LocalCluste
 async def seen(cluster: LocalCluster, admin: Api) -> Seen:
     workers = (await admin.get("/cluster/workers"))["data"]
     return Seen(
-        at_s=time.monotonic(),
-        machine_s=machine_cpu_s(),
         counters={worker["service"]: worker["counters"] for worker in workers},
         cpu_s={name: cpu_s(pid) for name, pid in cluster.pids.items()},
-        core_wait_s={name: core_wait_s(pid) for name, pid in cluster.pids.items()},
     )
 
 
@@ -157,19 +130,17 @@ async def train(tenant: Tenant, body: Mapping[str, Any]) -> tuple[str, float]:
 
 
 async def job_figures(
-    cluster: LocalCluster, tenant: Tenant, job: str, submitted: float, token_s: float, spans: list[Any], steps: int
+    cluster: LocalCluster, tenant: Tenant, job: str, submitted_s: float, spans: list[Any], start: float, steps: int
 ) -> JobFigures:
-    """Figures of a job, with times since 1970."""
+    """Figures of a job. `start`: of the run, in seconds since 1970."""
     store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
     found = [await store.manifest(AdapterRef(tenant.name, job, version)) for version in range(1, steps + 1)]
     manifests = [manifest for manifest in found if manifest is not None]
     assert len(manifests) == steps, f"{job} has not all of its versions"
-    first_s = min(span["start"] for span in spans if span["job"] == job and span["service"] == "rollout")
+    first = min(span["start"] for span in spans if span["job"] == job and span["service"] == "rollout")
     return JobFigures(
-        submitted_s=submitted,
-        first_s=first_s,
-        token_s=token_s,
-        versions_s=[first_s, *(manifest.created_at for manifest in manifests)],
+        submitted_s=submitted_s,
+        versions_s=[at - start for at in (first, *(manifest.created_at for manifest in manifests))],
         tokens=round(sum(manifest.metrics.get("trained_tokens") or 0.0 for manifest in manifests)),
         written=round(sum(manifest.metrics.get("written_tokens") or 0.0 for manifest in manifests)),
     )
