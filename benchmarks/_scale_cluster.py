@@ -124,23 +124,6 @@ class ScaleCluster:
             manager.kill()
             manager.wait()
 
-    async def kill_and_recover(self) -> float:
-        """SIGKILL to the manager while another waits. Seconds from the end of the last of its leases until the other
-        has all partitions in memory: it deletes what it has read of a stream at once, also a command that means nothing."""
-        self.managers[0].kill()
-        self.managers[0].wait()
-        tokens = set(await self._tokens())
-        self.start_manager()
-        while tokens & set(await self._tokens()):
-            await asyncio.sleep(0.02)
-        since = time.monotonic()
-        cell, nobody = self.bus.cell, [f"tenant-{n}" for n in range(1000)]
-        tenants = {partition_of(tenant): tenant for tenant in nobody}
-        await self._announce([job_spec("ftjob-none", tenants[p]) for p in range(NUM_PARTITIONS)])
-        while any([await self.bus.client.xlen(cell.jobs(p)) for p in range(NUM_PARTITIONS)]):
-            await asyncio.sleep(0.02)
-        return time.monotonic() - since
-
     # ---- jobs -------------------------------------------------------------------------------------------------------
 
     async def create_jobs(self, number: int) -> None:
@@ -165,9 +148,6 @@ class ScaleCluster:
             pipe.zadd(cell.jobs_all, {spec.id: float(spec.created_at)})
             pipe.sadd(cell.active(partition_of(spec.tenant)), spec.id)
         await pipe.execute()
-        await self._announce(specs)
-
-    async def _announce(self, specs: Sequence[JobSpec]) -> None:
         commands = [job_command(spec) for spec in specs]
         await self.bus.publish([(self.bus.cell.jobs(command.partition), command) for command in commands])
 

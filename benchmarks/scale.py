@@ -16,7 +16,6 @@ other work on the machine disturbed least, and the table says how much of the ti
     managers   the same with 1,000 jobs and several managers
     workers    rollout workers of 64 slots and 1 s a trajectory, so that they and nothing else are the limit
     reports    as fast as it goes with 1,000 jobs, beside 10 and 1,000 more rollout workers that report and take nothing
-    recovery   a manager is killed: how long after its last lease ran out another has all jobs in memory again
 """
 
 import asyncio
@@ -175,13 +174,6 @@ async def with_idle_workers(num_jobs: int, seconds: float) -> dict[int, Figures]
     return found
 
 
-async def recovery(num_jobs: int) -> float:
-    """Seconds after the dead manager's last lease until the other one has all partitions in memory."""
-    async with started(num_jobs) as cluster, working(cluster.load(**FAST)):
-        await asyncio.sleep(4)
-        return await cluster.kill_and_recover()
-
-
 # ---- what is shown --------------------------------------------------------------------------------------------------
 
 COLUMNS: Mapping[str, Callable[[Figures], float]] = {
@@ -216,7 +208,6 @@ async def every(given: Any) -> Report:
     found = {case: await _said(case, with_jobs(*case, given.seconds)) for case in cases}
     scaling = await _said("rollout workers", with_rollout_workers(worker_numbers, given.seconds))
     idle = await _said("idle rollout workers", with_idle_workers(most, given.seconds))
-    recovered_s = await _said("recovery", recovery(most))
     names = {case: f"{case[0]} jobs, {case[1]} managers" for case in cases}
     fast = [row(names[case], figures) for case, (figures, _) in found.items()]
     fast += [row(f"{most} jobs, {number} idle workers", figures) for number, figures in idle.items()]
@@ -234,16 +225,14 @@ async def every(given: Any) -> Report:
             workers,
         ),
     ]
-    note = f"{most} jobs: {recovered_s:.1f} s from a dead manager's last lease to all jobs in memory"
     data = {
         "jobs": {names[case]: {"fast": fast, "half": half} for case, (fast, half) in found.items()},
         "workers": {str(n): f for n, f in scaling.items()},
         "idle": {str(n): f for n, f in idle.items()},
-        "recovery_s": recovered_s,
     }
     most_found: tuple[Figures, Figures] = found[most, 1]
     growth = most_found[0].manager_us / found[few, 1][0].manager_us
-    return Report(shown, msgspec.to_builtins(data), [*goals(*most_found, scaling, idle), grown(growth)], [note])
+    return Report(shown, msgspec.to_builtins(data), [*goals(*most_found, scaling, idle), grown(growth)])
 
 
 async def _said(name: object, run: Awaitable[Any]) -> Any:
