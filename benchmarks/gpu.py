@@ -20,10 +20,9 @@ Weights are random, in bfloat16; adapters have rank 8 on all linear layers. tran
     gap        between the log-probs of tokens that the engine sampled and those of the trainer, both in bfloat16
     busiest    operations by their share of the device's time
 
-And of the first shape a whole job, through all services on the one device; and where they are installed (`--beside` chooses) decoding of
-such rows on vLLM, and steps of one job on TRL's GRPOTrainer, 4 groups of 8 answers of 64 tokens, which transformers generates. A part that
-fails says why, and the others go on; parts that would begin after `--seconds` are left out, and said so. Without a GPU nothing is measured.
-What a bare machine needs is in docs/benchmarks.md.
+And of the first shape a whole job, through all services on the one device. A part that fails says why, and the others go on; parts that
+would begin after `--seconds` are left out, and said so. Without a GPU nothing is measured. What a bare machine needs is in
+docs/benchmarks.md.
 """
 
 import argparse
@@ -42,7 +41,6 @@ from pydantic import ValidationError
 from base_model.device import find_device, give_back_memory, prepare_cpu
 from benchmarks import _gpu_parts as parts
 from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, sampling_backbone, training_modules
-from benchmarks._gpu_beside import measure_trl, measure_vllm
 from benchmarks._report import Goal, Report, console, make_table, parser, positive, show
 from benchmarks.fused import NUM_JOBS, SHAPES, fused, make_jobs
 from common.errors import InvalidInput
@@ -155,7 +153,7 @@ def tables(found: dict[str, dict[str, Any]], peak: tuple[float, float]) -> list[
         (name, f["tokens_per_s"], f["to_one_adapter"], f["bytes_per_s"] / 1e9, 100 * f["bytes_per_s"] / peak[1])
         for name, f in of("decoding")
     ]
-    both_ends = of("plan", "peft", "gap", "whole job", "vllm", "trl")
+    both_ends = of("plan", "peft", "gap", "whole job")
     others = [(f"{name}: {figure}", value) for name, f in both_ends for figure, value in f.items()]
     return [
         make_table("Fused training", TRAINING, training),
@@ -215,8 +213,6 @@ def options() -> Any:
     known.add_argument("--jobs", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
     known.add_argument("--repetitions", type=positive, default=3, help="default 3")
     known.add_argument("--seconds", type=positive, default=540, help="after which no part begins; default 540")
-    systems = ("vllm", "trl")
-    known.add_argument("--beside", choices=systems, nargs="*", default=systems, help="systems to measure too")
     kernels = f"to measure; default {' '.join(KERNELS)}"
     known.add_argument("--kernels", type=kernel_names, nargs="*", default=KERNELS, metavar="NAMES", help=kernels)
     known.add_argument("--quick", action="store_true", help="the first shape, one repetition")
@@ -241,11 +237,6 @@ def report(given: Any, device: torch.device) -> Report:
         give_back_memory()  # for the next base, or the services
     first = given.shapes[0]
     run.run(f"{first}, whole job", lambda: parts.measure_job(first, device))
-    if "vllm" in given.beside:
-        vllm = partial(measure_vllm, first, device, max(given.jobs), given.repetitions)
-        run.run(f"{first}, vllm, N = {max(given.jobs)}", vllm)
-    if "trl" in given.beside:
-        run.run(f"{first}, trl", lambda: measure_trl(first, device, given.repetitions))
     peak = peaks(device)
     judged = device.type == "cuda" and NUM_JOBS in given.jobs
     reached = goals(run.found, given.shapes, peak) if judged else []

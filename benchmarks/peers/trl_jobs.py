@@ -36,8 +36,7 @@ def rewards(completions: list[list[dict[str, str]]], answer: list[str], **_: obj
     return [reward(turns[0]["content"], expected) for turns, expected in zip(completions, answer, strict=True)]
 
 
-def config(out: Path, job: Job, settings: Settings, **changes: Any) -> Any:
-    """`changes`: of GRPOConfig's fields."""
+def config(out: Path, job: Job, settings: Settings) -> Any:
     fields: dict[str, Any] = {
         "output_dir": str(out),
         "seed": job.seed,
@@ -70,7 +69,7 @@ def config(out: Path, job: Job, settings: Settings, **changes: Any) -> Any:
         "report_to": [],
         "disable_tqdm": True,
     }
-    return GRPOConfig(**fields | changes)
+    return GRPOConfig(**fields)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +103,8 @@ def test_an_adapter_is_judged_with_all_its_tensors(tmp_path: Path) -> None:
 def test_a_line_says_how_much_more_a_peer_takes() -> None:
     def result(system: str, wall_s: float, peak_mb: float, sampled: float) -> Result:
         after = {"a": (1.0, sampled), "b": (1.0, sampled + 0.02)}
-        costs = {"wall_s": wall_s, "cpu_s": 2 * wall_s, "peak_mb": peak_mb}
-        return Result(system=system, num_jobs=2, before={"a": (0.9, 0.5)}, after=after, **costs)
+        result = Result(system=system, num_jobs=2, before={"a": (0.9, 0.5)}, after=after)
+        return replace(result, wall_s=wall_s, cpu_s=2 * wall_s, peak_mb=peak_mb)
 
     ours, theirs = result("marlaas", 10, 500, 0.8), result("trl-1", 45, 1000, 0.9)
     costs = ["45.0", "4.50", "90", "4.50", "1,000", "2.00"]

@@ -12,7 +12,7 @@ from manager_service.local.supervisor import ROOT
 
 OWN = ("bus", "fused", "memory", "planned_memory", "ranks", "rollout", "scale", "takeover", "training")
 WITH_OPTIONS = {
-    "gpu": ("--device", "cpu", "--shapes", "tiny", "--jobs", "1", "--kernels", "--beside"),
+    "gpu": ("--device", "cpu", "--shapes", "tiny", "--jobs", "1", "--kernels"),
     "isolation": ("--mode", "default", "--out", "results"),
     "paper": ("--jobs", "2", "--policies", "marlaas", "--workloads", "tail", "--steps", "1", "--out", "results"),
     "peers": ("--jobs", "1", "--systems", "marlaas", "--steps", "1", "--out", "results"),
