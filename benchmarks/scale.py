@@ -41,7 +41,7 @@ FULL = ((10, 1000), (1, 2), (1, 4, 16))
 QUICK = ((10, 50), (1,), (1, 2))
 """Numbers of jobs, of managers, of rollout workers."""
 SETTLE = 0.8
-"""Of a window, before the first."""
+"""Part of a window that passes before the first."""
 WINDOWS = 3
 LOOK_EVERY_S = 0.5
 LIMIT_S = 60.0

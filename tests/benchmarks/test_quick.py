@@ -17,7 +17,7 @@ WITH_OPTIONS = {
     "paper": ("--jobs", "2", "--policies", "marlaas", "--workloads", "tail", "--steps", "1", "--out", "results"),
     "peers": ("--jobs", "1", "--systems", "marlaas", "--steps", "1", "--out", "results"),
 }
-"""What needs more than `--quick` to be short, or to do without what is not installed."""
+"""Options of those that need more than `--quick` to be short, or to do without what is not installed."""
 CASES = {**dict.fromkeys(OWN, ()), **WITH_OPTIONS}
 
 
