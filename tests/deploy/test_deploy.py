@@ -275,7 +275,7 @@ def test_compose_has_room_for_adapters_and_the_hubs_cache() -> None:
 
 
 def test_the_manifests_and_compose_configure_redis_alike() -> None:
-    assert (KUBERNETES / "redis.conf").read_text() == (ROOT / "docker" / "redis.conf").read_text()
+    assert (KUBERNETES / "redis.conf").read_text() == (ROOT / "deploy" / "docker" / "redis.conf").read_text()
 
 
 def test_each_stage_scales_on_the_streams_that_it_reads() -> None:
@@ -391,7 +391,10 @@ ON_THE_USERS_MACHINE = ("cli", "supervisor.py", "embedded_redis.py", "processes.
 
 def requirements(group: str) -> set[str]:
     lines = subprocess.run(
-        [sys.executable, ROOT / "docker" / "requirements.py", group], check=True, capture_output=True, text=True
+        [sys.executable, ROOT / "deploy" / "docker" / "requirements.py", group],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.split("\n")
     return {line for line in lines if line}
 
@@ -465,7 +468,7 @@ def test_while_a_password_is_rotated_both_are_valid(tmp_path: Path) -> None:
 
 
 def egress(hosts: str) -> list[str]:
-    sys.path.insert(0, str(ROOT / "docker"))
+    sys.path.insert(0, str(ROOT / "deploy" / "docker"))
     try:
         from egress import configuration
     finally:
