@@ -21,6 +21,7 @@ import yaml
 from common.own_folder import SHARED_MEMORY
 from common.settings import KNOWN, PREFIX, TINY
 from common.streams import Cell
+from deploy.make_secrets import read_settings
 from rollout_service.settings import ON_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -353,6 +354,19 @@ def test_compose_gives_each_service_its_own_redis_user_and_no_other_secret() -> 
             for user in others
             if f"{user}_AWS" in value or f"REDIS_{user}" in value
         ]
+
+
+def test_composes_store_keeps_objects_on_a_volume_that_is_the_bucket_and_every_service_has_its_key(
+    tmp_path: Path,
+) -> None:
+    store, settings = COMPOSE["services"]["store"], read_settings(make_secrets(tmp_path)[".env.cluster"])
+    folder, (volume, _, mounted) = Path(store["command"][-1]), store["volumes"][0].partition(":")
+    assert volume in COMPOSE["volumes"] and store["command"][-2] == "posix"
+    assert settings["MARLAAS_STORE_URL"].startswith(f"s3://{Path(mounted).relative_to(folder)}/")
+    assert settings["AWS_ENDPOINT_URL"] == "http://store" + store["command"][store["command"].index("--port") + 1]
+    for part, name in (("ACCESS_KEY_ID", "ROOT_ACCESS_KEY"), ("SECRET_ACCESS_KEY", "ROOT_SECRET_KEY")):
+        keys = {value for variable, value in settings.items() if variable.endswith(f"_AWS_{part}")}
+        assert len(keys) == 1 and store["environment"][name] == f"${{MANAGER_AWS_{part}:-}}"
 
 
 def test_the_gpu_profile_runs_vllm_on_reserved_devices() -> None:
