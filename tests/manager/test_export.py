@@ -53,6 +53,7 @@ async def exporter(
         "MARLAAS_REDIS_URL": own.redis_url,
         "MARLAAS_DATA_DIR": str(own.data_dir),
         "MARLAAS_EXPORT_EVERY_S": "0.1",
+        "MARLAAS_LEASE_S": "1",
         **{f"MARLAAS_{name.upper()}": str(value) for name, value in settings.items()},
     }
     if command == STANDIN:
