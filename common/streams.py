@@ -41,7 +41,7 @@
     jobs-all                   zset     job id by creation time
     finished:<p>               zset     ids of jobs whose records move to object storage, by when they finished
     num-archived               string   number of jobs whose records are in object storage
-    exports                    hash     job -> tenant: jobs whose figures a logger still waits for, <job>/<logger> -> Delay
+    exports                    hash     job -> tenant: jobs whose figures a logger still waits for
     ends                       zset     `<tenant> <job>` of which webhooks are to hear, by when the job ended, s
     ledger:<job>               hash     the conservation counts
     open:<job>                 hash     unsettled trajectories
