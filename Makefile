@@ -17,7 +17,7 @@
 #   make bench-paper    N jobs under each scheduling policy, as in the MARLaaS paper (ARGS=--quick: the short run)
 #   make cluster  the service on this machine's Docker engine (SCALE="--scale rollout=3 --scale env=4 --scale trainer=2")
 #   make cluster-test   jobs against that cluster, while it is scaled and a worker is killed
-#   make cluster-down   stop it (ARGS=-v: and forget what Redis holds)
+#   make cluster-down   stop it (ARGS=-v: and forget what Redis and the store hold)
 #   make model    make the base model `tiny` again
 #   make clean    remove the virtual environment, caches and what demo and up keep
 #

@@ -41,9 +41,8 @@
     jobs-all                   zset     job id by creation time
     finished:<p>               zset     ids of jobs whose records move to object storage, by when they finished
     num-archived               string   number of jobs whose records are in object storage
-    exports                    hash     job -> tenant: jobs whose figures a logger still waits for, <job>/<logger> -> Delay
+    exports                    hash     job -> tenant: jobs whose figures a logger still waits for
     ends                       zset     `<tenant> <job>` of which webhooks are to hear, by when the job ended, s
-    told                       hash     an entry of `ends` -> Told: which webhooks have taken it
     ledger:<job>               hash     the conservation counts
     open:<job>                 hash     unsettled trajectories
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
@@ -154,7 +153,6 @@ class Cell:
     num_archived = Key("num-archived")
     exports = Key("exports")
     ends = Key("ends")
-    told = Key("told")
     ledger = KeyOf[str]("ledger")
     open = KeyOf[str]("open")
     events = KeyOf[str]("events")

@@ -23,7 +23,7 @@ keys                       hash     sha256 of the key -> KeyRecord
 logger-keys:<tenant>       hash     logger -> LoggerKey
 webhooks:<tenant>          hash     webhook -> Webhook
 loggers                    string   names of the loggers that are installed where the exporter runs, JSON
-exporter                   string   the token of the exporter that works (manager_service/export/lease.py)
+exporter                   string   the exporter that works (manager_service/export/lease.py)
 file:<file>                string   FileRecord; content is in object storage at `files/{tenant}/{file}`
 files:<tenant>             zset     file id by creation time
 file-bytes:<tenant>        hash     file id -> bytes
