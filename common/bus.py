@@ -36,7 +36,6 @@ from common.messages import Message
 from common.objects import Objects
 from common.payloads import Payloads, fields_of, plain_of
 from common.redis_connection import make_client, passes
-from common.repeats import sent_once
 from common.scripts import BROADCAST, CREATE_GROUP, FIND_IDLE, READ_IN_ORDER, RENEW, SETTLE
 from common.streams import Cell
 from common.wire import AnyMessage, decode, encode
@@ -273,7 +272,7 @@ class Bus:
 
     def settling(self, settlements: Sequence[Settlement]) -> list[Any]:
         """Arguments of the script that settles. A stream that is the one before is not named again."""
-        source, target, sent = ("", ""), "", iter(self.sending(settlements))
+        source, target = ("", ""), ""
         arguments: list[Any] = [self.cell.key(""), len(settlements)]
         for each in settlements:
             delivery, outputs = each.delivery, each.outputs
@@ -281,16 +280,12 @@ class Bus:
             arguments += [""] if of == source else of
             arguments += [delivery.entry, -1 if outputs is None else len(outputs), *self._histories.fate(each)]
             source = of
-            for stream, _ in outputs or ():
-                fields, name = next(sent), self.cell.name_of(stream)
+            for (stream, _), fields in zip(outputs or (), each.fields or (), strict=True):
+                name = self.cell.name_of(stream)
                 instead = self.cell.name_of(self.cell.instead_of(stream))
                 arguments += ["" if name == target else name, "=" if instead == name else instead, len(fields), *fields]
                 target = name
         return arguments
-
-    def sending(self, settlements: Sequence[Settlement]) -> list[list[Any]]:
-        """Fields of all outputs, in order, as the script takes them."""
-        return sent_once([fields for each in settlements for fields in each.fields or ()])
 
     async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:
         """Makes fields of the outputs, so that settling waits for Redis alone. Writes large payloads, and beats meanwhile."""
