@@ -40,7 +40,7 @@ class Settler:
         self._finished: list[Settlement] = []
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._since_s = 0.0
+        self._since_s = float("-inf")  # when the last script began
         self._one_script = asyncio.Lock()
 
     def add(self, settlement: Settlement) -> None:
