@@ -30,7 +30,7 @@ class Kept(msgspec.Struct):
 
     runs: list[tuple[int, int]] = []  # first number, bytes; oldest first
     dropped: int = 0  # records that are gone
-    cleared: int = 0  # no record of a number below has a file any more
+    newest: int = 0  # the number that was added last
 
     @property
     def first(self) -> int:
@@ -42,6 +42,7 @@ class Kept(msgspec.Struct):
 
     def add(self, number: int, num_bytes: int, limit: int) -> tuple[int, int] | None:
         """Counts a new record, of a number above all before. Returns the numbers to drop: the first, and one past the last."""
+        self.newest = number
         if self.runs and self.runs[-1][1] + num_bytes <= limit // NUM_RUNS:
             self.runs[-1] = (self.runs[-1][0], self.runs[-1][1] + num_bytes)
         else:
