@@ -303,14 +303,12 @@ class Bus:
     async def publish(self, outs: Iterable[Out]) -> None:
         """Appends messages that answer no delivery. After a lost reply an entry may stand twice; ids make that harmless."""
         encoded = [(stream, await self.fields(message)) for stream, message in outs]
-
-        async def call() -> Any:
-            pipe = self.client.pipeline(transaction=False)
-            for stream, fields in encoded:
-                pipe.xadd(stream, _mapping(fields), nomkstream=not self.cell.instead_of(stream))
-            return await pipe.execute()
-
-        await self.retrying(call)
+        await self.pipelined(
+            ("XADD", stream, "*", *fields)
+            if self.cell.instead_of(stream)
+            else ("XADD", stream, "NOMKSTREAM", "*", *fields)
+            for stream, fields in encoded
+        )
 
     # ---- broadcasts and reply streams -------------------------------------------------------------------------------
 
@@ -338,14 +336,7 @@ class Bus:
 
     async def read_hashes(self, keys: Sequence[str]) -> list[dict[bytes, bytes]]:
         """All fields of each hash; none of one that does not exist. One round trip."""
-
-        async def call() -> Any:
-            pipe = self.client.pipeline(transaction=False)
-            for key in keys:
-                pipe.hgetall(key)
-            return await pipe.execute()
-
-        return await self.retrying(call)
+        return await self.pipelined(("HGETALL", key) for key in keys)
 
     async def read_set(self, key: str) -> set[bytes]:
         """All members of a set; none if it does not exist."""
@@ -396,6 +387,18 @@ class Bus:
             if not any(words in str(error) for words in said):
                 raise
             return None
+
+    async def pipelined(self, commands: Iterable[Sequence[Any]], *, transaction: bool = False) -> list[Any]:
+        """The answers to some commands, in one round trip. Repeats them all until Redis answers."""
+        sent = list(commands)
+
+        async def call() -> list[Any]:
+            pipe = self.client.pipeline(transaction=transaction)
+            for words in sent:
+                pipe.execute_command(*words)
+            return await pipe.execute()
+
+        return await self.retrying(call)
 
     async def retrying(self, call: Callable[[], Awaitable[T]], *, block_ms: int | None = None) -> T:
         """Awaits `call()` until Redis answers. Raises only the errors that the caller made.

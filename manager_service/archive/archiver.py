@@ -79,18 +79,16 @@ class Archiver:
 
     async def _write(self, spec: JobSpec, state: JobState, *, deleted: bool) -> Moved:
         cell, job = self._cell, spec.id
-
-        async def read() -> list[Any]:
-            pipe = self._bus.client.pipeline(transaction=False)
-            for key in (cell.ledger(job), cell.checkpoints(job)):
-                pipe.hgetall(key)
-            pipe.xrange(cell.events(job))
-            pipe.hlen(cell.open(job))
-            pipe.hmget(cell.usage(spec.tenant), usage_fields(job))
-            pipe.zscore(cell.tenant_jobs(spec.tenant), job)
-            return await pipe.execute()
-
-        ledger, checkpoints, events, in_flight, amounts, created_s = await self._bus.retrying(read)
+        ledger, checkpoints, events, in_flight, amounts, created_s = await self._bus.pipelined(
+            [
+                ("HGETALL", cell.ledger(job)),
+                ("HGETALL", cell.checkpoints(job)),
+                ("XRANGE", cell.events(job), "-", "+"),
+                ("HLEN", cell.open(job)),
+                ("HMGET", cell.usage(spec.tenant), *usage_fields(job)),
+                ("ZSCORE", cell.tenant_jobs(spec.tenant), job),
+            ]
+        )
         usage = usage_of(amounts)
         archived = Archived(
             spec=spec,

@@ -96,22 +96,9 @@ def kind_of(key: str) -> str:
 
 
 async def _drawn(bus: Bus) -> list[str]:
-    async def call() -> list[Any]:
-        pipe = bus.client.pipeline(transaction=False)
-        for _ in range(SAMPLE):
-            pipe.execute_command("RANDOMKEY")
-        return await pipe.execute()
-
-    return [key.decode() for key in await bus.retrying(call) if key is not None]
+    return [key.decode() for key in await bus.pipelined([("RANDOMKEY",)] * SAMPLE) if key is not None]
 
 
 async def _usages(bus: Bus, keys: Sequence[str]) -> list[int]:
     """Bytes of each key; 0 of one that is not there."""
-
-    async def call() -> list[Any]:
-        pipe = bus.client.pipeline(transaction=False)
-        for key in keys:
-            pipe.memory_usage(key)
-        return await pipe.execute()
-
-    return [num or 0 for num in await bus.retrying(call)]
+    return [num or 0 for num in await bus.pipelined(("MEMORY USAGE", key) for key in keys)]
