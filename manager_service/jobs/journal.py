@@ -245,11 +245,10 @@ class Journal:
             self._answers.setdefault(key.version, []).append(msgspec.structs.replace(record, item=key.group))
 
     def _keep(self, kind: SampleKind, version: int, records: list[SampleRecord], changes: Changes) -> None:
-        tenant, job, kept = self._spec.tenant, self._spec.id, self._kept("samples")
+        tenant, job = self._spec.tenant, self._spec.id
         encoded = JSON.encode([msgspec.structs.replace(record, step=version) for record in records])
         changes.samples.append(KeptSamples(kind, tenant, job, version, encoded))
-        add = kept.add if kind == "samples" else kept.add_late
-        if dropped := add(version, len(encoded), self._limits.samples):
+        if dropped := self._kept("samples").add(version, len(encoded), self._limits.samples):
             changes.dropped_samples.append((tenant, job, range(*dropped)))
 
     def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:

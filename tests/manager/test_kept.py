@@ -57,7 +57,7 @@ def test_what_comes_late_is_counted_and_goes_with_its_number(late: list[tuple[in
         if kept.has_dropped(number):
             continue
         there[number] = there.get(number, 0) + size
-        kept.add_late(number, size, LIMIT)
+        kept.add(number, size, LIMIT)
         there = {number: size for number, size in there.items() if not kept.has_dropped(number)}
         assert sum(there.values()) <= sum(num_bytes for _, num_bytes in kept.runs)
         assert len(kept.runs) == 1 or sum(num_bytes for _, num_bytes in kept.runs) <= LIMIT
