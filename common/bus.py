@@ -61,7 +61,7 @@ class Bus:
             None  # the last error after which a call was made again, and when
         )
         self._payloads = Payloads(objects)
-        self._histories = Histories(client, cell)
+        self._histories = Histories(self.pipelined, cell)
         self._keep_s: dict[str, int] = {}  # streams that last only as long as this process
         self._settle = client.register_script(SETTLE)
         self._renew = client.register_script(RENEW)
@@ -167,7 +167,7 @@ class Bus:
         another worker settled before its history was read."""
         deliveries: list[Delivery] = []
         there = [row for row in rows if row[2]]
-        items = await self._histories.read([fields for _, _, fields in there if b"history" in fields], self.retrying)
+        items = await self._histories.read([fields for _, _, fields in there if b"history" in fields])
         for stream, entry, fields in there:
             if self._histories.is_gone(fields, items) and not await self._is_open(stream, group, entry):
                 continue
