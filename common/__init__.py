@@ -19,7 +19,6 @@ This package imports no service and no torch.
     deliveries.py         entries of streams as workers hold them
     history.py            sends a trajectory's parts once: short forms of results and later requests
     histories.py          reads what they refer to
-    repeats.py            sends once what neighbouring entries have in common
     bus.py                publishes, and acknowledges by one script
     payloads.py           makes fields of messages; large ones travel by way of object storage
     scripts.py            what Redis does for the bus in one go

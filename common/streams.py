@@ -47,8 +47,6 @@
     open:<job>                 hash     unsettled trajectories
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
     checkpoints:<job>          hash     version -> checkpoint record, JSON
-    samples:<job>              hash     version -> samples shown to the user, JSON
-    answers:<job>              hash     <version>/<item> -> an evaluation's answer shown to the user, JSON
     evals:<job>                hash     unsettled trajectories of evaluations
     usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
     hours:<tenant>:<yyyymmddhh> hash    `<session>/<counter>` -> tokens of an hour, UTC; no session: jobs and chat; expires
@@ -157,8 +155,6 @@ class Cell:
     open = KeyOf[str]("open")
     events = KeyOf[str]("events")
     checkpoints = KeyOf[str]("checkpoints")
-    samples = KeyOf[str]("samples")
-    answers = KeyOf[str]("answers")
     evals = KeyOf[str]("evals")
     usage = KeyOf[str]("usage")
     run = KeyOf[str]("run")
@@ -230,7 +226,7 @@ class Cell:
 
     def records(self, job: str) -> tuple[str, ...]:
         """All keys of one job."""
-        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints, self.samples, self.answers)
+        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints)
         return tuple(key(job) for key in keys)
 
     @property

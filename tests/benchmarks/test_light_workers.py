@@ -7,17 +7,14 @@ from typing import Any
 
 import hiredis
 import msgspec
-import pytest
 
 from common.bus import Bus, Delivery, Settlement
 from common.handlers import Handler
 from common.messages import AdapterRef, EnvSpec, Message, Sampling, Start
-from common.repeats import num_same, num_same_at_end
 from common.streams import GROUP_ENV, GROUP_ROLLOUT, partition_of
 from common.telemetry import About, Reporter
 from common.wire import encode
 from common.worker import Inbox
-from harness.light.alike import alike
 from harness.light.env import light_env
 from harness.light.rollout import light_rollout
 from harness.light.worker import LightWorker
@@ -100,15 +97,6 @@ async def settled(bus: Bus, inbox: Inbox, handler: Handler, messages: Sequence[A
 def taken(messages: Sequence[Message]) -> list[tuple[bytes, bytes]]:
     """Entries of a stream, and their payloads."""
     return [(f"1700000000000-{number}".encode(), encode(message)) for number, message in enumerate(messages)]
-
-
-@pytest.mark.parametrize(
-    "payloads", [(b"x" * 50, b"x" * 50), (b"", b"abc"), (b"a\0", b"a"), (b"aXa", b"aa"), (b"abc", b"xyz")]
-)
-def test_what_is_alike_is_found_as_it_is_one_by_one(payloads: tuple[bytes, bytes]) -> None:
-    before, after = payloads
-    head = num_same(before, after)
-    assert alike(payloads) == [(head, num_same_at_end(before[head:], after[head:]))]
 
 
 def packed(words: Sequence[Any]) -> bytes:
