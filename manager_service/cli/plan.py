@@ -8,14 +8,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from common.base_shape import BaseShape
-from common.decoder_families import check_shapes, check_weights, unsupported
 from common.errors import InvalidInput
+from common.families import check_shapes, check_weights, unsupported, unsupported_by_modules, unsupported_on_cpu
 from common.host_memory import host_limit
-from common.modules_families import unsupported_by_modules
 from common.settings import LEAST_CONTEXT, Settings, resolve_config
 from common.text.model_folder import read_config
 from common.text.own_settings import OwnSettings
-from common.vllm_families import unsupported_on_cpu
 from manager_service.local.engines import CORE, LORA_RANKS, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
 from manager_service.local.plan import DeviceSplit, Fit, Plan, fits, make_plan
 from marlaas_client.cli.options import Json

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.base_shape import BaseShape
-from common.decoder_families import unsupported
 from common.errors import InvalidInput
+from common.families import unsupported
 from common.host_memory import host_bytes
 from common.served_context import context_that_fits
 from common.settings import dtype_on, parse_base_models, resolve_config

@@ -16,7 +16,8 @@ from base_model.decoder import Decoder
 from base_model.modules import load_model
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.modules_families import ACTIVATIONS, PARTLY_ROTATED, unsupported_by_modules
+from common.families import MODULES as BY_MODULES
+from common.families import PARTLY_ROTATED, unsupported_by_modules
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
 from manager_service.cli.plan import plan_for
@@ -166,7 +167,7 @@ def test_plan_refuses_what_the_services_refuse(
 
 
 def test_the_activations_are_those_of_transformers() -> None:
-    assert set(ACT2FN) >= ACTIVATIONS
+    assert set(ACT2FN) >= {*BY_MODULES.activations}
 
 
 @pytest.mark.parametrize(("changed", "told"), MODULES, ids=[told for _, told in MODULES])
