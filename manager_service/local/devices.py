@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.errors import InvalidInput
 from common.settings import explained
-from manager_service.local.context import above_all_contexts, choose
+from manager_service.local.context import choose
 from manager_service.local.gpus import (
     SERVICES,
     Gpu,
@@ -54,7 +54,7 @@ def arrange(environment: Mapping[str, str], workers: Sequence[LocalWorker]) -> A
     of_workers = {name: visible(seat, gpus) for name, seat in seats.items()} if one_each else {}
     chosen = choose(everything, workers, seats, gpus)
     taken = {number for seat in seats.values() for number in seat}
-    told = [*told_of_others(gpus, taken), *above_all_contexts(everything), *chosen.lines]
+    told = [*told_of_others(gpus, taken), *chosen.lines]
     lines = [described(seats, len(gpus))] * one_each + told
     return Arrangement(settings | chosen.settings, of_workers, lines)
 

@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple
 
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.footprint import BYTES_OF_SCORE, CPU_PROCESS, GPU_PROCESS
-from common.served_context import GRAIN, ROWS_PART, cache_room
+from common.footprint import BYTES_OF_SCORE, CPU_PROCESS, GPU_PROCESS, GRAIN, ROWS_PART, cache_room
 
 IDLE_ADAPTERS = 64 << 20
 MAX_LORAS, MAX_LORA_RANK = 8, 32
@@ -67,18 +66,13 @@ def parse_gpu(text: str) -> Device:
     """`24GB`, `80GiB`, or a name in GPUS. A size has the speed of the slowest GPU known with so much memory. Raises InvalidInput."""
     if text.lower() in GPUS:
         return GPUS[text.lower()]
-    memory = parse_bytes(text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GIB|G)", text.strip(), re.IGNORECASE)
+    memory = float(found[1]) * (1 << 30 if found[2].upper() == "GIB" else 1e9) if found else 0
     if not memory:
         raise InvalidInput(f"--gpu {text!r}: a size such as 24GB, or one of {', '.join(GPUS)}")
     known = [gpu for gpu in GPUS.values() if gpu.memory >= memory] or [max(GPUS.values())]
     slowest = min(known, key=lambda gpu: gpu.bandwidth)
     return slowest._replace(memory=memory)
-
-
-def parse_bytes(text: str) -> float | None:
-    """`24GB` (of a thousand million bytes), `24GiB` (2^30); None for what is no size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GIB|G)", text.strip(), re.IGNORECASE)
-    return float(found[1]) * (1 << 30 if found[2].upper() == "GIB" else 1e9) if found else None
 
 
 class PlannedEngine(NamedTuple):

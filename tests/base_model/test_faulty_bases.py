@@ -21,7 +21,7 @@ from common.families import PARTLY_ROTATED, unsupported_by_modules
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
 from manager_service.cli.plan import plan_for
-from manager_service.local.context import by_default, choose
+from manager_service.local.context import choose
 from manager_service.local.gpus import LocalWorker
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -76,7 +76,6 @@ def test_what_is_malformed_is_refused_in_a_line_by_all_that_read_it(
 @pytest.mark.parametrize("changed", [changed for changed, _ in MALFORMED], ids=[told for _, told in MALFORMED])
 def test_up_leaves_what_is_malformed_to_the_services(tmp_path: Path, changed: dict[str, Any]) -> None:
     environment = {"MARLAAS_BASE_MODELS": f"q={base(tmp_path / 'base', **changed)}"}
-    assert not by_default(environment).settings
     assert not choose(environment, [LocalWorker("trainer-0", "trainer", "q")], {}, []).settings
 
 

@@ -20,7 +20,7 @@ from harness.bases import QWEN3_06B, make_random_base
 from manager_service.api.hyperparameters import parse_hyperparameters
 from manager_service.cli.main import app
 from manager_service.cli.plan import plan_for, settings_of, windows_of
-from manager_service.local import engines, sharing
+from manager_service.local import engines, fitting
 from manager_service.local.engines import (
     CORE,
     GPUS,
@@ -33,15 +33,7 @@ from manager_service.local.engines import (
     trained_flops,
 )
 from manager_service.local.gpus import Needs, chosen_seats, parse_devices
-from manager_service.local.plan import (
-    MICRO_BATCH_TOKENS,
-    TRAINER_CACHE,
-    VLLM_FRACTION,
-    DeviceSplit,
-    Fit,
-    Plan,
-    make_plan,
-)
+from manager_service.local.plan import DeviceSplit, Plan, PlannedRow, make_plan
 from rollout_service.embedded.pools import EngineLimits, Pools
 from rollout_service.process import vllm_engine
 from rollout_service.settings import LORA_RANKS, RolloutSettings
@@ -115,31 +107,31 @@ def test_what_masks_keep_is_what_trainers_measure(tmp_path: Path, monkeypatch: p
     assert found == pytest.approx(4, rel=0.05), "a number in float32, once for all layers"
 
 
-def plan_of(folder: Path, gpu: str, **changes: Any) -> list[Fit]:
-    return make_plan(shape_of(folder), parse_gpu(gpu), rank=16, **changes).fits
+def plan_of(folder: Path, gpu: str, **changes: Any) -> list[PlannedRow]:
+    return make_plan(shape_of(folder), parse_gpu(gpu), rank=16, **changes).rows
 
 
 def test_the_engine_takes_the_rows_that_are_planned(qwen: Path) -> None:
-    fits = [fit for fit in plan_of(qwen, "24GB") if fit.fits]
-    assert len(fits) > 3
-    for fit in fits:
-        config = DecoderConfig.load(qwen, fit.context)
-        pools = Pools(config, torch.zeros(1, dtype=torch.bfloat16), EngineLimits(kv_bytes=fit.kv).pools)
-        assert pools.tokens >= fit.rows * fit.context
+    rows = [row for row in plan_of(qwen, "24GB") if row.rows]
+    assert len(rows) > 3
+    for row in rows:
+        config = DecoderConfig.load(qwen, row.context)
+        pools = Pools(config, torch.zeros(1, dtype=torch.bfloat16), EngineLimits(kv_bytes=row.rollout.kv).pools)
+        assert pools.tokens >= row.rows * row.context
 
 
 def test_a_plan_stays_below_the_memory_and_more_memory_holds_more(qwen: Path) -> None:
     small, large = plan_of(qwen, "16GB"), plan_of(qwen, "80GB")
-    assert all(fit.training.total + fit.kv < 16e9 for fit in small if fit.fits)
+    assert all(row.trainer.trainer + row.rollout.rollout < 16e9 for row in small if row.rows)
     assert (
         all(less.rows <= more.rows for less, more in zip(small, large, strict=True)) and small[0].rows < large[0].rows
     )
-    assert sorted(fit.rows for fit in small) == [fit.rows for fit in reversed(small)], "a longer context, fewer rows"
+    assert sorted(row.rows for row in small) == [row.rows for row in reversed(small)], "a longer context, fewer rows"
 
 
 def test_layers_are_computed_again_where_memory_is_short(qwen: Path) -> None:
     (short,), (long,) = plan_of(qwen, "24GB", context=1024), plan_of(qwen, "24GB", context=32_768)
-    assert (short.num_checkpointed, long.num_checkpointed) == (0, 28)
+    assert (short.trainer.again, long.trainer.again) == (False, True)
     whole, again = (
         training_bytes(shape_of(qwen), tokens=4096, itemsize=2, rank=16, gpu=True, num_checkpointed=number)
         for number in (0, 28)
@@ -264,20 +256,19 @@ def test_on_many_gpus_heads_are_spread_and_the_trainer_has_ranks(qwen: Path) -> 
     fit = plan.chosen
     assert fit is not None and fit.split.parallel > 1 and fit.split.ranks > 1 and fit.rows >= 16
     assert fit.split.for_rollouts + fit.split.ranks <= 8
-    load = Load(shape, plan.case.device, plan.case.engine, 2, 16, fit.context, fit.split.parallel)
-    assert fit.training.total < 80e9 and load.beside_kv + fit.kv <= 0.9 * 80e9
-    assert load.rows(fit.kv) * fit.split.workers == fit.rows
-    others = [other for other in plan.fits if other.context == fit.context]
+    assert fit.trainer.trainer < 80e9 and fit.rollout.rollout <= 0.9 * 80e9
+    assert fit.rollout.rows * fit.split.workers == fit.rows
+    others = [other for other in plan.rows if other.context == fit.context]
     assert others == [fit], "one split a context"
 
 
 def test_the_best_split_has_the_fastest_slower_half(qwen: Path) -> None:
     def slower(num_devices: int) -> float:
-        (fit,) = vllm_plan(shape_of(qwen), "h100", num_devices, context=4096).fits
+        (fit,) = vllm_plan(shape_of(qwen), "h100", num_devices, context=4096).rows
         return min(fit.most_tokens_per_s, fit.most_trained_per_s)
 
     assert slower(2) < slower(4) < slower(8)
-    (fit,) = vllm_plan(shape_of(qwen), "h100", 8, context=4096).fits
+    (fit,) = vllm_plan(shape_of(qwen), "h100", 8, context=4096).rows
     assert fit.split.workers > fit.split.ranks, "sampling is the slower one, so it has more devices"
 
 
@@ -322,11 +313,11 @@ def test_one_gpu_says_how_sampling_and_training_share_it(qwen: Path) -> None:
 
 
 def test_one_gpu_for_both_gives_vllm_what_the_trainer_leaves(qwen: Path) -> None:
-    for fit in vllm_plan(shape_of(qwen), "24GB", 1).fits:
-        assert fit.training.total + fit.fraction * 24e9 <= 0.95 * 24e9
-    (fit,) = vllm_plan(shape_of(qwen), "24GB", 1, context=2048).fits
-    load = Load(shape_of(qwen), GPUS["l4"], PlannedEngine.of("vllm", GPUS["l4"]), 2, 16, 2048)
-    assert fit.rows and load.beside_kv + fit.kv <= fit.fraction * 24e9 < load.beside_kv + fit.kv + (1 << 20)
+    plan = vllm_plan(shape_of(qwen), "24GB", 1)
+    for row in plan.rows:
+        fraction = float(settings_of(plan, row)["MARLAAS_VLLM_MEMORY_FRACTION"])
+        assert row.trainer.training.total + fraction * 24e9 <= 0.95 * 24e9
+        assert row.rows and row.rollout.rollout <= fraction * 24e9 < row.rollout.rollout + 24e6
 
 
 def test_vllm_is_started_for_ranks_that_it_takes() -> None:
@@ -514,8 +505,8 @@ def test_a_cpu_is_planned_in_float32(qwen: Path) -> None:
 
 def test_its_constants_are_the_workers_defaults() -> None:
     trainer, rollout = TrainerSettings.model_fields, RolloutSettings.model_fields
-    assert trainer["trainer_micro_batch_tokens"].default == MICRO_BATCH_TOKENS
-    assert 2 * memory.LEAST_CACHE == sharing.LEAST_CACHE * 2 == TRAINER_CACHE
+    assert trainer["trainer_micro_batch_tokens"].default == fitting.MICRO_BATCH_TOKENS
+    assert memory.LEAST_CACHE == fitting.LEAST_CACHE and rollout["rollout_kv_bytes"].default == fitting.LEAST_KV
     assert rollout["rollout_slots"].default == PlannedEngine.of("torch", GPUS["l4"]).slots
     assert rollout["rollout_idle_adapter_bytes"].default == engines.IDLE_ADAPTERS
     assert (
@@ -524,4 +515,7 @@ def test_its_constants_are_the_workers_defaults() -> None:
     )
     assert rollout["vllm_max_loras"].default == engines.MAX_LORAS
     assert rollout["vllm_max_lora_rank"].default == engines.MAX_LORA_RANK and engines.LORA_RANKS == LORA_RANKS
-    assert rollout["vllm_memory_fraction"].default == VLLM_FRACTION and vllm_engine.CHUNK_TOKENS == engines.STEP_TOKENS
+    assert (
+        rollout["vllm_memory_fraction"].default == fitting.VLLM_FRACTION
+        and vllm_engine.CHUNK_TOKENS == engines.STEP_TOKENS
+    )
