@@ -143,16 +143,7 @@ def check_weights(folder: Path, shape: BaseShape) -> None:
     if not stored:
         raise InvalidInput(f"{folder}: no .safetensors file")
     needed = _needed(read_config(folder), shape)
-    _refuse(folder, [*_other_names(stored, needed), *_other_shapes(stored, needed)])
-
-
-def check_shapes(folder: Path, shape: BaseShape) -> None:
-    """The same of the shapes alone: weights may be missing, as before they are downloaded."""
-    _refuse(folder, [*_other_shapes(_stored(folder), _needed(read_config(folder), shape))])
-
-
-def _refuse(folder: Path, faults: Sequence[str]) -> None:
-    if faults:
+    if faults := [*_other_names(stored, needed), *_other_shapes(stored, needed)]:
         raise InvalidInput(f"{folder}: {'; '.join(faults)}")
 
 

@@ -3,18 +3,18 @@
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.families import check_shapes, check_weights, unsupported, unsupported_by_modules, unsupported_on_cpu
+from common.families import check_weights, unsupported, unsupported_by_modules, unsupported_on_cpu
 from common.host_memory import host_limit
 from common.settings import LEAST_CONTEXT, Settings, resolve_config
 from common.text.model_folder import read_config
 from common.text.own_settings import OwnSettings
-from manager_service.local.engines import CORE, LORA_RANKS, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
+from manager_service.local.engines import CORE, LORA_RANKS, MAX_LORA_RANK, EngineName, max_lora_rank, parse_gpu
 from manager_service.local.fitting import settings_for
 from manager_service.local.plan import DeviceSplit, Plan, PlannedRow, make_plan
 from marlaas_client.cli.options import Json
@@ -31,7 +31,6 @@ COLUMNS = (
 )
 OWNERS = ("rollout GPUs", "trainer GPUs")
 TRAINED = ("trained/s at most", "expected")
-EngineName = Literal["torch", "vllm"]
 MOST_GPUS = 64
 
 
@@ -70,7 +69,10 @@ def plan_for(
     `marlaas.json` of no use."""
     folder = resolve_config(where)
     OwnSettings.load(folder)
-    config, shape = read_shape(folder, is_whole=folder == Path(where) and any(folder.glob("*.safetensors")))
+    config, shape = read_config(folder), BaseShape.load(folder)
+    is_whole = folder == Path(where) and any(folder.glob("*.safetensors"))  # a download may be under way
+    if is_whole and not any(unsupported(config)):
+        check_weights(folder, shape)
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
     device = parse_gpu(gpu) if gpu else CORE._replace(memory=host_limit())
@@ -86,32 +88,11 @@ def plan_for(
         shape,
         device,
         rank=rank,
-        engine=PlannedEngine.of(engine, device),
+        engine=engine,
         num_devices=gpus,
         context=context,
         modules=modules is not None,
-        windows=windows_of(modules) if modules else (),
     )
-
-
-def windows_of(config: Any) -> list[int | None]:
-    """The sliding windows of the layers, by one of transformers' configurations: tokens, None for a layer without one."""
-    text = config.get_text_config()
-    window, num_layers = getattr(text, "sliding_window", None), text.num_hidden_layers
-    types = getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers  # Mistral has the window in all
-    return [window if kind == "sliding_attention" else None for kind in types]
-
-
-def read_shape(folder: Path, *, is_whole: bool) -> tuple[dict[str, Any], BaseShape]:
-    """A model's configuration and its sizes. `is_whole`: the folder has all its weights.
-
-    Raises InvalidInput for sizes that are not known here, or not those of its weights.
-    """
-    config, shape = read_config(folder), BaseShape.load(folder)
-    if not any(unsupported(config)):
-        check = check_weights if is_whole else check_shapes
-        check(folder, shape)
-    return config, shape
 
 
 def _config_of(folder: Path) -> Any:
@@ -217,7 +198,7 @@ def _assumed(found: Plan, chosen: PlannedRow) -> str:
         "tokens/s (sampled) and trained/s at most: what memory and arithmetic allow, in rows of the whole context; expected: the part of it"
         f" that is reached ({source})."
     ]
-    if found.memory.engine.name == "vllm":
+    if found.memory.engine == "vllm":
         lines.append("What vLLM takes beside weights, keys and values is assumed.")
     lines.append(_sharing(found, chosen))
     return " ".join(lines)
@@ -239,7 +220,7 @@ def _sharing(found: Plan, chosen: PlannedRow) -> str:
 
 def settings_of(found: Plan, row: PlannedRow) -> dict[str, str]:
     """The settings with which services follow the plan."""
-    vllm, rank = found.memory.engine.name == "vllm", found.memory.rank
+    vllm, rank = found.memory.engine == "vllm", found.memory.rank
     on_gpu = {"MARLAAS_ROLLOUT_DEVICE": "cuda", "MARLAAS_TRAINER_DEVICE": "cuda"} if found.device.gpu else {}
     settings = on_gpu | ({"MARLAAS_ENGINE": "vllm"} if vllm else {})
     if row.context >= LEAST_CONTEXT:  # else it is the model's own, which is served without

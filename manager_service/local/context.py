@@ -15,7 +15,7 @@ from common.footprint import ROWS_PART, cache_room
 from common.host_memory import host_bytes
 from common.settings import dtype_on, parse_base_models, resolve_config
 from common.text.model_folder import read_config
-from manager_service.local.engines import Device, PlannedEngine
+from manager_service.local.engines import Device
 from manager_service.local.fitting import FIRST_CONTEXT, LEAST_KV, Copies, Fit, SharedMemory, settings_for
 from manager_service.local.gpus import Gpu, LocalWorker, Seats
 from manager_service.local.settings import LocalSettings
@@ -130,7 +130,7 @@ def _reckoned(
         share = share or of_whole * whole / device.memory or None
     memory = SharedMemory(
         device=device,
-        engine=PlannedEngine.of("vllm" if vllm else "torch", device),
+        engine="vllm" if vllm else "torch",
         copies=copies,
         itemsizes=(_itemsize(environment, "ROLLOUT"), _itemsize(environment, "TRAINER")),
         parallel=int(environment.get("MARLAAS_VLLM_TENSOR_PARALLEL", 1)) if vllm and device.gpu else 1,

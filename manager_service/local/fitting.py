@@ -23,7 +23,7 @@ from common.footprint import (
     training_bytes,
     weights_of_rank,
 )
-from manager_service.local.engines import Device, Load, PlannedEngine
+from manager_service.local.engines import Device, EngineName, Load
 
 USABLE = 0.95
 """The usable part of a device's memory."""
@@ -75,7 +75,7 @@ class SharedMemory:
     """A memory, the workers in it, and their settings that count for memory."""
 
     device: Device  # of whose memory nobody holds anything
-    engine: PlannedEngine
+    engine: EngineName
     copies: Sequence[Copies]
     itemsizes: tuple[int, int]  # bytes of a weight, for rollouts and for training
     rank: int = RANK  # of the adapters
@@ -97,7 +97,7 @@ class SharedMemory:
     @property
     def by_fraction(self) -> bool:
         """Does the engine take a part of the memory, whatever it needs?"""
-        return self.engine.name == "vllm" and self.device.gpu
+        return self.engine == "vllm" and self.device.gpu
 
     @property
     def wanted_rows(self) -> int:
@@ -197,7 +197,7 @@ class SharedMemory:
         """On a processor others work too: memory for more rows is of no use, and vLLM takes all of it at once."""
         if self.device.gpu:
             return math.inf
-        rows = CPU_ROWS if self.engine.name == "vllm" else 2 * CPU_ROWS / ROWS_PART
+        rows = CPU_ROWS if self.engine == "vllm" else 2 * CPU_ROWS / ROWS_PART
         return max(LEAST_KV, *(rows * load.context * load.shape.kv_bytes(load.itemsize) for load in loads))
 
     def _cache(self, shape: BaseShape) -> int:

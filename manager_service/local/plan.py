@@ -7,13 +7,13 @@ the trainer, whose ranks have a part of the base model each:
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from manager_service.local.engines import TRAINING_REACHED, Device, PlannedEngine, trained_flops
+from manager_service.local.engines import TRAINING_REACHED, Device, EngineName, trained_flops
 from manager_service.local.fitting import FIRST_CONTEXT, Copies, Fit, SharedMemory
 
 
@@ -77,7 +77,6 @@ class PlannedRow:
 @dataclass(frozen=True, slots=True)
 class Plan:
     memory: SharedMemory  # of one device that rollouts and training share
-    windows: Sequence[int | None]  # of each layer's attention, in tokens; nothing where no layer has one
     num_devices: int
     rows: list[PlannedRow]  # by context, ascending
 
@@ -107,7 +106,7 @@ class Plan:
 
     def fits(self, num_devices: int, context: int) -> bool:
         """Says whether a row of this context fits on so many devices."""
-        return _best(self.memory, self.windows, num_devices, context).rows > 0
+        return _best(self.memory, num_devices, context).rows > 0
 
 
 def make_plan(
@@ -115,14 +114,13 @@ def make_plan(
     device: Device,
     *,
     rank: int,
-    engine: PlannedEngine | None = None,
+    engine: EngineName = "torch",
     num_devices: int = 1,
     context: int | None = None,
     modules: bool | None = None,
-    windows: Sequence[int | None] = (),
 ) -> Plan:
-    """`context`: that one only; else powers of two up to the model's own. `engine`: the embedded one, if it is left out. `windows`: see
-    `Plan`.
+    """`context`: that one only; else powers of two up to the model's own. `modules`: transformers' own compute it in the trainer, as on a
+    GPU.
 
     Raises InvalidInput for several devices of a CPU.
     """
@@ -130,14 +128,14 @@ def make_plan(
         raise InvalidInput("--gpus: a CPU is one device; name the GPUs with --gpu")
     memory = SharedMemory(
         device=device,
-        engine=engine or PlannedEngine.of("torch", device),
+        engine=engine,
         copies=[Copies(shape, device.gpu if modules is None else modules)],
         itemsizes=(2, 2) if device.gpu else (4, 4),
         rank=rank,
         whole=device.memory,
     )
     contexts = [context] if context else _contexts(shape.context)
-    return Plan(memory, windows, num_devices, [_best(memory, windows, num_devices, each) for each in contexts])
+    return Plan(memory, num_devices, [_best(memory, num_devices, each) for each in contexts])
 
 
 def _contexts(own: int) -> list[int]:
@@ -146,8 +144,8 @@ def _contexts(own: int) -> list[int]:
     return [*(each for each in doubled if each < own), own]
 
 
-def _best(memory: SharedMemory, windows: Sequence[int | None], num_devices: int, context: int) -> PlannedRow:
-    rows = [_row(memory, windows, split, context) for split in _splits(memory, num_devices)]
+def _best(memory: SharedMemory, num_devices: int, context: int) -> PlannedRow:
+    rows = [_row(memory, split, context) for split in _splits(memory, num_devices)]
     return max(rows, key=lambda row: row.merit)
 
 
@@ -161,17 +159,17 @@ def _splits(memory: SharedMemory, num_devices: int) -> Iterator[DeviceSplit]:
         spreads = not shape.num_heads % parallel and (
             not shape.num_kv_heads % parallel or not parallel % shape.num_kv_heads
         )
-        if (parallel == 1 or memory.engine.name == "vllm") and spreads and parallel <= num_devices - ranks:
+        if (parallel == 1 or memory.engine == "vllm") and spreads and parallel <= num_devices - ranks:
             yield DeviceSplit((num_devices - ranks) // parallel, parallel, ranks, shared=False)
 
 
-def _row(memory: SharedMemory, windows: Sequence[int | None], split: DeviceSplit, context: int) -> PlannedRow:
+def _row(memory: SharedMemory, split: DeviceSplit, context: int) -> PlannedRow:
     (both,) = memory.copies
     parts = [both] if split.shared else [both._replace(trainers=0), both._replace(rollouts=0)]
     memories = [replace(memory, copies=[part], parallel=split.parallel, ranks=split.ranks) for part in parts]
     found = [(each, each.at(context)) for each in memories]
     load, rows = memories[0].load(both.shape, context), found[0][1].rows
-    work = trained_flops(both.shape, context, again=found[-1][1].again, windows=windows)
+    work = trained_flops(both.shape, context, again=found[-1][1].again)
     most_trained = split.ranks * memory.device.flops / work
     return PlannedRow(
         context=context,
