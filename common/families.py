@@ -139,31 +139,22 @@ def check_weights(folder: Path, shape: BaseShape) -> None:
 
     Raises InvalidInput, naming one, for weights that are missing, would be left out, or have another shape.
     """
-    stored = _stored(folder)
+    try:
+        stored = {name.removeprefix("model."): sizes for name, sizes in stored_shapes(folder).items()}
+    except ValueError as error:
+        raise InvalidInput(str(error)) from error
     if not stored:
         raise InvalidInput(f"{folder}: no .safetensors file")
-    needed = _needed(read_config(folder), shape)
-    if faults := [*_other_names(stored, needed), *_other_shapes(stored, needed)]:
+    if faults := [*_faults(stored, _needed(read_config(folder), shape))]:
         raise InvalidInput(f"{folder}: {'; '.join(faults)}")
 
 
-def _stored(folder: Path) -> Shapes:
-    try:
-        return {name.removeprefix("model."): shape for name, shape in stored_shapes(folder).items()}
-    except ValueError as error:
-        raise InvalidInput(str(error)) from error
-
-
-def _other_names(stored: Shapes, needed: Shapes) -> Iterator[str]:
-    known = needed.keys() | _optional(needed).keys()
+def _faults(stored: Shapes, needed: Shapes) -> Iterator[str]:
+    known = {"lm_head.weight": needed[EMBEDDING]} | needed  # a head may be the embedding once more
     if missing := sorted(needed.keys() - stored.keys()):
         yield f"{len(missing)} weights are missing, such as {missing[0]}"
-    if unknown := sorted(name for name in stored.keys() - known if not name.endswith("rotary_emb.inv_freq")):
+    if unknown := sorted(name for name in stored.keys() - known.keys() if not name.endswith("rotary_emb.inv_freq")):
         yield f"{len(unknown)} weights would be left out, such as {unknown[0]}"
-
-
-def _other_shapes(stored: Shapes, needed: Shapes) -> Iterator[str]:
-    known = needed | _optional(needed)
     if odd := sorted(name for name in known.keys() & stored.keys() if stored[name] != known[name]):
         has, asked = list(stored[odd[0]]), list(known[odd[0]])
         yield f"{len(odd)} weights have other shapes, such as {odd[0]}: {has}, where config.json asks for {asked}"
@@ -191,8 +182,3 @@ def _biased(config: Mapping[str, Any]) -> Sequence[str]:
         return LINEAR_LAYERS[:3]
     attention = LINEAR_LAYERS[:4] if config.get("attention_bias") else ()
     return attention + (LINEAR_LAYERS[4:] if kind == "llama" and config.get("mlp_bias") else ())
-
-
-def _optional(needed: Shapes) -> Shapes:
-    """A head that is the embedding once more."""
-    return {"lm_head.weight": needed[EMBEDDING]}

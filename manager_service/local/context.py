@@ -6,7 +6,6 @@ A base model whose whole context fits in the default memory for keys and values,
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
@@ -33,13 +32,6 @@ class Chosen:
     """Variables for all services."""
     lines: list[str] = field(default_factory=list[str])
     """Tell of them."""
-
-
-class LocalBase(NamedTuple):
-    """The sizes of a base model that count for memory."""
-
-    shape: BaseShape
-    modules: bool  # transformers' own compute it in the trainer on a processor
 
 
 def choose(
@@ -81,14 +73,14 @@ def _contexts(end: int) -> list[int]:
     return sorted(each for one in doubled for each in (one, one * 3 // 2) if each < end)
 
 
-def _read(environment: Mapping[str, str]) -> dict[str, LocalBase]:
-    """The base models by name. Raises ValueError, KeyError or InvalidInput for a base model whose sizes are not known here."""
-    found: dict[str, LocalBase] = {}
+def _read(environment: Mapping[str, str]) -> dict[str, Copies]:
+    """The base models by name, as on a processor. Raises ValueError, KeyError or InvalidInput for one whose sizes are not known here."""
+    found: dict[str, Copies] = {}
     backbone = environment.get("MARLAAS_TRAINER_BACKBONE")
     for name, where in parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny")).items():
         config = read_config(resolve_config(where))
         modules = backbone == "transformers" or (backbone != "decoder" and any(unsupported(config)))
-        found[name] = LocalBase(BaseShape.of(config), modules)
+        found[name] = Copies(BaseShape.of(config), modules)
     return found
 
 
@@ -97,7 +89,7 @@ def _memories(
     workers: Sequence[LocalWorker],
     seats: Seats,
     gpus: Sequence[Gpu],
-    bases: Mapping[str, LocalBase],
+    bases: Mapping[str, Copies],
     free: Callable[[], int],
 ) -> Iterator[SharedMemory]:
     """The GPUs that are taken, each with its workers, and the machine with those that compute on the processor; not those with little."""
@@ -110,7 +102,7 @@ def _memories(
     yield from _reckoned(environment, "this machine", device, device.memory, _copies(on_cpu, bases, gpu=False))
 
 
-def _copies(workers: Sequence[LocalWorker], bases: Mapping[str, LocalBase], *, gpu: bool) -> list[Copies]:
+def _copies(workers: Sequence[LocalWorker], bases: Mapping[str, Copies], *, gpu: bool) -> list[Copies]:
     counts = Counter((worker.base, worker.service) for worker in workers)
     found = [
         Copies(base.shape, gpu or base.modules, counts[name, "rollout"], counts[name, "trainer"])

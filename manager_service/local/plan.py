@@ -36,9 +36,8 @@ class PlannedRow:
 
     context: int
     split: DeviceSplit
-    memories: list[
-        tuple[SharedMemory, Fit]
-    ]  # of a device for rollouts, and of one for training; one where they share it
+    # Of a device for rollouts, and of one for training; one where they share it
+    memories: list[tuple[SharedMemory, Fit]]
     # Speeds have the devices to themselves: sampled, no matter how good the engine is, and as many as are expected of it; trained
     most_tokens_per_s: float
     tokens_per_s: float
