@@ -30,7 +30,7 @@ from marlaas_client.cluster_file import read_cluster_file
 from marlaas_client.errors import ClientError
 
 HUB, HUB_FILE = "openai/gsm8k", "main/train-00000-of-00001.parquet"
-INSTRUCTION = "Think step by step, then write the final answer after ####."
+INSTRUCTION = r"Think step by step, then write the final answer in \boxed{}."
 GRADER = {"type": "math", "name": "right", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 NAME = "q"
 """The name of the base model in the cluster that this starts."""

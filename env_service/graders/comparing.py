@@ -24,6 +24,7 @@ class Question(msgspec.Struct, kw_only=True):
 
     type: str
     how: str = ""
+    fallback: bool = True  # of `math`
     input: str
     reference: str
     attempt: bytes  # an encoded `Attempt`
@@ -53,7 +54,7 @@ def reward(question: bytes) -> float:
     reference = templates.render(asked.reference, attempt.item, attempt.sample)
     match asked.type:
         case "math":
-            return float(math.equal(text, reference))
+            return float(math.equal(text, reference, fallback=asked.fallback))
         case "text_similarity":
             return _similarity(asked.how, text, reference)
         case _:

@@ -60,7 +60,15 @@ def _question(grader: TextGrader, attempt: Attempt) -> Question:
         how = grader.operation
     elif isinstance(grader, TextSimilarity):
         how = grader.evaluation_metric
-    return Question(type=grader.type, how=how, input=grader.input, reference=grader.reference, attempt=attempt.encoded)
+    fallback = not isinstance(grader, MathGrader) or grader.fallback
+    return Question(
+        type=grader.type,
+        how=how,
+        fallback=fallback,
+        input=grader.input,
+        reference=grader.reference,
+        attempt=attempt.encoded,
+    )
 
 
 def _at_once(grader: TextGrader, attempt: Attempt) -> float | None:
@@ -73,7 +81,7 @@ def _at_once(grader: TextGrader, attempt: Attempt) -> float | None:
             return None if texts is None else string_check(grader.operation, *texts)
         case MathGrader():
             texts = _short(grader, attempt, SHORT_MATH_CHARACTERS)
-            found = None if texts is None else plainly_equal(*texts)
+            found = None if texts is None else plainly_equal(*texts, fallback=grader.fallback)
             return None if found is None else float(found)
 
 
