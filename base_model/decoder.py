@@ -18,8 +18,8 @@ from torch import Tensor
 
 from base_model.finite import check_finite
 from common.base_shape import BaseShape
-from common.decoder_families import check_weights, unsupported
 from common.errors import InvalidInput
+from common.families import check_weights, unsupported
 from common.text.model_folder import read_config
 from common.weight_files import LINEAR_LAYERS
 

@@ -15,7 +15,7 @@ from common.worker import Habits, Inbox
 from env_service.environments.catalogue import Catalogue
 from env_service.environments.openenv_server import Servers, read_servers
 from env_service.graders.endpoint import Endpoints
-from env_service.graders.model_endpoint import ModelEndpoints
+from env_service.graders.model import ModelEndpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler

@@ -345,7 +345,7 @@ def test_the_environment_is_read_in_the_settings_alone() -> None:
 def test_no_path_of_somebodys_machine_is_in_the_repository() -> None:
     own = re.compile(r"(?<![\w.}])/(?:home|work|root|Users)/\w")
     texts = (".py", ".md", ".toml", ".yml", ".yaml", ".json", ".sh", "Makefile")
-    folders = [ROOT / name for name in (*PRODUCT, *SHOWN, "docs", "docker", ".ci")]
+    folders = [ROOT / name for name in (*PRODUCT, *SHOWN, "docs", ".ci")]
     wrong = [
         str(path.relative_to(ROOT))
         for path in [*ROOT.glob("*"), *(path for folder in folders for path in folder.rglob("*"))]

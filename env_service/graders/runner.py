@@ -25,8 +25,7 @@ from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints
-from env_service.graders.model import ModelAsked, question_of, reward_of
-from env_service.graders.model_endpoint import ModelEndpoints
+from env_service.graders.model import ModelAsked, ModelEndpoints, question_of, reward_of
 from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
 

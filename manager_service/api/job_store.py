@@ -79,7 +79,7 @@ class JobRow:
     def records(self) -> JobRecords:
         if self.archived is not None:
             return self.base.archive.records(self.archived)
-        return LiveRecords(self.base, self.spec.tenant, self.spec.id, self.state)
+        return LiveRecords(self.base, self.spec.tenant, self.spec.id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from openai.types.fine_tuning import FineTuningJob
 from common.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.messages import AdapterRef, EnvSpec, Failure
 from manager_service.api.adapters import with_base
-from manager_service.archive.samples import SampleFiles
 from manager_service.records import (
     GLOBAL,
     JSON,
@@ -28,7 +27,7 @@ from manager_service.records import (
     Stop,
     Written,
 )
-from tests.support.api_server import GRADER, ApiServer, item, jsonl, method, running_jobs, upload
+from tests.support.api_server import GRADER, ApiServer, item, jsonl, keep_samples, method, running_jobs, upload
 
 SETTINGS = {"command_wait_s": 0.3, "keep_alive_s": 0.3}
 
@@ -426,6 +425,23 @@ async def test_a_model_in_use_and_a_base_model_are_not_deleted(server: ApiServer
         await server.openai.models.delete("tiny")
 
 
+async def test_samples_are_those_of_a_version_or_of_the_newest(server: ApiServer) -> None:
+    job = (await create(server)).id
+    for version in (1, 2):
+        samples = [SampleRecord(version, version, 0, "95", 1.0, "stop", "add 37+58")]
+        await keep_samples(server, job, version, samples)
+    url = f"/v1/fine_tuning/jobs/{job}/samples"
+    assert [s["version"] for s in (await server.http.get(url)).json()["data"]] == [2]
+    (sample,) = (await server.http.get(url, params={"version": 1})).json()["data"]
+    assert (sample["text"], sample["reward"], sample["stop_reason"], sample["version"]) == ("95", 1.0, "stop", 1)
+    assert (await server.http.get(url, params={"version": 7})).json()["data"] == []
+    # Of a step whose samples are not written yet, or were lost with their owner, nothing is shown
+    await write_state(server, job, status="running", version=4, kept={"samples": Kept([(1, 1)], newest=4)})
+    assert [s["version"] for s in (await server.http.get(url)).json()["data"]] == [2]
+    newest = await server.http.get(url, params={"format": "jsonl", "newest": 1})
+    assert json.loads(newest.content)["step"] == 2
+
+
 async def with_samples(server: ApiServer) -> str:
     """A job of two steps: one kept sample of each reward, and one that failed."""
     job = (await create(server)).id
@@ -434,7 +450,7 @@ async def with_samples(server: ApiServer) -> str:
     for version in (1, 2):
         rows = [SampleRecord(version, 0, n, "95", n / 4, "stop", "add 37+58", written=written) for n in range(4)]
         rows.append(SampleRecord(version, 0, 4, "", None, "failed", "add 37+58", failure=failure, kept="failed"))
-        await server.api.redis.hset(server.bus.cell.samples(job), str(version), JSON.encode(rows))
+        await keep_samples(server, job, version, rows)
     return job
 
 
@@ -473,18 +489,16 @@ async def test_answers_of_evaluations_are_read_by_version_and_by_item(server: Ap
     job = (await create(server, validation_file=await upload(server.openai, rows))).id
     written = Written([1, 2, 3, 4], [2, 2], [-0.5, -0.1])
 
-    def answer(version: int, at: int) -> bytes:
+    def answer(version: int, at: int) -> SampleRecord:
         said = f"version {version}"
         kept = SampleRecord(version, at, 0, said, 0.5, "stop", "add 1+2", written=written, kept="evaluation")
-        return JSON.encode(msgspec.structs.replace(kept, step=version, item=at))
+        return msgspec.structs.replace(kept, step=version, item=at)
 
-    files = SampleFiles(server.api.objects, "tiny", "answers")
-    await files.write("default", job, 0, b"[%b,%b]" % (answer(0, 0), answer(0, 1)))
-    fields = {f"{version}/{at}": answer(version, at) for version in (2, 10) for at in range(2)}
-    await server.api.redis.hset(server.bus.cell.answers(job), mapping=fields)
+    await write_state(server, job, status="running", version=10)
+    for version in (0, 2, 10):
+        await keep_samples(server, job, version, [answer(version, at) for at in range(2)], "answers")
     learned = [SampleRecord(1, 0, 0, "95", 1.0, "stop", "add 37+58", step=2)]
-    await server.api.redis.hset(server.bus.cell.samples(job), "2", JSON.encode(learned))
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(JobState(status="running", version=10)))
+    await keep_samples(server, job, 2, learned)
     url = f"/v1/fine_tuning/jobs/{job}/samples"
 
     async def found(**params: Any) -> list[tuple[int, int | None]]:

@@ -426,8 +426,8 @@ def test_samples_have_the_advantage_by_which_they_are_learned_from() -> None:
         result = StandInEnv(CELL).scored(start, sample)
         job.on_scored(f"{sample}-0", msgspec.structs.replace(result, reward=float(sample)), changes)
     job.publish_step(job.next_batch() or [], changes)
-    ((_, _, samples),) = changes.samples
-    assert [one["advantage"] for one in json.loads(samples)] == [-1.162, -0.387, 0.387, 1.162]
+    (kept,) = changes.samples
+    assert [one["advantage"] for one in json.loads(kept.records)] == [-1.162, -0.387, 0.387, 1.162]
 
 
 def test_counted_results_that_are_gone_are_waited_for() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from msgspec.structs import replace
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
@@ -32,6 +33,9 @@ from harness.redis_server import free_port
 from harness.standin import StandInEnv
 from manager_service.api.context import Api
 from manager_service.api.server import make_api, serve
+from manager_service.archive.samples import SampleFiles
+from manager_service.kept import Kept
+from manager_service.records import JSON, JobState, SampleKind, SampleRecord
 from manager_service.settings import ManagerSettings
 from tests.support.forked_helpers import forked_api
 
@@ -289,3 +293,15 @@ ITEMS = jsonl(*(item(f"add {i}+1", str(i + 1)) for i in range(10)))
 
 async def upload(client: AsyncOpenAI, content: bytes = ITEMS) -> str:
     return (await client.files.create(file=("items.jsonl", content), purpose="fine-tune")).id
+
+
+async def keep_samples(
+    server: ApiServer, job: str, version: int, records: Sequence[SampleRecord], kind: SampleKind = "samples"
+) -> None:
+    """Writes samples of a step or an evaluation, and what the job's state says of them, as its owner would."""
+    await SampleFiles(server.api.objects, "tiny", kind).write("default", job, version, JSON.encode(records))
+    key = server.bus.cell.job(job)
+    state = msgspec.json.decode(await server.api.redis.hget(key, "state") or b"", type=JobState)
+    if kind == "samples":
+        state.kept.setdefault("samples", Kept()).newest = version
+    await server.api.redis.hset(key, "state", JSON.encode(state))

@@ -45,10 +45,10 @@ class ForkedPool(HelperPool):
         super().__init__(module, bases, **options)
         self._bases = bases
 
-    async def start(self) -> Helper:
+    async def _start(self) -> Helper:
         variables, nursery = _shared(self._variables)
         if variables != self._variables:
-            return await super().start()
+            return await super()._start()
         with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
             listening.bind(f"{folder}/socket")
             listening.listen()

@@ -14,6 +14,7 @@ from harness.bases import FIRST_WORD, make_random_base
 from harness.live import Api, adapter_hashes, is_balanced
 from manager_service.local.supervisor import LocalCluster
 from rollout_service.handler import PROGRESS_BODY, PROGRESS_HEAD
+from tests.common.test_worker import until
 from tests.support.forked import running
 from tests.support.processes import restart
 
@@ -33,6 +34,9 @@ async def test_rewards_rise_usage_is_what_was_spent_and_a_paused_job_goes_on_whe
             assert after > before + 0.15, (before, after)
             assert is_balanced(await api.ledger(job["id"]))
             path = f"/fine_tuning/jobs/{job['id']}/samples"
+            await until(
+                lambda path=path, last=last: newest_is(api, path, last)
+            )  # they are written beside the owner's passes
             answers = (await api.get(path, evaluation=True))["data"]
             assert [(one["version"], one["item"]) for one in answers] == [(last, item) for item in range(4)]
             whole = await api.get(f"{path}/0/1/0", evaluation=True)
@@ -45,6 +49,11 @@ async def test_rewards_rise_usage_is_what_was_spent_and_a_paused_job_goes_on_whe
     assert sum(row["trained_tokens"] for row in usage) == spent["trainer"]["trained_tokens"]
     assert sum(row["rollout_s"] for row in usage) == pytest.approx(spent["rollout"]["busy_s"], rel=0.01)
     assert sum(row["train_s"] for row in usage) == pytest.approx(spent["trainer"]["busy_s"], rel=0.01)
+
+
+async def newest_is(api: Api, samples: str, version: int) -> bool:
+    """Are these the answers of the evaluation of this version?"""
+    return any(one["version"] == version for one in (await api.get(samples, evaluation=True))["data"])
 
 
 async def pause_and_resume(cluster: LocalCluster, api: Api) -> None:
