@@ -17,6 +17,7 @@ from openai.types.fine_tuning import FineTuningJob
 from common.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.messages import AdapterRef, EnvSpec, Failure
 from manager_service.api.adapters import with_base
+from manager_service.kept import Kept
 from manager_service.records import (
     GLOBAL,
     JSON,
