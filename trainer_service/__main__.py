@@ -21,6 +21,8 @@ from trainer_service.selftest import KERNELS, selftest
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
+MAX_STEPS = 32
+"""Steps of different jobs that are trained together at most."""
 KEEP_INBOX_S = 3600
 """Seconds that the inbox of a trainer that died stays."""
 DRAIN_S = 5.0
@@ -76,7 +78,7 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     return BuiltService(
         handler,
         [own, Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
-        About(settings.trainer_slots, fingerprint=bits, resident=handler.resident, counters=handler.counters),
+        About(MAX_STEPS, fingerprint=bits, resident=handler.resident, counters=handler.counters),
         Habits(drain_s=DRAIN_S, gather_s=0.0, has_room=handler.has_room, takes_leftovers=handler.takes_leftovers),
     )
 

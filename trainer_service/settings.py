@@ -35,8 +35,6 @@ class TrainerSettings(Settings):
     trainer_ranks: int = Field(default=1, ge=1)
     """Processes, each with a part of the base model; with trainer_device=cuda, each on a device of its own. More than 1 needs the
     transformers backbone, and neither trainer_compile nor deterministic mode."""
-    trainer_slots: int = Field(default=32, ge=1)
-    """Steps of different jobs that are trained together at most."""
     trainer_micro_batch_tokens: int = Field(default=2048, ge=1)
     """Tokens in one forward and backward, padding included: on a CPU more do not make it faster. On a GPU, where nobody has said how
     many, up to 16,384, as many as its memory holds. Of each rank. Results depend on it by rounding only, in deterministic mode not at
