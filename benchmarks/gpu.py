@@ -102,8 +102,6 @@ def peaks(device: torch.device) -> tuple[float, float]:
 def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> None:
     """All parts of one shape."""
     decoder = random_decoder(SHAPES_OF_BASES[shape], device, torch.bfloat16)
-    if given.compile:
-        decoder.compile()
     backbone = DecoderBackbone(decoder) if given.backbone == "decoder" else training_modules(decoder)
     trainer = Trainer(backbone, Budget(given.tokens))
     fit(trainer, given.memory_bytes)
@@ -256,7 +254,6 @@ def options() -> Any:
     known.add_argument("--quick", action="store_true", help="the first shape, one repetition")
     known.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")
     known.add_argument("--memory-bytes", type=int, default=0, help="as MARLAAS_TRAINER_MEMORY_BYTES")
-    known.add_argument("--compile", action="store_true", help="compile the decoder, as MARLAAS_TRAINER_COMPILE")
     known.add_argument(
         "--backbone", choices=("decoder", "transformers"), default="transformers", help="what trains and samples"
     )

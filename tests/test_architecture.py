@@ -145,7 +145,7 @@ MAX_FILE, MAX_FUNCTION = 450, 38
 MAX_FILES = 12
 FULL_FOLDERS = {"manager_service/api", "marlaas_client/cli", "trainer_service"}
 SIZED = ("common", "base_model", *SERVICES)
-MAX_SIZED = 56_541
+MAX_SIZED = 56_507
 """Lines of these packages together. A change that raises it says in its message what it bought; one that needs less lowers it."""
 BUDGET = {
     "marlaas_client": 2_600,
@@ -154,8 +154,8 @@ BUDGET = {
     "chaos": 2_200,
     "examples": 1_700,
     "deploy docker": 600,
-    "tests": 47_300,
-    "benchmarks": 9_005,
+    "tests": 47_200,
+    "benchmarks": 9_002,
 }
 """Lines of Python of the folders around them, at most."""
 MAX_PAGE = 1_700

@@ -39,14 +39,11 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     deterministic = settings.deterministic
     chosen = (settings.trainer_device, settings.dtype, settings.trainer_threads, settings.trainer_ranks)
     if deterministic and (
-        chosen != ("cpu", "float32", 1, 1)
-        or settings.trainer_compile
-        or settings.kernels
-        or settings.trainer_backbone == "transformers"
+        chosen != ("cpu", "float32", 1, 1) or settings.kernels or settings.trainer_backbone == "transformers"
     ):
         raise InvalidInput(
             "deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1, trainer_ranks=1, "
-            "trainer_compile=false, no trainer_kernels, and trainer_backbone not transformers"
+            "no trainer_kernels, and trainer_backbone not transformers"
         )
     folder = resolve_model(settings.models[settings.model_name])
     choice = choose(SELFTEST, folder, KERNELS) if deterministic else None
