@@ -41,7 +41,7 @@ ADAM = {
 @router.post("/forward_backward")
 @router.post("/forward")
 async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    """A pass over data; `forward` is how older clients ask for one without a gradient."""
+    """A pass over data; older clients ask `forward` for one without a gradient, in JSON: it fails in its turn."""
     body, encoding = await request.body(), request.headers.get("content-encoding", "")
     most = max(api.settings.max_body_bytes, MAX_PASS_BYTES)
     task = ReadPass(body, request.headers.get("content-type", ""), encoding, most)

@@ -25,7 +25,7 @@ from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import FutureNamed, FuturesAsked, read
 from manager_service.tinker.store.runs import RunRow
 from manager_service.tinker.store.submission import wrong
-from manager_service.tinker.wire import plain, protobuf
+from manager_service.tinker.wire import protobuf
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
@@ -44,11 +44,10 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     future = (await read(request, FutureNamed)).request_id
-    wants_protobuf = protobuf.CONTENT_TYPE in request.headers.get("accept", "")
     try:
         if future.startswith(f"{PREFIX_OF_SAMPLES}-"):
-            return await _samples(api, tenant, future, wants_protobuf=wants_protobuf)
-        return await _operation(api, tenant, known, future, wants_protobuf=wants_protobuf)
+            return await _samples(api, tenant, future)
+        return await _operation(api, tenant, known, future)
     except (Expired, Gone) as error:
         raise ApiError(410, str(error), code="gone") from error
 
@@ -80,14 +79,14 @@ async def cancel_future(request: Request, api: Parts, tenant: Tenant) -> Respons
 # ---- operations -----------------------------------------------------------------------------------------------------
 
 
-async def _operation(api: Api, tenant: TenantRecord, known: Records, future: str, *, wants_protobuf: bool) -> Response:
+async def _operation(api: Api, tenant: TenantRecord, known: Records, future: str) -> Response:
     name, seq = parse_future(future)
     run = await known.runs.find(tenant.id, name)
     pending, beside = Pending(None), partial(api.helpers.beside, tenant)
     try:
         async with asyncio.timeout(WAIT_S):
             with run.base.answered.of(run.id, seq) as answered:
-                while isinstance(found := await look(run, seq, beside, wants_protobuf=wants_protobuf), Pending):
+                while isinstance(found := await look(run, seq, beside), Pending):
                     pending = found
                     await answered.wait()
                     answered.clear()
@@ -126,7 +125,7 @@ async def _base_waits(base: Base, tenant: TenantRecord, service: str) -> tuple[Q
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
-async def _samples(api: Api, tenant: TenantRecord, future: str, *, wants_protobuf: bool) -> Response:
+async def _samples(api: Api, tenant: TenantRecord, future: str) -> Response:
     replica, name = place_of(future) or ("", "")
     base = api.bases.get(name)
     outcome = GONE if base is None else await base.peers.outcome(replica, tenant.id, future, WAIT_S)
@@ -138,9 +137,8 @@ async def _samples(api: Api, tenant: TenantRecord, future: str, *, wants_protobu
         return _try_again(future, *await _base_waits(base, tenant, "rollout"))
     if outcome.error:
         return _ready(failed(wrong(outcome.error)))
-    writer = protobuf if wants_protobuf else plain
-    body = await api.helpers.beside(tenant, partial(writer.write_samples, outcome.samples))
-    return _ready(ReadyResult(body, writer.CONTENT_TYPE))
+    body = await api.helpers.beside(tenant, partial(protobuf.write_samples, outcome.samples))
+    return _ready(ReadyResult(body, protobuf.CONTENT_TYPE))
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------

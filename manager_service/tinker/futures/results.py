@@ -13,7 +13,7 @@ from common.operations import OperationResult, Outputs, Saved
 from manager_service.runs.records import SAVES, RunState
 from manager_service.tinker.store.runs import RunRow
 from manager_service.tinker.store.submission import NUM_KEPT
-from manager_service.tinker.wire import plain, protobuf
+from manager_service.tinker.wire import protobuf
 
 CREATIONS = ("create_model", "load_weights")
 TYPES: Mapping[str, str] = {
@@ -31,7 +31,7 @@ class ReadyResult:
     """A result that is there."""
 
     body: bytes
-    content_type: str = plain.CONTENT_TYPE
+    content_type: str = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ Beside = Callable[[Callable[[], ReadyResult]], Awaitable[ReadyResult]]
 """Calls a function in a thread."""
 
 
-async def look(run: RunRow, seq: int, beside: Beside, *, wants_protobuf: bool) -> ReadyResult | Pending:
+async def look(run: RunRow, seq: int, beside: Beside) -> ReadyResult | Pending:
     """Looks once. Raises NotFound for an operation that nobody asked for, Expired."""
     bus, cell = run.base.bus, run.base.cell
 
@@ -71,7 +71,7 @@ async def look(run: RunRow, seq: int, beside: Beside, *, wants_protobuf: bool) -
         return await _creation(run, action)
     if result is not None:
         found = msgspec.msgpack.decode(result, type=OperationResult)
-        return await beside(partial(_encoded, run, action, found, wants_protobuf=wants_protobuf))
+        return await beside(partial(_encoded, run, action, found))
     if status is None or seq < int(head):
         raise _expired(run, seq)
     return Pending(status.decode(), await _missing(run, head, seq))
@@ -103,7 +103,7 @@ async def _creation(run: RunRow, action: str) -> ReadyResult | Pending:
     return _plain({"model_id": run.spec.public_id, "type": action})
 
 
-def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobuf: bool) -> ReadyResult:
+def _encoded(run: RunRow, action: str, result: OperationResult) -> ReadyResult:
     """Encodes a result, in a thread: it may have a million numbers."""
     if result.failure is not None:
         return failed(result.failure)
@@ -118,9 +118,7 @@ def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobu
     outputs = msgspec.msgpack.decode(result.outputs, type=Outputs)
     if action == "optim_step":
         return _plain({"metrics": outputs.metrics, "type": "optim_step"})
-    if wants_protobuf:
-        return ReadyResult(protobuf.write_outputs(outputs), protobuf.CONTENT_TYPE)
-    return ReadyResult(plain.write_outputs(outputs))
+    return ReadyResult(protobuf.write_outputs(outputs), protobuf.CONTENT_TYPE)
 
 
 def _saved(run: str, action: str, saved: Saved) -> ReadyResult:

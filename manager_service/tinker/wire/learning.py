@@ -70,7 +70,7 @@ class GivenDatum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenPass:
-    """A pass over data as a client sent it, in protobuf or in JSON."""
+    """A pass over data as a client sent it."""
 
     model: str  # the run, as its user names it
     seq: int

@@ -1,4 +1,4 @@
-"""Reads and writes the protobuf of `tinker.proto`: the `tinker` SDK from 0.25 on."""
+"""Reads and writes the protobuf of `tinker.proto`."""
 
 from collections.abc import Iterable
 

@@ -15,10 +15,10 @@ from manager_service.runs.records import USED_S, run_of
 from manager_service.tinker import retrieval
 from manager_service.tinker.futures import samples
 from manager_service.tinker.futures.samples import KEPT_S, RETRIEVED_S, SILENT_S, Gone, Samples
-from manager_service.tinker.wire import protobuf, tinker_pb2
+from manager_service.tinker.wire import tinker_pb2
 from tests.support.api_server import ApiServer, Script, played, running_api
 from tests.support.standin_runs import StandInRuns, standing_in
-from tests.support.tinker_client import TinkerClient, client_of, pass_over
+from tests.support.tinker_client import TinkerClient, client_of, pass_over, samples_of
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
 
@@ -159,12 +159,12 @@ async def test_samples_come_as_protobuf_and_are_charged(server: ApiServer, clien
     future, ids = asked["request_id"], asked["sample_sequence_ids"]
     assert ids == [f"{future}/{i}@0" for i in range(3)]
     async with played(Script(server.bus, text="ok", stop_reason="length", inbox=server.bus.cell.rollout)):
-        found = await client.retrieve(future, accept=protobuf.CONTENT_TYPE)
+        found = await client.retrieve(future)
     sequences = tinker_pb2.SampleResponse.FromString(found.content).sequences
     assert [(one.stop_reason, one.tokens) for one in sequences] == [
         (tinker_pb2.STOP_REASON_LENGTH, i32([*b"ok"]).data)
     ] * 3
-    assert (await client.retrieve(future)).json()["sequences"][0]["tokens"] == [*b"ok"]
+    assert samples_of(await client.retrieve(future)) == [[*b"ok"]] * 3
     total = (await server.http.get("/v1/usage")).json()["total"]
     assert (total["prompt_tokens"], total["sampled_tokens"]) == (6, 6)
 
@@ -358,7 +358,7 @@ async def test_any_replica_gives_what_another_sampled(server: ApiServer, client:
         assert (await TinkerClient(second.http, stranger.key).retrieve(asked["request_id"])).status_code == 410
         async with played(Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
             found = await waiting
-        assert [one["tokens"] for one in found.json()["sequences"]] == [[*b"ok", 256]] * 2
+        assert samples_of(found) == [[*b"ok", 256]] * 2
         theirs = (await asample(there))["request_id"]
     began_s = time.monotonic()
     await server.bus.client.delete(server.bus.cell.peers(theirs.split("-")[1]))  # as it expires

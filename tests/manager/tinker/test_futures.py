@@ -15,11 +15,11 @@ from manager_service.runs.records import RunState, run_of
 from manager_service.tinker import retrieval
 from manager_service.tinker.futures import patience, results
 from manager_service.tinker.store import submission
-from manager_service.tinker.wire import protobuf
+from manager_service.tinker.wire import protobuf, tinker_pb2
 from tests.manager.test_api_cluster import report, tell, until
 from tests.support.api_server import ApiServer, running_api
 from tests.support.standin_runs import StandInRuns, standing_in
-from tests.support.tinker_client import TinkerClient, client_of, pass_over
+from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of
 
 SHORT_S = 0.2
 
@@ -78,7 +78,7 @@ async def test_a_tenant_whose_tokens_of_the_day_are_used_up_is_told_so(
 
 async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, client: TinkerClient, run: str) -> None:
     await client.send(pass_over(run, 1))
-    waiting = asyncio.create_task(client.retrieve(future(run, 1), accept=protobuf.CONTENT_TYPE))
+    waiting = asyncio.create_task(client.retrieve(future(run, 1)))
     async with asyncio.timeout(10):
         while not server.api.bases["tiny"].answered._waiting:  # pyright: ignore[reportPrivateUsage]
             await asyncio.sleep(0.01)
@@ -280,23 +280,17 @@ async def test_a_large_pass_is_read_in_a_helper_process(client: TinkerClient, ru
     body = pass_over(run, 1, num_tokens=100, num_data=1500)
     assert len(body) > 1 << 20
     assert (await client.send(body)).status_code == 200
-    found = (await client.retrieve(future(run, 1))).json()
-    assert found["metrics"] == {"loss:sum": 150_000.0} and len(found["loss_fn_outputs"]) == 1500
+    found = tinker_pb2.ForwardBackwardOutput.FromString((await client.retrieve(future(run, 1))).content)
+    assert found.metrics == {"loss:sum": 150_000.0} and found.loss_fn_outputs[0].num_datums == 1500
 
 
-async def test_older_clients_speak_json(client: TinkerClient, run: str, owner: StandInRuns) -> None:
-    data = [
-        {
-            "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
-            "loss_fn_inputs": {"target_tokens": {"data": [2, 3], "dtype": "int64", "shape": [2]}},
-        }
-    ]
-    asked = {"data": data, "loss_fn": "cross_entropy"}
+async def test_older_clients_are_told_what_to_install(client: TinkerClient, run: str, owner: StandInRuns) -> None:
+    """They send JSON. It fails in its turn, so that it leaves no hole in the numbers."""
     for name, key, seq in (("forward_backward", "forward_backward_input", 1), ("forward", "forward_input", 2)):
-        sent = await client.post(name, **{"model_id": run, "seq_id": seq, key: asked})
-        found = (await client.retrieve(sent.json()["request_id"])).json()
-        assert found["loss_fn_outputs"] == [{"logprobs": {"data": [-0.5, -0.5], "dtype": "float32", "shape": [2]}}]
-    assert [operation.action for operation in owner.seen] == ["forward_backward", "forward"]
+        sent = await client.post(name, **{"model_id": run, "seq_id": seq, key: {"data": [], "loss_fn": "ppo"}})
+        assert "install tinker 0.24.1 or newer" in result_of(await client.retrieve(sent.json()["request_id"]))["error"]
+    assert (await client.send(pass_over(run, 3))).status_code == 200
+    assert "metrics" in result_of(await client.retrieve(future(run, 3)))
 
 
 async def test_what_the_model_cannot_read_fails_in_its_turn(client: TinkerClient, run: str, owner: StandInRuns) -> None:

@@ -16,7 +16,7 @@ from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, Script, played, running_api
 from tests.support.owned_runs import owned_runs
 from tests.support.run_trainer import HashingTrainer
-from tests.support.tinker_client import TinkerClient, client_of, pass_over
+from tests.support.tinker_client import TinkerClient, client_of, pass_over, samples_of
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
 EVENTS = "billing/usage/events"
@@ -254,7 +254,7 @@ async def test_the_ends_of_many_requests_are_told_once_each_by_any_replica(
             assert await ended(there, sampler, 3) == dict.fromkeys(requests, "finished")
             assert await ended(there, sampler, 1, clone=2) == {clones: "finished"}
         for request in (*requests, clones):
-            assert (await client.retrieve(request)).json()["sequences"]
+            assert samples_of(await client.retrieve(request))
 
 
 async def test_requests_that_wait_for_their_client_are_kept_while_it_polls(
