@@ -25,10 +25,8 @@ What an API replica alone writes, `use` but for what a save makes:
     use:<run>:<version>             string   noted by whoever means to read that version; `…:optimizer` too if with its optimiser's
                                              state; both expire after USED_S
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
-    finished-session:<session>      string   its client said that it has ended; in each cell, for SESSION_ALIVE_S
     sampler:<sampler>               string   Sampler, for as long after its last use as it says
     tenant-samplers:<tenant>        zset     samplers of base models and checkpoints, by their last use
-    ended:<sampler>:<clone>         stream   see manager_service.tinker.futures.finished
     clients:<sampler>               string   number of clients that have joined it
     seqs:<run>                      hash     until an hour after the run's end: number of an operation ->
                                              `<sha256 of what was asked> <what was asked> <bytes>`;
@@ -145,6 +143,8 @@ CROWDED_TENANT = "tenant:"
 """The word before a tenant's name in `retire:<p>`."""
 USED_S = 3600
 """A version is kept for so long after its last use."""
+NUM_SEQS_KEPT = 4096
+"""Numbers of a run that `seqs:<run>` remembers, so that an operation which is sent again is known."""
 
 
 SESSION_ALIVE_S, SESSION_KEPT_S = 300, 30 * 86_400

@@ -23,7 +23,7 @@ CLIENT_CONFIG: dict[str, Any] = {
     "fwd_via_fwdbwd": True,
     "create_model_via_load_weights": True,
     "use_pyqwest_transport": False,
-    "sample_use_retrieve_futures": False,  # as it is not told that a replica died, its client would wait in vain
+    "sample_use_retrieve_futures": False,
     "sample_join_sampling_session": True,
     "custom_loss_server_side": False,
 }

@@ -30,6 +30,11 @@ async def create_custom_loss(tenant: Tenant) -> Response:
     )
 
 
+@router.post("/retrieve_futures")
+async def retrieve_futures(tenant: Tenant) -> Response:
+    return _absent("the ends of many requests are not told at once: retrieve_future waits for each")
+
+
 @router.post("/auth/token")
 @router.api_route("/auth/apikey/me", methods=["GET", "DELETE"])
 async def auth(tenant: Tenant) -> Response:

@@ -150,7 +150,6 @@ class ClientSessions:
         if not session.finished:
             await self._write(msgspec.structs.replace(session, finished=reason))
         for base in self._api.bases.values():
-            await base.redis.set(base.cell.finished_session(session.id), "", ex=SESSION_ALIVE_S)
             await base.redis.delete(base.cell.session(session.id))
         await self._api.redis.zrem(_alive(session.tenant), session.id)
 

@@ -15,7 +15,7 @@ from common.streams import partition_of
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.quota import memory_full
 from manager_service.records import JSON
-from manager_service.runs.records import Sampler
+from manager_service.runs.records import NUM_SEQS_KEPT, Sampler
 from manager_service.tinker.store.runs import RunRow
 
 MAX_OPEN = 256
@@ -25,8 +25,6 @@ MAX_OPEN_BYTES = 64 << 20
 MAX_HELD_BYTES = 256 << 20
 """Bytes of the payloads of all operations of a tenant that wait, or whose gradient waits for its step. The run that holds the most may
 go on, or runs that all hold something could wait for each other for ever."""
-NUM_KEPT = 4096
-"""Numbers that are remembered, so that an operation which is sent again is known."""
 UNSAVED_KEPT_S = 2 * 86_400
 """Seconds that a sampler is kept whose save waits, also for the tokens of the next day. The owner shortens it when the save is done."""
 
@@ -143,7 +141,7 @@ async def _submit(run: RunRow, asked: AskedOperation, objects: Objects) -> str:
     seqs = cell.seqs(run.id)
     keys = [seqs, cell.run(run.id), cell.ops(partition), cell.held(run.spec.tenant)]
     keys.append(cell.sampler(sampler.id) if sampler else seqs)
-    limits = [MAX_OPEN, MAX_OPEN_BYTES, MAX_HELD_BYTES, NUM_KEPT]
+    limits = [MAX_OPEN, MAX_OPEN_BYTES, MAX_HELD_BYTES, NUM_SEQS_KEPT]
     kept = [JSON.encode(sampler), UNSAVED_KEPT_S] if sampler else ["", 0]
     fields = await run.base.bus.fields(operation)
     no_room = int(await run.base.gauge.used() > MAX_USED_FOR_NEW)

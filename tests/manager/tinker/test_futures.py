@@ -13,7 +13,7 @@ from common.operations import OperationsAnswered, Outputs
 from harness.redis_server import RedisServer
 from manager_service.runs.records import RunState, run_of
 from manager_service.tinker import retrieval
-from manager_service.tinker.futures import patience, results
+from manager_service.tinker.futures import results
 from manager_service.tinker.store import submission
 from manager_service.tinker.wire import protobuf, tinker_pb2
 from tests.manager.test_api_cluster import report, tell, until
@@ -121,7 +121,7 @@ async def test_a_client_that_waits_hears_no_error_while_redis_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retrieval, "WAIT_S", SHORT_S)
-    monkeypatch.setattr(patience.Patience.__init__, "__defaults__", (SHORT_S,))
+    monkeypatch.setattr(retrieval, "HOLD_S", SHORT_S)
     (tmp_path / "redis").mkdir()
     redis = RedisServer.start(tmp_path / "redis")
     try:
@@ -166,7 +166,7 @@ async def test_results_of_a_run_that_ended_an_hour_ago_are_gone_and_others_never
 async def test_a_number_that_was_passed_over_is_of_no_request_and_one_of_long_ago_is_gone(
     server: ApiServer, client: TinkerClient, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "NUM_KEPT", 2)
+    monkeypatch.setattr(results, "NUM_SEQS_KEPT", 2)
     cell, name = server.bus.cell, run_of(run) or ""
     await server.bus.client.hset(cell.run(name), mapping=RunState(status="ready", version=0, head=5).fields())
     await server.bus.client.hset(cell.seqs(name), "last", 4)
@@ -254,7 +254,7 @@ async def test_the_first_open_operation_is_taken_when_no_more_are(
 async def test_numbers_are_not_remembered_for_ever(
     server: ApiServer, client: TinkerClient, run: str, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "NUM_KEPT", 4)
+    monkeypatch.setattr(submission, "NUM_SEQS_KEPT", 4)
     for seq in range(1, 11):
         await client.send(pass_over(run, seq))
         assert (await client.retrieve(future(run, seq))).status_code == 200

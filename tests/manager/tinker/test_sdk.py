@@ -231,11 +231,7 @@ print(json.dumps({"saved": saved, "base": base, "named": named}))
     assert {request.trajectory.seed for request in script.seen} == {3}
 
 
-async def test_a_client_waits_for_many_samples_at_once_if_it_is_told_to(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And clients of one sampler number their requests apart."""
-    monkeypatch.setitem(sessions.CLIENT_CONFIG, "sample_use_retrieve_futures", True)
+async def test_clients_of_one_sampler_number_their_requests_apart(server: ApiServer) -> None:
     async with played(script := Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
         told = await run(
             server,
