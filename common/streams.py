@@ -60,8 +60,7 @@
     retire:<p>                 zset     ended runs of which something may be deleted, by when to look at them, s
     results:<run>              hash     number of an operation -> OperationResult, msgpack; expires
     tenant-runs:<tenant>       zset     run id by creation time
-    samplers:<run>             hash     a sampler that the run's saves made -> SamplerState, JSON
-    tenant-samplers:<tenant>   zset     samplers of no run, by when they were last used, s; expires
+    tenant-samplers:<tenant>   zset     samplers, by when they expire, s; expires
     held:<tenant>              hash     run -> bytes of its operations that are not done
     session:<session>          string   JSON; expires when its client is silent
     sampler:<sampler>          string   JSON: what it samples with
@@ -170,7 +169,6 @@ class Cell:
     session = KeyOf[str]("session")
     sampler = KeyOf[str]("sampler")
     clients = KeyOf[str]("clients")
-    samplers = KeyOf[str]("samplers")
     tenant_samplers = KeyOf[str]("tenant-samplers")
     held = KeyOf[str]("held")
 

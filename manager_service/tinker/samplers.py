@@ -33,7 +33,6 @@ async def create_sampling_session(request: Request, api: Parts, tenant: Tenant, 
     sampler = Sampler(
         id=sampler_name(session.id, number),
         tenant=tenant.id,
-        base_model=base.name,
         asked_model=model,
         keep_s=NAMED_KEPT_S,
         adapter=adapter,

@@ -134,10 +134,6 @@ class RunStore:
         rows.sort(key=lambda row: row[:2], reverse=True)
         return [(run, base) for _, run, base in rows]
 
-    async def samplers(self, run: RunRow) -> list[str]:
-        """Ids of those that the run's saves made."""
-        return [name.decode() for name in await run.base.redis.hkeys(run.base.cell.samplers(run.id))]
-
     async def _with_states(self, chosen: Sequence[tuple[str, Base]]) -> list[tuple[RunRow, RunState]]:
         """One round trip for each base model."""
         found: dict[str, tuple[RunRow, RunState]] = {}

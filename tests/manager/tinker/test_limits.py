@@ -12,7 +12,6 @@ from manager_service.api import body_limit
 from manager_service.records import GLOBAL
 from manager_service.runs import names, retention, runs
 from manager_service.runs import run as run_module
-from manager_service.runs import samplers as run_samplers
 from manager_service.runs.records import run_of
 from manager_service.tinker import retrieval
 from manager_service.tinker.store import runs as store_runs
@@ -309,27 +308,6 @@ async def test_a_run_has_so_many_checkpoints(
         assert "error" not in await save(5, "c")
 
 
-async def test_a_runs_samplers_are_bounded_and_outside_of_its_state(
-    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_samplers, "MAX_SAMPLERS", 3)
-    monkeypatch.setattr(run_samplers, "MAX_INFLIGHT", 1)
-    session = await client.session()
-    async with owned_runs(server):
-        run = await client.run(session)
-        for seq in range(1, 7):
-            body = {"sampling_session_seq_id": seq, "kind": "inflight" if seq < 3 else "snapshot"}
-            sent = await client.post("save_weights_for_sampler", model_id=run, seq_id=seq, **body)
-            assert (await client.retrieve(sent.json()["request_id"])).status_code == 200
-        kept = (await client.get(f"sessions/{session}")).json()["sampler_ids"]
-        assert set(kept) == {f"{session}:sample:{seq}" for seq in (4, 5, 6)}
-        state: Any = await server.bus.client.hget(server.bus.cell.run(run_of(run) or ""), "state")
-        assert b":sample:" not in state
-        gone = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [104]}]}, "sampling_params": {"max_tokens": 1}}
-        asked = await client.post("asample", **gone, sampling_session_id=f"{session}:sample:1", seq_id=0)
-        assert asked.status_code == 404 and "save again" in asked.json()["error"]["message"]
-
-
 async def test_an_operation_of_too_many_positions_fails_and_says_how_to_send_them(
     server: ApiServer, client: TinkerClient
 ) -> None:
@@ -371,22 +349,35 @@ async def test_whoever_waits_behind_an_operation_that_never_came_is_told(
         assert "operation 1 of the run has not come" in waits.json()["queue_state_reason"]
 
 
-async def test_the_samplers_that_were_the_longest_unused_are_forgotten(
+async def test_the_samplers_that_expire_the_soonest_are_forgotten(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samplers, "MAX_NAMED", 2)
+    """Samplers of saves go before those of base models."""
+    monkeypatch.setattr(samplers, "MAX_KEPT", 3)
     session = await client.session()
-
-    async def create(number: int) -> str:
-        body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "tiny"}
-        return (await client.post("create_sampling_session", **body)).json()["sampling_session_id"]
-
-    first, second = await create(0), await create(1)
-    assert (await client.get(f"samplers/{first}")).status_code == 200  # it is used
-    third = await create(2)
-    found = [(await client.get(f"samplers/{name}")).status_code for name in (first, second, third)]
-    assert found == [200, 404, 200]
-    other = await client_of(server, "acme")
-    theirs = {"session_id": await other.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
-    assert (await other.post("create_sampling_session", **theirs)).status_code == 200
-    assert (await client.get(f"samplers/{first}")).status_code == 200
+    body: dict[str, Any] = {"session_id": session, "base_model": "tiny"}
+    named = [
+        (await client.post("create_sampling_session", **body, sampling_session_seq_id=number)).json()
+        for number in range(2)
+    ]
+    async with owned_runs(server):
+        run = await client.run(session)
+        for seq in (1, 2, 3):
+            saved = {"sampling_session_seq_id": 10 + seq, "kind": "inflight" if seq < 3 else "snapshot"}
+            sent = await client.post("save_weights_for_sampler", model_id=run, seq_id=seq, **saved)
+            assert (await client.retrieve(sent.json()["request_id"])).status_code == 200
+        assert (await client.get(f"samplers/{named[0]['sampling_session_id']}")).status_code == 200  # it is used
+        await client.post("create_sampling_session", **body, sampling_session_seq_id=2)
+        await client.post("create_sampling_session", **body, sampling_session_seq_id=3)
+        kept = (await client.get(f"sessions/{session}")).json()["sampler_ids"]
+        assert set(kept) == {f"{session}:sample:{number}" for number in (0, 2, 3)}
+        found = [(await client.get(f"samplers/{session}:sample:{number}")).status_code for number in (0, 1, 2, 3, 13)]
+        assert found == [200, 404, 200, 200, 404]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [104]}]}
+        gone: dict[str, Any] = {"prompt": prompt, "sampling_params": {"max_tokens": 1}}
+        asked = await client.post("asample", **gone, sampling_session_id=f"{session}:sample:11", seq_id=0)
+        assert asked.status_code == 404 and "save again" in asked.json()["error"]["message"]
+        other = await client_of(server, "acme")
+        theirs = {"session_id": await other.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
+        assert (await other.post("create_sampling_session", **theirs)).status_code == 200
+        assert len((await client.get(f"sessions/{session}")).json()["sampler_ids"]) == 3
