@@ -240,11 +240,10 @@ def test_what_cannot_be_read_is_refused(body: bytes, content_type: str, encoding
         checked(body, content_type=content_type, encoding=encoding)
 
 
-def test_arrays_that_are_cut_in_the_middle_of_a_number_are_refused() -> None:
+def test_an_array_that_is_cut_in_the_middle_of_a_number_is_wrong() -> None:
     message = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     message.data.add().model_input.add().encoded_text.tokens = b"abcde"
-    with pytest.raises(InvalidInput, match="multiple of element size"):
-        checked(message.SerializeToString())
+    assert "multiple of element size" in checked(message.SerializeToString()).fault
 
 
 # ---- samples --------------------------------------------------------------------------------------------------------
