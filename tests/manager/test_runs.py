@@ -12,8 +12,8 @@ from common.adapters import AdapterStore
 from common.bus import Bus
 from common.messages import AdapterRef, Failure
 from common.objects import Objects
-from common.operations import Action, OperationsAnswered, Outputs, Saved, SaveWeights
-from common.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER
+from common.operations import Action, Outputs, Saved, SaveWeights
+from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes, commands
 from manager_service.owner.partition import Partition
 from manager_service.owner.reading import ItemFiles, JobReader
@@ -313,15 +313,6 @@ async def test_a_load_outlives_whoever_dies(world: World, dies: str) -> None:
         await until(lambda: world.open_operations(0))
 
 
-async def test_results_are_announced(world: World) -> None:
-    async with world.trainer():
-        run = await world.create()
-        await world.send(run, (1, "forward"))
-        await world.result(run, 1)
-    heard = [m for _, m in await world.bus.follow(world.bus.cell.done, "0", block_ms=None)]
-    assert [(m.job, m.seqs) for m in heard if isinstance(m, OperationsAnswered)] == [(run, (0,)), (run, (1,))]
-
-
 async def test_a_run_ends_with_its_session(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "GRACE_S", 0.5)
     async with world.trainer() as trainer:
@@ -391,16 +382,6 @@ async def test_runs_stand_still_while_the_tokens_of_the_day_are_used_up(world: W
         today = day_field(time.time())
         await world.bus.client.hdel(world.bus.cell.usage(TENANT), today)  # as at midnight
         assert (await world.result(run, 2)).failure is None
-
-
-async def test_pending_operations_of_all_partitions_are_none_at_the_end(world: World) -> None:
-    async with world.trainer():
-        run = await world.create()
-        await world.send(run, (1, "forward_backward"), (2, "optim_step"))
-        await world.result(run, 2)
-        for number in range(NUM_PARTITIONS):
-            pending = await world.bus.client.xpending(world.bus.cell.ops(number), GROUP_MANAGER)
-            assert pending["pending"] == 0
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------

@@ -184,6 +184,8 @@ async def test_a_run_is_created_once(server: ApiServer, client: TinkerClient, ow
     assert first.json() == again.json()
     made = await client.retrieve(first.json()["request_id"])
     assert made.json() == {"model_id": f"{session}:train:3", "type": "create_model"}
+    info = (await client.post("get_info", model_id=made.json()["model_id"])).json()
+    assert info["model_data"]["model_name"] == "tiny" and Path(info["model_data"]["tokenizer_id"]).is_dir()
     assert len(owner.created) == 1
     other = await client.post("create_model", **body | {"lora_config": {"rank": 8}})
     assert other.status_code == 400 and "with other arguments" in other.json()["error"]["message"]

@@ -309,9 +309,8 @@ print(json.dumps({"logprobs": [out["logprobs"].tolist() for out in fb.loss_fn_ou
     assert actions[:5] == ["forward_backward", "optim_step", "forward", "save_weights", "save_for_sampler"]
 
 
-@pytest.mark.parametrize("version", ["0.38.0", "0.24.1"])
 async def test_a_client_says_at_once_which_limit_is_reached(
-    server: ApiServer, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch, version: str
+    server: ApiServer, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_sessions, "MAX_ALIVE", 1)
     monkeypatch.setattr(store_runs, "MAX_KEPT", 1)
@@ -330,7 +329,6 @@ second = lambda: tinker.ServiceClient(user_metadata={"n": "2"}).create_lora_trai
 print(json.dumps([tried(second), tried(lambda: service.create_lora_training_client("tiny").get_info()),
     told(client.forward_backward([datum(1500), datum(1500)], "cross_entropy"))]))
 """,
-        version=version,
         timeout_s=120,
     )
     session, model, data = told
