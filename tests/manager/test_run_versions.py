@@ -17,10 +17,9 @@ from common.streams import GROUP_MANAGER, Cell
 from manager_service.jobs.changes import KEEP_RESULTS_S, Changes
 from manager_service.records import JSON, TenantRecord
 from manager_service.runs import runs
-from manager_service.runs.records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState
+from manager_service.runs.records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, use
 from manager_service.runs.retention import Retention
 from manager_service.tenants import TENANTS
-from manager_service.tinker.store.uses import use
 from tests.common.test_worker import until
 from tests.support.run_trainer import WEIGHTS
 from tests.support.run_world import SESSION, TENANT, World

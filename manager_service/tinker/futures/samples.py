@@ -32,8 +32,7 @@ from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.quota import count_inference, tokens_today
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.sampling.shares import Inference
-from manager_service.runs.records import USED_S
-from manager_service.tinker.store.uses import use
+from manager_service.runs.records import USED_S, use
 from manager_service.tinker.wire.samples import TinkerSample
 
 PREFIX = "smp"

@@ -17,9 +17,8 @@ from manager_service.api.errors import ApiError
 from manager_service.api.job_store import JobStore
 from manager_service.jobs.retention import has_version, newest_stored
 from manager_service.records import JSON
-from manager_service.runs.records import CROWDED, CROWDED_TENANT, Checkpoint, RunSpec, RunState, run_of, session_of
+from manager_service.runs.records import CROWDED, CROWDED_TENANT, Checkpoint, RunSpec, RunState, run_of, session_of, use
 from manager_service.tinker.names import Path, parse_path
-from manager_service.tinker.store.uses import use
 
 NUM_KEPT = 10_000
 """Runs whose specs a replica remembers: they never change."""

@@ -8,9 +8,8 @@ from common.errors import NotFound
 from common.messages import AdapterRef
 from manager_service.api.context import Api, Base
 from manager_service.records import JSON
-from manager_service.runs.records import Sampler
+from manager_service.runs.records import Sampler, use
 from manager_service.tinker.store.runs import RunStore
-from manager_service.tinker.store.uses import use
 
 NAMED_KEPT_S = 30 * 86_400
 """Seconds that a sampler of the base model or of a checkpoint is kept after its last use."""

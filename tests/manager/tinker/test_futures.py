@@ -179,14 +179,17 @@ async def test_a_number_that_was_passed_over_is_of_no_request_and_one_of_long_ag
 
 async def test_a_run_is_created_once(server: ApiServer, client: TinkerClient, owner: StandInRuns) -> None:
     session = await client.session()
-    body = {"session_id": session, "model_seq_id": 3, "base_model": "tiny", "lora_config": {"rank": 4}}
+    body = {"session_id": session, "model_seq_id": 3, "base_model": "Acme/tiny", "lora_config": {"rank": 4, "seed": 7}}
     first, again = await client.post("create_model", **body), await client.post("create_model", **body)
     assert first.json() == again.json()
     made = await client.retrieve(first.json()["request_id"])
     assert made.json() == {"model_id": f"{session}:train:3", "type": "create_model"}
     info = (await client.post("get_info", model_id=made.json()["model_id"])).json()
-    assert info["model_data"]["model_name"] == "tiny" and Path(info["model_data"]["tokenizer_id"]).is_dir()
-    assert len(owner.created) == 1
+    assert (info["model_data"]["model_name"], info["lora_rank"]) == ("Acme/tiny", 4)
+    assert Path(info["model_data"]["tokenizer_id"]).is_dir()
+    (spec,) = owner.created
+    assert (spec.public_id, spec.asked_model, spec.seed) == (f"{session}:train:3", "Acme/tiny", 7)
+    assert (spec.lora.rank, spec.lora.alpha) == (4, 32.0)
     other = await client.post("create_model", **body | {"lora_config": {"rank": 8}})
     assert other.status_code == 400 and "with other arguments" in other.json()["error"]["message"]
 

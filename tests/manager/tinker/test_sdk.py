@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.operations import Forward, LoadWeights
+from common.operations import LoadWeights
 from manager_service.tinker import operations, sessions
 from manager_service.tinker.store import runs as store_runs
 from manager_service.tinker.store import sessions as store_sessions
@@ -42,41 +42,6 @@ service = tinker.ServiceClient()
 
 async def run(server: ApiServer, program: str, **options: Any) -> Any:
     return await run_sdk(HEAD + program, url=server.url, key=server.key, **options)
-
-
-async def test_a_run_is_created_trained_and_saved(server: ApiServer, owner: StandInRuns) -> None:
-    told = await run(
-        server,
-        """
-client = service.create_lora_training_client("Acme/tiny", rank=8, seed=7)
-client = client.result() if hasattr(client, "result") else client
-data = [datum(3), datum(5)]
-fb = client.forward_backward(data, "cross_entropy")
-step = client.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=0.5))
-fb, step = fb.result(), step.result()
-forward = client.forward([datum(4)], "cross_entropy").result()
-saved = client.save_state("first").result()
-sampler = client.save_weights_for_sampler("first").result()
-info = client.get_info()
-print(json.dumps({
-    "run": client.model_id, "logprobs": [out["logprobs"].tolist() for out in fb.loss_fn_outputs], "loss": fb.metrics,
-    "step": step.metrics, "forward": [out["logprobs"].shape for out in forward.loss_fn_outputs], "saved": saved.path,
-    "sampler": sampler.path, "model": info.model_data.model_name, "rank": info.lora_rank}))
-""",
-    )
-    run_name = told["run"]
-    assert told["logprobs"] == [[-0.5] * 3, [-0.5] * 5] and told["loss"] == {"loss:sum": 8.0}
-    assert told["step"] == {"version": 1.0, "grad_norm": 1.0} and told["forward"] == [[4]]
-    assert told["saved"] == f"tinker://{run_name}/weights/first"
-    assert told["sampler"] == f"tinker://{run_name}/sampler_weights/first"
-    assert (told["model"], told["rank"]) == ("Acme/tiny", 8)
-    (spec,) = owner.created
-    assert (spec.public_id, spec.asked_model, spec.seed, spec.lora.alpha) == (run_name, "Acme/tiny", 7, 32.0)
-    actions = [operation.action for operation in owner.seen]
-    assert actions == ["forward_backward", "optim_step", "forward", "save_weights", "save_for_sampler"]
-    first = msgspec.msgpack.decode(owner.seen[0].payload, type=Forward)
-    assert [datum.tokens.numpy().tolist() for datum in first.data] == [[0, 1, 2], [0, 1, 2, 3, 4]]
-    assert owner.seen[0].tokens == 8
 
 
 async def test_chunks_of_one_pass_come_in_any_order_and_their_results_in_one(
