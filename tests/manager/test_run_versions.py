@@ -234,8 +234,8 @@ async def _queued(world: World, run: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("dies", ["when marked", "when asked", "when deleted"])
-async def test_a_next_owner_goes_on_with_what_is_to_be_deleted(
+@pytest.mark.parametrize("dies", ["when marked", "when asked", "when deleted", "the message"])
+async def test_what_is_to_be_deleted_is_deleted_whatever_is_lost(
     world: World, dies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with world.trainer() as trainer:
@@ -245,14 +245,18 @@ async def test_a_next_owner_goes_on_with_what_is_to_be_deleted(
             monkeypatch.setattr(Retention, "ask", _die)
         await step(world, run, 1, num=2)
         await until(lambda: _leaves(world, run, asked=dies != "when marked"))
-        await world.kill_owner()
-        monkeypatch.undo()
-        monkeypatch.setattr(runs, "RETIRE_EVERY_S", 0.0)
         assert not await use(world.bus, AdapterRef(TENANT, run, 0))
-        if dies == "when deleted":
-            trainer.hold_forget.set()
-            await until(lambda: _answered(world))
-        world.start_owner()
+        if dies == "the message":
+            await world.bus.client.delete(world.bus.cell.train)
+            await world.bus.ensure_group(world.bus.cell.train, "trainer")
+        else:
+            await world.kill_owner()
+            monkeypatch.undo()
+            monkeypatch.setattr(runs, "RETIRE_EVERY_S", 0.0)
+            if dies == "when deleted":
+                trainer.hold_forget.set()
+                await until(lambda: _answered(world))
+            world.start_owner()
         trainer.hold_forget.set()
         await until_stored(world, run, {1: "whole", 2: "whole"})
 
@@ -268,18 +272,6 @@ async def _leaves(world: World, run: str, *, asked: bool) -> bool:
 
 async def _answered(world: World) -> bool:
     return await world.bus.client.xlen(world.bus.cell.adapters(world.partition)) > 0
-
-
-async def test_a_lost_message_to_delete_is_sent_again(world: World) -> None:
-    async with world.trainer() as trainer:
-        run = await world.create()
-        trainer.hold_forget = asyncio.Event()
-        await step(world, run, 1, num=2)
-        await until(lambda: _leaves(world, run, asked=True))
-        await world.bus.client.delete(world.bus.cell.train)
-        await world.bus.ensure_group(world.bus.cell.train, "trainer")
-        trainer.hold_forget.set()
-        await until_stored(world, run, {1: "whole", 2: "whole"})
 
 
 async def test_what_may_be_used_is_there_whatever_happens_at_the_same_time(world: World) -> None:

@@ -225,21 +225,6 @@ def test_a_body_is_one_whole_frame() -> None:
             checked(body, encoding="zstd")
 
 
-@pytest.mark.parametrize(
-    ("body", "content_type", "encoding", "told"),
-    [
-        (b"\xff\xff\xff", protobuf.CONTENT_TYPE, "", "no ForwardBackwardRequest"),
-        (b"{", "application/json; charset=utf-8", "", "the body"),
-        (b"", "text/plain", "", "Content-Type 'text/plain' is not known"),
-        (b"x", protobuf.CONTENT_TYPE, "zstd", "no zstd frame"),
-        (b"x", protobuf.CONTENT_TYPE, "gzip", "Content-Encoding 'gzip' is not known"),
-    ],
-)
-def test_what_cannot_be_read_is_refused(body: bytes, content_type: str, encoding: str, told: str) -> None:
-    with pytest.raises(InvalidInput, match=told):
-        checked(body, content_type=content_type, encoding=encoding)
-
-
 def test_an_array_that_is_cut_in_the_middle_of_a_number_is_wrong() -> None:
     message = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     message.data.add().model_input.add().encoded_text.tokens = b"abcde"

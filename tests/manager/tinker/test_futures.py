@@ -225,14 +225,6 @@ async def test_the_same_operation_is_taken_once_and_another_not_under_its_number
         assert late.json() == first.json()
 
 
-async def test_a_number_that_was_passed_over_is_refused(server: ApiServer, client: TinkerClient, run: str) -> None:
-    state = RunState(status="ready", version=0, head=5)
-    await server.bus.client.hset(server.bus.cell.run(run_of(run) or ""), mapping=state.fields())
-    late = await client.send(pass_over(run, 4))
-    assert (late.status_code, late.headers["x-should-retry"]) == (400, "false")
-    assert "it came too late" in late.json()["error"]["message"]
-
-
 @pytest.mark.parametrize("seq", [0, -1])
 async def test_operations_are_numbered_from_one(client: TinkerClient, run: str, seq: int) -> None:
     assert (await client.send(pass_over(run, seq))).status_code == 400
