@@ -233,18 +233,21 @@ async def test_a_sampler_follows_the_saves_of_its_run_or_not(
             ("save_weights_for_sampler", {"sampling_session_seq_id": 1}),
             ("optim_step", {"adam_params": {}}),
             ("save_weights_for_sampler", {"sampling_session_seq_id": 2, "kind": "inflight"}),
+            ("optim_step", {"adam_params": {}}),
+            ("save_weights_for_sampler", {"sampling_session_seq_id": 3, "kind": "inflight"}),
+            ("optim_step", {"adam_params": {}}),
         ),
         start=1,
     ):
         sent = await client.post(name, model_id=run, seq_id=seq, **body)
         assert (await client.retrieve(sent.json()["request_id"])).status_code == 200
     async with played(script):
-        for number in (1, 2):
+        for number, version in ((1, 0), (2, 2)):
             of: dict[str, Any] = {"base_model": None, "sampling_session_id": f"{session}:sample:{number}"}
             asked = await asample(client, **of, seq_id=0)
-            assert asked["sample_sequence_ids"] == [f"{asked['request_id']}/0@{number - 1}"]
+            assert asked["sample_sequence_ids"] == [f"{asked['request_id']}/0@{version}"]
             assert (await client.retrieve(asked["request_id"])).status_code == 200
-    assert [request.adapter.version for request in script.seen] == [0, 1]
+    assert [request.adapter.version for request in script.seen] == [0, 2]
 
 
 async def test_a_sampler_that_is_saved_again_under_another_number_is_the_first_one(
