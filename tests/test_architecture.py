@@ -85,7 +85,7 @@ CATCHES_ALL = {
     "env_service/verifiers/host.py": "whatever a package raises fails its trajectory, or says why it cannot be loaded",
     "env_service/work.py": "an error goes to whoever waits for the shared call",
     "manager_service/scheduling/allocator.py": "one job's trouble must not stop the other tenants",
-    "manager_service/tinker/futures/patience.py": "a client that waits repeats at once after an error",
+    "manager_service/tinker/retrieval.py": "a client that waits repeats at once after an error",
     "manager_service/tinker/futures/samples.py": "an error goes to whoever asks for the samples",
     "manager_service/api/environments.py": "a package whose arguments cannot be told stands in the list with the error",
     "manager_service/api/event_stream.py": "a stream's client must hear that it ended in an error",

@@ -34,9 +34,9 @@ from manager_service.api.key_first import KeyFirst
 from manager_service.api.open_requests import OpenRequests
 from manager_service.api.sampling import chat, completions, generate
 from manager_service.tinker import operations, retrieval, runs, samplers, sessions
-from manager_service.tinker.futures.patience import Patience
 from manager_service.tinker.parts import MAX_PASS_BYTES, PREFIX, make_records
 from manager_service.tinker.rest import absent, billing, checkpoints, listings, search
+from manager_service.tinker.retrieval import Patience
 
 TITLE = "MARLaaS"
 DESCRIPTION = """Reinforcement learning as a service: OpenAI's fine-tuning API over LoRA adapters of shared base models.

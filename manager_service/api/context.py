@@ -37,9 +37,8 @@ from manager_service.cluster import Cluster
 from manager_service.records import KeyRecord, TenantRecord
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import ADMIN, Tenants
-from manager_service.tinker.futures.peers import Peers
-from manager_service.tinker.futures.samples import Samples
-from manager_service.tinker.futures.waiting import Answered
+from manager_service.tinker.futures.results import Answered
+from manager_service.tinker.futures.samples import Peers, Samples
 
 TINKER_PREFIX = "tml-"
 ANSWER_S = 4.0

@@ -37,9 +37,8 @@ from manager_service.records import GLOBAL
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import Tenants, bootstrap
-from manager_service.tinker.futures.peers import Peers
-from manager_service.tinker.futures.samples import Samples
-from manager_service.tinker.futures.waiting import Answered
+from manager_service.tinker.futures.results import Answered
+from manager_service.tinker.futures.samples import Peers, Samples
 
 log = structlog.get_logger()
 INFERENCE_SHARE = 0.5

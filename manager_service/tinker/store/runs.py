@@ -17,9 +17,8 @@ from manager_service.api.errors import ApiError
 from manager_service.api.job_store import JobStore
 from manager_service.jobs.retention import has_version, newest_stored
 from manager_service.records import JSON
-from manager_service.runs.records import CROWDED, CROWDED_TENANT, Checkpoint, RunSpec, RunState, run_of, session_of
+from manager_service.runs.records import CROWDED, CROWDED_TENANT, Checkpoint, RunSpec, RunState, run_of, session_of, use
 from manager_service.tinker.names import Path, parse_path
-from manager_service.tinker.store.uses import use
 
 NUM_KEPT = 10_000
 """Runs whose specs a replica remembers: they never change."""
@@ -133,10 +132,6 @@ class RunStore:
             rows += [(score, run.decode(), base) for run, score in found]
         rows.sort(key=lambda row: row[:2], reverse=True)
         return [(run, base) for _, run, base in rows]
-
-    async def samplers(self, run: RunRow) -> list[str]:
-        """Ids of those that the run's saves made."""
-        return [name.decode() for name in await run.base.redis.hkeys(run.base.cell.samplers(run.id))]
 
     async def _with_states(self, chosen: Sequence[tuple[str, Base]]) -> list[tuple[RunRow, RunState]]:
         """One round trip for each base model."""
