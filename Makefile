@@ -32,7 +32,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 	$$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH := torch==2.13.0
 COOKBOOK := tinker-cookbook==0.6.1
-SDKS := 0.38.0,0.30.4,0.25.0,0.24.1,0.16.1
+SDKS := 0.38.0,0.30.4,0.25.0,0.24.1
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m deploy.install $(PIP_ARGS) --
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)

@@ -22,8 +22,8 @@ RECORDS = (
     "adapters:new", "done", "ends", "env-workers",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
-EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:", "ended:",
-            "session:", "finished-session:", "sampler:", "tenant-samplers:")  # fmt: skip
+EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:",
+            "session:", "sampler:", "tenant-samplers:")  # fmt: skip
 """Keys that a process which was killed leaves behind, for a time."""
 OUTSIDE = ("tenants", "keys", "sessions:", "alive:", "format", "signing-key", "loggers")
 OUTSIDE_EXPIRING = ("session:", "exporter")

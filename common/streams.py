@@ -57,13 +57,10 @@
     retire:<p>                 zset     ended runs of which something may be deleted, by when to look at them, s
     results:<run>              hash     number of an operation -> OperationResult, msgpack; expires
     tenant-runs:<tenant>       zset     run id by creation time
-    samplers:<run>             hash     a sampler that the run's saves made -> SamplerState, JSON
-    tenant-samplers:<tenant>   zset     samplers of no run, by when they were last used, s; expires
+    tenant-samplers:<tenant>   zset     samplers, by when they expire, s; expires
     held:<tenant>              hash     run -> bytes of its operations that are not done
     session:<session>          string   JSON; expires when its client is silent
-    finished-session:<session> string   set once its client has said that it is done; expires
     sampler:<sampler>          string   JSON: what it samples with
-    ended:<sampler>:<clone>    stream   ids of one client's requests for samples that have ended; expires
     clients:<sampler>          string   how many clients have joined it; expires
     idempotency:<tenant>:<key> string   job id, expires
 
@@ -166,10 +163,8 @@ class Cell:
     session = KeyOf[str]("session")
     sampler = KeyOf[str]("sampler")
     clients = KeyOf[str]("clients")
-    samplers = KeyOf[str]("samplers")
     tenant_samplers = KeyOf[str]("tenant-samplers")
     held = KeyOf[str]("held")
-    finished_session = KeyOf[str]("finished-session")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_prefix", f"marlaas:{{{self.base_model}}}:")
@@ -216,9 +211,6 @@ class Cell:
 
     def use(self, run: str, version: int, *, with_optimizer: bool = False) -> str:
         return self.key(f"use:{run}:{version}{':optimizer' if with_optimizer else ''}")
-
-    def ended(self, sampler: str, clone: int) -> str:
-        return self.key(f"ended:{sampler}:{clone}")
 
     def hours(self, tenant: str, hour: str) -> str:
         """`hour`: `2026112207`, UTC."""

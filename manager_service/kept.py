@@ -21,6 +21,11 @@ class Limits(msgspec.Struct, frozen=True):
     sample_items: int = 4  # held-out items of which every evaluation keeps an answer
     other_samples: int = 4  # trajectories of each step that are kept: so many of its best, its worst and its failed
 
+    @classmethod
+    def of(cls, num_bytes: int) -> "Limits":
+        """Limits of so many bytes for each kind, and of an eighth for events, which stand in Redis."""
+        return cls(num_bytes // 8, num_bytes, num_bytes, num_bytes)
+
 
 LIMITS = Limits()
 

@@ -53,8 +53,6 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
     limits = EngineLimits(
         slots=settings.engine_slots,
         kv_bytes=settings.rollout_kv_bytes,
-        prefix_bytes=settings.rollout_prefix_bytes,
-        turn_bytes=0 if deterministic else settings.rollout_turn_bytes,
         min_rows=min_rows,
         exact=deterministic,
     )

@@ -66,7 +66,6 @@ async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[Lo
         servers=servers,
         every_s=settings.export_every_s,
         processes=settings.export_processes,
-        give_up_s=settings.export_give_up_s,
         disk_bytes=settings.max_logger_bytes,
         limits=settings.limits,
     )

@@ -79,7 +79,7 @@ class Exporter:
         servers: Caller,
         every_s: float,
         processes: int,
-        give_up_s: float,
+        give_up_s: float = 3 * 86_400.0,
         disk_bytes: int,
         limits: Limits,
     ) -> None:

@@ -15,7 +15,7 @@ from common.messages import Usage
 from common.operations import OperationResult
 from common.streams import GROUP_MANAGER, Cell
 from manager_service.records import JSON, MOVING, CheckpointRecord, EventRecord, JobState, SampleKind
-from manager_service.runs.records import USED_S, RunState, session_of
+from manager_service.runs.records import USED_S, RunState, Sampler, session_of
 from manager_service.usage import ARCHIVED, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
 
 RedisCommand = list[Any]
@@ -75,7 +75,7 @@ class Changes:
     moving: list[str] = field(default_factory=list)  # finished jobs whose records must not change any more
     moved: list[Moved] = field(default_factory=list)
     runs: dict[str, RunState] = field(default_factory=dict)  # changed runs
-    uses: list[tuple[str, int, str]] = field(default_factory=list)  # run, version, the new sampler that samples with it
+    samplers: list[Sampler] = field(default_factory=list)  # that saves of runs made
     retire: dict[str, float | None] = field(
         default_factory=dict
     )  # ended run -> when to look at its versions; None: never
@@ -195,8 +195,9 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[RedisCommand]
         if state.status == "ended":
             result.append(["SREM", cell.active(partition), run])
             result.append(["EXPIRE", cell.seqs(run), KEEP_RESULTS_S])
-    for run, version, sampler in changes.uses:
-        result += [["SET", cell.use(run, version), "", "EX", USED_S], ["EXPIRE", cell.sampler(sampler), USED_S]]
+    for sampler in changes.samplers:
+        result.append(["SET", cell.use(sampler.adapter.job, sampler.adapter.version), "", "EX", USED_S])
+        result.append(["SET", cell.sampler(sampler.id), JSON.encode(sampler), "EX", sampler.keep_s])
     for run, due in changes.retire.items():
         key = cell.retire(partition)
         result.append(["ZREM", key, run] if due is None else ["ZADD", key, due, run])
@@ -205,7 +206,7 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[RedisCommand]
         result += [["HSET", cell.results(run), *pairs], ["EXPIRE", cell.results(run), KEEP_RESULTS_S]]
     for moved in changes.over:
         run, tenant = moved.job, moved.tenant
-        result.append(["DEL", *(key(run) for key in (cell.run, cell.versions, cell.samplers, cell.seqs, cell.results))])
+        result.append(["DEL", *(key(run) for key in (cell.run, cell.versions, cell.seqs, cell.results))])
         result += [["ZREM", key, run] for key in (cell.tenant_runs(tenant), cell.retire(partition))]
         result += _used_up(moved, cell)
     return result

@@ -43,7 +43,7 @@ class EngineLimits:
     slots: int = 64  # rows under way at once
     kv_bytes: int = 1 << 30  # all of the above together; rows that do not fit wait
     prefix_bytes: int = 64 << 20  # the most of it for prefixes
-    turn_bytes: int = 64 << 20  # and for turns
+    turn_bytes: int = 64 << 20  # and for turns; none in deterministic mode
     min_rows: int = DEFAULT.min_rows  # of a forward, and of an adapter's product in it
     exact: bool = False  # deterministic mode: a row's bits do not depend on how long its neighbours are
 
@@ -54,7 +54,7 @@ class EngineLimits:
 
     @property
     def turns(self) -> int:
-        return min(self.turn_bytes, self.kv_bytes // KEPT_PART)
+        return 0 if self.exact else min(self.turn_bytes, self.kv_bytes // KEPT_PART)
 
     @property
     def step_lanes(self) -> int:

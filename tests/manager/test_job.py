@@ -4,7 +4,7 @@ import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 import pytest
@@ -232,6 +232,27 @@ def started(**changes: Any) -> tuple[Job, Changes]:
     job.queue(0, changes_of)
     job.start(0, changes_of)
     return job, changes_of
+
+
+def test_a_group_that_has_become_too_old_is_dropped_and_counted() -> None:
+    job, changes = started()
+    job.issue_group(changes)
+    start = cast(Start, changes.published[-1][1])
+    job.state.version = 1
+    for sample in start.samples:
+        job.on_scored(f"{sample}-0", StandInEnv(CELL, outcome).scored(start, sample), changes)
+    job.advance(1, changes)
+    assert (job.open.groups, changes.ledger[job.id, "stale"]) == ({}, 2)
+
+
+def test_a_result_of_an_attempt_that_a_pause_made_void_is_dropped() -> None:
+    job, changes = started()
+    job.issue_group(changes)
+    start = cast(Start, changes.published[-1][1])
+    job.pause(1, changes)
+    job.resume(2, changes)
+    job.on_scored("1-0", StandInEnv(CELL, outcome).scored(start, 0), changes)
+    assert job.num_waiting == 2
 
 
 def test_a_job_of_the_base_model_samples_and_trains_without_waiting_for_its_version_0() -> None:

@@ -1,6 +1,7 @@
 """The API for tests: the real application behind a real uvicorn, and honest stand-ins for the workers behind it."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -31,7 +32,7 @@ from common.tasks import cancel_all
 from common.transcript import wrote
 from harness.redis_server import free_port
 from harness.standin import StandInEnv
-from manager_service.api.context import Api
+from manager_service.api.context import Api, ApiLimits
 from manager_service.api.server import make_api, serve
 from manager_service.archive.samples import SampleFiles
 from manager_service.kept import Kept
@@ -79,10 +80,14 @@ def openai_client(url: str, key: str) -> AsyncOpenAI:
 async def running_api(
     redis_url: str, folder: Path, *, forks: bool = True, **settings: Any
 ) -> AsyncGenerator[ApiServer]:
-    """The API alone: no owner, no workers. `forks`: its helpers, which are the same and start sooner; else it executes them."""
+    """The API alone: no owner, no workers. `settings`: of the manager, and limits of the API. `forks`: its helpers, which are the same
+    and start sooner; else it executes them."""
     port = free_port()
-    own = ManagerSettings(redis_url=redis_url, data_dir=folder, port=port, **settings)
-    async with forked_api(own) if forks else make_api(own) as api:
+    names = {field.name for field in dataclasses.fields(ApiLimits)}
+    limits = ApiLimits(**{name: value for name, value in settings.items() if name in names})
+    given = {name: value for name, value in settings.items() if name not in names}
+    own = ManagerSettings(redis_url=redis_url, data_dir=folder, port=port, **given)
+    async with forked_api(own, limits) if forks else make_api(own, limits) as api:
         stop = asyncio.Event()
         base = api.bases["tiny"]
         loops = [asyncio.create_task(base.run())]

@@ -118,7 +118,7 @@ async def check_whole(cluster: LocalCluster, api: Api, job: str, *, steps: int, 
 async def test_a_killed_rollout_worker_costs_turns_and_answers_only_what_was_not_kept_of_them(tmp_path: Path) -> None:
     """E5: what the worker after it samples and what was kept are the turns' tokens together."""
     base = make_random_base(tmp_path / "base", last_word=FIRST_WORD, vocab_size=8192)  # its turns hardly ever stop
-    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_LEASE_S": "2", "MARLAAS_INFERENCE_SILENCE_S": "0.5"}
+    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_LEASE_S": "2"}
     async with running(tmp_path / "data", environment=environment) as (cluster, api):
         bus = Bus.connect(cluster.redis_url, Cell("base"))
         await kill_under_a_job(cluster, api, bus)
@@ -143,7 +143,7 @@ async def kill_under_a_job(cluster: LocalCluster, api: Api, bus: Bus) -> None:
 
 
 async def kill_under_answers(cluster: LocalCluster, api: Api, bus: Bus) -> None:
-    """The same of turns that an API replica asked for without a stream, though it would ask again sooner than they are taken over."""
+    """The same of turns that an API replica asked for without a stream."""
     body = {"model": "base", "prompt": "count", "max_tokens": 600, "n": 4}
     asking = asyncio.create_task(api.post("/completions", body))
     while await tokens_kept(bus, bus.cell.rollout_first) < 4 * 100 and not asking.done():
