@@ -22,8 +22,7 @@ from simulator.calibration import (
     Workload,
     jain,
 )
-from simulator.clock import Clock, Process, SimulatedHost
-from simulator.fit import Recording, calibrate, fit_calls, read_recording
+from simulator.fit import Recording, calibrate, read_recording
 from simulator.world import World, simulate
 
 MACHINE = Machine(
@@ -124,38 +123,6 @@ def test_alone_under_sequential_a_jobs_time_is_the_sum_of_its_parts() -> None:
     assert parts + (hops - 3) * machine.hop_s <= makespan_s <= parts + (hops + 1) * machine.hop_s
 
 
-def test_no_processor_second_is_given_twice() -> None:
-    """Messages' cost beside the engines is paid on the same cores, and also by workers that nobody waits for."""
-    machine = msgspec.structs.replace(MACHINE, cores=1, control_s=0.003, engine_loop_s=0.002, env_loop_s=0.001)
-    world = simulate(Calibration(machine=machine, workload=SINGLE), policy=parse_policy("marlaas"), num_jobs=4)
-    groups = 4 * SINGLE.num_steps * SINGLE.batch_size
-    trained_s = 4 * SINGLE.num_steps * machine.train_step_s
-    trained_s += machine.train_token_s * sum(job.tokens for job in world.progress.values())
-    loops_s = groups * (machine.start_s + 4 * (machine.control_s + machine.engine_loop_s + machine.env_loop_s))
-    assert (
-        world.figures("single").makespan_s > loops_s + trained_s + 4 * (SINGLE.num_steps + 1) * machine.trainer_loop_s
-    )
-
-
-def test_a_process_does_one_thing_after_another_as_fast_as_its_host_lets_it() -> None:
-    clock = Clock()
-    host = SimulatedHost(clock, cores=1)
-    one, other = Process(host), Process(host)
-    done: list[tuple[str, float]] = []
-    for name, process in (("a", one), ("b", one), ("c", other)):
-        process.do(0.5, lambda n=name: done.append((n, clock.now)))
-    while clock.step():
-        pass
-    assert done == [("a", 1.0), ("c", 1.0), ("b", 1.5)]
-
-
-def test_a_versions_first_turns_wait_until_an_engine_has_its_adapter_but_those_of_version_0_need_none() -> None:
-    machine = msgspec.structs.replace(MACHINE, load_s=1.0)
-    world = simulate(Calibration(machine=machine, workload=SINGLE), policy=parse_policy("marlaas"), num_jobs=1)
-    assert world.figures("single").makespan_s > (SINGLE.num_steps - 1) * 1.0
-    assert world.progress["job-00000"].first_token_s < 1.0  # type: ignore[operator]
-
-
 # ---- calibration ----------------------------------------------------------------------------------------------------
 
 
@@ -222,12 +189,6 @@ def test_a_recording_becomes_a_calibration() -> None:
     by_the_clock = calibrate(Recording(told, hyper), cores=None, control_s=1e-4).machine
     assert by_the_clock.prefill_token_s == pytest.approx(2 * machine.prefill_token_s), "it waited for half of the time"
     assert simulate(found, policy=parse_policy("marlaas"), num_jobs=2).settled == 20
-
-
-@pytest.mark.parametrize("fewest,most", [(0, 0), (3, 3), (2, 4), (0, 5)])
-def test_the_calls_of_a_trajectory_are_found_again(fewest: int, most: int) -> None:
-    calls = range(fewest, most + 1)
-    assert fit_calls(len(calls), sum(calls), sum(n * n for n in calls)) == (fewest, most)
 
 
 def test_a_run_in_which_nothing_happened_is_refused() -> None:

@@ -1,7 +1,6 @@
 """The committed base model: right when greedy, right half of the time when sampled, loadable by everybody."""
 
 import json
-import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ TINY = ROOT / "models" / "tiny"
 sys.path.insert(0, str(TINY.parent))
 
 import make_tiny  # noqa: E402  (scripts beside the model, not a package)
-import tiny_data  # noqa: E402
 import tiny_measure  # noqa: E402
 import tiny_tokens  # noqa: E402
 
@@ -72,20 +70,6 @@ def test_transformers_tokenizer_renders_the_same_ids() -> None:
             )
             assert ours.render(talk, tools, add_generation_prompt=prompt) == expected
     assert theirs.eos_token_id == tiny_tokens.END == ours.end_of_turn_ids[0]
-
-
-@pytest.mark.parametrize("skill", SKILLS)
-def test_the_model_was_trained_on_what_the_renderer_makes(skill: str) -> None:
-    tokenizer = ChatTokenizer.load(TINY)
-    for long in (False, True):
-        example = tiny_data.draw_example(skill, random.Random(0), noise=0.0, long=long)
-        text = tokenizer.decode(example.ids, skip_special=False)
-        question = text.partition("<|user|>")[2].partition("<|end|>")[0]
-        tools = [CALCULATOR] if text.startswith("<|tools|>") else []
-        system = text.partition("<|system|>")[2].partition("<|end|>")[0]
-        messages = [{"role": "system", "content": system}] if system else []
-        prompt = tokenizer.render([*messages, {"role": "user", "content": question}], tools)
-        assert example.ids[: len(prompt)] == prompt
 
 
 def test_the_committed_files_are_those_that_the_script_writes(tmp_path: Path) -> None:
