@@ -93,19 +93,6 @@ async def test_an_adapter_that_is_dropped_serves_the_turns_that_name_it_to_their
 
 
 @on_vllm
-async def test_rows_of_the_base_model_and_of_adapters_in_one_batch_get_each_their_own(running: Running) -> None:
-    names = [BASE, ref("a"), ref("b")]
-    async with running(adapters={ref("a"): files_of(1), ref("b"): files_of(2)}, ends=False) as engine:
-        alone = {name: await one(engine, greedy(name)) for name in names}
-        asked = [greedy(names[i % 3], sample=i) for i in range(18)]
-        together = await asyncio.gather(*[one(engine, r) for r in asked])
-    for found, asking in zip(together, asked, strict=True):
-        assert np.allclose(found.logprobs, alone[asking.adapter].logprobs, atol=1e-4)
-    shown = [alone[name].logprobs for name in names]
-    assert not any(np.allclose(shown[i], shown[j], atol=1e-3) for i in range(3) for j in range(i))
-
-
-@on_vllm
 async def test_it_says_how_many_tokens_its_memory_holds(running: Running) -> None:
     async with running() as engine:
         config = decoder().config

@@ -7,7 +7,7 @@ from typing import Any
 
 from env_service.environment import Step, Turn
 
-NAMES = ("adding", "forgetful")
+NAMES = ("adding",)
 
 
 class Adding:
@@ -29,13 +29,6 @@ class Adding:
 
     def shown(self, total: int) -> str:
         return str(total)
-
-
-class Forgetful(Adding):
-    """Shows something else in each process."""
-
-    def shown(self, total: int) -> str:
-        return f"{total},{os.getpid()}"
 
 
 class AddingSession:
