@@ -16,13 +16,13 @@ from harness.s3_server import S3Server
 from manager_service.records import GLOBAL
 
 RECORDS = (
-    "job:", "ledger:", "events:", "checkpoints:", "samples:", "answers:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
+    "job:", "ledger:", "events:", "checkpoints:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
     "finished:", "num-archived", "rev:", "weights", "inference", "served", "owners", "bits", "memory", "dropped", "telemetry", "control",
-    "adapters:new", "done", "ends", "told", "env-workers",
+    "adapters:new", "done", "ends", "env-workers",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
-EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:", "ended:",
-            "session:", "finished-session:", "sampler:", "tenant-samplers:")  # fmt: skip
+EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:",
+            "session:", "sampler:", "tenant-samplers:")  # fmt: skip
 """Keys that a process which was killed leaves behind, for a time."""
 OUTSIDE = ("tenants", "keys", "sessions:", "alive:", "format", "signing-key", "loggers")
 OUTSIDE_EXPIRING = ("session:", "exporter")

@@ -41,15 +41,12 @@
     jobs-all                   zset     job id by creation time
     finished:<p>               zset     ids of jobs whose records move to object storage, by when they finished
     num-archived               string   number of jobs whose records are in object storage
-    exports                    hash     job -> tenant: jobs whose figures a logger still waits for, <job>/<logger> -> Delay
+    exports                    hash     job -> tenant: jobs whose figures a logger still waits for
     ends                       zset     `<tenant> <job>` of which webhooks are to hear, by when the job ended, s
-    told                       hash     an entry of `ends` -> Told: which webhooks have taken it
     ledger:<job>               hash     the conservation counts
     open:<job>                 hash     unsettled trajectories
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
     checkpoints:<job>          hash     version -> checkpoint record, JSON
-    samples:<job>              hash     version -> samples shown to the user, JSON
-    answers:<job>              hash     <version>/<item> -> an evaluation's answer shown to the user, JSON
     evals:<job>                hash     unsettled trajectories of evaluations
     usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
     hours:<tenant>:<yyyymmddhh> hash    `<session>/<counter>` -> tokens of an hour, UTC; no session: jobs and chat; expires
@@ -60,13 +57,10 @@
     retire:<p>                 zset     ended runs of which something may be deleted, by when to look at them, s
     results:<run>              hash     number of an operation -> OperationResult, msgpack; expires
     tenant-runs:<tenant>       zset     run id by creation time
-    samplers:<run>             hash     a sampler that the run's saves made -> SamplerState, JSON
-    tenant-samplers:<tenant>   zset     samplers of no run, by when they were last used, s; expires
+    tenant-samplers:<tenant>   zset     samplers, by when they expire, s; expires
     held:<tenant>              hash     run -> bytes of its operations that are not done
     session:<session>          string   JSON; expires when its client is silent
-    finished-session:<session> string   set once its client has said that it is done; expires
     sampler:<sampler>          string   JSON: what it samples with
-    ended:<sampler>:<clone>    stream   ids of one client's requests for samples that have ended; expires
     clients:<sampler>          string   how many clients have joined it; expires
     idempotency:<tenant>:<key> string   job id, expires
 
@@ -154,13 +148,10 @@ class Cell:
     num_archived = Key("num-archived")
     exports = Key("exports")
     ends = Key("ends")
-    told = Key("told")
     ledger = KeyOf[str]("ledger")
     open = KeyOf[str]("open")
     events = KeyOf[str]("events")
     checkpoints = KeyOf[str]("checkpoints")
-    samples = KeyOf[str]("samples")
-    answers = KeyOf[str]("answers")
     evals = KeyOf[str]("evals")
     usage = KeyOf[str]("usage")
     run = KeyOf[str]("run")
@@ -172,10 +163,8 @@ class Cell:
     session = KeyOf[str]("session")
     sampler = KeyOf[str]("sampler")
     clients = KeyOf[str]("clients")
-    samplers = KeyOf[str]("samplers")
     tenant_samplers = KeyOf[str]("tenant-samplers")
     held = KeyOf[str]("held")
-    finished_session = KeyOf[str]("finished-session")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_prefix", f"marlaas:{{{self.base_model}}}:")
@@ -223,16 +212,13 @@ class Cell:
     def use(self, run: str, version: int, *, with_optimizer: bool = False) -> str:
         return self.key(f"use:{run}:{version}{':optimizer' if with_optimizer else ''}")
 
-    def ended(self, sampler: str, clone: int) -> str:
-        return self.key(f"ended:{sampler}:{clone}")
-
     def hours(self, tenant: str, hour: str) -> str:
         """`hour`: `2026112207`, UTC."""
         return self.key(f"hours:{tenant}:{hour}")
 
     def records(self, job: str) -> tuple[str, ...]:
         """All keys of one job."""
-        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints, self.samples, self.answers)
+        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints)
         return tuple(key(job) for key in keys)
 
     @property

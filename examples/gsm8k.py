@@ -132,7 +132,7 @@ def start_for(base: str, gpu: str | None, *, gpus: int = 1, engine: EngineName =
     found = plan_for(base, gpu=gpu, gpus=gpus, engine=engine)
     if gpu is None:
         settings |= {"MARLAAS_ENGINE": engine} if engine != "torch" else {}
-        return Start(settings, 1, found.case.shape.context)
+        return Start(settings, 1, found.shape.context)
     if found.chosen is None:
         raise InvalidInput(f"{base} does not fit on {gpu}: `marlaas plan {base} --gpu {gpu}` says why")
     return Start(settings | settings_of(found, found.chosen), found.chosen.split.workers, found.chosen.context)

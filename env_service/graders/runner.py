@@ -59,7 +59,7 @@ class GraderRunner:
         sandbox: Sandbox,
         endpoints: Endpoints,
         text_comparer: TextComparer,
-        timeout_s: float,
+        timeout_s: float = 10.0,
         models: ModelEndpoints | None = None,
     ) -> None:
         """`timeout_s`: of one grader, and of all graders of a `multi` together; models have limits of their own. `models`: outside of

@@ -9,7 +9,7 @@ import msgspec
 from common import templates
 from common.graders import MathGrader, StringCheck, TextSimilarity
 from env_service.graders.attempt import Attempt
-from env_service.graders.comparing import Question, read_answer, string_check
+from env_service.graders.comparing import Question, string_check
 from env_service.graders.helper import GraderHelpers
 from env_service.graders.math import plainly_equal
 from env_service.work import Allowance
@@ -51,7 +51,7 @@ class TextComparer:
         if found is not None:
             return found
         question = msgspec.msgpack.encode(_question(grader, attempt))
-        return read_answer(await self._helpers[grader.type].ask(question, allowance))
+        return await self._helpers[grader.type].ask(question, allowance)
 
 
 def _question(grader: TextGrader, attempt: Attempt) -> Question:

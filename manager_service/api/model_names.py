@@ -14,9 +14,8 @@ from manager_service.api.context import Api, Base
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.jobs.retention import has_version, newest_stored
 from manager_service.records import TenantRecord, tuned_model
-from manager_service.runs.records import is_run
+from manager_service.runs.records import is_run, use
 from manager_service.tinker.store.runs import RunStore
-from manager_service.tinker.store.uses import use
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ Its files:
     runs.py       holds the runs of one partition, and applies messages to them
     retention.py  decides which versions stay in the store, and has the others deleted
     held.py       says what an operation asks of a run
-    samplers.py   holds which version each of a run's samplers samples with
     names.py      gives names to versions, deletes names of versions, or changes when they expire
     records.py    names what Redis keeps of a run
 """

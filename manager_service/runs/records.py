@@ -11,7 +11,7 @@ A session is one client; it numbers its runs from 0, and its samplers too. The S
 What the owner alone writes, beside `state`:
 
     versions:<run>                  hash     version that may be read -> 1 if its optimiser's state is there, else 0
-    samplers:<run>                  hash     sampler -> SamplerState
+    sampler:<sampler>               string   Sampler, of one that a save made; for as long after its last use as it says
     retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them; and
                                              `tenant:<tenant>` of tenants that are crowded, which an API replica adds
     unfinished:<tenant>             hash     see manager_service.records: runs that have not ended, beside jobs
@@ -25,10 +25,8 @@ What an API replica alone writes, `use` but for what a save makes:
     use:<run>:<version>             string   noted by whoever means to read that version; `…:optimizer` too if with its optimiser's
                                              state; both expire after USED_S
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
-    finished-session:<session>      string   its client said that it has ended; in each cell, for SESSION_ALIVE_S
-    sampler:<sampler>               string   Sampler, for as long after its last use as it says
-    tenant-samplers:<tenant>        zset     samplers of base models and checkpoints, by their last use
-    ended:<sampler>:<clone>         stream   see manager_service.tinker.futures.finished
+    sampler:<sampler>               string   Sampler, of a base model or a checkpoint
+    tenant-samplers:<tenant>        zset     all samplers, by when they expire: seconds since 1970
     clients:<sampler>               string   number of clients that have joined it
     seqs:<run>                      hash     until an hour after the run's end: number of an operation ->
                                              `<sha256 of what was asked> <what was asked> <bytes>`;
@@ -42,6 +40,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from common.bus import Bus
 from common.messages import BASE, AdapterRef, Failure, LoraSpec
 from common.operations import Kind
 
@@ -102,13 +101,6 @@ class Leaving(msgspec.Struct):
     everything: bool = False  # whatever else the store has of the run is deleted too
 
 
-class SamplerState(msgspec.Struct, frozen=True):
-    """The version with which a run's sampler samples."""
-
-    version: int
-    inflight: bool = False  # its version follows the run's saves
-
-
 class RunState(msgspec.Struct):
     """Changes with every operation that is answered."""
 
@@ -125,6 +117,7 @@ class RunState(msgspec.Struct):
     failed_at: int | None = None  # a failed operation since the newest version: the next optim_step fails too
     failed_why: str = ""  # what became of that operation
     checkpoints: list[Checkpoint] = []
+    inflight: int = -1  # the version of the newest save for samplers that follow such saves
     failure: Failure | None = None  # why it can do nothing more
     leaving: Leaving | None = None
     num_left: int = 0  # messages to trainers that had them delete versions
@@ -145,6 +138,8 @@ CROWDED_TENANT = "tenant:"
 """The word before a tenant's name in `retire:<p>`."""
 USED_S = 3600
 """A version is kept for so long after its last use."""
+NUM_SEQS_KEPT = 4096
+"""Numbers of a run that `seqs:<run>` remembers, so that an operation which is sent again is known."""
 
 
 SESSION_ALIVE_S, SESSION_KEPT_S = 300, 30 * 86_400
@@ -167,11 +162,10 @@ class Sampler(msgspec.Struct, frozen=True):
 
     id: str
     tenant: str
-    base_model: str  # the cell's name for it
     asked_model: str  # as its user wrote it
-    keep_s: int
-    run: str = ""  # whose state says the version; empty: `adapter` does
+    keep_s: int  # after its last use
     adapter: AdapterRef = BASE
+    inflight: bool = False  # the state of the adapter's run says the version
     path: str | None = None  # as its user wrote it
 
 
@@ -189,3 +183,24 @@ def session_of(name: str) -> str:
 def is_run(name: str) -> bool:
     """Does a name that stands where jobs' ids do mean a run?"""
     return name.startswith("run-")
+
+
+# KEYS: versions, use, use with the optimiser's state. ARGV: version, is its optimiser's state wanted (1 or 0), seconds to keep it.
+# Answers 0 if the version is not there.
+_USE = """
+local there = redis.call('HGET', KEYS[1], ARGV[1])
+if not there or there < ARGV[2] then return 0 end
+redis.call('SET', KEYS[2], '', 'EX', ARGV[3])
+if ARGV[2] == '1' then redis.call('SET', KEYS[3], '', 'EX', ARGV[3]) end
+return 1
+"""
+
+
+async def use(bus: Bus, adapter: AdapterRef, *, with_optimizer: bool = False) -> bool:
+    """Keeps a version for USED_S from now on. False: it is deleted, or about to be. True for what is no run's: jobs keep their own."""
+    if not is_run(adapter.job):
+        return True
+    cell, run, version = bus.cell, adapter.job, adapter.version
+    keys = [cell.versions(run), cell.use(run, version), cell.use(run, version, with_optimizer=True)]
+    script = bus.client.register_script(_USE)
+    return bool(await bus.retrying(lambda: script(keys=keys, args=[version, int(with_optimizer), USED_S])))

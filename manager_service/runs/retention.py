@@ -32,8 +32,7 @@ from common.messages import AdapterRef
 from common.operations import Forget
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import KEEP_RESULTS_S, Changes
-from manager_service.runs.records import UNNAMED_KEPT_S, Leaving, RunSpec, RunState, SamplerState
-from manager_service.runs.samplers import RunSamplers
+from manager_service.runs.records import UNNAMED_KEPT_S, Leaving, RunSpec, RunState
 
 VersionNeeds = dict[int, bool]
 """Version -> is its optimiser's state needed too?"""
@@ -47,15 +46,11 @@ LOOK_AGAIN_S = 60.0
 class Retention:
     """The versions of one run that are in the store."""
 
-    def __init__(
-        self, cell: Cell, spec: RunSpec, state: RunState, versions: VersionNeeds, samplers: dict[str, SamplerState]
-    ) -> None:
-        """`versions`: as `versions:<run>` says; the value is whether the optimiser's state is there. `samplers`: as `samplers:<run>`
-        does."""
+    def __init__(self, cell: Cell, spec: RunSpec, state: RunState, versions: VersionNeeds) -> None:
+        """`versions`: as `versions:<run>` says; the value is whether the optimiser's state is there."""
         self.spec = spec
         self.state = state
         self.versions = versions
-        self.samplers = RunSamplers(cell.samplers(spec.id), samplers)
         self.asked_at = 0.0
         """Time at which a trainer was asked to delete: seconds since 1970."""
         self._cell = cell
@@ -86,7 +81,6 @@ class Retention:
             self._mark(needs, now, changes)
         elif not leaving.asked:
             self._take_back(leaving, needs, changes)
-            self.samplers.forget(leaving.versions, changes)
             leaving.everything = not self.versions and self._is_forgotten(now)
             if leaving.versions or leaving.optimizers or leaving.everything:
                 self.ask(now, changes)

@@ -21,7 +21,7 @@ from manager_service.jobs.changes import Changes
 from manager_service.records import JobError
 from manager_service.runs.held import HeldOperation, for_trainer, is_trainers, load_of, num_tokens
 from manager_service.runs.names import give_name
-from manager_service.runs.records import SAVES, RunSpec, RunState, SamplerState
+from manager_service.runs.records import SAVES, USED_S, RunSpec, RunState, Sampler
 from manager_service.runs.retention import Retention, VersionNeeds
 from manager_service.scheduling.members import View
 
@@ -40,15 +40,13 @@ HOLE_S = 420.0
 class Run:
     """One run that has not ended, in the memory of its partition's owner."""
 
-    def __init__(
-        self, cell: Cell, spec: RunSpec, state: RunState, versions: VersionNeeds, samplers: dict[str, SamplerState]
-    ) -> None:
-        """`versions`: those in the store, as `versions:<run>` says; `samplers`: as `samplers:<run>` does."""
+    def __init__(self, cell: Cell, spec: RunSpec, state: RunState, versions: VersionNeeds) -> None:
+        """`versions`: those in the store, as `versions:<run>` says."""
         self.cell = cell
         self.spec = spec
         self.state = state
         self.partition = partition_of(spec.tenant)
-        self.retention = Retention(cell, spec, state, versions, samplers)
+        self.retention = Retention(cell, spec, state, versions)
         self.changed_at = 0.0
         """Time at which something last came back or was sent: seconds since 1970."""
         self._inbox = cell.ops(self.partition)
@@ -245,12 +243,13 @@ class Run:
         if fault:
             self._refuse(number, Failure("invalid", fault), changes)
             return
-        samplers, version = self.retention.samplers, self.state.version
+        version, spec = self.state.version, self.spec
         if wanted.inflight:
-            samplers.follow(version, changes)
+            self.state.inflight = version
         if wanted.sampler:
-            samplers.add(wanted.sampler, SamplerState(version, wanted.inflight), changes)
-            changes.uses.append((self.id, version, wanted.sampler))
+            adapter = AdapterRef(spec.tenant, spec.id, version)
+            sampler = Sampler(wanted.sampler, spec.tenant, spec.asked_model, USED_S, adapter, wanted.inflight)
+            changes.samplers.append(sampler)
         saved = Saved(version, wanted.name, wanted.sampler)
         self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
 

@@ -12,10 +12,9 @@ from common.streams import Cell
 from manager_service.jobs.changes import Changes, Moved
 from manager_service.records import JobError, read_record
 from manager_service.runs.names import change_name
-from manager_service.runs.records import CROWDED, CROWDED_TENANT, RunSpec, RunState, SamplerState
+from manager_service.runs.records import CROWDED, CROWDED_TENANT, RunSpec, RunState
 from manager_service.runs.retention import LOOK_AGAIN_S, Retention, VersionNeeds, read_versions
 from manager_service.runs.run import Run
-from manager_service.runs.samplers import read_samplers
 from manager_service.scheduling.members import MemberTable
 from manager_service.usage import usage_fields, usage_of
 
@@ -38,7 +37,6 @@ class Known(NamedTuple):
     spec: RunSpec
     state: RunState
     versions: VersionNeeds
-    samplers: dict[str, SamplerState]
 
 
 class Runs:
@@ -67,20 +65,20 @@ class Runs:
 
     async def load(self, names: Sequence[str], now: float, changes: Changes) -> None:
         """Brings runs into memory; those that have ended, or whose records are gone, are left out."""
-        for spec, state, versions, samplers in await self._read(names, changes):
+        for spec, state, versions in await self._read(names, changes):
             if state.status != "ended":
-                run = Run(self._cell, spec, state, versions, samplers)
+                run = Run(self._cell, spec, state, versions)
                 run.changed_at = run.retention.asked_at = now
                 self.table.add(run)
 
     async def _read(self, names: Sequence[str], changes: Changes) -> list[Known]:
-        of = (self._cell.run, self._cell.versions, self._cell.samplers)
+        of = (self._cell.run, self._cell.versions)
         records = await self._bus.read_hashes([key(name) for name in names for key in of])
         found: list[Known] = []
         for number, name in enumerate(names):
-            record, versions, samplers = records[3 * number : 3 * number + 3]
+            record, versions = records[2 * number : 2 * number + 2]
             if read := read_record(self._cell.run(name), record, RunSpec, RunState):
-                found.append(Known(*read, read_versions(versions), read_samplers(samplers)))
+                found.append(Known(*read, read_versions(versions)))
         changes.entered += [self._cell.run(known.spec.id) for known in found]
         return found
 

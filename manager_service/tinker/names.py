@@ -1,8 +1,8 @@
 """Reads and makes names of the protocol: base models, `tinker://` paths, sessions, samplers, futures."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from common.errors import InvalidInput, NotFound
 from common.operations import Kind
@@ -15,11 +15,6 @@ MAX_NUMBER = 999_999
 MAX_CHARACTERS = 512
 """Characters of a base model's name."""
 
-KINDS: Mapping[str, Kind] = {
-    "weights": "weights",
-    "sampler_weights": "sampler_weights",
-    "external_weights": "external_weights",
-}
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 86_400
 
 _SESSION = re.compile(r"ses-[0-9a-f]{16}")
@@ -73,7 +68,7 @@ def parse_path(path: str) -> Path:
             f"{path[:200]!r} names no checkpoint: tinker://RUN/weights/NAME, or tinker://RUN/sampler_weights/NAME",
             param="path",
         )
-    return Path(found[1], KINDS[found[2]], found[3])
+    return Path(found[1], cast(Kind, found[2]), found[3])
 
 
 def ttl_fault(ttl_s: int | None) -> str:

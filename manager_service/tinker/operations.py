@@ -16,12 +16,11 @@ from common.operations import SaveWeights
 from common.spelling import did_you_mean
 from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.reading.tasks import ReadPass
-from manager_service.runs.records import Sampler
+from manager_service.runs.records import USED_S
 from manager_service.tinker.names import MAX_NUMBER, is_checkpoint_name, sampler_name, ttl_fault
 from manager_service.tinker.parts import MAX_PASS_BYTES, PREFIX, Known, answer
 from manager_service.tinker.requests import SaveAsked, StepAsked, read
 from manager_service.tinker.store.runs import RunRow
-from manager_service.tinker.store.samplers import SAVED_KEPT_S
 from manager_service.tinker.store.submission import AskedOperation, submit, wrong
 from manager_service.tinker.wire.learning import CheckedPass
 
@@ -41,11 +40,10 @@ ADAM = {
 @router.post("/forward_backward")
 @router.post("/forward")
 async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    """A pass over data; `forward` is how older clients ask for one without a gradient."""
+    """A pass over data; older clients ask `forward` for one without a gradient, in JSON: it fails in its turn."""
     body, encoding = await request.body(), request.headers.get("content-encoding", "")
-    most = max(api.settings.max_body_bytes, MAX_PASS_BYTES)
-    task = ReadPass(body, request.headers.get("content-type", ""), encoding, most)
-    found = await api.helpers.do(tenant, task, num_bytes=most if encoding else len(body))
+    task = ReadPass(body, request.headers.get("content-type", ""), encoding, MAX_PASS_BYTES)
+    found = await api.helpers.do(tenant, task, num_bytes=MAX_PASS_BYTES if encoding else len(body))
     given = msgspec.convert(found, CheckedPass)
     run = await known.runs.named(tenant.id, given.model)
     fault = given.fault or _misfit(run.base, given)
@@ -122,8 +120,9 @@ async def save_weights_for_sampler(request: Request, api: Parts, tenant: Tenant,
         return await _saved(api, run, asked, "save_for_sampler", payload)
     name = sampler_name(run.spec.session, asked.sampling_session_seq_id)
     payload = SaveWeights(sampler=name, inflight=asked.kind == "inflight", ttl_s=asked.ttl_seconds)
-    sampler = Sampler(name, tenant.id, run.base.name, run.spec.asked_model, SAVED_KEPT_S, run.id)
-    return await _saved(api, run, asked, "save_for_sampler", payload, sampler)
+    if not _save_fault(asked, payload):
+        await known.samplers.note(run.base, tenant.id, name, USED_S)
+    return await _saved(api, run, asked, "save_for_sampler", payload)
 
 
 @router.post("/save_weights_external")
@@ -139,9 +138,7 @@ def _name(asked: SaveAsked) -> str:
     return asked.path or f"{asked.seq_id:06d}"
 
 
-async def _saved(
-    api: Api, run: RunRow, asked: SaveAsked, action: Any, payload: SaveWeights, sampler: Sampler | None = None
-) -> Response:
+async def _saved(api: Api, run: RunRow, asked: SaveAsked, action: Any, payload: SaveWeights) -> Response:
     """The SDK gives a sampler another number when it sends the save again, so that a repeat is known by the rest, and answered with the
     first one's."""
     fault = _save_fault(asked, payload)
@@ -150,8 +147,7 @@ async def _saved(
         action=action,
         payload=msgspec.msgpack.encode(payload),
         failure=wrong(fault) if fault else None,
-        sampler=None if fault else sampler,
-        known_by=msgspec.msgpack.encode(msgspec.structs.replace(payload, sampler="")) if sampler else None,
+        known_by=msgspec.msgpack.encode(msgspec.structs.replace(payload, sampler="")),
     )
     return await _submitted(api, run, operation)
 

@@ -15,7 +15,7 @@ from manager_service.tinker.store.sessions import ClientSessions
 
 PREFIX = "/api/v1"
 MAX_PASS_BYTES = 16 << 20
-"""Bytes of the body of a pass over data: as JSON, what older versions of the SDK send at once has up to 12 MB."""
+"""Bytes of the body of a pass over data: one datum of a long context may have more than other bodies may."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,19 +143,6 @@ class JoinAsked(msgspec.Struct):
     sampling_session_id: str
 
 
-class TargetNamed(msgspec.Struct):
-    """One client of a sampler."""
-
-    sampling_session_id: str
-    cloned_sampler_id: int = 0
-
-
-class FuturesAsked(msgspec.Struct):
-    target: TargetNamed
-    prev_cursor: int = 0
-    timeout: float | None = None
-
-
 class FutureNamed(msgspec.Struct):
     request_id: str
 

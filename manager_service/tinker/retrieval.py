@@ -1,70 +1,55 @@
 """Routes of futures: wait for a result, give up a request.
 
-A client that hears 408 asks again at once, and is told what the result waits for.
+A client that hears 408 asks again at once, and is told what the result waits for. After an error of the server's it would repeat at
+once, hundreds of times a second, so such an error becomes 408 too, after a while.
 """
 
 import asyncio
+import time
 from functools import partial
 from typing import Literal
 
+import structlog
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.errors import InvalidInput
 from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.errors import ApiError
 from manager_service.api.quota import tokens_today
 from manager_service.records import TenantRecord
 from manager_service.runs.run import HOLE_S
-from manager_service.tinker.futures.finished import Target
 from manager_service.tinker.futures.results import Expired, Pending, ReadyResult, failed, look
 from manager_service.tinker.futures.samples import GONE, Gone, place_of
 from manager_service.tinker.futures.samples import PREFIX as PREFIX_OF_SAMPLES
 from manager_service.tinker.names import parse_future
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
-from manager_service.tinker.requests import FutureNamed, FuturesAsked, read
+from manager_service.tinker.requests import FutureNamed, read
 from manager_service.tinker.store.runs import RunRow
 from manager_service.tinker.store.submission import wrong
-from manager_service.tinker.wire import plain, protobuf
+from manager_service.tinker.wire import protobuf
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
 WAIT_S = 35.0
 """Seconds that a request waits for a result. The client gives up after 45."""
 
-LONG_POLL_S = 30.0
-"""The same of one for the ends of many requests."""
-MAX_IDS_BYTES = 1 << 20
-"""Bytes of a body that lists what its client has retrieved."""
-MAX_CURSOR = 1 << 62
+HOLD_S = 10.0
+"""Seconds after which a request is answered for which there is nothing but an error of ours."""
 
+log = structlog.get_logger()
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     future = (await read(request, FutureNamed)).request_id
-    wants_protobuf = protobuf.CONTENT_TYPE in request.headers.get("accept", "")
     try:
         if future.startswith(f"{PREFIX_OF_SAMPLES}-"):
-            return await _samples(api, tenant, future, wants_protobuf=wants_protobuf)
-        return await _operation(api, tenant, known, future, wants_protobuf=wants_protobuf)
+            return await _samples(api, tenant, future)
+        return await _operation(api, tenant, known, future)
     except (Expired, Gone) as error:
         raise ApiError(410, str(error), code="gone") from error
-
-
-@router.post("/retrieve_futures")
-async def retrieve_futures(request: Request, tenant: Tenant, known: Known) -> Response:
-    """Requests of a sampler's client that have ended since it last asked. Each result is retrieved by itself."""
-    asked = await read(request, FuturesAsked, MAX_IDS_BYTES)
-    base, sampler = await known.samplers.find(tenant.id, asked.target.sampling_session_id)
-    if not 0 <= asked.prev_cursor < MAX_CURSOR:
-        raise InvalidInput(f"prev_cursor is between 0 and {MAX_CURSOR}", param="prev_cursor")
-    target = Target(sampler.id, asked.target.cloned_sampler_id)
-    base.samples.note_sign_of_life(target)
-    wait_s = LONG_POLL_S if asked.timeout is None else min(max(0.0, asked.timeout), LONG_POLL_S)
-    completions, cursor = await base.samples.finished.behind(target, asked.prev_cursor, wait_s)
-    return answer({"completions": completions, "cursor": cursor})
 
 
 @router.post("/cancel_future")
@@ -77,17 +62,46 @@ async def cancel_future(request: Request, api: Parts, tenant: Tenant) -> Respons
     return answer({})
 
 
+class Patience:
+    """ASGI middleware. `retrieve_future` answers no 5xx, and tells of none before HOLD_S are over."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != f"{PREFIX}/retrieve_future":
+            await self._app(scope, receive, send)
+            return
+        began_s, failed = time.monotonic(), False
+
+        async def send_unless_failed(message: Message) -> None:
+            nonlocal failed
+            failed = failed or (message["type"] == "http.response.start" and message["status"] >= 500)
+            if not failed:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, send_unless_failed)
+        except Exception:  # the boundary: a client that waits repeats at once after an error
+            log.error("internal_error", path=scope["path"], exc_info=True)
+            failed = True
+        if failed:
+            await asyncio.sleep(max(0.0, began_s + HOLD_S - time.monotonic()))
+            reason = "the service cannot look for the result at the moment; the operators' log says why"
+            await _try_again("", "paused_capacity", reason)(scope, receive, send)
+
+
 # ---- operations -----------------------------------------------------------------------------------------------------
 
 
-async def _operation(api: Api, tenant: TenantRecord, known: Records, future: str, *, wants_protobuf: bool) -> Response:
+async def _operation(api: Api, tenant: TenantRecord, known: Records, future: str) -> Response:
     name, seq = parse_future(future)
     run = await known.runs.find(tenant.id, name)
     pending, beside = Pending(None), partial(api.helpers.beside, tenant)
     try:
         async with asyncio.timeout(WAIT_S):
             with run.base.answered.of(run.id, seq) as answered:
-                while isinstance(found := await look(run, seq, beside, wants_protobuf=wants_protobuf), Pending):
+                while isinstance(found := await look(run.base.bus, run.spec, seq, beside), Pending):
                     pending = found
                     await answered.wait()
                     answered.clear()
@@ -115,32 +129,29 @@ async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tup
 
 
 async def _base_waits(base: Base, tenant: TenantRecord, service: str) -> tuple[QueueState, str]:
-    if not base.cluster.working(service):
-        return "paused_capacity", f"no {service} worker is there"
     limit = tenant.max_tokens_per_day
     if limit is not None and await tokens_today(base.redis, base.cell, tenant.id) >= limit:
         return "paused_rate_limit", f"the {limit} tokens of the day are used up: it goes on at midnight UTC"
+    if not base.cluster.working(service):
+        return "paused_capacity", f"no {service} worker is there"
     return "active", ""
 
 
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
-async def _samples(api: Api, tenant: TenantRecord, future: str, *, wants_protobuf: bool) -> Response:
+async def _samples(api: Api, tenant: TenantRecord, future: str) -> Response:
     replica, name = place_of(future) or ("", "")
     base = api.bases.get(name)
     outcome = GONE if base is None else await base.peers.outcome(replica, tenant.id, future, WAIT_S)
     if base is None or outcome.gone:
         raise Gone(f"the request {future[:64]!r} is not here any more, or no worker could sample: ask again")
-    if outcome.waits_for_quota:
-        return _try_again(future, "paused_rate_limit", "the tokens of the day are used up: it goes on at midnight UTC")
     if not outcome.done:
         return _try_again(future, *await _base_waits(base, tenant, "rollout"))
     if outcome.error:
         return _ready(failed(wrong(outcome.error)))
-    writer = protobuf if wants_protobuf else plain
-    body = await api.helpers.beside(tenant, partial(writer.write_samples, outcome.samples))
-    return _ready(ReadyResult(body, writer.CONTENT_TYPE))
+    body = await api.helpers.beside(tenant, partial(protobuf.write_samples, outcome.samples))
+    return _ready(ReadyResult(body, protobuf.CONTENT_TYPE))
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from manager_service.api.reading.tasks import ReadSample, with_room
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.records import TenantRecord
 from manager_service.runs.records import Sampler
-from manager_service.tinker.futures.finished import target_of
 from manager_service.tinker.names import find_base, numbered, sampler_name
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import JoinAsked, SamplerAsked, read
@@ -34,7 +33,6 @@ async def create_sampling_session(request: Request, api: Parts, tenant: Tenant, 
     sampler = Sampler(
         id=sampler_name(session.id, number),
         tenant=tenant.id,
-        base_model=base.name,
         asked_model=model,
         keep_s=NAMED_KEPT_S,
         adapter=adapter,
@@ -66,7 +64,8 @@ async def asample(request: Request, api: Parts, tenant: Tenant, known: Known) ->
     base, adapter = await _adapter(api, tenant, known, asked)
     await check_room(base.gauge)
     once = f"{asked.sampler}/{asked.seq}/{hashlib.sha256(body).hexdigest()}" if asked.sampler else ""
-    name = base.samples.start(_ask(tenant, base, adapter, asked), once, target_of(asked.sampler, asked.seq))
+    session = (asked.sampler or "").partition(":")[0]
+    name = base.samples.start(_ask(tenant, base, adapter, asked), once, session)
     ids = [f"{name}/{sample}@{adapter.version}" for sample in range(asked.num_samples)]
     return answer({"request_id": name, "sample_sequence_ids": ids})
 

@@ -19,11 +19,11 @@ CLIENT_CONFIG: dict[str, Any] = {
     "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 400_000,  # what the owner schedules at once, and less than a claim check
     "proto_compress_fwdbwd": False,
-    "proto_write_fwdbwd": True,  # this and the next two: clients from 0.22 to 0.24 speak as later ones do
+    "proto_write_fwdbwd": True,  # this and the next two: clients up to 0.24 speak as later ones do
     "fwd_via_fwdbwd": True,
     "create_model_via_load_weights": True,
     "use_pyqwest_transport": False,
-    "sample_use_retrieve_futures": False,  # as it is not told that a replica died, its client would wait in vain
+    "sample_use_retrieve_futures": False,
     "sample_join_sampling_session": True,
     "custom_loss_server_side": False,
 }

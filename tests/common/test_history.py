@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common.bus import Bus, Delivery, Settlement
@@ -269,6 +271,15 @@ def test_a_request_that_does_not_follow_from_its_result_is_sent_whole(changes: d
     assert isinstance(shortened(result, following(result)), ShortRequest)
     assert shortened(result, following(result, **changes)) is None
     assert shortened(None, following(result)) is None
+
+
+@given(st.binary(max_size=600), st.binary(max_size=3), st.binary(max_size=3), st.binary(max_size=600))
+def test_any_change_of_the_context_comes_back(begin: bytes, before: bytes, after: bytes, end: bytes) -> None:
+    result = answer(replace(FIRST, context=begin + before + end))
+    request = following(result, context=begin + after + end)
+    said, short = shortened(result.request, result), shortened(result, request)
+    assert said and isinstance(short, ShortRequest) and len(short.context) <= len(after + end)
+    assert restored([result.request, said], short) == request
 
 
 def test_a_result_says_all_that_its_request_does_not() -> None:

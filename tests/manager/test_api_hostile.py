@@ -40,6 +40,7 @@ from tests.support.api_server import (
     Script,
     item,
     jsonl,
+    keep_samples,
     method,
     played,
     played_grader,
@@ -371,7 +372,7 @@ async def large_samples(server: ApiServer) -> tuple[str, list[SampleRecord]]:
     samples = [
         SampleRecord(1, group, n, text, 0.5, "stop", text) for group in range(LIMITS.sample_groups) for n in range(256)
     ]
-    await server.api.redis.hset(server.bus.cell.samples(job.id), "1", JSON.encode(samples))
+    await keep_samples(server, job.id, 1, samples)
     return f"/v1/fine_tuning/jobs/{job.id}/samples", samples
 
 

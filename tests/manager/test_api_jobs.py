@@ -32,7 +32,17 @@ from manager_service.records import (
     Written,
     file_path,
 )
-from tests.support.api_server import GRADER, ApiServer, item, jsonl, method, running_api, running_jobs, upload
+from tests.support.api_server import (
+    GRADER,
+    ApiServer,
+    item,
+    jsonl,
+    keep_samples,
+    method,
+    running_api,
+    running_jobs,
+    upload,
+)
 
 
 @pytest.fixture
@@ -482,14 +492,19 @@ async def test_a_model_in_use_and_a_base_model_are_not_deleted(server: ApiServer
 
 async def test_samples_are_those_of_a_version_or_of_the_newest(server: ApiServer) -> None:
     job = (await create(server)).id
-    for version in (0, 1):
+    for version in (1, 2):
         samples = [SampleRecord(version, version, 0, "95", 1.0, "stop", "add 37+58")]
-        await server.api.redis.hset(server.bus.cell.samples(job), str(version), JSON.encode(samples))
+        await keep_samples(server, job, version, samples)
     url = f"/v1/fine_tuning/jobs/{job}/samples"
-    assert [s["version"] for s in (await server.http.get(url)).json()["data"]] == [1]
-    (sample,) = (await server.http.get(url, params={"version": 0})).json()["data"]
-    assert (sample["text"], sample["reward"], sample["stop_reason"], sample["version"]) == ("95", 1.0, "stop", 0)
+    assert [s["version"] for s in (await server.http.get(url)).json()["data"]] == [2]
+    (sample,) = (await server.http.get(url, params={"version": 1})).json()["data"]
+    assert (sample["text"], sample["reward"], sample["stop_reason"], sample["version"]) == ("95", 1.0, "stop", 1)
     assert (await server.http.get(url, params={"version": 7})).json()["data"] == []
+    # Of a step whose samples are not written yet, or were lost with their owner, nothing is shown
+    await write_state(server, job, status="running", version=4, kept={"samples": Kept([(1, 1)], newest=4)})
+    assert [s["version"] for s in (await server.http.get(url)).json()["data"]] == [2]
+    newest = await server.http.get(url, params={"format": "jsonl", "newest": 1})
+    assert json.loads(newest.content)["step"] == 2
 
 
 async def with_samples(server: ApiServer) -> str:
@@ -500,7 +515,7 @@ async def with_samples(server: ApiServer) -> str:
     for version in (1, 2):
         rows = [SampleRecord(version, 0, n, "95", n / 4, "stop", "add 37+58", written=written) for n in range(4)]
         rows.append(SampleRecord(version, 0, 4, "", None, "failed", "add 37+58", failure=failure, kept="failed"))
-        await server.api.redis.hset(server.bus.cell.samples(job), str(version), JSON.encode(rows))
+        await keep_samples(server, job, version, rows)
     return job
 
 
@@ -522,13 +537,9 @@ async def test_the_newest_of_many_steps_are_exported_without_a_look_at_all_the_o
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = (await create(server)).id
-    state = JobState(status="running", version=60, kept={"samples": Kept([(41, 1)], dropped=40)})
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(state))
-    encoded = {step: JSON.encode([SampleRecord(step, 0, 0, "95", 1.0, "stop", "add 37+58")]) for step in range(40, 61)}
-    files = SampleFiles(server.api.objects, "tiny")
-    for step in range(40, 60):  # 40 was dropped, and an owner died before it deleted the file
-        await files.write("default", job, step, encoded[step])
-    await server.api.redis.hset(server.bus.cell.samples(job), "60", encoded[60])
+    await write_state(server, job, status="running", version=60, kept={"samples": Kept([(41, 1)], dropped=40)})
+    for step in range(40, 61):  # 40 was dropped, and an owner died before it deleted the file
+        await keep_samples(server, job, step, [SampleRecord(step, 0, 0, "95", 1.0, "stop", "add 37+58")])
     monkeypatch.setattr(SampleFiles, "versions", None)  # which lists all
     url = f"/v1/fine_tuning/jobs/{job}/samples?format=jsonl"
 
@@ -560,18 +571,16 @@ async def test_answers_of_evaluations_are_read_by_version_and_by_item(server: Ap
     job = (await create(server, validation_file=await upload(server.openai, rows))).id
     written = Written([1, 2, 3, 4], [2, 2], [-0.5, -0.1])
 
-    def answer(version: int, at: int) -> bytes:
+    def answer(version: int, at: int) -> SampleRecord:
         said = f"version {version}"
         kept = SampleRecord(version, at, 0, said, 0.5, "stop", "add 1+2", written=written, kept="evaluation")
-        return JSON.encode(msgspec.structs.replace(kept, step=version, item=at))
+        return msgspec.structs.replace(kept, step=version, item=at)
 
-    files = SampleFiles(server.api.objects, "tiny", "answers")
-    await files.write("default", job, 0, b"[%b,%b]" % (answer(0, 0), answer(0, 1)))
-    fields = {f"{version}/{at}": answer(version, at) for version in (2, 10) for at in range(2)}
-    await server.api.redis.hset(server.bus.cell.answers(job), mapping=fields)
+    await write_state(server, job, status="running", version=10)
+    for version in (0, 2, 10):
+        await keep_samples(server, job, version, [answer(version, at) for at in range(2)], "answers")
     learned = [SampleRecord(1, 0, 0, "95", 1.0, "stop", "add 37+58", step=2)]
-    await server.api.redis.hset(server.bus.cell.samples(job), "2", JSON.encode(learned))
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(JobState(status="running", version=10)))
+    await keep_samples(server, job, 2, learned)
     url = f"/v1/fine_tuning/jobs/{job}/samples"
 
     async def found(**params: Any) -> list[tuple[int, int | None]]:

@@ -14,9 +14,9 @@ from common.adapters import PEFT_FILES
 from manager_service.api import connections, downloads
 from manager_service.jobs.journal import MAX_TEXT
 from manager_service.kept import LIMITS
-from manager_service.records import JSON, SampleRecord, TenantRecord
+from manager_service.records import SampleRecord, TenantRecord
 from tests.manager.tinker.test_checkpoints import external
-from tests.support.api_server import ApiServer, method, running_api, upload
+from tests.support.api_server import ApiServer, keep_samples, method, running_api, upload
 from tests.support.owned_runs import owned_runs
 from tests.support.tinker_client import client_of
 
@@ -78,7 +78,7 @@ async def samples_of(server: ApiServer) -> str:
     text = "\1" * MAX_TEXT  # six bytes each in JSON
     num = LARGE // (6 * 2 * MAX_TEXT * LIMITS.sample_groups)
     samples = [SampleRecord(1, g, n, text, 0.5, "stop", text) for g in range(LIMITS.sample_groups) for n in range(num)]
-    await server.api.redis.hset(server.bus.cell.samples(job.id), "1", JSON.encode(samples))
+    await keep_samples(server, job.id, 1, samples)
     return f"/v1/fine_tuning/jobs/{job.id}/samples"
 
 

@@ -120,7 +120,7 @@ async def test_what_keeps_a_cell_together_needs_no_memory(bus: Bus) -> None:
         share.exchange,
         lambda: RedisMemory(bus).look(measures=True),
         lambda: bound(bus, cell.dead, 100_000),
-        lambda: Lease(bus.client, bus, "exporter", 60)._round(),  # pyright: ignore[reportPrivateUsage]
+        lambda: Lease(bus.client, bus, 60)._round(),  # pyright: ignore[reportPrivateUsage]
     ]
     await bus.client.config_set("maxmemory", FULL)
     for call in calls:

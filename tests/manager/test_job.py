@@ -4,7 +4,7 @@ import json
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -236,6 +236,27 @@ def started(**changes: Any) -> tuple[Job, Changes]:
     return job, changes_of
 
 
+def test_a_group_that_has_become_too_old_is_dropped_and_counted() -> None:
+    job, changes = started()
+    job.issue_group(changes)
+    start = cast(Start, changes.published[-1][1])
+    job.state.version = 1
+    for sample in start.samples:
+        job.on_scored(f"{sample}-0", StandInEnv(CELL, outcome).scored(start, sample), changes)
+    job.advance(1, changes)
+    assert (job.open.groups, changes.ledger[job.id, "stale"]) == ({}, 2)
+
+
+def test_a_result_of_an_attempt_that_a_pause_made_void_is_dropped() -> None:
+    job, changes = started()
+    job.issue_group(changes)
+    start = cast(Start, changes.published[-1][1])
+    job.pause(1, changes)
+    job.resume(2, changes)
+    job.on_scored("1-0", StandInEnv(CELL, outcome).scored(start, 0), changes)
+    assert job.num_waiting == 2
+
+
 def test_a_job_of_the_base_model_samples_and_trains_without_waiting_for_its_version_0() -> None:
     job, changes = started()
     assert job.wants_group() and not changes.published and not changes.begun
@@ -354,6 +375,15 @@ def test_a_turn_that_nobody_can_read_has_failed_and_a_start_with_all_its_traject
     assert job.state.reasons == {"dead_letter: a message could not be read: newer": 5}
 
 
+def test_an_update_that_comes_again_does_not_end_the_next_step() -> None:
+    world = begun()
+    job = world.job
+    job.state.version, job.state.training = 1, Training("j/step2/0", ("7/0",), 0, (1,))
+    step = msgspec.structs.replace(job.orders.step(job.state, [], 1), adapter=AdapterRef("t", job.id, 0))
+    job.on_adapter(world.made(step), 1.0, Changes())
+    assert job.state.version == 1 and job.state.training is not None
+
+
 def test_the_commonest_reason_says_something() -> None:
     state = JobState(status="running")
     for number in range(60):
@@ -456,8 +486,8 @@ def test_samples_have_the_advantage_by_which_they_are_learned_from() -> None:
         result = StandInEnv(CELL).scored(start, sample)
         job.on_scored(f"{sample}-0", msgspec.structs.replace(result, reward=float(sample)), changes)
     job.publish_step(job.next_batch() or [], changes)
-    ((_, _, samples),) = changes.samples
-    assert [one["advantage"] for one in json.loads(samples)] == [-1.162, -0.387, 0.387, 1.162]
+    (kept,) = changes.samples
+    assert [one["advantage"] for one in json.loads(kept.records)] == [-1.162, -0.387, 0.387, 1.162]
 
 
 def test_counted_results_that_are_gone_are_waited_for() -> None:

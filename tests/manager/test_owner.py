@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from common.adapters import AdapterStore
 from common.bus import Bus, Delivery
+from common.errors import Fenced
 from common.messages import (
     AdapterRef,
     AdapterUpdate,
@@ -51,7 +52,7 @@ from manager_service.owner.owner import Owner
 from manager_service.owner.partition import Partition
 from manager_service.owner.reading import ItemFiles, JobReader
 from manager_service.owner.surroundings import KEEP_HINTS, Surroundings
-from manager_service.owner.transaction import Commits, Fence, Lost
+from manager_service.owner.transaction import COMMIT, Commits, Fence, Lost
 from manager_service.records import JSON, EventRecord, JobState, TenantRecord, Training
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS
@@ -523,6 +524,33 @@ async def test_an_owner_that_slept_through_its_lease_forgets_what_it_knew(system
     (refused,) = await commits.apply([(ones, [["SET", x, "by the first"]])])
     assert isinstance(refused, Lost)
     assert await system.bus.client.get(x) == b"by the other"
+
+
+async def test_a_late_owner_writes_nothing_though_the_next_has_not_written_yet(system: System) -> None:
+    one, other = Leases(system.bus, "one", 60), Leases(system.bus, "other", 60)
+    fence = Fence(system.bus, 3, "one")
+    await system.kill_owner()
+    await forget_leases(system.bus)
+    await one.round({})
+    await fence.read_stamp()
+    await forget_leases(system.bus)
+    assert (await other.round({})).leases[3] is Held.TAKEN
+    x = system.bus.cell.key("x")
+    (refused,) = await Commits(system.bus).apply([(fence, [["SET", x, "late"]])])
+    assert isinstance(refused, Fenced)
+    assert await system.bus.client.get(x) is None
+
+
+async def test_a_commit_that_is_sent_twice_is_applied_once(system: System) -> None:
+    await system.kill_owner()
+    await forget_leases(system.bus)
+    await Leases(system.bus, "one", 60).round({})
+    fence, x = Fence(system.bus, 3, "one"), system.bus.cell.key("x")
+    await fence.read_stamp()
+    _, words = fence.words([["INCR", x]])
+    commit = system.bus.client.register_script(COMMIT)
+    assert [await commit(keys=[words[0]], args=words) for _ in range(2)] == [[b"done"], [b"done"]]
+    assert await system.bus.client.get(x) == b"1"
 
 
 async def test_a_command_that_redis_refuses_harms_no_other_partition(system: System) -> None:

@@ -17,10 +17,9 @@ from common.streams import GROUP_MANAGER, Cell
 from manager_service.jobs.changes import KEEP_RESULTS_S, Changes
 from manager_service.records import JSON, TenantRecord
 from manager_service.runs import runs
-from manager_service.runs.records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState
+from manager_service.runs.records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, use
 from manager_service.runs.retention import Retention
 from manager_service.tenants import TENANTS
-from manager_service.tinker.store.uses import use
 from tests.common.test_worker import until
 from tests.support.run_trainer import WEIGHTS
 from tests.support.run_world import SESSION, TENANT, World
@@ -88,7 +87,7 @@ async def test_only_the_newest_two_the_named_and_the_used_versions_stay(world: W
                 await world.bus.client.delete(world.bus.cell.use(run, version, with_optimizer=whole))
         await until_stored(world, run, {0: "whole", 1: "bare", 7: "whole", 8: "whole"})
         state = await world.state(run)
-        assert not await world.samplers(run) and len(state.checkpoints) == 2
+        assert len(state.checkpoints) == 2
         assert [await world.store.manifest(AdapterRef(TENANT, run, version)) is None for version in range(9)] == [
             False
         ] * 9
@@ -235,8 +234,8 @@ async def _queued(world: World, run: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("dies", ["when marked", "when asked", "when deleted"])
-async def test_a_next_owner_goes_on_with_what_is_to_be_deleted(
+@pytest.mark.parametrize("dies", ["when marked", "when asked", "when deleted", "the message"])
+async def test_what_is_to_be_deleted_is_deleted_whatever_is_lost(
     world: World, dies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with world.trainer() as trainer:
@@ -246,14 +245,18 @@ async def test_a_next_owner_goes_on_with_what_is_to_be_deleted(
             monkeypatch.setattr(Retention, "ask", _die)
         await step(world, run, 1, num=2)
         await until(lambda: _leaves(world, run, asked=dies != "when marked"))
-        await world.kill_owner()
-        monkeypatch.undo()
-        monkeypatch.setattr(runs, "RETIRE_EVERY_S", 0.0)
         assert not await use(world.bus, AdapterRef(TENANT, run, 0))
-        if dies == "when deleted":
-            trainer.hold_forget.set()
-            await until(lambda: _answered(world))
-        world.start_owner()
+        if dies == "the message":
+            await world.bus.client.delete(world.bus.cell.train)
+            await world.bus.ensure_group(world.bus.cell.train, "trainer")
+        else:
+            await world.kill_owner()
+            monkeypatch.undo()
+            monkeypatch.setattr(runs, "RETIRE_EVERY_S", 0.0)
+            if dies == "when deleted":
+                trainer.hold_forget.set()
+                await until(lambda: _answered(world))
+            world.start_owner()
         trainer.hold_forget.set()
         await until_stored(world, run, {1: "whole", 2: "whole"})
 
@@ -269,18 +272,6 @@ async def _leaves(world: World, run: str, *, asked: bool) -> bool:
 
 async def _answered(world: World) -> bool:
     return await world.bus.client.xlen(world.bus.cell.adapters(world.partition)) > 0
-
-
-async def test_a_lost_message_to_delete_is_sent_again(world: World) -> None:
-    async with world.trainer() as trainer:
-        run = await world.create()
-        trainer.hold_forget = asyncio.Event()
-        await step(world, run, 1, num=2)
-        await until(lambda: _leaves(world, run, asked=True))
-        await world.bus.client.delete(world.bus.cell.train)
-        await world.bus.ensure_group(world.bus.cell.train, "trainer")
-        trainer.hold_forget.set()
-        await until_stored(world, run, {1: "whole", 2: "whole"})
 
 
 async def test_what_may_be_used_is_there_whatever_happens_at_the_same_time(world: World) -> None:
@@ -319,7 +310,7 @@ def retention(num: int, *checkpoints: Checkpoint) -> Retention:
     """The retention of a run with this many versions, all whole."""
     spec = RunSpec("run-0123456789abcdef-0", TENANT, SESSION, "tiny", "tiny", LoraSpec(), seed=5, created_at=0)
     state = RunState(status="ready", version=num - 1, checkpoints=list(checkpoints))
-    return Retention(CELL, spec, state, dict.fromkeys(range(num), True), {})
+    return Retention(CELL, spec, state, dict.fromkeys(range(num), True))
 
 
 def asked(changes: Changes) -> list[Forget]:

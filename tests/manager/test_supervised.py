@@ -141,7 +141,10 @@ def test_an_evaluation_keeps_its_first_examples_which_have_no_reward() -> None:
         job.open.issue(TrajectoryKey(index, 0, "eval", 2), 2, 0, changes)
         message = msgspec.structs.replace(measured(index, -0.5, 4), adapter=AdapterRef("acme", "job-a", 2))
         job.on_scored("1-0", message, changes)
-    kept = [json.loads(answer) for *_, answer in changes.answers]
+    job.advance(1.0, changes)
+    (answers,) = changes.samples
+    kept = json.loads(answers.records)
+    assert (answers.kind, answers.version) == ("answers", 2)
     assert [(one["item"], one["step"], one["prompt"]) for one in kept] == [(n, 2, "min 3,1") for n in range(num - 1)]
     assert {one["reward"] for one in kept} == {None}
 

@@ -1,6 +1,7 @@
 """The API for tests: the real application behind a real uvicorn, and honest stand-ins for the workers behind it."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from msgspec.structs import replace
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
@@ -32,8 +34,11 @@ from common.transcript import wrote
 from common.worker import Inbox
 from harness.redis_server import free_port
 from harness.standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_worker
-from manager_service.api.context import Api
+from manager_service.api.context import Api, ApiLimits
 from manager_service.api.server import make_api, serve
+from manager_service.archive.samples import SampleFiles
+from manager_service.kept import Kept
+from manager_service.records import JSON, JobState, SampleKind, SampleRecord
 from manager_service.settings import ManagerSettings
 from tests.support.forked_helpers import forked_api
 
@@ -77,10 +82,14 @@ def openai_client(url: str, key: str) -> AsyncOpenAI:
 async def running_api(
     redis_url: str, folder: Path, *, forks: bool = True, **settings: Any
 ) -> AsyncGenerator[ApiServer]:
-    """The API alone: no owner, no workers. `forks`: its helpers, which are the same and start sooner; else it executes them."""
+    """The API alone: no owner, no workers. `settings`: of the manager, and limits of the API. `forks`: its helpers, which are the same
+    and start sooner; else it executes them."""
     port = free_port()
-    own = ManagerSettings(redis_url=redis_url, data_dir=folder, port=port, **settings)
-    async with forked_api(own) if forks else make_api(own) as api:
+    names = {field.name for field in dataclasses.fields(ApiLimits)}
+    limits = ApiLimits(**{name: value for name, value in settings.items() if name in names})
+    given = {name: value for name, value in settings.items() if name not in names}
+    own = ManagerSettings(redis_url=redis_url, data_dir=folder, port=port, **given)
+    async with forked_api(own, limits) if forks else make_api(own, limits) as api:
         stop = asyncio.Event()
         base = api.bases["tiny"]
         loops = [asyncio.create_task(base.run())]
@@ -307,3 +316,15 @@ ITEMS = jsonl(*(item(f"add {i}+1", str(i + 1)) for i in range(10)))
 
 async def upload(client: AsyncOpenAI, content: bytes = ITEMS) -> str:
     return (await client.files.create(file=("items.jsonl", content), purpose="fine-tune")).id
+
+
+async def keep_samples(
+    server: ApiServer, job: str, version: int, records: Sequence[SampleRecord], kind: SampleKind = "samples"
+) -> None:
+    """Writes samples of a step or an evaluation, and what the job's state says of them, as its owner would."""
+    await SampleFiles(server.api.objects, "tiny", kind).write("default", job, version, JSON.encode(records))
+    key = server.bus.cell.job(job)
+    state = msgspec.json.decode(await server.api.redis.hget(key, "state") or b"", type=JobState)
+    if kind == "samples":
+        state.kept.setdefault("samples", Kept()).newest = version
+    await server.api.redis.hset(key, "state", JSON.encode(state))

@@ -16,8 +16,7 @@ from common.streams import partition_of
 from harness.standin import FixedSlots
 from manager_service.owner.owner import Owner
 from manager_service.records import JSON
-from manager_service.runs.records import Checkpoint, RunSpec, RunState, SamplerState, run_of
-from manager_service.runs.samplers import read_samplers
+from manager_service.runs.records import Checkpoint, RunSpec, RunState, Sampler, run_of
 from manager_service.tenants import Tenants
 from tests.common.test_worker import length, until
 from tests.support.run_trainer import WEIGHTS, HashingTrainer, hashing_trainer
@@ -138,9 +137,8 @@ class World:
     async def state(self, run: str) -> RunState:
         return msgspec.json.decode(await self.bus.client.hget(self.bus.cell.run(run), "state") or b"", type=RunState)
 
-    async def samplers(self, run: str) -> dict[str, SamplerState]:
-        record: Any = await self.bus.client.hgetall(self.bus.cell.samplers(run))
-        return read_samplers(record)
+    async def sampler(self, name: str) -> Sampler:
+        return msgspec.json.decode(await self.bus.client.get(self.bus.cell.sampler(name)) or b"", type=Sampler)
 
     async def weights(self, run: str, version: int) -> bytes:
         return (await self.store.read(AdapterRef(TENANT, run, version), (WEIGHTS,)))[WEIGHTS]

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from common.bus import Bus
-from common.messages import Failure, JobCommand, f32
+from common.messages import AdapterRef, Failure, JobCommand, f32
 from common.operations import (
     Forward,
     LoadWeights,
@@ -27,7 +27,7 @@ from common.operations import (
 from common.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER
 from common.tasks import cancel_all
 from manager_service.records import JSON
-from manager_service.runs.records import SAVES, Checkpoint, RunSpec, RunState, SamplerState
+from manager_service.runs.records import SAVES, USED_S, Checkpoint, RunSpec, RunState, Sampler
 
 KEEP_S = 60.0
 
@@ -37,7 +37,7 @@ class HeldRun:
     state: RunState
     spec: RunSpec
     waiting: dict[int, Operation] = field(default_factory=dict[int, Operation])
-    samplers: dict[str, SamplerState] = field(default_factory=dict[str, SamplerState])
+    samplers: list[Sampler] = field(default_factory=list[Sampler])
 
 
 @dataclass
@@ -99,9 +99,8 @@ class StandInRuns:
     async def _write(self, held: HeldRun) -> None:
         cell, run = self.bus.cell, held.spec.id
         await self.bus.client.hset(cell.run(run), mapping=held.state.fields())
-        if held.samplers:
-            samplers: Any = {name: JSON.encode(each) for name, each in held.samplers.items()}
-            await self.bus.client.hset(cell.samplers(run), mapping=samplers)
+        for sampler in held.samplers:
+            await self.bus.client.set(cell.sampler(sampler.id), JSON.encode(sampler), ex=sampler.keep_s)
         if held.state.version >= 0:
             await self.bus.client.hset(cell.versions(run), str(held.state.version), "1")
 
@@ -145,7 +144,11 @@ def _outputs(seq: int, outputs: Outputs) -> OperationResult:
 def _saved(held: HeldRun, operation: Operation) -> OperationResult:
     asked, state = msgspec.msgpack.decode(operation.payload, type=SaveWeights), held.state
     if asked.sampler:
-        held.samplers[asked.sampler] = SamplerState(state.version, asked.inflight)
+        adapter = AdapterRef(held.spec.tenant, held.spec.id, state.version)
+        state.inflight = state.version if asked.inflight else state.inflight
+        held.samplers.append(
+            Sampler(asked.sampler, held.spec.tenant, held.spec.asked_model, USED_S, adapter, asked.inflight)
+        )
     else:
         state.checkpoints.append(Checkpoint(SAVES[operation.action], asked.name, state.version, created_at=0))
     saved = Saved(state.version, asked.name, asked.sampler)

@@ -36,8 +36,8 @@ class TinkerClient:
         told = PROTOBUF | {"X-API-Key": f"tml-{self.key}"} | headers
         return await self.http.post("/api/v1/forward_backward", content=body, headers=told, timeout=30)
 
-    async def retrieve(self, future: str, *, accept: str = "application/json") -> httpx.Response:
-        headers = {"X-API-Key": f"tml-{self.key}", "Accept": accept}
+    async def retrieve(self, future: str) -> httpx.Response:
+        headers = {"X-API-Key": f"tml-{self.key}"}
         return await self.http.post("/api/v1/retrieve_future", json={"request_id": future}, headers=headers, timeout=50)
 
     async def session(self) -> str:
@@ -57,6 +57,20 @@ async def client_of(server: ApiServer, tenant: str = "") -> TinkerClient:
         return TinkerClient(server.http, server.key)
     other = await server.new_tenant(tenant)
     return TinkerClient(server.http, other.api_key)
+
+
+def samples_of(answer: httpx.Response) -> list[list[int]]:
+    """The tokens of each sample."""
+    sequences = pb.SampleResponse.FromString(answer.content).sequences
+    return [np.frombuffer(each.tokens, "<i4").tolist() for each in sequences]
+
+
+def result_of(answer: httpx.Response) -> dict[str, Any]:
+    """The result of an operation; of a pass over data, its metrics."""
+    assert answer.status_code == 200, answer.text
+    if answer.headers["content-type"] != PROTOBUF["Content-Type"]:
+        return answer.json()
+    return {"metrics": dict(pb.ForwardBackwardOutput.FromString(answer.content).metrics)}
 
 
 def pass_over(run: str, seq: int, *, num_tokens: int = 3, num_data: int = 1, token: int = 1) -> bytes:

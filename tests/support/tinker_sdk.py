@@ -1,19 +1,14 @@
-"""The real `tinker` SDK, each version in a virtual environment of its own that borrows what all need, and programs that run in it, in
-children of one process that has imported it."""
+"""The real `tinker` SDK, each version in a virtual environment of its own that borrows what all need, and programs that run in it."""
 
 import asyncio
-import atexit
 import json
 import os
-import signal
 import subprocess
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import IO, Any
+from typing import Any
 
 from tests.support.installed import made
 
@@ -57,11 +52,6 @@ async def run_sdk(
     return json.loads(ended.out.strip().splitlines()[-1])
 
 
-def anew(program: str) -> str:
-    """The same program, in a Python that has imported nothing yet."""
-    return f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', {program!r}])"
-
-
 COMMANDS = """
 import contextlib, io, json, sys
 from tinker.cli.__main__ import main
@@ -100,84 +90,21 @@ class Ended:
 
 
 async def _ended(program: str, *words: str, url: str, key: str, version: str, timeout_s: float = PROGRAM_S) -> Ended:
-    """Runs a program in a child of the version's nursery."""
-    nursery = await asyncio.to_thread(_nursery, version)
+    """Runs a program in a process of its own."""
+    python = await asyncio.to_thread(sdk_python, version)
     variables = {
         **{name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ},
         "TINKER_BASE_URL": url or "http://127.0.0.1:9",
         "TINKER_API_KEY": f"tml-{key}",
-        "PYTHONWARNINGS": "ignore",
     }
-    with TemporaryDirectory() as name:
-        folder, asked = Path(name), [name, program, words, variables, ceil(timeout_s)]
-        nursery.stdin.write(json.dumps(asked) + "\n")
-        nursery.stdin.flush()
-        try:
-            while not (folder / "code").exists():
-                assert nursery.process.poll() is None, "the nursery ended"
-                await asyncio.sleep(0.01)
-        except asyncio.CancelledError:
-            if (folder / "pid").exists():
-                os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
-            raise
-        code, out, err = ((folder / file).read_text() for file in ("code", "out", "err"))
-        return Ended(int(code), out, err)
-
-
-NURSERY = """
-import contextlib, gc, importlib, json, os, signal, sys
-import tinker
-for name in ("anyio._backends._asyncio", "h2.connection", "httpcore", "tinker.proto.request_conv", "tinker.resources"):
-    with contextlib.suppress(ImportError):  # not in each version
-        importlib.import_module(name)  # the SDK would when it is used
-gc.freeze()  # a collection in a child would copy all of it
-def put(name, text):
-    with open(name + ".new", "w") as file:
-        file.write(text)
-    os.rename(name + ".new", name)
-def bury(*of):
+    process = await asyncio.create_subprocess_exec(
+        *(python, "-W", "ignore", "-c", program, *words), stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=variables
+    )
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
-signal.signal(signal.SIGCHLD, bury)
-for line in sys.stdin:
-    folder, program, words, variables, timeout_s = json.loads(line)
-    if os.fork():
-        continue
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if child := os.fork():
-        try:
-            put(folder + "/pid", str(child))
-            put(folder + "/code", str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-        finally:  # also where nobody waits for it any more
-            os._exit(0)
-    signal.alarm(timeout_s)
-    for number, name in ((1, "/out"), (2, "/err")):
-        os.dup2(os.open(folder + name, os.O_WRONLY | os.O_CREAT), number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.environ.clear()
-    os.environ.update(variables)
-    sys.argv = ["-c", *words]
-    break
-else:
-    os._exit(0)
-exec(compile(program, "program", "exec"), {"__name__": "__main__"})
-"""
-"""A process that has imported the SDK, which takes a second, and forks for each program; what it forks ends as any Python does."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Nursery:
-    process: "subprocess.Popen[str]"
-    stdin: IO[str]
-
-
-@cache
-def _nursery(version: str) -> _Nursery:
-    command = [sdk_python(version), "-W", "ignore", "-c", NURSERY]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    atexit.register(process.communicate)  # which lets it end
-    return _Nursery(process, process.stdin)
+        out, err = await asyncio.wait_for(process.communicate(), timeout_s)
+    except (asyncio.CancelledError, TimeoutError):
+        process.kill()
+        await process.wait()
+        raise
+    assert process.returncode is not None
+    return Ended(process.returncode, out.decode(), err.decode())

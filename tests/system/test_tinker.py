@@ -22,7 +22,7 @@ from manager_service.local.supervisor import LocalCluster
 from manager_service.runs.records import run_of
 from tests.common.test_worker import until
 from tests.support.forked import running
-from tests.support.tinker_sdk import VERSION, anew, run_sdk, sdk_python
+from tests.support.tinker_sdk import VERSION, run_sdk, sdk_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), pytest.mark.asyncio(loop_scope="module")]
 SDKS = os.environ.get("MARLAAS_TEST_SDKS", VERSION).split(",")
@@ -211,7 +211,7 @@ async def test_an_sdk_does_the_tour(cluster: LocalCluster, version: str) -> None
 async def test_a_loss_of_ones_own_has_the_gradient_that_the_service_has_for_it(cluster: LocalCluster) -> None:
     """The client asks for log-probs, computes its loss, and sends back what each position weighs, with steps behind it already sent."""
     packages = str(Path(torch.__file__).parents[1])
-    own, known = await run_sdk(anew(OWN_LOSS.format(packages=packages)), url=cluster.base_url, key=cluster.api_key)
+    own, known = await run_sdk(OWN_LOSS.format(packages=packages), url=cluster.base_url, key=cluster.api_key)
     for (metrics, norm), (due, due_norm) in zip(own, known, strict=True):
         assert norm == pytest.approx(due_norm, rel=1e-4) and norm > 0
         assert metrics["loss:sum"] == pytest.approx(due["loss:sum"], rel=1e-4)

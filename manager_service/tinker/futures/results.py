@@ -1,20 +1,26 @@
-"""Gives an operation's result as its client wants it: waits for it, then encodes it."""
+"""Gives an operation's result as its client wants it: waits for it, then encodes it.
 
-from collections.abc import Awaitable, Callable, Mapping
+reads: done, results:<run>   waits for: OperationsAnswered, with one reader per replica, however many wait
+after a crash: clients ask again, and look at the results first
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
+from common.bus import Bus
 from common.errors import NotFound
 from common.messages import Failure
-from common.operations import OperationResult, Outputs, Saved
-from manager_service.runs.records import SAVES, RunState
-from manager_service.tinker.store.runs import RunRow
-from manager_service.tinker.store.submission import NUM_KEPT
-from manager_service.tinker.wire import plain, protobuf
+from common.operations import OperationResult, OperationsAnswered, Outputs, Saved
+from manager_service.runs.records import NUM_SEQS_KEPT, SAVES, RunSpec, RunState
+from manager_service.tinker.wire import protobuf
 
+BLOCK_MS = 1000
 CREATIONS = ("create_model", "load_weights")
 TYPES: Mapping[str, str] = {
     "save_weights": "save_weights",
@@ -26,12 +32,46 @@ SERVERS_FAULT = ("infrastructure", "dead_letter", "corrupt_adapter", "cancelled"
 """Kinds of failures that are not the user's."""
 
 
+OperationKey = tuple[str, int]  # run, number of the operation
+
+
+class Answered:
+    """Wakes those who wait for operations of one cell."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._waiting: dict[OperationKey, set[asyncio.Event]] = {}
+
+    @contextmanager
+    def of(self, run: str, seq: int) -> Generator[asyncio.Event]:
+        """An event that is set when the operation's result is there. Look for the result after this: what came before is not told."""
+        event = asyncio.Event()
+        waiting = self._waiting.setdefault((run, seq), set())
+        waiting.add(event)
+        try:
+            yield event
+        finally:
+            waiting.discard(event)
+            if not waiting:
+                self._waiting.pop((run, seq), None)
+
+    async def run(self) -> None:
+        """Reads until cancelled, beginning with what the stream still holds."""
+        cursor = "0"
+        while True:
+            for entry, message in await self._bus.follow(self._bus.cell.done, cursor, block_ms=BLOCK_MS):
+                cursor = entry
+                for seq in message.seqs if isinstance(message, OperationsAnswered) else ():
+                    for event in self._waiting.get((message.job, seq), ()):
+                        event.set()
+
+
 @dataclass(frozen=True, slots=True)
 class ReadyResult:
     """A result that is there."""
 
     body: bytes
-    content_type: str = plain.CONTENT_TYPE
+    content_type: str = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +90,9 @@ Beside = Callable[[Callable[[], ReadyResult]], Awaitable[ReadyResult]]
 """Calls a function in a thread."""
 
 
-async def look(run: RunRow, seq: int, beside: Beside, *, wants_protobuf: bool) -> ReadyResult | Pending:
+async def look(bus: Bus, run: RunSpec, seq: int, beside: Beside) -> ReadyResult | Pending:
     """Looks once. Raises NotFound for an operation that nobody asked for, Expired."""
-    bus, cell = run.base.bus, run.base.cell
+    cell = bus.cell
 
     async def call() -> Any:
         pipe = bus.client.pipeline(transaction=False)
@@ -63,36 +103,34 @@ async def look(run: RunRow, seq: int, beside: Beside, *, wants_protobuf: bool) -
 
     (asked, last), result, (status, head) = await bus.retrying(call)
     if asked is None:
-        if head is not None and seq < int(head) and (last is None or seq <= int(last) - NUM_KEPT):
+        if head is not None and seq < int(head) and (last is None or seq <= int(last) - NUM_SEQS_KEPT):
             raise _expired(run, seq)
         raise NotFound(f"there is no request {run.id}:{seq}")
     action = asked.decode().split()[1]
     if action in CREATIONS:
-        return await _creation(run, action)
+        return await _creation(bus, run, action)
     if result is not None:
         found = msgspec.msgpack.decode(result, type=OperationResult)
-        return await beside(partial(_encoded, run, action, found, wants_protobuf=wants_protobuf))
+        return await beside(partial(_encoded, run, action, found))
     if status is None or seq < int(head):
         raise _expired(run, seq)
-    return Pending(status.decode(), await _missing(run, head, seq))
+    return Pending(status.decode(), await _missing(bus, run, head, seq))
 
 
-def _expired(run: RunRow, seq: int) -> Expired:
+def _expired(run: RunSpec, seq: int) -> Expired:
     return Expired(f"the result of {run.id}:{seq} was kept for an hour, and is gone")
 
 
-async def _missing(run: RunRow, head: bytes, seq: int) -> int | None:
+async def _missing(bus: Bus, run: RunSpec, head: bytes, seq: int) -> int | None:
     """The number of the run's first operation without a result if nobody sent it, and it is before this one."""
     if int(head) >= seq:
         return None
-    bus, key = run.base.bus, run.base.cell.seqs(run.id)
-    there: Any = await bus.retrying(lambda: bus.client.hmget(key, head))
+    there: Any = await bus.retrying(lambda: bus.client.hmget(bus.cell.seqs(run.id), head))
     return int(head) if there[0] is None else None
 
 
-async def _creation(run: RunRow, action: str) -> ReadyResult | Pending:
-    bus, key = run.base.bus, run.base.cell.run(run.id)
-    record: Any = await bus.retrying(lambda: bus.client.hget(key, "state"))
+async def _creation(bus: Bus, run: RunSpec, action: str) -> ReadyResult | Pending:
+    record: Any = await bus.retrying(lambda: bus.client.hget(bus.cell.run(run.id), "state"))
     if record is None:
         return Pending(None)
     state = msgspec.json.decode(record, type=RunState)
@@ -100,14 +138,14 @@ async def _creation(run: RunRow, action: str) -> ReadyResult | Pending:
         return Pending(state.status)
     if state.version < 0:
         return failed(state.failure or Failure("cancelled", "the run was ended before it was created"))
-    return _plain({"model_id": run.spec.public_id, "type": action})
+    return _plain({"model_id": run.public_id, "type": action})
 
 
-def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobuf: bool) -> ReadyResult:
+def _encoded(run: RunSpec, action: str, result: OperationResult) -> ReadyResult:
     """Encodes a result, in a thread: it may have a million numbers."""
     if result.failure is not None:
         return failed(result.failure)
-    public_id = run.spec.public_id
+    public_id = run.public_id
     if action == "unload":
         return _plain({"model_id": public_id, "type": "unload_model"})
     if action in SAVES:
@@ -118,9 +156,7 @@ def _encoded(run: RunRow, action: str, result: OperationResult, *, wants_protobu
     outputs = msgspec.msgpack.decode(result.outputs, type=Outputs)
     if action == "optim_step":
         return _plain({"metrics": outputs.metrics, "type": "optim_step"})
-    if wants_protobuf:
-        return ReadyResult(protobuf.write_outputs(outputs), protobuf.CONTENT_TYPE)
-    return ReadyResult(plain.write_outputs(outputs))
+    return ReadyResult(protobuf.write_outputs(outputs), protobuf.CONTENT_TYPE)
 
 
 def _saved(run: str, action: str, saved: Saved) -> ReadyResult:

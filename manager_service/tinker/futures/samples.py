@@ -1,9 +1,11 @@
-"""Runs requests for samples, and keeps what they give until it is retrieved.
+"""Runs requests for samples, and keeps what they give until it is retrieved: in memory, so any replica asks the one that has it.
 
     asample ─► start ─► a task: waits for quota and places ─► rollout ─► result ─► retrieve_future
+    a replica ─ PeerQuestion ─► peers:<the other> ─► it waits for the result ─ PeerAnswer ─► peers:<the replica>
 
 holds: requests under way and their results (lost on a crash: the client's future answers 410, and it samples again)
-waits for: places, turns   unblocked by: rollout
+reads: its own `peers:…`   writes: the others'   waits for: places, turns, peers   unblocked by: rollout, other replicas
+when a replica dies: its stream ends after TTL_S, and whoever asks hears that the request is gone
 """
 
 import asyncio
@@ -11,9 +13,10 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -24,14 +27,12 @@ from redis.exceptions import RedisError
 from common.bus import Bus
 from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound
 from common.messages import TurnResult, Usage
-from common.tasks import cancel_all
+from common.tasks import cancel_all, starting
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.quota import count_inference, tokens_today
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.sampling.shares import Inference
-from manager_service.runs.records import USED_S
-from manager_service.tinker.futures.finished import Finished, Target
-from manager_service.tinker.store.uses import use
+from manager_service.runs.records import USED_S, use
 from manager_service.tinker.wire.samples import TinkerSample
 
 PREFIX = "smp"
@@ -44,12 +45,16 @@ KEPT_S, RETRIEVED_S = 600.0, 30.0
 """Seconds that a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
 SILENT_S = 300.0
 """A request that nobody asked about for so long is given up."""
-GRACE_S = 30.0
+GRACE_S = 20.0
 """Time in which a silent session may show a sign of life again: after a Redis that was away, none has shown one yet."""
 LOOK_EVERY_S = 10.0
 USE_EVERY_S = USED_S / 4
 """Seconds between two notes of the use of a version that requests wait for."""
 QUOTA_EVERY_S = 15.0
+TTL_S, REFRESH_S = 60, 5.0
+BLOCK_MS = 1000
+PEER_GRACE_S = 3.0
+"""Seconds that a replica waits for another's answer after that one has stopped waiting for the result."""
 log = structlog.get_logger()
 
 
@@ -64,7 +69,6 @@ class SamplesOutcome(msgspec.Struct, frozen=True):
     samples: tuple[TinkerSample, ...] = ()
     error: str = ""  # what is wrong with it, for its user
     gone: bool = False  # it is not here, or could not be done: it must be made again
-    waits_for_quota: bool = False
 
 
 GONE = SamplesOutcome(done=True, gone=True)
@@ -79,11 +83,10 @@ class Request:
     ask: InferenceRequest
     samples: list[TinkerSample | None]
     key: tuple[str, str]  # tenant, what names the request, if anything does
-    asker: Target | None  # None: it names no sampler
+    session: str  # empty: it names no sampler
     asked_s: float  # monotonic: when its client last asked about it
     retrieved: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    waits_for_quota: bool = False
     error: str = ""  # what is wrong with it, for its user
     gone: bool = False  # it could not be done
     usage: Usage = field(default_factory=Usage)
@@ -91,7 +94,7 @@ class Request:
 
     def outcome(self) -> SamplesOutcome:
         samples = tuple(sample for sample in self.samples if sample is not None)
-        return SamplesOutcome(self.done.is_set(), samples, self.error, self.gone, self.waits_for_quota)
+        return SamplesOutcome(self.done.is_set(), samples, self.error, self.gone)
 
 
 class Samples:
@@ -110,9 +113,8 @@ class Samples:
         self._open: Counter[str] = Counter()  # by tenant
         self._num_samples: Counter[str] = Counter()  # by tenant, of those requests
         self._silent: dict[str, float] = {}  # session without a sign of life -> since when, as the clock says
-        self.finished = Finished(bus)
 
-    def start(self, ask: InferenceRequest, once: str = "", asker: Target | None = None) -> str:
+    def start(self, ask: InferenceRequest, once: str = "", session: str = "") -> str:
         """The id of the request's future. A request that comes again, as `once` names it, is not made again. Raises ApiError 429."""
         tenant = ask.tenant.id
         key = (tenant, once)
@@ -121,7 +123,7 @@ class Samples:
         if self._open[tenant] >= MAX_OPEN or self._num_samples[tenant] + ask.num_choices > MAX_SAMPLES:
             raise _too_many()
         name = f"{self._prefix}{next(self._numbers)}"
-        request = Request(name, tenant, ask, [None] * ask.num_choices, key, asker, self._clock())
+        request = Request(name, tenant, ask, [None] * ask.num_choices, key, session, self._clock())
         self._requests[name] = request
         if once:
             self._ids[key] = name
@@ -162,41 +164,26 @@ class Samples:
 
     def end_session(self, session: str) -> None:
         """Cancels what a client has under way that is no more."""
-        for request in self._of_sessions({session}):
-            self.cancel(request)
+        for request in list(self._requests.values()):
+            if request.session == session and not request.done.is_set():
+                self.cancel(request)
 
     async def end_silent(self) -> None:
         """Cancels what those clients have under way whose sessions have ended, or show no sign of life."""
-        sessions = {request.asker.session for request in self._requests.values() if request.asker}
-        silent, now = sessions - await self._there(sessions, self._bus.cell.session), self._clock()
+        sessions, now = sorted({request.session for request in self._requests.values()} - {""}), self._clock()
+        keys = [self._bus.cell.session(session) for session in sessions]
+        signs: Any = await self._bus.retrying(lambda: self._bus.client.mget(keys)) if keys else []
+        silent = [session for session, sign in zip(sessions, signs, strict=True) if sign is None]
         self._silent = {session: self._silent.get(session, now) for session in silent}
-        finished = await self._there(silent, self._bus.cell.finished_session)
-        over = {session for session, since in self._silent.items() if now - since > GRACE_S or session in finished}
-        for request in self._of_sessions(over):
-            self.cancel(request)
-
-    def _of_sessions(self, sessions: Container[str]) -> list[Request]:
-        """Requests that have no result."""
-        found = (each for each in self._requests.values() if each.asker and each.asker.session in sessions)
-        return [request for request in found if not request.done.is_set()]
-
-    async def _there(self, sessions: Iterable[str], key: Callable[[str], str]) -> set[str]:
-        """The sessions of these that have such a key."""
-        asked, client = list(sessions), self._bus.client
-        found: Any = await self._bus.retrying(lambda: client.mget([key(each) for each in asked])) if asked else []
-        return {session for session, value in zip(asked, found, strict=True) if value is not None}
+        for session, since in self._silent.items():
+            if now - since >= GRACE_S:
+                self.end_session(session)
 
     def cancel(self, request: Request) -> None:
         request.gone = request.gone or not request.done.is_set()
         self._forget(request)
         if request.task is not None:
             request.task.cancel()
-
-    def note_sign_of_life(self, asker: Target) -> None:
-        """Notes that a client waits for all of its requests at once."""
-        for request in self._requests.values():
-            if request.asker == asker:
-                request.asked_s = self._clock()
 
     async def run(self) -> None:
         """Gives up what nobody asks about, until cancelled; then everything."""
@@ -258,9 +245,7 @@ class Samples:
         while (
             limit is not None and await self._bus.retrying(lambda: tokens_today(redis, cell, request.tenant)) >= limit
         ):
-            request.waits_for_quota = True
             await asyncio.sleep(QUOTA_EVERY_S)
-        request.waits_for_quota = False
 
     async def _sample(self, request: Request) -> None:
         async with aclosing(self._inference.answer(request.ask)) as progress:
@@ -270,12 +255,95 @@ class Samples:
                     request.usage += fresh.result.usage
 
     async def _charge(self, request: Request) -> None:
-        usage, cell, asker = request.usage, self._bus.cell, request.asker
-        if asker:
-            await self.finished.add(asker, request.id, failed=request.gone or bool(request.error))
+        usage, redis, cell = request.usage, self._bus.client, self._bus.cell
         if usage != Usage():
-            session = asker.session if asker else ""
-            await self._bus.retrying(lambda: count_inference(self._bus.client, cell, request.tenant, usage, session))
+            await self._bus.retrying(lambda: count_inference(redis, cell, request.tenant, usage, request.session))
+
+
+class PeerQuestion(msgspec.Struct, frozen=True, tag="Question"):
+    number: int
+    asker: str  # replica
+    tenant: str
+    request: str
+    timeout_s: float | None  # None: its client does not want it any more, and no answer comes
+
+
+class PeerAnswer(msgspec.Struct, frozen=True, tag="Answer"):
+    number: int  # of the question
+    outcome: SamplesOutcome
+
+
+_decoder = msgspec.msgpack.Decoder(PeerQuestion | PeerAnswer)
+
+
+class Peers:
+    """One replica's questions to the others, and its answers to theirs."""
+
+    def __init__(self, bus: Bus, samples: Samples, api_id: str) -> None:
+        self._bus = bus
+        self._samples = samples
+        self._api_id = api_id
+        self._numbers = count()
+        self._waiting: dict[int, asyncio.Future[SamplesOutcome]] = {}
+
+    async def outcome(self, replica: str, tenant: str, request: str, timeout_s: float) -> SamplesOutcome:
+        """Waits for the result of a request, wherever it was made."""
+        if replica == self._api_id:
+            return await self._samples.outcome(tenant, request, timeout_s)
+        question = PeerQuestion(next(self._numbers), self._api_id, tenant, request, timeout_s)
+        waiting: asyncio.Future[SamplesOutcome] = asyncio.get_running_loop().create_future()
+        self._waiting[question.number] = waiting
+        try:
+            if not await self._send(replica, question):
+                return GONE
+            async with asyncio.timeout(timeout_s + PEER_GRACE_S):
+                return await waiting
+        except TimeoutError:
+            return SamplesOutcome(done=False)
+        finally:
+            del self._waiting[question.number]
+
+    async def give_up(self, replica: str, tenant: str, request: str) -> None:
+        """Cancels a request, wherever it was made."""
+        if replica == self._api_id:
+            self._samples.give_up(tenant, request)
+        else:
+            await self._send(replica, PeerQuestion(next(self._numbers), self._api_id, tenant, request, None))
+
+    async def run(self) -> None:
+        """Reads until cancelled. What was read is deleted."""
+        stream, client = self._bus.cell.peers(self._api_id), self._bus.client
+        refreshed_s = float("-inf")
+        async with starting() as start:
+            while True:
+                if time.monotonic() - refreshed_s > REFRESH_S:
+                    await self._bus.keep_alive(stream, TTL_S)
+                    refreshed_s = time.monotonic()
+                found: Any = await self._bus.retrying(
+                    lambda: client.xread({stream: "0"}, count=100, block=BLOCK_MS), block_ms=BLOCK_MS
+                )
+                entries = [entry for pages in (found or {}).values() for page in pages for entry in page]
+                for entry, fields in entries:
+                    start(self._take(_decoder.decode(fields[b"payload"])))
+                    await self._bus.retrying(partial(client.xdel, stream, entry))
+
+    async def _take(self, message: PeerQuestion | PeerAnswer) -> None:
+        if isinstance(message, PeerAnswer):
+            waiting = self._waiting.get(message.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message.outcome)
+        elif message.timeout_s is None:
+            self._samples.give_up(message.tenant, message.request)
+        else:
+            outcome = await self._samples.outcome(message.tenant, message.request, message.timeout_s)
+            await self._send(message.asker, PeerAnswer(message.number, outcome))
+
+    async def _send(self, replica: str, message: PeerQuestion | PeerAnswer) -> bool:
+        """False if that replica is not there."""
+        stream, content = self._bus.cell.peers(replica), msgspec.msgpack.encode(message)
+        client = self._bus.client
+        written: Any = await self._bus.retrying(lambda: client.xadd(stream, {"payload": content}, nomkstream=True))
+        return written is not None
 
 
 def place_of(request: str) -> tuple[str, str] | None:

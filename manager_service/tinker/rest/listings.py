@@ -85,7 +85,7 @@ async def get_session(session_id: str, api: Parts, tenant: Tenant, known: Known)
     return answer(
         {
             "training_run_ids": [run.spec.public_id for run in mine],
-            "sampler_ids": [sampler for run in mine for sampler in await known.runs.samplers(run)],
+            "sampler_ids": await known.samplers.of_session(tenant.id, session.id),
             "user_metadata": session.user_metadata or None,
             "display_name": session.display_name,
         }

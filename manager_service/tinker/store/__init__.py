@@ -7,5 +7,4 @@ Its files:
     checkpoints.py  deletes checkpoints, and changes when they expire
     submission.py   puts an operation into its run's stream, once
     samplers.py     keeps what each sampler samples with
-    uses.py         notes that a version is used, so that it is not deleted
 """

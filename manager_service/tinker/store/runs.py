@@ -17,9 +17,8 @@ from manager_service.api.errors import ApiError
 from manager_service.api.job_store import JobStore
 from manager_service.jobs.retention import has_version, newest_stored
 from manager_service.records import JSON
-from manager_service.runs.records import CROWDED, CROWDED_TENANT, Checkpoint, RunSpec, RunState, run_of, session_of
+from manager_service.runs.records import CROWDED, CROWDED_TENANT, Checkpoint, RunSpec, RunState, run_of, session_of, use
 from manager_service.tinker.names import Path, parse_path
-from manager_service.tinker.store.uses import use
 
 NUM_KEPT = 10_000
 """Runs whose specs a replica remembers: they never change."""
@@ -134,10 +133,6 @@ class RunStore:
         rows.sort(key=lambda row: row[:2], reverse=True)
         return [(run, base) for _, run, base in rows]
 
-    async def samplers(self, run: RunRow) -> list[str]:
-        """Ids of those that the run's saves made."""
-        return [name.decode() for name in await run.base.redis.hkeys(run.base.cell.samplers(run.id))]
-
     async def _with_states(self, chosen: Sequence[tuple[str, Base]]) -> list[tuple[RunRow, RunState]]:
         """One round trip for each base model."""
         found: dict[str, tuple[RunRow, RunState]] = {}
@@ -165,8 +160,7 @@ class RunStore:
         keys += [cell.active(partition), cell.unfinished(spec.tenant), cell.retire(partition)]
         digest = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
         words = [digest, spec.id, repr(time.time()), JSON.encode(spec), *RunState().fields().values(), kind]
-        settings = self._api.settings
-        words += [settings.max_unfinished_jobs, settings.max_unfinished_bytes, MAX_KEPT]
+        words += [self._api.settings.max_unfinished_jobs, self._api.limits.max_unfinished_bytes, MAX_KEPT]
         words += [CROWDED, f"{CROWDED_TENANT}{spec.tenant}"]
         fields = await base.bus.fields(command)
         answer: bytes = await base.redis.register_script(_CREATE)(keys=keys, args=[*words, *fields])

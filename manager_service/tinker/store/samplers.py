@@ -8,16 +8,13 @@ from common.errors import NotFound
 from common.messages import AdapterRef
 from manager_service.api.context import Api, Base
 from manager_service.records import JSON
-from manager_service.runs.records import USED_S, Sampler, SamplerState
+from manager_service.runs.records import Sampler, use
 from manager_service.tinker.store.runs import RunStore
-from manager_service.tinker.store.uses import use
 
 NAMED_KEPT_S = 30 * 86_400
 """Seconds that a sampler of the base model or of a checkpoint is kept after its last use."""
-MAX_NAMED = 20_000
-"""Named samplers of one tenant in a cell."""
-SAVED_KEPT_S = USED_S
-"""The same of one that a save made without a name. As long, nobody deletes its version."""
+MAX_KEPT = 20_000
+"""Samplers of one tenant in a cell."""
 
 
 class Samplers:
@@ -26,25 +23,30 @@ class Samplers:
         self._runs = runs
 
     async def create(self, base: Base, sampler: Sampler) -> None:
-        """Makes a sampler of the base model or of a checkpoint. Those that were the longest unused are forgotten beyond MAX_NAMED."""
+        """Makes a sampler of the base model or of a checkpoint."""
         await base.redis.set(base.cell.sampler(sampler.id), JSON.encode(sampler), ex=sampler.keep_s)
-        await self._note_use(base, sampler)
-        key, now = base.cell.tenant_samplers(sampler.tenant), time.time()
-        await base.redis.zremrangebyscore(key, "-inf", now - NAMED_KEPT_S)
-        too_many = await base.redis.zcard(key) - MAX_NAMED
+        await self.note(base, sampler.tenant, sampler.id, sampler.keep_s)
+
+    async def note(self, base: Base, tenant: str, sampler: str, keep_s: int) -> None:
+        """Notes a new one, also one that a save is to make. Beyond MAX_KEPT, those that expire the soonest are forgotten."""
+        key, now = base.cell.tenant_samplers(tenant), time.time()
+        pipe = base.redis.pipeline(transaction=False)
+        pipe.zadd(key, {sampler: now + keep_s})
+        pipe.expire(key, NAMED_KEPT_S)
+        pipe.zremrangebyscore(key, "-inf", now)
+        pipe.zcard(key)
+        too_many = (await pipe.execute())[-1] - MAX_KEPT
         if too_many > 0:
             oldest = [name.decode() for name in await base.redis.zrange(key, 0, too_many - 1)]
             await base.redis.delete(*map(base.cell.sampler, oldest), *map(base.cell.clients, oldest))
             await base.redis.zrem(key, *oldest)
 
-    async def _note_use(self, base: Base, sampler: Sampler) -> None:
-        pipe = base.redis.pipeline(transaction=False)
-        pipe.expire(base.cell.sampler(sampler.id), sampler.keep_s)
-        if not sampler.run:  # a run bounds its own
-            key = base.cell.tenant_samplers(sampler.tenant)
-            pipe.zadd(key, {sampler.id: time.time()})
-            pipe.expire(key, NAMED_KEPT_S)
-        await pipe.execute()
+    async def of_session(self, tenant: str, session: str) -> list[str]:
+        found: list[str] = []
+        for base in self._api.bases.values():
+            names = await base.redis.zrange(base.cell.tenant_samplers(tenant), 0, -1)
+            found += [name.decode() for name in names if name.startswith(f"{session}:".encode())]
+        return found
 
     async def find(self, tenant: str, sampler: str) -> tuple[Base, Sampler]:
         """Notes that it is used. Raises NotFound, also for another tenant's."""
@@ -52,7 +54,10 @@ class Samplers:
             record = await base.redis.get(base.cell.sampler(sampler))
             found = None if record is None else msgspec.json.decode(record, type=Sampler)
             if found is not None and found.tenant == tenant:
-                await self._note_use(base, found)
+                pipe = base.redis.pipeline(transaction=False)
+                pipe.expire(base.cell.sampler(sampler), found.keep_s)
+                pipe.zadd(base.cell.tenant_samplers(tenant), {sampler: time.time() + found.keep_s})
+                await pipe.execute()
                 return base, found
         raise NotFound(
             f"there is no sampler {sampler[:64]!r}; one that was long unused is forgotten: save again, and sample with what it gives"
@@ -70,16 +75,10 @@ class Samplers:
         the job's version."""
         if sampler.path is not None:
             await self._runs.check(sampler.tenant, sampler.path)
-        adapter = await self._version(sampler) if sampler.run else sampler.adapter
+        adapter = sampler.adapter
+        if sampler.inflight:
+            run = await self._runs.find(sampler.tenant, adapter.job)
+            adapter = msgspec.structs.replace(adapter, version=(await run.state()).inflight)
         if not await use(base.bus, adapter):
             raise NotFound(f"{sampler.id}: version {adapter.version} was long unused, and is deleted: save again")
         return adapter
-
-    async def _version(self, sampler: Sampler) -> AdapterRef:
-        run = await self._runs.find(sampler.tenant, sampler.run)
-        record = await run.base.redis.hget(run.base.cell.samplers(run.id), sampler.id)
-        if record is None:
-            raise NotFound(
-                f"the sampler {sampler.id} has no version: its save is not done, or failed, or is too long ago: save again"
-            )
-        return AdapterRef(sampler.tenant, sampler.run, msgspec.json.decode(record, type=SamplerState).version)

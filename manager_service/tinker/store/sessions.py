@@ -21,9 +21,7 @@ from manager_service.tinker.requests import SessionAsked
 MAX_ALIVE = 1024
 """Sessions of one tenant that are alive at once."""
 MAX_KEPT = 4096
-"""Sessions of one tenant that are kept, alive or not: the oldest that are not alive go first."""
-RECENT_S = 3600
-"""A sign of life so long ago or less: its client may come back after an outage."""
+"""Sessions of one tenant that are kept, alive or not."""
 MAX_TOLD_BYTES = 4 << 10
 """Bytes that a client may tell of a session or of a run: its metadata, name and tags."""
 
@@ -82,30 +80,22 @@ class ClientSessions:
             raise _too_many()
 
     async def _forget_oldest(self, tenant: str) -> None:
+        """Forgets sessions that are not alive beyond MAX_KEPT: first those that were silent the longest."""
         of = _all(tenant)
         too_many = await self._api.redis.zcard(of) - MAX_KEPT
         if too_many <= 0:
             return
-        oldest_first = await self._api.redis.zrange(of, 0, -1)
-        alive = await self._api.redis.zmscore(_alive(tenant), oldest_first)
-        silent = [session.decode() for session, sign in zip(oldest_first, alive, strict=True) if sign is None]
-        if gone := (await self._surely_ended_first(silent))[:too_many]:
-            await self._api.redis.delete(*map(_key, gone))
-            await self._api.redis.zrem(of, *gone)
-
-    async def _surely_ended_first(self, silent: Sequence[str]) -> list[str]:
-        """Sorts sessions that were alive a moment ago and did not finish behind the others: an outage may have cut their clients off."""
+        sessions = await self._api.redis.zrange(of, 0, -1)
+        alive = await self._api.redis.zmscore(_alive(tenant), sessions)
+        silent = [session.decode() for session, sign in zip(sessions, alive, strict=True) if sign is None]
         pipe = self._api.redis.pipeline(transaction=False)
         for session in silent:
-            pipe.ttl(_key(session))
-        seconds_left = await pipe.execute() if silent else []
-        recent = [
-            session for session, left in zip(silent, seconds_left, strict=True) if left > SESSION_KEPT_S - RECENT_S
-        ]
-        records = await self._api.redis.mget([_key(session) for session in recent]) if recent else []
-        found = [msgspec.json.decode(record, type=ClientSession) for record in records if record is not None]
-        last = {session.id for session in found if not session.finished}
-        return sorted(silent, key=lambda session: session in last)
+            pipe.pttl(_key(session))
+        lefts_ms = await pipe.execute() if silent else []
+        longest_first = [session for _, session in sorted(zip(lefts_ms, silent, strict=True))]
+        if gone := longest_first[:too_many]:
+            await self._api.redis.delete(*map(_key, gone))
+            await self._api.redis.zrem(of, *gone)
 
     async def find(self, tenant: str, session: str) -> ClientSession:
         """Raises NotFound, also for another tenant's."""
@@ -150,7 +140,6 @@ class ClientSessions:
         if not session.finished:
             await self._write(msgspec.structs.replace(session, finished=reason))
         for base in self._api.bases.values():
-            await base.redis.set(base.cell.finished_session(session.id), "", ex=SESSION_ALIVE_S)
             await base.redis.delete(base.cell.session(session.id))
         await self._api.redis.zrem(_alive(session.tenant), session.id)
 

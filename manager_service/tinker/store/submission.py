@@ -14,8 +14,7 @@ from common.operations import Action, Operation
 from common.streams import partition_of
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.quota import memory_full
-from manager_service.records import JSON
-from manager_service.runs.records import Sampler
+from manager_service.runs.records import NUM_SEQS_KEPT
 from manager_service.tinker.store.runs import RunRow
 
 MAX_OPEN = 256
@@ -25,16 +24,12 @@ MAX_OPEN_BYTES = 64 << 20
 MAX_HELD_BYTES = 256 << 20
 """Bytes of the payloads of all operations of a tenant that wait, or whose gradient waits for its step. The run that holds the most may
 go on, or runs that all hold something could wait for each other for ever."""
-NUM_KEPT = 4096
-"""Numbers that are remembered, so that an operation which is sent again is known."""
-UNSAVED_KEPT_S = 2 * 86_400
-"""Seconds that a sampler is kept whose save waits, also for the tokens of the next day. The owner shortens it when the save is done."""
 
-# KEYS: seqs, run, ops, held, sampler (or seqs again: none). ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most
-# open operations, most bytes of them, most bytes of all of the tenant's, numbers to remember, the sampler, seconds to keep it, whether
-# Redis has no room for data (1 or 0), then the entry's fields. Answers with what came of it. The first open operation is taken in any
-# case, for the others wait for it, unless the tenant's runs hold too much: what has no data is taken then too, an optim_step above all,
-# and what the run sends that holds the most (of equals, the first by name), so that one of them always comes to its step.
+# KEYS: seqs, run, ops, held. ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most open operations, most bytes of
+# them, most bytes of all of the tenant's, numbers to remember, whether Redis has no room for data (1 or 0), then the entry's fields.
+# Answers with what came of it. The first open operation is taken in any case, for the others wait for it, unless the tenant's runs hold
+# too much: what has no data is taken then too, an optim_step above all, and what the run sends that holds the most (of equals, the first
+# by name), so that one of them always comes to its step.
 _SUBMIT = """
 local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
 if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
@@ -49,7 +44,7 @@ for _, asked in ipairs(redis.call('HMGET', KEYS[1], unpack(numbers))) do
 end
 if seq > head and (seq > numbers[#numbers] or bytes > tonumber(ARGV[7])) then return 'full' end
 local has_data = string.sub(ARGV[3], 1, 7) == 'forward'
-if seq > head and has_data and ARGV[12] == '1' then return 'no_room' end
+if seq > head and has_data and ARGV[10] == '1' then return 'no_room' end
 bytes = bytes + tonumber(log or 0)
 local mine, held, most = tonumber(redis.call('HGET', KEYS[4], ARGV[5]) or 0), bytes, true
 local all = redis.call('HGETALL', KEYS[4])
@@ -62,12 +57,11 @@ for at = 1, #all, 2 do
 end
 if has_data and held > tonumber(ARGV[8]) and not most then return 'holds' end
 if bytes > 0 then redis.call('HSET', KEYS[4], ARGV[5], bytes) end
-redis.call('XADD', KEYS[3], '*', unpack(ARGV, 13))
+redis.call('XADD', KEYS[3], '*', unpack(ARGV, 11))
 local last = tonumber(redis.call('HGET', KEYS[1], 'last') or 0)
 redis.call('HSET', KEYS[1], seq, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4], 'last', math.max(seq, last))
 if seq > tonumber(ARGV[9]) then redis.call('HDEL', KEYS[1], seq - tonumber(ARGV[9])) end
 if ARGV[3] == 'unload' then redis.call('HSET', KEYS[1], 'unload', seq) end
-if KEYS[5] ~= KEYS[1] then redis.call('SET', KEYS[5], ARGV[10], 'EX', ARGV[11]) end
 return 'new'
 """
 
@@ -84,7 +78,6 @@ class AskedOperation:
     payload: bytes = b""
     num_tokens: int = 0
     failure: Failure | None = None
-    sampler: Sampler | None = None  # that the operation makes
     known_by: bytes | None = None  # what is the same in a repeat; None: the payload
 
     @property
@@ -128,7 +121,7 @@ async def submit_unload(run: RunRow, objects: Objects) -> str:
 async def _submit(run: RunRow, asked: AskedOperation, objects: Objects) -> str:
     if not 0 < asked.seq <= MAX_SEQ:
         raise ApiError(400, f"seq_id is between 1 and {MAX_SEQ}", param="seq_id", retry=False)
-    cell, partition, sampler = run.base.cell, partition_of(run.spec.tenant), asked.sampler
+    cell, partition = run.base.cell, partition_of(run.spec.tenant)
     operation = Operation(
         id=f"{run.id}:{asked.seq}",
         tenant=run.spec.tenant,
@@ -142,12 +135,10 @@ async def _submit(run: RunRow, asked: AskedOperation, objects: Objects) -> str:
     )
     seqs = cell.seqs(run.id)
     keys = [seqs, cell.run(run.id), cell.ops(partition), cell.held(run.spec.tenant)]
-    keys.append(cell.sampler(sampler.id) if sampler else seqs)
-    limits = [MAX_OPEN, MAX_OPEN_BYTES, MAX_HELD_BYTES, NUM_KEPT]
-    kept = [JSON.encode(sampler), UNSAVED_KEPT_S] if sampler else ["", 0]
+    limits = [MAX_OPEN, MAX_OPEN_BYTES, MAX_HELD_BYTES, NUM_SEQS_KEPT]
     fields = await run.base.bus.fields(operation)
     no_room = int(await run.base.gauge.used() > MAX_USED_FOR_NEW)
-    words = [asked.seq, asked.digest, asked.action, len(asked.payload), run.id, *limits, *kept, no_room, *fields]
+    words = [asked.seq, asked.digest, asked.action, len(asked.payload), run.id, *limits, no_room, *fields]
     answer: bytes = await run.base.redis.register_script(_SUBMIT)(keys=keys, args=words)
     if answer not in (b"new", b"known"):  # "known" may be this one's: Redis' answer to the first try was lost
         await _tidy(fields, objects)

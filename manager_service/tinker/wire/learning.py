@@ -14,8 +14,7 @@ numbers of a run's operations.
 Axes: N positions of a datum.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 import msgspec
@@ -24,7 +23,9 @@ import numpy as np
 from common.messages import Array, f32, i32
 from common.operations import Datum, Forward, LossFn
 from common.spelling import did_you_mean
+from manager_service.tinker.wire import tinker_pb2 as pb
 
+DTYPES = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
 MAX_TOKEN = 2**31 - 1
 MAX_VALUE = 1e9
 """The largest of weights, advantages, log-probs and thresholds: squares of them, and sums of those, stay numbers in float32."""
@@ -54,32 +55,6 @@ class Wrong(Exception):
     """The fault of a pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenTensor:
-    values: np.ndarray  # as sent, flat
-    shape: Sequence[int]  # empty: that of the values
-    sparse: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class GivenDatum:
-    tokens: Sequence[np.ndarray]  # one a chunk, end to end
-    inputs: Mapping[str, GivenTensor]
-    other_chunks: Sequence[str] = ()  # kinds of the chunks that are no text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenPass:
-    """A pass over data as a client sent it, in protobuf or in JSON."""
-
-    model: str  # the run, as its user names it
-    seq: int
-    forward_only: bool
-    data: Sequence[GivenDatum]
-    loss: str
-    config: Mapping[str, float | str]
-
-
 class CheckedPass(msgspec.Struct, frozen=True):
     """A pass over data that can be sent on; with a `fault`, one that fails when its turn comes."""
 
@@ -93,19 +68,18 @@ class CheckedPass(msgspec.Struct, frozen=True):
     fault: str = ""
 
 
-def check_pass(given: GivenPass) -> CheckedPass:
+def check_pass(given: pb.ForwardBackwardRequest) -> CheckedPass:
+    about: tuple[str, int, bool] = given.model_id, given.seq_id, given.forward_only
     try:
-        loss = _loss(given.loss)
-        settings = _settings(loss, given.config)
+        loss = _loss(given.loss_fn)
+        settings = _settings(loss, given)
         if not given.data:
             raise Wrong("there are no data")
         data = tuple(_datum(loss, datum, f"data[{i}]") for i, datum in enumerate(given.data))
     except Wrong as wrong:
-        return CheckedPass(given.model, given.seq, given.forward_only, fault=str(wrong)[:MAX_FAULT])
+        return CheckedPass(*about, fault=str(wrong)[:MAX_FAULT])
     return CheckedPass(
-        given.model,
-        given.seq,
-        given.forward_only,
+        *about,
         payload=msgspec.msgpack.encode(Forward(data, loss, **settings)),
         num_tokens=sum(len(datum.tokens) for datum in data),
         longest=max(len(datum.tokens) for datum in data),
@@ -122,8 +96,12 @@ def _loss(name: str) -> LossFn:
     return cast(LossFn, name)
 
 
-def _settings(loss: LossFn, config: Mapping[str, float | str]) -> dict[str, Any]:
+def _settings(loss: LossFn, given: pb.ForwardBackwardRequest) -> dict[str, Any]:
     """Fields of Forward. A value that is no number is wrong."""
+    config: dict[str, float | str] = dict(given.loss_fn_config)
+    if given.loss_fn_config_v2:
+        values = given.loss_fn_config_v2.items()
+        config = {name: each.text if each.WhichOneof("value") == "text" else each.number for name, each in values}
     known = CONFIG.get(loss, ())
     fields = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
     settings: dict[str, Any] = {}
@@ -137,11 +115,14 @@ def _settings(loss: LossFn, config: Mapping[str, float | str]) -> dict[str, Any]
     return settings
 
 
-def _datum(loss: LossFn, given: GivenDatum, where: str) -> Datum:
-    if given.other_chunks:
-        raise Wrong(f"{where}: this service takes text alone, not chunks of kind {given.other_chunks[0]!r}")
-    tokens = _ids(np.concatenate(given.tokens) if given.tokens else np.empty(0, np.int32), f"{where}: model_input")
-    inputs = dict(given.inputs)
+def _datum(loss: LossFn, given: pb.Datum, where: str) -> Datum:
+    kinds = [str(chunk.WhichOneof("chunk")) for chunk in given.model_input]
+    for kind in kinds:
+        if kind != "encoded_text":
+            raise Wrong(f"{where}: this service takes text alone, not chunks of kind {kind!r}")
+    chunks = b"".join(chunk.encoded_text.tokens for chunk in given.model_input)
+    tokens = _ids(_values(chunks, "<i4", f"{where}: model_input"), f"{where}: model_input")
+    inputs = dict(given.loss_fn_inputs)
     if "target_tokens" not in inputs:
         raise Wrong(f"{where}: loss_fn_inputs lacks 'target_tokens'")
     _check_names(loss, inputs, where)
@@ -173,13 +154,23 @@ def _check_names(loss: LossFn, inputs: Mapping[str, Any], where: str) -> None:
             )
 
 
-def _flat(tensor: GivenTensor, length: int, where: str) -> np.ndarray:
+def _flat(tensor: pb.Tensor, length: int, where: str) -> np.ndarray:
     """The values of an array of N positions."""
-    if tensor.sparse or len(tensor.shape) > 1:
+    if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
         raise Wrong(f"{where}: only one value a position is offered, not an array of shape {list(tensor.shape)}")
-    if len(tensor.values) != length or (tensor.shape and tensor.shape[0] != length):
-        raise Wrong(f"{where} has {len(tensor.values)} values, and the model_input {length} tokens: it needs one each")
-    return tensor.values
+    if tensor.dtype not in DTYPES:
+        raise Wrong(f"{where} is of a dtype that is not known: {tensor.dtype}")
+    values = _values(tensor.dense, DTYPES[tensor.dtype], where)
+    if len(values) != length or (tensor.shape and tensor.shape[0] != length):
+        raise Wrong(f"{where} has {len(values)} values, and the model_input {length} tokens: it needs one each")
+    return values
+
+
+def _values(content: bytes, dtype: str, where: str) -> np.ndarray:
+    try:
+        return np.frombuffer(content, dtype)
+    except ValueError as error:
+        raise Wrong(f"{where}: {error}") from error
 
 
 def _ids(values: np.ndarray, where: str) -> Array:
@@ -192,7 +183,7 @@ def _ids(values: np.ndarray, where: str) -> Array:
     return i32(values)
 
 
-def _numbers(tensor: GivenTensor, length: int, where: str) -> Array:
+def _numbers(tensor: pb.Tensor, length: int, where: str) -> Array:
     values = _flat(tensor, length, where)
     if not ((values >= -MAX_VALUE) & (values <= MAX_VALUE)).all():
         raise Wrong(f"{where}: each value must be a number, between -{MAX_VALUE:g} and {MAX_VALUE:g}")

@@ -1,7 +1,6 @@
 """Checkpoints behind the API: their deletion, their end, and the files of their versions. The owner and the store are real."""
 
 import io
-import re
 import tarfile
 import time
 from collections.abc import AsyncGenerator
@@ -14,11 +13,10 @@ from common.adapters import PEFT_FILES, AdapterStore
 from common.messages import AdapterRef
 from manager_service.runs.records import RunState, run_of
 from manager_service.tinker.rest.files import VALID_S, Grant, sign, verified
-from tests.common.test_worker import until
 from tests.support.api_server import ApiServer
 from tests.support.owned_runs import owned_runs
 from tests.support.run_trainer import HashingTrainer
-from tests.support.tinker_client import TinkerClient, client_of
+from tests.support.tinker_client import TinkerClient
 
 DAY_S = 86_400
 
@@ -133,36 +131,6 @@ async def test_the_end_of_a_checkpoint_is_set_and_cleared(server: ApiServer, cli
     assert (await client.put(f"{about(path)}/ttl")).status_code == 400
 
 
-async def test_what_a_run_saved_is_deleted_after_its_end(server: ApiServer, client: TinkerClient) -> None:
-    run = await client.run(await client.session())
-    first, second = await save(client, run, 1, path="first"), await save(client, run, 2, path="second")
-    await client.retrieve((await client.post("unload_model", model_id=run)).json()["request_id"])
-    await until(lambda: has_ended(server, run))
-    assert (await client.delete(about(first))).status_code == 200
-    assert (await client.put(f"{about(second)}/ttl", ttl_seconds=3600)).status_code == 200
-    state = await state_of(server, run)
-    assert [(one.name, one.expires_at is None) for one in state.checkpoints] == [("second", False)]
-    assert state.status == "ended"
-
-
-async def has_ended(server: ApiServer, run: str) -> bool:
-    return (await state_of(server, run)).status == "ended"
-
-
-async def test_nobody_touches_anothers_checkpoints(server: ApiServer, client: TinkerClient) -> None:
-    run = await client.run(await client.session())
-    path = await save(client, run, 1, "save_weights_external", path="first")
-    stranger = await client_of(server, "stranger")
-    answers = [
-        await stranger.delete(about(path)),
-        await stranger.put(f"{about(path)}/ttl", ttl_seconds=3600),
-        await stranger.get(f"{about(path)}/external_weights_urls"),
-        await stranger.get(f"{about(path)}/archive"),
-    ]
-    assert [answer.status_code for answer in answers] == [404] * 4
-    assert await listed(client, run) == ["external_weights/first"]
-
-
 @pytest.mark.parametrize(
     "name", ["training_runs/x/checkpoints/weights/a", "training_runs/ftjob-1/checkpoints/sampler_weights/1"]
 )
@@ -247,17 +215,6 @@ async def test_an_archive_is_a_redirection_to_a_tar_of_all_files(server: ApiServ
     found = await server.http.get(answer.headers["Location"], headers={"Authorization": ""})
     with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
         assert sorted(archive.getnames()) == sorted((*PEFT_FILES, "checkpoint_complete"))
-
-
-async def test_what_cannot_be_exported_is_a_future_that_fails(client: TinkerClient) -> None:
-    run = await client.run(await client.session())
-    for seq, (body, reason) in enumerate(
-        (({"age_encryption_recipients": ["age1x"]}, "encryption is not offered"), ({"ttl_seconds": 60}, "3600")),
-        start=1,
-    ):
-        asked = await client.post("save_weights_external", model_id=run, seq_id=seq, path="a", **body)
-        told = (await client.retrieve(asked.json()["request_id"])).json()
-        assert re.search(reason, told["error"]) and told["category"] == "user"
 
 
 def test_a_grant_is_read_only_with_its_key() -> None:

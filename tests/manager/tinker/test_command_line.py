@@ -94,7 +94,7 @@ async def test_runs_models_checkpoints_and_use_are_listed_changed_and_deleted(se
     assert [row["checkpoint_count"] for row in stored["data"]] == [2] and stored["data"][0]["size_bytes"] > 0
 
 
-@pytest.mark.parametrize("version", [VERSION, "0.16.1"])
+@pytest.mark.parametrize("version", [VERSION, "0.24.1"])
 async def test_a_checkpoint_is_downloaded(server: ApiServer, tmp_path: Path, version: str) -> None:
     """The newest client copies it to a run of its own, and fetches file by file; older ones fetch an archive."""
     saved = await sdk(server, SAVE, version)

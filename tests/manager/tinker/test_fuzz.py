@@ -78,7 +78,6 @@ def bodies(session: str, run: str, saved: str, number: int) -> dict[str, dict[st
         "weights_info": {"tinker_path": saved},
         "save_weights_external": known | {"path": "c", "ttl_seconds": 3600},
         "join_sampling_session": {"sampling_session_id": sampler},
-        "retrieve_futures": {"target": {"sampling_session_id": sampler, "cloned_sampler_id": 0}, "prev_cursor": 5, "timeout": 0.01},
         "sessions/search": search,
     }  # fmt: skip
 
@@ -93,7 +92,6 @@ async def test_no_request_finds_a_server_error(redis_url: str, tmp_path: Path, m
         await client.post("save_weights", model_id=first, seq_id=1, path="a")
         assert (await client.retrieve(f"{run_of(first)}:1")).status_code == 200
         monkeypatch.setattr(retrieval, "WAIT_S", 0.02)
-        monkeypatch.setattr(retrieval, "LONG_POLL_S", 0.02)
         for number, path in enumerate(routes("POST")):
             run = await client.run(session, number)
             await asyncio.to_thread(

@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncGenerator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from common.messages import AdapterRef
 from manager_service.runs.records import run_of
 from manager_service.usage import hour_of
 from tests.common.test_worker import until
-from tests.support.api_server import ApiServer, Script, played, running_api
+from tests.support.api_server import ApiServer, Script, played
 from tests.support.owned_runs import owned_runs
 from tests.support.run_trainer import HashingTrainer
 from tests.support.tinker_client import TinkerClient, client_of, pass_over
@@ -211,77 +210,6 @@ async def test_a_change_of_a_name_waits_for_the_owner_and_says_so(
     assert (await client.delete(f"{route}/weights/a")).status_code == 404
 
 
-# ---- many requests at once ------------------------------------------------------------------------------------------
-
-
-async def sampler_of(client: TinkerClient) -> str:
-    made = await client.post(
-        "create_sampling_session", session_id=await client.session(), sampling_session_seq_id=0, base_model="tiny"
-    )
-    return made.json()["sampling_session_id"]
-
-
-async def asample(client: TinkerClient, sampler: str, seq: int) -> str:
-    body = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8}, "sampling_session_id": sampler, "seq_id": seq}
-    return (await client.post("asample", **body)).json()["request_id"]
-
-
-async def ended(client: TinkerClient, sampler: str, num: int, clone: int = 0, cursor: int = 0) -> dict[str, str]:
-    """Polls until so many requests have ended: their ids and states."""
-    found: dict[str, str] = {}
-    while len(found) < num:
-        target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
-        told = (await client.post("retrieve_futures", target=target, prev_cursor=cursor)).json()
-        assert told["cursor"] > cursor and not found.keys() & {one["request_id"] for one in told["completions"]}
-        found |= {one["request_id"]: one["state"] for one in told["completions"]}
-        cursor = told["cursor"]
-    target = {"sampling_session_id": sampler, "cloned_sampler_id": clone}
-    told = (await client.post("retrieve_futures", target=target, prev_cursor=cursor, timeout=0)).json()
-    assert told == {"completions": [], "cursor": cursor}
-    return found
-
-
-async def test_the_ends_of_many_requests_are_told_once_each_by_any_replica(
-    server: ApiServer, client: TinkerClient, tmp_path: Path
-) -> None:
-    sampler = await sampler_of(client)
-    async with running_api(server.api.settings.redis_url, tmp_path / "data") as second:
-        there = TinkerClient(second.http, client.key)
-        requests = [await asample(each, sampler, seq) for seq, each in enumerate((client, client, there))]
-        clones = await asample(client, sampler, 2_000_000_000)
-        async with played(Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
-            assert await ended(client, sampler, 3) == dict.fromkeys(requests, "finished")
-            assert await ended(there, sampler, 3) == dict.fromkeys(requests, "finished")
-            assert await ended(there, sampler, 1, clone=2) == {clones: "finished"}
-        for request in (*requests, clones):
-            assert (await client.retrieve(request)).json()["sequences"]
-
-
-async def test_requests_that_wait_for_their_client_are_kept_while_it_polls(
-    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    samples = server.api.bases["tiny"].samples
-    sampler = await sampler_of(client)
-    request = await asample(client, sampler, 0)
-    target = {"sampling_session_id": sampler}
-    monkeypatch.setattr("manager_service.tinker.futures.samples.SILENT_S", 1.0)
-    samples.find("default", request).asked_s -= 100
-    assert (await client.post("retrieve_futures", target=target, timeout=0)).json()["completions"] == []
-    samples.look()
-    samples.find("default", request).asked_s -= 100
-    samples.look()
-    assert await ended(client, sampler, 1) != {}  # its client hears that it is over, and asks again
-    assert (await client.retrieve(request)).status_code == 410
-
-
-async def test_nobody_hears_of_anothers_requests(server: ApiServer, client: TinkerClient) -> None:
-    target = {"sampling_session_id": await sampler_of(client)}
-    stranger = await client_of(server, "stranger")
-    assert (await stranger.post("retrieve_futures", target=target)).status_code == 404
-    for wrong in ({"prev_cursor": -1}, {"prev_cursor": 1 << 62}, {"target": {}}):
-        assert (await client.post("retrieve_futures", **{"target": target, **wrong})).status_code == 400
-
-
 # ---- what is not offered --------------------------------------------------------------------------------------------
 
 NOT_OFFERED = [
@@ -289,6 +217,7 @@ NOT_OFFERED = [
     ("DELETE", "training_runs/x/checkpoints/weights/a/publish", "download it"),
     ("POST", "copy_weights", "use the path itself"),
     ("POST", "create_custom_loss", "forward_backward_custom"),
+    ("POST", "retrieve_futures", "retrieve_future waits"),
     ("POST", "auth/token", "TINKER_API_KEY"),
     ("GET", "auth/apikey/me", "TINKER_API_KEY"),
     ("GET", "audit", "/events"),

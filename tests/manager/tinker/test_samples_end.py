@@ -15,7 +15,7 @@ from manager_service.tinker import retrieval
 from manager_service.tinker.futures import samples as samples_module
 from manager_service.tinker.futures.samples import Gone
 from tests.support.api_server import ApiServer, Script, method, played, running_api, upload
-from tests.support.tinker_client import TinkerClient, client_of
+from tests.support.tinker_client import TinkerClient, client_of, samples_of
 
 pytestmark = pytest.mark.timeout(120)
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
@@ -59,22 +59,30 @@ async def test_a_damaged_version_is_an_error_and_not_a_request_to_ask_again(
     assert found.status_code == 200 and "the version is damaged" in found.json()["error"]
 
 
-async def test_a_request_is_given_up_at_whichever_manager(
+async def test_a_request_is_retrieved_and_given_up_at_whichever_manager(
     server: ApiServer, client: TinkerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrieval, "WAIT_S", 0.2)
     async with running_api(server.api.settings.redis_url, tmp_path / "data") as second:
-        there = TinkerClient(second.http, client.key)
+        there, stranger = TinkerClient(second.http, client.key), await client_of(server, "stranger")
         request = (await client.post("asample", **SAMPLE, base_model="tiny")).json()["request_id"]
-        stranger = await client_of(server, "stranger")
-        refused = await TinkerClient(second.http, stranger.key).post("cancel_future", request_id=request)
-        assert refused.status_code == 200
-        for asker in (there, client):  # by now, the other manager has read the stranger's wish
-            assert (await asker.retrieve(request)).status_code == 408
-        assert (await there.post("cancel_future", request_id=request)).status_code == 200
-        while (found := await client.retrieve(request)).status_code == 408:
-            pass
-        assert found.status_code == 410
+        waiting = asyncio.create_task(there.retrieve(request))
+        for http in (server.http, second.http):
+            other = TinkerClient(http, stranger.key)
+            assert (await other.post("cancel_future", request_id=request)).status_code == 200
+            assert (await other.retrieve(request)).status_code == 410
+        async with played(Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
+            assert samples_of(await waiting) == [[*b"ok", 256]]
+        monkeypatch.setattr(retrieval, "WAIT_S", 0.2)
+        request = (await client.post("asample", **SAMPLE, base_model="tiny")).json()["request_id"]
+        assert (await client.retrieve(request)).status_code == 408
+        for _ in range(2):  # what is over is passed over
+            assert (await there.post("cancel_future", request_id=request)).status_code == 200
+            while (found := await client.retrieve(request)).status_code == 408:
+                pass
+            assert found.status_code == 410
+        theirs = (await there.post("asample", **SAMPLE, base_model="tiny")).json()["request_id"]
+    await server.bus.client.delete(server.bus.cell.peers(theirs.split("-")[1]))  # as it expires
+    assert (await client.retrieve(theirs)).status_code == 410, "the replica that had it is not there"
 
 
 async def asked_of(client: TinkerClient, sampler: str, num: int) -> list[str]:
@@ -103,24 +111,20 @@ async def test_what_a_client_has_under_way_ends_with_its_session(
         cancelled = {message.job for _, message in told if isinstance(message, Cancel)}
 
 
-@pytest.mark.parametrize("how", ["finished elsewhere", "silent"])
 async def test_a_session_that_is_over_ends_its_samples_at_every_manager(
-    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch, how: str
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples, cell = server.api.bases["tiny"].samples, server.bus.cell
+    samples = server.api.bases["tiny"].samples
     mine, others = await sampler_of(client, base_model="tiny"), await sampler_of(client, base_model="tiny")
     (request,), (kept,) = await asked_of(client, mine, 1), await asked_of(client, others, 1)
-    session = mine.partition(":")[0]
     await samples.end_silent()
     samples.find("default", request)
-    if how == "silent":
-        await server.bus.client.delete(cell.session(session))
-        await samples.end_silent()
-        samples.find("default", request)  # it may be back in time
-        monkeypatch.setattr(samples_module, "GRACE_S", -1.0)
-    else:
-        monkeypatch.setattr(samples, "end_session", str)  # another manager was told
-        await client.post(f"sessions/{session}/finish", reason={"type": "success"})
+    monkeypatch.setattr(samples, "end_session", str)  # another manager was told
+    await client.post(f"sessions/{mine.partition(':')[0]}/finish", reason={"type": "success"})
+    monkeypatch.undo()
+    await samples.end_silent()
+    samples.find("default", request)  # it may be silent, and back in time
+    monkeypatch.setattr(samples_module, "GRACE_S", 0.0)
     await samples.end_silent()
     with pytest.raises(Gone):
         samples.find("default", request)

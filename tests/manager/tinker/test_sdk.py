@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.operations import Forward, LoadWeights
+from common.operations import LoadWeights
 from manager_service.tinker import operations, sessions
 from manager_service.tinker.store import runs as store_runs
 from manager_service.tinker.store import sessions as store_sessions
@@ -42,41 +42,6 @@ service = tinker.ServiceClient()
 
 async def run(server: ApiServer, program: str, **options: Any) -> Any:
     return await run_sdk(HEAD + program, url=server.url, key=server.key, **options)
-
-
-async def test_a_run_is_created_trained_and_saved(server: ApiServer, owner: StandInRuns) -> None:
-    told = await run(
-        server,
-        """
-client = service.create_lora_training_client("Acme/tiny", rank=8, seed=7)
-client = client.result() if hasattr(client, "result") else client
-data = [datum(3), datum(5)]
-fb = client.forward_backward(data, "cross_entropy")
-step = client.optim_step(types.AdamParams(learning_rate=1e-3, grad_clip_norm=0.5))
-fb, step = fb.result(), step.result()
-forward = client.forward([datum(4)], "cross_entropy").result()
-saved = client.save_state("first").result()
-sampler = client.save_weights_for_sampler("first").result()
-info = client.get_info()
-print(json.dumps({
-    "run": client.model_id, "logprobs": [out["logprobs"].tolist() for out in fb.loss_fn_outputs], "loss": fb.metrics,
-    "step": step.metrics, "forward": [out["logprobs"].shape for out in forward.loss_fn_outputs], "saved": saved.path,
-    "sampler": sampler.path, "model": info.model_data.model_name, "rank": info.lora_rank}))
-""",
-    )
-    run_name = told["run"]
-    assert told["logprobs"] == [[-0.5] * 3, [-0.5] * 5] and told["loss"] == {"loss:sum": 8.0}
-    assert told["step"] == {"version": 1.0, "grad_norm": 1.0} and told["forward"] == [[4]]
-    assert told["saved"] == f"tinker://{run_name}/weights/first"
-    assert told["sampler"] == f"tinker://{run_name}/sampler_weights/first"
-    assert (told["model"], told["rank"]) == ("Acme/tiny", 8)
-    (spec,) = owner.created
-    assert (spec.public_id, spec.asked_model, spec.seed, spec.lora.alpha) == (run_name, "Acme/tiny", 7, 32.0)
-    actions = [operation.action for operation in owner.seen]
-    assert actions == ["forward_backward", "optim_step", "forward", "save_weights", "save_for_sampler"]
-    first = msgspec.msgpack.decode(owner.seen[0].payload, type=Forward)
-    assert [datum.tokens.numpy().tolist() for datum in first.data] == [[0, 1, 2], [0, 1, 2, 3, 4]]
-    assert owner.seen[0].tokens == 8
 
 
 async def test_chunks_of_one_pass_come_in_any_order_and_their_results_in_one(
@@ -231,11 +196,7 @@ print(json.dumps({"saved": saved, "base": base, "named": named}))
     assert {request.trajectory.seed for request in script.seen} == {3}
 
 
-async def test_a_client_waits_for_many_samples_at_once_if_it_is_told_to(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And clients of one sampler number their requests apart."""
-    monkeypatch.setitem(sessions.CLIENT_CONFIG, "sample_use_retrieve_futures", True)
+async def test_clients_of_one_sampler_number_their_requests_apart(server: ApiServer) -> None:
     async with played(script := Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
         told = await run(
             server,
@@ -284,9 +245,8 @@ print(json.dumps({
     assert told["sessions"] == [told["mine"][0].partition(":train:")[0]]
 
 
-@pytest.mark.parametrize("version", ["0.24.1", "0.16.1"])
-async def test_older_clients_train_and_sample(server: ApiServer, owner: StandInRuns, version: str) -> None:
-    """The first speaks protobuf for the service tells it to, the second knows JSON alone."""
+async def test_an_older_client_trains_and_samples(server: ApiServer, owner: StandInRuns) -> None:
+    """It speaks protobuf because the service tells it to."""
     async with played(Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
         told = await run(
             server,
@@ -304,7 +264,7 @@ print(json.dumps({"logprobs": [out["logprobs"].tolist() for out in fb.loss_fn_ou
     "samples": [[list(s.tokens), list(s.logprobs), s.stop_reason] for s in result.sequences],
     "wrong": told(client.forward_backward([datum(3)], "ppo"))}))
 """,
-            version=version,
+            version="0.24.1",
         )
     assert told["logprobs"] == [[-0.5] * 3, [-0.5] * 5] and told["loss"] == {"loss:sum": 8.0}
     assert told["step"]["version"] == 1.0 and told["forward"] == {"loss:sum": 4.0}
@@ -314,9 +274,8 @@ print(json.dumps({"logprobs": [out["logprobs"].tolist() for out in fb.loss_fn_ou
     assert actions[:5] == ["forward_backward", "optim_step", "forward", "save_weights", "save_for_sampler"]
 
 
-@pytest.mark.parametrize("version", ["0.38.0", "0.16.1"])
 async def test_a_client_says_at_once_which_limit_is_reached(
-    server: ApiServer, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch, version: str
+    server: ApiServer, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_sessions, "MAX_ALIVE", 1)
     monkeypatch.setattr(store_runs, "MAX_KEPT", 1)
@@ -335,7 +294,6 @@ second = lambda: tinker.ServiceClient(user_metadata={"n": "2"}).create_lora_trai
 print(json.dumps([tried(second), tried(lambda: service.create_lora_training_client("tiny").get_info()),
     told(client.forward_backward([datum(1500), datum(1500)], "cross_entropy"))]))
 """,
-        version=version,
         timeout_s=120,
     )
     session, model, data = told

@@ -22,7 +22,7 @@ from tests.manager.tinker.test_fuzz import LOOKS, bodies, routes
 from tests.support.api_server import ApiServer, Script, played, running_api
 from tests.support.owned_runs import owned_runs
 from tests.support.run_trainer import WEIGHTS, HashingTrainer
-from tests.support.tinker_client import TinkerClient, client_of, pass_over
+from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of, samples_of
 
 
 @pytest.fixture
@@ -45,8 +45,7 @@ async def answered(client: TinkerClient, run: str, seq: int) -> dict[str, Any]:
     """The result of an operation, however long it takes."""
     while (told := await client.retrieve(f"{run_of(run)}:{seq}")).status_code == 408:
         pass
-    assert told.status_code == 200, told.text
-    return told.json()
+    return result_of(told)
 
 
 async def send(client: TinkerClient, run: str, seq: int) -> httpx.Response:
@@ -299,7 +298,7 @@ async def sampled(client: TinkerClient, future: str) -> list[int]:
     while (told := await patiently(lambda: client.retrieve(future))).status_code == 408:
         pass
     assert told.status_code == 200, told.text
-    return told.json()["sequences"][0]["tokens"]
+    return samples_of(told)[0]
 
 
 async def patiently(ask: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""Runs one job on TRL's GRPOTrainer, with TRL's Python: `python -m benchmarks.peers.trl_job FOLDER NAME`.
+"""Runs one job on TRL's GRPOTrainer, with TRL's Python: `python -m benchmarks.peers.trl_jobs FOLDER NAME`.
 
 As TRL's documentation has it for a small model on a CPU: float32 (`bf16=False`), no gradient checkpointing, no vLLM,
 generation by transformers, no dataloader workers, one micro-batch a step, no checkpoints, no reports.
@@ -36,8 +36,7 @@ def rewards(completions: list[list[dict[str, str]]], answer: list[str], **_: obj
     return [reward(turns[0]["content"], expected) for turns, expected in zip(completions, answer, strict=True)]
 
 
-def config(out: Path, job: Job, settings: Settings, **changes: Any) -> Any:
-    """`changes`: of GRPOConfig's fields."""
+def config(out: Path, job: Job, settings: Settings) -> Any:
     fields: dict[str, Any] = {
         "output_dir": str(out),
         "seed": job.seed,
@@ -70,7 +69,7 @@ def config(out: Path, job: Job, settings: Settings, **changes: Any) -> Any:
         "report_to": [],
         "disable_tqdm": True,
     }
-    return GRPOConfig(**fields | changes)
+    return GRPOConfig(**fields)
 
 
 def main() -> None:

@@ -1,13 +1,13 @@
 """Prints the requirements of one image: a dependency group of pyproject.toml, those that it includes first.
 
-python docker/requirements.py manager
+python deploy/docker/requirements.py manager
 """
 
 import sys
 import tomllib
 from pathlib import Path
 
-PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
 def requirements(group: str) -> list[str]:
