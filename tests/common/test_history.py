@@ -119,25 +119,6 @@ async def test_every_part_of_a_conversation_is_sent_once(bus: Bus, remembers: bo
     assert not await histories(bus)
 
 
-async def test_what_a_worker_published_it_does_not_read_again(bus: Bus) -> None:
-    # Given a worker that asks for the first turns of a group
-    await bus.publish([(CELL.env, SCORED)])
-    held = await read(bus, CELL.env)
-    asked = [replace(FIRST, id=f"job/0/{n}/0/0") for n in range(3)]
-    await bus.settle([Settlement(held, [(CELL.rollout, request) for request in asked])])
-    rollout = knows_nothing(bus)
-    await bus.ensure_group(CELL.rollout, GROUP_ROLLOUT)
-    turns = await rollout.read([CELL.rollout], GROUP_ROLLOUT, "w", count=10)
-    await rollout.settle([Settlement(turn, [(CELL.env, answer(turn.message))]) for turn in turns])
-    # When their results come, and Redis has no list that they refer to
-    assert await bus.client.delete(*await histories(bus)) == 3
-    found = await bus.read([CELL.env], GROUP_ENV, "w", count=10)
-    # Then it knows what they answer, and the worker that answered knows what is asked next
-    assert [delivery.message for delivery in found] == [answer(request) for request in asked]
-    await go_on(bus, found[0], CELL.rollout_first, following(answer(asked[0])))
-    assert (await read(rollout, CELL.rollout_first)).message == following(answer(asked[0]))
-
-
 async def test_who_takes_over_reads_what_the_dead_worker_knew(bus: Bus) -> None:
     await bus.publish([(CELL.rollout, FIRST)])
     await go_on(bus, await read(bus, CELL.rollout), CELL.env, answer(FIRST))

@@ -1,8 +1,6 @@
 """The API for the web page: curves in few points, conversations token by token, an operator's view of tenants."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +11,7 @@ from common.transcript import transcript
 from manager_service.api.hyperparameters import Hyperparameters
 from manager_service.jobs.samples import MAX_TOKENS, record_of, written_of
 from manager_service.records import FINAL, JSON, EventRecord, JobState, SampleRecord, Written
-from tests.support.api_server import ApiServer, keep_samples, method, running_api, running_jobs, upload
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
+from tests.support.api_server import ApiServer, keep_samples, method, running_jobs, upload
 
 
 async def create(server: ApiServer, **changes: Any) -> str:

@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import Generator
 from contextvars import ContextVar
-from pathlib import Path
 from typing import IO
 
 import pytest
@@ -16,7 +15,7 @@ from manager_service.jobs.journal import MAX_TEXT
 from manager_service.kept import LIMITS
 from manager_service.records import SampleRecord, TenantRecord
 from tests.manager.tinker.test_checkpoints import external
-from tests.support.api_server import ApiServer, keep_samples, method, running_api, upload
+from tests.support.api_server import ApiServer, keep_samples, method, upload
 from tests.support.owned_runs import owned_runs
 from tests.support.tinker_client import client_of
 
@@ -24,10 +23,7 @@ LARGE = 8 << 20
 """Bytes; more than a kernel keeps for a client that does not read."""
 
 
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data", max_open_requests=4) as running:
-        yield running
+SETTINGS = {"max_open_requests": 4}
 
 
 opened: ContextVar[contextlib.ExitStack] = ContextVar("opened")

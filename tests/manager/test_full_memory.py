@@ -25,8 +25,8 @@ from manager_service.owner import owner
 from manager_service.owner.leases import Leases
 from manager_service.owner.memory import RedisMemory, bound
 from tests.common.test_worker import until
-from tests.manager.test_owner import LEASE_S, System
 from tests.support.api_server import item, jsonl, method, running_api, running_jobs, upload
+from tests.support.owning import LEASE_S, System
 
 SMALL: dict[str, Any] = {"batch_size": 2, "group_size": 2}
 FULL = 1

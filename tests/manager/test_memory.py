@@ -11,8 +11,8 @@ from harness.standin import create_job, job_spec
 from manager_service.owner import memory, owner
 from manager_service.owner.memory import RedisMemory, measured
 from tests.common.test_worker import until
-from tests.manager.test_owner import System
 from tests.support.api_server import running_api
+from tests.support.owning import System
 
 MIB = 1 << 20
 

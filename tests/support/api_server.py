@@ -14,7 +14,6 @@ import msgspec
 from msgspec.structs import replace
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from common.adapters import AdapterStore
 from common.bus import Bus, Out, Settlement
 from common.messages import (
     Array,
@@ -28,12 +27,11 @@ from common.messages import (
     f32,
     i32,
 )
-from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER
+from common.streams import GROUP_ENV, GROUP_ROLLOUT
 from common.tasks import cancel_all
 from common.transcript import wrote
-from common.worker import Inbox
 from harness.redis_server import free_port
-from harness.standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_worker
+from harness.standin import StandInEnv
 from manager_service.api.context import Api, ApiLimits
 from manager_service.api.server import make_api, serve
 from manager_service.archive.samples import SampleFiles
@@ -130,30 +128,14 @@ async def _until_up(http: httpx.AsyncClient) -> None:
 @asynccontextmanager
 async def running_jobs(server: ApiServer, **settings: Any) -> AsyncGenerator[StandInEnv]:
     """The real owner, with stand-ins for the workers."""
-    from manager_service.owner.owner import Owner
+    from tests.support.owning import System  # here: most tests of the API do without
 
-    bus, objects, store = server.bus, server.api.objects, AdapterStore(server.api.objects)
-    stop, env, trainer = asyncio.Event(), StandInEnv(bus.cell), StandInTrainer(bus.cell, store)
-    workers = [
-        stand_in_worker(bus, "env", Inbox(bus.cell.env, GROUP_ENV), env),
-        stand_in_worker(bus, "trainer", Inbox(bus.cell.train, GROUP_TRAINER), trainer, slots=1),
-    ]
-    owner = Owner(
-        bus=bus,
-        cluster=FixedSlots(),
-        store=store,
-        objects=objects,
-        tenants=server.api.tenants,
-        lease_s=1.0,
-        **settings,
-    )
-    tasks = [asyncio.create_task(loop.run(stop)) for loop in (*workers, owner)]
+    system = System(server.bus, server.api.objects, lease_s=1.0, tenants=server.api.tenants, **settings)
+    await system.start()
     try:
-        yield env
+        yield system.env
     finally:
-        stop.set()
-        async with asyncio.timeout(30):
-            await asyncio.gather(*tasks)
+        await system.stop()
 
 
 # ---- a rollout worker that knows its lines ---------------------------------------------------------------------------
