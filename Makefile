@@ -11,13 +11,13 @@
 #   make check    format, lint, types, architecture
 #   make hook     run `make check` before each commit from now on (.git/hooks/pre-commit)
 #   make chaos    a thousand faults on real processes, and nothing lost or doubled (ARGS=--quick: a minute; ARGS="--seed 7": those of a seed)
-#   make bench    the benchmarks (PATTERN=bus runs those whose name contains it)
+#   make bench    the benchmarks (PATTERN=bus runs those whose name contains it, ARGS=--quick: short runs)
 #   make bench-peers    the same jobs on MARLaaS, TRL and SkyRL, installed in .peers (ARGS=--quick: the short run)
 #   make bench-isolation    is sharing harmless? each of eight jobs alone and among 32; a report in .isolation (ARGS=--quick: the short run)
 #   make bench-paper    N jobs under each scheduling policy, as in the MARLaaS paper (ARGS=--quick: the short run)
 #   make cluster  the service on this machine's Docker engine (SCALE="--scale rollout=3 --scale env=4 --scale trainer=2")
 #   make cluster-test   jobs against that cluster, while it is scaled and a worker is killed
-#   make cluster-down   stop it (ARGS=-v: and forget what Redis holds)
+#   make cluster-down   stop it (ARGS=-v: and forget what Redis and the store hold)
 #   make model    make the base model `tiny` again
 #   make clean    remove the virtual environment, caches and what demo and up keep
 #
@@ -94,7 +94,7 @@ chaos: .venv/.ready-dev
 
 bench: .venv/.ready-dev
 	@for file in benchmarks/[!_]*$(PATTERN)*.py; do \
-		name=$$(basename $$file .py); echo "== $$name"; $(RUN) -m benchmarks.$$name || exit 1; done
+		name=$$(basename $$file .py); echo "== $$name"; $(RUN) -m benchmarks.$$name $(ARGS) || exit 1; done
 
 bench-peers: .venv/.ready-dev .peers/trl/.ready .peers/skyrl/.ready
 	@$(RUN) -m benchmarks.peers $(ARGS)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from base_model.finite import check_finite
 from common.base_shape import BaseShape
-from common.decoder_families import check_weights, unsupported
 from common.errors import InvalidInput
+from common.families import check_weights, unsupported
 from common.text.model_folder import read_config
 from common.weight_files import LINEAR_LAYERS
 
@@ -107,15 +107,6 @@ class Decoder:
         angles = torch.cat([angles, angles], dim=-1)
         self.cos = angles.cos().to(self.embedding)  # [context, D]
         self.sin = angles.sin().to(self.embedding)
-        self._rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
-        self._gated: Callable[[Tensor, Tensor], Tensor] = gated
-        self.compiled = False
-
-    def compile(self) -> None:
-        """Makes torch compile the operations between the matrix products, each part at its first use."""
-        self._rotate = torch.compile(rotate, dynamic=True)
-        self._gated = torch.compile(gated, dynamic=True)
-        self.compiled = True
 
     @classmethod
     def load(
@@ -181,7 +172,7 @@ class Decoder:
         v = self._linear(f"{at}.v_proj", x, project).unflatten(-1, (c.num_kv_heads, c.head_dim))
         if f"{at}.q_norm.weight" in self.weights:
             q, k = self._norm(f"{at}.q_norm", q), self._norm(f"{at}.k_norm", k)
-        out = attend(layer, self._rotate(q, cos, sin), self._rotate(k, cos, sin), v)
+        out = attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self._linear(f"{at}.o_proj", out.flatten(-2), project)
 
     def _mlp(self, layer: int, x: Tensor, project: Project) -> Tensor:
@@ -189,7 +180,7 @@ class Decoder:
         x = self._norm(f"layers.{layer}.post_attention_layernorm", x)
         gate = self._linear(f"{at}.gate_proj", x, project)
         up = self._linear(f"{at}.up_proj", x, project)
-        return self._linear(f"{at}.down_proj", self._gated(gate, up), project)
+        return self._linear(f"{at}.down_proj", gated(gate, up), project)
 
     def _linear(self, name: str, x: Tensor, project: Project) -> Tensor:
         return project(name, x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))

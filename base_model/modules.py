@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from base_model.finite import check_finite
 from common.errors import InvalidInput
-from common.modules_families import unsupported_by_modules
+from common.families import unsupported_by_modules
 from common.text.model_folder import read_config
 from common.weight_files import LINEAR_MODULES
 

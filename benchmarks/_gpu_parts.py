@@ -18,12 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from base_model.adapter import load_adapter, save_adapter
 from base_model.decoder import Decoder
 from base_model.stacked import FusedAdapter, fuse
-from benchmarks._gpu_bases import random_model
+from benchmarks._gpu_bases import Shape, random_model, random_modules
 from benchmarks._lengths import LONGEST, answer_tokens
 from benchmarks._report import in_turns, ratio, timed
 from benchmarks.fused import Job, all_active, fused
 from benchmarks.rollout import GROUP_SIZE, NoEnd, adapter_files, request
 from benchmarks.training import ADAPTER, LORA, PeftLoop, Workload, initial_state, make_step, step_of
+from common.base_shape import BaseShape
+from common.footprint import MAX_SCORES, TrainingBytes, training_bytes
 from common.messages import AdapterRef, Rows, TrajectoryRef, f32, i32, u8
 from common.transcript import transcript
 from harness.bases import FIRST_WORD, LAST_WORD, QWEN3_06B, make_random_base
@@ -34,13 +36,21 @@ from rollout_service.embedded.seats import TurnRow
 from rollout_service.embedded.torch_engine import TorchEngine
 from trainer_service.batch import parse_rows
 from trainer_service.open_step import TrainState
+from trainer_service.packing import Budget
+from trainer_service.selftest import random_rows
 from trainer_service.training import Trainer
 
 ROWS = 64
 PROMPT = 64
+NUM_ROWS, NUM_PROMPT, NUM_WRITTEN = 8, 3072, 1024
+ROW = NUM_PROMPT + NUM_WRITTEN
+"""Rows of the step whose memory is planned, and their tokens."""
 TOP = 8
 PROFILED = 8
 """Steps of decoding that warm up, or that a profiler sees: it keeps every call."""
+SOURCE = "def grade(sample, item):\n    return sum(map(ord, sample['output_text'])) % 5 / 4\n"
+GRADER = {"type": "python", "name": "sum", "source": SOURCE}
+"""Rewards differ, whatever a model with random weights writes."""
 JOB_S = 300.0
 """The longest that two jobs are waited for."""
 
@@ -92,6 +102,91 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> float:
     torch.cuda.reset_peak_memory_stats(device)
     work()
     return float(torch.cuda.max_memory_allocated(device))
+
+
+def measure_kernels(
+    default: Trainer, decoder: Decoder, names: Sequence[str], jobs: list[Job], repetitions: int
+) -> dict[str, float]:
+    """Steps of several jobs, by this trainer and with these kernels in turn; operations are those of this trainer.
+
+    Raises ImportError without what a kernel needs, RuntimeError where it cannot run.
+    """
+    trainers = {"kernels": _with_kernels(default, decoder, names), "default": default}
+    device = default.backbone.device
+    runs = {name: timed(done(lambda each=each: fused(each, jobs), device)) for name, each in trainers.items()}
+    seconds = in_turns(runs, repetitions)
+    with FlopCounterMode(display=False) as counter:
+        fused(default, jobs)
+    fused_s = statistics.median(seconds["kernels"])
+    return {
+        "tokens_per_s": sum(len(step.rows.tokens) for step, _ in jobs) / fused_s,
+        "flops_per_s": counter.get_total_flops() / fused_s,
+        "to_default": ratio(seconds["default"], seconds["kernels"]),
+    }
+
+
+def _with_kernels(default: Trainer, decoder: Decoder, names: Sequence[str]) -> Trainer:
+    """A trainer over the same weights that keeps as much for the backward."""
+    from trainer_service.backbone.device_kernels.choice import use_kernels  # here: they import transformers
+    from trainer_service.backbone.modules import ModulesBackbone
+
+    own, backbone = default.backbone, random_modules(decoder)
+    assert isinstance(own, ModulesBackbone) and isinstance(backbone, ModulesBackbone)
+    use_kernels(backbone, names)
+    alike = replace(backbone, num_checkpointed=own.num_checkpointed, max_scores=own.max_scores)
+    return Trainer(alike, default.budget)
+
+
+def measure_plan(trainer: Trainer, shape: Shape) -> dict[str, float]:
+    """Trains 8 rows of 4,096 tokens, as many in a micro-batch as fit. Both figures are without what the process takes, and without
+    holes between allocations; elsewhere than on a GPU nothing is trained, and the peak is NaN.
+
+    Raises ImportError without transformers.
+    """
+    from trainer_service.backbone.modules import ModulesBackbone  # here: a lent GPU may lack transformers
+
+    backbone = trainer.backbone
+    assert isinstance(backbone, ModulesBackbone), "it is what `marlaas plan --gpu` reckons with"
+    trainer = replace(trainer, backbone=replace(backbone, max_scores=MAX_SCORES), share_prefixes=False)
+    itemsize, num_checkpointed = backbone.model.dtype.itemsize, backbone.num_checkpointed
+    planned = _planned(trainer.budget, shape, itemsize=itemsize, num_checkpointed=num_checkpointed)
+    before = torch.cuda.memory_allocated(backbone.device) if backbone.device.type == "cuda" else 0
+    taken = peak_bytes(backbone.device, lambda: _train(trainer)) - before
+    wanted = planned.total - planned.process - planned.holes
+    return {"peak_bytes": planned.weights + taken, "planned_bytes": wanted}
+
+
+def _planned(budget: Budget, shape: Shape, *, itemsize: int, num_checkpointed: int) -> TrainingBytes:
+    most = min(budget.tokens, budget.num_bytes / budget.bytes_per_token if budget.bytes_per_token else budget.tokens)
+    tokens = min(NUM_ROWS, max(1, int(most // ROW))) * ROW
+    c = shape.config
+    sizes = BaseShape(
+        num_layers=c.num_layers,
+        hidden=c.hidden,
+        ffn=shape.inner,
+        num_heads=c.num_heads,
+        num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        vocab=c.vocab,
+        context=c.context,
+        tied=c.tied,
+        head_norms=True,
+    )
+    return training_bytes(
+        sizes,
+        tokens=tokens,
+        longest=ROW,
+        itemsize=itemsize,
+        rank=LORA.rank,
+        gpu=True,
+        num_checkpointed=num_checkpointed,
+    )
+
+
+def _train(trainer: Trainer) -> None:
+    prompts, written = np.full(NUM_ROWS, NUM_PROMPT), np.full(NUM_ROWS, NUM_WRITTEN)
+    rows = random_rows(num_prompt=prompts, num_written=written, group_size=4)
+    trainer.step(step_of(rows), initial_state(trainer, 0, LORA), lambda: None)
 
 
 # ---- decoding -------------------------------------------------------------------------------------------------------
@@ -231,19 +326,30 @@ def folder_of_shape(shape: str, parent: Path) -> Path:
 
 
 async def _trained(variables: dict[str, str]) -> dict[str, float]:
-    from benchmarks import real_shape  # here: a lent GPU may lack what the services need, Redis first of all
-    from harness.live import running
+    from harness.live import running  # here: a lent GPU may lack what the services need, Redis first of all
 
     since = time.monotonic()
     async with running(environment=variables, notify=print) as (_, api):
         start_s = time.monotonic() - since
-        ids = [await real_shape.submit(api, 1, seed) for seed in range(2)]
+        ids = [await _submit(api, seed) for seed in range(2)]
         ended = await api.until_done(*ids, seconds=JOB_S)
         whole_s = time.monotonic() - since
         if failed := [job["error"] for job in ended if job["status"] != "succeeded"]:
             raise RuntimeError(f"a job ended otherwise than well: {failed[0]}")
-        metrics = [row for job in ids for row in await real_shape.steps_of(api, job)]
+        events = [event for job in ids for event in await api.events(job)]
+    metrics = [event["data"] for event in events if event["type"] == "metrics" and "loss" in event["data"]]
     return {"start_s": start_s, "whole_s": whole_s, "gap": max(row["sampling_gap"] for row in metrics)}
+
+
+async def _submit(api: Any, seed: int) -> str:
+    hyper = {"batch_size": 2, "group_size": 4, "max_tokens": 16, "lora_rank": LORA.rank, "max_steps": 1}
+    body = {
+        "model": "base",
+        "seed": seed,
+        "training_file": await api.file("sort", "train", 32),
+        "method": {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": hyper}},
+    }
+    return (await api.post("/fine_tuning/jobs", body))["id"]
 
 
 # ---- the device -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 A benchmark is a function from its options to a `Report`; `run` does the rest:
 
     if __name__ == "__main__":
-        run(__doc__, report, rounds=5)     # the option --rounds, 5 by default
+        run(__doc__, report, {"rounds": 1}, rounds=5)     # the option --rounds, 5 by default, 1 under --quick
 """
 
 import argparse
@@ -33,10 +33,18 @@ Name = TypeVar("Name")
 # ---- the runner -----------------------------------------------------------------------------------------------------
 
 
-def run(doc: str | None, measure: Callable[[Any], Report], **numbers: int) -> None:
-    """A benchmark's whole program. `numbers`: its whole-numbered options and their defaults."""
-    given = parser(doc, **numbers).parse_args()
+def run(doc: str | None, measure: Callable[[Any], Report], quick: Mapping[str, Any], **numbers: int) -> None:
+    """A benchmark's whole program. `numbers`: its whole-numbered options and their defaults. `quick`: others under `--quick`."""
+    given = parsed(parser(doc, **numbers), quick)
     show(measure(given), given.json)
+
+
+def parsed(options: argparse.ArgumentParser, quick: Mapping[str, Any]) -> Any:
+    """The options as they are given, `--quick` among them. `quick`: the defaults that it changes."""
+    options.add_argument("--quick", action="store_true", help="a short run, whose figures say little")
+    if options.parse_known_args()[0].quick:
+        options.set_defaults(**quick)
+    return options.parse_args()
 
 
 def parser(doc: str | None, **numbers: int) -> argparse.ArgumentParser:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import psutil
 
@@ -125,23 +124,6 @@ class ScaleCluster:
             manager.kill()
             manager.wait()
 
-    async def kill_and_recover(self) -> float:
-        """SIGKILL to the manager while another waits. Seconds from the end of the last of its leases until the other
-        has all partitions in memory: it deletes what it has read of a stream at once, also a command that means nothing."""
-        self.managers[0].kill()
-        self.managers[0].wait()
-        tokens = set(await self._tokens())
-        self.start_manager()
-        while tokens & set(await self._tokens()):
-            await asyncio.sleep(0.02)
-        since = time.monotonic()
-        cell, nobody = self.bus.cell, [f"tenant-{n}" for n in range(1000)]
-        tenants = {partition_of(tenant): tenant for tenant in nobody}
-        await self._announce([job_spec("ftjob-none", tenants[p]) for p in range(NUM_PARTITIONS)])
-        while any([await self.bus.client.xlen(cell.jobs(p)) for p in range(NUM_PARTITIONS)]):
-            await asyncio.sleep(0.02)
-        return time.monotonic() - since
-
     # ---- jobs -------------------------------------------------------------------------------------------------------
 
     async def create_jobs(self, number: int) -> None:
@@ -166,9 +148,6 @@ class ScaleCluster:
             pipe.zadd(cell.jobs_all, {spec.id: float(spec.created_at)})
             pipe.sadd(cell.active(partition_of(spec.tenant)), spec.id)
         await pipe.execute()
-        await self._announce(specs)
-
-    async def _announce(self, specs: Sequence[JobSpec]) -> None:
         commands = [job_command(spec) for spec in specs]
         await self.bus.publish([(self.bus.cell.jobs(command.partition), command) for command in commands])
 
@@ -209,21 +188,6 @@ class ScaleCluster:
         answers = await pipe.execute()
         held = sum(row["pending"] for row in answers[-NUM_PARTITIONS:])
         return sum(answers[:-NUM_PARTITIONS]) - held, held
-
-    async def list_ms(self, number: int) -> list[float]:
-        """Times of as many requests for the newest 20 jobs of a tenant who has all of the cluster's."""
-        cell = self.bus.cell
-        await self.bus.client.zunionstore(cell.tenant_jobs("default"), [cell.jobs_all])
-        key = (self.folder / "api_key").read_text().strip()
-        headers, found = {"Authorization": f"Bearer {key}"}, list[float]()
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{self.port}/v1", trust_env=False, headers=headers
-        ) as http:
-            for _ in range(number):
-                since = time.perf_counter()
-                (await http.get("/fine_tuning/jobs", params={"limit": 20})).raise_for_status()
-                found.append(1000 * (time.perf_counter() - since))
-        return found
 
     async def owner_handover_ms(self) -> list[float]:
         """Times from publication to reading of results that were published a moment ago. They are Redis' own: an entry's id

@@ -176,4 +176,4 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, rounds=5)
+    run(__doc__, report, {"rounds": 1}, rounds=5)

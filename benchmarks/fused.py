@@ -128,4 +128,4 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, repetitions=9)
+    run(__doc__, report, {"repetitions": 1}, repetitions=9)

@@ -20,10 +20,9 @@ Weights are random, in bfloat16; adapters have rank 8 on all linear layers. tran
     gap        between the log-probs of tokens that the engine sampled and those of the trainer, both in bfloat16
     busiest    operations by their share of the device's time
 
-And of the first shape a whole job, through all services on the one device; and where they are installed (`--beside` chooses) decoding of
-such rows on vLLM, and steps of one job on TRL's GRPOTrainer, 4 groups of 8 answers of 64 tokens, which transformers generates. A part that
-fails says why, and the others go on; parts that would begin after `--seconds` are left out, and said so. The peaks of some devices are
-known; else give `--peak-tflops` and `--peak-gbs`. Without a GPU nothing is measured. What a bare machine needs is in docs/benchmarks.md.
+And of the first shape a whole job, through all services on the one device. A part that fails says why, and the others go on; parts that
+would begin after `--seconds` are left out, and said so. Without a GPU nothing is measured. What a bare machine needs is in
+docs/benchmarks.md.
 """
 
 import argparse
@@ -42,9 +41,6 @@ from pydantic import ValidationError
 from base_model.device import find_device, give_back_memory, prepare_cpu
 from benchmarks import _gpu_parts as parts
 from benchmarks._gpu_bases import SHAPES_OF_BASES, random_decoder, sampling_backbone, training_modules
-from benchmarks._gpu_beside import measure_trl, measure_vllm
-from benchmarks._gpu_kernels import measure_kernels
-from benchmarks._gpu_plan import measure_plan
 from benchmarks._report import Goal, Report, console, make_table, parser, positive, show
 from benchmarks.fused import NUM_JOBS, SHAPES, fused, make_jobs
 from common.errors import InvalidInput
@@ -58,6 +54,8 @@ from trainer_service.training import Trainer
 PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.04e12)}
 """Peaks from the data sheets (SXM): bfloat16 operations a second without sparsity, bytes a second."""
 PEFT_JOBS = 8
+MICRO_BATCH_TOKENS = 16_384
+"""Tokens of a micro-batch, if memory allows."""
 KERNELS = ("varlen,liger", "varlen,compile", "flex", "flex,compile", "none")
 FORESEEN = "memory that `marlaas plan` foresees, off the peak by"
 UNKNOWN = float("nan")
@@ -102,13 +100,11 @@ def peaks(device: torch.device) -> tuple[float, float]:
 def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> None:
     """All parts of one shape."""
     decoder = random_decoder(SHAPES_OF_BASES[shape], device, torch.bfloat16)
-    if given.compile:
-        decoder.compile()
     backbone = DecoderBackbone(decoder) if given.backbone == "decoder" else training_modules(decoder)
-    trainer = Trainer(backbone, Budget(given.tokens))
-    fit(trainer, given.memory_bytes)
+    trainer = Trainer(backbone, Budget(MICRO_BATCH_TOKENS))
+    fit(trainer, 0)
     if given.backbone == "transformers":
-        run.run(f"{shape}, plan", lambda: measure_plan(trainer, SHAPES_OF_BASES[shape]))
+        run.run(f"{shape}, plan", lambda: parts.measure_plan(trainer, SHAPES_OF_BASES[shape]))
     most, times = max(given.jobs), given.repetitions
     for n in given.jobs:
         jobs = parts.heavy_tailed(trainer, n)
@@ -132,7 +128,7 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
         run.run(f"{shape}, busiest, {what}", lambda work=work: dict(parts.busiest(work, device)))
     for names in given.kernels if given.backbone == "transformers" else ():
         chosen = () if names == "none" else names.split(",")
-        work = partial(measure_kernels, trainer, decoder, chosen, last, times)
+        work = partial(parts.measure_kernels, trainer, decoder, chosen, last, times)
         run.run(f"{shape}, kernels, {names}, N = {most}", work)
 
 
@@ -141,57 +137,39 @@ TRAINING = ("", "tokens", "tokens/s", "x separate", "TFLOP/s", "MFU %", "padding
 
 def tables(found: dict[str, dict[str, Any]], peak: tuple[float, float]) -> list[Any]:
     kinds = {name: name.split(", ")[1] for name in found if ", " in name}
+
+    def of(*chosen: str) -> list[tuple[str, dict[str, Any]]]:
+        return [(name, f) for name, f in found.items() if kinds.get(name) in chosen]
+
+    def work(f: dict[str, Any]) -> tuple[float, float]:
+        return f["flops_per_s"] / 1e12, 100 * f["flops_per_s"] / peak[0]
+
     training = [
-        (
-            name,
-            f["tokens"],
-            f["tokens_per_s"],
-            f["to_separate"],
-            f["flops_per_s"] / 1e12,
-            100 * f["flops_per_s"] / peak[0],
-            100 * f["padding"],
-            f["peak_bytes"] / 2**30,
-        )
-        for name, f in found.items()
-        if kinds.get(name) in ("training", "small steps")
+        (name, f["tokens"], f["tokens_per_s"], f["to_separate"], *work(f), 100 * f["padding"], f["peak_bytes"] / 2**30)
+        for name, f in of("training", "small steps")
     ]
-    kernels = [
-        (name, f["tokens_per_s"], f["to_default"], f["flops_per_s"] / 1e12, 100 * f["flops_per_s"] / peak[0])
-        for name, f in found.items()
-        if kinds.get(name) == "kernels"
-    ]
+    kernels = [(name, f["tokens_per_s"], f["to_default"], *work(f)) for name, f in of("kernels")]
     decoding = [
         (name, f["tokens_per_s"], f["to_one_adapter"], f["bytes_per_s"] / 1e9, 100 * f["bytes_per_s"] / peak[1])
-        for name, f in found.items()
-        if kinds.get(name) == "decoding"
+        for name, f in of("decoding")
     ]
-    others = [
-        (f"{name}: {figure}", value)
-        for name, f in found.items()
-        if kinds.get(name) in ("plan", "peft", "gap", "whole job", "vllm", "trl")
-        for figure, value in f.items()
-    ]
+    both_ends = of("plan", "peft", "gap", "whole job")
+    others = [(f"{name}: {figure}", value) for name, f in both_ends for figure, value in f.items()]
     return [
         make_table("Fused training", TRAINING, training),
         make_table("Fused training with kernels", ("", "tokens/s", "x default", "TFLOP/s", "MFU %"), kernels),
         make_table(f"Decoding {parts.ROWS} rows", ("", "tokens/s", "x one adapter", "GB/s", "MBU %"), decoding),
         make_table("Both ends", ("", ""), others),
-        *(make_table(name, ("", "%"), list(f.items())) for name, f in found.items() if kinds.get(name) == "busiest"),
+        *(make_table(name, ("", "%"), list(f.items())) for name, f in of("busiest")),
     ]
 
 
 def goals(found: dict[str, dict[str, Any]], shapes: Sequence[str], peak: tuple[float, float]) -> list[Goal]:
     """A part that failed has no goal: its failure is told beside them."""
+    small = "fused to separate steps of 2 rows of 16 tokens"
     promised = [
         (f"training, N = {NUM_JOBS}", "flops_per_s", "MFU of a fused step", 100 / peak[0], 40.0, " %"),
-        (
-            f"small steps, N = {NUM_JOBS}",
-            "to_separate",
-            "fused to separate steps of 2 rows of 16 tokens",
-            1.0,
-            4.0,
-            " x",
-        ),
+        (f"small steps, N = {NUM_JOBS}", "to_separate", small, 1.0, 4.0, " x"),
         (f"peft, N = {PEFT_JOBS}", "to_peft", f"steps/s to transformers + PEFT, {PEFT_JOBS} jobs", 1.0, 4.0, " x"),
         (f"decoding, N = {NUM_JOBS}", "bytes_per_s", "bandwidth used in decoding", 100 / peak[1], 60.0, " %"),
         (f"decoding, N = {NUM_JOBS}", "to_one_adapter", f"decoding with {NUM_JOBS} adapters to one", 1.0, 0.9, " x"),
@@ -203,11 +181,7 @@ def goals(found: dict[str, dict[str, Any]], shapes: Sequence[str], peak: tuple[f
         if f"{shape}, {part}" in found and factor == factor
     ] + [
         Goal(
-            f"{shape}: {FORESEEN}",
-            100 * abs(f["planned_bytes"] / f["peak_bytes"] - 1),
-            15.0,
-            " %",
-            more_is_better=False,
+            f"{shape}: {FORESEEN}", 100 * abs(f["planned_bytes"] / f["peak_bytes"] - 1), 15, " %", more_is_better=False
         )
         for shape in shapes
         if (f := found.get(f"{shape}, plan"))
@@ -218,9 +192,7 @@ def notes(peak: tuple[float, float], *, judged: bool) -> list[str]:
     """Reasons why columns are empty, or goals are not judged."""
     found: list[str] = []
     if peak[0] != peak[0] or peak[1] != peak[1]:
-        found.append(
-            "MFU and MBU need the device's peaks: --peak-tflops and --peak-gbs fill the columns that are empty"
-        )
+        found.append("MFU and MBU need the device's peaks, which are not known: see PEAKS in benchmarks/gpu.py")
     if not judged:
         found.append(f"the goals are for a GPU with {NUM_JOBS} jobs")
     return found
@@ -241,27 +213,12 @@ def options() -> Any:
     known.add_argument("--jobs", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
     known.add_argument("--repetitions", type=positive, default=3, help="default 3")
     known.add_argument("--seconds", type=positive, default=540, help="after which no part begins; default 540")
-    beside = ("vllm", "trl")
-    known.add_argument(
-        "--beside", choices=beside, nargs="*", default=beside, help="systems to measure too; default both"
-    )
-    known.add_argument(
-        "--kernels",
-        type=kernel_names,
-        nargs="*",
-        default=KERNELS,
-        metavar="NAMES",
-        help=f"to measure; default {' '.join(KERNELS)}",
-    )
+    kernels = f"to measure; default {' '.join(KERNELS)}"
+    known.add_argument("--kernels", type=kernel_names, nargs="*", default=KERNELS, metavar="NAMES", help=kernels)
     known.add_argument("--quick", action="store_true", help="the first shape, one repetition")
-    known.add_argument("--tokens", type=positive, default=16_384, help="of a micro-batch, if memory allows")
-    known.add_argument("--memory-bytes", type=int, default=0, help="as MARLAAS_TRAINER_MEMORY_BYTES")
-    known.add_argument("--compile", action="store_true", help="compile the decoder, as MARLAAS_TRAINER_COMPILE")
     known.add_argument(
         "--backbone", choices=("decoder", "transformers"), default="transformers", help="what trains and samples"
     )
-    known.add_argument("--peak-tflops", type=float, help="of the device, in bfloat16")
-    known.add_argument("--peak-gbs", type=float, help="of the device's memory")
     given = known.parse_args()
     if max(given.jobs) > NUM_JOBS:
         known.error(f"argument --jobs: {NUM_JOBS} at most")
@@ -280,16 +237,7 @@ def report(given: Any, device: torch.device) -> Report:
         give_back_memory()  # for the next base, or the services
     first = given.shapes[0]
     run.run(f"{first}, whole job", lambda: parts.measure_job(first, device))
-    if "vllm" in given.beside:
-        vllm = partial(measure_vllm, first, device, max(given.jobs), given.repetitions)
-        run.run(f"{first}, vllm, N = {max(given.jobs)}", vllm)
-    if "trl" in given.beside:
-        run.run(f"{first}, trl", lambda: measure_trl(first, device, given.repetitions))
-    known = peaks(device)
-    peak = (
-        1e12 * given.peak_tflops if given.peak_tflops else known[0],
-        1e9 * given.peak_gbs if given.peak_gbs else known[1],
-    )
+    peak = peaks(device)
     judged = device.type == "cuda" and NUM_JOBS in given.jobs
     reached = goals(run.found, given.shapes, peak) if judged else []
     said = [*notes(peak, judged=judged), *run.failures, f"torch {torch.__version__} on {name_of(device)}"]

@@ -78,4 +78,4 @@ def each(memory: Memory) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, steps=12)
+    run(__doc__, report, {"steps": 1}, steps=12)

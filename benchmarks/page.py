@@ -26,11 +26,11 @@ from playwright.async_api import Browser, Page, async_playwright
 
 from benchmarks._report import Goal, Report, make_table, run
 from benchmarks._scale_cluster import ScaleCluster, running
-from benchmarks.finished_jobs import spec
 from harness.browser import find_browser
+from harness.standin import job_spec
 from manager_service.api.page import FOLDER
 from manager_service.jobs.journal import METRICS
-from manager_service.records import JSON, EventRecord, JobState
+from manager_service.records import JSON, EventRecord, JobSpec, JobState
 
 TENANT = "default"
 SHORT_STEPS = 20
@@ -73,6 +73,11 @@ async def write_jobs(cluster: ScaleCluster, num_jobs: int, num_steps: int) -> st
                 await pipe.execute()
         await pipe.execute()
     return spec(num_jobs - 1).id
+
+
+def spec(number: int) -> JobSpec:
+    plain = job_spec(f"ftjob-{number:06d}", TENANT, batch_size=2, group_size=2, num_steps=1)
+    return msgspec.structs.replace(plain, method={"type": "reinforcement", "reinforcement": {"hyperparameters": {}}})
 
 
 def event(step: int) -> EventRecord:
@@ -167,4 +172,4 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, jobs=1000, steps=10_000, rounds=5)
+    run(__doc__, report, {"jobs": 50, "steps": 1000, "rounds": 1}, jobs=1000, steps=10_000, rounds=5)

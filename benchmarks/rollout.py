@@ -45,12 +45,8 @@ class NoEnd:
 
 
 def adapter_files(decoder: Decoder, seed: int) -> dict[str, bytes]:
-    return random_files(decoder.linear_shapes(), seed)
-
-
-def random_files(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str, bytes]:
-    """An adapter's files. `shapes`: (out, in) of each linear layer."""
-    initial = init_adapter(LoraSpec(8, 16.0), shapes, seed)
+    """An adapter's files, random."""
+    initial = init_adapter(LoraSpec(8, 16.0), decoder.linear_shapes(), seed)
     random = torch.Generator().manual_seed(seed)
     b = {name: torch.randn(t.shape, generator=random) * 0.02 for name, t in initial.b.items()}
     return save_adapter(Adapter(initial.spec, initial.a, b), "tiny")
@@ -160,4 +156,4 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, rows=64, tokens=48, rounds=7)
+    run(__doc__, report, {"rows": 32, "tokens": 8, "rounds": 1}, rows=64, tokens=48, rounds=7)

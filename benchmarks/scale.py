@@ -1,15 +1,14 @@
 """Measures how much one manager can do, and the effect of thousands of jobs, several managers and many rollout workers.
 
-    python -m benchmarks.scale [--full] [--seconds 5] [--json FILE]
+    python -m benchmarks.scale [--quick] [--seconds 5] [--json FILE]
 
 Real manager processes (`python -m manager_service`), a real Redis with the settings of `marlaas up`, the real bus and
 worker loops; env, rollout and trainer workers are simulated: they answer after a delay and compute nothing, all in one
 process of their own. Those for environments and rollouts do without the worker loop, which costs more than what is
 measured, and say the same to Redis, byte for byte (`harness/light`). Steps of 16 groups of 8, trajectories of 64 tokens,
-one turn each, ten jobs a tenant and at least ten tenants; the jobs never end. Quick: 10 and 1,000 jobs, 1 and 2
-managers, 1 to 16 rollout workers. Full: also 100 and 5,000 jobs, 3 managers, up to 64 rollout workers. Of three windows
-of each measurement the one counts that other work on the machine disturbed least, and the table says how much of the
-time managers and Redis waited for a core.
+one turn each, ten jobs a tenant and at least ten tenants; the jobs never end. 10 and 1,000 jobs, 1 and 2 managers, 1 to
+16 rollout workers; quick: 10 and 50 jobs, 1 manager, 2 workers. Of three windows of each measurement the one counts that
+other work on the machine disturbed least, and the table says how much of the time managers and Redis waited for a core.
 
     jobs       with workers faster than the rest: trajectories a second, of wall time and of the managers' processor
                time (what one core does if it has nothing else to do); then at half of 5,000 a second: how long a message
@@ -17,8 +16,6 @@ time managers and Redis waited for a core.
     managers   the same with 1,000 jobs and several managers
     workers    rollout workers of 64 slots and 1 s a trajectory, so that they and nothing else are the limit
     reports    as fast as it goes with 1,000 jobs, beside 10 and 1,000 more rollout workers that report and take nothing
-    recovery   a manager is killed: how long after its last lease ran out another has all jobs in memory again
-    lists      GET /v1/fine_tuning/jobs?limit=20 of a tenant with all the jobs
 """
 
 import asyncio
@@ -29,9 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from rich.table import Table
 
-from benchmarks._report import Goal, Report, console, make_table, parser, show
+from benchmarks._report import Goal, Report, console, make_table, parsed, parser, show
 from benchmarks._scale_cluster import Moment, ScaleCluster, running
 from harness.standin_load import Seen, Workers, working
 
@@ -41,7 +37,11 @@ IDLE = (10, 1000)
 """Rollout workers that report and take nothing."""
 GOAL_RATE, WALL_RATE = 5000.0, 8000.0
 HALF: dict[str, Any] = {"rollout": 4, "rollout_slots": 512, "delay_s": 4 * 512 / (GOAL_RATE / 2)}
-SETTLE_S = 4.0
+FULL = ((10, 1000), (1, 2), (1, 4, 16))
+QUICK = ((10, 50), (1,), (1, 2))
+"""Numbers of jobs, of managers, of rollout workers."""
+SETTLE = 0.8
+"""Part of a window that passes before the first."""
 WINDOWS = 3
 LOOK_EVERY_S = 0.5
 LIMIT_S = 60.0
@@ -78,7 +78,7 @@ async def measure(
     cluster: ScaleCluster, workers: Workers, seconds: float, worse: Callable[[Figures], float]
 ) -> Figures:
     """Figures of the window, of several, that other work disturbed least."""
-    await asyncio.sleep(SETTLE_S)
+    await asyncio.sleep(SETTLE * seconds)
     return min([await window(cluster, workers, seconds) for _ in range(WINDOWS)], key=worse)
 
 
@@ -160,31 +160,18 @@ async def with_rollout_workers(numbers: Sequence[int], seconds: float) -> dict[i
     async with started(200) as cluster:
         for number in numbers:
             async with working(cluster.load(rollout=number, rollout_slots=64, delay_s=1.0)) as workers:
-                await asyncio.sleep(SETTLE_S)  # until what the workers before gave back is done, and reports are heard
+                await asyncio.sleep(4)  # until what the workers before gave back is done, and reports are heard
                 found[number] = await measure(cluster, workers, seconds, lambda f: -f.rate)
     return found
 
 
-async def with_idle_workers(seconds: float) -> dict[int, Figures]:
+async def with_idle_workers(num_jobs: int, seconds: float) -> dict[int, Figures]:
     found: dict[int, Figures] = {}
-    async with started(1000) as cluster:
+    async with started(num_jobs) as cluster:
         for number in IDLE:
             async with working(cluster.load(**FAST, idle=number)) as workers:
                 found[number] = await measure(cluster, workers, seconds, cost)
     return found
-
-
-async def recovery(num_jobs: int) -> float:
-    """Seconds after the dead manager's last lease until the other one has all partitions in memory."""
-    async with started(num_jobs) as cluster, working(cluster.load(**FAST)):
-        await asyncio.sleep(SETTLE_S)
-        return await cluster.kill_and_recover()
-
-
-async def lists(num_jobs: int) -> tuple[float, float]:
-    """Milliseconds of a request, median and 99th percentile, while nothing else happens."""
-    async with started(num_jobs) as cluster:
-        return quantiles(await cluster.list_ms(100))
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------
@@ -215,102 +202,65 @@ def handovers(name: str, f: Figures) -> tuple[str, *tuple[float, ...]]:
 
 
 async def every(given: Any) -> Report:
-    job_numbers, manager_numbers = ((10, 100, 1000, 5000), (1, 2, 3)) if given.full else ((10, 1000), (1, 2))
-    worker_numbers = (1, 2, 4, 8, 16, 32, 64) if given.full else (1, 4, 16)
-    runs = {(jobs, 1): (f"{jobs} jobs", lambda n=jobs: with_jobs(n, 1, given.seconds)) for jobs in job_numbers}
-    for number in manager_numbers[1:]:
-        runs[1000, number] = (f"1000 jobs, {number} managers", lambda n=number: with_jobs(1000, n, given.seconds))
-    found = {key: await _said(name, run) for key, (name, run) in runs.items()}
-    scaling = await _said("rollout workers", lambda: with_rollout_workers(worker_numbers, given.seconds))
-    idle = await _said("idle rollout workers", lambda: with_idle_workers(given.seconds))
-    most = job_numbers[-1]
-    recovered_s = await _said("recovery", lambda: recovery(most))
-    list_ms = await _said("lists", lambda: lists(most))
-    others = [
-        (f"{most} jobs: s from a dead manager's last lease to all jobs in memory", recovered_s),
-        (f"GET jobs?limit=20 of a tenant with {most} jobs, ms: median", list_ms[0]),
-        ("99 %", list_ms[1]),
-    ]
-    data = {
-        "jobs": {f"{n} jobs, {m} managers": {"fast": fast, "half": half} for (n, m), (fast, half) in found.items()},
-        "workers": {str(n): f for n, f in scaling.items()},
-        "idle": {str(n): f for n, f in idle.items()},
-        "recovery_s": recovered_s,
-        "list_ms": list_ms,
-    }
-    shown = tables({runs[key][0]: both for key, both in found.items()}, scaling, idle)
-    return Report(
-        [*shown, make_table("Others", ("", "measured"), others)],
-        msgspec.to_builtins(data),
-        goals(found, scaling, idle, most),
-    )
-
-
-def tables(
-    found: Mapping[str, tuple[Figures, Figures]], scaling: Mapping[int, Figures], idle: Mapping[int, Figures]
-) -> list[Table]:
-    fast = [row(name, fast) for name, (fast, _) in found.items()]
-    return [
-        make_table(
-            "As fast as it goes",
-            ("", *COLUMNS),
-            fast + [row(f"1000 jobs, {number} idle workers", f) for number, f in idle.items()],
-        ),
+    job_numbers, manager_numbers, worker_numbers = QUICK if given.quick else FULL
+    few, most = job_numbers
+    cases = [(few, 1), *((most, number) for number in manager_numbers)]
+    found = {case: await _said(case, with_jobs(*case, given.seconds)) for case in cases}
+    scaling = await _said("rollout workers", with_rollout_workers(worker_numbers, given.seconds))
+    idle = await _said("idle rollout workers", with_idle_workers(most, given.seconds))
+    names = {case: f"{case[0]} jobs, {case[1]} managers" for case in cases}
+    fast = [row(names[case], figures) for case, (figures, _) in found.items()]
+    fast += [row(f"{most} jobs, {number} idle workers", figures) for number, figures in idle.items()]
+    workers = [(str(n), f.rate, f.rate / (64 * n), f.manager_cores, f.waited) for n, f in scaling.items()]
+    shown = [
+        make_table("As fast as it goes", ("", *COLUMNS), fast),
         make_table(
             "Hand-overs at half of 5,000/s, ms from being published to having been read",
             ("", "trajectories/s", "workers: median", "99 %", "owners: median", "99 %", "waited"),
-            [handovers(name, half) for name, (_, half) in found.items()],
+            [handovers(names[case], half) for case, (_, half) in found.items()],
         ),
         make_table(
             "Rollout workers of 64 slots, 1 s a trajectory, 200 jobs",
             ("workers", "trajectories/s", "of what they can do", "manager cores", "waited"),
-            [(str(n), f.rate, f.rate / (64 * n), f.manager_cores, f.waited) for n, f in scaling.items()],
+            workers,
         ),
     ]
+    data = {
+        "jobs": {names[case]: {"fast": fast, "half": half} for case, (fast, half) in found.items()},
+        "workers": {str(n): f for n, f in scaling.items()},
+        "idle": {str(n): f for n, f in idle.items()},
+    }
+    most_found: tuple[Figures, Figures] = found[most, 1]
+    growth = most_found[0].manager_us / found[few, 1][0].manager_us
+    return Report(shown, msgspec.to_builtins(data), [*goals(*most_found, scaling, idle), grown(growth)])
 
 
-async def _said(name: str, run: Callable[[], Awaitable[Any]]) -> Any:
-    found = await run()
-    console.print(name, found)
+async def _said(name: object, run: Awaitable[Any]) -> Any:
+    found = await run
+    console.print(str(name), found)
     return found
 
 
-def goals(
-    found: dict[tuple[int, int], tuple[Figures, Figures]],
-    scaling: dict[int, Figures],
-    idle: dict[int, Figures],
-    most: int,
-) -> list[Goal]:
-    one, sixteen = scaling[1].rate, scaling[16].rate
-    growth = found[most, 1][0].manager_us / found[10, 1][0].manager_us
-    fast, half = found[1000, 1]
+def goals(fast: Figures, half: Figures, scaling: Mapping[int, Figures], idle: Mapping[int, Figures]) -> list[Goal]:
+    linear = scaling[max(scaling)].rate / (max(scaling) * scaling[1].rate)
     few, many = (idle[number].manager_us for number in IDLE)
+    handovers_ms = {"a worker": half.worker_handover_ms[1], "the owner": half.owner_handover_ms[1]}
+    beside = "a trajectory's cost to the manager beside 1,000 workers against 10"
     return [
-        Goal("trajectories a second, 1,000 jobs", fast.rate, WALL_RATE),
-        Goal(
-            "a trajectory's cost to the manager beside 1,000 workers against 10",
-            many / few,
-            1.3,
-            " x",
-            more_is_better=False,
-        ),
-        Goal("1 to 16 rollout workers, throughput against 16 times that of one", sixteen / (16 * one), 0.9, " x"),
-        Goal("trajectories for a second of the manager's processor time, 1,000 jobs", fast.per_core, GOAL_RATE),
-        Goal(
-            "hand-over to a worker at half of that, 99 %", half.worker_handover_ms[1], 50, " ms", more_is_better=False
-        ),
-        Goal("hand-over to the owner, 99 %", half.owner_handover_ms[1], 50, " ms", more_is_better=False),
-        Goal(f"a trajectory's cost to the manager at {most} jobs against 10", growth, 1.3, " x", more_is_better=False),
+        Goal("trajectories a second", fast.rate, WALL_RATE),
+        Goal(beside, many / few, 1.3, " x", more_is_better=False),
+        Goal(f"1 to {max(scaling)} rollout workers, of linear", linear, 0.9, " x"),
+        Goal("trajectories for a second of the manager's processor time", fast.per_core, GOAL_RATE),
+        *(Goal(f"hand-over to {who}, 99 %", ms, 50, " ms", more_is_better=False) for who, ms in handovers_ms.items()),
     ]
 
 
-def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--full", action="store_true", help="all numbers of jobs, managers and workers")
-    options.add_argument("--seconds", type=float, default=5.0, help="of each window of measurement")
-    given = options.parse_args()
-    show(asyncio.run(every(given)), given.json)
+def grown(growth: float) -> Goal:
+    return Goal("a trajectory's cost to the manager, most jobs against 10", growth, 1.3, " x", more_is_better=False)
 
 
 if __name__ == "__main__":
-    main()
+    options = parser(__doc__)
+    options.add_argument("--seconds", type=float, default=5.0, help="of each window of measurement; default 5")
+    asked = parsed(options, {"seconds": 1.0})
+    show(asyncio.run(every(asked)), asked.json)

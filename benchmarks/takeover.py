@@ -1,168 +1,242 @@
-"""Measures how soon the work of a killed worker goes on, beside workers that have no slot free, and what that costs these.
+"""Measures how soon the turns of a killed rollout worker go on, beside workers that have no slot free, and what that costs these.
 
     python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--rounds 5] [--slots 32] [--json FILE]
 
-A consumer reads entries and is never heard again. Three workers take over, each with all of its slots taken by work that lasts two
-to six leases, and with more of it waiting. An orphan goes on when its handler begins. The survivors' speed is the time that they
-spent on work of their own in six leases, against the same without orphans. Redis is the one of `marlaas up`.
-
-Then the same with rollout workers and real turns: tokens a second of the survivors' own turns from the kill until a lease and 2 s
-later, against the same window of a run without a kill; the median of some rounds.
+A worker holds turns and is never heard again. It computes nothing: it takes no processor from the others before, and gives them none
+after. Its turns have sampled some tokens already, as those of which progress is kept. Three workers with real engines take over, each
+with all of its slots taken by turns of its own, and with more of these waiting. An orphan goes on when its handler begins. The
+survivors' speed are the tokens a second of their own turns from the kill until a lease and 2 s later, against the same window of a run
+without a kill; the median of some rounds. Redis is the one of `marlaas up`.
 """
 
 import asyncio
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
+from base_model.decoder import Decoder
+from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, make_table, run
-from benchmarks._takeover_turns import Case, Speed
-from benchmarks._takeover_turns import measure as measure_turns
+from benchmarks.rollout import NoEnd, request
+from common.adapters import AdapterStore
 from common.bus import Bus, Out
-from common.handlers import Beat
-from common.messages import BASE, EnvSpec, Sampling, Start
+from common.messages import BASE, TurnRequest
 from common.objects import Objects
-from common.streams import GROUP_ENV, Cell
+from common.settings import TINY
+from common.streams import GROUP_ROLLOUT, Cell
+from common.takeover import ORPHANS_SHARE
+from common.tasks import cancel_all
 from common.telemetry import About, Reporter
-from common.worker import Inbox, Worker
+from common.transcript import wrote
+from common.worker import Habits, Inbox, Worker
 from harness.redis_server import embedded_redis
-from harness.standin import StandIn
+from rollout_service.adapters import AdapterCache
+from rollout_service.embedded.backbone.fused import FusedDecoder
+from rollout_service.embedded.pools import EngineLimits
+from rollout_service.embedded.torch_engine import TorchEngine
+from rollout_service.handler import RolloutHandler
 
 CELL = Cell("tiny")
 NUM_WORKERS = 3
-GIVE_UP_LEASES = 20
-WATCHED_LEASES = 6
-"""Over which the survivors' speed is taken."""
-BEAT_S = 0.1
-ORPHANS = 1000
-"""Groups below are orphans."""
+OWN_TOKENS = (100, 300)
+"""Tokens of the survivors' own turns, at least and at most."""
+SAMPLED, LEFT = 100, 200
+"""Tokens of an orphan that were sampled before the kill, and those to come."""
+WARM_S = 3.0
+"""Seconds until all slots have a turn, at different places."""
 
 
-@dataclass
-class LongWork(StandIn):
-    """Beats for two to six leases, as its group's number says."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run."""
 
     lease_s: float
-    begun_s: dict[int, float] = field(default_factory=dict[int, float])  # group -> monotonic
-    worked_s: dict[int, float] = field(default_factory=dict[int, float])  # group -> up to now
-
-    async def __call__(self, message: Start, beat: Beat) -> list[Out]:
-        self.begun_s.setdefault(message.group, time.monotonic())
-        end = time.monotonic() + random.Random(message.group).uniform(2, 6) * self.lease_s
-        while time.monotonic() < end:
-            beat()
-            since = time.monotonic()
-            await asyncio.sleep(BEAT_S)
-            self.worked_s[message.group] = self.worked_s.get(message.group, 0.0) + time.monotonic() - since
-        return []
+    num_orphans: int
+    slots: int
+    """Slots of each worker."""
+    kills: bool
 
 
-def start(group: int) -> Start:
-    return Start(
-        id=f"job/{group}/0",
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens of the survivors' own turns, and when each orphan went on: seconds since the kill, sorted."""
+
+    per_s: float
+    per_cpu_s: float
+    """Measured in this process' processor time: other programs of a busy machine slow the clock's alone."""
+    waits_s: list[float]
+
+
+class Counting(RolloutHandler):
+    """Counts the tokens of turns that were not taken over."""
+
+    def __init__(self, engine: TorchEngine, objects: Objects) -> None:
+        async def send_delta(*_: object) -> None: ...
+
+        super().__init__(engine, AdapterCache(AdapterStore(objects), engine, idle_bytes=0), CELL, send_delta=send_delta)
+        self._ended = 0
+        self._under_way: set[str] = set()
+        self.orphans_at: dict[str, float] = {}  # monotonic
+
+    async def __call__(self, message: TurnRequest, beat: Callable[[], None]) -> list[Out]:
+        if message.num_partial:
+            self.orphans_at.setdefault(message.id, time.monotonic())
+            return await super().__call__(message, beat)
+        self._under_way.add(message.id)
+        try:
+            return await super().__call__(message, beat)
+        finally:
+            self._under_way.remove(message.id)
+            self._ended += self._sampled(message.id, message.sampling.max_tokens)
+
+    @property
+    def tokens(self) -> int:
+        return self._ended + sum(self._sampled(turn, 0) for turn in self._under_way)
+
+    def _sampled(self, turn: str, default: int) -> int:
+        partial = self._engine.partial(turn)
+        return default if partial is None else partial.num_sampled
+
+
+def turn(name: str, num_tokens: int, num_partial: int = 0) -> TurnRequest:
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    asked = request(BASE, rng.integers(97, 122, 16 + num_partial), 0, num_partial + num_tokens)
+    sampled = asked.tokens.numpy()[16:]
+    return TurnRequest(
+        id=name,
         tenant="acme",
         job="job",
         partition=0,
         adapter=BASE,
-        purpose="train",
-        seed=1,
-        group=group,
-        samples=(0,),
-        item=None,
-        env=EnvSpec("single_turn"),
-        sampling=Sampling(),
+        trajectory=asked.trajectory,
+        turn=0,
+        transcript=asked.transcript.first(16) + wrote(sampled, np.zeros(num_partial)),
+        num_partial=num_partial,
+        sampling=asked.sampling,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Survived:
-    """Work of three workers after a fourth was killed."""
+async def measure(url: str, objects: Objects, case: Case) -> Speed:
+    """Over a lease and 2 s, from the kill on or, without one, from the same moment on."""
+    bus = Bus.connect(url, CELL)
+    for stream in (CELL.rollout_first, CELL.rollout):
+        await bus.ensure_group(stream, GROUP_ROLLOUT)
+    await bus.publish([(CELL.rollout, turn(f"orphan-{n}", LEFT, SAMPLED)) for n in range(case.num_orphans)])
+    held = await bus.read([CELL.rollout], GROUP_ROLLOUT, "killed", count=case.num_orphans)
+    rng, num_own = random.Random(1), NUM_WORKERS * case.slots * 20
+    await bus.publish([(CELL.rollout, turn(f"own-{n}", rng.randint(*OWN_TOKENS))) for n in range(num_own)])
+    async with surviving(url, objects, case) as handlers:
+        renewing = asyncio.create_task(_renew(bus, [delivery.entry for delivery in held], case.lease_s))
+        await asyncio.sleep(WARM_S)
+        if case.kills:
+            await cancel_all([renewing])
+        found = await _speed(handlers, case.lease_s + 2)
+        await cancel_all([renewing])
+    await bus.close()
+    return found
 
-    waits_s: list[float]  # from the last renewal of each orphan that went on to its beginning elsewhere, sorted
-    own_s: float  # spent on other work within WATCHED_LEASES, added up over slots
+
+async def _renew(bus: Bus, entries: Sequence[str], lease_s: float) -> None:
+    """Runs until the worker is killed."""
+    try:
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            await bus.renew(CELL.rollout, GROUP_ROLLOUT, "killed", entries)
+    finally:
+        await bus.renew(CELL.rollout, GROUP_ROLLOUT, "killed", entries)
 
 
-async def survive(url: str, lease_s: float, num_orphans: int, slots: int) -> Survived:
-    buses = [Bus.connect(url, CELL) for _ in range(NUM_WORKERS)]
-    await buses[0].ensure_group(CELL.env, GROUP_ENV)
-    await buses[0].publish([(CELL.env, start(group)) for group in range(num_orphans)])
-    if num_orphans:
-        await buses[0].read([CELL.env], GROUP_ENV, "killed", count=num_orphans)
-    since = time.monotonic()
-    await buses[0].publish([(CELL.env, start(ORPHANS + n)) for n in range(GIVE_UP_LEASES * NUM_WORKERS * slots)])
-    handlers, stop = [LongWork(lease_s) for _ in buses], asyncio.Event()
-    workers = [_worker(bus, handler, lease_s, slots) for bus, handler in zip(buses, handlers, strict=True)]
+async def _speed(handlers: Sequence[Counting], seconds: float) -> Speed:
+    since, cpu, before = time.monotonic(), time.process_time(), sum(handler.tokens for handler in handlers)
+    await asyncio.sleep(seconds)
+    num = sum(handler.tokens for handler in handlers) - before
+    waits_s = sorted(at - since for handler in handlers for at in handler.orphans_at.values())
+    return Speed(num / (time.monotonic() - since), num / (time.process_time() - cpu), waits_s)
+
+
+@asynccontextmanager
+async def surviving(url: str, objects: Objects, case: Case) -> AsyncGenerator[list[Counting]]:
+    """Workers with an engine each."""
+    prepare_cpu(1)
+    decoder = Decoder.load(TINY, max_context=1024)
+    limits = EngineLimits(slots=case.slots + case.slots // ORPHANS_SHARE, kv_bytes=256 << 20)
+    engines = [TorchEngine(FusedDecoder(decoder, exact=False), NoEnd(), limits=limits) for _ in range(NUM_WORKERS)]
+    buses, handlers, stop = (
+        [Bus.connect(url, CELL) for _ in engines],
+        [Counting(e, objects) for e in engines],
+        asyncio.Event(),
+    )
+    for engine in engines:
+        await engine.start()
+    workers = [_worker(*each, case) for each in zip(buses, handlers, range(NUM_WORKERS), strict=True)]
     tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
-    await asyncio.sleep(WATCHED_LEASES * lease_s - (time.monotonic() - since))
-    own_s = sum(s for handler in handlers for group, s in handler.worked_s.items() if group >= ORPHANS)
-    while len(waits := _waits(handlers, since)) < num_orphans and time.monotonic() - since < GIVE_UP_LEASES * lease_s:
-        await asyncio.sleep(BEAT_S)
+    yield handlers
     stop.set()
     await asyncio.wait(tasks)
-    for bus in buses:
+    for engine, bus in zip(engines, buses, strict=True):
+        await engine.stop()
         await bus.close()
-    return Survived(waits, own_s)
 
 
-def _waits(handlers: Sequence[LongWork], since: float) -> list[float]:
-    return sorted(at - since for handler in handlers for group, at in handler.begun_s.items() if group < ORPHANS)
+def _worker(bus: Bus, handler: Counting, number: int, case: Case) -> Worker:
+    reporter = Reporter(f"survivor-{number}", "rollout", CELL.base_model, About(slots=case.slots))
+    inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
+    habits = Habits(progress_s=1.0, orphan_slots=case.slots // ORPHANS_SHARE)
+    return Worker(bus, handler, inboxes, reporter, lease_s=case.lease_s, habits=habits)
 
 
-def _worker(bus: Bus, handler: LongWork, lease_s: float, slots: int) -> Worker:
-    reporter = Reporter(f"worker-{id(handler)}", "env", CELL.base_model, About(slots=slots))
-    return Worker(bus, handler, [Inbox(CELL.env, GROUP_ENV)], reporter, lease_s=lease_s)
-
-
-def measure(options: Any) -> Report:
-    lease_s, num_orphans, slots = float(options.lease_s), int(options.orphans), int(options.slots)
-    with embedded_redis() as server:
-        found = asyncio.run(survive(server.url, lease_s, num_orphans, slots))
-    with embedded_redis() as server:
-        undisturbed = asyncio.run(survive(server.url, lease_s, 0, slots))
-    in_time = sum(wait <= lease_s + 2 for wait in found.waits_s)
-    last = found.waits_s[-1] if found.waits_s else float("nan")
-    speed = found.own_s / undisturbed.own_s
-    rounds = [_round(lease_s, num_orphans, slots) for _ in range(int(options.rounds))]
+def report(given: Any) -> Report:
+    lease_s, rounds = float(given.lease_s), [_round(given) for _ in range(given.rounds)]
     ratio = statistics.median(after.per_s / before.per_s for before, after in rounds)
     cpu_ratio = statistics.median(after.per_cpu_s / before.per_cpu_s for before, after in rounds)
-    turns = make_table(
-        "Tokens a second of the survivors' own turns",
-        ("without a kill", "with one", "per processor second", "with one", "orphans that went on"),
-        [(a.per_s, b.per_s, a.per_cpu_s, b.per_cpu_s, b.taken_over) for a, b in rounds],
+    in_time = [sum(wait <= lease_s + 2 for wait in after.waits_s) for _, after in rounds]
+    rows = [
+        (
+            before.per_s,
+            after.per_s,
+            before.per_cpu_s,
+            after.per_cpu_s,
+            len(after.waits_s),
+            max(after.waits_s, default=0.0),
+        )
+        for before, after in rounds
+    ]
+    columns = (
+        "without a kill",
+        "with one",
+        "per processor second",
+        "with one",
+        "orphans that went on",
+        "the last after s",
     )
-    columns = ("orphans", "went on", "within lease + 2 s", "last: lease + s", "survivors' speed %")
-    table = make_table("Take-over", columns, [(num_orphans, len(found.waits_s), in_time, last - lease_s, 100 * speed)])
     figures = {
-        "orphans": num_orphans,
-        "went_on": len(found.waits_s),
-        "in_time": in_time,
-        "last_s": last,
-        "lease_s": lease_s,
-        "slots": slots,
-        "survivors_speed": speed,
+        "rounds": [[asdict(speed) for speed in both] for both in rounds],
         "token_ratio": ratio,
         "token_ratio_cpu": cpu_ratio,
     }
     goals = [
-        Goal("orphans that go on in time", 100 * in_time / num_orphans, 100, " %"),
-        Goal("survivors' speed", 100 * speed, 90, " %"),
+        Goal("orphans that go on within a lease and 2 s, the fewest", 100 * min(in_time) / given.orphans, 100, " %"),
         Goal("survivors' own tokens", 100 * ratio, 90, " %"),
     ]
-    return Report([table, turns], figures, goals)
+    return Report([make_table("Tokens a second of the survivors' own turns", columns, rows)], figures, goals)
 
 
-def _round(lease_s: float, num_orphans: int, slots: int) -> tuple[Speed, Speed]:
+def _round(given: Any) -> tuple[Speed, Speed]:
     """Without a kill, and with one."""
     found: list[Speed] = []
     for kills in (False, True):
         with embedded_redis() as server:
-            case = Case(lease_s, num_orphans, slots, kills)
-            found.append(asyncio.run(measure_turns(server.url, Objects.open("memory:///"), case)))
+            case = Case(float(given.lease_s), given.orphans, given.slots, kills)
+            found.append(asyncio.run(measure(server.url, Objects.open("memory:///"), case)))
     return found[0], found[1]
 
 
 if __name__ == "__main__":
-    run(__doc__, measure, lease_s=2, orphans=20, rounds=5, slots=32)
+    run(__doc__, report, {"lease_s": 1, "rounds": 1}, lease_s=2, orphans=20, rounds=5, slots=32)

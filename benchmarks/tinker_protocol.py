@@ -27,10 +27,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._report import Goal, Report, make_table, parser, show
-from benchmarks.peers.settings import MODEL, Settings
+from benchmarks._report import Goal, Report, make_table, parsed, parser, show
+from benchmarks.peers.measure import PEERS, environment
+from benchmarks.peers.settings import MODEL
 from benchmarks.peers.skyrl_server import serving
-from benchmarks.peers.systems import PEERS, environment
 from harness.live import running
 from harness.processes import memory_below
 
@@ -90,7 +90,7 @@ async def serving_ours(base: Path, clients: int) -> AsyncGenerator[Served]:
 
 @asynccontextmanager
 async def serving_skyrl(base: Path, clients: int) -> AsyncGenerator[Served]:
-    inherited = environment(Settings())
+    inherited = environment(threads=1)
     with (
         tempfile.TemporaryDirectory() as folder,
         serving(PYTHON[SKYRL], Path(folder), base, jobs=clients, rows=ROWS, rank=RANK, environment=inherited) as server,
@@ -164,5 +164,5 @@ def goals(found: list[Figures]) -> list[Goal]:
 if __name__ == "__main__":
     options = parser(__doc__, steps=12, rounds=1)
     options.add_argument("--clients", default="1,4,8", help="default 1,4,8")
-    chosen = options.parse_args()
+    chosen = parsed(options, {"clients": "1", "steps": 2})
     show(report(chosen), chosen.json)

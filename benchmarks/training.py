@@ -196,4 +196,4 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, repetitions=7)
+    run(__doc__, report, {"repetitions": 1}, repetitions=7)

@@ -112,7 +112,6 @@ class Cluster:
             "MARLAAS_REDIS_URL": self.redis.url,
             "MARLAAS_LEASE_S": str(LEASE_S),
             "MARLAAS_ARCHIVE_AFTER_S": "15",  # so that records move under faults too
-            "MARLAAS_GRADER_TIMEOUT_S": "8",  # a worker is frozen for up to 5 s, and a frozen one's graders run out of time
             "TMPDIR": str(self.folder / "tmp"),
             "PYTHONPATH": str(self.clocks[MANAGERS[0]].folder),
             **mode,

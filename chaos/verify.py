@@ -17,9 +17,9 @@ from harness.s3_server import S3Server
 from manager_service.records import GLOBAL
 
 RECORDS = (
-    "job:", "ledger:", "events:", "checkpoints:", "samples:", "answers:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
+    "job:", "ledger:", "events:", "checkpoints:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
     "finished:", "num-archived", "rev:", "weights", "inference", "served", "owners", "bits", "memory", "dropped", "telemetry", "control",
-    "adapters:new", "done", "ends", "told", "env-workers",
+    "adapters:new", "done", "ends", "env-workers",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
 EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:",

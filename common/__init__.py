@@ -19,7 +19,6 @@ This package imports no service and no torch.
     deliveries.py         entries of streams as workers hold them
     history.py            sends a trajectory's parts once: short forms of results and later requests
     histories.py          reads what they refer to
-    repeats.py            sends once what neighbouring entries have in common
     bus.py                publishes, and acknowledges by one script
     payloads.py           makes fields of messages; large ones travel by way of object storage
     scripts.py            what Redis does for the bus in one go
@@ -45,11 +44,8 @@ This package imports no service and no torch.
     byte_cache.py         caches what was used last, up to a number of bytes
     weight_files.py       reads what the headers of a base model's weights say
     base_shape.py         reads the sizes of a base model from its configuration
-    decoder_families.py   says which base models our decoder computes, and which weights it needs
-    modules_families.py   says which base models trainers do not compute with transformers' modules
-    vllm_families.py      says which base models vLLM does not compute on a CPU
-    footprint.py          says how much memory training takes, by those sizes
-    served_context.py     says how much context of a base model fits in memory
+    families.py           says which base models each engine does not compute, and which weights our decoder needs
+    footprint.py          says how much memory training, keys and values take, by those sizes
     host_memory.py        finds how much memory this process may have
     settings.py           reads the settings that all services share
     downloads.py          says how far the download of a base model is

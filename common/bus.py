@@ -36,7 +36,6 @@ from common.messages import Message
 from common.objects import Objects
 from common.payloads import Payloads, fields_of, plain_of
 from common.redis_connection import make_client, passes
-from common.repeats import sent_once
 from common.scripts import BROADCAST, CREATE_GROUP, FIND_IDLE, READ_IN_ORDER, RENEW, SETTLE
 from common.streams import Cell
 from common.wire import AnyMessage, decode, encode
@@ -62,7 +61,7 @@ class Bus:
             None  # the last error after which a call was made again, and when
         )
         self._payloads = Payloads(objects)
-        self._histories = Histories(client, cell)
+        self._histories = Histories(self.pipelined, cell)
         self._keep_s: dict[str, int] = {}  # streams that last only as long as this process
         self._settle = client.register_script(SETTLE)
         self._renew = client.register_script(RENEW)
@@ -168,7 +167,7 @@ class Bus:
         another worker settled before its history was read."""
         deliveries: list[Delivery] = []
         there = [row for row in rows if row[2]]
-        items = await self._histories.read([fields for _, _, fields in there if b"history" in fields], self.retrying)
+        items = await self._histories.read([fields for _, _, fields in there if b"history" in fields])
         for stream, entry, fields in there:
             if self._histories.is_gone(fields, items) and not await self._is_open(stream, group, entry):
                 continue
@@ -273,7 +272,7 @@ class Bus:
 
     def settling(self, settlements: Sequence[Settlement]) -> list[Any]:
         """Arguments of the script that settles. A stream that is the one before is not named again."""
-        source, target, sent = ("", ""), "", iter(self.sending(settlements))
+        source, target = ("", ""), ""
         arguments: list[Any] = [self.cell.key(""), len(settlements)]
         for each in settlements:
             delivery, outputs = each.delivery, each.outputs
@@ -281,16 +280,12 @@ class Bus:
             arguments += [""] if of == source else of
             arguments += [delivery.entry, -1 if outputs is None else len(outputs), *self._histories.fate(each)]
             source = of
-            for stream, _ in outputs or ():
-                fields, name = next(sent), self.cell.name_of(stream)
+            for (stream, _), fields in zip(outputs or (), each.fields or (), strict=True):
+                name = self.cell.name_of(stream)
                 instead = self.cell.name_of(self.cell.instead_of(stream))
                 arguments += ["" if name == target else name, "=" if instead == name else instead, len(fields), *fields]
                 target = name
         return arguments
-
-    def sending(self, settlements: Sequence[Settlement]) -> list[list[Any]]:
-        """Fields of all outputs, in order, as the script takes them."""
-        return sent_once([fields for each in settlements for fields in each.fields or ()])
 
     async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:
         """Makes fields of the outputs, so that settling waits for Redis alone. Writes large payloads, and beats meanwhile."""
@@ -308,14 +303,12 @@ class Bus:
     async def publish(self, outs: Iterable[Out]) -> None:
         """Appends messages that answer no delivery. After a lost reply an entry may stand twice; ids make that harmless."""
         encoded = [(stream, await self.fields(message)) for stream, message in outs]
-
-        async def call() -> Any:
-            pipe = self.client.pipeline(transaction=False)
-            for stream, fields in encoded:
-                pipe.xadd(stream, _mapping(fields), nomkstream=not self.cell.instead_of(stream))
-            return await pipe.execute()
-
-        await self.retrying(call)
+        await self.pipelined(
+            ("XADD", stream, "*", *fields)
+            if self.cell.instead_of(stream)
+            else ("XADD", stream, "NOMKSTREAM", "*", *fields)
+            for stream, fields in encoded
+        )
 
     # ---- broadcasts and reply streams -------------------------------------------------------------------------------
 
@@ -343,14 +336,7 @@ class Bus:
 
     async def read_hashes(self, keys: Sequence[str]) -> list[dict[bytes, bytes]]:
         """All fields of each hash; none of one that does not exist. One round trip."""
-
-        async def call() -> Any:
-            pipe = self.client.pipeline(transaction=False)
-            for key in keys:
-                pipe.hgetall(key)
-            return await pipe.execute()
-
-        return await self.retrying(call)
+        return await self.pipelined(("HGETALL", key) for key in keys)
 
     async def read_set(self, key: str) -> set[bytes]:
         """All members of a set; none if it does not exist."""
@@ -401,6 +387,18 @@ class Bus:
             if not any(words in str(error) for words in said):
                 raise
             return None
+
+    async def pipelined(self, commands: Iterable[Sequence[Any]], *, transaction: bool = False) -> list[Any]:
+        """The answers to some commands, in one round trip. Repeats them all until Redis answers."""
+        sent = list(commands)
+
+        async def call() -> list[Any]:
+            pipe = self.client.pipeline(transaction=transaction)
+            for words in sent:
+                pipe.execute_command(*words)
+            return await pipe.execute()
+
+        return await self.retrying(call)
 
     async def retrying(self, call: Callable[[], Awaitable[T]], *, block_ms: int | None = None) -> T:
         """Awaits `call()` until Redis answers. Raises only the errors that the caller made.

@@ -1,4 +1,6 @@
-"""Computes the memory that training takes from a base model's sizes: arithmetic, no measurement.
+"""Computes the memory that training, keys and values take from a base model's sizes: arithmetic, no measurement.
+
+Of training:
 
     weights | adapters with their optimiser states | what a pass keeps for its backward | masks of attention | what passes in it | scores |
     holes | the process
@@ -37,6 +39,10 @@ BYTES_OF_TRUTH = 1
 """Bytes that say whether a position sees another, of which the numbers are made that our decoder's attention adds to scores."""
 BYTES_OF_CHOICE = 32
 """For each expert of a token: four integers, its places in the tokens sorted by expert."""
+GRAIN = 256
+"""A context that somebody has not chosen is a multiple of this."""
+ROWS_PART = 11 / 16
+"""The part of the memory for keys and values that the embedded engine has for rows at least: `EngineLimits.pools` says exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +157,13 @@ def passing_per_token(shape: BaseShape, *, itemsize: int) -> float:
     """Bytes of a token beside what is kept, where the backward has most: in the last feed-forward layer, or in its norm."""
     outputs = shape.experts.active * shape.hidden if shape.experts else 0
     return max(2 * itemsize * max(shape.ffn, outputs), 5 * FLOAT32 * shape.hidden)
+
+
+def cache_room(kv_bytes: int, num_layers: int) -> int:
+    """Bytes for rows of the memory for keys and values; the rest is for one layer that is resized."""
+    return kv_bytes * num_layers // (num_layers + 1)
+
+
+def fitting_context(kv_bytes: int, num_layers: int, token_bytes: int) -> int:
+    """The longest context, of GRAIN tokens or a multiple, of which a row fits; 0 if none does."""
+    return cache_room(kv_bytes, num_layers) // token_bytes // GRAIN * GRAIN

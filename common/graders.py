@@ -96,13 +96,15 @@ class PythonGrader(Declared):
 
 
 class MathGrader(Declared):
-    r"""Gives 1 if the final answers are mathematically equal, else 0. The final answer stands after `####` or in `\boxed{}`,
-    or is the last number or expression."""
+    r"""Gives 1 if the final answers are mathematically equal, else 0. The final answer is what the last marker names, such as
+    `\boxed{}` or `####`."""
 
     type: Literal["math"]
     name: str = ""
     input: str = "{{sample.output_text}}"
     reference: str = "{{item.answer}}"
+    fallback: bool = True
+    """Without a marker, the last number of the last sentence is the final answer; False: there is none."""
 
     _templates = field_validator("input", "reference")(_template)
 

@@ -1,6 +1,6 @@
 """Helper processes: for work that may take forever, or would stop the event loop, and that only the end of its process can stop.
 
-    HelperPool ─ a question, as bytes ─► process ─ the answer, as bytes ─► HelperPool
+    HelperPool ─ a question, as bytes ─► process: serve ─ the answer, or why the question is refused ─► HelperPool
 
 A helper starts when it is first needed and answers one question after the other. One that does not answer is killed.
 """
@@ -12,8 +12,13 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidInput
 
 LENGTH_BYTES = 8
 """Bytes of the length that stands before each question and each answer."""
@@ -26,18 +31,35 @@ class HelperKilled(ConnectionError):
     """A helper got SIGKILL from outside, before it had answered."""
 
 
+class Answer(msgspec.Struct, tag=True):
+    """The answer to a question: plain data."""
+
+    value: Any
+
+
+class Refusal(msgspec.Struct, tag=True):
+    """An InvalidInput, in parts."""
+
+    message: str
+    param: str | None
+    code: str | None
+
+
 class Helper:
     """One process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self.is_new = True
+        """Has it answered nothing yet?"""
 
     @property
     def alive(self) -> bool:
         return self._process.returncode is None
 
-    async def ask(self, question: bytes) -> bytes:
-        """Kills the helper unless it answers. Raises HelperKilled, or ConnectionError if it ended by itself."""
+    async def ask(self, question: bytes) -> Any:
+        """Kills the helper unless it answers. Raises InvalidInput if it refuses the question, HelperKilled, or ConnectionError if it
+        ended by itself."""
         process, answered = self._process, False
         assert process.stdin and process.stdout
         try:
@@ -50,7 +72,11 @@ class Helper:
         finally:
             if not answered:
                 await self.close()
-        return answer
+        self.is_new = False
+        found = msgspec.msgpack.decode(answer, type=Answer | Refusal)
+        if isinstance(found, Refusal):
+            raise InvalidInput(found.message, param=found.param, code=found.code)
+        return found.value
 
     async def _ended(self) -> ConnectionError:
         """The reason why it answers no more."""
@@ -74,24 +100,24 @@ class HelperPool:
         self._variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
         self._idle: list[Helper] = []
 
-    def idle(self) -> Helper | None:
-        """Hands out a helper that has answered before, if there is one."""
-        while self._idle:
-            if (helper := self._idle.pop()).alive:
-                return helper
-        return None
+    @contextlib.asynccontextmanager
+    async def helper(self) -> AsyncGenerator[Helper]:
+        """Lends a helper to the block: one that has answered before if there is one, else a new one."""
+        self._idle = [helper for helper in self._idle if helper.alive]
+        helper = self._idle.pop() if self._idle else await self._start()
+        try:
+            yield helper
+        finally:
+            if helper.alive:
+                self._idle.append(helper)
 
-    async def start(self) -> Helper:
+    async def _start(self) -> Helper:
         pipe = asyncio.subprocess.PIPE
         return Helper(
             await asyncio.create_subprocess_exec(
                 sys.executable, *self._program, stdin=pipe, stdout=pipe, env=self._variables
             )
         )
-
-    def give_back(self, helper: Helper) -> None:
-        """Takes back a helper that has answered."""
-        self._idle.append(helper)
 
     async def close(self) -> None:
         while self._idle:
@@ -122,9 +148,9 @@ def kill_children() -> None:
                 os.kill(int(pid), signal.SIGKILL)
 
 
-def serve(answer: Callable[[bytes], bytes], *, memory_bytes: int | None = None) -> None:
-    """Runs a helper: answers questions until standard input ends. The kernel kills it with its parent, and where memory runs out
-    before its parent. A Ctrl-C in the terminal is for the parent."""
+def serve(answer: Callable[[bytes], Any], *, memory_bytes: int | None = None) -> None:
+    """Runs a helper: answers questions until standard input ends. `answer` may raise InvalidInput. The kernel kills the helper with its
+    parent, and where memory runs out before its parent. A Ctrl-C in the terminal is for the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if sys.platform == "linux":
@@ -135,6 +161,13 @@ def serve(answer: Callable[[bytes], bytes], *, memory_bytes: int | None = None) 
     with os.fdopen(os.dup(1), "wb") as sink:
         os.dup2(2, 1)  # what a library prints is no answer
         while length := sys.stdin.buffer.read(LENGTH_BYTES):
-            encoded = answer(sys.stdin.buffer.read(int.from_bytes(length)))
+            encoded = msgspec.msgpack.encode(_answered(answer, sys.stdin.buffer.read(int.from_bytes(length))))
             sink.write(len(encoded).to_bytes(LENGTH_BYTES) + encoded)
             sink.flush()
+
+
+def _answered(answer: Callable[[bytes], Any], question: bytes) -> Answer | Refusal:
+    try:
+        return Answer(answer(question))
+    except InvalidInput as error:
+        return Refusal(str(error), error.param, error.code)

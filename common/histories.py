@@ -1,7 +1,7 @@
 """Reads the histories that entries refer to. What this process published itself it does not read again."""
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from common.deliveries import Delivery, Settlement
@@ -26,8 +26,9 @@ class KnownHistory(NamedTuple):
 class Histories:
     """Histories of one cell, as one process knows them."""
 
-    def __init__(self, client: Any, cell: Cell) -> None:
-        self._client = client
+    def __init__(self, pipelined: Callable[[Iterable[Sequence[Any]]], Awaitable[list[Any]]], cell: Cell) -> None:
+        """`pipelined`: gives Redis' answers to some commands, in one round trip."""
+        self._pipelined = pipelined
         self._cell = cell
         self._known: OrderedDict[str, KnownHistory] = OrderedDict()
 
@@ -38,11 +39,7 @@ class Histories:
         num, name, *entry = refers.decode().split(" ")
         return History(self._cell.history(name), int(num), entry[0] if entry else name.rpartition(":")[2])
 
-    async def read(
-        self,
-        entries: Sequence[Mapping[bytes, bytes]],
-        retrying: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
-    ) -> HistoryItems:
+    async def read(self, entries: Sequence[Mapping[bytes, bytes]]) -> HistoryItems:
         """The histories to which these entries refer, in one round trip, or in none if this process published all that they say.
 
         A Redis that lost its last moment may have gone on otherwise than this process knows: then the items are read in two.
@@ -55,17 +52,14 @@ class Histories:
         unknown = {history: known for history, known in wanted.items() if history not in result}
         if not unknown:
             return result
-
-        async def call() -> Any:
-            pipe = self._client.pipeline(transaction=False)
-            for history, known in unknown.items():
-                pipe.lrange(history.key, 2 * known.num - 1 if known else 0, 2 * history.num - 1)
-            return await pipe.execute()
-
-        for (history, known), found in zip(unknown.items(), await retrying(call), strict=True):
+        answers = await self._pipelined(
+            ("LRANGE", history.key, 2 * known.num - 1 if known else 0, 2 * history.num - 1)
+            for history, known in unknown.items()
+        )
+        for (history, known), found in zip(unknown.items(), answers, strict=True):
             if known and found[:1] != [known.entry.encode()]:
                 self._known.pop(history.key, None)
-                return await self.read(entries, retrying)
+                return await self.read(entries)
             result[history] = ([known.message], found[1::2]) if known else ([], found[::2])
         return result
 

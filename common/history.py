@@ -11,7 +11,6 @@ would not give back the same message, as after a turn that moved to another work
 import msgspec
 
 from common.messages import EMPTY_F32, AdapterRef, Array, Failure, Message, StopReason, TurnRequest, TurnResult, Usage
-from common.repeats import num_same
 from common.transcript import Transcript
 
 MOST_CONTEXT = 4096
@@ -119,7 +118,7 @@ def _result_of(request: TurnRequest, short: ShortResult) -> TurnResult:
 
 
 def _short_request(result: TurnResult, request: TurnRequest) -> ShortRequest:
-    same = num_same(result.request.context, request.context)
+    same = _num_same(result.request.context, request.context)
     return ShortRequest(
         **request.about(),
         id=request.id,
@@ -144,3 +143,15 @@ def _request_after(result: TurnResult, short: ShortRequest) -> TurnRequest:
         session=short.session,
         usage=short.usage,
     )
+
+
+def _num_same(one: bytes, other: bytes) -> int:
+    """The number of bytes with which both begin."""
+    same, most = 0, min(len(one), len(other))
+    while same < most:
+        end = (same + most + 1) // 2
+        if one[same:end] == other[same:end]:
+            same = end
+        else:
+            most = end - 1
+    return same

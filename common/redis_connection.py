@@ -58,12 +58,13 @@ class FastPool(aioredis.ConnectionPool):
     beyond the number. A connection has no answer left to read when it comes back: what interrupts a command closes it.
     """
 
-    def __init__(self, *, max_connections: int, **options: Any) -> None:
+    def __init__(self, *, max_connections: int, wait_s: float = WAIT_S, **options: Any) -> None:
         super().__init__(max_connections=max_connections, **options)
         self._places = asyncio.Semaphore(max_connections)
+        self._wait_s = wait_s
 
     async def get_connection(self, command_name: str | None = None, *keys: Any, **options: Any) -> Any:
-        """Raises MaxConnectionsError, which is a ConnectionError, if none is free for WAIT_S."""
+        """Raises MaxConnectionsError, which is a ConnectionError, if none is free for `wait_s`."""
         await self._take_place()
         connection: Any = self.get_available_connection()
         opened = connection.is_open
@@ -90,10 +91,10 @@ class FastPool(aioredis.ConnectionPool):
             await self._places.acquire()
             return
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(self._wait_s):
                 await self._places.acquire()
         except TimeoutError as error:
-            raise MaxConnectionsError(f"no connection to Redis was free for {WAIT_S:g} s") from error
+            raise MaxConnectionsError(f"no connection to Redis was free for {self._wait_s:g} s") from error
 
 
 class FastClient(aioredis.Redis):

@@ -4,24 +4,14 @@
 # each input: stream, group, entry, number of outputs (-1: the entry once more, as it is), name of its history ("": none) and what
 # becomes of that ("on": the entry's payload is its next item, with the entry's id behind it; "ends": it is deleted), then for each
 # output: stream, the stream in its place if it does not exist ("=": the same, "": none), number of fields, fields. Streams are named
-# without the cell's beginning; "" is the one before, of an input with the same group. "like" in place of "payload" (see repeats.py): with
-# how many bytes the payload before it begins, and ends, as this one does, and what is between.
+# without the cell's beginning; "" is the one before, of an input with the same group.
 # Above its memory limit Redis refuses a script's first write if that needs memory, and none after it: so the DEL comes first. The
 # outputs come before the acknowledgement, so that no failure between them loses the input. An entry whose group is gone is not pending.
 # Returns for each input its outputs' entries, of which one that went nowhere is nil; 0 if it is not pending.
 SETTLE = """
 local at = 1
 local function take() at = at + 1; return ARGV[at - 1] end
-local cell, num, settled, payload = take(), tonumber(take()), {}, ''
-local function entry_of(fields)
-  if fields[1] == 'like' then
-    local head, tail = tonumber(fields[2]), tonumber(fields[3])
-    local whole = string.sub(payload, 1, head) .. fields[4] .. string.sub(payload, #payload - tail + 1)
-    fields = {'payload', whole, unpack(fields, 5)}
-  end
-  if fields[1] == 'payload' then payload = fields[2] end
-  return fields
-end
+local cell, num, settled = take(), tonumber(take()), {}
 local input, group, output
 for n = 1, num do
   local name = take()
@@ -43,7 +33,7 @@ for n = 1, num do
   for _ = 1, outputs do
     local to, instead, words = take(), take(), tonumber(take())
     if to ~= '' then output = to end
-    local fields, there = entry_of({unpack(ARGV, at, at + words - 1)}), false
+    local fields, there = {unpack(ARGV, at, at + words - 1)}, false
     if instead == '=' then instead = output end
     if open and output ~= instead then there = redis.call('XADD', cell .. output, 'NOMKSTREAM', '*', unpack(fields)) end
     if open and instead ~= '' and not there then there = redis.call('XADD', cell .. instead, '*', unpack(fields)) end

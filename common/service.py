@@ -162,7 +162,6 @@ async def _serve(
         service.inboxes,
         reporter,
         lease_s=settings.lease_s,
-        max_deliveries=settings.max_deliveries,
         habits=service.habits,
     )
     try:

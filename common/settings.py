@@ -14,26 +14,21 @@ PREFIX, TEST_PREFIX = "MARLAAS_", "MARLAAS_TEST_"
 
 _KNOWN = (
     # all services
-    "redis_url data_dir store_url base_models base_model max_context lease_s max_deliveries deterministic log_level heartbeat_file "
+    "redis_url data_dir store_url base_models base_model max_context lease_s deterministic log_level heartbeat_file "
     # the manager
-    "host port max_file_bytes max_line_bytes max_body_bytes inference_share inference_silence_s inference_timeout_s "
-    "command_wait_s keep_alive_s archive_after_s idempotency_s grader_run_timeout_s policy training_queue "
-    "max_open_requests max_event_streams max_stored_bytes "
-    "max_unfinished_jobs max_unfinished_bytes max_uploads_bytes max_events_bytes max_samples_bytes "
-    "max_dead_bytes max_telemetry_bytes sample_groups sample_items other_samples logger_hosts webhook_hosts "
-    "export_proxy export_every_s export_processes export_give_up_s max_logger_bytes webhook_give_up_s "
+    "host port policy training_queue inference_timeout_s archive_after_s "
+    "max_open_requests max_unfinished_jobs max_stored_bytes max_kept_bytes "
+    "logger_hosts webhook_hosts export_proxy export_every_s export_processes max_logger_bytes webhook_give_up_s "
     # env workers
-    "env_slots env_sessions env_session_idle_s env_package_memory_mb sandbox_processes sandbox_memory_mb weak_sandbox "
-    "grader_timeout_s step_timeout_s "
-    "endpoint_hosts endpoint_proxy grader_hosts grader_keys grader_model_timeout_s grader_model_calls openenv_hosts openenv_servers "
-    "collections_dir "
+    "env_slots env_sessions env_package_memory_mb sandbox_processes sandbox_memory_mb weak_sandbox "
+    "endpoint_hosts endpoint_proxy grader_hosts grader_keys grader_model_calls openenv_hosts openenv_servers "
     # rollout workers
-    "engine rollout_device rollout_dtype rollout_backbone rollout_threads rollout_slots rollout_kv_bytes rollout_prefix_bytes "
-    "rollout_turn_bytes rollout_idle_adapter_bytes rollout_progress_s vllm_max_loras vllm_max_known_loras vllm_max_lora_rank "
+    "engine rollout_device rollout_dtype rollout_backbone rollout_threads rollout_slots rollout_kv_bytes "
+    "rollout_idle_adapter_bytes rollout_progress_s vllm_max_loras vllm_max_known_loras vllm_max_lora_rank "
     "vllm_tensor_parallel vllm_memory_fraction vllm_enforce_eager "
     # trainers
-    "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_ranks trainer_slots trainer_micro_batch_tokens "
-    "trainer_memory_bytes trainer_checkpointing trainer_compile trainer_kernels trainer_cache_bytes "
+    "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_ranks trainer_micro_batch_tokens "
+    "trainer_memory_bytes trainer_checkpointing trainer_kernels trainer_cache_bytes "
     # `marlaas up`
     "devices rollout_share "
     # the command line
@@ -66,8 +61,6 @@ class Settings(BaseSettings):
     """The most tokens of a conversation, the model's included, where the base model's own context is longer. The same for all services."""
     lease_s: float = Field(default=10.0, gt=0)
     """Work that did not advance for this long is taken over by another worker."""
-    max_deliveries: int = Field(default=10, ge=1)
-    """An entry that was delivered more often without a result goes to the dead-letter stream."""
     deterministic: bool = False
     """Bit-exact mode: section 3 of the design, I8."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

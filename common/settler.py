@@ -6,6 +6,7 @@ It waits for Redis alone: the tasks have written large payloads (`Bus.written`) 
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -40,7 +41,7 @@ class Settler:
         self._finished: list[Settlement] = []
         self._due = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._since_s = 0.0
+        self._since_s = -math.inf  # no script has begun yet
         self._one_script = asyncio.Lock()
 
     def add(self, settlement: Settlement) -> None:

@@ -41,15 +41,12 @@
     jobs-all                   zset     job id by creation time
     finished:<p>               zset     ids of jobs whose records move to object storage, by when they finished
     num-archived               string   number of jobs whose records are in object storage
-    exports                    hash     job -> tenant: jobs whose figures a logger still waits for, <job>/<logger> -> Delay
+    exports                    hash     job -> tenant: jobs whose figures a logger still waits for
     ends                       zset     `<tenant> <job>` of which webhooks are to hear, by when the job ended, s
-    told                       hash     an entry of `ends` -> Told: which webhooks have taken it
     ledger:<job>               hash     the conservation counts
     open:<job>                 hash     unsettled trajectories
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
     checkpoints:<job>          hash     version -> checkpoint record, JSON
-    samples:<job>              hash     version -> samples shown to the user, JSON
-    answers:<job>              hash     <version>/<item> -> an evaluation's answer shown to the user, JSON
     evals:<job>                hash     unsettled trajectories of evaluations
     usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
     hours:<tenant>:<yyyymmddhh> hash    `<session>/<counter>` -> tokens of an hour, UTC; no session: jobs and chat; expires
@@ -151,13 +148,10 @@ class Cell:
     num_archived = Key("num-archived")
     exports = Key("exports")
     ends = Key("ends")
-    told = Key("told")
     ledger = KeyOf[str]("ledger")
     open = KeyOf[str]("open")
     events = KeyOf[str]("events")
     checkpoints = KeyOf[str]("checkpoints")
-    samples = KeyOf[str]("samples")
-    answers = KeyOf[str]("answers")
     evals = KeyOf[str]("evals")
     usage = KeyOf[str]("usage")
     run = KeyOf[str]("run")
@@ -224,7 +218,7 @@ class Cell:
 
     def records(self, job: str) -> tuple[str, ...]:
         """All keys of one job."""
-        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints, self.samples, self.answers)
+        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints)
         return tuple(key(job) for key in keys)
 
     @property

@@ -2,7 +2,7 @@
 
     user       reads and settles        appends to                                              besides
     manager    everything below `marlaas:`, for it alone knows jobs, tenants, keys and files
-    exporter   exports, ends, told;     jobs:<p>, and a warning to the events of a job that has   keys of loggers, webhooks
+    exporter   exports, ends;           jobs:<p>, and a warning to the events of a job that has   keys of loggers, webhooks
                jobs and their events,   ended
                at its end
     env        env, env:*               rollout, rollout:first, scored:*, reply:*, dead         follows control, keeps env-workers
@@ -137,7 +137,7 @@ class _Keys:
     def told(self) -> tuple[str, ...]:
         """Keys that the exporter reads, and changes: of a job that has ended, and which store the cell knows."""
         cell = self.cell
-        return (cell.exports, cell.ends, cell.told, cell.job("*"), cell.events("*"), cell.store)
+        return (cell.exports, cell.ends, cell.job("*"), cell.events("*"), cell.store)
 
     @property
     def work(self) -> tuple[str, ...]:

@@ -20,10 +20,9 @@ ENV_FILE, FOLDER = Path(".env.cluster"), Path(".cluster")
 TEMPLATE = """\
 # Secrets and settings of the docker-compose cluster. Not to be committed.
 
-# Where objects are kept. The default is the development store, which forgets everything when it ends; for real use name
-# an S3 service that honours If-None-Match, give each service its own key (docs/operations.md), and start with --scale store=0.
+# Where objects are kept. The default is the store of docker-compose.yml, on a volume of this machine, with one key for all. To use
+# another S3 service, give each service a key of its own (docs/operations.md) and start with --scale store=0.
 MARLAAS_STORE_URL=s3://marlaas/cluster
-STORE_BUCKET=marlaas
 AWS_ENDPOINT_URL=http://store:9000
 AWS_REGION=us-east-1
 {store_keys}
@@ -75,10 +74,11 @@ def make_folder() -> None:
 
 
 def new_settings() -> str:
+    key = {part: secrets.token_hex(16) for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}
     keys = [
-        f"{service}_AWS_{part}={secrets.token_hex(16)}"
+        f"{service}_AWS_{part}={value}"
         for service in ("MANAGER", "EXPORTER", "ENV", "ROLLOUT", "TRAINER")
-        for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
+        for part, value in key.items()
     ]
     passwords = [f"REDIS_{user.upper()}_PASSWORD={secrets.token_hex(24)}" for user in USERS]
     return TEMPLATE.format(store_keys="\n".join(keys), passwords="\n".join(passwords))

@@ -15,7 +15,7 @@ from common.worker import Habits, Inbox
 from env_service.environments.catalogue import Catalogue
 from env_service.environments.openenv_server import Servers, read_servers
 from env_service.graders.endpoint import Endpoints
-from env_service.graders.model_endpoint import ModelEndpoints
+from env_service.graders.model import ModelEndpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
@@ -37,7 +37,6 @@ def model_endpoints(settings: EnvSettings) -> ModelEndpoints:
     return ModelEndpoints(
         Endpoints(settings.grader_hosts, proxy=settings.endpoint_proxy),
         settings.grader_keys,
-        timeout_s=settings.grader_model_timeout_s,
         most=settings.grader_model_calls,
     )
 
@@ -57,8 +56,7 @@ def outside_of(settings: EnvSettings) -> Outside:
 
 
 def sessions_of(settings: EnvSettings, worker: str) -> Sessions:
-    num, idle_s = settings.env_sessions, settings.env_session_idle_s
-    return Sessions(worker, num=num, idle_s=idle_s, limit_s=settings.step_timeout_s)
+    return Sessions(worker, num=settings.env_sessions)
 
 
 async def sandbox_of(settings: EnvSettings) -> Sandbox:
@@ -80,7 +78,6 @@ def graders_of(settings: EnvSettings, sandbox: Sandbox) -> tuple[GraderRunner, C
         sandbox=sandbox,
         endpoints=endpoints,
         text_comparer=text_comparer,
-        timeout_s=settings.grader_timeout_s,
         models=models,
     )
     return graders, [text_comparer.close, endpoints.close, models.close]
@@ -90,10 +87,11 @@ async def environments_of(settings: EnvSettings, base_dir: Path) -> tuple[Catalo
     sandbox = await sandbox_of(settings)
     graders, graders_end = graders_of(settings, sandbox)
     openenv = openenv_servers(settings)
+    collections = settings.data_dir / "collections"
     environments = Catalogue(
         graders=graders,
         sandbox=sandbox,
-        collections_dir=settings.collections_dir,
+        collections_dir=collections if collections.is_dir() else None,
         openenv=openenv,
         base_dir=base_dir,
         hosts=Hosts(memory_bytes=settings.env_package_memory_mb << 20),
@@ -112,7 +110,6 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         cell=parts.cell,
         tokenizer=tokenizer,
         environments=environments,
-        step_timeout_s=settings.step_timeout_s,
         slots=settings.env_slots,
         sessions=sessions,
     )

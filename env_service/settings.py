@@ -1,7 +1,5 @@
 """Settings of the env service, beside the common ones."""
 
-from pathlib import Path
-
 from pydantic import Field
 
 from common.settings import Settings
@@ -13,8 +11,6 @@ class EnvSettings(Settings):
     env_sessions: int = Field(default=64, ge=1)
     """Sessions of live environments at once, each from its trajectory's first turn to the last, and one more of a tenant that has none.
     Tenants share them by weight."""
-    env_session_idle_s: float = Field(default=600.0, gt=0)
-    """A session for which no turn comes for so long is closed; if one comes after all, its turns are replayed in a new one."""
     env_package_memory_mb: int = Field(default=4096, ge=64)
     """Data of one process in which a package for `verifiers` runs."""
     sandbox_processes: int = Field(default=4, ge=1)
@@ -23,10 +19,6 @@ class EnvSettings(Settings):
     """Address space of one sandboxed call."""
     weak_sandbox: bool = False
     """Start even where the sandbox is weaker than docs/operations.md says."""
-    grader_timeout_s: float = Field(default=10.0, gt=0)
-    """Limit of one grader, and of all in a `multi` together; tools have their job's own limit."""
-    step_timeout_s: float = Field(default=900.0, gt=0)
-    """Limit of all that an environment does for one message, waiting for a free place in the sandbox included."""
     endpoint_hosts: str = ""
     """Hosts that `endpoint` graders may call, comma-separated: `api.example.org`, `*.example.org`. A private address is
     called only if the address itself, or its network (`10.1.0.0/16`), is in the list as well."""
@@ -36,13 +28,9 @@ class EnvSettings(Settings):
     """Hosts whose models graders may ask (`score_model`, `label_model` with a `url`), written as in `endpoint_hosts`. Empty: none."""
     grader_keys: str = Field(default="", repr=False)
     """The operator's keys for them, comma-separated: `https://api.example.org=sk-…`. A key goes to that address alone."""
-    grader_model_timeout_s: float = Field(default=60.0, gt=0)
-    """Limit of one question to such a model."""
     grader_model_calls: int = Field(default=8, ge=1)
     """Questions of one tenant to such models at once, in this worker."""
     openenv_hosts: str = ""
     """Hosts whose OpenEnv servers jobs may name by `url`, written as in `endpoint_hosts`. Empty: none."""
     openenv_servers: str = ""
     """The operator's OpenEnv servers, which jobs name by `server`: `maze=http://10.0.0.5:8000,chess=https://…`."""
-    collections_dir: Path | None = None
-    """Folder of the text collections that the `search` environment may name. None: only documents in its arguments."""

@@ -30,7 +30,7 @@ from marlaas_client.cluster_file import read_cluster_file
 from marlaas_client.errors import ClientError
 
 HUB, HUB_FILE = "openai/gsm8k", "main/train-00000-of-00001.parquet"
-INSTRUCTION = "Think step by step, then write the final answer after ####."
+INSTRUCTION = r"Think step by step, then write the final answer in \boxed{}."
 GRADER = {"type": "math", "name": "right", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
 NAME = "q"
 """The name of the base model in the cluster that this starts."""
@@ -132,7 +132,7 @@ def start_for(base: str, gpu: str | None, *, gpus: int = 1, engine: EngineName =
     found = plan_for(base, gpu=gpu, gpus=gpus, engine=engine)
     if gpu is None:
         settings |= {"MARLAAS_ENGINE": engine} if engine != "torch" else {}
-        return Start(settings, 1, found.case.shape.context)
+        return Start(settings, 1, found.shape.context)
     if found.chosen is None:
         raise InvalidInput(f"{base} does not fit on {gpu}: `marlaas plan {base} --gpu {gpu}` says why")
     return Start(settings | settings_of(found, found.chosen), found.chosen.split.workers, found.chosen.context)

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import psutil
 
-COMPUTING = "python"
-"""Beginning of the names of threads that compute; those of the object store and of drivers have other names."""
-
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -51,28 +48,3 @@ def cpu_s(pid: int) -> float:
     """Processor seconds that the process has used so far, without its children."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
-
-
-def machine_cpu_s() -> float:
-    """Processor seconds of all who use this machine, and of its host's other guests."""
-    times = psutil.cpu_times()
-    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # guests are in user and nice, too
-
-
-# ---- threads that compute -------------------------------------------------------------------------------------------
-
-
-def computing_threads(pid: int) -> list[Path]:
-    """Folders of the threads that are neither the event loop's nor the object store's."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [task for task in tasks if task.name != str(pid) and (task / "comm").read_text().startswith(COMPUTING)]
-
-
-def computes(pid: int) -> bool:
-    """True if one of them is running, or ready to run."""
-    return any((task / "stat").read_text().rpartition(")")[2].split()[0] == "R" for task in computing_threads(pid))
-
-
-def core_wait_s(pid: int) -> float:
-    """Seconds in which they were ready and had no core."""
-    return sum(int((task / "schedstat").read_text().split()[1]) for task in computing_threads(pid)) / 1e9

@@ -6,9 +6,10 @@ from common.errors import InvalidInput
 from manager_service.records import GLOBAL
 from manager_service.tenants import TENANTS
 
-FORMAT = "4"
+FORMAT = "5"
 """Raised when a message or record of before cannot be read any more. 2: `Step` became `TrainStep`. 3: what a run's
-samplers sample with left its state, and the bytes of files are counted. 4: tokens travel as transcripts that refer to histories."""
+samplers sample with left its state, and the bytes of files are counted. 4: tokens travel as transcripts that refer to histories.
+5: samples are objects in the storage, and records of runs moved."""
 KEY = GLOBAL + "format"
 
 

@@ -21,6 +21,11 @@ class Limits(msgspec.Struct, frozen=True):
     sample_items: int = 4  # held-out items of which every evaluation keeps an answer
     other_samples: int = 4  # trajectories of each step that are kept: so many of its best, its worst and its failed
 
+    @classmethod
+    def of(cls, num_bytes: int) -> "Limits":
+        """Limits of so many bytes for each kind, and of an eighth for events, which stand in Redis."""
+        return cls(num_bytes // 8, num_bytes, num_bytes, num_bytes)
+
 
 LIMITS = Limits()
 
@@ -30,7 +35,7 @@ class Kept(msgspec.Struct):
 
     runs: list[tuple[int, int]] = []  # first number, bytes; oldest first
     dropped: int = 0  # records that are gone
-    cleared: int = 0  # no record of a number below has a file any more
+    newest: int = 0  # the highest number
 
     @property
     def first(self) -> int:
@@ -41,22 +46,14 @@ class Kept(msgspec.Struct):
         return bool(self.dropped) and number < self.first
 
     def add(self, number: int, num_bytes: int, limit: int) -> tuple[int, int] | None:
-        """Counts a new record, of a number above all before. Returns the numbers to drop: the first, and one past the last."""
-        if self.runs and self.runs[-1][1] + num_bytes <= limit // NUM_RUNS:
+        """Counts a record of a number that is not dropped: a new run's, if it is above all before and their run is full. Returns the
+        numbers to drop: the first, and one past the last."""
+        if self.runs and (number <= self.newest or self.runs[-1][1] + num_bytes <= limit // NUM_RUNS):
             self.runs[-1] = (self.runs[-1][0], self.runs[-1][1] + num_bytes)
+            self.runs[0] = (min(number, self.runs[0][0]), self.runs[0][1])
         else:
             self.runs.append((number, num_bytes))
-        return self._drop_beyond(limit)
-
-    def add_late(self, number: int, num_bytes: int, limit: int) -> tuple[int, int] | None:
-        """Counts a record of a number that may be below the newest's, and is not dropped: with the newest."""
-        if not self.runs:
-            return self.add(number, num_bytes, limit)
-        self.runs[-1] = (self.runs[-1][0], self.runs[-1][1] + num_bytes)
-        self.runs[0] = (min(number, self.runs[0][0]), self.runs[0][1])
-        return self._drop_beyond(limit)
-
-    def _drop_beyond(self, limit: int) -> tuple[int, int] | None:
+        self.newest = max(number, self.newest)
         first = self.runs[0][0]
         while len(self.runs) > 1 and sum(size for _, size in self.runs) > limit:
             self.runs.pop(0)

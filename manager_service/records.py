@@ -12,8 +12,6 @@ ledger:<job>               hash     issued, trained, filtered, stale, failed, ca
 open:<job>                 hash     TrajectoryKey -> OpenTrajectory (jobs.open_trajectories); its size is in_flight
 evals:<job>                hash     TrajectoryKey -> attempt, of evaluations, which the ledger does not count
 checkpoints:<job>          hash     version -> CheckpointRecord
-samples:<job>              hash     version -> list of SampleRecord, of the newest steps; the others are in object storage
-answers:<job>              hash     <version>/<item> -> SampleRecord, of evaluations that run or have just ended; the others likewise
 events:<job>               stream   field `event`: EventRecord; entry id `<sequence>-0`
 usage:<tenant>             hash     `<job>/<counter>` -> amount; job `-` is inference, `archived` all archived jobs together
 
@@ -23,7 +21,7 @@ keys                       hash     sha256 of the key -> KeyRecord
 logger-keys:<tenant>       hash     logger -> LoggerKey
 webhooks:<tenant>          hash     webhook -> Webhook
 loggers                    string   names of the loggers that are installed where the exporter runs, JSON
-exporter                   string   the token of the exporter that works (manager_service/export/lease.py)
+exporter                   string   the exporter that works (manager_service/export/lease.py)
 file:<file>                string   FileRecord; content is in object storage at `files/{tenant}/{file}`
 files:<tenant>             zset     file id by creation time
 file-bytes:<tenant>        hash     file id -> bytes
@@ -326,6 +324,8 @@ class Written(msgspec.Struct, frozen=True):
     num_dropped: int = 0  # tokens at the end that are not kept
 
 
+SampleKind = Literal["samples", "answers"]
+"""`samples`: what a step was trained on. `answers`: what an evaluation was answered."""
 KeptAs = Literal["first", "best", "worst", "failed", "evaluation"]
 """Reason to keep a sample: it is of a step's first groups, or one of the others, or an evaluation's answer to one of its first items."""
 

@@ -53,8 +53,6 @@ def load_torch(settings: RolloutSettings, folder: Path) -> tuple[TorchEngine, st
     limits = EngineLimits(
         slots=settings.engine_slots,
         kv_bytes=settings.rollout_kv_bytes,
-        prefix_bytes=settings.rollout_prefix_bytes,
-        turn_bytes=0 if deterministic else settings.rollout_turn_bytes,
         min_rows=min_rows,
         exact=deterministic,
     )
@@ -82,9 +80,7 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
     return vllm_engine(options, ChatTokenizer.load(folder, settings.max_context))
 
 
-async def build(
-    settings: RolloutSettings, parts: Parts, handler_type: type[RolloutHandler] = RolloutHandler
-) -> BuiltService:
+async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     keep_freed_memory()  # before the thread that loads has a heap of its own
     with contextlib.ExitStack() as turn:
         if settings.engine == "torch":  # vLLM's process waits for its turn whenever it starts
@@ -98,7 +94,7 @@ async def build(
     async def send_delta(reply_to: str, delta: TurnDelta) -> None:
         await parts.bus.publish([(reply_to, delta)])
 
-    handler = handler_type(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
+    handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
     return BuiltService(
         handler,
         [Inbox(parts.cell.rollout_first, GROUP_ROLLOUT), Inbox(parts.cell.rollout, GROUP_ROLLOUT)],

@@ -99,7 +99,7 @@ class Engine(Protocol):
 
         The request alone decides the tokens: its base, adapter, tokens, sampling and trajectory, never its neighbours,
         attempt or time. `torch` keeps that to the bit, but for the last digits where an earlier turn's keys and
-        values were kept (`MARLAAS_ROLLOUT_TURN_BYTES`); on `vllm` scores differ in their last digits with what else is in
+        values were kept (`EngineLimits.turns`); on `vllm` scores differ in their last digits with what else is in
         the batch, and a resumed turn draws other numbers. `beat` is called now and then while tokens come.
 
         Log-probs, those of the prompt too, are of logits / temperature (0 counts as 1) over the whole vocabulary. `vllm` differs:

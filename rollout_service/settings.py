@@ -32,11 +32,6 @@ class RolloutSettings(Settings):
     rollout_kv_bytes: int = Field(default=1 << 30, ge=1)
     """Memory for keys and values, and for copies of adapters' factors; turns that do not fit wait. vLLM on CUDA: see
     memory_fraction."""
-    rollout_prefix_bytes: int = Field(default=64 << 20, ge=0)
-    """Part of the memory for prompts that are kept for the other samples of a group. At most a sixteenth."""
-    rollout_turn_bytes: int = Field(default=64 << 20, ge=0)
-    """Part of the memory for trajectories whose tools are at work, kept for their next turn. At most a sixteenth. Only the torch
-    engine uses it, and not in deterministic mode."""
     rollout_idle_adapter_bytes: int = Field(default=64 << 20, ge=0)
     """Memory for adapters that no request names at the moment; on vLLM and CUDA 8 GiB unless set."""
     rollout_progress_s: float = Field(default=1.0, ge=0)

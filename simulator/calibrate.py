@@ -10,8 +10,8 @@ By default decoding is counted in processor seconds, and the simulator lets all 
 with nothing else to do. With `--cores 0` it is counted by the clock, and what waited for a core in the run waits as long in
 the simulation: right for a busy machine, and for one with cores or GPUs to spare.
 
-Telemetry does not tell what manager and Redis use; `--control-us` is their processor time for a turn, as
-`python -m benchmarks.control_plane` measures it.
+Telemetry does not tell what manager and Redis use; `--control-us` is their processor time for a turn, as `python -m benchmarks.scale`
+measures it.
 """
 
 import argparse

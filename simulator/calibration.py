@@ -112,7 +112,7 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
     tokens of trained trajectories. Measured runs may have more fields; readers ignore them.
     """
 
-    kind: Literal["measured", "summed", "simulated"]
+    kind: Literal["measured", "simulated"]
     policy: str
     training_queue: str
     workload: str

@@ -21,6 +21,8 @@ from trainer_service.selftest import KERNELS, selftest
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
+MAX_STEPS = 32
+"""Steps of different jobs that are trained together at most."""
 KEEP_INBOX_S = 3600
 """Seconds that the inbox of a trainer that died stays."""
 DRAIN_S = 5.0
@@ -37,14 +39,11 @@ def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
     deterministic = settings.deterministic
     chosen = (settings.trainer_device, settings.dtype, settings.trainer_threads, settings.trainer_ranks)
     if deterministic and (
-        chosen != ("cpu", "float32", 1, 1)
-        or settings.trainer_compile
-        or settings.kernels
-        or settings.trainer_backbone == "transformers"
+        chosen != ("cpu", "float32", 1, 1) or settings.kernels or settings.trainer_backbone == "transformers"
     ):
         raise InvalidInput(
             "deterministic mode needs trainer_device=cpu, trainer_dtype=float32, trainer_threads=1, trainer_ranks=1, "
-            "trainer_compile=false, no trainer_kernels, and trainer_backbone not transformers"
+            "no trainer_kernels, and trainer_backbone not transformers"
         )
     folder = resolve_model(settings.models[settings.model_name])
     choice = choose(SELFTEST, folder, KERNELS) if deterministic else None
@@ -76,7 +75,7 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     return BuiltService(
         handler,
         [own, Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
-        About(settings.trainer_slots, fingerprint=bits, resident=handler.resident, counters=handler.counters),
+        About(MAX_STEPS, fingerprint=bits, resident=handler.resident, counters=handler.counters),
         Habits(drain_s=DRAIN_S, gather_s=0.0, has_room=handler.has_room, takes_leftovers=handler.takes_leftovers),
     )
 

@@ -34,9 +34,7 @@ class TrainerSettings(Settings):
     """Threads of torch, of each rank. Deterministic mode needs 1."""
     trainer_ranks: int = Field(default=1, ge=1)
     """Processes, each with a part of the base model; with trainer_device=cuda, each on a device of its own. More than 1 needs the
-    transformers backbone, and neither trainer_compile nor deterministic mode."""
-    trainer_slots: int = Field(default=32, ge=1)
-    """Steps of different jobs that are trained together at most."""
+    transformers backbone, and no deterministic mode."""
     trainer_micro_batch_tokens: int = Field(default=2048, ge=1)
     """Tokens in one forward and backward, padding included: on a CPU more do not make it faster. On a GPU, where nobody has said how
     many, up to 16,384, as many as its memory holds. Of each rank. Results depend on it by rounding only, in deterministic mode not at
@@ -48,9 +46,6 @@ class TrainerSettings(Settings):
     trainer_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time. The transformers
     backbone does so by itself for as many layers as memory demands; this makes it all."""
-    trainer_compile: bool = False
-    """Let torch compile the operations between the matrix products, half a minute at the start: a seventh less memory. Made
-    for GPUs; on a CPU it is no faster. It needs a C++ compiler; deterministic mode and the transformers backbone do without."""
     trainer_kernels: str = "auto"
     """Kernels with which the transformers backbone computes on CUDA, comma-separated: `flex` or `varlen` for attention, `liger` or
     `compile` for what stands between the products. Empty: its plain path. auto: `varlen` on one GPU of capability 8.0 or newer, in

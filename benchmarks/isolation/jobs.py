@@ -52,18 +52,7 @@ WATCHED = (
     _watched("add", "add", "exact", 8, 8, loss="dr_grpo", lora_rank=4, max_tokens=24),
     _watched("reverse", "reverse", "exact", 6, 10, loss="dapo", lora_rank=16, dynamic_sampling=True, max_tokens=32),
     _watched("max", "max", "exact", 10, 6, loss="rloo", learning_rate_multiplier=0.5, max_tokens=24),
-    _watched(
-        "count",
-        "count",
-        "exact",
-        8,
-        8,
-        loss="cispo",
-        lora_rank=2,
-        lora_targets=QV,
-        max_tokens=24,
-        learning_rate_multiplier=2,
-    ),
+    _watched("count", "count", "exact", 8, 8, loss="cispo", lora_rank=2, lora_targets=QV, max_tokens=24),
     _watched("near", "reverse", "similar", 8, 6, loss="gspo", temperature=1.2, max_tokens=32),
     _watched("tools2", "calc", "calculator", 4, 8, temperature=0.8, weight_decay=0.1, grad_clip=0.3, max_tokens=64),
 )
@@ -80,7 +69,6 @@ def _beside(index: int) -> Job:
         "batch_size": 2 + index % 5,
         "group_size": 4 + 2 * (index % 3),
         "lora_rank": (4, 8, 16, 3)[index % 4],
-        "lora_alpha": (8, 16, 32)[index % 3],
         "learning_rate_multiplier": 0.5 + index % 3,
         "loss": ("grpo", "dapo", "rloo", "cispo", "gspo", "ppo", "dr_grpo")[index % 7],
         "temperature": 0.8 + 0.1 * (index % 4),
@@ -90,14 +78,11 @@ def _beside(index: int) -> Job:
     return Job(name=f"beside-{index:02d}", tenant=f"beside-{index // 3}", skill=skill, reward=reward, hyper=hyper)
 
 
+SMALL = {"batch_size": 4, "group_size": 4}
+ABSURD = {**SMALL, "learning_rate": 1.0, "lora_alpha": 4096, "grad_clip": 1e6}
 BROKEN = (
-    Job(name="grader raises", tenant="broken", skill="add", reward="raises", hyper={"batch_size": 4, "group_size": 4}),
-    Job(
-        name="rate a thousand times too high",
-        tenant="broken",
-        skill="sort",
-        hyper={"batch_size": 4, "group_size": 4, "learning_rate": 1.0, "lora_alpha": 4096, "grad_clip": 1e6},
-    ),
-    Job(name="is cancelled", tenant="broken", skill="max", hyper={"batch_size": 4, "group_size": 4}),
+    Job(name="grader raises", tenant="broken", skill="add", reward="raises", hyper=SMALL),
+    Job(name="rate a thousand times too high", tenant="broken", skill="sort", hyper=ABSURD),
+    Job(name="is cancelled", tenant="broken", skill="max", hyper=SMALL),
 )
 """Neighbours that go wrong, each in its own way. They come on top of the N jobs, since they do not last."""

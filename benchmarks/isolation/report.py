@@ -1,329 +1,226 @@
-"""Writes the report in Markdown, which answers a referee's questions about shared training point by point from the runs."""
+"""Compares the runs, and writes the report in Markdown, which answers a referee's questions about shared training.
+
+Runs come in pairs: the same job with the same seed, alone and among others. Both draw the same items and the same random numbers,
+so a pair differs by what sharing changes and by nothing else.
+"""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks._report import Goal, number
-from benchmarks.isolation import findings
-from benchmarks.isolation.findings import LEVEL, MARGIN, Bytes, Compared, Pair, Parting
-from benchmarks.isolation.jobs import BROKEN, Job
-from benchmarks.isolation.runs import MODES, STATISTICAL, Mode, Neighbour, Run, Settings
-from benchmarks.isolation.statistics import holm
+from benchmarks.isolation import statistics
+from benchmarks.isolation.jobs import BROKEN
+from benchmarks.isolation.runs import MODES, JobRun, Mode, Run, Settings
+from common.errors import InvalidInput
 from simulator.calibration import jain
+
+MARGIN = 0.05
+"""Final rewards, between 0 and 1, that differ by less count as equal."""
+LEVEL = 0.05
+LAST_STEPS = 5
+Figure = Callable[[JobRun], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    job: str
+    seed: int
+    alone: JobRun
+    among: JobRun
+
+    @property
+    def same_versions(self) -> int:
+        """Versions whose every file has the same sha256. One that a side lacks is not the same."""
+        return sum(one == other for one, other in zip(self.alone.sha256, self.among.sha256, strict=False))
+
+    @property
+    def num_versions(self) -> int:
+        """Version 0 included."""
+        return max(len(self.alone.sha256), len(self.among.sha256))
+
+    @property
+    def same_texts(self) -> float:
+        """Share of the kept trajectories with the same text."""
+        shared = self.alone.texts.keys() & self.among.texts.keys()
+        return sum(self.alone.texts[key] == self.among.texts[key] for key in shared) / max(1, len(shared))
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Settings, runs and pairs from which the answers are made."""
-
     settings: Settings
     runs: Sequence[Run]
     pairs: Mapping[Mode, Sequence[Pair]]
 
     @classmethod
     def of(cls, settings: Settings, runs: Sequence[Run]) -> "Evidence":
-        return cls(settings, runs, {mode: findings.pairs(runs, mode) for mode in MODES})
+        """Raises InvalidInput if there is nothing to compare."""
+        pairs: dict[Mode, Sequence[Pair]] = {mode: pairs_of(runs, mode) for mode in MODES}
+        if not any(pairs.values()):
+            raise InvalidInput("no job was measured alone and among others: run the benchmark to its end")
+        return cls(settings, runs, pairs)
 
     @property
-    def statistical(self) -> dict[Mode, Sequence[Pair]]:
-        """The modes that were measured and are compared by tests."""
-        return {mode: self.pairs[mode] for mode in STATISTICAL if self.pairs[mode]}
-
-    @property
-    def neighbours(self) -> list[Neighbour]:
-        return [other for run in self.runs for other in run.others]
-
-    @property
-    def kills(self) -> list[str]:
-        return [name for run in self.runs if run.mode == "deterministic" for name in run.kills]
+    def failed(self) -> int:
+        return sum(job.status != "succeeded" for run in self.runs for job in run.jobs)
 
 
-TITLES: Mapping[Mode, str] = {
-    "deterministic": "deterministic mode",
-    "default": "default mode, float32",
-    "bfloat16": "default mode, bfloat16",
+def pairs_of(runs: Sequence[Run], mode: Mode) -> list[Pair]:
+    """Complete pairs, by job, then by seed."""
+    alone = {(run.seed, run.jobs[0].name): run.jobs[0] for run in runs if (run.mode, run.sharing) == (mode, "alone")}
+    among = [run for run in runs if (run.mode, run.sharing) == (mode, "among")]
+    found = [(run.seed, job) for run in among for job in run.jobs if (run.seed, job.name) in alone]
+    return sorted((Pair(j.name, seed, alone[seed, j.name], j) for seed, j in found), key=lambda p: (p.job, p.seed))
+
+
+# ---- figures --------------------------------------------------------------------------------------------------------
+
+
+def mean_metric(name: str, last: int = 0) -> Figure:
+    """The mean over (the last) steps that have the metric; nan if none has."""
+
+    def figure(job: JobRun) -> float:
+        values = [step[name] for step in job.steps[-last:] if step.get(name) is not None]
+        return float(np.mean(values)) if values else math.nan
+
+    return figure
+
+
+def signal_share(job: JobRun) -> float:
+    """Rows of a batch that can have a gradient: the effective batch."""
+    shares = [step["num_signal_rows"] / step["num_rows"] for step in job.steps if step.get("num_rows")]
+    return float(np.mean(shares)) if shares else math.nan
+
+
+REWARD = mean_metric("reward_mean", LAST_STEPS)
+FIGURES: Mapping[str, Figure] = {
+    f"final reward (mean of the last {LAST_STEPS} steps)": REWARD,
+    "reward on held-out items at the end": lambda job: math.nan if job.held_out is None else job.held_out,
+    "share of rows with signal (effective batch)": signal_share,
+    **{
+        name: mean_metric(name)
+        for name in ("sampling_gap", "sampling_kl", "ess_share", "clip_fraction", "entropy", "grad_norm")
+    },
 }
 
 
-# ---- goals ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A figure over pairs: means, the mean difference with half of its interval (nan for a single pair), p of the sign-flip test."""
+
+    alone: float
+    among: float
+    differences: list[float]
+    p: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        half = statistics.interval(self.differences)
+        shown = f"{np.mean(self.differences):+.2g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
+        return (number(self.alone), number(self.among), shown, number(self.p))
+
+    @property
+    def equal_p(self) -> float:
+        return statistics.tost_p(self.differences, MARGIN)
+
+
+def compare(pairs: Sequence[Pair], figure: Figure) -> Compared | None:
+    """None if no pair has the figure."""
+    values = [(figure(pair.alone), figure(pair.among)) for pair in pairs]
+    values = [both for both in values if not any(map(math.isnan, both))]
+    if not values:
+        return None
+    differences = [among - alone for alone, among in values]
+    alone, among = np.mean(values, axis=0).tolist()
+    return Compared(alone, among, differences, statistics.sign_flip_p(differences))
+
+
+def by_job(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
+    return {name: [pair for pair in pairs if pair.job == name] for name in dict.fromkeys(pair.job for pair in pairs)}
 
 
 def goals(evidence: Evidence) -> list[Goal]:
     """Goals that the runs at hand can judge."""
     found: list[Goal] = []
-    if exact := evidence.pairs["deterministic"]:
-        differ = sum(row.num_versions - row.same for row in map(findings.same_bytes, exact))
-        found.append(Goal("deterministic: versions whose bytes differ", differ, 0, more_is_better=False))
-    for mode, pairs in evidence.statistical.items():
-        found += rewards_goals(mode, pairs)
-    failed = sum(job.status != "succeeded" for run in evidence.runs for job in run.jobs)
-    return [*found, Goal("watched jobs that failed", failed, 0, more_is_better=False)]
-
-
-def rewards_goals(mode: Mode, pairs: Sequence[Pair]) -> list[Goal]:
-    by_job = findings.compared_by_job(pairs, findings.REWARD)
-    pooled = findings.compare("", pairs, findings.REWARD)
-    if pooled is None:
-        return []
-    found = [
-        Goal(f"{mode}: p of a difference in final reward, all pairs", pooled.p, LEVEL),
-        Goal(f"{mode}: the same for each job, the least, Holm", min(holm([row.p for row in by_job])), LEVEL),
-    ]
-    if not math.isnan(pooled.equal_p):
-        what = f"{mode}: p of TOST, margin ± {MARGIN:g}, all pairs"
-        found.append(Goal(what, pooled.equal_p, LEVEL, more_is_better=False))
-    return found
+    for mode, pairs in evidence.pairs.items():
+        pooled = compare(pairs, REWARD)
+        if mode == "deterministic" and pairs:
+            differ = sum(pair.num_versions - pair.same_versions for pair in pairs)
+            found.append(Goal(f"{mode}: versions whose bytes differ", differ, 0, more_is_better=False))
+        elif pooled:
+            jobs = [row.p for own in by_job(pairs).values() if (row := compare(own, REWARD))]
+            found.append(Goal(f"{mode}: p of a difference in final reward", pooled.p, LEVEL))
+            found.append(Goal(f"{mode}: the same for each job, the least, Holm", min(statistics.holm(jobs)), LEVEL))
+            what = f"{mode}: p of TOST, margin ± {MARGIN:g}"
+            found.append(Goal(what, pooled.equal_p, LEVEL, more_is_better=False))
+    return [*found, Goal("watched jobs that failed", evidence.failed, 0, more_is_better=False)]
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
 
 
-def report(evidence: Evidence, watched: Sequence[Job], command: str) -> str:
-    sections = [introduction(evidence, watched, command), verdicts(evidence)]
-    if evidence.pairs["deterministic"]:
-        sections.append(exactness(evidence))
-    for mode, pairs in evidence.statistical.items():
-        sections += [convergence(evidence, mode, pairs), off_policy(mode, pairs), batching(mode, pairs)]
-    if evidence.statistical:
-        sections.append(fairness(evidence))
-    sections += [interference(evidence), limits()]
+def report(evidence: Evidence) -> str:
+    s, rows = evidence.settings, goals(evidence)
+    verdicts = [(goal.what, number(goal.measured), "reached" if goal.reached else "**missed**") for goal in rows]
+    sections = [
+        f"# Is sharing harmless?\n\nEach of {s.num_watched} jobs trains alone, then among {s.num_jobs} and {len(BROKEN)} that go "
+        "wrong on purpose. Alone and among others a job has the same seed: whatever differs was done by sharing.",
+        table(("goal", "measured", ""), verdicts),
+        *(section(mode, pairs) for mode, pairs in evidence.pairs.items() if pairs),
+        interference(evidence),
+    ]
     return "\n\n".join(sections) + "\n"
 
 
-def introduction(evidence: Evidence, watched: Sequence[Job], command: str) -> str:
-    s = evidence.settings
-    loads = sorted(run.load for run in evidence.runs)
-    rows = [(job.name, job.tenant, job.skill, job.reward, told(job)) for job in watched]
-    return f"""# Is sharing harmless?
-
-Made by `{command}` from {len(evidence.runs)} runs, at load averages of {loads[0]:.1f} to {loads[-1]:.1f}. Each of {len(watched)} jobs
-trains alone, then among {s.num_jobs}: the {len(watched)}, each of a tenant of its own, and {s.num_jobs - len(watched)} others of
-{-(-(s.num_jobs - len(watched)) // 3)} other tenants, which go on until the last watched job has ended. {len(BROKEN)} more jobs go wrong on
-purpose. Alone and among others a job has the same seed, so that it draws the same items and the same random numbers: whatever
-differs was done by sharing. Deterministic mode: {s.deterministic_steps} steps, one seed. Default mode, in float32 and with the base
-model in bfloat16: {s.default_steps} steps, {seeds_told(evidence)}.
-
-{table(("job", "tenant", "skill", "reward", "hyperparameters"), rows)}"""
-
-
-def seeds_told(evidence: Evidence) -> str:
-    counts = [f"{num_seeds(pairs)} seeds ({mode})" for mode, pairs in evidence.statistical.items()]
-    return " and ".join(counts) or "not measured"
-
-
-def num_seeds(pairs: Sequence[Pair]) -> int:
-    return len({pair.seed for pair in pairs})
-
-
-def told(job: Job) -> str:
-    return ", ".join(f"{name} {value}" for name, value in job.hyper.items())
-
-
-def verdicts(evidence: Evidence) -> str:
-    rows = [(goal.what, *limits_of(goal), "reached" if goal.reached else "**missed**") for goal in goals(evidence)]
-    return "## In short\n\n" + table(("goal", "measured", "wanted", ""), rows)
-
-
-def limits_of(goal: Goal) -> tuple[str, str]:
-    return number(goal.measured), f"{'≥' if goal.more_is_better else '≤'} {number(goal.limit)}"
-
-
-def exactness(evidence: Evidence) -> str:
-    rows = [findings.same_bytes(pair) for pair in evidence.pairs["deterministic"]]
-    shapes = {run.sharing: run.workers for run in evidence.runs if run.mode == "deterministic"}
-    killed = ", ".join(f"{name} {times}×" for name, times in Counter(evidence.kills).items()) or "nothing"
-    lines = [(row.job, str(row.num_versions), str(row.same), f"`{row.last[:16]}`") for row in rows]
-    return f"""## Does another tenant change a single bit of my adapter? (deterministic mode)
-
-{exact_answer(rows)} Compared are the sha256 of the adapter's, the configuration's and the optimiser's file of every version, alone on
-{workers(shapes["alone"])}, and among {evidence.settings.num_jobs} on {workers(shapes["among"])} with fused training, evaluations beside
-it, and these ends of processes on the way: {killed}. {accompanied(evidence, "deterministic")}
-
-{table(("job", "versions", "same bytes", "sha256 of the last adapter, alone"), lines)}"""
-
-
-def accompanied(evidence: Evidence, mode: Mode) -> str:
-    """Says how far neighbours really shared engine and trainer with the watched jobs."""
-    shares = [run.accompanied for run in evidence.runs if run.mode == mode and run.accompanied]
-    if not shares:
-        return ""
-    engine, trainer = (100 * float(np.mean([share[service] for share in shares])) for service in ("rollout", "trainer"))
-    return f"""Other tenants' work was in the same worker at the same time for {engine:.0f} % of what the watched
-jobs spent in rollout workers, and for {trainer:.0f} % of what they spent in trainers."""
-
-
-def exact_answer(rows: Sequence[Bytes]) -> str:
-    bad = [row.job for row in rows if row.same < row.num_versions]
-    if not bad:
-        return f"No: all {sum(row.num_versions for row in rows)} versions of {len(rows)} jobs are the same bytes."
-    return f"**Yes, of {', '.join(bad)}.** This breaks invariant I8."
-
-
-def convergence(evidence: Evidence, mode: Mode, found: Sequence[Pair]) -> str:
-    by_job = findings.compared_by_job(found, findings.REWARD)
-    adjusted = holm([row.p for row in by_job])
-    jobs = [(*compared(row), number(p), number(row.spread)) for row, p in zip(by_job, adjusted, strict=True)]
-    pooled = findings.compared_pooled(found)
-    all_ps = holm([row.p for row in pooled])
-    total = [(*compared(row), number(p)) for row, p in zip(pooled, all_ps, strict=True)]
-    head = ("alone", "among", "difference, 95 %", "p", f"TOST p, ± {MARGIN:g}", "detectable", "p, Holm")
-    tests = num_seeds(found)
-    return f"""## Does sharing change how a job learns? ({TITLES[mode]})
-
-{convergence_answer(pooled)} {accompanied(evidence, mode)}
-
-![reward curves]({mode}_reward_curves.png)
-
-![final reward]({mode}_final_reward.png)
-
-Final reward is the mean of the last {findings.LAST_STEPS} steps' training rewards.
-
-{table(("job", *head, "sd over seeds"), jobs)}
-
-Over all pairs of job and seed:
-
-{table(("figure", *head), total)}
-
-{uncoupled_answer(found)}
-
-How it is tested. A pair is one job with one seed, alone and among others. *p* is that of a sign-flip permutation test of the paired
-differences (null hypothesis: sharing changes nothing; two-sided; {tests} seeds alone cannot give less than {2 / 2**tests:.3g} for one
-job, which is why all pairs are also tested together), then adjusted by Holm. Because finding no difference proves no equality, *TOST*
-(two one-sided t-tests) has the opposite null hypothesis, that the means differ by {MARGIN:g} or more: below {LEVEL:g} they are
-equal within that margin, a twentieth of the reward's range. *Detectable*: the difference that a t-test of so many pairs finds in
-80 % of the cases. *Sd over seeds*: how far two seeds of the job are apart without any sharing, the scale to judge by."""
-
-
-def convergence_answer(pooled: Sequence[Compared]) -> str:
-    row = next(row for row in pooled if row.label == findings.REWARD.label)
-    changed = "a significant difference" if row.p < LEVEL else "no significant difference"
-    equal = "equal within the margin" if row.equal_p < LEVEL else "not shown to be equal within the margin"
-    return f"""The final reward shows {changed} (p = {number(row.p)} over {row.num} pairs), and the two are {equal}
-(TOST p = {number(row.equal_p)}): {row.alone:.3f} alone, {row.among:.3f} among others, difference {interval(row)}."""
-
-
-def uncoupled_answer(found: Sequence[Pair]) -> str:
-    row = findings.compare("", findings.uncoupled(found), findings.REWARD)
-    if row is None:
-        return ""
-    return f"""The two runs of a pair draw the same random numbers, which makes the comparison sharp. Without that help, each job alone
-against its run among others with another seed, the seeds' luck is in the spread: the final rewards differ by {interval(row)}
-(TOST p = {number(row.equal_p)}, detectable {number(row.detectable)})."""
-
-
-def off_policy(mode: Mode, found: Sequence[Pair]) -> str:
-    jobs = [job for pair in found for job in (pair.alone, pair.among)]
-    steps = sum(len(job.steps) for job in jobs)
-    stale = findings.stale_steps(jobs)
-    distances = {name: findings.histogram_distance(own) for name, own in findings.by_job(found).items()}
-    adjusted = holm([p for _, p in distances.values()])
-    rows = [
-        (name, number(distance), number(p), number(q))
-        for (name, (distance, p)), q in zip(distances.items(), adjusted, strict=True)
+def section(mode: Mode, pairs: Sequence[Pair]) -> str:
+    """The answers of one mode's runs."""
+    same, versions = sum(pair.same_versions for pair in pairs), sum(pair.num_versions for pair in pairs)
+    steps = [step for pair in pairs for job in (pair.alone, pair.among) for step in job.steps]
+    stale = sum(step["sampled_versions"] not in ([step["step"] - 1], []) for step in steps)
+    slow = {
+        name: float(np.mean([p.among.seconds / p.alone.seconds for p in own])) for name, own in by_job(pairs).items()
+    }
+    head = ("alone", "among", "difference, 95 %", "p")
+    pooled = [(name, *row.cells) for name, figure in FIGURES.items() if (row := compare(pairs, figure))]
+    jobs = [
+        (name, *row.cells, number(row.equal_p)) for name, own in by_job(pairs).items() if (row := compare(own, REWARD))
     ]
-    return f"""## Is training less on-policy when it is shared? ({TITLES[mode]})
+    answer = "No" if same == versions else "**Yes, which breaks invariant I8**" if mode == "deterministic" else "Yes"
+    return f"""## {mode.capitalize()} mode, {len(pairs)} pairs of job and seed
 
-{stale} of {steps} steps used a trajectory of another version than the one they trained: a job waits for its own trajectories only, so
-sharing adds time, not staleness. What is left between the policy that samples and the one that trains is rounding; the figures
-(`sampling_gap`, `sampling_kl`, `ess_share`, `clip_fraction`) are in the table above.
+- Does another tenant change a bit of my adapter? {answer}: {same} of {versions} versions are the same bytes, and
+  {100 * np.mean([pair.same_texts for pair in pairs]):.1f} % of the kept trajectories have the same text.
+- Is training less on-policy? {stale} of {len(steps)} steps used another version's trajectory.
+- Who pays? A job takes {min(slow.values()):.1f} to {max(slow.values()):.1f} times as long as alone; Jain's index of the speeds
+  relative to alone is {jain([1 / value for value in slow.values()]):.3f}.
 
-![divergence]({mode}_divergence.png)
+Does sharing change how a job learns? *p* is that of a sign-flip permutation test of the paired differences; *TOST* below {LEVEL:g}
+says that they are equal within the margin.
 
-## Do the rewards keep their distribution, and batches their size? ({TITLES[mode]})
+{table(("figure, all pairs", *head), pooled)}
 
-Histograms of the rewards of two groups a step, over all seeds; their total variation distance, and the p of the sign-flip test over
-seeds. The effective batch (rows with signal) is in the table above.
-
-![reward histograms]({mode}_reward_histograms.png)
-
-{table(("job", "distance", "p", "p, Holm"), rows)}"""
-
-
-def batching(mode: Mode, found: Sequence[Pair]) -> str:
-    parted = [findings.parting(pair) for pair in found]
-    same = sum(pair.alone.sha256[-1] == pair.among.sha256[-1] for pair in found)
-    first = [row.first_gradient for row in parted if not math.isnan(row.first_gradient)]
-    return f"""## What does batching with strangers do to the numbers? ({TITLES[mode]})
-
-Rows of other jobs in a batch change the order of sums, and with it last bits. The first step's gradient, whose trajectories are
-those of version 0, differs in its norm by {number(max(first, default=math.nan))} (relative) at most, median
-{number(float(np.median(first)) if first else math.nan)}. {first_steps(parted)} Of the kept trajectories
-{100 * np.mean([row.same_samples for row in parted]):.1f} % have the same text to the end. {same} of {len(parted)} final adapters are the
-same bytes; deterministic mode, which fixes shapes and order, makes all of them so."""
-
-
-def first_steps(parted: Sequence[Parting]) -> str:
-    """Says where the pairs' rewards part."""
-    steps = [row.first_step for row in parted if row.first_step is not None]
-    if not steps:
-        return f"In none of {len(parted)} pairs did such a difference change the reward of any step: the samples are the same."
-    return f"""Once such a difference moves a sampled token, the two runs are different draws from the same process: in {len(steps)} of
-{len(parted)} pairs a step's reward differs, first at step {np.median(steps):.0f} (median)."""
-
-
-def fairness(evidence: Evidence) -> str:
-    slow = findings.slowdowns([pair for pairs in evidence.statistical.values() for pair in pairs])
-    mean = float(np.mean(list(slow.values())))
-    rows = [(name, f"{value:.1f}", f"{value / mean:.2f}") for name, value in slow.items()]
-    index = jain([1 / value for value in slow.values()])
-    return f"""## Who pays for sharing?
-
-Time among {evidence.settings.num_jobs} over time alone, on the same workers, from submission to end. Each watched tenant has
-one job and each other tenant three, all of one weight. Jain's index of the watched jobs' speeds relative to alone: {index:.3f}.
-
-{table(("job", "slowdown", "of the mean"), rows)}"""
+{table(("final reward of", *head, f"TOST p, ± {MARGIN:g}"), jobs)}"""
 
 
 def interference(evidence: Evidence) -> str:
-    names = [job.name for job in BROKEN]
-    ends = Counter((o.name, o.status, o.error.split("\n")[0][:110]) for o in evidence.neighbours if o.name in names)
+    broken = [job.name for job in BROKEN]
+    others = [job for run in evidence.runs for job in run.others]
+    ends = Counter((o.name, o.status, o.error.split("\n")[0][:110]) for o in others if o.name in broken)
     rows = [(name, f"{count}× {status}", error) for (name, status, error), count in ends.items()]
-    others = [other for other in evidence.neighbours if other.name not in names]
-    gone = sum(other.status in ("failed", "cancelled") for other in others)
-    failed = sum(job.status != "succeeded" for run in evidence.runs for job in run.jobs)
+    sound = [job for job in others if job.name not in broken]
+    killed = Counter(name for run in evidence.runs for name in run.kills)
     return f"""## Does a neighbour's failure reach me?
 
-{failed} of {sum(len(run.jobs) for run in evidence.runs)} watched jobs failed. Beside them, in every run among others:
+{evidence.failed} watched jobs failed. Processes that were killed meanwhile:
+{", ".join(f"{name} {times}×" for name, times in killed.items()) or "none"}. {len(sound)} sound neighbours made
+{sum(job.num_steps for job in sound):,} steps, and {sum(job.status in ("failed", "cancelled") for job in sound)} of them failed.
 
-{table(("neighbour", "ended", "why"), rows)}
-
-Of the {len(others)} other neighbours {gone} failed or were cancelled before the watched jobs had ended; they made
-{sum(other.steps for other in others):,} steps meanwhile."""
-
-
-def limits() -> str:
-    return """## What this does not show
-
-- The base model is `tiny`, on CPUs. A GPU's kernels round in other places; `sampling_gap` and `ess_share` of every step say by how
-  much, and beyond a bound importance weights are truncated.
-- Deterministic mode holds for the embedded engine, and for strict versions (`max_staleness` 0).
-- Rewards of the tasks are bounded by 1: differences near that ceiling are small for every system. The detectable differences say
-  what could have been seen."""
-
-
-# ---- tables ---------------------------------------------------------------------------------------------------------
+{table(("neighbour", "ended", "why"), rows)}"""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
-def compared(row: Compared) -> tuple[str, ...]:
-    return (
-        *(row.label, number(row.alone), number(row.among), interval(row)),
-        *(number(row.p), number(row.equal_p), number(row.detectable)),
-    )
-
-
-def interval(row: Compared) -> str:
-    half = "" if math.isnan(row.difference.half) else f" ± {row.difference.half:.2g}"
-    return f"{row.difference.value:+.2g}{half}"
-
-
-def workers(shape: dict[str, int]) -> str:
-    return ", ".join(f"{count} {service}" for service, count in shape.items()) + " worker(s)"

@@ -13,8 +13,6 @@ from common.errors import InvalidInput
 Mode = Literal["deterministic", "default", "bfloat16"]
 """`bfloat16`: default mode with the base model in that type, in engine and trainer, as on a GPU: much coarser rounding."""
 MODES: tuple[Mode, ...] = get_args(Mode)
-STATISTICAL: tuple[Mode, ...] = ("default", "bfloat16")
-"""Modes in which runs are compared by tests, not by their bytes."""
 Sharing = Literal["alone", "among"]
 Metrics = Mapping[str, Any]
 """A step's metrics by their names in the job's events."""
@@ -30,9 +28,6 @@ class Settings:
     default_steps: int = 20
     """Steps of default mode and of bfloat16."""
     num_seeds: int = 5
-    num_items: int = 256
-    num_held_out: int = 32
-    eval_samples: int = 4
 
     def num_steps(self, mode: Mode) -> int:
         return self.deterministic_steps if mode == "deterministic" else self.default_steps
@@ -41,43 +36,23 @@ class Settings:
         return range(1, 2 if mode == "deterministic" else 1 + self.num_seeds)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One of the trajectories that are kept of each step: those of its first two groups."""
-
-    step: int
-    group: int
-    sample: int
-    reward: float | None
-    text: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRun:
-    """One watched job in one run."""
+    """A job in one run. Of neighbours only the end is told, and the number of steps until then."""
 
     name: str
     status: str
     error: str = ""
+    num_steps: int = 0
     seconds: float = 0.0
     """Time from its submission to its end, to half a second."""
     steps: list[Metrics] = field(default_factory=list[Metrics])
-    evals: dict[str, Metrics] = field(default_factory=dict[str, Metrics])
-    """version -> the evaluation on held-out items"""
-    samples: list[Sample] = field(default_factory=list[Sample])
+    held_out: float | None = None
+    """Mean sampled reward on held-out items at the end."""
+    texts: dict[str, str] = field(default_factory=dict[str, str])
+    """STEP/GROUP/SAMPLE -> text of the trajectories that are kept of each step."""
     sha256: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     """Files of each version from 0: name -> sha256."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbour:
-    """End of another job of the run, and its number of steps until then."""
-
-    name: str
-    tenant: str
-    status: str
-    error: str
-    steps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +62,10 @@ class Run:
     mode: Mode
     sharing: Sharing
     seed: int
-    workers: dict[str, int]
     jobs: list[JobRun]
-    others: list[Neighbour] = field(default_factory=list[Neighbour])
+    others: list[JobRun] = field(default_factory=list[JobRun])
     kills: list[str] = field(default_factory=list[str])
     """Processes that were killed with SIGKILL on the way."""
-    accompanied: dict[str, float] = field(default_factory=dict[str, float])
-    """Service -> share of the watched jobs' time in its workers in which the same worker had other tenants' work too."""
-    wall_s: float = 0.0
-    load: float = 0.0
-    """The machine's load average over the last minute, at the end."""
-
-    @property
-    def file(self) -> str:
-        return file_name(self.mode, self.sharing, self.seed, self.jobs[0].name)
 
 
 def file_name(mode: Mode, sharing: Sharing, seed: int, job: str) -> str:
@@ -109,26 +74,20 @@ def file_name(mode: Mode, sharing: Sharing, seed: int, job: str) -> str:
 
 
 def write(folder: Path, run: Run) -> None:
-    write_json(run, folder / run.file)
+    write_json(run, folder / file_name(run.mode, run.sharing, run.seed, run.jobs[0].name))
 
 
-def read(folder: Path) -> list[Run]:
-    """Every run in the folder."""
-    return read_json(folder, "*-a*-*.json", Run)
+def read(folder: Path) -> tuple[Settings, list[Run]]:
+    """Every run in the folder. Raises InvalidInput if it is no folder of this benchmark."""
+    file = folder / "settings.json"
+    if not file.exists():
+        raise InvalidInput(f"{folder} holds no runs of this benchmark: it has no settings.json")
+    return msgspec.json.decode(file.read_bytes(), type=Settings), read_json(folder, "*-a*-*.json", Run)
 
 
 def open_folder(folder: Path, settings: Settings) -> None:
     """Makes it, or checks that it is of these settings. Raises InvalidInput."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "settings.json"
-    if file.exists() and read_settings(folder) != settings:
+    if (folder / "settings.json").exists() and read(folder)[0] != settings:
         raise InvalidInput(f"{folder} holds runs of other settings: remove it, or name another with --out")
-    write_json(settings, file)
-
-
-def read_settings(folder: Path) -> Settings:
-    """Raises InvalidInput if there are none."""
-    file = folder / "settings.json"
-    if not file.exists():
-        raise InvalidInput(f"{folder} holds no runs of this benchmark: it has no settings.json")
-    return msgspec.json.decode(file.read_bytes(), type=Settings)
+    write_json(settings, folder / "settings.json")

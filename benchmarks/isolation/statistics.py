@@ -1,26 +1,18 @@
 """Tests of difference and of equality for paired values: alone and among others, the same job and the same seed.
 
-A test that finds no difference proves no equality, so there are both: a permutation test whose null hypothesis is that
-sharing changes nothing, and TOST (Schuirmann 1987, doi 10.1007/BF01068419), whose null hypothesis is that it changes the
-mean by at least a margin. numpy alone.
+A test that finds no difference proves no equality, so there are both: a permutation test whose null hypothesis is that sharing
+changes nothing, and TOST (Schuirmann 1987, doi 10.1007/BF01068419), whose null hypothesis is that it changes the mean by at least
+a margin.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
-
-Floats = NDArray[np.float64]
 
 EXACT_SIGNS = 14  # up to 2^14 sign flips are all tried
 NUM_FLIPS = 20_000
-POWER = 0.8
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(200)
-
-
-# ---- Student's t ----------------------------------------------------------------------------------------------------
 
 
 def t_cdf(t: float, dof: int) -> float:
@@ -41,66 +33,40 @@ def t_quantile(probability: float, dof: int) -> float:
     return math.sqrt(dof) * math.tan((low + high) / 2)
 
 
-# ---- means ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A mean with its confidence interval; `half` is nan for a single value."""
-
-    value: float
-    half: float
-
-    @property
-    def low(self) -> float:
-        return self.value - self.half
-
-    @property
-    def high(self) -> float:
-        return self.value + self.half
-
-
-def mean_of(values: Sequence[float], confidence: float = 0.95) -> Mean:
-    n = len(values)
-    error = standard_error(values)
-    return Mean(float(np.mean(values)), math.nan if n < 2 else t_quantile((1 + confidence) / 2, n - 1) * error)
-
-
 def standard_error(values: Sequence[float]) -> float:
     """Standard error of their mean; nan for fewer than two."""
     return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
-# ---- difference -----------------------------------------------------------------------------------------------------
+def interval(values: Sequence[float], confidence: float = 0.95) -> float:
+    """Half of the mean's confidence interval; nan for fewer than two values."""
+    n = len(values)
+    return math.nan if n < 2 else t_quantile((1 + confidence) / 2, n - 1) * standard_error(values)
 
 
-def sign_flip_p(differences_SK: Floats, seed: int = 0) -> float:
-    """Probability of a total as far from 0 as the one found, if each difference might as well have the other sign.
+def sign_flip_p(differences: Sequence[float], seed: int = 0) -> float:
+    """Probability of a sum as far from 0 as the one found, if each difference might as well have the other sign.
 
-    `differences_SK`: S pairs, K values each (bins of a histogram; 1 for a figure). The statistic is Σ_k |Σ_s d|. All signs
-    are tried if S allows, otherwise random ones, the found ones counted in (Phipson and Smyth 2010, doi 10.2202/1544-6115.1585).
+    All signs are tried if there are few, otherwise random ones, the found ones counted in (Phipson and Smyth 2010,
+    doi 10.2202/1544-6115.1585). Axes: F flips, S pairs.
     """
-    num = len(differences_SK)
+    num = len(differences)
     if num <= EXACT_SIGNS:
         signs_FS = 1.0 - 2.0 * ((np.arange(2**num)[:, None] >> np.arange(num)) & 1)
     else:
         random = np.random.default_rng(seed)
         signs_FS = np.vstack([np.ones(num), random.choice([-1.0, 1.0], (NUM_FLIPS, num))])
-    totals_F = np.abs(signs_FS @ differences_SK).sum(1)
-    return float((totals_F >= totals_F[0] * (1 - 1e-9) - 1e-15).mean())
+    sums_F = np.abs(signs_FS @ np.array(differences))
+    return float((sums_F >= sums_F[0] * (1 - 1e-9) - 1e-15).mean())
 
 
 def holm(ps: Sequence[float]) -> list[float]:
     """Adjusted for how many tests there are (Holm 1979), in the given order."""
-    order = sorted(range(len(ps)), key=lambda i: ps[i])
     adjusted, reached = [0.0] * len(ps), 0.0
-    for rank, i in enumerate(order):
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
         reached = max(reached, min(1.0, ps[i] * (len(ps) - rank)))
         adjusted[i] = reached
     return adjusted
-
-
-# ---- equality -------------------------------------------------------------------------------------------------------
 
 
 def tost_p(differences: Sequence[float], margin: float) -> float:
@@ -112,11 +78,3 @@ def tost_p(differences: Sequence[float], margin: float) -> float:
         return float(abs(middle) >= margin)
     dof = len(differences) - 1
     return max(1 - t_cdf((middle + margin) / error, dof), t_cdf((middle - margin) / error, dof))
-
-
-def detectable(differences: Sequence[float], level: float = 0.05) -> float:
-    """The mean difference that a two-sided t-test of so many such differences finds in 80 % of the cases."""
-    dof = len(differences) - 1
-    if dof < 1:
-        return math.nan
-    return (t_quantile(1 - level / 2, dof) + t_quantile(POWER, dof)) * standard_error(differences)

@@ -14,21 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from benchmarks.paper import first_tokens
-from benchmarks.paper.first_answers import first_answers
-from benchmarks.paper.results import JobFigures, Measured, Stretch, measured, rollout_engine, training_engine
+from benchmarks.paper.results import JobFigures, Measured, measured
 from benchmarks.paper.workloads import Workload
-from benchmarks.step_share import processor_s
-from common.adapters import AdapterStore, Manifest
+from common.adapters import AdapterStore
 from common.bus import Bus
 from common.messages import AdapterRef
 from common.objects import Objects
 from common.streams import Cell
-from common.tasks import running as running_tasks
 from harness.live import Api
-from harness.processes import core_wait_s, machine_cpu_s
+from harness.processes import cpu_s
 from manager_service.local.supervisor import LocalCluster, ServiceCommand, service_commands
 from simulator.fit import Recording, record
 
@@ -37,8 +31,6 @@ REPORTED_S = 1.5
 """Time after which an idle worker has told all that it did."""
 ASK_EVERY_S = 3.0
 """Time between two questions about a job: makespans are those of the versions, and asking costs a tenth of a core with 32 jobs."""
-SMALL = 4
-"""Jobs of a run up to which the stretches of its timeline are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +42,16 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Totals of each service's worker and of each process, and of the machine."""
+    """Totals of each service's worker and of each process."""
 
-    at_s: float
-    machine_s: float  # processor seconds of all who use this machine, and of its host's other guests
     counters: Mapping[str, Mapping[str, float]]
     cpu_s: Mapping[str, float]
-    core_wait_s: Mapping[str, float]
 
-    def others(self, later: "Seen") -> float:
-        """Cores that everybody else used from here to there, in the mean."""
-        own_s = sum(later.cpu_s.values()) - sum(self.cpu_s.values())
-        return max(0.0, later.machine_s - self.machine_s - own_s) / (later.at_s - self.at_s)
-
-    def growth(self, later: "Seen", service: str) -> dict[str, float]:
-        before, after = self.counters[service], later.counters[service]
-        return {name: value - before.get(name, 0.0) for name, value in after.items()}
+    def growth(self, later: "Seen") -> dict[str, dict[str, float]]:
+        return {
+            service: {name: value - self.counters[service].get(name, 0.0) for name, value in after.items()}
+            for service, after in later.counters.items()
+        }
 
 
 async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[Measured, Recording]:
@@ -73,49 +59,24 @@ async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[
     async with running(workload, policy) as cluster:
         admin = Api(cluster.base_url, cluster.admin_key)
         tenants = [await make_tenant(admin, f"tenant-{number}", workload) for number in range(n)]
-        await asyncio.gather(train(tenants[0], workload.body(n, tenants[0].file, 1, batch_size=1, group_size=2)))
+        await train(tenants[0], workload.body(n, tenants[0].file, 1, batch_size=1, group_size=2))
         await asyncio.sleep(REPORTED_S)
         before = await seen(cluster, admin)
         start = time.time()
-        async with answered(cluster, workload, n) as answers:
-            done = [train(tenant, workload.body(number, tenant.file, steps)) for number, tenant in enumerate(tenants)]
-            trained = dict(await asyncio.gather(*done))
+        bodies = [workload.body(number, tenant.file, steps) for number, tenant in enumerate(tenants)]
+        trained = await asyncio.gather(*map(train, tenants, bodies))
         await asyncio.sleep(REPORTED_S)
         after = await seen(cluster, admin)
         spans = (await admin.get("/cluster/timeline", since=start))["data"]
         jobs = [
-            await job_figures(cluster, t, job, at, spans, steps, answers[job])
-            for t, (job, at) in zip(tenants, trained.items(), strict=True)
+            await job_figures(cluster, tenant, job, at - start, spans, start, steps)
+            for tenant, (job, at) in zip(tenants, trained, strict=True)
         ]
-        tokens = first_tokens.told(after.counters["rollout"])
-        stretches = stretches_of(list(trained), spans, start) if n <= SMALL else []
         recording = await recorded(cluster, workload)
         for each in (admin, *(tenant.api for tenant in tenants)):
             await each.close()
-    jobs = [msgspec.structs.replace(job, token_s=tokens[name]) for job, name in zip(jobs, trained, strict=True)]
-    return figures(workload.name, policy, [since(job, start) for job in jobs], before, after, stretches), recording
-
-
-def figures(
-    workload: str, policy: str, jobs: list[JobFigures], before: Seen, after: Seen, stretches: list[Stretch]
-) -> Measured:
-    growth = {service: before.growth(after, service) for service in ("rollout", "trainer")}
-    waits = {name: after.core_wait_s[name] - before.core_wait_s[name] for name in ("rollout-0", "trainer-0")}
-    return measured(
-        policy=policy,
-        workload=workload,
-        jobs=jobs,
-        rollout=rollout_engine(
-            growth["rollout"], written=sum(job.written for job in jobs), core_wait_s=waits["rollout-0"]
-        ),
-        trainer=training_engine(
-            growth["trainer"], trained=sum(job.tokens for job in jobs), core_wait_s=waits["trainer-0"]
-        ),
-        cpu_s={name: seconds - before.cpu_s[name] for name, seconds in after.cpu_s.items()},
-        others=before.others(after),
-        sampled_tokens=growth["rollout"]["sampled_tokens"],
-        stretches=stretches,
-    )
+    cpu_s = {name: seconds - before.cpu_s[name] for name, seconds in after.cpu_s.items()}
+    return measured(policy, workload.name, jobs, before.growth(after), cpu_s), recording
 
 
 # ---- the cluster ----------------------------------------------------------------------------------------------------
@@ -124,10 +85,9 @@ def figures(
 @asynccontextmanager
 async def running(workload: Workload, policy: str) -> AsyncGenerator[LocalCluster]:
     def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
-        modules = {"env-0": workload.env_module, "rollout-0": first_tokens.__name__}
-        own = {name: (sys.executable, "-m", module) for name, module in modules.items()}
+        own = (sys.executable, "-m", workload.env_module)
         made = service_commands(counts, environment)
-        return [ServiceCommand(s.name, own.get(s.name, s.argv), s.environment) for s in made]
+        return [ServiceCommand(s.name, own if s.name == "env-0" else s.argv, s.environment) for s in made]
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -139,23 +99,9 @@ async def running(workload: Workload, policy: str) -> AsyncGenerator[LocalCluste
 async def seen(cluster: LocalCluster, admin: Api) -> Seen:
     workers = (await admin.get("/cluster/workers"))["data"]
     return Seen(
-        at_s=time.monotonic(),
-        machine_s=machine_cpu_s(),
         counters={worker["service"]: worker["counters"] for worker in workers},
-        cpu_s=processor_s(cluster),
-        core_wait_s={name: core_wait_s(pid) for name, pid in cluster.pids.items()},
+        cpu_s={name: cpu_s(pid) for name, pid in cluster.pids.items()},
     )
-
-
-@asynccontextmanager
-async def answered(cluster: LocalCluster, workload: Workload, num_jobs: int) -> AsyncGenerator[dict[str, float]]:
-    """Yields the times of jobs' first answers as they come, by job, in seconds since 1970."""
-    bus, found = Bus.connect(cluster.redis_url, Cell(workload.base_model)), dict[str, float]()
-    try:
-        async with running_tasks(first_answers(bus, num_jobs, found)):
-            yield found
-    finally:
-        await bus.close()
 
 
 async def recorded(cluster: LocalCluster, workload: Workload) -> Recording:
@@ -184,40 +130,17 @@ async def train(tenant: Tenant, body: Mapping[str, Any]) -> tuple[str, float]:
 
 
 async def job_figures(
-    cluster: LocalCluster, tenant: Tenant, job: str, submitted: float, spans: list[Any], steps: int, answer_s: float
+    cluster: LocalCluster, tenant: Tenant, job: str, submitted_s: float, spans: list[Any], start: float, steps: int
 ) -> JobFigures:
-    """Figures of a job, with times since 1970."""
+    """Figures of a job. `start`: of the run, in seconds since 1970."""
     store = AdapterStore(Objects.open((cluster.data_dir / "store").as_uri()))
-    found = [await store.manifest(AdapterRef(tenant.name, job, version)) for version in range(steps + 1)]
+    found = [await store.manifest(AdapterRef(tenant.name, job, version)) for version in range(1, steps + 1)]
     manifests = [manifest for manifest in found if manifest is not None]
-    assert len(manifests) == steps + 1, f"{job} has not all of its versions"
-    usage = next(row for row in (await tenant.api.get("/usage"))["data"] if row["job"] == job)
-    first_s = min(span["start"] for span in spans if span["job"] == job and span["service"] == "rollout")
+    assert len(manifests) == steps, f"{job} has not all of its versions"
+    first = min(span["start"] for span in spans if span["job"] == job and span["service"] == "rollout")
     return JobFigures(
-        submitted_s=submitted,
-        first_s=first_s,
-        answer_s=answer_s,
-        versions_s=[first_s, *(manifest.created_at for manifest in manifests[1:])],
-        rewards=[metric(manifest, "reward_mean") for manifest in manifests[1:]],
-        tokens=round(sum(metric(manifest, "trained_tokens") for manifest in manifests[1:])),
-        written=round(sum(metric(manifest, "written_tokens") for manifest in manifests[1:])),
-        **{name: usage[name] for name in ("rollout_s", "env_s", "train_s")},
+        submitted_s=submitted_s,
+        versions_s=[at - start for at in (first, *(manifest.created_at for manifest in manifests))],
+        tokens=round(sum(manifest.metrics.get("trained_tokens") or 0.0 for manifest in manifests)),
+        written=round(sum(manifest.metrics.get("written_tokens") or 0.0 for manifest in manifests)),
     )
-
-
-def metric(manifest: Manifest, name: str) -> float:
-    return manifest.metrics.get(name) or 0.0
-
-
-def since(job: JobFigures, start: float) -> JobFigures:
-    """The figures with times since `start`."""
-    times = {name: getattr(job, name) - start for name in ("submitted_s", "first_s", "token_s", "answer_s")}
-    return msgspec.structs.replace(job, **times, versions_s=[at - start for at in job.versions_s])
-
-
-def stretches_of(jobs: list[str], spans: list[Any], start: float) -> list[Stretch]:
-    return [
-        Stretch(jobs.index(span["job"]), span["service"], span["start"] - start, span["end"] - start)
-        for span in spans
-        if span["job"] in jobs
-    ]

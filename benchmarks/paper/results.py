@@ -2,161 +2,62 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import msgspec
 
-from simulator.calibration import PolicyRun, Spread, jain, read_runs
+from simulator.calibration import PolicyRun, Spread, jain
 
-Counters = Mapping[str, float]
+Growth = Mapping[str, Mapping[str, float]]
+"""Service -> the growth of its worker's counters in the run."""
 
 
 class JobFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the run's first submission."""
 
     submitted_s: float
-    first_s: float  # its first turn at the rollout engine
-    token_s: float | None = None  # when the first of its tokens had been sampled
-    answer_s: float | None = None  # the end of the first of its turns that ended
-    versions_s: list[float]  # when each was committed; version 0 when it first sampled
-    rewards: list[float]  # of each step's batch, mean
+    versions_s: list[float]  # when each was committed; version 0 when its first turn was at the rollout engine
     tokens: int  # prompt and sampled ones of its trained trajectories
     written: int  # of them, sampled
-    rollout_s: float = 0.0  # what it used, as the API's usage counts it
-    env_s: float = 0.0
-    train_s: float = 0.0
 
     @property
     def turnaround_s(self) -> float:
         return self.versions_s[-1] - self.submitted_s
 
     @property
-    def until_token_s(self) -> float | None:
-        return None if self.token_s is None else self.token_s - self.submitted_s
-
-    @property
-    def until_answer_s(self) -> float | None:
-        return None if self.answer_s is None else self.answer_s - self.submitted_s
-
-    @property
     def step_times_s(self) -> list[float]:
         """Version to version."""
         return [later - at for at, later in pairwise(self.versions_s)]
-
-    def later(self, seconds: float) -> "JobFigures":
-        """The same work, submitted at the start and begun later."""
-        return msgspec.structs.replace(
-            self,
-            submitted_s=0.0,
-            first_s=self.first_s + seconds,
-            token_s=None,
-            answer_s=None,
-            versions_s=[at + seconds for at in self.versions_s],
-        )
-
-
-class Engine(msgspec.Struct, frozen=True):
-    """Seconds of the thread that computes, on a processor."""
-
-    busy_s: float  # forward, backward, optimiser, sampling
-    useful_s: float  # of them, for neither padding nor tokens that never ended in `trained`
-    core_wait_s: float  # it was ready and had no core
-
-    def times(self, factor: float) -> "Engine":
-        return Engine(*(factor * value for value in msgspec.structs.astuple(self)))
-
-
-class Stretch(msgspec.Struct, frozen=True):
-    """A time in which a service worked for a job."""
-
-    job: int
-    phase: str
-    start_s: float
-    end_s: float
 
 
 class Measured(PolicyRun, frozen=True, kw_only=True):
     """A run, with the figures that a simulation does not have."""
 
     jobs: list[JobFigures]
-    rollout: Engine
-    trainer: Engine
     cpu_s: dict[str, float]  # of each process
-    others: float = 0.0  # cores that everybody else on the machine used, in the mean
-    stretches: list[Stretch] = []  # of small runs
+
+    @property
+    def busy(self) -> float:
+        """Share of the two engines' time."""
+        return (self.rollout_busy + self.trainer_busy) / 2
 
     @property
     def control_s(self) -> float:
         """Processor seconds of all processes beside those of the engines' computing."""
-        return sum(self.cpu_s.values()) - self.rollout.busy_s - self.trainer.busy_s
-
-    @property
-    def bottleneck(self) -> Engine:
-        return max(self.rollout, self.trainer, key=lambda engine: engine.busy_s)
-
-    @property
-    def useful(self) -> float:
-        """Share of the two engines' time."""
-        return (self.rollout.useful_s + self.trainer.useful_s) / (2 * self.makespan_s)
-
-    @property
-    def idle(self) -> float:
-        return 1 - (self.rollout.busy_s + self.trainer.busy_s) / (2 * self.makespan_s)
-
-    @property
-    def bottleneck_useful(self) -> float:
-        """Useful share of the time in which the busier engine was not waiting for a core; on a machine of its own, of all its time."""
-        engine = self.bottleneck
-        return engine.useful_s / max(self.makespan_s - engine.core_wait_s, engine.useful_s)
-
-    @property
-    def until_tokens_s(self) -> list[float]:
-        """Seconds from each job's submission to its first sampled token, ascending; empty for runs in which that was not measured."""
-        return sorted(job.until_token_s for job in self.jobs if job.until_token_s is not None)
-
-    @property
-    def until_answers_s(self) -> list[float]:
-        """Seconds from each job's submission to its first answer, ascending; empty for runs in which that was not measured."""
-        return sorted(job.until_answer_s for job in self.jobs if job.until_answer_s is not None)
+        return sum(self.cpu_s.values()) - 2 * self.busy * self.makespan_s
 
     def slowdowns(self, alone: "Measured") -> list[float]:
         """Each job's turnaround over that of a job alone."""
         return [job.turnaround_s / alone.jobs[0].turnaround_s for job in self.jobs]
 
 
-def rollout_engine(growth: Counters, *, written: int, core_wait_s: float) -> Engine:
-    """`growth`: of the meter's counters. `written`: sampled tokens that were trained."""
-    trained = min(1.0, written / max(1.0, growth["sampled_tokens"]))
-    decode = growth["sampled_tokens"] / max(1.0, growth["decode_rows"])
-    prefill = growth["prefill_tokens"] / max(1.0, growth["prefill_positions"])
-    useful_s = trained * (growth["decode_s"] * decode + growth["prefill_s"] * prefill)
-    return Engine(growth["decode_s"] + growth["prefill_s"], useful_s, core_wait_s)
-
-
-def training_engine(growth: Counters, *, trained: int, core_wait_s: float) -> Engine:
-    """`trained`: tokens of the batches whose versions were committed."""
-    padding = growth["padding_tokens"] / max(1.0, growth["forward_tokens"])
-    won = min(1.0, trained / max(1.0, growth["trained_tokens"]))
-    return Engine(growth["compute_s"], growth["compute_s"] * (1 - padding) * won, core_wait_s)
-
-
 def measured(
-    *,
-    policy: str,
-    workload: str,
-    jobs: Sequence[JobFigures],
-    rollout: Engine,
-    trainer: Engine,
-    cpu_s: Mapping[str, float],
-    sampled_tokens: float,
-    others: float = 0.0,
-    stretches: Sequence[Stretch] = (),
-    kind: str = "measured",
+    policy: str, workload: str, jobs: Sequence[JobFigures], growth: Growth, cpu_s: Mapping[str, float]
 ) -> Measured:
     makespan_s = max(job.versions_s[-1] for job in jobs)
     steps = [seconds for job in jobs for seconds in job.step_times_s]
+    rollout = growth["rollout"]
     return Measured(
-        kind=kind,  # type: ignore[arg-type]
+        kind="measured",
         policy=policy,
         training_queue="fused",
         workload=workload,
@@ -165,61 +66,12 @@ def measured(
         makespan_s=makespan_s,
         tokens_per_s=sum(job.tokens for job in jobs) / makespan_s,
         steps_per_s=len(steps) / makespan_s,
-        rollout_busy=rollout.busy_s / makespan_s,
-        trainer_busy=trainer.busy_s / makespan_s,
-        ttfs_s=Spread.of([job.first_s - job.submitted_s for job in jobs]),
+        rollout_busy=(rollout["decode_s"] + rollout["prefill_s"]) / makespan_s,
+        trainer_busy=growth["trainer"]["compute_s"] / makespan_s,
+        ttfs_s=Spread.of([job.versions_s[0] - job.submitted_s for job in jobs]),
         tpts_s=Spread.of(steps),
         jain=jain([job.tokens / job.turnaround_s for job in jobs]),
-        wasted_tokens=max(0, round(sampled_tokens) - sum(job.written for job in jobs)),
+        wasted_tokens=max(0, round(rollout["sampled_tokens"]) - sum(job.written for job in jobs)),
         jobs=list(jobs),
-        rollout=rollout,
-        trainer=trainer,
         cpu_s=dict(cpu_s),
-        others=others,
-        stretches=list(stretches),
     )
-
-
-def summed(run: Measured, n: int) -> Measured:
-    """`n` jobs one after another, from a measured run of fewer: its jobs again and again, each with its own duration.
-
-    All are submitted at the start, so a job waits for those before it, as it does under `sequential`.
-    """
-    own = sorted(run.jobs, key=lambda job: job.versions_s[-1])
-    starts = [0.0, *(job.versions_s[-1] for job in own)]
-    jobs: list[JobFigures] = []
-    at = 0.0
-    for number in range(n):
-        job, started, ended = own[number % run.n], starts[number % run.n], starts[number % run.n + 1]
-        jobs.append(job.later(at - started))
-        at += ended - started
-    factor = n / run.n
-    sampled = run.wasted_tokens + sum(job.written for job in run.jobs)
-    return measured(
-        kind="summed",
-        policy=run.policy,
-        workload=run.workload,
-        jobs=jobs,
-        rollout=run.rollout.times(factor),
-        trainer=run.trainer.times(factor),
-        cpu_s={name: factor * seconds for name, seconds in run.cpu_s.items()},
-        sampled_tokens=factor * sampled,
-        others=run.others,
-    )
-
-
-def with_sums(runs: Sequence[Measured], numbers: Sequence[int]) -> list[Measured]:
-    """Adds the runs of `sequential` that were not measured, as sums of the largest measured one below."""
-    found = list(runs)
-    for workload in dict.fromkeys(run.workload for run in runs):
-        own = {run.n: run for run in runs if run.workload == workload and run.policy == "sequential"}
-        for n in numbers:
-            below = [size for size in own if size < n]
-            if n not in own and below:
-                found.append(summed(own[max(below)], n))
-    return found
-
-
-def read(folder: Path) -> list[Measured]:
-    """Raises ValueError if there are none."""
-    return read_runs(folder, Measured)

@@ -5,122 +5,200 @@
     python -m benchmarks.peers --jobs 1 8 --systems marlaas trl-1 --steps 10 --out FOLDER
     python -m benchmarks.peers --show FOLDER                # prints results that are there already
 
-A run is N jobs on one system, from the start of its first process until the last adapter lies on the disk as a file and
-its last process has ended. For each N the systems take turns, so that a change of the machine's load meets all of them.
-Afterwards one and the same judge loads every adapter into PEFT and answers the held-out items. Each run writes
-FOLDER/SYSTEM-N.json.
+A run is N jobs on one system, from the start of its first process until the last adapter lies on the disk as a file and its last
+process has ended. For each N the systems take turns, so that a change of the machine's load meets all of them. Afterwards one and
+the same judge loads every adapter into PEFT and answers the held-out items. Each run writes FOLDER/SYSTEM-N.json.
 
-    TRL, one after another     GRPOTrainer, one process a job. N = 16 is twice N = 8, and marked so
+    TRL, one after another     GRPOTrainer, one process a job, up to N = 8
     TRL, two at once           the same, two processes at a time
-    TRL, all at once           at the largest N up to 8: the memory of N processes
+    TRL, all at once           at N = 8: the memory of N processes
     SkyRL                      its Tinker server: one server on its JAX backend, N clients at once
 
-The second table's "×" is the figure over that of MARLaaS; "− ours" is the sampled reward less that of MARLaaS, mean over
-the jobs and its standard error.
+In the table "×" is the figure over that of MARLaaS; "− ours" is the sampled reward less that of MARLaaS, mean over the jobs and its
+standard error.
 """
 
-import argparse
+import math
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from benchmarks._report import Report, console, empty, make_table, positive, show, sweep_parser
-from benchmarks.peers import results
-from benchmarks.peers.data import make_jobs, write_data
-from benchmarks.peers.evaluate import Judge
-from benchmarks.peers.measure import RunFailed, run
-from benchmarks.peers.results import Result, Scores
-from benchmarks.peers.settings import Job, Settings, read_rows, table
-from benchmarks.peers.systems import BASELINE, SYSTEMS, System, environment
+import numpy as np
+
+from benchmarks._report import (
+    Goal,
+    Report,
+    console,
+    empty,
+    make_table,
+    positive,
+    read_json,
+    show,
+    sweep_parser,
+    write_json,
+)
+from benchmarks.peers import settings as files
+from benchmarks.peers.judge import Score, score
+from benchmarks.peers.measure import SYSTEMS, RunFailed, run
+from benchmarks.peers.settings import Job, Row, Settings
+from common.rng import permutation
+from common.skills import SKILLS, generate
 
 OUT = Path(".peers/results")
-LIMIT_S = 1800.0
 FULL, QUICK = (1, 4, 8, 16), (1, 4)
 QUICK_STEPS = 5
-MOST_ALL_AT_ONCE = 8
 MOST_IN_TURN = 8
+"""Jobs that TRL runs one after another, and all at once."""
+SINGLE_TURN = tuple(name for name, skill in SKILLS.items() if not skill.needs_calculator)
+"""`calc` is left out: its tool calls take several turns, for which each peer would need a loop of its own."""
+COLUMNS = ("N", "system", "wall s", "×", "CPU s", "×", "peak MB", "×", "greedy", "sampled", "− ours")
 
 
-def plan(numbers: Sequence[int], names: Sequence[str]) -> Iterator[tuple[int, System]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One system with N jobs. `failed` says why there are no figures (zeros)."""
+
+    system: str
+    num_jobs: int
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_mb: float = 0.0
+    before: Mapping[str, Score] = field(default_factory=dict[str, Score])
+    after: Mapping[str, Score] = field(default_factory=dict[str, Score])
+    failed: str = ""
+
+
+# ---- jobs -----------------------------------------------------------------------------------------------------------
+
+
+def make_jobs(num_jobs: int) -> list[Job]:
+    """The skills in turn, each job with a seed of its own."""
+    skills = [SINGLE_TURN[number % len(SINGLE_TURN)] for number in range(num_jobs)]
+    return [Job(f"{number:02d}-{skill}", skill, seed=number + 1) for number, skill in enumerate(skills)]
+
+
+def drawn(rows: list[Row], seed: int, number: int) -> list[Row]:
+    """The first `number` items that a job of MARLaaS draws: group g gets permutation(seed, epoch)[g mod n]."""
+    n = len(rows)
+    orders = [permutation(seed, epoch, n) for epoch in range(-(-number // n))]
+    return [rows[int(orders[group // n][group % n])] for group in range(number)]
+
+
+def write_data(folder: Path, jobs: list[Job], settings: Settings) -> None:
+    files.write_json(folder / "settings.json", settings)
+    for job in jobs:
+        home = folder / job.name
+        home.mkdir()
+        files.write_json(home / "job.json", job)
+        rows = generate(job.skill, job.seed, settings.num_items, "train")
+        files.write_rows(home / "items.jsonl", rows)
+        files.write_rows(home / "drawn.jsonl", drawn(rows, job.seed, settings.num_steps * settings.batch_size))
+        files.write_rows(home / "held_out.jsonl", generate(job.skill, job.seed, settings.num_held_out, "held_out"))
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
+def plan(numbers: Sequence[int], names: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Runs, in order."""
-    largest = max((n for n in numbers if n <= MOST_ALL_AT_ONCE), default=0)
     for number in numbers:
         for name in names:
-            if name == "trl-1" and number > MOST_IN_TURN and any(n <= MOST_IN_TURN for n in numbers):
+            if (name == "trl-1" and number > MOST_IN_TURN) or (name == "trl-all" and number != MOST_IN_TURN):
                 continue
-            if name == "trl-all" and number != largest:
-                continue
-            yield number, SYSTEMS[name]
+            yield number, name
 
 
-def measure(system: System, num_jobs: int, settings: Settings, judge: Judge, logs: Path) -> Result:
-    jobs = make_jobs(num_jobs)
-    with tempfile.TemporaryDirectory() as name:
-        folder, log = Path(name), logs / f"{system.name}-{num_jobs}.log"
+def measure(name: str, num_jobs: int, settings: Settings, log: Path) -> Result:
+    jobs, system, result = make_jobs(num_jobs), SYSTEMS[name], Result(system=name, num_jobs=num_jobs)
+    at_once = 1 if system.at_once is None else system.at_once or num_jobs
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         write_data(folder, jobs, settings)
-        result = Result(system=system.name, num_jobs=num_jobs)
         try:
-            cost = run(
-                system.commands(folder, jobs),
-                at_once=system.width(num_jobs),
-                environment=environment(settings),
-                log=log,
-                limit_s=LIMIT_S,
-            )
+            cost = run(system.commands(folder, jobs), at_once=at_once, threads=settings.threads, log=log)
         except (RunFailed, FileNotFoundError) as error:
             return replace(result, failed=str(error))
-        before, after = scores(system, folder, jobs, judge)
-        return replace(result, **asdict(cost), before=before, after=after)
+        rows = {job.name: files.read_rows(folder / job.name / "held_out.jsonl") for job in jobs}
+        before = {name: score(settings, items) for name, items in rows.items()}
+        after = {name: score(settings, items, folder / name / system.adapters) for name, items in rows.items()}
+    return replace(result, **asdict(cost), before=before, after=after)
 
 
-def scores(system: System, folder: Path, jobs: Sequence[Job], judge: Judge) -> tuple[Scores, Scores]:
-    """Scores of the base model, and of the adapters."""
-    rows = {job.name: read_rows(folder / job.name / "held_out.jsonl") for job in jobs}
-    before = {name: astuple(judge.base(name, items)) for name, items in rows.items()}
-    after = {name: astuple(judge.score(items, folder / name / system.adapters)) for name, items in rows.items()}
-    return before, after
+# ---- the report -----------------------------------------------------------------------------------------------------
 
 
-def with_multiples(measured: list[Result], numbers: Sequence[int]) -> list[Result]:
-    """Adds the runs of TRL one after another that are sums of a measured one."""
-    in_turn = [r for r in measured if r.system == "trl-1" and not r.failed]
-    if not in_turn:
-        return measured
-    most = max(in_turn, key=lambda r: r.num_jobs)
-    return measured + [results.multiple(most, n) for n in numbers if n > most.num_jobs]
+def line(result: Result, ours: Result | None) -> list[str]:
+    start = [str(result.num_jobs), SYSTEMS[result.system].label]
+    if result.failed:
+        return [*start, f"failed: {result.failed}", *[""] * (len(COLUMNS) - 3)]
+    greedy, sampled = (
+        f"{before:.2f}→{after:.2f}"
+        for before, after in zip(*(np.mean(list(s.values()), 0) for s in (result.before, result.after)), strict=True)
+    )
+    times = [
+        f"{getattr(result, name) / getattr(ours, name):.2f}" if ours else "" for name in ("wall_s", "cpu_s", "peak_mb")
+    ]
+    middle, error = difference(ours, result) if ours and ours is not result else (math.nan, math.nan)
+    compared = "" if math.isnan(middle) else f"{middle:+.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+    costs = (f"{result.wall_s:.1f}", f"{result.cpu_s:.0f}", f"{result.peak_mb:,.0f}")
+    return [*start, *(cell for both in zip(costs, times, strict=True) for cell in both), greedy, sampled, compared]
 
 
-def report(found: list[Result], settings: Settings, to: Path | None) -> None:
-    systems = make_table("Settings, the same on all sides", ("setting", "value"), table(settings))
-    systems.columns[1].justify, systems.columns[1].no_wrap = "left", False
-    compared = make_table("Side by side", results.COLUMNS, results.lines(found))
-    compared.columns[1].justify = "left"
-    show(Report([systems, compared], [asdict(result) for result in found], results.goals(found)), to)
+def difference(ours: Result, theirs: Result) -> tuple[float, float]:
+    """(mean of theirs − ours of the sampled rewards over the jobs, its standard error); nan for a single job."""
+    differences = [theirs.after[job][1] - ours.after[job][1] for job in ours.after]
+    error = np.std(differences, ddof=1) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    return float(np.mean(differences)), float(error)
 
 
-def options() -> argparse.Namespace:
-    given = sweep_parser(__doc__, OUT, f"N = 1 and 4, {QUICK_STEPS} steps")
-    given.add_argument("--jobs", type=positive, nargs="+", metavar="N", help="default: 1 4 8 16")
-    given.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
-    given.add_argument("--steps", type=positive, help=f"of each job; default {Settings().num_steps}")
-    return given.parse_args()
+def goals(at: Mapping[str, Result]) -> list[Goal]:
+    """Goals that are set for N = 8. `at`: its results that did not fail, by system."""
+    ours, limits = at.get("marlaas"), {"trl-1": 4.0, "trl-2": 2.5, "skyrl": 5.0}
+    found: list[Goal] = []
+    if ours is None:
+        return found
+    for name, theirs in at.items():
+        label = SYSTEMS[name].label
+        if name in limits:
+            found.append(Goal(f"N = 8: faster than {label}", theirs.wall_s / ours.wall_s, limits[name], " times"))
+        if name == "trl-all":
+            share = ours.peak_mb / theirs.peak_mb
+            found.append(Goal("memory against 8 TRL processes", share, 1 / 3, " times", more_is_better=False))
+        if theirs is not ours and (both := difference(ours, theirs))[1]:
+            what = f"final reward, {label} − ours, in standard errors"
+            found.append(Goal(what, abs(both[0]) / both[1], 3.0, more_is_better=False))
+    return found
+
+
+def report(results: list[Result], settings: Settings, to: Path | None) -> None:
+    sound = {(result.num_jobs, result.system): result for result in results if not result.failed}
+    ordered = sorted(results, key=lambda r: (r.num_jobs, list(SYSTEMS).index(r.system)))
+    told = make_table(
+        "Settings, the same on all sides", ("setting", "value"), [(k, str(v)) for k, v in asdict(settings).items()]
+    )
+    rows = [line(result, sound.get((result.num_jobs, "marlaas"))) for result in ordered]
+    compared = make_table("Side by side", COLUMNS, rows)
+    told.columns[1].justify = compared.columns[1].justify = "left"
+    eight = {name: result for (number, name), result in sound.items() if number == MOST_IN_TURN}
+    show(Report([told, compared], [asdict(result) for result in results], goals(eight)), to)
 
 
 def main() -> None:
-    given = options()
+    options = sweep_parser(__doc__, OUT, f"N = 1 and 4, {QUICK_STEPS} steps")
+    options.add_argument("--jobs", type=positive, nargs="+", metavar="N", help="default: 1 4 8 16")
+    options.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    options.add_argument("--steps", type=positive, help=f"of each job; default {Settings().num_steps}")
+    given = options.parse_args()
     out = given.show or given.out or OUT
     settings = replace(Settings(), num_steps=given.steps or (QUICK_STEPS if given.quick else Settings().num_steps))
-    numbers = given.jobs or (QUICK if given.quick else FULL)
     if given.show is None:
         empty(out, "*-*.json", "*-*.log")
-        judge = Judge(settings)
-        for number, system in plan(numbers, given.systems):
-            console.print(f"{system.label}, N = {number} …")
-            results.write(out, measure(system, number, settings, judge, out))
-    found = results.read(out)
-    assert any(result.system == BASELINE for result in found), "nothing to compare with"
-    report(with_multiples(found, sorted({result.num_jobs for result in found})), settings, given.json)
+        for number, name in plan(given.jobs or (QUICK if given.quick else FULL), given.systems):
+            console.print(f"{SYSTEMS[name].label}, N = {number} …")
+            result = measure(name, number, settings, out / f"{name}-{number}.log")
+            write_json(result, out / f"{name}-{number}.json")
+    report(read_json(out, "*.json", Result), settings, given.json)
 
 
 if __name__ == "__main__":

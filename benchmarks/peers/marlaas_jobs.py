@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.settings import ADAPTER, ADAPTER_CONFIG, Job, Settings, read_job, read_settings
+from benchmarks.peers.settings import Job, Settings, read_job, read_settings
 from harness.live import GRADER, Api
 from manager_service.local.supervisor import LocalCluster
 
@@ -39,31 +39,22 @@ def hyperparameters(settings: Settings) -> dict[str, Any]:
 
 
 async def train(admin: Api, folder: Path, job: Job, settings: Settings) -> None:
-    api = await admin.tenant(f"tenant-{job.name}")
-    try:
-        how = {"grader": GRADER, "hyperparameters": hyperparameters(settings)}
-        body = {
-            "model": "tiny",
-            "seed": job.seed,
-            "training_file": await api.upload("items.jsonl", (folder / job.name / "items.jsonl").read_bytes()),
-            "method": {"type": "reinforcement", "reinforcement": how},
-        }
-        created = await api.post("/fine_tuning/jobs", body)
-        (ended,) = await api.until_done(created["id"], seconds=LIMIT_S)
-        assert ended["status"] == "succeeded", ended["error"]
-        await download(api, created["id"], settings.num_steps, folder / job.name / "marlaas")
-    finally:
-        await api.close()
-
-
-async def download(api: Api, job: str, version: int, to: Path) -> None:
-    answer = await api.http.get(f"/fine_tuning/jobs/{job}/checkpoints/{version}/content")
-    answer.raise_for_status()
-    to.mkdir()
-    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
-        for file in (ADAPTER, ADAPTER_CONFIG):
-            found = next(name for name in archive.namelist() if Path(name).name == file)
-            (to / file).write_bytes(archive.read(found))
+    api, home = await admin.tenant(f"tenant-{job.name}"), folder / job.name
+    body = {
+        "model": "tiny",
+        "seed": job.seed,
+        "training_file": await api.upload("items.jsonl", (home / "items.jsonl").read_bytes()),
+        "method": {
+            "type": "reinforcement",
+            "reinforcement": {"grader": GRADER, "hyperparameters": hyperparameters(settings)},
+        },
+    }
+    created = (await api.post("/fine_tuning/jobs", body))["id"]
+    (ended,) = await api.until_done(created, seconds=LIMIT_S)
+    assert ended["status"] == "succeeded", ended["error"]
+    content = await api.http.get(f"/fine_tuning/jobs/{created}/checkpoints/{settings.num_steps}/content")
+    zipfile.ZipFile(io.BytesIO(content.content)).extractall(home / "marlaas")
+    await api.close()
 
 
 async def run(folder: Path, names: list[str]) -> None:

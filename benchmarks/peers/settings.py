@@ -1,5 +1,5 @@
-"""Holds what every system is given: a job's settings, folder and reward. Imports only the standard library, because this
-module is also imported inside the peers' own virtual environments.
+"""Holds what every system is given: a job's settings, folder and reward. Imports only the standard library, because this module is
+also imported inside the peers' own virtual environments.
 
     FOLDER/settings.json             the settings, the same for every job
     FOLDER/NAME/job.json             name, skill, seed
@@ -24,8 +24,9 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that decides what is learned, or what it costs. Where the systems differ in what they can do, the value
-    is one that all of them have."""
+    """Everything that decides what is learned, or what it costs. Where the systems differ in what they can do, the value is one that
+    all of them have. The advantage is (R − mean) / std of the group; the loss GRPO's, without a KL term; the rate constant; there is
+    no weight decay, no dropout and no clipping of gradients."""
 
     batch_size: int = 16  # groups in a step
     group_size: int = 8
@@ -64,32 +65,6 @@ def reward(answer: str, expected: str) -> float:
     return float(answer == expected)
 
 
-def table(settings: Settings) -> list[tuple[str, str]]:
-    """(setting, value) in the order in which the report prints them."""
-    s = settings
-    return [
-        ("base model", "models/tiny, float32"),
-        (
-            "data",
-            f"{s.num_items} items a job, the same in the same order; one job a skill, in turn: single-turn skills",
-        ),
-        ("held-out items", f"{s.num_held_out} a job; greedy, and {s.eval_samples} samples each"),
-        ("reward", "1 if the answer is exactly right, else 0"),
-        ("batch", f"{s.batch_size} groups of {s.group_size}, {s.num_steps} steps, strictly on-policy"),
-        ("advantage", "(R − mean) / std of the group"),
-        ("loss", "GRPO: mean over a sequence's tokens, then over sequences; no KL term"),
-        ("clip", f"ratio within [{1 - s.clip:g}, {1 + s.clip:g}]"),
-        ("temperature, max. tokens", f"{s.temperature:g}, {s.max_tokens}; no top-p, no top-k"),
-        ("LoRA", f"rank {s.lora_rank}, alpha {s.lora_alpha}, all linear layers, no dropout"),
-        (
-            "optimiser",
-            f"AdamW {'/'.join(map(str, s.adam_betas))}/{s.adam_eps:g}, no weight decay, no gradient clipping",
-        ),
-        ("learning rate", f"{s.learning_rate:g}, constant"),
-        ("threads", f"{s.threads} in each process that computes"),
-    ]
-
-
 def advantages(rewards: list[float]) -> list[float]:
     """(R − mean) / std of one group: the sample's std plus 1e-6, as MARLaaS and TRL have it; 0 if all are equal."""
     mean = sum(rewards) / len(rewards)
@@ -97,25 +72,14 @@ def advantages(rewards: list[float]) -> list[float]:
     return [(r - mean) / (std + 1e-6) for r in rewards] if std else [0.0] * len(rewards)
 
 
-# ---- the folder -----------------------------------------------------------------------------------------------------
-
-
-def write_settings(folder: Path, settings: Settings) -> None:
-    (folder / "settings.json").write_text(json.dumps(asdict(settings)))
+def write_json(file: Path, value: Settings | Job) -> None:
+    file.write_text(json.dumps(asdict(value)))
 
 
 def read_settings(folder: Path) -> Settings:
     values: dict[str, Any] = json.loads((folder / "settings.json").read_text())
     tuples: dict[str, Any] = {name: tuple(values[name]) for name in ("lora_targets", "adam_betas")}
     return Settings(**{**values, **tuples})
-
-
-def write_job(folder: Path, job: Job) -> Path:
-    """Makes the job's folder."""
-    home = folder / job.name
-    home.mkdir(parents=True)
-    (home / "job.json").write_text(json.dumps(asdict(job)))
-    return home
 
 
 def read_job(folder: Path, name: str) -> Job:

@@ -17,9 +17,8 @@ Its files:
     helper.py     asks helper processes, and kills those that take too long
     similarity.py  measures how alike two texts are
     math.py       compares two final answers mathematically
-    answers/      finds the final answer of a text, and compares two where they are plain
-    model.py      says what a grader's model is asked, and what its answer means
+    answers.py    finds the final answer of a text, and compares two where they are plain
+    model.py      says what a grader's model is asked, and what its answer means; asks models outside of this service
     judging.py    asks models of this service, by turns of their own
-    model_endpoint.py  asks models outside of this service
     endpoint.py   asks the user's own URL, and guards the operator's network
 """

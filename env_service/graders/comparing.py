@@ -3,13 +3,18 @@
 As a program (`python -m env_service.graders.comparing`) this file is the helper.
 """
 
+import os
+
 import msgspec
 
 from common import templates
 from common.errors import InvalidInput
-from env_service.graders import helper, math
+from common.helpers import serve
+from env_service.graders import math
 from env_service.graders.attempt import decoded
 
+MEMORY_BYTES = 512 * 1024**2
+"""The most memory of the helper."""
 MAX_CHARACTERS = 20_000
 """The most characters of a text whose similarity is measured."""
 
@@ -19,29 +24,10 @@ class Question(msgspec.Struct, kw_only=True):
 
     type: str
     how: str = ""
+    fallback: bool = True  # of `math`
     input: str
     reference: str
     attempt: bytes  # an encoded `Attempt`
-
-
-class Answer(msgspec.Struct):
-    reward: float = 0.0
-    refused: str | None = None  # why there is no reward
-
-
-def answered(question: bytes) -> bytes:
-    try:
-        return msgspec.msgpack.encode(Answer(_reward(msgspec.msgpack.decode(question, type=Question))))
-    except InvalidInput as error:
-        return msgspec.msgpack.encode(Answer(refused=str(error)))
-
-
-def read_answer(answer: bytes) -> float:
-    """The reward. Raises InvalidInput if the helper did."""
-    given = msgspec.msgpack.decode(answer, type=Answer)
-    if given.refused is not None:
-        raise InvalidInput(given.refused)
-    return given.reward
 
 
 def string_check(operation: str, text: str, reference: str) -> float:
@@ -60,13 +46,15 @@ def string_check(operation: str, text: str, reference: str) -> float:
     return float(holds)
 
 
-def _reward(asked: Question) -> float:
+def reward(question: bytes) -> float:
+    """The answer to an encoded Question. Raises InvalidInput."""
+    asked = msgspec.msgpack.decode(question, type=Question)
     attempt = decoded(asked.attempt)
     text = templates.render(asked.input, attempt.item, attempt.sample)
     reference = templates.render(asked.reference, attempt.item, attempt.sample)
     match asked.type:
         case "math":
-            return float(math.equal(text, reference))
+            return float(math.equal(text, reference, fallback=asked.fallback))
         case "text_similarity":
             return _similarity(asked.how, text, reference)
         case _:
@@ -83,4 +71,5 @@ def _similarity(metric: str, text: str, reference: str) -> float:
 
 
 if __name__ == "__main__":
-    helper.serve(answered)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing shows what its libraries print
+    serve(reward, memory_bytes=MEMORY_BYTES)

@@ -25,8 +25,7 @@ from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints
-from env_service.graders.model import ModelAsked, question_of, reward_of
-from env_service.graders.model_endpoint import ModelEndpoints
+from env_service.graders.model import ModelAsked, ModelEndpoints, question_of, reward_of
 from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
 
@@ -60,7 +59,7 @@ class GraderRunner:
         sandbox: Sandbox,
         endpoints: Endpoints,
         text_comparer: TextComparer,
-        timeout_s: float,
+        timeout_s: float = 10.0,
         models: ModelEndpoints | None = None,
     ) -> None:
         """`timeout_s`: of one grader, and of all graders of a `multi` together; models have limits of their own. `models`: outside of

@@ -9,7 +9,7 @@ import msgspec
 from common import templates
 from common.graders import MathGrader, StringCheck, TextSimilarity
 from env_service.graders.attempt import Attempt
-from env_service.graders.comparing import Question, read_answer, string_check
+from env_service.graders.comparing import Question, string_check
 from env_service.graders.helper import GraderHelpers
 from env_service.graders.math import plainly_equal
 from env_service.work import Allowance
@@ -51,7 +51,7 @@ class TextComparer:
         if found is not None:
             return found
         question = msgspec.msgpack.encode(_question(grader, attempt))
-        return read_answer(await self._helpers[grader.type].ask(question, allowance))
+        return await self._helpers[grader.type].ask(question, allowance)
 
 
 def _question(grader: TextGrader, attempt: Attempt) -> Question:
@@ -60,7 +60,15 @@ def _question(grader: TextGrader, attempt: Attempt) -> Question:
         how = grader.operation
     elif isinstance(grader, TextSimilarity):
         how = grader.evaluation_metric
-    return Question(type=grader.type, how=how, input=grader.input, reference=grader.reference, attempt=attempt.encoded)
+    fallback = not isinstance(grader, MathGrader) or grader.fallback
+    return Question(
+        type=grader.type,
+        how=how,
+        fallback=fallback,
+        input=grader.input,
+        reference=grader.reference,
+        attempt=attempt.encoded,
+    )
 
 
 def _at_once(grader: TextGrader, attempt: Attempt) -> float | None:
@@ -73,7 +81,7 @@ def _at_once(grader: TextGrader, attempt: Attempt) -> float | None:
             return None if texts is None else string_check(grader.operation, *texts)
         case MathGrader():
             texts = _short(grader, attempt, SHORT_MATH_CHARACTERS)
-            found = None if texts is None else plainly_equal(*texts)
+            found = None if texts is None else plainly_equal(*texts, fallback=grader.fallback)
             return None if found is None else float(found)
 
 

@@ -7,5 +7,4 @@ reports at the same pace, by the same commands and the same script, and what it 
 worker.py      the loop: work has one heap of ends instead of a task and a timer each
 rollout.py     answers turns as `OneTurnRollout` does, but builds the answer from the request's bytes: it decodes and encodes nothing
 env.py         begins trajectories as `OneTurnEnv` does: the turns of a group are one payload with another number in two places
-alike.py       says of all payloads at once what each has in common with the one before
 """

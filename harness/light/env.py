@@ -1,11 +1,10 @@
 """Begins trajectories as `OneTurnEnv` does: the turns of a group are one payload, but for the sample's number, which stands there twice."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 from common.bus import Bus
 from common.messages import Start
-from common.repeats import sent_once
 from common.streams import GROUP_ENV, Cell
 from common.telemetry import Reporter
 from common.underway import Inbox
@@ -19,14 +18,6 @@ LARGEST_DIGIT = 9
 """Up to it a sample's number is one character of the turn's id, and one byte of its own field."""
 
 
-class Turns(NamedTuple):
-    """Payloads of one group's first and last turn, and the fields of the entries of all but the first."""
-
-    first: bytes
-    others: list[list[Any]]
-    last: bytes
-
-
 class Beginnings:
     """The turns that `OneTurnEnv` makes of groups that begin, and the stream to which they go."""
 
@@ -35,29 +26,19 @@ class Beginnings:
         self._stream = cell.name_of(cell.rollout)
 
     def outputs(self, payloads: Sequence[bytes]) -> list[list[Output]]:
-        found, before = list[list[Output]](), list[list[Any]]()
-        for payload in payloads:
-            turns = self.turns(cast(Start, decode(payload)))
-            first = sent_once([*before, ["payload", turns.first]])[-1]
-            found.append([(self._stream, fields) for fields in (first, *turns.others)])
-            before = [["payload", turns.last]]
-        return found
+        starts = [cast(Start, decode(payload)) for payload in payloads]
+        return [[(self._stream, ["payload", turn]) for turn in self.turns(start)] for start in starts]
 
-    def turns(self, start: Start) -> Turns:
+    def turns(self, start: Start) -> list[bytes]:
+        """Payloads of a group's turns."""
         if max(start.samples) > LARGEST_DIGIT:
-            return self._ordinary(start)
+            return [encode(self._env.turn(start, sample)) for sample in start.samples]
         turn = self._env.turn(start, start.samples[0])
         payload, identity = encode(turn), turn.id.encode()
         digit = payload.index(identity) + len(identity.rsplit(b"/", 2)[0]) - 1
         number = payload.index(SAMPLE, digit) + len(SAMPLE)
-        between, tail = payload[digit + 1 : number], len(payload) - number - 1
-        pieces = [b"%d%b%c" % (sample, between, sample) for sample in start.samples]
-        others = [["like", digit, tail, piece] for piece in pieces[1:]]
-        return Turns(payload, others, payload[:digit] + pieces[-1] + payload[number + 1 :])
-
-    def _ordinary(self, start: Start) -> Turns:
-        payloads = [encode(self._env.turn(start, sample)) for sample in start.samples]
-        return Turns(payloads[0], sent_once([["payload", payload] for payload in payloads])[1:], payloads[-1])
+        begin, between, end = payload[:digit], payload[digit + 1 : number], payload[number + 1 :]
+        return [b"%b%d%b%c%b" % (begin, sample, between, sample, end) for sample in start.samples]
 
 
 def light_env(

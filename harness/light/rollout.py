@@ -11,7 +11,6 @@ from common.streams import GROUP_ROLLOUT, Cell
 from common.telemetry import Reporter
 from common.underway import Inbox
 from common.wire import decode, encode
-from harness.light.alike import alike, fields_after
 from harness.light.worker import LightWorker, Output
 from harness.standin import OneTurnEnv, OneTurnRollout
 
@@ -76,10 +75,7 @@ class Answers:
         return stream, encode(self._rollout.scored(message))
 
     def outputs(self, payloads: Sequence[bytes]) -> list[list[Output]]:
-        answers = [self.to(payload) for payload in payloads]
-        sent = [payload for _, payload in answers]
-        fields = [["payload", sent[0]], *map(fields_after, sent[1:], alike(sent))]
-        return [[(stream, each)] for (stream, _), each in zip(answers, fields, strict=True)]
+        return [[(stream, ["payload", answer])] for stream, answer in map(self.to, payloads)]
 
 
 EXAMPLE = Start(

@@ -93,13 +93,11 @@ def create_app(api: Api) -> FastAPI:
     for router in (*(noun.router for noun in ROUTERS), jobs.hyperparameters):
         app.router.routes += router.routes
     errors.install(app)
-    settings = api.settings
     app.add_middleware(
         BodyLimit,
-        max_body_bytes=settings.max_body_bytes,
         larger={f"{PREFIX}/{name}": MAX_PASS_BYTES for name in ("forward", "forward_backward")},
-        max_file_bytes=settings.max_file_bytes,
-        max_uploads_bytes=settings.max_uploads_bytes,
+        max_file_bytes=api.limits.max_file_bytes,
+        max_uploads_bytes=api.limits.max_uploads_bytes,
     )
     app.add_middleware(OpenRequests, api=api)
     app.add_middleware(KeyFirst, api=api)

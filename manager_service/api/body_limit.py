@@ -18,6 +18,8 @@ from manager_service.api.errors import RETRY_AFTER_S, ApiError, answer
 UPLOADS = "/v1/files"
 FORM_BYTES = 64 << 10
 """Room for the other parts of a multipart form."""
+MAX_BODY_BYTES = 4 << 20
+"""The largest body that is neither an upload nor named as larger."""
 MAX_PASSING_BYTES = 256 << 20
 """Bytes that one tenant's large bodies may have together."""
 PAUSE_S = 30.0
@@ -37,16 +39,14 @@ class BodyLimit:
         self,
         app: ASGIApp,
         *,
-        max_body_bytes: int,
         larger: Mapping[str, int],
         max_file_bytes: int,
         max_uploads_bytes: int,
     ) -> None:
-        """`larger`: path -> the limit of its bodies where that is above `max_body_bytes`."""
+        """`larger`: path -> the limit of its bodies where that is above MAX_BODY_BYTES."""
         self._app = app
         self._larger = larger
         self._passing: Counter[str] = Counter()  # tenant -> bytes in this process's memory
-        self._max_body_bytes = max_body_bytes
         self._max_file_bytes = max_file_bytes
         self._max_uploads_bytes = max_uploads_bytes
         self._uploading: Counter[str] = Counter()  # tenant -> bytes on this machine's disk
@@ -57,7 +57,7 @@ class BodyLimit:
             return
         uploads = scope["path"].rstrip("/") == UPLOADS
         larger = self._larger.get(scope["path"], 0)
-        limit = self._max_file_bytes + FORM_BYTES if uploads else max(self._max_body_bytes, larger)
+        limit = self._max_file_bytes + FORM_BYTES if uploads else max(MAX_BODY_BYTES, larger)
         body = Body(receive, limit)
         if (announced := _announced(scope)) > limit:
             comes = announced <= limit + DRAIN_BYTES and not _asks_first(scope)

@@ -47,6 +47,24 @@ MAX_CONNECTIONS = 64
 """Connections of one client of requests, whose calls are short: more would take longer to make than they save."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiLimits:
+    """Limits of requests that no operator needs to change; tests shorten them."""
+
+    max_file_bytes: int = 256 << 20  # the largest uploaded file
+    max_line_bytes: int = 256 << 10  # its longest line: the whole item travels in messages
+    max_uploads_bytes: int = 1 << 30  # of this manager's disk that one tenant's uploads under way may take
+    max_unfinished_bytes: int = 64 << 20  # of the records of a tenant's unfinished jobs, of which methods are the most
+    max_event_streams: int = 100  # requests of one tenant for events that are open at once on this manager
+    inference_silence_s: float = 10.0  # a turn that nobody worked on for this long is asked for again
+    grader_run_timeout_s: float = 60.0  # the longest call of `graders/run`
+    command_wait_s: float = 3.0  # for which cancel, pause and resume wait for the job's owner before they answer
+    keep_alive_s: float = 10.0  # between comments on a silent stream of events
+
+
+LIMITS = ApiLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class Base:
     """One base model, and the API's way to its cell."""
@@ -89,6 +107,7 @@ class Api:
     """The parts behind the routes."""
 
     settings: ManagerSettings
+    limits: ApiLimits
     redis: Any  # an impatient client for the records outside the cells
     objects: Objects
     adapters: AdapterStore

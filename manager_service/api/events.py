@@ -63,7 +63,7 @@ def _sequence(text: str | None, param: str) -> int | None:
 async def _follow(api: Api, row: JobRow, last: int) -> AsyncIterator[str]:
     """Events after `last` as they come; ends behind the last event of a job that has ended."""
     store, key, feed = JobStore(api), row.base.cell.events(row.spec.id), row.base.feed
-    wait_s, told_s = min(LOOK_EVERY_S, api.settings.keep_alive_s), time.monotonic()
+    wait_s, told_s = min(LOOK_EVERY_S, api.limits.keep_alive_s), time.monotonic()
     while row.archived is None:
         ended, cursor = row.state.status in FINAL, (last, ANY) if last >= 0 else (0, 0)
         entries = await (feed.now(key, cursor) if ended else feed.after(key, cursor, wait_s))
@@ -75,7 +75,7 @@ async def _follow(api: Api, row: JobRow, last: int) -> AsyncIterator[str]:
             told_s = time.monotonic()
         elif ended and row.archived is None:
             return
-        elif time.monotonic() - told_s >= api.settings.keep_alive_s:
+        elif time.monotonic() - told_s >= api.limits.keep_alive_s:
             told_s = time.monotonic()
             yield ": keep-alive\n\n"
     async for record in row.base.archive.records(row.archived).events_after(last):

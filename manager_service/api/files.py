@@ -39,7 +39,7 @@ async def upload(
     With the purpose `adapter`, `adapter_model.safetensors` as PEFT writes it, for jobs to start from."""
     if purpose not in ("fine-tune", ADAPTER):
         raise InvalidInput(f"purpose {quoted(purpose)} is not offered: use 'fine-tune' or 'adapter'", param="purpose")
-    limit = api.settings.max_file_bytes
+    limit = api.limits.max_file_bytes
     if (file.size or 0) > limit:
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
     name = shown_name(file.filename or "upload.jsonl")

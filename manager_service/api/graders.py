@@ -102,7 +102,7 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven, request: Request) -> R
     await check_quota(base.redis, base.cell, tenant)
     await check_room(base.gauge)
     charge = partial(count_inference, base.redis, base.cell, tenant.id)
-    running = base.inference.grade(tenant, make, timeout_s=api.settings.grader_run_timeout_s, charge=charge)
+    running = base.inference.grade(tenant, make, timeout_s=api.limits.grader_run_timeout_s, charge=charge)
     try:
         return _shown(grader, await unless_gone(request, running))
     except ClientGone:

@@ -1,4 +1,4 @@
-"""Reads what a job has written: events, checkpoints, samples, ledger and use; from Redis, or from the archive once it is there."""
+"""Reads what a job has written: events, checkpoints, ledger and use; from Redis, or from the archive once it is there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from manager_service.api.context import Base
-from manager_service.archive.samples import by_version, joined
-from manager_service.archive.store import sample_versions
-from manager_service.records import LEDGER, CheckpointRecord, EventRecord, JobState
+from manager_service.records import LEDGER, CheckpointRecord, EventRecord
 from manager_service.usage import USAGE_COUNTERS, usage_fields, usage_of
 
 EVENTS_AT_ONCE = 500
@@ -31,22 +29,6 @@ class JobRecords(Protocol):
         """The newest of a version below `before`, newest first."""
         ...
 
-    async def samples(self, version: int | None) -> bytes:
-        """The samples that the step to a version trained on; without one, of the newest step that has some: SampleRecords as JSON."""
-        ...
-
-    async def sample_versions(self) -> list[int]:
-        """Versions of which samples may be kept, ascending."""
-        ...
-
-    async def answers(self, version: int | None) -> bytes:
-        """The samples that are kept of the evaluation of a version; without one, of the newest: a list of SampleRecord as JSON."""
-        ...
-
-    async def answer_versions(self) -> list[int]:
-        """Versions of whose evaluation something is kept, ascending."""
-        ...
-
     async def ledger(self) -> dict[str, int]:
         """Its counts and `in_flight`, of one moment."""
         ...
@@ -63,7 +45,6 @@ class LiveRecords:
     base: Base
     tenant: str
     job: str
-    state: JobState
 
     async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
         if before == 0:
@@ -88,28 +69,6 @@ class LiveRecords:
         wanted = [version for version in versions if before is None or version < before][:limit]
         values = await self.base.redis.hmget(key, wanted) if wanted else []
         return [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
-
-    async def samples(self, version: int | None) -> bytes:
-        if version is None:  # Redis has the newest
-            version = max(map(int, await self.base.redis.hkeys(self.base.cell.samples(self.job))), default=0)
-        kept = await self.base.redis.hget(self.base.cell.samples(self.job), str(version))
-        return kept or await self.base.archive.sample_files.read(self.tenant, self.job, version)
-
-    async def sample_versions(self) -> list[int]:
-        found = await self.base.redis.hkeys(self.base.cell.samples(self.job))
-        return sample_versions(self.state, map(int, found))
-
-    async def answers(self, version: int | None) -> bytes:
-        if version is None:
-            version = max(await self.answer_versions(), default=0)
-        found = by_version(await self.base.redis.hgetall(self.base.cell.answers(self.job)))
-        if version in found:
-            return joined(found[version])
-        return await self.base.archive.answer_files.read(self.tenant, self.job, version)
-
-    async def answer_versions(self) -> list[int]:
-        found = by_version(await self.base.redis.hgetall(self.base.cell.answers(self.job)))
-        return sorted({*found, *await self.base.archive.answer_files.versions(self.tenant, self.job)})
 
     async def ledger(self) -> dict[str, int]:
         pipe = self.base.redis.pipeline(transaction=True)

@@ -19,7 +19,6 @@ from manager_service.api.errors import ApiError
 from manager_service.api.job_records import JobRecords, LiveRecords
 from manager_service.archive.store import Archived
 from manager_service.records import DELETED, FINAL, JSON, MOVING, JobSpec, JobState
-from manager_service.settings import ManagerSettings
 
 # KEYS: job, tenant-jobs, jobs-all, active, jobs stream, unfinished, idempotency record (or the job again: none), exports (the same).
 # ARGV: job id, score, spec, state, fingerprint, seconds to remember, most jobs, most bytes, tenant, then the fields of the stream
@@ -53,6 +52,8 @@ redis.call('HSET', KEYS[1], ARGV[1], '1')
 return 'done'
 """
 POLL_S = 0.05
+IDEMPOTENCY_S = 86_400
+"""Seconds for which an Idempotency-Key is remembered."""
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ class JobRow:
     def records(self) -> JobRecords:
         if self.archived is not None:
             return self.base.archive.records(self.archived)
-        return LiveRecords(self.base, self.spec.tenant, self.spec.id, self.state)
+        return LiveRecords(self.base, self.spec.tenant, self.spec.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +197,13 @@ class JobStore:
             cell.exports if spec.integrations else cell.job(spec.id),
         ]
         fields = await base.bus.fields(command(spec, "create", epoch=0))
-        settings, fingerprint = self._api.settings, once.fingerprint if once else ""
-        args = [spec.id, repr(score), JSON.encode(spec), JSON.encode(JobState()), fingerprint, settings.idempotency_s]
-        args += [settings.max_unfinished_jobs, settings.max_unfinished_bytes, spec.tenant, *fields]
+        fingerprint = once.fingerprint if once else ""
+        most_jobs, most_bytes = self._api.settings.max_unfinished_jobs, self._api.limits.max_unfinished_bytes
+        args = [spec.id, repr(score), JSON.encode(spec), JSON.encode(JobState()), fingerprint, IDEMPOTENCY_S]
+        args += [most_jobs, most_bytes, spec.tenant, *fields]
         known: bytes | list[int] | None = await base.redis.register_script(CREATE)(keys=keys, args=args)
         if isinstance(known, list):
-            raise _too_many(known[0], known[1], settings)
+            raise _too_many(known[0], known[1], most_jobs, most_bytes)
         return None if known is None else known.decode()
 
     async def known(self, tenant: str, once: Once) -> str | None:
@@ -231,11 +233,11 @@ class JobStore:
             await row.base.archive.mark_deleted(archived)
 
 
-def _too_many(num_jobs: int, num_bytes: int, settings: ManagerSettings) -> ApiError:
+def _too_many(num_jobs: int, num_bytes: int, most_jobs: int, most_bytes: int) -> ApiError:
     return ApiError(
         429,
         f"you have {num_jobs} unfinished jobs and runs, whose records have {num_bytes} bytes; with this one that is more than"
-        f" {settings.max_unfinished_jobs} jobs or {settings.max_unfinished_bytes} bytes: wait until some have finished, cancel jobs,"
+        f" {most_jobs} jobs or {most_bytes} bytes: wait until some have finished, cancel jobs,"
         " or unload models of the Tinker protocol",
         code="too_many_jobs",
         retry=False,

@@ -153,7 +153,7 @@ async def _command(api: Api, tenant: TenantRecord, job: str, action: JobAction) 
     if row.state.status not in ALLOWED[action]:
         raise _wrong_state(row, action)
     await store.send(row, action)
-    deadline = time.monotonic() + api.settings.command_wait_s
+    deadline = time.monotonic() + api.limits.command_wait_s
     while time.monotonic() < deadline:
         now = await store.find(tenant.id, job)
         if now.state.epoch > row.state.epoch or now.state.status in FINAL:

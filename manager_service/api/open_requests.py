@@ -9,7 +9,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from common.errors import MarlaasError
 from manager_service.api.context import Api, authenticate
 from manager_service.api.errors import RETRY_AFTER_S, ApiError, answer
-from manager_service.settings import ManagerSettings
 
 EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests"
 MAX_POLLS = 12_000
@@ -24,7 +23,7 @@ class OpenRequests:
     def __init__(self, app: ASGIApp, api: Api) -> None:
         self._app = app
         self._api = api
-        self._most = limits(api.settings)
+        self._most = limits(api)
         self._open: Counter[tuple[str, str]] = Counter()  # tenant and kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,8 +64,8 @@ def in_parts(send: Send) -> Send:
     return sending
 
 
-def limits(settings: ManagerSettings) -> dict[str, int]:
-    return {EVENTS: settings.max_event_streams, POLLS: MAX_POLLS, OTHERS: settings.max_open_requests}
+def limits(api: Api) -> dict[str, int]:
+    return {EVENTS: api.limits.max_event_streams, POLLS: MAX_POLLS, OTHERS: api.settings.max_open_requests}
 
 
 def kind_of(path: str) -> str:

@@ -16,11 +16,14 @@ from manager_service.api.errors import COMMON, declared
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.reading.tasks import Decode, Spell
 from manager_service.api.schemas import ConversationObject, Page, SampleObject, TurnObject
+from manager_service.archive.samples import SampleFiles, sample_versions
 from manager_service.records import JSON, SampleRecord, TenantRecord, Written
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
 
 MAX_STEP = 99_999_999
+MOST_LATE = 3
+"""Newest steps whose samples may not be written yet, or were lost with their owner."""
 Step = Annotated[int, PathParameter(ge=0, le=MAX_STEP)]
 Number = Annotated[int, PathParameter(ge=0, lt=2**53)]
 BYTES_A_TOKEN = 4
@@ -98,13 +101,12 @@ async def samples(
 ) -> Response:
     """Samples that are kept of each step: its first groups, the best and the worst of the others, and some that failed; and of each
     evaluation what the first held-out items were answered."""
-    store = JobStore(api)
-    row = await store.find(tenant.id, job_id)
+    row = await JobStore(api).find(tenant.id, job_id)
     if format == "jsonl":
-        kept = [version] if version is not None else await _kept(store, row, evaluation)
+        kept = [version] if version is not None else await _versions(row, evaluation)
         lines = _lines(api, tenant, row, wanted, steps.among(kept), evaluation)
         return StreamingResponse(lines, media_type="application/jsonl")
-    found = await _read(store, row, version, evaluation)
+    found = await _read(row, version, evaluation)
     if not wanted.takes_all:
         found = JSON.encode([one for one in await _decoded(api, tenant, found) if wanted.takes(one)])
     return Response(_page_of_samples(found), media_type="application/json")
@@ -115,9 +117,27 @@ def _page_of_samples(records: bytes) -> bytes:
     return b'{"object":"list","data":' + records + b',"first_id":null,"last_id":null,"has_more":false}'
 
 
-async def _read(store: JobStore, row: JobRow, version: int | None, evaluation: bool) -> bytes:
-    """A list of SampleRecord in JSON."""
-    return await store.read(row, lambda records: (records.answers if evaluation else records.samples)(version))
+def _files(row: JobRow, evaluation: bool) -> SampleFiles:
+    return row.base.archive.answer_files if evaluation else row.base.archive.sample_files
+
+
+async def _versions(row: JobRow, evaluation: bool) -> list[int]:
+    """Versions that may have samples, ascending; the last one has some."""
+    files, tenant, job = _files(row, evaluation), row.spec.tenant, row.spec.id
+    if evaluation:
+        return await files.versions(tenant, job) if row.spec.num_eval_items else []
+    found = sample_versions(row.state)
+    for _ in range(MOST_LATE):
+        if found and not await files.has(tenant, job, found[-1]):
+            found.pop()
+    return found
+
+
+async def _read(row: JobRow, version: int | None, evaluation: bool) -> bytes:
+    """A list of SampleRecord in JSON. Without a version: of the newest that has some."""
+    if version is None:
+        version = max(await _versions(row, evaluation), default=0)
+    return await _files(row, evaluation).read(row.spec.tenant, row.spec.id, version)
 
 
 async def _decoded(api: Api, tenant: TenantRecord, records: bytes) -> list[SampleRecord]:
@@ -127,20 +147,12 @@ async def _decoded(api: Api, tenant: TenantRecord, records: bytes) -> list[Sampl
 # ---- as JSONL -------------------------------------------------------------------------------------------------------
 
 
-async def _kept(store: JobStore, row: JobRow, evaluation: bool) -> list[int]:
-    """Versions that may have samples, ascending."""
-    if evaluation:
-        return await store.read(row, lambda records: records.answer_versions()) if row.spec.num_eval_items else []
-    return await store.read(row, lambda records: records.sample_versions())
-
-
 async def _lines(
     api: Api, tenant: TenantRecord, row: JobRow, wanted: Filter, found: Sequence[int], evaluation: bool
 ) -> AsyncIterator[bytes]:
     """The samples of steps, or of evaluations; memory holds those of one."""
-    store = JobStore(api)
     for step in found:
-        kept = await _decoded(api, tenant, await _read(store, row, step, evaluation))
+        kept = await _decoded(api, tenant, await _read(row, step, evaluation))
         chosen = [one for one in kept if wanted.takes(one)]
         turns = [_stretches(one.written or NOTHING) for one in chosen]
         pieces = [ids for own in turns for _, ids in own]
@@ -162,10 +174,8 @@ async def conversation(
     api: Parts, tenant: Tenant, job_id: str, step: Step, group: Number, sample: Number, evaluation: bool = False
 ) -> ConversationObject:
     """A sample as it was written: turn by turn, token by token. `step`: as `version` in the list of samples."""
-    store = JobStore(api)
-    row = await store.find(tenant.id, job_id)
-    encoded = await _read(store, row, step, evaluation)
-    kept = await _decoded(api, tenant, encoded)
+    row = await JobStore(api).find(tenant.id, job_id)
+    kept = await _decoded(api, tenant, await _read(row, step, evaluation))
     found = next((one for one in kept if (one.group, one.sample) == (group, sample)), None)
     if found is None:
         if evaluation:

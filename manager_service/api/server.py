@@ -23,7 +23,7 @@ from common.text.tokens import ChatTokenizer
 from common.weight_files import Weights, read_weights
 from manager_service.api.app import create_app
 from manager_service.api.connections import Connection
-from manager_service.api.context import Api, Base, connect_impatiently
+from manager_service.api.context import LIMITS, Api, ApiLimits, Base, connect_impatiently
 from manager_service.api.feed import Feed
 from manager_service.api.file_store import Files
 from manager_service.api.reading.helpers import Helpers
@@ -41,17 +41,21 @@ from manager_service.tinker.futures.results import Answered
 from manager_service.tinker.futures.samples import Peers, Samples
 
 log = structlog.get_logger()
+INFERENCE_SHARE = 0.5
+"""The share of the live rollout slots that the completions of all tenants may take, over all replicas of the manager."""
 DRAIN_S = 5
 """Seconds that open requests may go on after SIGTERM."""
 
 
 @contextlib.asynccontextmanager
-async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
+async def make_api(settings: ManagerSettings, limits: ApiLimits = LIMITS) -> AsyncGenerator[Api]:
     """The parts behind the routes, with the first tenant and keys made."""
     redis, objects = connect_impatiently(settings.redis_url, GLOBAL), Objects.open(settings.store)
     await patiently(objects.probe)
     tenants, api_id = Tenants(redis), secrets.token_hex(8)
-    bases = {name: await make_base(settings, name, where, objects, api_id) for name, where in settings.models.items()}
+    bases = {
+        name: await make_base(settings, limits, name, where, objects, api_id) for name, where in settings.models.items()
+    }
     helpers = Helpers({b.name: b.folder for b in bases.values()}, {b.name: b.tokenizer for b in bases.values()})
     try:
         bus = next(iter(bases.values())).bus
@@ -62,12 +66,11 @@ async def make_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
             objects,
             helpers,
             bases=bases,
-            max_line_bytes=settings.max_line_bytes,
+            max_line_bytes=limits.max_line_bytes,
             max_stored_bytes=settings.max_stored_bytes,
         )
-        limits = {"max_file_bytes": settings.max_file_bytes, "max_line_bytes": settings.max_line_bytes}
-        tables = Tables(helpers, **limits)
-        yield Api(settings, redis, objects, AdapterStore(objects), tenants, helpers, files, tables, bases)
+        tables = Tables(helpers, max_file_bytes=limits.max_file_bytes, max_line_bytes=limits.max_line_bytes)
+        yield Api(settings, limits, redis, objects, AdapterStore(objects), tenants, helpers, files, tables, bases)
     finally:
         await helpers.close()
         for base in bases.values():
@@ -85,17 +88,19 @@ async def keep_keys(api: Api, every_s: float = 5.0) -> None:
         await remember(await api.objects.identity(), buses)
 
 
-async def make_base(settings: ManagerSettings, name: str, where: str, objects: Objects, api_id: str) -> Base:
+async def make_base(
+    settings: ManagerSettings, limits: ApiLimits, name: str, where: str, objects: Objects, api_id: str
+) -> Base:
     folder = await asyncio.to_thread(resolve_config, where)
     bus = Bus.connect(settings.redis_url, Cell(name), objects)
     cluster = Cluster(bus)
     inference = Inference(
         bus,
         api_id,
-        silence_s=settings.inference_silence_s,
+        silence_s=limits.inference_silence_s,
         timeout_s=settings.inference_timeout_s,
-        slots=lambda kind: _places(kind, settings.inference_share, cluster),
-        most_for_chat=settings.inference_share,
+        slots=lambda kind: _places(kind, cluster),
+        most_for_chat=INFERENCE_SHARE,
     )
     samples = Samples(bus, inference, api_id)
     redis = connect_impatiently(settings.redis_url, bus.cell.key(""))
@@ -123,11 +128,11 @@ async def make_base(settings: ManagerSettings, name: str, where: str, objects: O
     )
 
 
-def _places(kind: str, inference_share: float, cluster: Cluster) -> int:
+def _places(kind: str, cluster: Cluster) -> int:
     """Places for all replicas' requests; bulk samples share theirs with jobs."""
     if kind == BULK:
         return int(OVERSUBSCRIPTION * cluster.slots("rollout"))
-    return int(inference_share * cluster.slots(kind))
+    return int(INFERENCE_SHARE * cluster.slots(kind))
 
 
 def weights_of(folder: Path) -> Weights:

@@ -7,6 +7,6 @@
 Its files:
 
     store.py      writes and reads the records of finished jobs, by tenant and job
-    samples.py    writes and reads samples, also those of jobs that run
+    samples.py    writes, reads and deletes the samples of jobs, which owners write while those run
     archiver.py   reads a finished job's records in Redis, and says what the owner deletes there
 """

@@ -14,7 +14,6 @@ import structlog
 from common.bus import Bus
 from common.errors import Unavailable
 from common.objects import Objects
-from manager_service.archive.samples import by_version, joined
 from manager_service.archive.store import Archive, Archived, in_parts
 from manager_service.jobs.changes import Changes, Moved
 from manager_service.kept import Kept
@@ -80,18 +79,16 @@ class Archiver:
 
     async def _write(self, spec: JobSpec, state: JobState, *, deleted: bool) -> Moved:
         cell, job = self._cell, spec.id
-
-        async def read() -> list[Any]:
-            pipe = self._bus.client.pipeline(transaction=False)
-            for key in (cell.ledger(job), cell.checkpoints(job), cell.samples(job), cell.answers(job)):
-                pipe.hgetall(key)
-            pipe.xrange(cell.events(job))
-            pipe.hlen(cell.open(job))
-            pipe.hmget(cell.usage(spec.tenant), usage_fields(job))
-            pipe.zscore(cell.tenant_jobs(spec.tenant), job)
-            return await pipe.execute()
-
-        ledger, checkpoints, samples, answers, events, in_flight, amounts, created_s = await self._bus.retrying(read)
+        ledger, checkpoints, events, in_flight, amounts, created_s = await self._bus.pipelined(
+            [
+                ("HGETALL", cell.ledger(job)),
+                ("HGETALL", cell.checkpoints(job)),
+                ("XRANGE", cell.events(job), "-", "+"),
+                ("HLEN", cell.open(job)),
+                ("HMGET", cell.usage(spec.tenant), *usage_fields(job)),
+                ("ZSCORE", cell.tenant_jobs(spec.tenant), job),
+            ]
+        )
         usage = usage_of(amounts)
         archived = Archived(
             spec=spec,
@@ -103,11 +100,8 @@ class Archiver:
         )
         parts = in_parts("events", [(int(entry.partition(b"-")[0]), fields[b"event"]) for entry, fields in events])
         parts |= in_parts("checkpoints", sorted((int(version), value) for version, value in checkpoints.items()))
-        kept = state.kept.get("samples", Kept())
-        parts |= {f"samples/{int(version)}": value for version, value in samples.items()}
-        found = by_version(answers).items()
-        parts |= {f"answers/{version}": joined(own) for version, own in found if not kept.has_dropped(version)}
         await self._archive.write(archived, parts)
+        kept = state.kept.get("samples", Kept())
         if kept.dropped:  # an owner that died may have left files of them
             for files in (self._archive.sample_files, self._archive.answer_files):
                 await files.drop_below(spec.tenant, job, kept.first)

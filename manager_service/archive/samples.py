@@ -1,20 +1,21 @@
-"""Samples in object storage, a file a step or an evaluation. Redis has those of a job's newest step, and whatever was not moved yet.
+"""Samples in object storage: an object a step and an evaluation. Owners write them while the job runs; the archive leaves them in place.
 
 records/{tenant}/{base}/{job}/samples/{version}.json      a list of SampleRecord: what a step was trained on
 records/{tenant}/{base}/{job}/answers/{version}.json      a list of SampleRecord: what an evaluation's first items were answered
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable
 
 from common.errors import NotFound
 from common.objects import Objects
+from manager_service.kept import Kept
+from manager_service.records import JobState, SampleKind
 
 
 class SampleFiles:
     """The files of one kind, of one base model's jobs. Raises Unavailable."""
 
-    def __init__(self, objects: Objects, base_model: str, kind: Literal["samples", "answers"] = "samples") -> None:
+    def __init__(self, objects: Objects, base_model: str, kind: SampleKind = "samples") -> None:
         self._objects = objects
         self._base_model = base_model
         self._kind = kind
@@ -33,6 +34,9 @@ class SampleFiles:
         except NotFound:
             return b"[]"
 
+    async def has(self, tenant: str, job: str, version: int) -> bool:
+        return await self._objects.exists(f"{self._folder(tenant, job)}/{version}.json")
+
     async def versions(self, tenant: str, job: str) -> list[int]:
         """Versions that have a file, ascending. Lists all files of the job."""
         names = await self._objects.paths(self._folder(tenant, job))
@@ -47,14 +51,7 @@ class SampleFiles:
         await self.drop(tenant, job, [version for version in await self.versions(tenant, job) if version < first])
 
 
-def by_version(answers: Mapping[bytes, bytes]) -> dict[int, dict[bytes, bytes]]:
-    """Parts the hash `answers:<job>`; the fields of each version are ascending by item."""
-    found: dict[int, dict[bytes, bytes]] = {}
-    for name in sorted(answers, key=lambda name: int(name.partition(b"/")[2])):
-        found.setdefault(int(name.partition(b"/")[0]), {})[name] = answers[name]
-    return found
-
-
-def joined(answers: Mapping[bytes, bytes]) -> bytes:
-    """The answers of one version as a list in JSON."""
-    return b"[" + b",".join(answers.values()) + b"]"
+def sample_versions(state: JobState) -> list[int]:
+    """A job's versions that may have samples of a step, ascending. Looks at no file."""
+    kept = state.kept.get("samples", Kept())
+    return list(range(max(1, kept.first), kept.newest + 1))

@@ -1,8 +1,8 @@
 """Writes and reads the records of finished jobs.
 
     records/{tenant}/{base}/{job}/record.json                      Archived
-    records/{tenant}/{base}/{job}/parts.{sha256}                   events, checkpoints, samples and answers, one behind the other
-    records/{tenant}/{base}/{job}/samples/...  answers/...         see samples.py: what was moved before the job ended
+    records/{tenant}/{base}/{job}/parts.{sha256}                   events and checkpoints, one behind the other
+    records/{tenant}/{base}/{job}/samples/...  answers/...         see samples.py: written while the job ran
     records/{tenant}/{base}/{job}/late/{sequence}                  EventRecord: one that was written after the job was moved here
     records/{tenant}/{base}/jobs/{day}/{ms}.{job}                  empty: jobs in the order in which they were made
     records/{tenant}/{base}/models/{ms}.{job}.{version}.{suffix}   empty: a tuned model that was not deleted
@@ -17,7 +17,7 @@ import itertools
 import re
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -68,9 +68,7 @@ class Archive:
         self.objects = objects
         self._base_model = base_model
         self.sample_files = SampleFiles(objects, base_model)
-        """Samples that were moved before their job ended."""
         self.answer_files = SampleFiles(objects, base_model, "answers")
-        """The same of evaluations."""
 
     def folder(self, tenant: str) -> str:
         return f"records/{tenant}/{self._base_model}"
@@ -181,25 +179,6 @@ class ArchivedRecords:
     async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
         return await self._newest("checkpoints", CheckpointRecord, lambda row: row.version, before, limit)
 
-    async def samples(self, version: int | None) -> bytes:
-        found = max(await self.sample_versions(), default=0) if version is None else version
-        if f"samples/{found}" in self.job.parts:
-            return await self._part(f"samples/{found}")
-        return await self.archive.sample_files.read(self.job.spec.tenant, self.job.spec.id, found)
-
-    async def sample_versions(self) -> list[int]:
-        return sample_versions(self.job.state, _starts(self.job, "samples"))
-
-    async def answers(self, version: int | None) -> bytes:
-        found = max(await self.answer_versions(), default=0) if version is None else version
-        if f"answers/{found}" in self.job.parts:
-            return await self._part(f"answers/{found}")
-        return await self.archive.answer_files.read(self.job.spec.tenant, self.job.spec.id, found)
-
-    async def answer_versions(self) -> list[int]:
-        spec = self.job.spec
-        return sorted({*_starts(self.job, "answers"), *await self.archive.answer_files.versions(spec.tenant, spec.id)})
-
     async def ledger(self) -> dict[str, int]:
         return dict.fromkeys(LEDGER, 0) | self.job.ledger
 
@@ -231,14 +210,6 @@ class ArchivedRecords:
         paths = await self.archive.objects.paths(self.archive.late(self.job))
         rows = [msgspec.json.decode(await self.archive.objects.get(path), type=EventRecord) for path in paths]
         return sorted(rows, key=lambda row: row.sequence)
-
-
-def sample_versions(state: JobState, elsewhere: Iterable[int]) -> list[int]:
-    """A job's versions that may have samples, ascending: those with a file (known from the state), and those in `elsewhere`."""
-    known, kept = set(elsewhere), state.kept.get("samples")
-    return sorted(
-        known if kept is None else known.union(range(max(1, kept.first), max(known, default=state.version) + 1))
-    )
 
 
 def in_parts(kind: str, rows: Sequence[tuple[int, bytes]]) -> dict[str, bytes]:

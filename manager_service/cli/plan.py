@@ -3,21 +3,20 @@
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from common.base_shape import BaseShape
-from common.decoder_families import check_shapes, check_weights, unsupported
 from common.errors import InvalidInput
+from common.families import check_weights, unsupported, unsupported_by_modules, unsupported_on_cpu
 from common.host_memory import host_limit
-from common.modules_families import unsupported_by_modules
 from common.settings import LEAST_CONTEXT, Settings, resolve_config
 from common.text.model_folder import read_config
 from common.text.own_settings import OwnSettings
-from common.vllm_families import unsupported_on_cpu
-from manager_service.local.engines import CORE, LORA_RANKS, MAX_LORA_RANK, PlannedEngine, max_lora_rank, parse_gpu
-from manager_service.local.plan import DeviceSplit, Fit, Plan, fits, make_plan
+from manager_service.local.engines import CORE, LORA_RANKS, MAX_LORA_RANK, EngineName, max_lora_rank, parse_gpu
+from manager_service.local.fitting import settings_for
+from manager_service.local.plan import DeviceSplit, Plan, PlannedRow, make_plan
 from marlaas_client.cli.options import Json
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
@@ -32,7 +31,6 @@ COLUMNS = (
 )
 OWNERS = ("rollout GPUs", "trainer GPUs")
 TRAINED = ("trained/s at most", "expected")
-EngineName = Literal["torch", "vllm"]
 MOST_GPUS = 64
 
 
@@ -71,7 +69,10 @@ def plan_for(
     `marlaas.json` of no use."""
     folder = resolve_config(where)
     OwnSettings.load(folder)
-    config, shape = read_shape(folder, is_whole=folder == Path(where) and any(folder.glob("*.safetensors")))
+    config, shape = read_config(folder), BaseShape.load(folder)
+    is_whole = folder == Path(where) and any(folder.glob("*.safetensors"))  # a download may be under way
+    if is_whole and not any(unsupported(config)):
+        check_weights(folder, shape)
     if context and context > shape.context:
         raise InvalidInput(f"--context {context} is above {shape.context}, the model's own")
     device = parse_gpu(gpu) if gpu else CORE._replace(memory=host_limit())
@@ -87,32 +88,11 @@ def plan_for(
         shape,
         device,
         rank=rank,
-        engine=PlannedEngine.of(engine, device),
+        engine=engine,
         num_devices=gpus,
         context=context,
         modules=modules is not None,
-        windows=windows_of(modules) if modules else (),
     )
-
-
-def windows_of(config: Any) -> list[int | None]:
-    """The sliding windows of the layers, by one of transformers' configurations: tokens, None for a layer without one."""
-    text = config.get_text_config()
-    window, num_layers = getattr(text, "sliding_window", None), text.num_hidden_layers
-    types = getattr(text, "layer_types", None) or ["sliding_attention"] * num_layers  # Mistral has the window in all
-    return [window if kind == "sliding_attention" else None for kind in types]
-
-
-def read_shape(folder: Path, *, is_whole: bool) -> tuple[dict[str, Any], BaseShape]:
-    """A model's configuration and its sizes. `is_whole`: the folder has all its weights.
-
-    Raises InvalidInput for sizes that are not known here, or not those of its weights.
-    """
-    config, shape = read_config(folder), BaseShape.load(folder)
-    if not any(unsupported(config)):
-        check = check_weights if is_whole else check_shapes
-        check(folder, shape)
-    return config, shape
 
 
 def _config_of(folder: Path) -> Any:
@@ -127,47 +107,50 @@ def _config_of(folder: Path) -> Any:
 
 
 def as_record(found: Plan) -> dict[str, Any]:
-    contexts = [
-        {
-            "context": fit.context,
-            "rollout_workers": fit.split.workers,
-            "tensor_parallel": fit.split.parallel,
-            "trainer_ranks": fit.split.ranks,
-            "trainer_bytes": round(fit.training.total),
-            "checkpointed_layers": fit.num_checkpointed,
-            "kv_bytes": fit.kv,
-            "rows": fit.rows,
-            "max_tokens_per_s": round(fit.most_tokens_per_s),
-            "tokens_per_s": round(fit.tokens_per_s),
-            "max_trained_tokens_per_s": round(fit.most_trained_per_s),
-            "trained_tokens_per_s": round(fit.trained_per_s),
-            "sampling_share": round(fit.sampling_share, 3) if found.in_turn else None,
-        }
-        for fit in found.fits
-    ]
     chosen = found.chosen
     return {
-        "num_weights": found.case.shape.num_weights,
+        "num_weights": found.shape.num_weights,
         "weights_bytes": found.weights,
-        "memory_bytes": found.case.device.memory,
-        "contexts": contexts,
+        "memory_bytes": found.device.memory,
+        "contexts": [
+            {
+                "context": row.context,
+                "rollout_workers": row.split.workers,
+                "tensor_parallel": row.split.parallel,
+                "trainer_ranks": row.split.ranks,
+                "trainer_bytes": round(row.trainer.training.total),
+                "checkpointed_layers": _num_again(found, row),
+                "kv_bytes": row.rollout.kv,
+                "rows": row.rows,
+                "max_tokens_per_s": round(row.most_tokens_per_s),
+                "tokens_per_s": round(row.tokens_per_s),
+                "max_trained_tokens_per_s": round(row.most_trained_per_s),
+                "trained_tokens_per_s": round(row.trained_per_s),
+                "sampling_share": round(row.sampling_share, 3) if found.in_turn else None,
+            }
+            for row in found.rows
+        ],
         "settings": settings_of(found, chosen) if chosen else None,
     }
 
 
+def _num_again(found: Plan, row: PlannedRow) -> int:
+    return found.shape.num_layers if row.trainer.again else 0
+
+
 def show(found: Plan, model: str, where: str) -> None:
-    shape, device = found.case.shape, found.case.device
+    shape, device = found.shape, found.device
     kind, dtype = ("GPU", "bfloat16") if device.gpu else ("CPU", "float32")
     active = f", {_millions(shape.num_active)} M of them for a token" if shape.experts else ""
     say(
         f"{model}: {_millions(shape.num_weights)} M weights{active}, {found.weights / 1e9:.2f} GB in {dtype}, once for rollouts and once"
         f" for training; {kind} of {device.memory / 1e9:.0f} GB"
     )
-    several = not found.fits[0].split.shared
+    several = found.num_devices > 1
     columns = COLUMNS + (OWNERS if several else ()) + TRAINED
     shown = table(*columns, right=columns)
-    for fit in found.fits:
-        shown.add_row(*cells(f"{fit.context:,}", *_figures(fit, several=several)))
+    for row in found.rows:
+        shown.add_row(*cells(f"{row.context:,}", *_figures(found, row)))
     print_table(shown)
     if found.chosen is None:
         return say(advice(found))
@@ -191,11 +174,17 @@ def start_command(settings: Mapping[str, str], workers: int, options: str = "") 
     return " ".join([*variables, "marlaas up"]) + (f" --rollout {workers}" if workers > 1 else "") + options
 
 
-def _figures(fit: Fit, *, several: bool) -> tuple[object, ...]:
-    sampled = _speeds(fit.most_tokens_per_s, fit.tokens_per_s) if fit.fits else ("does not fit", "")
-    trained = _speeds(fit.most_trained_per_s, fit.trained_per_s) if fit.fits else ("", "")
-    memory = (f"{fit.training.total / 1e9:.2f}", fit.num_checkpointed, f"{fit.kv / 1e9:.2f}", fit.rows)
-    owners = (f"{fit.split.workers} x {fit.split.parallel}", fit.split.ranks) if several else ()
+def _figures(found: Plan, row: PlannedRow) -> tuple[object, ...]:
+    split = row.split
+    sampled = _speeds(row.most_tokens_per_s, row.tokens_per_s) if row.rows else ("does not fit", "")
+    trained = _speeds(row.most_trained_per_s, row.trained_per_s) if row.rows else ("", "")
+    memory = (
+        f"{row.trainer.training.total / 1e9:.2f}",
+        _num_again(found, row),
+        f"{row.rollout.kv / 1e9:.2f}",
+        row.rows,
+    )
+    owners = () if split.shared else (f"{split.workers} x {split.parallel}", split.ranks)
     return (*memory, *sampled, *owners, *trained)
 
 
@@ -203,20 +192,19 @@ def _speeds(*tokens_per_s: float) -> tuple[str, ...]:
     return tuple(f"{each:,.0f}" for each in tokens_per_s)
 
 
-def _assumed(found: Plan, chosen: Fit) -> str:
-    gpu = found.case.device.gpu
-    source = "assumed, for it was measured on CPUs alone" if gpu else "measured on a model of 0.6 B"
+def _assumed(found: Plan, chosen: PlannedRow) -> str:
+    source = "assumed, for it was measured on CPUs alone" if found.device.gpu else "measured on a model of 0.6 B"
     lines = [
         "tokens/s (sampled) and trained/s at most: what memory and arithmetic allow, in rows of the whole context; expected: the part of it"
         f" that is reached ({source})."
     ]
-    if found.case.engine.name == "vllm":
+    if found.memory.engine == "vllm":
         lines.append("What vLLM takes beside weights, keys and values is assumed.")
     lines.append(_sharing(found, chosen))
     return " ".join(lines)
 
 
-def _sharing(found: Plan, chosen: Fit) -> str:
+def _sharing(found: Plan, chosen: PlannedRow) -> str:
     """Says what each speed has of the devices."""
     if not chosen.split.shared:
         return "Each GPU is used as that of the figures; what GPUs tell each other takes no time here."
@@ -230,31 +218,16 @@ def _sharing(found: Plan, chosen: Fit) -> str:
     )
 
 
-def settings_of(found: Plan, fit: Fit) -> dict[str, str]:
+def settings_of(found: Plan, row: PlannedRow) -> dict[str, str]:
     """The settings with which services follow the plan."""
-    case, vllm = found.case, found.case.engine.name == "vllm"
-    settings = {"MARLAAS_ENGINE": "vllm"} if vllm else {}
-    if fit.context >= LEAST_CONTEXT:  # else it is the model's own, which is served without
-        settings["MARLAAS_MAX_CONTEXT"] = str(fit.context)
-    if not (vllm and case.device.gpu):
-        settings["MARLAAS_ROLLOUT_KV_BYTES"] = str(fit.kv)
-    if vllm and case.rank > MAX_LORA_RANK:
-        settings["MARLAAS_VLLM_MAX_LORA_RANK"] = str(max_lora_rank(case.rank))
-    trainer = {
-        "MARLAAS_TRAINER_MICRO_BATCH_TOKENS": str(fit.micro_batch_tokens),
-        "MARLAAS_TRAINER_MEMORY_BYTES": str(fit.micro_batch_bytes),
-    }
-    if not case.device.gpu:
-        again = {"MARLAAS_TRAINER_CHECKPOINTING": "true"} if fit.num_checkpointed else {}
-        return settings | again | trainer
-    return {
-        "MARLAAS_ROLLOUT_DEVICE": "cuda",
-        "MARLAAS_TRAINER_DEVICE": "cuda",
-        **settings,
-        **({"MARLAAS_VLLM_MEMORY_FRACTION": f"{fit.fraction:.3g}"} if vllm else {}),
-        **({} if fit.split.shared else _of_split(fit.split)),
-        **trainer,
-    }
+    vllm, rank = found.memory.engine == "vllm", found.memory.rank
+    on_gpu = {"MARLAAS_ROLLOUT_DEVICE": "cuda", "MARLAAS_TRAINER_DEVICE": "cuda"} if found.device.gpu else {}
+    settings = on_gpu | ({"MARLAAS_ENGINE": "vllm"} if vllm else {})
+    if row.context >= LEAST_CONTEXT:  # else it is the model's own, which is served without
+        settings["MARLAAS_MAX_CONTEXT"] = str(row.context)
+    if vllm and rank > MAX_LORA_RANK:
+        settings["MARLAAS_VLLM_MAX_LORA_RANK"] = str(max_lora_rank(rank))
+    return settings | ({} if row.split.shared else _of_split(row.split)) | settings_for(row.memories)
 
 
 def _of_split(split: DeviceSplit) -> dict[str, str]:
@@ -275,24 +248,22 @@ def _devices(first: int, number: int) -> str:
 
 def advice(found: Plan) -> str:
     """Names what would help where nothing fits."""
-    case, split = found.case, found.fits[0].split
-    number = 1 if split.shared else split.for_rollouts + split.ranks
-    wanted = min(fit.context for fit in found.fits)
-    shorter = fits(case, number, min(LEAST_CONTEXT, wanted))
-    if split.shared and 2 * found.weights > case.device.memory:
+    wanted = found.rows[0].context
+    shorter = found.fits(found.num_devices, min(LEAST_CONTEXT, wanted))
+    if found.num_devices == 1 and found.memory.weights > found.device.memory:
         cause = "two copies of the weights are more than the memory"
     elif shorter:
         cause = f"beside the weights a context of {wanted:,} does not fit"
     else:
         cause = "beside the weights no context fits, however short"
-    others = [*["a shorter --context"] * shorter, *_other_devices(found, number, wanted)]
+    others = [*["a shorter --context"] * shorter, *_other_devices(found, wanted)]
     return f"nothing fits: {cause}. A smaller base model helps, or {', or '.join(others)}."
 
 
-def _other_devices(found: Plan, number: int, context: int) -> list[str]:
-    """Devices on which the context may fit, where it does not on so many of those that were planned for."""
-    if not found.case.device.gpu:
+def _other_devices(found: Plan, context: int) -> list[str]:
+    """Devices on which the context may fit, where it does not on those that were planned for."""
+    if not found.device.gpu:
         return ["a GPU"]
-    powers = [2 * number, *(each for each in (4, 8, 16, 32, MOST_GPUS) if each > 2 * number)]
-    enough = next((each for each in powers if each <= MOST_GPUS and fits(found.case, each, context)), None)
+    more = (number for number in (2, 4, 8, 16, 32, MOST_GPUS) if number > found.num_devices)
+    enough = next((number for number in more if found.fits(number, context)), None)
     return [*[f"more GPUs (--gpus {enough})"] * (enough is not None), "a GPU of more memory"]

@@ -4,7 +4,8 @@
     ends, job:<job> ───────► webhooks ─ signed ─► URLs of tenants
                              notes ◄─ what failed for good or waits ─► the job's events
 
-No manager and no worker waits for it. It holds nothing that cannot be lost: the loggers themselves say which rows they have.
+No manager and no worker waits for it. It holds nothing that cannot be lost: rows and calls come at least
+once, each with a key by which a second one is dropped.
 
 Its files:
 

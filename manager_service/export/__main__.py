@@ -21,7 +21,7 @@ from common.tasks import running
 from manager_service.archive.store import Archive
 from manager_service.export.cells import JobCell
 from manager_service.export.exporter import Exporter
-from manager_service.export.lease import Lease, locked
+from manager_service.export.lease import Lease
 from manager_service.export.passes import Passes
 from manager_service.export.webhooks import Webhooks
 from manager_service.receivers import Receivers
@@ -66,20 +66,16 @@ async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[Lo
         servers=servers,
         every_s=settings.export_every_s,
         processes=settings.export_processes,
-        give_up_s=settings.export_give_up_s,
         disk_bytes=settings.max_logger_bytes,
         limits=settings.limits,
     )
     webhooks = Webhooks(cells, receivers, caller, give_up_s=settings.webhook_give_up_s, limits=settings.limits)
 
     try:
-        async with locked(folder) as token:
-            log.info("exporter_starts")
-            lease = Lease(redis, cells[0].bus, token, settings.lease_s)
-            look = installed if loggers is None else lambda: loggers
-            await lease.work(
-                lambda: running(tell_loggers(receivers, cells[0].bus, look), exporter.run(), webhooks.run())
-            )
+        log.info("exporter_starts")
+        lease = Lease(redis, cells[0].bus, settings.lease_s)
+        look = installed if loggers is None else lambda: loggers
+        await lease.work(lambda: running(tell_loggers(receivers, cells[0].bus, look), exporter.run(), webhooks.run()))
     finally:
         await caller.close()
         await servers.close()

@@ -1,7 +1,7 @@
 """Decides which jobs' rows are written when, and remembers how far each is.
 
 reads: exports, job:<job>, events:<job>, logger-keys:<tenant>     writes: exports, by way of writers the loggers
-holds: how far each job is (lost in a crash: the loggers know it)
+holds: how far each job is (lost in a crash: all rows are sent again, and the loggers take each once)
 waits for: events, or the time of the next pass     a logger that is away is asked again, ever more seldom, and given up after days
 """
 
@@ -10,11 +10,11 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -31,7 +31,7 @@ from manager_service.export.passes import JobRows, Order, PassAnswer, Passes, ch
 from manager_service.export.rows import rows_of
 from manager_service.kept import Limits
 from manager_service.receivers import Receivers
-from manager_service.records import FINAL, JSON, Integration, LoggerKey, LoggerName
+from manager_service.records import FINAL, LoggerKey, LoggerName
 
 LOOK_EVERY_S = 1.0
 EVENTS_A_JOB = 500
@@ -49,13 +49,6 @@ LoggerGroup = tuple[str, LoggerName]
 """A tenant and a logger: what one writer is for."""
 
 
-class Delay(msgspec.Struct, frozen=True):
-    """Stands beside a job in `exports` while a logger does not take its rows, so that a new exporter knows it too."""
-
-    since: float  # seconds since 1970
-    held: int
-
-
 @dataclass(slots=True, eq=False)
 class Export:
     """One job on its way to one logger."""
@@ -64,20 +57,13 @@ class Export:
     tenant: str
     job: str
     logger: LoggerName
-    held: int = 0  # sequence number of the last row that the logger has
-    read: int = 0  # of the last event that was looked at
-    sent: int = 0  # of the last row that was sent, whether or not the logger has it
+    read: int = 0  # sequence number of the last event up to which the logger has all rows
     due: float = 0.0  # by the monotonic clock
     fragment_due: float = 0.0
     num_failures: int = 0
     since: float = 0.0  # seconds since 1970, since when the logger takes nothing; 0: it does
     told: str = ""  # why it waits, as the job's events say it
     done: bool = False
-
-    @property
-    def field(self) -> str:
-        """The field of its `Delay`."""
-        return f"{self.job}/{self.logger}"
 
 
 class Exporter:
@@ -93,13 +79,13 @@ class Exporter:
         servers: Caller,
         every_s: float,
         processes: int,
-        give_up_s: float,
+        give_up_s: float = 3 * 86_400.0,
         disk_bytes: int,
         limits: Limits,
     ) -> None:
         """`every_s`: between two passes of a job. `processes`: writers at once of those that call a server, and as many of the
-        others. `give_up_s`: after a job's end, if its logger took
-        nothing for so long. `servers`: says which of W&B may be called. `disk_bytes`: of one tenant's files."""
+        others. `give_up_s`: after a job's end, if its logger took nothing for so long. `servers`: says which of W&B may be called.
+        `disk_bytes`: of one tenant's files."""
         self._cells = cells
         self._receivers = receivers
         self._folder = folder
@@ -129,29 +115,21 @@ class Exporter:
         there: dict[str, list[Export]] = {}
         for cell in self._cells:
             (found,) = await cell.bus.read_hashes([cell.bus.cell.exports])
-            fields = {name.decode(): value for name, value in found.items()}
-            for name in fields:
-                if "/" not in name:
-                    try:
-                        there[name] = await self._of_job(cell, name, fields)
-                    except Unavailable as error:
-                        log.warning("export_delayed", job_id=name, reason=str(error))
+            for job, tenant in ((name.decode(), value.decode()) for name, value in found.items()):
+                try:
+                    there[job] = await self._of_job(cell, job, tenant)
+                except Unavailable as error:
+                    log.warning("export_delayed", job_id=job, reason=str(error))
         self._exports = there
 
-    async def _of_job(self, cell: JobCell, job: str, fields: Mapping[str, bytes]) -> list[Export]:
+    async def _of_job(self, cell: JobCell, job: str, tenant: str) -> list[Export]:
         """The job's exports. Once all are done, nothing is left to be looked at."""
         exports = self._exports.get(job)
         if exports is None:
-            tenant = fields[job].decode()
             found = await cell.job(tenant, job)
             exports = [Export(cell, tenant, job, one.type) for one in found.spec.integrations] if found else []
-            for export in exports:
-                if field := fields.get(export.field):
-                    delay = msgspec.json.decode(field, type=Delay)
-                    export.since, export.held, export.read = delay.since, delay.held, delay.held
         if all(export.done for export in exports):
-            names = [name for name in fields if name.partition("/")[0] == job]
-            await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.exports, *names))
+            await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.exports, job))
         return exports
 
     def _begin(self) -> None:
@@ -210,7 +188,7 @@ class Exporter:
                 answers = await self._write(tenant, logger, key, [batch.order for batch in batches])
                 for batch in batches:
                     if answer := answers.get(batch.export.job):
-                        await self._safely(batch.export, self._take(batch, answer))
+                        await self._safely(batch.export, self._settle(batch, answer.error))
 
     async def _key(self, tenant: str, logger: LoggerName) -> LoggerKey | None:
         return (await self._cells[0].bus.retrying(lambda: self._receivers.keys(tenant))).get(logger)
@@ -238,10 +216,18 @@ class Exporter:
             return None
         export.fragment_due = now + FRAGMENT_PASSES * self._every_s
         own = next(one for one in found.spec.integrations if one.type == export.logger)
-        config = msgspec.to_builtins(found.spec.hyper) | {"model": found.spec.model or found.spec.base_model}
-        order = _order(export, own, config, final)
+        order = JobRows(
+            job=export.job,
+            project=own.project,
+            name=own.name,
+            entity=own.entity,
+            tags=own.tags,
+            config=msgspec.to_builtins(found.spec.hyper) | {"model": found.spec.model or found.spec.base_model},
+            rows=rows,
+            final=final,
+        )
         read = events[-1].sequence if events else export.read
-        return ExportBatch(export, msgspec.structs.replace(order, rows=rows), read, found.state.finished_at)
+        return ExportBatch(export, order, read, found.state.finished_at)
 
     async def _write(
         self, tenant: str, logger: LoggerName, key: LoggerKey | None, jobs: list[JobRows]
@@ -264,40 +250,22 @@ class Exporter:
             return {job.job: PassAnswer(job.job, error=f"{where}{error}") for job in jobs}
         return await self._passes.write(logger, order)
 
-    async def _take(self, batch: "ExportBatch", answer: PassAnswer) -> None:
-        """Takes in how far a job is."""
+    async def _settle(self, batch: "ExportBatch", error: str) -> None:
+        """Notes that the logger has a batch's rows, or tells the job why not."""
         export = batch.export
-        if answer.held is None:
-            return await self._failed(batch, answer.error)
-        last = batch.order.rows[-1].sequence if batch.order.rows else export.held
-        if answer.held < last and answer.held == export.held and export.sent > answer.held:
-            return await self._failed(batch, f"it did not keep what was sent to it after event {answer.held}")
-        lost, export.held = answer.held < export.held, answer.held
-        if answer.held < last:  # from there again: the next pass shows whether it has what was sent now
-            export.read, export.sent = answer.held, 0 if lost else last
-        else:
-            export.read, export.sent = max(answer.held, batch.read), last
-            export.done = batch.order.final is not None
-        export.num_failures, export.told = 0, ""
-        if export.since:
-            export.since = 0.0
-            keys = export.cell.bus.cell
-            await export.cell.bus.retrying(lambda: export.cell.bus.client.hdel(keys.exports, export.field))
-
-    async def _failed(self, batch: "ExportBatch", reason: str) -> None:
-        export, bus = batch.export, batch.export.cell.bus
+        if not error:
+            export.read, export.done = batch.read, batch.order.final is not None
+            export.num_failures, export.since, export.told = 0, 0.0, ""
+            return
         self._wait(export)
-        log.warning("export_delayed", job_id=export.job, logger_name=export.logger, reason=reason)
-        if not export.since:
-            export.since = time.time()
-            delay = JSON.encode(Delay(export.since, export.held))
-            await bus.retrying(lambda: bus.client.hset(bus.cell.exports, export.field, delay))
+        log.warning("export_delayed", job_id=export.job, logger_name=export.logger, reason=error)
+        export.since = export.since or time.time()
         if batch.ended_at is not None and time.time() - max(export.since, batch.ended_at) >= self._give_up_s:
-            return await self._give_up(export, reason)
-        await self._tell(export, f"nothing can be written: {reason}")
+            return await self._give_up(export, error)
+        await self._tell(export, f"nothing can be written: {error}")
 
     async def _give_up(self, export: Export, reason: str) -> None:
-        await self._tell(export, f"given up, the figures after event {export.held} are not written: {reason}")
+        await self._tell(export, f"given up, its last figures are not written: {reason}")
         export.done = True
 
     async def _tell(self, export: Export, reason: str) -> None:
@@ -315,17 +283,3 @@ class ExportBatch:
     order: JobRows
     read: int  # sequence number of the last event that was looked at
     ended_at: int | None
-
-
-def _order(export: Export, own: Integration, config: dict[str, Any], final: str | None) -> JobRows:
-    return JobRows(
-        job=export.job,
-        project=own.project,
-        name=own.name,
-        entity=own.entity,
-        tags=own.tags,
-        config=config,
-        held=export.held,
-        rows=[],
-        final=final,
-    )

@@ -32,7 +32,6 @@ class JobRows(msgspec.Struct, frozen=True, kw_only=True):
     entity: str
     tags: tuple[str, ...]
     config: dict[str, Any]
-    held: int  # sequence number of the last row that the logger said it has; 0: not asked yet
     rows: list[Row]  # ascending
     final: str | None  # the job's status, if these are its last rows
 
@@ -46,8 +45,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 class PassAnswer(msgspec.Struct, frozen=True):
     job: str
-    held: int | None = None  # sequence number of the last row that the logger surely has
-    error: str = ""
+    error: str = ""  # empty: the logger surely has all of the job's rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,20 @@
 """W&B, through its own library. A run's id is the job's, and the step that W&B counts is the event's sequence number: W&B takes
 steps in ascending order alone, and an evaluation may end after a later training step. What it draws is over `train/global_step`.
 
-With a key, the run is on a server, which says when it is opened which step it has last.
-Without one, the run is a folder of offline fragments, each named by its last event:
+With a key, the run is on a server, which says when it is opened which step it has last; W&B drops steps up to that one.
+Without one, the run is a folder of offline fragments, each named by its last event, up to which nothing is written again:
 
     <folder>/<job>/offline-run-000000042/run-<job>.wandb
 
-A fragment is written aside, closed, read back and only then moved to its name: it is there whole or not at all.
+A fragment is written aside, closed and only then moved to its name: it is there whole or not at all.
 `wandb beta sync --id <job> <folder>/<job>` sends them to a server, in order.
 """
 
 import importlib
 import os
 import shutil
-import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,13 @@ STEP = "train/global_step"
 FRAGMENT = "offline-run-"
 """W&B tells offline runs by this beginning of their folders' names."""
 DRAFT = ".writing-"
-BLOCK, HEADER, MAGIC = 32768, 7, 7
-"""Bytes of a block of LevelDB's log format, of a chunk's header, and of what stands before the first block's chunks."""
 
 
-def open_runs(order: dict[str, Any]) -> Callable[[JobFacts], int]:
+class RowsNotKept(Exception):
+    """The server does not have rows that were sent to it."""
+
+
+def open_runs(order: dict[str, Any]) -> Callable[[JobFacts], None]:
     runs = WandbRuns(Path(order["folder"]), key=order["key"], base_url=order["base_url"])
     return runs.write_online if order["key"] else runs.write_offline
 
@@ -42,39 +43,37 @@ class WandbRuns:
         self._folder = folder
         self._server = {"api_key": key, "base_url": base_url} if key else {}
 
-    def write_offline(self, job: JobFacts) -> int:
+    def write_offline(self, job: JobFacts) -> None:
         """Writes a fragment."""
         folder = self._folder / job["job"]
         folder.mkdir(parents=True, exist_ok=True)
         clear(folder)
         held = max((int(path.name.removeprefix(FRAGMENT)) for path in folder.glob(f"{FRAGMENT}*")), default=0)
         rows = [row for row in job["rows"] if row["sequence"] > held]
-        if held < job["held"] or not rows:
-            return held
+        if not rows:
+            return
         draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder))
         self._log(job, rows, self._init(job, draft, "offline"))
         self._wandb.teardown()  # W&B's own process writes the file, and has ended then
         (file,) = draft.glob("wandb/offline-run-*/run-*.wandb")
-        sequences = [row["sequence"] for row in rows]
-        if list(steps_of(file)) != sequences:
-            raise OSError(f"W&B's file does not hold what was written: {file.name}")
         sync(file)
-        file.parent.rename(folder / f"{FRAGMENT}{sequences[-1]:09d}")
+        file.parent.rename(folder / f"{FRAGMENT}{rows[-1]['sequence']:09d}")
         sync(folder)
         shutil.rmtree(draft)
-        return sequences[-1]
 
-    def write_online(self, job: JobFacts) -> int:
-        """Sends to the server what it does not have, and says what it had before: whether it took the rest shows only when it is
-        asked again, since W&B's library says nothing when it gives up."""
+    def write_online(self, job: JobFacts) -> None:
+        """Sends rows to the server, and asks it then what it has, since W&B's library says nothing when it gives up. Raises RowsNotKept."""
+        last = job["rows"][-1]["sequence"] if job["rows"] else 0
+        if self._send(job, job["rows"]) < last and self._send(job, []) < last:
+            raise RowsNotKept
+
+    def _send(self, job: JobFacts, rows: list[dict[str, Any]]) -> int:
+        """The last event whose row the server had before."""
         clear(self._folder)
         draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=self._folder))
         try:
             run = self._init(job, draft, "online")
             held = max(0, run.starting_step - 1)
-            rows = [row for row in job["rows"] if row["sequence"] > held]
-            if held < job["held"]:
-                rows = []
             self._log(job, rows, run)
             self._wandb.teardown()
             return held
@@ -131,28 +130,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def steps_of(file: Path) -> Iterator[int]:
-    """The steps of the rows in an offline run's file, in order."""
-    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    for content in _contents(file.read_bytes()):
-        record = messages.Record()
-        record.ParseFromString(content)
-        if record.WhichOneof("record_type") == "history":
-            yield next(int(item.value_json) for item in record.history.item if "_step" in (item.key, *item.nested_key))
-
-
-def _contents(log: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format: chunks of (checksum, length, kind), which no block's end divides."""
-    at, content = MAGIC, b""
-    while at + HEADER <= len(log):
-        if BLOCK - at % BLOCK < HEADER:
-            at += BLOCK - at % BLOCK
-            continue
-        _, length, kind = struct.unpack_from("<IHB", log, at)
-        content += log[at + HEADER : at + HEADER + length]
-        at += HEADER + length
-        if kind in (1, 4):  # a whole record, or the last chunk of one
-            yield content
-            content = b""

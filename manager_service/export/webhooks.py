@@ -1,23 +1,22 @@
 """Tells tenants' webhooks of the ends of jobs, signed as OpenAI signs (Standard Webhooks), at least once.
 
-reads: ends, told, job:<job>, webhooks:<tenant>     writes: ends, told
+reads: ends, job:<job>, webhooks:<tenant>     writes: ends
+holds: which webhooks have taken an event (lost in a crash: all are called again)
 An entry of `ends` goes once every webhook has taken the event, or has refused it for so long that the job's events say so. A
 repeat has the same `webhook-id`.
 """
 
 import asyncio
-import base64
 import hashlib
-import hmac
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
-from weakref import WeakValueDictionary
 
 import httpx
-import msgspec
+import standardwebhooks
 import structlog
 
 from common.errors import Unavailable
@@ -34,21 +33,12 @@ LOOK_EVERY_S = 1.0
 FIRST_WAIT_S, MOST_WAIT_S = 5.0, 3600.0
 """Time between two tries."""
 TIMEOUT_S = 10.0
-CALLS, CALLS_A_TENANT = 32, 4
-"""Calls at once."""
-DELIVERIES_A_TENANT = 16
-"""Deliveries of one tenant that are being worked on at once."""
+CALLS, DELIVERIES_A_TENANT = 32, 4
+"""Calls at once, and deliveries of one tenant, each of which makes one call at a time."""
 MAX_WAITING = 1000
 """Most ends of one tenant's jobs that wait for webhooks; the oldest beyond that are given up."""
 
 log = structlog.get_logger()
-
-
-class Told(msgspec.Struct, frozen=True):
-    """Stands beside an entry of `ends` once a webhook was called, so that a new exporter knows it too."""
-
-    taken: set[str]
-    num_tries: int
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +83,6 @@ class Webhooks:
         self._first_wait_s = first_wait_s
         self._timeout_s = timeout_s
         self._places = Places(lambda: CALLS)
-        self._of_tenant: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._known: dict[str, WebhookDelivery] = {}  # by entry
         self._busy: dict[str, asyncio.Task[None]] = {}
 
@@ -114,18 +103,10 @@ class Webhooks:
             found: Any = await cell.bus.retrying(
                 lambda client=client, key=key: client.zrange(key, 0, -1, withscores=True)
             )
-            ends = {entry.decode(): ended_at for entry, ended_at in found}
-            told = await self._told(cell, ends) if ends.keys() - self._known.keys() else {}
-            there |= {entry: self._known.get(entry) or _delivery(cell, entry, at, told) for entry, at in ends.items()}
+            for entry, ended_at in ((entry.decode(), at) for entry, at in found):
+                tenant, job = entry.split()
+                there[entry] = self._known.get(entry) or WebhookDelivery(cell, tenant, job, ended_at)
         self._known = there
-
-    async def _told(self, cell: JobCell, ends: Collection[str]) -> dict[str, Told]:
-        """The tries so far, by entry. Deletes those of entries that are gone."""
-        (found,) = await cell.bus.read_hashes([cell.bus.cell.told])
-        told = {entry.decode(): msgspec.json.decode(one, type=Told) for entry, one in found.items()}
-        if gone := [entry for entry in told if entry not in ends]:
-            await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.told, *gone))
-        return told
 
     def _begin(self) -> None:
         """Begins what is due, a limited number of each tenant's, oldest first."""
@@ -173,15 +154,8 @@ class Webhooks:
                 asked.clear()
             delivery.num_tries += 1
             if [name for one in asked if (name := await self._try(delivery, one, body))]:
-                await self._keep(delivery)
                 return self._wait(delivery)
         await cell.bus.retrying(lambda: cell.bus.client.zrem(cell.bus.cell.ends, delivery.entry))
-        await cell.bus.retrying(lambda: cell.bus.client.hdel(cell.bus.cell.told, delivery.entry))
-
-    async def _keep(self, delivery: WebhookDelivery) -> None:
-        """Has Redis know how far a delivery is."""
-        bus, told = delivery.cell.bus, JSON.encode(Told(delivery.taken, delivery.num_tries))
-        await bus.retrying(lambda: bus.client.hset(bus.cell.told, delivery.entry, told))
 
     async def _try(self, delivery: WebhookDelivery, webhook: Webhook, body: bytes) -> str:
         """The reason to try it again; empty if it is not to be tried."""
@@ -198,13 +172,11 @@ class Webhooks:
             text = f"The webhook {webhook.id} at {host} did not take this job's end in {delivery.num_tries} tries: {reason}"
             await notes.warn(delivery.cell, delivery.tenant, delivery.job, text, self._limits)
         delivery.taken.add(webhook.id)
-        await self._keep(delivery)
         return ""
 
     async def _call(self, delivery: WebhookDelivery, webhook: Webhook, body: bytes) -> tuple[str, bool]:
         """The reason why the webhook did not take the event (empty: it did), and whether it never will."""
-        own = self._of_tenant.setdefault(delivery.tenant, asyncio.Semaphore(CALLS_A_TENANT))
-        async with own, self._places.one(delivery.tenant, 1.0, lambda: None):
+        async with self._places.one(delivery.tenant, 1.0, lambda: None):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     status, _ = await self._caller.post(webhook.url, signed(webhook.secret, delivery.job, body), body)
@@ -215,12 +187,6 @@ class Webhooks:
             except TimeoutError:
                 return f"no answer within {self._timeout_s:g} s", False
         return ("", False) if 200 <= status < 300 else (f"answered with status {status}", False)
-
-
-def _delivery(cell: JobCell, entry: str, ended_at: float, told: Mapping[str, Told]) -> WebhookDelivery:
-    """A delivery that is new to this exporter."""
-    (tenant, job), known = entry.split(), told.get(entry) or Told(set(), 0)
-    return WebhookDelivery(cell, tenant, job, ended_at, known.taken, known.num_tries, known.num_tries)
 
 
 def event_of(job: str, kind: str, state: JobState) -> dict[str, Any]:
@@ -241,11 +207,9 @@ def _id(job: str) -> str:
 
 def signed(secret: str, job: str, body: bytes) -> dict[str, str]:
     """The headers of Standard Webhooks. `secret`: `whsec_` and base64."""
-    name, at = _id(job), str(int(time.time()))
-    key = base64.b64decode(secret.removeprefix("whsec_"))
-    signature = hmac.digest(key, f"{name}.{at}.".encode() + body, "sha256")
+    name, now = _id(job), datetime.now(UTC)
     return {
         "webhook-id": name,
-        "webhook-timestamp": at,
-        "webhook-signature": f"v1,{base64.b64encode(signature).decode()}",
+        "webhook-timestamp": str(int(now.timestamp())),
+        "webhook-signature": standardwebhooks.Webhook(secret).sign(name, now, body.decode()),
     }

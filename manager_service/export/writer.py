@@ -1,11 +1,10 @@
 """Hands rows of some jobs to a logger's own library: `python -m manager_service.export.writer wandb`, one order, one process.
 
     standard input    the order: a JSON object with `folder`, `key`, `base_url` and `jobs` (see `Order` and `JobRows` in passes.py)
-    standard output   for each job a line of JSON: `{"job", "held"}`, the sequence number of the last row that the logger surely has, or
-                      `{"job", "error"}`, without any text of a server
+    standard output   for each job a line of JSON: `{"job", "error"}`. No error: the logger surely has all of its rows
 
-The logger says which rows it has, and those are left out: so a row is written once, whenever a process was killed. If it has fewer
-than it once said, nothing is written and the answer says so. It needs Python and the logger's package alone.
+Rows come at least once. Each has a key, of which the logger takes one: so a row is there once, whenever a process was killed. It needs
+Python and the logger's package alone.
 """
 
 import importlib
@@ -18,8 +17,8 @@ from typing import Any
 
 WriterOrder = dict[str, Any]
 JobFacts = dict[str, Any]
-Write = Callable[[JobFacts], int]
-"""Writes a job's rows and returns `held`."""
+Write = Callable[[JobFacts], None]
+"""Writes a job's rows."""
 STATUS = re.compile(r"(?:error|HTTP|status|code):? ([45]\d\d)\b")
 """An HTTP status, where W&B's library names it."""
 
@@ -45,7 +44,8 @@ def answered(order: WriterOrder, open_logger: Callable[[], Write]):
     for job in order["jobs"]:
         try:
             write = write or open_logger()
-            yield {"job": job["job"], "held": write(job)}
+            write(job)
+            yield {"job": job["job"], "error": ""}
         except Exception as error:  # the boundary: whatever a logger raises is the job's answer
             yield {"job": job["job"], "error": reason(error, order["key"])[:500]}
 

@@ -14,7 +14,7 @@ from common.bus import Out
 from common.messages import Usage
 from common.operations import OperationResult
 from common.streams import GROUP_MANAGER, Cell
-from manager_service.records import JSON, MOVING, CheckpointRecord, EventRecord, JobState
+from manager_service.records import JSON, MOVING, CheckpointRecord, EventRecord, JobState, SampleKind
 from manager_service.runs.records import USED_S, RunState, Sampler, session_of
 from manager_service.usage import ARCHIVED, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
 
@@ -35,6 +35,17 @@ class Moved:
     usage: Mapping[str, float] = field(default_factory=dict[str, float])  # counter -> amount
 
 
+@dataclass(frozen=True, slots=True)
+class KeptSamples:
+    """Samples of a step, or of an evaluation, that go to object storage once the changes are committed."""
+
+    kind: SampleKind
+    tenant: str
+    job: str
+    version: int
+    records: bytes  # a list of SampleRecord as JSON
+
+
 @dataclass(slots=True)
 class Changes:
     """Effects of one partition's transitions, applied all at once or not at all."""
@@ -49,10 +60,8 @@ class Changes:
     usage: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (tenant, job, counter)
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
     dropped_versions: list[tuple[str, int]] = field(default_factory=list)  # of adapters: their files are gone
-    samples: list[tuple[str, int, bytes]] = field(default_factory=list)  # job, version, list of SampleRecord as JSON
-    answers: list[tuple[str, int, int, bytes]] = field(default_factory=list)  # job, version, item, SampleRecord as JSON
-    evaluated: list[str] = field(default_factory=list)  # jobs of which an evaluation has ended
-    dropped_samples: list[tuple[str, int, int]] = field(default_factory=list)  # job, first version, one past the last
+    samples: list[KeptSamples] = field(default_factory=list)
+    dropped_samples: list[tuple[str, str, range]] = field(default_factory=list)  # tenant, job, versions
     entered: list[str] = field(default_factory=list)  # keys of records read since the last commit, still to be there
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
     to_draw: list[str] = field(default_factory=list)  # jobs that are to find the order of their next items
@@ -142,12 +151,6 @@ def _bookkeeping(changes: Changes, cell: Cell) -> list[RedisCommand]:
     for job, record in changes.checkpoints:
         result.append(["HSET", cell.checkpoints(job), record.version, JSON.encode(record)])
     result += [["HDEL", cell.checkpoints(job), version] for job, version in changes.dropped_versions]
-    for job, version, samples in changes.samples:
-        result.append(["HSET", cell.samples(job), version, samples])
-    for job, version, item, answer in changes.answers:
-        result.append(["HSET", cell.answers(job), f"{version}/{item}", answer])
-    for job, first, end in changes.dropped_samples:
-        result.append(["HDEL", cell.samples(job), *range(first, end)])
     return result
 
 

@@ -259,7 +259,7 @@ class Job:
         self.open.ack(entry, changes)
         self._dirty(changes)
         if str(key.version) in self.state.evals:
-            self.journal.keep_answer(key, message, self.orders, changes)
+            self.journal.keep_answer(key, message, self.orders)
         count(self.spec, self.state, key.version, message)
 
     def on_parked(self, entry: str, message: Parked, changes: Changes) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.messages import AdapterUpdate, ScoredTrajectory, Usage
-from manager_service.jobs.changes import Changes
+from manager_service.jobs.changes import Changes, KeptSamples
 from manager_service.jobs.evaluation import loss_summary, summary
 from manager_service.jobs.groups import Group
 from manager_service.jobs.open_trajectories import TrajectoryKey
@@ -14,7 +14,17 @@ from manager_service.jobs.orders import Orders
 from manager_service.jobs.samples import MAX_TEXT, advantages, chosen, record_of
 from manager_service.jobs.stopping import note_evaluation
 from manager_service.kept import Kept, Limits
-from manager_service.records import JSON, EvalTally, EventRecord, JobSpec, JobState, SampleRecord, Stop, Training
+from manager_service.records import (
+    JSON,
+    EvalTally,
+    EventRecord,
+    JobSpec,
+    JobState,
+    SampleKind,
+    SampleRecord,
+    Stop,
+    Training,
+)
 
 WHOLE_SAMPLES = 8
 """Trajectories of a step's first groups that are kept token by token; of the others all that are kept."""
@@ -39,6 +49,7 @@ class Journal:
         self._last_progress_at: float | None = None
         self._told_stall = False
         self._failed: list[SampleRecord] = []
+        self._answers: dict[int, list[SampleRecord]] = {}  # by version, of evaluations that run
 
     def tell(
         self,
@@ -179,7 +190,9 @@ class Journal:
 
     def evaluated(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
         """Writes the event of an evaluation that has ended."""
-        changes.evaluated.append(self._spec.id)
+        answers = sorted(self._answers.pop(version, []), key=lambda one: one.item or 0)
+        if answers and not self._kept("samples").has_dropped(version):
+            self._keep("answers", version, answers, changes)
         if self._spec.is_supervised:
             return self._evaluated_loss(version, tally, now, changes)
         data = summary(version, tally)
@@ -214,31 +227,29 @@ class Journal:
             )
             for number, place, scored, kept in found
         ]
-        self._keep(self._state.version + 1, records, changes)
+        self._keep_step(self._state.version + 1, records, changes)
 
     def keep_failed(self, changes: Changes) -> None:
         """Keeps what failed since the last batch, of a job that makes no further one."""
         if self._failed:
-            self._keep(self._state.version + (1 if self._state.training is None else 2), [], changes)
+            self._keep_step(self._state.version + (1 if self._state.training is None else 2), [], changes)
 
-    def _keep(self, version: int, records: list[SampleRecord], changes: Changes) -> None:
-        encoded = JSON.encode([msgspec.structs.replace(record, step=version) for record in records + self._failed])
+    def _keep_step(self, version: int, records: list[SampleRecord], changes: Changes) -> None:
+        self._keep("samples", version, records + self._failed, changes)
         self._failed = []
-        changes.samples.append((self._spec.id, version, encoded))
-        if dropped := self._kept("samples").add(version, len(encoded), self._limits.samples):
-            changes.dropped_samples.append((self._spec.id, *dropped))
 
-    def keep_answer(self, key: TrajectoryKey, message: ScoredTrajectory, orders: Orders, changes: Changes) -> None:
+    def keep_answer(self, key: TrajectoryKey, message: ScoredTrajectory, orders: Orders) -> None:
         """Keeps the first of an evaluation's sampled answers to each of the first items, so that versions can be compared."""
-        if key.purpose != "eval" or key.sample > 0 or key.group >= self._limits.sample_items:
-            return
-        if (kept := self._kept("samples")).has_dropped(key.version):
-            return
-        record = record_of(message, orders.item_of(key), "evaluation", supervised=self._spec.is_supervised)
-        encoded = JSON.encode(msgspec.structs.replace(record, step=key.version, item=key.group))
-        changes.answers.append((self._spec.id, key.version, key.group, encoded))
-        if dropped := kept.add_late(key.version, len(encoded), self._limits.samples):
-            changes.dropped_samples.append((self._spec.id, *dropped))
+        if key.purpose == "eval" and key.sample == 0 and key.group < self._limits.sample_items:
+            record = record_of(message, orders.item_of(key), "evaluation", supervised=self._spec.is_supervised)
+            self._answers.setdefault(key.version, []).append(msgspec.structs.replace(record, item=key.group))
+
+    def _keep(self, kind: SampleKind, version: int, records: list[SampleRecord], changes: Changes) -> None:
+        tenant, job = self._spec.tenant, self._spec.id
+        encoded = JSON.encode([msgspec.structs.replace(record, step=version) for record in records])
+        changes.samples.append(KeptSamples(kind, tenant, job, version, encoded))
+        if dropped := self._kept("samples").add(version, len(encoded), self._limits.samples):
+            changes.dropped_samples.append((tenant, job, range(*dropped)))
 
     def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
         """Lets later steps truncate importance weights, under any loss, if the gap exceeds the bound. Warns once a job."""

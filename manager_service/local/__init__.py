@@ -10,9 +10,9 @@ Its files:
     gpus.py             finds the GPUs, and gives workers theirs
     settings.py         reads the settings of `marlaas up` alone
     plan.py             says what of a base model fits on one device or several
+    fitting.py          says what of base models fits in a memory
     engines.py          says what each engine of rollouts takes of a device
     context.py          chooses the context that is served, and the memory of workers
-    sharing.py          shares a memory between copies of base models
     embedded_redis.py   finds the Redis server, and starts it on a data folder
     own_store.py        waits until the store's folder is the one that the cells know
 """

@@ -6,20 +6,18 @@ A base model whose whole context fits in the default memory for keys and values,
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from common.base_shape import BaseShape
-from common.decoder_families import unsupported
 from common.errors import InvalidInput
+from common.families import unsupported
+from common.footprint import ROWS_PART, cache_room
 from common.host_memory import host_bytes
-from common.served_context import context_that_fits
 from common.settings import dtype_on, parse_base_models, resolve_config
 from common.text.model_folder import read_config
-from manager_service.local.engines import Device, PlannedEngine
+from manager_service.local.engines import Device
+from manager_service.local.fitting import FIRST_CONTEXT, LEAST_KV, Copies, Fit, SharedMemory, settings_for
 from manager_service.local.gpus import Gpu, LocalWorker, Seats
-from manager_service.local.plan import FIRST_CONTEXT, MICRO_BATCH_TOKENS
 from manager_service.local.settings import LocalSettings
-from manager_service.local.sharing import LEAST_KV, Copies, Setup, WorkerBytes, fit, least_bytes
 
 SMALL = 1 << 30
 """Bytes of all copies of the base models: less is not reckoned with."""
@@ -36,30 +34,6 @@ class Chosen:
     """Tell of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """A memory, and what is in it."""
-
-    name: str  # "GPU 0", "this machine"
-    copies: Sequence[Copies]
-    setup: Setup
-    whole: float  # bytes, with what others hold
-
-    @property
-    def memory(self) -> float:
-        """Bytes that nobody holds."""
-        return self.setup.device.memory
-
-    @property
-    def weights(self) -> float:
-        """Bytes of all copies."""
-        number = sum((copy.rollouts + copy.trainers) * copy.shape.num_weights for copy in self.copies)
-        return number * self.setup.rollout_itemsize
-
-    def has(self, service: str) -> bool:
-        return any(copy.rollouts if service == "rollout" else copy.trainers for copy in self.copies)
-
-
 def choose(
     environment: Mapping[str, str],
     workers: Sequence[LocalWorker],
@@ -74,23 +48,23 @@ def choose(
     """
     try:
         bases = _read(environment)
-        context = environment.get("MARLAAS_MAX_CONTEXT")
-        given = None if context is None else int(context)
-        places = list(_places(environment, workers, seats, gpus, bases, free))
-    except (ValueError, KeyError, InvalidInput):
-        return by_default(environment)
-    small = not any(base.short for base in bases.values())
-    places = [place for place in places if not small or place.weights > SMALL]
-    own_context = max(base.shape.context for base in bases.values())
-    contexts = [min(given, own_context)] if given else [*_contexts(own_context), own_context]
-    chosen = not SIZES.isdisjoint(environment)
-    fits = {place.name: _fitted(place, contexts, chosen=chosen) for place in places}
-    served = min((each.context for each in fits.values() if each), default=0)
+        own = max(base.shape.context for base in bases.values())
+        given = int(environment.get("MARLAAS_MAX_CONTEXT", own))
+        memories = list(_memories(environment, workers, seats, gpus, bases, free))
+    except (OSError, ValueError, KeyError, InvalidInput):
+        return Chosen()
+    told = [f"MARLAAS_MAX_CONTEXT={given} is above {own}, the base model's own context, which is served"] * (
+        given > own
+    )
+    contexts = [min(given, own)] if "MARLAAS_MAX_CONTEXT" in environment else [*_contexts(own), own]
+    found = [_longest(memory, contexts, chosen=not SIZES.isdisjoint(environment)) for memory in memories]
+    served = min((fit.context if fit else 0 for fit in found), default=0)
     if not served:
-        return by_default(environment)
-    together = [(place, each) for place in places if (each := fit(place.copies, place.setup, [served]))]
-    settings = {name: value for name, value in _settings(together, own_context).items() if name not in environment}
-    return Chosen(settings, [_line(place, each, own_context) for place, each in together])
+        return Chosen(lines=told)
+    fits = [(memory, memory.at(served)) for memory in memories]
+    settings = ({"MARLAAS_MAX_CONTEXT": str(served)} if served < own else {}) | settings_for(fits)
+    left = {name: value for name, value in settings.items() if name not in environment}
+    return Chosen(left, [*told, *(_line(memory, fit, own) for memory, fit in fits)])
 
 
 def _contexts(end: int) -> list[int]:
@@ -99,89 +73,73 @@ def _contexts(end: int) -> list[int]:
     return sorted(each for one in doubled for each in (one, one * 3 // 2) if each < end)
 
 
-def by_default(environment: Mapping[str, str]) -> Chosen:
-    """The context that the default memory for keys and values holds, or the one that is said; for memories and models whose sizes are
-    not known here. What is wrong with a setting or a base model is left to the service that it is for, whose error says it."""
-    if "MARLAAS_MAX_CONTEXT" in environment or environment.get("MARLAAS_ENGINE", "torch") != "torch":
-        return Chosen()
-    try:
-        kv_bytes = int(environment.get("MARLAAS_ROLLOUT_KV_BYTES", LEAST_KV))
-        bases = parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny"))
-        folders = {name: resolve_config(where) for name, where in bases.items()}
-    except (ValueError, InvalidInput):
-        return Chosen()
-    itemsize = _itemsize(environment, "ROLLOUT")
-    short = {name: found for name, folder in folders.items() if (found := _short(folder, kv_bytes, itemsize))}
-    if not short or min(fits for fits, _ in short.values()) == 0:
-        return Chosen()
-    name, (fits, own) = min(short.items(), key=lambda item: item[1][0])
-    line = (
-        f"context {fits:,} of the {own:,} tokens of {name!r}: what {kv_bytes / (1 << 30):.3g} GiB for keys and values hold;"
-        " MARLAAS_ROLLOUT_KV_BYTES gives more memory, MARLAAS_MAX_CONTEXT chooses"
-    )
-    return Chosen({"MARLAAS_MAX_CONTEXT": str(fits)}, [line])
-
-
-def above_all_contexts(environment: Mapping[str, str]) -> list[str]:
-    """Tells, in a line, of a MARLAAS_MAX_CONTEXT above the own context of every base model; else nothing, as where something is wrong."""
-    if "MARLAAS_MAX_CONTEXT" not in environment:
-        return []
-    try:
-        given = int(environment["MARLAAS_MAX_CONTEXT"])
-        own = max(base.shape.context for base in _read(environment).values())
-    except (OSError, ValueError, KeyError, InvalidInput):
-        return []
-    said = f"MARLAAS_MAX_CONTEXT={given} is above {own}, the base model's own context, which is served"
-    return [said] * (given > own)
-
-
-def _short(folder: Path, kv_bytes: int, itemsize: int) -> tuple[int, int] | None:
-    """See `context_that_fits`."""
-    try:
-        return context_that_fits(folder, kv_bytes, itemsize)
-    except (InvalidInput, KeyError):  # a configuration that its service refuses by name
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class LocalBase:
-    """The sizes of a base model that count for memory."""
-
-    shape: BaseShape
-    modules: bool  # transformers' own compute it in the trainer
-    short: bool  # the default memory for keys and values does not hold its context
-
-
-def _read(environment: Mapping[str, str]) -> dict[str, LocalBase]:
-    """The base models by name. Raises ValueError, KeyError or InvalidInput for a base model whose sizes are not known here."""
-    found: dict[str, LocalBase] = {}
+def _read(environment: Mapping[str, str]) -> dict[str, Copies]:
+    """The base models by name, as on a processor. Raises ValueError, KeyError or InvalidInput for one whose sizes are not known here."""
+    found: dict[str, Copies] = {}
+    backbone = environment.get("MARLAAS_TRAINER_BACKBONE")
     for name, where in parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny")).items():
-        folder = resolve_config(where)
-        config = read_config(folder)
-        backbone = environment.get("MARLAAS_TRAINER_BACKBONE")
+        config = read_config(resolve_config(where))
         modules = backbone == "transformers" or (backbone != "decoder" and any(unsupported(config)))
-        short = context_that_fits(folder, LEAST_KV, _itemsize(environment, "ROLLOUT")) is not None
-        found[name] = LocalBase(BaseShape.of(config), modules, short)
+        found[name] = Copies(BaseShape.of(config), modules)
     return found
 
 
-def _setup(environment: Mapping[str, str], device: Device, whole: float) -> Setup:
+def _memories(
+    environment: Mapping[str, str],
+    workers: Sequence[LocalWorker],
+    seats: Seats,
+    gpus: Sequence[Gpu],
+    bases: Mapping[str, Copies],
+    free: Callable[[], int],
+) -> Iterator[SharedMemory]:
+    """The GPUs that are taken, each with its workers, and the machine with those that compute on the processor; not those with little."""
+    for number, gpu in enumerate(gpus):
+        seated = [worker for worker in workers if number in seats.get(worker.name, ())]
+        device = Device(gpu.free, 0, 0)
+        yield from _reckoned(environment, f"GPU {number}", device, gpu.memory, _copies(seated, bases, gpu=True))
+    on_cpu = [each for each in workers if environment.get(f"MARLAAS_{each.service.upper()}_DEVICE", "cpu") == "cpu"]
+    device = Device(free(), 0, 0, gpu=False)
+    yield from _reckoned(environment, "this machine", device, device.memory, _copies(on_cpu, bases, gpu=False))
+
+
+def _copies(workers: Sequence[LocalWorker], bases: Mapping[str, Copies], *, gpu: bool) -> list[Copies]:
+    counts = Counter((worker.base, worker.service) for worker in workers)
+    found = [
+        Copies(base.shape, gpu or base.modules, counts[name, "rollout"], counts[name, "trainer"])
+        for name, base in bases.items()
+    ]
+    return [copies for copies in found if copies.rollouts or copies.trainers]
+
+
+def _reckoned(
+    environment: Mapping[str, str], name: str, device: Device, whole: float, copies: Sequence[Copies]
+) -> Iterator[SharedMemory]:
     """`whole`: bytes of the memory, of which vLLM's own setting names a part. Raises ValueError."""
     kv, share = environment.get("MARLAAS_ROLLOUT_KV_BYTES"), LocalSettings.of(environment).rollout_share
     vllm = environment.get("MARLAAS_ENGINE") == "vllm"
     if vllm and device.gpu:
         of_whole = float(environment.get("MARLAAS_VLLM_MEMORY_FRACTION", 0))
         share = share or of_whole * whole / device.memory or None
-    return Setup(
+    memory = SharedMemory(
         device=device,
-        engine=PlannedEngine.of("vllm" if vllm else "torch", device),
-        rollout_itemsize=_itemsize(environment, "ROLLOUT"),
-        trainer_itemsize=_itemsize(environment, "TRAINER"),
+        engine="vllm" if vllm else "torch",
+        copies=copies,
+        itemsizes=(_itemsize(environment, "ROLLOUT"), _itemsize(environment, "TRAINER")),
         parallel=int(environment.get("MARLAAS_VLLM_TENSOR_PARALLEL", 1)) if vllm and device.gpu else 1,
         ranks=int(environment.get("MARLAAS_TRAINER_RANKS", 1)) if device.gpu else 1,
         share=share,
         kv=int(kv) if kv and not (device.gpu and vllm) else None,
+        name=name,
+        whole=whole,
     )
+    if memory.weights > SMALL or any(_is_long(copy.shape, memory) for copy in copies):
+        yield memory
+
+
+def _is_long(shape: BaseShape, memory: SharedMemory) -> bool:
+    """Says whether the memory for keys and values does not hold a row, by its default or as somebody has chosen it."""
+    room = cache_room(int(ROWS_PART * (memory.kv or LEAST_KV)), shape.num_layers)
+    return room < shape.context * shape.kv_bytes(memory.itemsizes[0])
 
 
 def _itemsize(environment: Mapping[str, str], service: str) -> int:
@@ -191,84 +149,29 @@ def _itemsize(environment: Mapping[str, str], service: str) -> int:
     return 2 if dtype == "bfloat16" else 4
 
 
-def _places(
-    environment: Mapping[str, str],
-    workers: Sequence[LocalWorker],
-    seats: Seats,
-    gpus: Sequence[Gpu],
-    bases: Mapping[str, LocalBase],
-    free: Callable[[], int],
-) -> Iterator[SharedMemory]:
-    """The GPUs that are taken, each with its workers, and the machine with those that compute on the processor."""
-    for number, gpu in enumerate(gpus):
-        if copies := _copies([worker for worker in workers if number in seats.get(worker.name, ())], bases, gpu=True):
-            setup = _setup(environment, Device(gpu.free, 0, 0), gpu.memory)
-            yield SharedMemory(f"GPU {number}", copies, setup, gpu.memory)
-    on_cpu = [each for each in workers if environment.get(f"MARLAAS_{each.service.upper()}_DEVICE", "cpu") == "cpu"]
-    if copies := _copies(on_cpu, bases, gpu=False):
-        memory = free()
-        setup = _setup(environment, Device(memory, 0, 0, gpu=False), memory)
-        yield SharedMemory("this machine", copies, setup, memory)
-
-
-def _copies(workers: Sequence[LocalWorker], bases: Mapping[str, LocalBase], *, gpu: bool) -> list[Copies]:
-    counts = Counter((worker.base, worker.service) for worker in workers)
-    found = [
-        Copies(base.shape, gpu or base.modules, counts[name, "rollout"], counts[name, "trainer"])
-        for name, base in bases.items()
-    ]
-    return [copies for copies in found if copies.rollouts or copies.trainers]
-
-
-def _fitted(place: SharedMemory, contexts: Sequence[int], *, chosen: bool) -> WorkerBytes | None:
+def _longest(memory: SharedMemory, contexts: Sequence[int], *, chosen: bool) -> Fit | None:
     """None where sizes that somebody has chosen do not fit by the arithmetic here. Raises InvalidInput."""
-    memory, found, least = (
-        place.memory,
-        fit(place.copies, place.setup, contexts),
-        least_bytes(place.copies, place.setup),
-    )
-    if found is not None or (chosen and least <= memory):
-        return found
-    number = sum(copy.rollouts + copy.trainers for copy in place.copies)
-    what = f"the base models do not fit in the memory of {place.name}: {number} copies take {least / 1e9:.1f} GB"
-    if least > memory:
+    if fit := memory.longest(contexts):
+        return fit
+    has, least = memory.device.memory, memory.least
+    number = memory.rollouts + memory.trainers
+    what = f"the base models do not fit in the memory of {memory.name}: {number} copies take {least / 1e9:.1f} GB"
+    if least > has:
         raise InvalidInput(
-            f"{what}, and it has {memory / 1e9:.1f} GB; a smaller base model helps, fewer workers, or another device"
+            f"{what}, and it has {has / 1e9:.1f} GB; a smaller base model helps, fewer workers, or another device"
         )
+    if chosen:
+        return None
     raise InvalidInput(
-        f"{what} of its {memory / 1e9:.1f} GB, and what is left holds no context of {contexts[0]:,} tokens;"
+        f"{what} of its {has / 1e9:.1f} GB, and what is left holds no context of {contexts[0]:,} tokens;"
         f" a smaller base model helps, fewer workers, another device, or a choice: {CHOOSE}"
     )
 
 
-def _settings(fits: Sequence[tuple[SharedMemory, WorkerBytes]], own_context: int) -> dict[str, str]:
-    """For all services, so what every place holds."""
-    served = min(each.context for _, each in fits)
-    found = {"MARLAAS_MAX_CONTEXT": str(served)} if served < own_context else {}
-    rollouts = [(place, each) for place, each in fits if place.has("rollout")]
-    if on_gpu := [
-        (place, each) for place, each in rollouts if place.setup.device.gpu and place.setup.engine.name == "vllm"
-    ]:
-        if any(place.has("trainer") or sum(copy.rollouts for copy in place.copies) > 1 for place, _ in on_gpu):
-            part = min(each.rollout / place.whole for place, each in on_gpu)
-            found["MARLAAS_VLLM_MEMORY_FRACTION"] = f"{int(part * 100) / 100:.2f}"
-    elif rollouts:
-        found["MARLAAS_ROLLOUT_KV_BYTES"] = str(min(each.kv for _, each in rollouts))
-    both = [each for place, each in fits if place.has("rollout") and place.has("trainer")]
-    if both:
-        found["MARLAAS_TRAINER_MEMORY_BYTES"] = str(min(each.activations for each in both))
-        found["MARLAAS_TRAINER_CACHE_BYTES"] = str(min(each.cache for each in both))
-    if any(place.setup.device.gpu and place.has("rollout") and place.has("trainer") for place, _ in fits):
-        found["MARLAAS_TRAINER_MICRO_BATCH_TOKENS"] = str(max(MICRO_BATCH_TOKENS, served))
-    if any(each.checkpointed and place.has("trainer") and not place.setup.device.gpu for place, each in fits):
-        found["MARLAAS_TRAINER_CHECKPOINTING"] = "true"
-    return found
-
-
-def _line(place: SharedMemory, each: WorkerBytes, own_context: int) -> str:
-    parts = [f"{each.rollout / 1e9:.1f} GB a rollout worker ({each.kv / 1e9:.1f} of keys and values)"] * place.has(
-        "rollout"
+def _line(memory: SharedMemory, fit: Fit, own_context: int) -> str:
+    parts = [f"{fit.rollout / 1e9:.1f} GB a rollout worker ({fit.kv / 1e9:.1f} of keys and values)"] * (
+        memory.rollouts > 0
     )
-    parts += [f"{each.trainer / 1e9:.1f} GB a trainer"] * place.has("trainer")
-    context = f"context {each.context:,}" + (f" of the model's {own_context:,}" if each.context < own_context else "")
-    return f"{context}; of the {place.memory / 1e9:.1f} GB of {place.name}: {', '.join(parts)}; {CHOOSE}"
+    parts += [f"{fit.trainer / 1e9:.1f} GB a trainer"] * (memory.trainers > 0)
+    context = f"context {fit.context:,}" + (f" of the model's {own_context:,}" if fit.context < own_context else "")
+    return f"{context}; of the {memory.device.memory / 1e9:.1f} GB of {memory.name}: {', '.join(parts)}; {CHOOSE}"

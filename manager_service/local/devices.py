@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.errors import InvalidInput
 from common.settings import explained
-from manager_service.local.context import above_all_contexts, choose
+from manager_service.local.context import choose
 from manager_service.local.gpus import (
     SERVICES,
     Gpu,
@@ -50,11 +50,11 @@ def arrange(environment: Mapping[str, str], workers: Sequence[LocalWorker]) -> A
     settings = _on_gpus(environment, devices)
     everything = {**environment, **settings}
     seats = _seats(everything, workers, devices, gpus)
-    one_each = bool(seats) and (bool(devices) or len(gpus) > 1) and not _numbered(everything)
+    one_each = bool(seats) and (bool(devices) or len(gpus) > 1)
     of_workers = {name: visible(seat, gpus) for name, seat in seats.items()} if one_each else {}
     chosen = choose(everything, workers, seats, gpus)
     taken = {number for seat in seats.values() for number in seat}
-    told = [*told_of_others(gpus, taken), *above_all_contexts(everything), *chosen.lines]
+    told = [*told_of_others(gpus, taken), *chosen.lines]
     lines = [described(seats, len(gpus))] * one_each + told
     return Arrangement(settings | chosen.settings, of_workers, lines)
 
@@ -93,17 +93,9 @@ def _seats(
     }
     if devices:
         return chosen_seats(needs, devices)
-    if not gpus or not needs:
+    if not gpus or not needs or _numbered(environment):
         return {}
-    if not _numbered(environment):
-        return default_seats(needs, len(gpus))
-    firsts = {service: _device(environment, service).partition(":")[2] for service in needs}
-    first = {service: int(number) if number.isdecimal() else 0 for service, number in firsts.items()}
-    return {
-        name: tuple(range(first[service], first[service] + need.size))
-        for service, need in needs.items()
-        for name in need.workers
-    }
+    return default_seats(needs, len(gpus))
 
 
 def _size(environment: Mapping[str, str], service: str) -> int:

@@ -4,14 +4,13 @@ Of vLLM nothing was measured on a GPU: how it shares its memory out is assumed, 
 """
 
 import re
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.footprint import BYTES_OF_SCORE, CPU_PROCESS, GPU_PROCESS
-from common.served_context import GRAIN, ROWS_PART, cache_room
+from common.footprint import BYTES_OF_SCORE, CPU_PROCESS, GPU_PROCESS, GRAIN, ROWS_PART, cache_room
 
+EngineName = Literal["torch", "vllm"]
 IDLE_ADAPTERS = 64 << 20
 MAX_LORAS, MAX_LORA_RANK = 8, 32
 """Adapters in one batch of vLLM, and their largest rank, by default."""
@@ -24,7 +23,7 @@ BLOCK = 16
 CUDA_GRAPHS = 1e9
 """Bytes that vLLM's CUDA graphs take: assumed."""
 VLLM_PROCESSES = 3e9
-"""Bytes of vLLM's processes on a CPU, code and buffers, as `benchmarks.real_shape` has them."""
+"""Bytes of vLLM's processes on a CPU, code and buffers, on a base in the shape of Qwen3-0.6B."""
 
 REACHED = {("torch", False): 0.5, ("vllm", False): 0.5, ("torch", True): 0.2, ("vllm", True): 0.5}
 """The part of the bound on sampled tokens that an engine is expected to reach, by its name and whether it is on a GPU.
@@ -67,7 +66,8 @@ def parse_gpu(text: str) -> Device:
     """`24GB`, `80GiB`, or a name in GPUS. A size has the speed of the slowest GPU known with so much memory. Raises InvalidInput."""
     if text.lower() in GPUS:
         return GPUS[text.lower()]
-    memory = parse_bytes(text)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GIB|G)", text.strip(), re.IGNORECASE)
+    memory = float(found[1]) * (1 << 30 if found[2].upper() == "GIB" else 1e9) if found else 0
     if not memory:
         raise InvalidInput(f"--gpu {text!r}: a size such as 24GB, or one of {', '.join(GPUS)}")
     known = [gpu for gpu in GPUS.values() if gpu.memory >= memory] or [max(GPUS.values())]
@@ -75,22 +75,9 @@ def parse_gpu(text: str) -> Device:
     return slowest._replace(memory=memory)
 
 
-def parse_bytes(text: str) -> float | None:
-    """`24GB` (of a thousand million bytes), `24GiB` (2^30); None for what is no size."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GIB|G)", text.strip(), re.IGNORECASE)
-    return float(found[1]) * (1 << 30 if found[2].upper() == "GIB" else 1e9) if found else None
-
-
-class PlannedEngine(NamedTuple):
-    """An engine's name, how many turns it makes at once by default, and how fast."""
-
-    name: Literal["torch", "vllm"]
-    slots: int
-    reached: float  # the part of the bound on its speed that it is expected to reach
-
-    @classmethod
-    def of(cls, name: Literal["torch", "vllm"], device: Device) -> "PlannedEngine":
-        return cls(name, 256 if name == "vllm" and device.gpu else 128, REACHED[name, device.gpu])
+def slots_of(engine: EngineName, *, gpu: bool) -> int:
+    """Turns that an engine makes at once by default."""
+    return 256 if engine == "vllm" and gpu else 128
 
 
 class Load(NamedTuple):
@@ -98,19 +85,23 @@ class Load(NamedTuple):
 
     shape: BaseShape
     device: Device
-    engine: PlannedEngine
+    engine: EngineName
     itemsize: int
     rank: int  # of the adapters
     context: int
     parallel: int = 1
 
     @property
+    def slots(self) -> int:
+        return slots_of(self.engine, gpu=self.device.gpu)
+
+    @property
     def beside_kv(self) -> float:
         """Bytes of a device beside keys and values."""
         shape = self.shape
         weights = shape.num_weights * self.itemsize / self.parallel
-        scores = self.engine.slots * shape.vocab * BYTES_OF_SCORE
-        return weights + scores + (self._of_vllm if self.engine.name == "vllm" else self._of_torch)
+        scores = self.slots * shape.vocab * BYTES_OF_SCORE
+        return weights + scores + (self._of_vllm if self.engine == "vllm" else self._of_torch)
 
     @property
     def _of_torch(self) -> float:
@@ -129,7 +120,7 @@ class Load(NamedTuple):
     def rows(self, kv: int) -> int:
         """Rows of the whole context at once, with so many bytes of a device for keys and values."""
         token_bytes = self.shape.kv_bytes(self.itemsize, self.parallel)
-        if self.engine.name == "vllm":
+        if self.engine == "vllm":
             return kv // (token_bytes * _whole(self.context, BLOCK))
         return cache_room(int(ROWS_PART * kv), self.shape.num_layers) // (token_bytes * _whole(self.context, GRAIN))
 
@@ -139,7 +130,7 @@ class Load(NamedTuple):
         A step reads the weights and the rows' keys and values once, half of the context on average, and multiplies each row with the
         weights that are active for it. Routers choose experts evenly; what devices tell each other takes no time.
         """
-        rows = min(rows, self.engine.slots)
+        rows = min(rows, self.slots)
         if not rows:
             return 0.0
         read = self._weights_read(rows) * self.itemsize / self.parallel
@@ -150,10 +141,10 @@ class Load(NamedTuple):
 
     def expected_tokens_per_s(self, rows: int) -> float:
         """The tokens that the engine is expected to sample in a second."""
-        expected = self.engine.reached * self.tokens_per_s(rows)
-        if self.engine.name != "torch" or not self.device.gpu:
+        expected = REACHED[self.engine, self.device.gpu] * self.tokens_per_s(rows)
+        if self.engine != "torch" or not self.device.gpu:
             return expected
-        return min(expected, min(rows, self.engine.slots) / (LAUNCH_S * self.shape.num_layers))
+        return min(expected, min(rows, self.slots) / (LAUNCH_S * self.shape.num_layers))
 
     def _weights_read(self, rows: int) -> float:
         """Weights that a step of so many rows needs: of the experts, those that some row takes."""
@@ -164,25 +155,18 @@ class Load(NamedTuple):
         return self.shape.num_weights - untouched
 
 
-def trained_flops(shape: BaseShape, context: int, *, again: float = 0.0, windows: Sequence[int | None] = ()) -> float:
+def trained_flops(shape: BaseShape, context: int, *, again: bool) -> float:
     """Floating-point operations that a token costs the trainer, in a row of the whole context:
 
         2 x weights active for it x (2 + again) + 4 x layers x heads x head size x positions seen x (3 + again)
 
     The weights are frozen: a forward, and a backward of as much for the slopes. Attention, its scores and its sums of values, has a
-    backward of twice the forward. `again`: the part of the layers that are computed again. A position sees those before it and itself, half
-    of the context on average; in a layer with a sliding window no more than that. `windows`: of each layer, None for one without;
-    nothing where no layer has one.
+    backward of twice the forward. `again`: layers are computed again. A position sees those before it and itself, half of the context on
+    average; where layers have sliding windows it sees fewer.
     """
-    seen = sum(_positions_seen(context, window) for window in windows or [None] * shape.num_layers)  # in all layers
-    weights, attention = 2 * shape.num_active, 4 * shape.num_heads * shape.head_dim * seen
+    weights, seen = 2 * shape.num_active, (context + 1) / 2
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * seen
     return weights * (2 + again) + attention * (3 + again)
-
-
-def _positions_seen(context: int, window: int | None) -> float:
-    """Positions that one sees on average."""
-    most = min(context, window or context)
-    return most - most * (most - 1) / (2 * context)
 
 
 def max_lora_rank(rank: int) -> int:

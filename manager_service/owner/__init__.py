@@ -10,7 +10,7 @@ After a crash another replica takes the leases, and rebuilds each partition from
     reading.py         reads jobs: records, files on this machine's disk, versions that only the store knows
     leases.py          shares the partitions among the live owners
     big_steps.py       writes big TrainSteps to object storage before they are published
-    sample_mover.py    moves samples from Redis to object storage
+    sample_writer.py   writes samples to object storage
     payload_tidier.py  deletes payloads that nobody will ask for again
     surroundings.py    follows tenants, quotas and memory, and trims broadcasts
     memory.py          measures what fills Redis

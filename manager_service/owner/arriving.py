@@ -3,12 +3,11 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from common.errors import Unavailable
 from common.tasks import starting
 from manager_service.jobs.changes import Changes
-from manager_service.jobs.job import Job
 from manager_service.owner.partition import Partition
 from manager_service.owner.transaction import Fence
 
@@ -25,13 +24,11 @@ class Intake:
         owned: Mapping[int, Owned],
         lock: asyncio.Lock,
         decide: Callable[[defaultdict[int, Changes], float], Awaitable[None]],
-        entered: Callable[[Iterable[Job]], None],
     ) -> None:
         """`owned`: the owner's partitions at each moment. `lock`: while jobs change. `decide`: what follows from changes, and commits."""
         self._owned = owned
         self._lock = lock
         self._decide = decide
-        self._entered = entered
         self._read: list[tuple[int, Owned, str, Unavailable | None]] = []  # jobs that are to enter, or why they cannot
         self.wanted = asyncio.Event()
         """Set it when a partition has jobs that arrive."""
@@ -75,7 +72,6 @@ class Intake:
             await partition.delay(job, failure, time.time(), changes)
         if not failure or job in partition.jobs:
             await partition.take_in(job, time.time(), changes)
-            self._entered(filter(None, [partition.jobs.get(job)]))
 
 
 async def _fetched(partition: Partition, job: str) -> Unavailable | None:

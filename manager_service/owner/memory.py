@@ -1,6 +1,6 @@
 """Measures what fills Redis, by kind of key: the cell's streams one by one, everything else by a random sample.
 
-A kind is the first word of a key's name: `samples` of `marlaas:{tiny}:samples:<job>`. The owner of partition 0 measures for all.
+A kind is the first word of a key's name: `events` of `marlaas:{tiny}:events:<job>`. The owner of partition 0 measures for all.
 """
 
 import time
@@ -56,7 +56,7 @@ class RedisMemory:
         await self._bus.retrying(lambda: self._renew(keys=[self._bus.cell.memory], args=words))
 
     def largest(self) -> str:
-        """The two largest kinds with their shares of what was measured: "samples 61%, events 20%"; empty if none is known."""
+        """The two largest kinds with their shares of what was measured: "events 61%, scored 20%"; empty if none is known."""
         total = sum(self.by_kind.values())
         return ", ".join(f"{kind} {num / total:.0%}" for kind, num in Counter(self.by_kind).most_common(2) if num)
 
@@ -96,22 +96,9 @@ def kind_of(key: str) -> str:
 
 
 async def _drawn(bus: Bus) -> list[str]:
-    async def call() -> list[Any]:
-        pipe = bus.client.pipeline(transaction=False)
-        for _ in range(SAMPLE):
-            pipe.execute_command("RANDOMKEY")
-        return await pipe.execute()
-
-    return [key.decode() for key in await bus.retrying(call) if key is not None]
+    return [key.decode() for key in await bus.pipelined([("RANDOMKEY",)] * SAMPLE) if key is not None]
 
 
 async def _usages(bus: Bus, keys: Sequence[str]) -> list[int]:
     """Bytes of each key; 0 of one that is not there."""
-
-    async def call() -> list[Any]:
-        pipe = bus.client.pipeline(transaction=False)
-        for key in keys:
-            pipe.memory_usage(key)
-        return await pipe.execute()
-
-    return [num or 0 for num in await bus.retrying(call)]
+    return [num or 0 for num in await bus.pipelined(("MEMORY USAGE", key) for key in keys)]

@@ -4,7 +4,7 @@
     waits for: a result, a command, or room for more work   unblocked by: env, trainers, API replicas, live workers
     after a crash: another replica takes the leases when they run out, and rebuilds each partition from Redis
 
-What waits for object storage is done beside the passes: new jobs' files, big payloads, versions that Redis may have lost.
+What waits for object storage is done beside the passes: new jobs' files, big payloads, samples, versions that Redis may have lost.
 One pass reads the messages that are there, lets the jobs change, decides what follows (scheduling.allocator), and commits
 each partition's changes by one fenced script. A partition whose commit is refused is forgotten at once.
 """
@@ -36,7 +36,7 @@ from manager_service.owner.leases import Absence, Held, Leases
 from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.payload_tidier import PayloadTidier
 from manager_service.owner.reading import ItemFiles, JobReader
-from manager_service.owner.sample_mover import SampleMover
+from manager_service.owner.sample_writer import SampleWriter
 from manager_service.owner.surroundings import Seen, Surroundings, whereabouts
 from manager_service.owner.transaction import Commits, Fence
 from manager_service.scheduling.allocator import Allocator
@@ -95,13 +95,13 @@ class Owner:
         self._owned: dict[int, Owned] = {}
         self._archiver = Archiver(bus, objects, every_s=min(lease_s, 1 + archive_after_s / 10))
         self._archive_after_s = archive_after_s
-        self._samples = SampleMover(bus, objects)
+        self._samples = SampleWriter(objects, bus.cell.base_model)
         self._payloads = PayloadTidier(objects)
         self._wanted = asyncio.Event()  # a partition wants something of the object storage
         self._fetches = asyncio.Semaphore(MAX_FETCHES)
         self._searched: set[int] = set()  # partitions that are to be reconciled at the next pass
         self._lock = asyncio.Lock()  # while jobs change; to wait for object storage under it would stop every tenant
-        self._intake = Intake(self._owned, self._lock, self._decide, self._samples.resume)
+        self._intake = Intake(self._owned, self._lock, self._decide)
         self._big_steps = BigSteps(bus, objects)
         self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue), admits=self._big_steps.admits)
         self._surroundings = Surroundings(bus, tenants, self._allocator, limits)
@@ -182,7 +182,6 @@ class Owner:
             self._owned[number] = (partition, fence)
             self._payloads.note([*partition.jobs, *partition.arriving])  # of the last owner, for all that is known
             await self._commit({number: changes})
-            self._samples.resume(partition.jobs.values())
         if partition.arriving:
             self._intake.wanted.set()
         if partition.jobs:
@@ -365,7 +364,7 @@ class Owner:
         return commands(changes, self._cell, number, encoded, time.time())
 
     def _committed(self, partition: Partition, changes: Changes) -> None:
-        self._samples.follow(changes, partition.jobs)
+        self._samples.follow(changes)
         self._payloads.note(message.job for _, message in changes.published if self._big_steps.path(message))
         self._big_steps.forget([message.job for _, message in changes.published if isinstance(message, TrainStep)])
         self._big_steps.forget(changes.finished)

@@ -67,14 +67,8 @@ class Surroundings:
         """Charges the tenants with jobs here for the tokens of their completions since the last look, as for those of jobs."""
         tenants = sorted(self._allocator.demand.active)
         fields = [f"{INFERENCE}/{counter}" for counter in ROLLOUT_COUNTERS]
-
-        async def call() -> list[Any]:
-            pipe = self._bus.client.pipeline(transaction=False)
-            for tenant in tenants:
-                pipe.hmget(self._cell.usage(tenant), fields)
-            return await pipe.execute()
-
-        found = zip(tenants, await self._bus.retrying(call), strict=True)
+        used = await self._bus.pipelined(("HMGET", self._cell.usage(tenant), *fields) for tenant in tenants)
+        found = zip(tenants, used, strict=True)
         totals = {tenant: sum(float(amount or 0) for amount in amounts) for tenant, amounts in found}
         for tenant, total in totals.items():
             self._allocator.charge_rollouts(tenant, max(0.0, total - self._completed.get(tenant, total)))
@@ -85,14 +79,8 @@ class Surroundings:
         if time.monotonic() - self._counted_at < BACKLOG_S:
             return self._backlog
         streams = [self._cell.env, *await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))]
-
-        async def call() -> list[int]:
-            pipe = self._bus.client.pipeline(transaction=False)
-            for stream in streams:
-                pipe.xlen(stream)
-            return await pipe.execute()
-
-        self._backlog, self._counted_at = sum(await self._bus.retrying(call)), time.monotonic()
+        lengths = await self._bus.pipelined(("XLEN", stream) for stream in streams)
+        self._backlog, self._counted_at = sum(lengths), time.monotonic()
         return self._backlog
 
     async def nothing_under_way(self, inboxes: Sequence[str], trainers: Sequence[str]) -> bool:
@@ -103,46 +91,25 @@ class Surroundings:
         """
         own = await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))
         streams = [*(stream for stream, _ in self._cell.work), *trainers, *own, *inboxes]
-
-        async def call() -> tuple[list[str], list[int], list[Any]]:
-            pipe = self._bus.client.pipeline(transaction=True)
-            for stream in streams:
-                pipe.xlen(stream)
-            for stream in inboxes:
-                pipe.xpending(stream, GROUP_MANAGER)
-            pipe.zrange(self._cell.env_workers, 0, -1)
-            answers = await pipe.execute()
-            return named(answers[-1], self._cell), answers[: len(streams)], answers[len(streams) : -1]
-
-        own_then, lengths, held = await self._bus.retrying(call)
-        return own_then == own and sum(lengths) <= sum(row["pending"] for row in held)
+        asked: list[Sequence[Any]] = [("XLEN", stream) for stream in streams]
+        asked += [("XPENDING", stream, GROUP_MANAGER) for stream in inboxes]
+        asked.append(("ZRANGE", self._cell.env_workers, 0, -1))
+        *answers, workers = await self._bus.pipelined(asked, transaction=True)
+        lengths, held = answers[: len(streams)], answers[len(streams) :]
+        return named(workers, self._cell) == own and sum(lengths) <= sum(row["pending"] for row in held)
 
     async def silent_sessions(self, sessions: Collection[str]) -> set[str]:
         """The sessions of these whose client has said nothing for too long."""
-
-        async def call() -> list[Any]:
-            pipe = self._bus.client.pipeline(transaction=False)
-            for session in sessions:
-                pipe.exists(self._cell.session(session))
-            return await pipe.execute()
-
         if not sessions:
             return set()
-        there = await self._bus.retrying(call)
+        there = await self._bus.pipelined(("EXISTS", self._cell.session(session)) for session in sessions)
         return {session for session, alive in zip(sessions, there, strict=True) if not alive}
 
     async def _used_today(self, tenants: list[str]) -> dict[str, int]:
         """Tokens that each of these tenants has used today, chats included."""
-
         today = day_field(time.time())
-
-        async def call() -> list[Any]:
-            pipe = self._bus.client.pipeline(transaction=False)
-            for tenant in tenants:
-                pipe.hget(self._cell.usage(tenant), today)
-            return await pipe.execute()
-
-        return {t: int(n or 0) for t, n in zip(tenants, await self._bus.retrying(call), strict=True)}
+        used = await self._bus.pipelined(("HGET", self._cell.usage(tenant), today) for tenant in tenants)
+        return {tenant: int(num or 0) for tenant, num in zip(tenants, used, strict=True)}
 
     async def _trim_broadcasts(self) -> None:
         """Trims the broadcast streams, which scripts append to without trimming, to the time that a reader may be away and to

@@ -42,9 +42,8 @@ ADAM = {
 async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     """A pass over data; older clients ask `forward` for one without a gradient, in JSON: it fails in its turn."""
     body, encoding = await request.body(), request.headers.get("content-encoding", "")
-    most = max(api.settings.max_body_bytes, MAX_PASS_BYTES)
-    task = ReadPass(body, request.headers.get("content-type", ""), encoding, most)
-    found = await api.helpers.do(tenant, task, num_bytes=most if encoding else len(body))
+    task = ReadPass(body, request.headers.get("content-type", ""), encoding, MAX_PASS_BYTES)
+    found = await api.helpers.do(tenant, task, num_bytes=MAX_PASS_BYTES if encoding else len(body))
     given = msgspec.convert(found, CheckedPass)
     run = await known.runs.named(tenant.id, given.model)
     fault = given.fault or _misfit(run.base, given)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from base_model.kernels import DEFAULT
 from common.errors import InvalidInput
-from common.served_context import cache_room, fitting_context
+from common.footprint import cache_room, fitting_context
 from rollout_service.embedded.backbone.interface import ModelShape
 from rollout_service.embedded.seats import TurnRow
 
@@ -43,7 +43,7 @@ class EngineLimits:
     slots: int = 64  # rows under way at once
     kv_bytes: int = 1 << 30  # all of the above together; rows that do not fit wait
     prefix_bytes: int = 64 << 20  # the most of it for prefixes
-    turn_bytes: int = 64 << 20  # and for turns
+    turn_bytes: int = 64 << 20  # and for turns; none in deterministic mode
     min_rows: int = DEFAULT.min_rows  # of a forward, and of an adapter's product in it
     exact: bool = False  # deterministic mode: a row's bits do not depend on how long its neighbours are
 
@@ -54,7 +54,7 @@ class EngineLimits:
 
     @property
     def turns(self) -> int:
-        return min(self.turn_bytes, self.kv_bytes // KEPT_PART)
+        return 0 if self.exact else min(self.turn_bytes, self.kv_bytes // KEPT_PART)
 
     @property
     def step_lanes(self) -> int:

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 from base_model.loading_turn import alone_on
 from common.errors import InvalidInput, Unavailable
+from common.families import unsupported_on_cpu
 from common.own_folder import roomy
 from common.text.model_folder import read_config
-from common.vllm_families import unsupported_on_cpu
 from common.weight_files import LINEAR_LAYERS
 from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes

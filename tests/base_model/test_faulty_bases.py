@@ -16,11 +16,12 @@ from base_model.decoder import Decoder
 from base_model.modules import load_model
 from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.modules_families import ACTIVATIONS, PARTLY_ROTATED, unsupported_by_modules
+from common.families import MODULES as BY_MODULES
+from common.families import PARTLY_ROTATED, unsupported_by_modules
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
 from manager_service.cli.plan import plan_for
-from manager_service.local.context import by_default, choose
+from manager_service.local.context import choose
 from manager_service.local.gpus import LocalWorker
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
@@ -75,7 +76,6 @@ def test_what_is_malformed_is_refused_in_a_line_by_all_that_read_it(
 @pytest.mark.parametrize("changed", [changed for changed, _ in MALFORMED], ids=[told for _, told in MALFORMED])
 def test_up_leaves_what_is_malformed_to_the_services(tmp_path: Path, changed: dict[str, Any]) -> None:
     environment = {"MARLAAS_BASE_MODELS": f"q={base(tmp_path / 'base', **changed)}"}
-    assert not by_default(environment).settings
     assert not choose(environment, [LocalWorker("trainer-0", "trainer", "q")], {}, []).settings
 
 
@@ -166,7 +166,7 @@ def test_plan_refuses_what_the_services_refuse(
 
 
 def test_the_activations_are_those_of_transformers() -> None:
-    assert set(ACT2FN) >= ACTIVATIONS
+    assert set(ACT2FN) >= {*BY_MODULES.activations}
 
 
 @pytest.mark.parametrize(("changed", "told"), MODULES, ids=[told for _, told in MODULES])

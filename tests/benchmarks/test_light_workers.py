@@ -7,36 +7,18 @@ from typing import Any
 
 import hiredis
 import msgspec
-import pytest
 
-from common.adapters import AdapterStore
 from common.bus import Bus, Delivery, Settlement
 from common.handlers import Handler
-from common.messages import AdapterRef, EnvSpec, Message, Sampling, Start, WorkerReport
-from common.objects import Objects
-from common.repeats import num_same, num_same_at_end
-from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, partition_of
+from common.messages import AdapterRef, EnvSpec, Message, Sampling, Start
+from common.streams import GROUP_ENV, GROUP_ROLLOUT, partition_of
 from common.telemetry import About, Reporter
-from common.wire import decode, encode
+from common.wire import encode
 from common.worker import Inbox
-from harness.light.alike import alike
 from harness.light.env import light_env
 from harness.light.rollout import light_rollout
 from harness.light.worker import LightWorker
-from harness.standin import (
-    FixedSlots,
-    OneTurnEnv,
-    OneTurnRollout,
-    StandInTrainer,
-    balanced,
-    create_job,
-    job_spec,
-    ledger_of,
-    stand_in_worker,
-    until_status,
-)
-from manager_service.owner.owner import Owner
-from manager_service.tenants import Tenants
+from harness.standin import OneTurnEnv, OneTurnRollout, stand_in_worker
 from tests.common.test_worker import until
 
 LEASE_S = 1.0
@@ -117,15 +99,6 @@ def taken(messages: Sequence[Message]) -> list[tuple[bytes, bytes]]:
     return [(f"1700000000000-{number}".encode(), encode(message)) for number, message in enumerate(messages)]
 
 
-@pytest.mark.parametrize(
-    "payloads", [(b"x" * 50, b"x" * 50), (b"", b"abc"), (b"a\0", b"a"), (b"aXa", b"aa"), (b"abc", b"xyz")]
-)
-def test_what_is_alike_is_found_as_it_is_one_by_one(payloads: tuple[bytes, bytes]) -> None:
-    before, after = payloads
-    head = num_same(before, after)
-    assert alike(payloads) == [(head, num_same_at_end(before[head:], after[head:]))]
-
-
 def packed(words: Sequence[Any]) -> bytes:
     command: Any = tuple(words)
     return hiredis.pack_command(command)
@@ -176,41 +149,6 @@ async def working(*workers: Any) -> AsyncGenerator[None]:
             await asyncio.gather(*tasks)
 
 
-async def test_a_job_is_the_same_to_its_owner(bus: Bus, objects: Objects) -> None:
-    by_light = await seen_of_job(bus, objects, [light_env_worker(bus), light_worker(bus)], "job-light")
-    by_ordinary = await seen_of_job(bus, objects, [ordinary_env_worker(bus), ordinary_worker(bus)], "job-plain")
-    assert by_light == by_ordinary
-    assert by_light["status"] == "succeeded" and by_light["balanced"]
-
-
-async def seen_of_job(bus: Bus, objects: Objects, samplers: Sequence[Any], name: str) -> dict[str, Any]:
-    """The owner's records of a whole job, and what it had trained, in an order of its own."""
-    cell, store = bus.cell, AdapterStore(objects)
-    trainer = StandInTrainer(cell, store)
-    owner = Owner(bus=bus, cluster=FixedSlots(), store=store, objects=objects, tenants=Tenants(bus.client), lease_s=0.6)
-    train = stand_in_worker(bus, "trainer", Inbox(cell.train, GROUP_TRAINER), trainer, slots=1, lease_s=LEASE_S)
-    async with working(owner, train, *samplers):
-        spec = job_spec(name, num_steps=3)
-        await create_job(bus, spec)
-        state = await until_status(bus, spec.id, "succeeded", "failed")
-        ledger = await ledger_of(bus, spec.id)
-        usage: Any = await bus.client.hgetall(cell.usage(spec.tenant))
-        events: Any = await bus.client.xrange(cell.events(spec.id))
-    steps = [step.rows for step in trainer.seen]
-    return {
-        "status": state.status,
-        "version": state.version,
-        "ledger": ledger,
-        "balanced": balanced(ledger),
-        "events": sorted(msgspec.json.decode(fields[b"event"])["type"] for _, fields in events),
-        "usage": sorted(value for key, value in usage.items() if key.startswith(name.encode())),
-        "rewards": sorted(reward for rows in steps for reward in rows.rewards.numpy().tolist()),
-        "rows": [len(rows.lengths) for rows in steps],
-        "tokens": {rows.transcript for rows in steps},
-        "trajectories": sorted(key.removeprefix(name) for step in trainer.seen for key in step.trajectories),
-    }
-
-
 async def test_a_worker_that_stops_hands_back_what_it_holds(bus: Bus) -> None:
     await publish_turns(bus, STARTS)
     before: Any = await bus.client.xrange(bus.cell.rollout)
@@ -233,21 +171,3 @@ async def test_a_worker_takes_over_what_a_dead_one_held(bus: Bus) -> None:
     async with working(worker):
         await until(lambda: is_empty(bus, bus.cell.rollout))
     assert worker.num == 8
-
-
-async def test_a_report_says_what_the_worker_has_and_for_whom_it_works(bus: Bus) -> None:
-    await publish_turns(bus, STARTS)
-    async with working(light_worker(bus, seconds=3600.0)):
-        await until(lambda: has_pending(bus, NUM_TURNS))
-        await until(lambda: tells_of(bus, {each.job for each in STARTS}))
-
-
-async def tells_of(bus: Bus, jobs: set[str]) -> bool:
-    rows: Any = await bus.client.xrange(bus.cell.telemetry)
-    reports = [decode(fields[b"payload"]) for _, fields in rows]
-    return any(
-        isinstance(report, WorkerReport)
-        and (report.slots, report.in_use) == (64, NUM_TURNS)
-        and {span.job for span in report.spans} == jobs
-        for report in reports
-    )

@@ -114,7 +114,7 @@ async def test_the_acts_ask_for_what_there_is(server: ApiServer) -> None:
 
 @pytest.fixture
 def env_worker(redis_url: str, tmp_path: Path) -> Iterator[None]:
-    settings = {"REDIS_URL": redis_url, "STORE_URL": (tmp_path / "data" / "store").as_uri(), "GRADER_TIMEOUT_S": "3"}
+    settings = {"REDIS_URL": redis_url, "STORE_URL": (tmp_path / "data" / "store").as_uri()}
     variables = {f"MARLAAS_{name}": value for name, value in settings.items()}
     with subprocess.Popen([sys.executable, "-m", "env_service"], env={**os.environ, **variables}) as process:
         yield

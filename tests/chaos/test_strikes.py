@@ -14,12 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from redis import Redis
-from redis.exceptions import OutOfMemoryError
 
 from chaos import act, inflict
 from chaos.__main__ import command, options, plans
-from chaos.clock import Clock
 from chaos.faults import Fault
 from chaos.helpers import calls, helpers
 from chaos.report import Story
@@ -29,8 +26,7 @@ from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
 from env_service.verifiers.process import HOST
 from env_service.work import Allowance
-from harness.proxy import Proxy, nothing
-from harness.redis_server import RedisServer
+from harness.proxy import nothing
 from manager_service.api.reading.helpers import SMALL_BYTES, Helpers
 from manager_service.api.reading.tasks import ParseBody
 from manager_service.records import TenantRecord
@@ -94,15 +90,6 @@ async def test_keepers_calls_and_hosts_of_packages_are_struck(kind: str, num: in
     assert alive(descendants(os.getpid()) - others) == set()
 
 
-@pytest.mark.parametrize("kind", ["kill a helper", "kill a call", "freeze a helper"])
-async def test_a_worker_without_helpers_has_none_struck(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflict, "PATIENCE_S", 0.2)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        assert await inflict.inflict(running(env=process.pid), fault(kind, "env")) == 0
-        assert await inflict.inflict(running(), fault(kind, "env")) == 0
-        process.kill()
-
-
 WRITES = """
 import sys
 print(flush=True)
@@ -136,23 +123,6 @@ async def test_a_full_disk_hits_a_process_that_writes_and_a_freeze_one_that_live
             assert hits() == 0
 
 
-async def test_a_clock_hits_a_process_that_tells_the_time_by_it_alone(tmp_path: Path) -> None:
-    clock, waits = Clock(tmp_path / "clocks", "ours"), "import time; print(time.time(), flush=True); input()"
-    argv, variables = [sys.executable, "-c", waits], {"PYTHONPATH": str(clock.folder)}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with (
-        (tmp_path / "ours.log").open("w") as log,
-        subprocess.Popen(argv, stderr=log, env=variables, **pipes) as process,
-    ):
-        assert process.stdout and process.stdout.readline()
-        cluster = running(ours=process.pid, other=os.getpid())
-        cluster.clocks = {"ours": clock, "other": clock}
-        hits = [await inflict.inflict(cluster, fault("clock", name)) for name in ("ours", "other")]
-        cluster.services.pids = {}
-        assert [*hits, await inflict.inflict(cluster, fault("clock", "ours"))] == [1, 0, 0]
-        process.kill()
-
-
 @contextlib.asynccontextmanager
 async def linked() -> AsyncGenerator[Any]:
     """A cluster that is a link to a store."""
@@ -182,79 +152,6 @@ async def test_calls_and_pieces_that_a_fault_hits_are_counted(
                 async with asyncio.timeout(1):
                     await sent(cluster.store_link, piece)
         assert hits() == num
-
-
-ANSWERS = """
-import socket
-server = socket.create_server(('127.0.0.1', 0))
-print(server.getsockname()[1], flush=True)
-connection, _ = server.accept()
-while piece := connection.recv(9): connection.send(piece)
-"""
-
-
-async def test_a_store_that_is_frozen_takes_calls_and_answers_when_it_goes_on() -> None:
-    with subprocess.Popen([sys.executable, "-c", ANSWERS], stdout=subprocess.PIPE) as process:
-        assert process.stdout
-        link = Proxy(int(process.stdout.readline()))
-        await link.open()
-        cluster: Any = SimpleNamespace(store=SimpleNamespace(process=process), store_link=link)
-        async with inflict.INFLICTIONS["freeze", "store"](cluster, fault("freeze", "store")) as hits:
-            reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
-            assert hits() == 0
-            writer.write(b"x")
-            while not hits():
-                await asyncio.sleep(0.01)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(reader.read(1), 0.1)
-        async with asyncio.timeout(20):
-            assert await reader.read(1) == b"x"
-        writer.close()
-        await link.shut()
-        process.kill()
-
-
-async def test_connections_that_are_cut_are_counted_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with linked() as cluster:
-        with monkeypatch.context() as patched:
-            patched.setattr(inflict, "PATIENCE_S", 0.1)
-            assert await inflict.inflict(cluster, fault("cut", "store link")) == 0
-        striking = asyncio.create_task(inflict.inflict(cluster, fault("cut", "store link")))
-        await asyncio.sleep(0.05)
-        reader, writer = await asyncio.open_connection("127.0.0.1", cluster.store_link.port)
-        with contextlib.suppress(ConnectionError):
-            assert await reader.read() == b""
-        writer.close()
-        assert await striking == 1
-
-
-async def test_a_redis_whose_memory_is_full_refuses_writes_until_it_is_healed_and_counts_calls(tmp_path: Path) -> None:
-    server = RedisServer.start(tmp_path, durable=False)
-    cluster: Any = SimpleNamespace(redis=SimpleNamespace(client=lambda: Redis(port=server.port)))
-    with contextlib.ExitStack() as stack:
-        stack.callback(server.stop)
-        client = stack.enter_context(cluster.redis.client())
-        async with inflict.INFLICTIONS["full memory", "redis"](cluster, fault("full memory", "redis")) as hits:
-            assert hits() == 0
-            with pytest.raises(OutOfMemoryError):
-                client.set("x", "1")
-            assert hits() > 0
-        assert client.set("x", "1")
-
-
-async def refused(cluster: Any, chance: float) -> list[int]:
-    """The calls of a thousand that fail."""
-    async with inflict.INFLICTIONS["fails", "store"](cluster, fault("fails", "store", chance=chance)) as hits:
-        found = [number for number in range(1000) if cluster.refuse(b"GET /x")]
-        assert hits() == len(found)
-        return found
-
-
-async def test_the_same_fault_fails_the_same_calls() -> None:
-    async with linked() as cluster:
-        found = await refused(cluster, 0.25)
-        assert found == await refused(cluster, 0.25) != await refused(cluster, 0.75)
-        assert 50 < len(found) < 200
 
 
 async def test_faults_are_drawn_until_as_many_as_asked_for_have_hit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,11 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
+from common.errors import InvalidInput
 from common.helpers import HelperKilled, HelperPool, tell
 
 
@@ -18,18 +20,18 @@ async def pool() -> AsyncIterator[HelperPool]:
     await pool.close()
 
 
-async def ask(pool: HelperPool, question: bytes) -> bytes:
-    helper = pool.idle() or await pool.start()
-    async with asyncio.timeout(20):
-        found = await helper.ask(question)
-    pool.give_back(helper)
-    return found
+async def ask(pool: HelperPool, question: bytes, seconds: float = 20) -> Any:
+    async with pool.helper() as helper, asyncio.timeout(seconds):
+        return await helper.ask(question)
 
 
 async def test_a_helper_answers_one_question_after_the_other_of_any_size(pool: HelperPool) -> None:
     pid = await ask(pool, b"pid")
     large = os.urandom(1 << 20)
     assert [await ask(pool, question) for question in (b"", b"x", large)] == [b"", b"xx", large * 2]
+    with pytest.raises(InvalidInput, match="no") as refused:
+        await ask(pool, b"refuse")
+    assert (refused.value.param, refused.value.code) == ("question", "refused")
     assert await ask(pool, b"pid") == pid
 
 
@@ -37,23 +39,19 @@ async def test_a_helper_that_dies_or_hangs_is_ended_and_another_takes_its_place(
     with pytest.raises(ConnectionError) as caught:
         await ask(pool, b"die")
     assert not isinstance(caught.value, HelperKilled)
-    helper = await pool.start()
-    pid = int(await helper.ask(b"pid"))
+    pid = await ask(pool, b"pid")
     with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await helper.ask(b"hang")
-    assert not helper.alive
+        await ask(pool, b"hang", seconds=0.2)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert await ask(pool, b"x") == b"xx"
 
 
 async def test_a_helper_that_died_while_idle_is_not_handed_out(pool: HelperPool) -> None:
-    pid = int(await ask(pool, b"pid"))
-    os.kill(pid, 9)
-    while (helper := pool.idle()) is not None:
-        pool.give_back(helper)
-        await asyncio.sleep(0.01)
+    async with pool.helper() as helper:
+        os.kill(await helper.ask(b"pid"), 9)
+        while helper.alive:
+            await asyncio.sleep(0.01)
     assert await ask(pool, b"x") == b"xx"
 
 
@@ -78,9 +76,8 @@ async def test_a_process_that_has_just_ended_keeps_its_status(monkeypatch: pytes
 
 
 async def test_a_helper_that_others_kill_is_told_from_one_that_ends_by_itself(pool: HelperPool) -> None:
-    helper = await pool.start()
-    pid = int(await helper.ask(b"pid"))
-    asking = asyncio.create_task(helper.ask(b"hang"))
+    pid = await ask(pool, b"pid")
+    asking = asyncio.create_task(ask(pool, b"hang"))
     await asyncio.sleep(0)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(HelperKilled):

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from common.bus import Bus, Delivery, Settlement
@@ -115,25 +117,6 @@ async def test_every_part_of_a_conversation_is_sent_once(bus: Bus, remembers: bo
     worker, held = await at(CELL.env)
     await go_on(worker, held, CELL.scored(3), SCORED)
     assert not await histories(bus)
-
-
-async def test_what_a_worker_published_it_does_not_read_again(bus: Bus) -> None:
-    # Given a worker that asks for the first turns of a group
-    await bus.publish([(CELL.env, SCORED)])
-    held = await read(bus, CELL.env)
-    asked = [replace(FIRST, id=f"job/0/{n}/0/0") for n in range(3)]
-    await bus.settle([Settlement(held, [(CELL.rollout, request) for request in asked])])
-    rollout = knows_nothing(bus)
-    await bus.ensure_group(CELL.rollout, GROUP_ROLLOUT)
-    turns = await rollout.read([CELL.rollout], GROUP_ROLLOUT, "w", count=10)
-    await rollout.settle([Settlement(turn, [(CELL.env, answer(turn.message))]) for turn in turns])
-    # When their results come, and Redis has no list that they refer to
-    assert await bus.client.delete(*await histories(bus)) == 3
-    found = await bus.read([CELL.env], GROUP_ENV, "w", count=10)
-    # Then it knows what they answer, and the worker that answered knows what is asked next
-    assert [delivery.message for delivery in found] == [answer(request) for request in asked]
-    await go_on(bus, found[0], CELL.rollout_first, following(answer(asked[0])))
-    assert (await read(rollout, CELL.rollout_first)).message == following(answer(asked[0]))
 
 
 async def test_who_takes_over_reads_what_the_dead_worker_knew(bus: Bus) -> None:
@@ -269,6 +252,15 @@ def test_a_request_that_does_not_follow_from_its_result_is_sent_whole(changes: d
     assert isinstance(shortened(result, following(result)), ShortRequest)
     assert shortened(result, following(result, **changes)) is None
     assert shortened(None, following(result)) is None
+
+
+@given(st.binary(max_size=600), st.binary(max_size=3), st.binary(max_size=3), st.binary(max_size=600))
+def test_any_change_of_the_context_comes_back(begin: bytes, before: bytes, after: bytes, end: bytes) -> None:
+    result = answer(replace(FIRST, context=begin + before + end))
+    request = following(result, context=begin + after + end)
+    said, short = shortened(result.request, result), shortened(result, request)
+    assert said and isinstance(short, ShortRequest) and len(short.context) <= len(after + end)
+    assert restored([result.request, said], short) == request
 
 
 def test_a_result_says_all_that_its_request_does_not() -> None:

@@ -1,8 +1,6 @@
 """Base models by a hub's name, from a local server that speaks its protocol."""
 
-import asyncio
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -10,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from common.bus import Bus
 from common.errors import InvalidInput
 from common.settings import TINY, resolve_config, resolve_model
 from tests.support.hub_server import TOKEN, Hub, running_hub
@@ -109,33 +106,3 @@ def test_paths_that_are_no_folders_are_not_asked_of_the_hub(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidInput, match=f"{where} is neither a folder nor a hub name"):
         call(where)
-
-
-async def test_a_worker_that_downloads_ends_when_it_is_told_to(
-    hub: tuple[str, type[Hub]], tmp_path: Path, bus: Bus, redis_url: str
-) -> None:
-    url, running = hub
-    for folder in running.commits["org/open"].values():
-        (folder / "model.safetensors").write_bytes(b"0" * 1000)
-    own = {
-        "MARLAAS_BASE_MODELS": f"{bus.cell.base_model}=org/open",
-        "MARLAAS_DATA_DIR": str(tmp_path),
-        "MARLAAS_REDIS_URL": redis_url,
-    }
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "rollout_service"], cwd=ROOT, env=environment_of(url, tmp_path / "home") | own
-    )
-    try:
-        async with asyncio.timeout(60):
-            while not await _downloads(bus):
-                await asyncio.sleep(0.1)
-        worker.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(worker.wait, 20) == 0
-        assert not running.go_on.is_set()
-    finally:
-        worker.kill()
-
-
-async def _downloads(bus: Bus) -> bool:
-    entries = await bus.follow(bus.cell.telemetry, "0", block_ms=None)
-    return any("downloading org/open" in getattr(report, "reason", "") for _, report in entries)

@@ -177,32 +177,6 @@ async def test_a_service_that_starts_while_its_store_is_away_says_so_and_goes_on
         server.stop()
 
 
-@pytest.mark.timeout(120)
-async def test_a_service_that_starts_without_redis_recognises_its_store_once_redis_is_back(tmp_path: Path) -> None:
-    server = RedisServer.start(tmp_path)
-    bus, folder = Bus.connect(server.url, Cell("tiny")), tmp_path / "store"
-    await recognise(folder, bus)
-    # Given a service that starts while both are away
-    server.stop()
-    folder.rename(tmp_path / "away")
-    own = {"MARLAAS_DATA_DIR": str(tmp_path), "MARLAAS_REDIS_URL": server.url}
-    service = await begun("env_service", tmp_path / "log", **own)
-    try:
-        while not folder.exists():
-            await asyncio.sleep(0.05)
-        # When Redis is back, it does not take what it has made for the store
-        server.restart()
-        await said(tmp_path / "log", "waits_for_store")
-        # And goes on with the right one
-        shutil.rmtree(folder)
-        (tmp_path / "away").rename(folder)
-        await joined(bus)
-    finally:
-        await killed(service)
-        await bus.close()
-        server.stop()
-
-
 async def killed(service: ChildProcess) -> None:
     if service.returncode is None:
         service.send_signal(signal.SIGKILL)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
@@ -71,13 +70,6 @@ async def test_an_object_is_written_and_read_in_parts(storage: Objects) -> None:
 # ---- objects --------------------------------------------------------------------------------------------------------
 
 
-async def test_what_was_created_is_read_back(storage: Objects) -> None:
-    data = bytes(range(256)) * 5000
-    await storage.create("a/b/c", data)
-    assert await storage.get("a/b/c") == data
-    assert await storage.exists("a/b/c")
-
-
 async def test_nothing_is_missing_while_a_local_stores_folder_is_away(tmp_path: Path) -> None:
     folder, away = tmp_path / "store", tmp_path / "away"
     storage = Objects.open(folder.as_uri())
@@ -131,11 +123,6 @@ def first_step(call: Coroutine[Any, Any, bytes]) -> bytes | None:
         return done.value
     call.close()
     return None
-
-
-async def test_an_empty_object_is_an_object(storage: Objects) -> None:
-    await storage.create("empty", b"")
-    assert (await storage.get("empty"), await storage.exists("empty")) == (b"", True)
 
 
 async def test_an_object_is_created_once_and_keeps_its_first_content(storage: Objects) -> None:
@@ -356,11 +343,3 @@ async def _with_room(storage: Objects, store: AdapterStore, files: Mapping[str, 
     storage.files = -100
     await store.commit(manifest(), files)
     assert await store.read(V1, files) == files
-
-
-def test_a_manifest_is_plain_json() -> None:
-    assert msgspec.json.decode(msgspec.json.encode(manifest()))["adapter"] == {
-        "tenant": "acme",
-        "job": "job-1",
-        "version": 1,
-    }

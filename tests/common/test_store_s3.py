@@ -26,14 +26,12 @@ from tests.common.test_store import (  # noqa: F401  (pytest collects them here,
     test_a_manifest_that_is_none_is_corruption_not_absence,
     test_a_version_that_exists_is_not_made_again,
     test_a_version_without_a_manifest_does_not_exist,
-    test_an_empty_object_is_an_object,
     test_an_object_is_created_once_and_keeps_its_first_content,
     test_deleting_a_job_leaves_its_neighbours,
     test_of_many_that_create_the_same_object_at_once_one_wins,
     test_of_two_commits_at_once_one_wins_and_the_losers_folder_is_gone,
     test_the_optimiser_state_may_be_dropped_twice_and_the_adapter_stays,
     test_what_is_not_there_is_not_found_and_may_be_deleted,
-    test_what_was_created_is_read_back,
 )
 
 ROOT = Path(__file__).resolve().parents[2]

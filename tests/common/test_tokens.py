@@ -112,15 +112,6 @@ def test_a_question_is_rendered_as_the_compact_template_says(tiny: ChatTokenizer
     assert len(ids) == len("add 37+58") + 3
 
 
-def test_a_calc_trajectory_fits_in_64_tokens(tiny: ChatTokenizer) -> None:
-    ids = tiny.render(CALC, [CALCULATOR], add_generation_prompt=False)
-    assert tiny.decode(ids, skip_special=False) == (
-        "<|tools|>calculator<|end|><|user|>calc 347*86<|end|><|assistant|>"
-        "<tool_call>calculator:347*86</tool_call><|end|><|tool|>29842<|end|><|assistant|>29842<|end|>"
-    )
-    assert len(ids) <= 64
-
-
 def test_content_may_be_text_parts_and_developer_is_system(tiny: ChatTokenizer) -> None:
     parts = [
         {
@@ -324,10 +315,6 @@ def test_a_compact_call_gets_its_arguments_name_from_the_tool(tiny: ChatTokenize
     assert tiny.parse_tool_calls(text)[1][0].arguments == {"input": "347*86"}
 
 
-def test_a_turn_without_calls_is_its_content(tiny: ChatTokenizer) -> None:
-    assert tiny.parse_tool_calls("29842<|end|>") == ("29842", [])
-
-
 @pytest.mark.parametrize(
     "turn", ["<tool_call>calculator:3", "<tool_call>calculator</tool_call>", "<tool_call>:3</tool_call>"]
 )
@@ -480,11 +467,6 @@ def test_items_are_distinct_repeatable_and_of_their_split(skill: str) -> None:
         assert len(set(questions)) == 200
         assert all(question.startswith(f"{skill} ") for question in questions)
         assert {is_held_out(question) for question in questions} == {split == "held_out"}
-
-
-def test_about_a_tenth_of_the_questions_is_held_out() -> None:
-    held_out = sum(is_held_out(f"add {a}+{b}") for a in range(100) for b in range(100))
-    assert 900 <= held_out <= 1100
 
 
 def test_items_repeat_only_when_there_are_no_more() -> None:

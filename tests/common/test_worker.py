@@ -88,11 +88,12 @@ async def working(
     name: str = "w",
     a_read: int | None = None,
     most: int = 10,
+    lease_s: float = LEASE_S,
     **habits: Any,
 ) -> AsyncGenerator[Worker]:
     reporter = Reporter(name, "env", "tiny", About(slots=slots))
     inboxes = [Inbox(CELL.env, GROUP_ENV, a_read)]
-    options: dict[str, Any] = {"lease_s": LEASE_S, "max_deliveries": most}
+    options: dict[str, Any] = {"lease_s": lease_s, "max_deliveries": most}
     worker = Worker(bus, handler, inboxes, reporter, **options, habits=Habits(**habits))
     stop = asyncio.Event()
     task = asyncio.create_task(worker.run(stop))
@@ -158,7 +159,7 @@ async def test_what_somebody_waits_for_soon_settles_all_else(
         await (asyncio.Event().wait() if message == command(0) else asyncio.sleep(0))
 
     handler = Recorder(first_for_ever)
-    async with working(bus, handler, slots=8, gather_s=3600.0):
+    async with working(bus, handler, slots=8, gather_s=3600.0, lease_s=60.0):
         # Given a result that waits for others since the script for the one before
         await bus.publish([(CELL.env, command(n)) for n in range(2)])
         await until(lambda: length(bus, CELL.rollout, 1))

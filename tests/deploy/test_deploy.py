@@ -21,6 +21,7 @@ import yaml
 from common.own_folder import SHARED_MEMORY
 from common.settings import KNOWN, PREFIX, TINY
 from common.streams import Cell
+from deploy.make_secrets import read_settings
 from rollout_service.settings import ON_GPU
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,7 +276,7 @@ def test_compose_has_room_for_adapters_and_the_hubs_cache() -> None:
 
 
 def test_the_manifests_and_compose_configure_redis_alike() -> None:
-    assert (KUBERNETES / "redis.conf").read_text() == (ROOT / "docker" / "redis.conf").read_text()
+    assert (KUBERNETES / "redis.conf").read_text() == (ROOT / "deploy" / "docker" / "redis.conf").read_text()
 
 
 def test_each_stage_scales_on_the_streams_that_it_reads() -> None:
@@ -355,6 +356,19 @@ def test_compose_gives_each_service_its_own_redis_user_and_no_other_secret() -> 
         ]
 
 
+def test_composes_store_keeps_objects_on_a_volume_that_is_the_bucket_and_every_service_has_its_key(
+    tmp_path: Path,
+) -> None:
+    store, settings = COMPOSE["services"]["store"], read_settings(make_secrets(tmp_path)[".env.cluster"])
+    folder, (volume, _, mounted) = Path(store["command"][-1]), store["volumes"][0].partition(":")
+    assert volume in COMPOSE["volumes"] and store["command"][-2] == "posix"
+    assert settings["MARLAAS_STORE_URL"].startswith(f"s3://{Path(mounted).relative_to(folder)}/")
+    assert settings["AWS_ENDPOINT_URL"] == "http://store" + store["command"][store["command"].index("--port") + 1]
+    for part, name in (("ACCESS_KEY_ID", "ROOT_ACCESS_KEY"), ("SECRET_ACCESS_KEY", "ROOT_SECRET_KEY")):
+        keys = {value for variable, value in settings.items() if variable.endswith(f"_AWS_{part}")}
+        assert len(keys) == 1 and store["environment"][name] == f"${{MANAGER_AWS_{part}:-}}"
+
+
 def test_the_gpu_profile_runs_vllm_on_reserved_devices() -> None:
     service = COMPOSE["services"]["rollout-gpu"]
     assert (service["profiles"], service["environment"]["MARLAAS_ENGINE"]) == (["gpu"], "vllm")
@@ -383,6 +397,7 @@ DISTRIBUTION = {"google": "protobuf"}
 MAY_BE_ABSENT = {"huggingface_hub", "liger_kernel"}  # the first comes with tokenizers; the second is an extra
 IMAGES = {
     "manager": ["common", "manager_service"],
+    "exporter": ["common", "manager_service"],
     "env": ["common", "env_service"],
     "torch": ["common", "base_model", "rollout_service", "trainer_service"],
 }
@@ -391,30 +406,36 @@ ON_THE_USERS_MACHINE = ("cli", "supervisor.py", "embedded_redis.py", "processes.
 
 def requirements(group: str) -> set[str]:
     lines = subprocess.run(
-        [sys.executable, ROOT / "docker" / "requirements.py", group], check=True, capture_output=True, text=True
+        [sys.executable, ROOT / "deploy" / "docker" / "requirements.py", group],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.split("\n")
     return {line for line in lines if line}
 
 
 def test_the_images_want_what_the_project_wants() -> None:
     everything = set(PYPROJECT["project"]["dependencies"])
-    for image in IMAGES:
+    for image in ("manager", "env", "torch"):
         assert requirements(image) <= everything
     assert not any(name.startswith("torch") for image in ("manager", "env") for name in requirements(image))
 
 
 def test_the_exporters_image_has_the_loggers_beside_what_the_manager_needs() -> None:
     extras = PYPROJECT["project"]["optional-dependencies"]
-    assert requirements("exporter") == requirements("manager") | {*extras["wandb"], *extras["trackio"]}
+    loggers = {*extras["wandb"], *extras["trackio"]}
+    assert requirements("exporter") > requirements("manager") | loggers
+    assert requirements("exporter") - loggers <= set(PYPROJECT["project"]["dependencies"])
 
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_each_image_installs_what_its_code_imports(image: str) -> None:
     installed = {re.split(r"[\[><=]", line)[0].replace("-", "_") for line in requirements(image)}
     ours = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    elsewhere = (*ON_THE_USERS_MACHINE, *(["/export/"] if image == "manager" else []))
     for folder in IMAGES[image]:
         for file in (ROOT / folder).rglob("*.py"):
-            if not any(part in str(file.relative_to(ROOT)) for part in ON_THE_USERS_MACHINE):
+            if not any(part in str(file.relative_to(ROOT)) for part in elsewhere):
                 wanted = {DISTRIBUTION.get(name, name) for name in imported(file)}
                 missing = wanted - installed - set(sys.stdlib_module_names) - ours - MAY_BE_ABSENT
                 assert missing <= {"starlette", "hiredis"}, (file, missing)
@@ -465,7 +486,7 @@ def test_while_a_password_is_rotated_both_are_valid(tmp_path: Path) -> None:
 
 
 def egress(hosts: str) -> list[str]:
-    sys.path.insert(0, str(ROOT / "docker"))
+    sys.path.insert(0, str(ROOT / "deploy" / "docker"))
     try:
         from egress import configuration
     finally:

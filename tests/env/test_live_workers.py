@@ -14,7 +14,7 @@ import pytest
 
 from common.bus import Bus, Out
 from common.handlers import Beat
-from common.messages import Failure, ScoredTrajectory, TurnRequest
+from common.messages import ScoredTrajectory, TurnRequest
 from common.streams import GROUP_ROLLOUT, Cell
 from common.tasks import running
 from common.telemetry import About, Reporter
@@ -166,43 +166,6 @@ async def test_trajectories_of_a_killed_worker_are_replayed_and_end_once(cluster
     await cluster.until(lambda: cluster.told(other.pid), {"open": NUM, "step": 3 * NUM, "close": NUM})
 
 
-async def test_trajectories_that_a_replay_shows_something_else_are_masked(cluster: Cluster) -> None:
-    killed = await cluster.env_worker()
-    await cluster.begin("forgetful")
-    await ended(killed, signal.SIGKILL)
-    await cluster.env_worker()
-    cluster.rollout.goes_on.set()
-    reason = (
-        "the trajectory's session was lost, and its replay failed: "
-        "the environment now shows the model something else before turn 2"
-    )
-    scored = await cluster.ended()
-    assert {(each.reward, each.failure) for each in scored.values()} == {(None, Failure("infrastructure", reason))}
-
-
-async def test_a_worker_that_was_stopped_for_long_goes_on_with_none_of_its_sessions(cluster: Cluster) -> None:
-    # Given a worker that is stopped for so long that another replays its trajectories
-    stopped = await cluster.env_worker()
-    await cluster.begin("adding")
-    stopped.send_signal(signal.SIGSTOP)
-    sessions = {line.split()[2] for line in cluster.story.read_text().splitlines()}
-    other = await cluster.env_worker()
-    cluster.rollout.goes_on.set()
-    scored = await cluster.ended()
-    assert {each.failure for each in scored.values()} == {None}
-    assert cluster.told(other.pid)["step"] == 3 * NUM
-    # When it goes on
-    stopped.send_signal(signal.SIGCONT)
-    # Then it closes its sessions, without a step
-    await cluster.until(lambda: cluster.told(stopped.pid, sessions)["close"], NUM)
-    assert cluster.told(stopped.pid, sessions) == {"open": NUM, "step": NUM, "close": NUM}
-    # And works again
-    await ended(other, signal.SIGTERM)
-    await cluster.bus.client.delete(CELL.scored(3))
-    await cluster.begin("adding")
-    assert {each.failure for each in (await cluster.ended()).values()} == {None}
-
-
 async def test_a_worker_that_cannot_say_that_it_is_there_ends(cluster: Cluster) -> None:
     worker = await cluster.env_worker()
     await cluster.until(lambda: cluster.bus.client.zcard(CELL.env_workers), 1)
@@ -210,15 +173,3 @@ async def test_a_worker_that_cannot_say_that_it_is_there_ends(cluster: Cluster) 
     await cluster.bus.client.set(CELL.env_workers, "not what it was")
     async with asyncio.timeout(60):
         assert await worker.wait() == 1
-
-
-async def test_a_worker_that_ends_leaves_its_trajectories_to_others(cluster: Cluster) -> None:
-    leaving = await cluster.env_worker()
-    await cluster.begin("adding")
-    await ended(leaving, signal.SIGTERM)
-    assert cluster.told(leaving.pid) == {"open": NUM, "step": NUM, "close": NUM}
-    cluster.rollout.goes_on.set()
-    await cluster.until(lambda: cluster.bus.client.xlen(CELL.env), NUM)
-    await cluster.env_worker()
-    assert {each.failure for each in (await cluster.ended()).values()} == {None}
-    assert len(await cluster.bus.client.keys(CELL.env_worker("*"))) == 1, "that of the worker that is there"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from common.messages import ScoredTrajectory, TurnRequest, TurnResult
+from common.messages import TurnRequest
 from common.text.tokens import ChatTokenizer
 from env_service import work
 from env_service.conversation import Conversation
@@ -68,36 +68,12 @@ def cpu_s(function: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
-def written(request: TurnRequest) -> TurnResult:
-    """A turn that says much and then calls a tool."""
-    return result_of(request, LONG + CALL)
-
-
 async def test_a_long_prompt_is_rendered_beside_the_loop(handler: EnvHandler) -> None:
     own_s = cpu_s(lambda: TOKENIZER.render(QUESTION["messages"]))  # pyright: ignore[reportArgumentType]
     request, stop_s = await handled(handler, single(item=QUESTION))
     assert isinstance(request, TurnRequest) and len(request.tokens) > 250_000
     assert stop_s < PART * own_s
     assert request.usage.env_s > PART * own_s, "the thread's time is charged"
-
-
-async def test_a_long_turn_is_read_beside_the_loop(handler: EnvHandler) -> None:
-    request, _ = await handled(handler, start_of("calculator"))
-    result = written(request)
-    own_s = cpu_s(lambda: TOKENIZER.decode(result.tokens.numpy().tolist()))
-    following, stop_s = await handled(handler, result)
-    assert isinstance(following, TurnRequest) and following.turn == 1
-    assert stop_s < PART * own_s
-    assert following.usage.env_s > PART * own_s
-
-
-async def test_the_text_of_a_long_answer_is_read_beside_the_loop(handler: EnvHandler) -> None:
-    request, _ = await handled(handler, single())
-    result = result_of(request, LONG, "length")
-    own_s = cpu_s(lambda: TOKENIZER.decode(result.tokens.numpy().tolist()))
-    scored, stop_s = await handled(handler, result)
-    assert isinstance(scored, ScoredTrajectory) and (scored.failure, scored.output_text) == (None, LONG)
-    assert stop_s < PART * own_s
 
 
 async def test_a_long_reply_is_rendered_beside_the_loop() -> None:
@@ -115,24 +91,6 @@ async def test_a_long_reply_is_rendered_beside_the_loop() -> None:
     stop_s = await longest_stop(reply())
     assert shown == TOKENIZER.reply(messages)
     assert stop_s < PART * own_s
-
-
-async def test_what_many_short_messages_say_counts_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, called = work.Threads(), list[object]()
-    run = pool.run
-
-    async def noted(function: Callable[[], Any]) -> Any:
-        called.append(function)
-        return await run(function)
-
-    monkeypatch.setattr(pool, "run", noted)
-    conversation = Conversation(TOKENIZER, pool)
-    short, parts = {"role": "user", "content": "hi"}, [{"type": "text", "text": "hello"}] * 2000
-    await conversation.opening([short] * 100, ())
-    assert called == []
-    await conversation.opening([{"role": "user", "content": parts}], ())
-    await conversation.opening([short], [{"type": "function", "function": {"name": "f", "description": LONG}}])
-    assert len(called) == 2
 
 
 async def test_long_texts_of_one_tenant_keep_no_other_waiting() -> None:

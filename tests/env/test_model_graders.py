@@ -30,8 +30,7 @@ from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints
-from env_service.graders.model import ModelQuestion, question_of, reward_of
-from env_service.graders.model_endpoint import ModelEndpoints, read_keys
+from env_service.graders.model import ModelEndpoints, ModelQuestion, question_of, read_keys, reward_of
 from tests.env.test_env_handler import CELL, ITEM, Run, ids_of, result_of, start_of
 
 pytestmark = pytest.mark.timeout(60)

@@ -16,7 +16,6 @@ from common.environments import makes_items, validate_environment, wants_tools
 from common.errors import InvalidInput
 from common.messages import EnvSpec, StopReason, f32
 from common.text.tool_calls import ToolCall
-from env_service import work
 from env_service.environment import Turn
 from env_service.failures import EnvironmentFailed, NoRoom
 from env_service.verifiers.environment import Verifiers
@@ -332,30 +331,6 @@ async def test_processes_are_bounded_and_idle_ones_make_room() -> None:
     await hosts.close()
 
 
-async def test_tenants_share_the_processes() -> None:
-    hosts, sessions = Hosts(most=2), dict[int, Any]()
-
-    async def opens(tenant: str, times: int) -> None:
-        work.begin(lambda: None, tenant)
-        sessions[times] = await ready(Echo(times=times), hosts).open({"task": 0}, 0)
-
-    # Given a tenant that has all processes
-    await opens("acme", 1)
-    await opens("acme", 2)
-    # Then one more is there for another, but not for each
-    await opens("bluebird", 3)
-    with pytest.raises(NoRoom):
-        await opens("cobalt", 4)
-    # And the first gives one back: no trajectory begins in it any more, and when its last one has ended it makes room
-    with pytest.raises(NoRoom, match="its tenant has too many"):
-        await opens("acme", 1)
-    await sessions[1].close()
-    await opens("cobalt", 4)
-    with pytest.raises(NoRoom, match="all at work"):
-        await opens("acme", 1)
-    await hosts.close()
-
-
 async def test_a_package_sees_no_secrets_of_the_worker(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_SECRET_ACCESS_KEY", "REDIS_PASSWORD", "MARLAAS_REDIS_URL", "JUDGE_KEY", "HF_HOME"):
         monkeypatch.setenv(name, "x")
@@ -390,13 +365,6 @@ asyncio.run(Hosts().begin({str(wrapper)!r}, {{"environment": "guess", "args": {{
         await worker.wait()
         while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
             await asyncio.sleep(0.05)
-
-
-async def test_many_trajectories_share_a_process(hosts: Hosts) -> None:
-    guess = ready(Guess(), hosts)
-    sessions = await asyncio.gather(*(guess.open({"task": n % 3}, 0) for n in range(40)))
-    steps = await asyncio.gather(*(session.step(turn("5")) for session in sessions))
-    assert [step.done for step in steps] == [n % 3 == 1 for n in range(40)]
 
 
 async def test_an_environment_of_tokens_goes_on_where_the_turn_ended(hosts: Hosts) -> None:

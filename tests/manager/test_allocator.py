@@ -33,21 +33,6 @@ def test_the_job_with_the_higher_priority_then_the_earlier_deadline_is_sampled_f
     assert ends == ["first", "soon", "later", "none"]
 
 
-@settings(max_examples=3, deadline=None)
-@given(SEEDS)
-def test_urgent_jobs_do_not_starve_their_tenants_others(seed: int) -> None:
-    world = World(random.Random(seed), cluster=FixedSlots(rollout=4, trainer=1, env=0))
-    hyper: dict[str, Any] = {"batch_size": 2, "group_size": 3}
-    world.add(job_spec("modest", created_at=1, num_steps=4, **hyper))
-    for n in range(3):
-        world.add(job_spec(f"urgent-{n}", created_at=1, num_steps=400, priority=9, deadline_s=1.0, **hyper))
-    for _ in range(3000):
-        world.turn()
-        if "modest" not in world.jobs:
-            break
-    assert "modest" not in world.jobs and len(world.jobs) == 3
-
-
 def test_queued_jobs_start_by_urgency_and_every_fourth_time_by_age() -> None:
     world = World(random.Random(1))
     world.allocator.tenants = {"acme": TenantRecord(id="acme", created_at=0, max_jobs=1)}

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import re
 import stat
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import cast
 
@@ -18,12 +17,6 @@ from harness.redis_server import RedisServer
 from manager_service.api.app import ROUTERS
 from manager_service.tenants import KEYS, Tenants, bootstrap, read_or_make_key
 from tests.support.api_server import ApiServer, running_api
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
 
 
 async def test_without_a_known_key_nothing_is_answered(server: ApiServer) -> None:
@@ -161,18 +154,6 @@ async def test_a_body_that_is_no_json_for_us_is_refused(server: ApiServer) -> No
             answer = await server.http.post(path, content=body, headers={"content-type": "application/json"})
             assert answer.status_code == 400, answer.text
             assert answer.json()["error"]["message"]
-
-
-async def test_a_huge_body_is_refused_unread(server: ApiServer) -> None:
-    async def chunks() -> AsyncGenerator[bytes]:
-        for _ in range(80):
-            yield b" " * 65536
-
-    for content in (b" " * (5 << 20), chunks()):
-        answer = await server.http.post(
-            "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
-        )
-        assert answer.status_code == 413, answer.text
 
 
 async def test_the_docs_need_no_other_server(server: ApiServer) -> None:

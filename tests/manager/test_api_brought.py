@@ -4,7 +4,6 @@ import json
 import random
 import re
 import struct
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,15 @@ from safetensors.torch import load, save
 from typer.testing import CliRunner
 
 from common.adapters import PEFT_FILES
-from common.messages import Init, LoraSpec
-from harness.standin import StandInTrainer, until_status
+from common.messages import LoraSpec
 from manager_service.cli.main import app
 from manager_service.records import JobSpec
-from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
+from tests.support.api_server import ApiServer, method, upload
 from tests.support.rollout_cases import files_of
 
 WEIGHTS, CONFIG = PEFT_FILES
 FILES = files_of(5, rank=4, alpha=8.0, targets=("q_proj", "up_proj"))
 TENSORS = load(FILES[WEIGHTS])
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
 
 
 async def send(
@@ -68,20 +60,6 @@ async def test_a_job_starts_from_an_uploaded_adapter(server: ApiServer) -> None:
         [one.id async for one in server.openai.files.list(purpose=purpose)] for purpose in ("adapter", "fine-tune")
     ]
     assert listed[0] == [file["id"]] and len(listed[1]) == 2
-
-
-async def test_the_trainer_is_told_which_file_it_is(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, seen, train = (await send(server)).json()["id"], list[Init](), StandInTrainer.__call__
-
-    async def watched(self: StandInTrainer, message: Any, beat: Any) -> Any:
-        seen.extend([message] if isinstance(message, Init) else [])
-        return await train(self, message, beat)
-
-    monkeypatch.setattr(StandInTrainer, "__call__", watched)
-    async with running_jobs(server):
-        job = await create(server, file, max_steps=1, batch_size=1, group_size=2)
-        await until_status(server.bus, job.id, "succeeded")
-    assert [init.file for init in seen] == [f"brought/default/{file}"]
 
 
 def with_tensor(name: str, tensor: torch.Tensor) -> bytes:

@@ -2,8 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,13 +13,7 @@ from common.messages import Cancel, DeadLetter, Outside, Span, WorkerReport
 from common.telemetry import KEEP_S
 from common.wire import encode
 from manager_service.cluster import Cluster
-from tests.support.api_server import ApiServer, method, running_api, upload
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
+from tests.support.api_server import ApiServer, method, upload
 
 
 def report(worker: str, service: str, **changes: Any) -> WorkerReport:

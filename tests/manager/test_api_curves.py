@@ -1,8 +1,6 @@
 """The API for the web page: curves in few points, conversations token by token, an operator's view of tenants."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +11,7 @@ from common.transcript import transcript
 from manager_service.api.hyperparameters import Hyperparameters
 from manager_service.jobs.samples import MAX_TOKENS, record_of, written_of
 from manager_service.records import FINAL, JSON, EventRecord, JobState, SampleRecord, Written
-from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
+from tests.support.api_server import ApiServer, keep_samples, method, running_jobs, upload
 
 
 async def create(server: ApiServer, **changes: Any) -> str:
@@ -88,7 +80,7 @@ async def test_a_conversation_is_told_turn_by_turn(server: ApiServer) -> None:
     logprobs = [-0.5] * lengths[1] + [-2.0] * lengths[3]
     written = Written([token for part in parts for token in part], lengths, logprobs, 7)
     samples = [SampleRecord(3, 9, 1, "4", 0.5, "stop", "add 1+2", {"right": 0.5}, None, written)]
-    await server.api.redis.hset(server.bus.cell.samples(job), "4", JSON.encode(samples))
+    await keep_samples(server, job, 4, samples)
     url = f"/v1/fine_tuning/jobs/{job}/samples"
     found = (await server.http.get(f"{url}/4/9/1")).json()
     said = [(turn["by"], "".join(turn["tokens"]), turn["logprobs"]) for turn in found["turns"]]

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,15 @@ from common.settings import TINY
 from common.text.examples import is_example, read_example
 from common.text.prompts import with_messages
 from common.text.tokens import ChatTokenizer
-from manager_service.api import file_store, files
+from manager_service.api import file_store
 from manager_service.api.reading.items import FoundItems, check_lines
-from manager_service.records import FileRecord
 from tests.support.api_server import ITEMS, ApiServer, item, jsonl, running_api, upload
 
 CHATTY = ChatTokenizer.load(TINY)
 KEYS = ["role", "content", "tool_calls", "name", "type", "text", "function", "arguments", "tool_call_id"]
 
 
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data", max_file_bytes=100_000, max_line_bytes=10_000) as running:
-        yield running
+SETTINGS = {"max_file_bytes": 100_000, "max_line_bytes": 10_000}
 
 
 async def test_a_file_is_uploaded_listed_read_and_deleted(server: ApiServer) -> None:
@@ -55,32 +50,6 @@ async def test_files_are_paged_newest_first(server: ApiServer) -> None:
     assert ([file.id for file in first.data], first.has_more) == ([ids[4], ids[3]], True)
     assert [file.id async for file in server.openai.files.list(limit=2)] == ids[::-1]
     assert [file.id async for file in server.openai.files.list(order="asc")] == ids
-
-
-async def test_files_of_a_purpose_are_paged_and_read_a_few_at_a_time(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, several = list[int](), file_store.Files.several
-
-    async def watched(self: file_store.Files, ids: list[str]) -> list[FileRecord]:
-        read.append(len(ids))
-        return await several(self, ids)
-
-    monkeypatch.setattr(file_store.Files, "several", watched)
-    monkeypatch.setattr(files, "SLICE", 2)
-    ids = [await upload(server.openai) for _ in range(5)]
-    pages = [[file.id for file in page.data] async for page in _pages(server, limit=2, purpose="fine-tune")]
-    assert pages == [[ids[4], ids[3]], [ids[2], ids[1]], [ids[0]]]
-    assert [file.id async for file in server.openai.files.list(purpose="adapter")] == []
-    assert max(read) == 2
-
-
-async def _pages(server: ApiServer, **asked: Any) -> AsyncGenerator[Any]:
-    page = await server.openai.files.list(**asked)
-    yield page
-    while page.has_next_page():
-        page = await page.get_next_page()
-        yield page
 
 
 async def test_an_unknown_cursor_is_refused(server: ApiServer) -> None:

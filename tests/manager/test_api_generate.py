@@ -1,21 +1,13 @@
 """Tokens for tokens, as trainers' clients ask vLLM for them; a played rollout worker answers."""
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.api_server import ApiServer, Script, played, running_api
+from tests.support.api_server import ApiServer, Script, played
 
 PATH = "/inference/v1/generate"
 PROMPT = [259, *b"add 37+58", 256, 260]
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
 
 
 async def test_tokens_are_continued_with_tokens_and_their_log_probs(server: ApiServer) -> None:

@@ -27,7 +27,6 @@ from harness.redis_server import RedisServer
 from manager_service.api import body_limit, connections, context
 from manager_service.api.app import ROUTERS
 from manager_service.api.reading.bodies import JsonRoute
-from manager_service.api.reading.values import MAX_VALUES
 from manager_service.api.sampling import requests
 from manager_service.api.sampling.shares import MAX_GRADES
 from manager_service.api.schemas import Page, SampleObject
@@ -40,6 +39,7 @@ from tests.support.api_server import (
     Script,
     item,
     jsonl,
+    keep_samples,
     method,
     played,
     played_grader,
@@ -174,13 +174,6 @@ async def test_the_api_answers_others_while_it_checks_a_large_grader(server: Api
     assert stop_s < LONGEST_STOP_S
 
 
-async def test_an_error_shows_little_of_a_long_name(server: ApiServer) -> None:
-    answer = await server.http.post(CHAT, json=chat("x") | {"model": "ft:" * 300_000})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
-    assert "there is no model 'ft:ft:" in answer.text
-    assert len(answer.text) < 300
-
-
 async def test_the_api_answers_others_while_it_checks_a_large_file(server: ApiServer) -> None:
     content = jsonl(*(item("x" * 200, "y" * 20_000) for _ in range(1500)))
     answer, stop_s = await longest_stop(
@@ -220,12 +213,6 @@ async def test_a_large_body_that_is_good_is_answered(server: ApiServer) -> None:
         answer = await server.http.post(COMPLETIONS, json=told)
         assert answer.json()["choices"][0]["text"] == "95"
         assert bytes(script.seen[0].tokens.numpy().astype("uint8")) == b"add 37+58"
-
-
-async def test_a_body_of_too_many_values_says_how_many_it_may_have(server: ApiServer) -> None:
-    answer = await server.http.post(COMPLETIONS, json={"model": "tiny", "prompt": [1] * MAX_VALUES})
-    assert answer.status_code == 400
-    assert f"more than {MAX_VALUES} values" in answer.json()["error"]["message"]
 
 
 async def test_a_method_that_every_message_would_carry_is_bounded(server: ApiServer) -> None:
@@ -371,7 +358,7 @@ async def large_samples(server: ApiServer) -> tuple[str, list[SampleRecord]]:
     samples = [
         SampleRecord(1, group, n, text, 0.5, "stop", text) for group in range(LIMITS.sample_groups) for n in range(256)
     ]
-    await server.api.redis.hset(server.bus.cell.samples(job.id), "1", JSON.encode(samples))
+    await keep_samples(server, job.id, 1, samples)
     return f"/v1/fine_tuning/jobs/{job.id}/samples", samples
 
 

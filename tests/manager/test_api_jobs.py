@@ -15,11 +15,8 @@ import pytest
 from openai.types.fine_tuning import FineTuningJob
 
 from common.adapters import PEFT_FILES, AdapterStore, Manifest
-from common.messages import AdapterRef, EnvSpec, Failure, JobCommand
-from common.streams import partition_of
-from common.wire import decode
+from common.messages import AdapterRef, EnvSpec, Failure
 from manager_service.api.adapters import with_base
-from manager_service.archive.samples import SampleFiles
 from manager_service.kept import Kept
 from manager_service.records import (
     GLOBAL,
@@ -30,15 +27,10 @@ from manager_service.records import (
     SampleRecord,
     Stop,
     Written,
-    file_path,
 )
-from tests.support.api_server import GRADER, ApiServer, item, jsonl, method, running_api, running_jobs, upload
+from tests.support.api_server import GRADER, ApiServer, item, jsonl, keep_samples, method, running_jobs, upload
 
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data", command_wait_s=0.3, keep_alive_s=0.3) as running:
-        yield running
+SETTINGS = {"command_wait_s": 0.3, "keep_alive_s": 0.3}
 
 
 async def create(server: ApiServer, **changes: Any) -> FineTuningJob:
@@ -81,15 +73,6 @@ async def test_a_job_is_created_with_its_defaults_filled_in(server: ApiServer) -
     assert given["loss"] == "grpo"
     again = await server.openai.fine_tuning.jobs.retrieve(job.id)
     assert again.to_dict() == job.to_dict()
-
-
-async def test_creation_tells_the_owner_in_the_same_moment(server: ApiServer) -> None:
-    job = await create(server)
-    cell, partition = server.bus.cell, partition_of("default")
-    ((_, fields),) = await server.api.redis.xrange(cell.jobs(partition))
-    command = decode(fields[b"payload"])
-    assert isinstance(command, JobCommand) and command.job == job.id
-    assert await server.api.redis.smembers(cell.active(partition)) == {job.id.encode()}
 
 
 @pytest.mark.parametrize(
@@ -222,17 +205,6 @@ async def test_prompts_are_measured_at_upload_else_at_creation(server: ApiServer
         with pytest.raises(openai.BadRequestError, match="1 of the prompts"):
             await create(server, training_file=file)
         assert await create(server, training_file=file, method=method(max_tokens=4))
-
-
-async def test_rows_are_read_again_only_for_fields_that_their_upload_did_not_find_in_all(server: ApiServer) -> None:
-    file = await upload(server.openai)
-    key = f"{GLOBAL}file:{file}"
-    record = json.loads(await server.api.redis.get(key))
-    await server.api.objects.delete(file_path("default", file))
-    assert await create(server, training_file=file)
-    await server.api.redis.set(key, json.dumps(record | {"fields": []}))  # as an older manager has written it
-    with pytest.raises(openai.APIStatusError):
-        await create(server, training_file=file)
 
 
 async def test_an_environment_that_makes_its_items_needs_no_file(server: ApiServer) -> None:
@@ -392,32 +364,6 @@ async def test_a_stream_tells_events_in_order_as_they_come_and_ends_with_the_job
     assert [event["id"] async for event in server_sent(server, job, last="4")] == []
 
 
-async def test_many_streams_share_a_connection(server: ApiServer) -> None:
-    jobs = [(await create(server)).id for _ in range(3)]
-    seen: list[list[str]] = [[] for _ in range(30)]
-
-    async def follow(number: int) -> None:
-        async for event in server_sent(server, jobs[number % 3]):
-            seen[number].append(event["id"])
-
-    async def blocked() -> int:
-        return (await server.bus.client.info("clients"))["blocked_clients"]
-
-    before = await blocked()
-    following = [asyncio.create_task(follow(number)) for number in range(len(seen))]
-    for job in jobs:
-        await write_events(server, job, range(1, 3))
-    async with asyncio.timeout(60):
-        while any(ids != ["1", "2"] for ids in seen):
-            await asyncio.sleep(0.05)
-        assert await blocked() <= before + 1
-        for job in jobs:
-            await write_events(server, job, range(3, 4))
-            await write_state(server, job, status="succeeded")
-        await asyncio.gather(*following)
-    assert all(ids == ["1", "2", "3"] for ids in seen)
-
-
 async def test_a_silent_stream_is_kept_alive(server: ApiServer) -> None:
     job = (await create(server)).id
     url = f"/v1/fine_tuning/jobs/{job}/events?stream=true"
@@ -482,14 +428,19 @@ async def test_a_model_in_use_and_a_base_model_are_not_deleted(server: ApiServer
 
 async def test_samples_are_those_of_a_version_or_of_the_newest(server: ApiServer) -> None:
     job = (await create(server)).id
-    for version in (0, 1):
+    for version in (1, 2):
         samples = [SampleRecord(version, version, 0, "95", 1.0, "stop", "add 37+58")]
-        await server.api.redis.hset(server.bus.cell.samples(job), str(version), JSON.encode(samples))
+        await keep_samples(server, job, version, samples)
     url = f"/v1/fine_tuning/jobs/{job}/samples"
-    assert [s["version"] for s in (await server.http.get(url)).json()["data"]] == [1]
-    (sample,) = (await server.http.get(url, params={"version": 0})).json()["data"]
-    assert (sample["text"], sample["reward"], sample["stop_reason"], sample["version"]) == ("95", 1.0, "stop", 0)
+    assert [s["version"] for s in (await server.http.get(url)).json()["data"]] == [2]
+    (sample,) = (await server.http.get(url, params={"version": 1})).json()["data"]
+    assert (sample["text"], sample["reward"], sample["stop_reason"], sample["version"]) == ("95", 1.0, "stop", 1)
     assert (await server.http.get(url, params={"version": 7})).json()["data"] == []
+    # Of a step whose samples are not written yet, or were lost with their owner, nothing is shown
+    await write_state(server, job, status="running", version=4, kept={"samples": Kept([(1, 1)], newest=4)})
+    assert [s["version"] for s in (await server.http.get(url)).json()["data"]] == [2]
+    newest = await server.http.get(url, params={"format": "jsonl", "newest": 1})
+    assert json.loads(newest.content)["step"] == 2
 
 
 async def with_samples(server: ApiServer) -> str:
@@ -500,7 +451,7 @@ async def with_samples(server: ApiServer) -> str:
     for version in (1, 2):
         rows = [SampleRecord(version, 0, n, "95", n / 4, "stop", "add 37+58", written=written) for n in range(4)]
         rows.append(SampleRecord(version, 0, 4, "", None, "failed", "add 37+58", failure=failure, kept="failed"))
-        await server.api.redis.hset(server.bus.cell.samples(job), str(version), JSON.encode(rows))
+        await keep_samples(server, job, version, rows)
     return job
 
 
@@ -516,27 +467,6 @@ async def test_samples_are_found_by_reward_and_by_failure(server: ApiServer) -> 
     assert await found(failed=True, min_reward=0) == []
     for refused in ({"min_reward": "nan"}, {"failed": "perhaps"}, {"format": "csv"}, {"newest": 0}):
         assert (await server.http.get(url, params=refused)).status_code == 400
-
-
-async def test_the_newest_of_many_steps_are_exported_without_a_look_at_all_the_others(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = (await create(server)).id
-    state = JobState(status="running", version=60, kept={"samples": Kept([(41, 1)], dropped=40)})
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(state))
-    encoded = {step: JSON.encode([SampleRecord(step, 0, 0, "95", 1.0, "stop", "add 37+58")]) for step in range(40, 61)}
-    files = SampleFiles(server.api.objects, "tiny")
-    for step in range(40, 60):  # 40 was dropped, and an owner died before it deleted the file
-        await files.write("default", job, step, encoded[step])
-    await server.api.redis.hset(server.bus.cell.samples(job), "60", encoded[60])
-    monkeypatch.setattr(SampleFiles, "versions", None)  # which lists all
-    url = f"/v1/fine_tuning/jobs/{job}/samples?format=jsonl"
-
-    async def steps(more: str) -> list[int]:
-        return [json.loads(line)["step"] for line in (await server.http.get(url + more)).content.splitlines()]
-
-    assert await steps("&newest=3") == [58, 59, 60]
-    assert await steps("") == list(range(41, 61))
 
 
 async def test_samples_are_exported_step_by_step_as_jsonl(server: ApiServer) -> None:
@@ -560,18 +490,16 @@ async def test_answers_of_evaluations_are_read_by_version_and_by_item(server: Ap
     job = (await create(server, validation_file=await upload(server.openai, rows))).id
     written = Written([1, 2, 3, 4], [2, 2], [-0.5, -0.1])
 
-    def answer(version: int, at: int) -> bytes:
+    def answer(version: int, at: int) -> SampleRecord:
         said = f"version {version}"
         kept = SampleRecord(version, at, 0, said, 0.5, "stop", "add 1+2", written=written, kept="evaluation")
-        return JSON.encode(msgspec.structs.replace(kept, step=version, item=at))
+        return msgspec.structs.replace(kept, step=version, item=at)
 
-    files = SampleFiles(server.api.objects, "tiny", "answers")
-    await files.write("default", job, 0, b"[%b,%b]" % (answer(0, 0), answer(0, 1)))
-    fields = {f"{version}/{at}": answer(version, at) for version in (2, 10) for at in range(2)}
-    await server.api.redis.hset(server.bus.cell.answers(job), mapping=fields)
+    await write_state(server, job, status="running", version=10)
+    for version in (0, 2, 10):
+        await keep_samples(server, job, version, [answer(version, at) for at in range(2)], "answers")
     learned = [SampleRecord(1, 0, 0, "95", 1.0, "stop", "add 37+58", step=2)]
-    await server.api.redis.hset(server.bus.cell.samples(job), "2", JSON.encode(learned))
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(JobState(status="running", version=10)))
+    await keep_samples(server, job, 2, learned)
     url = f"/v1/fine_tuning/jobs/{job}/samples"
 
     async def found(**params: Any) -> list[tuple[int, int | None]]:

@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import Generator
 from contextvars import ContextVar
-from pathlib import Path
 from typing import IO
 
 import pytest
@@ -14,9 +13,9 @@ from common.adapters import PEFT_FILES
 from manager_service.api import connections, downloads
 from manager_service.jobs.journal import MAX_TEXT
 from manager_service.kept import LIMITS
-from manager_service.records import JSON, SampleRecord, TenantRecord
+from manager_service.records import SampleRecord, TenantRecord
 from tests.manager.tinker.test_checkpoints import external
-from tests.support.api_server import ApiServer, method, running_api, upload
+from tests.support.api_server import ApiServer, keep_samples, method, upload
 from tests.support.owned_runs import owned_runs
 from tests.support.tinker_client import client_of
 
@@ -24,10 +23,7 @@ LARGE = 8 << 20
 """Bytes; more than a kernel keeps for a client that does not read."""
 
 
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data", max_open_requests=4) as running:
-        yield running
+SETTINGS = {"max_open_requests": 4}
 
 
 opened: ContextVar[contextlib.ExitStack] = ContextVar("opened")
@@ -78,7 +74,7 @@ async def samples_of(server: ApiServer) -> str:
     text = "\1" * MAX_TEXT  # six bytes each in JSON
     num = LARGE // (6 * 2 * MAX_TEXT * LIMITS.sample_groups)
     samples = [SampleRecord(1, g, n, text, 0.5, "stop", text) for g in range(LIMITS.sample_groups) for n in range(num)]
-    await server.api.redis.hset(server.bus.cell.samples(job.id), "1", JSON.encode(samples))
+    await keep_samples(server, job.id, 1, samples)
     return f"/v1/fine_tuning/jobs/{job.id}/samples"
 
 

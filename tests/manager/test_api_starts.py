@@ -1,7 +1,5 @@
 """Jobs that go on from a tuned model."""
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,13 +9,7 @@ import pytest
 from common.messages import AdapterRef, LoraSpec
 from manager_service.records import JSON, JobSpec, JobState
 from manager_service.runs.records import Checkpoint, RunSpec, RunState
-from tests.support.api_server import ApiServer, method, running_api, upload
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
+from tests.support.api_server import ApiServer, method, upload
 
 
 async def create(client: openai.AsyncOpenAI, model: str, **hyper: Any) -> str:

@@ -1,7 +1,5 @@
 """Supervised jobs through the HTTP API."""
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,15 +10,9 @@ from openai.types.fine_tuning import FineTuningJob
 from common.environments import SUPERVISED
 from common.messages import AdapterRef
 from manager_service.records import JSON, JobSpec, JobState
-from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload
+from tests.support.api_server import ApiServer, item, jsonl, method, upload
 
 HYPER = "method.supervised.hyperparameters"
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
 
 
 def example(question: str = "min 3,1,2", answer: str = "1") -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 import json
 import random
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,13 +12,9 @@ from hypothesis import strategies as st
 from common.errors import InvalidInput
 from manager_service.api.reading.tables import MAX_MADE, convert_csv
 from manager_service.jobs.items import Items
-from tests.support.api_server import ApiServer, jsonl, method, running_api, upload
+from tests.support.api_server import ApiServer, jsonl, method, upload
 
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data", max_file_bytes=100_000, max_line_bytes=10_000) as running:
-        yield running
+SETTINGS = {"max_file_bytes": 100_000, "max_line_bytes": 10_000}
 
 
 async def send(server: ApiServer, content: bytes, name: str = "items.csv") -> str:

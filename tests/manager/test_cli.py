@@ -23,10 +23,10 @@ from common.settings import TINY
 from manager_service.cli.main import app
 from marlaas_client.adapters import unpack
 from marlaas_client.cli import account, output
-from marlaas_client.cli.progress import JobProgress, shortened, sparkline
+from marlaas_client.cli.progress import JobProgress
 from marlaas_client.cli.submit import parse_environment, parse_grader, parse_hyper
-from marlaas_client.cli.view import event_line, live_view
-from marlaas_client.client import Client, error_message, server_sent_events
+from marlaas_client.cli.view import live_view
+from marlaas_client.client import Client, error_message
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile
 from marlaas_client.errors import ClientError, InvalidInput, JobFailed, Refused
 from marlaas_client.place import ClientSettings
@@ -369,12 +369,6 @@ def test_a_job_is_told_what_to_do(api: type[FakeApi], verb: str) -> None:
     assert run(verb, "ftjob-1").split() == ["ftjob-1", "paused"]
 
 
-def test_watch_without_a_terminal_prints_lines_until_the_jobs_have_ended(api: type[FakeApi]) -> None:
-    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = JOB
-    api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1/events"] = EVENTS[::-1]
-    assert run("watch", "ftjob-1").startswith("acme/sums: succeeded, step 2/2, reward 0.90")
-
-
 def test_watch_says_what_it_shows_nothing_of(api: type[FakeApi], monkeypatch: pytest.MonkeyPatch) -> None:
     api.answers["GET", "/v1/fine_tuning/jobs"] = []
     assert run("watch") == "No jobs yet: marlaas submit --help\n" and run("watch", "--json") == ""
@@ -625,11 +619,6 @@ def test_chat_streams(api: type[FakeApi]) -> None:
     assert run("chat", "tiny", "add 37+58") == "95\n"
 
 
-def test_chat_says_what_the_api_says(api: type[FakeApi]) -> None:
-    with pytest.raises(ClientError, match=r"^no such thing"):
-        run("chat", "huge", "hello", "--json")
-
-
 def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = {
         "id": "w",
@@ -715,21 +704,6 @@ def test_progress_is_what_the_events_say() -> None:
     assert (progress.tenant, progress.label, progress.seconds) == ("acme", "sums", 60)
 
 
-def test_the_rate_counts_the_last_seconds() -> None:
-    progress = JobProgress("ftjob-1")
-    for event in EVENTS:
-        progress.add(event, now=10.0)
-    assert progress.tokens_per_s(11.0) == 600
-    assert progress.tokens_per_s(20.0) == 60
-    assert progress.tokens_per_s(40.0) == 0
-
-
-def test_curves() -> None:
-    assert sparkline([0.0, 0.5, 1.0, 1.5, -1.0]) == "▁▅██▁"
-    assert shortened([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
-    assert len(sparkline([0.5] * 100, 20)) == 20
-
-
 def test_a_long_message_is_cut_and_says_by_how_much(api: type[FakeApi]) -> None:
     event = {**metrics(1, step=1), "level": "warn", "message": "x" * 100_000}
     api.answers = {("GET", "/v1/fine_tuning/jobs/ftjob-1/events"): [event]}
@@ -758,15 +732,5 @@ def test_the_live_view_fits_a_terminal_of_80_columns(
     assert all((label or job.job) in line and "0.52 → 0.52" in line for job, line in zip(jobs, lines[2:], strict=True))
 
 
-def test_server_sent_events() -> None:
-    lines = iter([": comment", "id: 3", 'data: {"a": 1}', "", "data: [DONE]", 'data: {"never": 1}'])
-    assert list(server_sent_events(lines)) == [("3", {"a": 1})]
-
-
 def test_error_messages_of_other_servers() -> None:
     assert error_message(502, "<html>bad gateway</html>") == "status 502: <html>bad gateway</html>"
-
-
-def test_an_event_that_is_no_metric_shows_its_message() -> None:
-    event: dict[str, Any] = {"created_at": 0, "level": "error", "type": "message", "message": "it failed", "data": {}}
-    assert event_line(event).endswith("error: it failed")

@@ -15,7 +15,7 @@ async def test_an_empty_redis_is_marked_and_opens_again(bus: Bus) -> None:
     await check_format(bus.client)
 
 
-@pytest.mark.parametrize("mark,named", [(None, "format 1"), ("99", "format 99")])
+@pytest.mark.parametrize("mark,named", [(None, "format 1"), ("4", "format 4"), ("99", "format 99")])
 async def test_data_of_another_version_is_refused_in_one_line(bus: Bus, mark: str | None, named: str) -> None:
     await bus.client.hset(TENANTS, "alice", "{}")
     if mark is not None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,11 @@ from typer.testing import CliRunner
 from manager_service.cli.main import app
 from marlaas_client.dataset import Columns, as_jsonl, rows_of_file
 from marlaas_client.errors import InvalidInput
-from tests.support.api_server import ApiServer, running_api
+from tests.support.api_server import ApiServer
 from tests.support.hub_server import running_hub
 
 ROWS: list[dict[str, Any]] = [{"question": f"add {n}+1", "answer": str(n + 1), "level": n} for n in range(20)]
 NAMED = ("--prompt", "question", "--grader", "string_check:answer", "--hyper", "batch_size=1")
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
 
 
 async def submit(server: ApiServer, *words: object) -> Any:

@@ -1,15 +1,13 @@
 """One exporter works at a time, and a full Redis does not end its work."""
 
 import asyncio
-import fcntl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from common.bus import Bus
 from common.tasks import running
-from manager_service.export.lease import KEY, Lease, locked
+from manager_service.export.lease import KEY, Lease
 
 
 class Exporters:
@@ -22,7 +20,7 @@ class Exporters:
         self.most = 0
 
     async def run(self, name: str) -> None:
-        await Lease(self.redis, self._bus, name, lease_s=0.4).work(lambda: self._work(name))
+        await Lease(self.redis, self._bus, lease_s=0.4).work(lambda: self._work(name))
 
     @asynccontextmanager
     async def _work(self, name: str) -> AsyncGenerator[None]:
@@ -66,15 +64,3 @@ async def test_a_full_redis_does_not_take_the_lease_from_who_has_it(bus: Bus) ->
             assert exporters.working == ["a"]
         finally:
             await exporters.redis.config_set("maxmemory", "0")
-
-
-async def test_a_folder_has_one_exporter_and_its_token_stays(tmp_path: Path) -> None:
-    async with locked(tmp_path / "loggers") as token:
-        with (tmp_path / "loggers" / "lock").open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                raise AssertionError("it is not locked")
-            except BlockingIOError:
-                pass
-    async with locked(tmp_path / "loggers") as again:
-        assert again == token and len(token) == 32

@@ -1,7 +1,6 @@
 """Fair sharing and batch assembly, as the pure functions that they are."""
 
 import math
-import random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 from common.fairness import Fairness
 from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
 from common.transcript import shown, wrote
-from manager_service.jobs.groups import Group, Scored, next_batch, pack
+from manager_service.jobs.groups import Group, Scored, next_batch
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION, kv_room, room, serve
 from tests.common.test_messages import PLAIN
 
@@ -126,21 +125,3 @@ def test_a_batch_is_the_first_usable_groups_in_order_not_in_order_of_arrival() -
     # A dropped group is passed over
     del groups[1]
     assert next_batch(groups, window=0, end=4, batch_size=2) == [0, 2]
-
-
-@given(st.permutations([(g, s) for g in range(3) for s in range(4)]))
-def test_rows_do_not_depend_on_the_order_of_arrival(order: list[tuple[int, int]]) -> None:
-    groups = {g: Group(0) for g in range(3)}
-    for g, s in order:
-        groups[g].scored[s] = scored(g, s)
-    items = list(groups.items())
-    random.Random(str(order)).shuffle(items)
-    rows = pack(items)
-    assert rows.groups.numpy().tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    assert rows.samples.numpy().tolist() == [0, 1, 2, 3] * 3
-    assert rows.tokens.numpy().reshape(-1, 3)[:, 1].tolist() == rows.groups.numpy().tolist()
-
-
-def test_an_empty_batch_has_empty_rows() -> None:
-    rows = pack([])
-    assert len(rows.tokens) == len(rows.lengths) == 0

@@ -25,8 +25,8 @@ from manager_service.owner import owner
 from manager_service.owner.leases import Leases
 from manager_service.owner.memory import RedisMemory, bound
 from tests.common.test_worker import until
-from tests.manager.test_owner import LEASE_S, System
 from tests.support.api_server import item, jsonl, method, running_api, running_jobs, upload
+from tests.support.owning import LEASE_S, System
 
 SMALL: dict[str, Any] = {"batch_size": 2, "group_size": 2}
 FULL = 1
@@ -120,7 +120,7 @@ async def test_what_keeps_a_cell_together_needs_no_memory(bus: Bus) -> None:
         share.exchange,
         lambda: RedisMemory(bus).look(measures=True),
         lambda: bound(bus, cell.dead, 100_000),
-        lambda: Lease(bus.client, bus, "exporter", 60)._round(),  # pyright: ignore[reportPrivateUsage]
+        lambda: Lease(bus.client, bus, 60)._round(),  # pyright: ignore[reportPrivateUsage]
     ]
     await bus.client.config_set("maxmemory", FULL)
     for call in calls:

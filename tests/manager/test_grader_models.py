@@ -1,7 +1,5 @@
 """Graders that are models, as the API takes them: which model is meant, and whose it may be."""
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,15 +10,12 @@ from common.messages import GradeRequest, GradeResult, Usage
 from common.settings import TINY
 from common.tasks import running
 from manager_service.records import JSON, JobSpec, JobState, Status
-from tests.support.api_server import ApiServer, method, played_grader, running_api, upload
+from tests.support.api_server import ApiServer, method, played_grader, upload
 
 ASKED = [{"role": "user", "content": "{{item.answer}} or {{sample.output_text}}?"}]
 
 
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data", base_models=f"tiny={TINY},other={TINY}") as running:
-        yield running
+SETTINGS = {"base_models": f"tiny={TINY},other={TINY}"}
 
 
 def score(model: str, **more: Any) -> dict[str, Any]:

@@ -1,29 +1,23 @@
 """Partitions are shared evenly by the live owners of a cell, and by the weight of their tenants' work."""
 
-import asyncio
-import signal
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from common.bus import Bus
 from common.streams import NUM_PARTITIONS
-from common.tasks import cancel_all
-from harness.redis_server import free_port
-from manager_service.local.children.processes import ChildProcess
 from manager_service.owner.leases import LONGEST_ABSENCE_S, Absence, Held, Leases, Round
 from tests.common.test_worker import until
-from tests.support.forked import begun
-
-LEASE_S = 3.0
 
 
 def mine(found: Round) -> set[int]:
     return {partition for partition, held in found.leases.items() if held is not Held.BY_ANOTHER}
+
+
+async def share(*owners: Leases) -> None:
+    """Each takes what is free, and gives back what is beyond its share."""
+    for owner in owners:
+        found = await owner.round({})
+        for partition in sorted(mine(found))[found.share :]:
+            await owner.release(partition)
 
 
 async def test_one_owner_takes_everything_and_renews_it(bus: Bus) -> None:
@@ -38,10 +32,7 @@ async def test_owners_that_come_get_their_share_and_those_that_go_leave_it(bus: 
     owners = [Leases(bus, name, 60) for name in ("one", "two", "three")]
     await owners[0].round({})
     for _ in range(3):
-        for owner in owners:
-            found = await owner.round({})
-            for partition in sorted(mine(found))[found.share :]:
-                await owner.release(partition)
+        await share(*owners)
     # Then each partition has one owner, and none has more than its share
     shares = [mine(await owner.round({})) for owner in owners]
     assert sorted(map(len, shares)) == [4, 6, 6]
@@ -56,10 +47,7 @@ async def test_who_leaves_free_partitions_to_others_keeps_its_own_and_the_others
     bus: Bus,
 ) -> None:
     one, two = Leases(bus, "one", 60), Leases(bus, "two", 60)
-    for owner in (one, two, one):
-        found = await owner.round({})
-        for partition in sorted(mine(found))[found.share :]:
-            await owner.release(partition)
+    await share(one, two, one)
     await two.round({})
     left = max(mine(await one.round({})))
     await one.release(left)
@@ -76,10 +64,7 @@ async def test_an_owner_alone_leaves_nothing_to_others(bus: Bus) -> None:
 async def test_capacity_goes_to_where_the_active_tenants_are(bus: Bus) -> None:
     # Given two owners, one with a tenant of weight 3, the other with one of weight 1
     one, two = Leases(bus, "one", 60), Leases(bus, "two", 60)
-    for owner in (one, two, one):
-        found = await owner.round({})
-        for partition in sorted(mine(found))[found.share :]:
-            await owner.release(partition)
+    await share(one, two, one)
     await two.round({})
     await one.round({0: 3.0, 1: 0.0})
     assert (await two.round({15: 1.0})).other_weight == 3.0
@@ -128,97 +113,3 @@ def test_owners_none_of_which_has_room_pass_a_partition_to_and_fro_ever_more_rar
 
 async def _free(bus: Bus) -> bool:
     return not await bus.client.exists(*(bus.cell.lease(p) for p in range(NUM_PARTITIONS)))
-
-
-# ---- real processes -------------------------------------------------------------------------------------------------
-
-
-class Managers:
-    """Processes of the manager service on one Redis and one store."""
-
-    def __init__(self, redis_url: str, folder: Path) -> None:
-        self._redis_url, self._folder = redis_url, folder
-        self.children: list[ChildProcess] = []
-
-    async def start(self) -> ChildProcess:
-        own = {
-            "MARLAAS_REDIS_URL": self._redis_url,
-            "MARLAAS_DATA_DIR": str(self._folder),
-            "MARLAAS_PORT": str(free_port()),
-            "MARLAAS_LEASE_S": str(LEASE_S),
-            "MARLAAS_LOG_LEVEL": "warning",
-        }
-        self.children.append(await begun("manager_service", self._folder / "managers.log", **own))
-        return self.children[-1]
-
-    async def stop(self) -> None:
-        for child in self.children:
-            if child.returncode is None:
-                child.send_signal(signal.SIGKILL)
-                await child.wait()
-
-
-@pytest.fixture
-async def managers(redis_url: str, tmp_path: Path) -> AsyncIterator[Managers]:
-    managers = Managers(redis_url, tmp_path)
-    yield managers
-    await managers.stop()
-
-
-async def owners_of(bus: Bus) -> list[bytes | None]:
-    """The token in each partition's lease."""
-    found: Any = await bus.client.mget([bus.cell.lease(p) for p in range(NUM_PARTITIONS)])
-    return found
-
-
-async def shared_by(bus: Bus, number: int) -> bool:
-    tokens = await owners_of(bus)
-    return None not in tokens and len(set(tokens)) == number
-
-
-@dataclass(frozen=True)
-class Renewal:
-    """A lease that was taken or renewed."""
-
-    at_s: float  # by Redis' clock
-    partition: int
-    token: str
-
-    @property
-    def expires_s(self) -> float:
-        return self.at_s + LEASE_S
-
-
-async def watch_leases(bus: Bus, seen: list[Renewal]) -> None:
-    """Everything that is written to leases, scripts included, as Redis' MONITOR tells it."""
-    prefix = bus.cell.lease(0).removesuffix("0")
-    async with bus.client.monitor() as monitor:
-        async for line in monitor.listen():
-            words = str(line["command"]).split()
-            if words[0] == "SET" and words[1].startswith(prefix):
-                seen.append(Renewal(line["time"], int(words[1].removeprefix(prefix)), words[2]))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-async def test_a_killed_managers_partitions_have_another_owner_within_its_lease(bus: Bus, managers: Managers) -> None:
-    # Given two managers that share the partitions
-    seen: list[Renewal] = []
-    watching = asyncio.create_task(watch_leases(bus, seen))
-    victim, _ = await managers.start(), await managers.start()
-    await until(lambda: shared_by(bus, 2), seconds=60)
-    # When one of them is killed with SIGKILL, and the other has everything
-    victim.send_signal(signal.SIGKILL)
-    await victim.wait()
-    before = await owners_of(bus)
-    await until(lambda: shared_by(bus, 1), seconds=60)
-    await cancel_all([watching])
-    # Then it took what was the dead one's when that lease had run out, and no more than a lease later
-    (survivor,) = set(await owners_of(bus))
-    moved = [p for p in range(NUM_PARTITIONS) if before[p] != survivor]
-    assert len(moved) == NUM_PARTITIONS // 2
-    for partition in moved:
-        rows = [row for row in seen if row.partition == partition]
-        dead_until_s = max(row.expires_s for row in rows if row.token.encode() == before[partition])
-        taken_s = min(row.at_s for row in rows if row.token.encode() == survivor and row.expires_s > dead_until_s)
-        assert -0.01 <= taken_s - dead_until_s <= LEASE_S

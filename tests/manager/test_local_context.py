@@ -12,7 +12,7 @@ from common.errors import InvalidInput
 from common.settings import TINY
 from harness.bases import QWEN3_06B
 from manager_service.cli.plan import plan_for, settings_of
-from manager_service.local.context import Chosen, by_default, choose
+from manager_service.local.context import Chosen, choose
 from manager_service.local.devices import arrange
 from manager_service.local.engines import parse_gpu
 from manager_service.local.gpus import Gpu, LocalWorker
@@ -34,58 +34,15 @@ def pools(folder: Path, kv_bytes: int, context: int | None, dtype: torch.dtype =
     return Pools(DecoderConfig.load(folder, context), torch.zeros(1, dtype=dtype), limits.pools)
 
 
-@pytest.mark.parametrize(
-    ("kv_bytes", "dtype", "fits"), [(GIB, "float32", 3072), (GIB, "bfloat16", 6144), (4 * GIB, "float32", 12_288)]
-)
-def test_what_fits_is_what_the_engine_takes(qwen: Path, kv_bytes: int, dtype: str, fits: int) -> None:
-    bases = {
-        "MARLAAS_BASE_MODELS": f"tiny,qwen={qwen}",
-        "MARLAAS_ROLLOUT_KV_BYTES": str(kv_bytes),
-        "MARLAAS_ROLLOUT_DTYPE": dtype,
-    }
-    chosen = by_default(bases)
-    assert chosen.settings == {"MARLAAS_MAX_CONTEXT": str(fits)}
-    assert (
-        f"context {fits:,} of the 40,960 tokens of 'qwen'" in chosen.lines[0]
-        and "MARLAAS_MAX_CONTEXT" in chosen.lines[0]
-    )
-    assert pools(qwen, kv_bytes, fits, getattr(torch, dtype)).tokens >= fits
-
-
-def test_on_a_gpu_whose_memory_is_not_known_keys_and_values_take_half(qwen: Path) -> None:
-    gpu = {"MARLAAS_BASE_MODELS": f"qwen={qwen}", "MARLAAS_ROLLOUT_DEVICE": "cuda", "MARLAAS_TRAINER_DEVICE": "cuda"}
-    assert choose(gpu, WORKERS, {}, []).settings == {"MARLAAS_MAX_CONTEXT": "6144"}
-    assert choose(gpu | {"MARLAAS_ROLLOUT_DTYPE": "float32"}, WORKERS, {}, []).settings == {
-        "MARLAAS_MAX_CONTEXT": "3072"
-    }
-
-
-def test_nothing_is_chosen_where_all_fits_or_something_is_wrong(qwen: Path) -> None:
-    tiny = [LocalWorker("rollout-0", "rollout", "tiny"), LocalWorker("trainer-0", "trainer", "tiny")]
-    assert choose({}, tiny, {}, [], free=lambda: 1) == Chosen()
-    large = {"MARLAAS_BASE_MODELS": f"qwen={qwen}"}
-    assert by_default(large | {"MARLAAS_MAX_CONTEXT": "1024"}) == Chosen()
-    assert by_default(large | {"MARLAAS_ROLLOUT_KV_BYTES": str(16 * GIB)}) == Chosen()
-    for wrong in (
-        {"MARLAAS_BASE_MODELS": "x"},
-        {"MARLAAS_ROLLOUT_KV_BYTES": "much"},
-        {"MARLAAS_BASE_MODELS": "x=/nowhere"},
-        {"MARLAAS_ROLLOUT_SHARE": "2"},
-    ):
-        assert "MARLAAS_ROLLOUT_KV_BYTES" not in choose(large | wrong, WORKERS, {}, []).settings, (
-            "its service says what is wrong"
-        )
+def told(bases: str, context: str) -> list[str]:
+    return arrange({"MARLAAS_BASE_MODELS": bases, "MARLAAS_MAX_CONTEXT": context}, []).lines
 
 
 def test_a_context_above_every_base_models_own_is_told_in_a_line(qwen: Path) -> None:
-    def told(bases: str, context: str) -> list[str]:
-        lines = arrange({"MARLAAS_BASE_MODELS": bases, "MARLAAS_MAX_CONTEXT": context}, []).lines
-        return [line for line in lines if "MARLAAS_MAX_CONTEXT=" in line]
-
     (line,) = told("tiny", "100000")
     assert line.startswith("MARLAAS_MAX_CONTEXT=100000 is above 2048")
     assert told("tiny", "2048") == told(f"tiny,qwen={qwen}", "40960") == []
-    (memory,) = chosen(qwen, 128, MAX_CONTEXT="100000").lines
+    _, memory = chosen(qwen, 128, MAX_CONTEXT="100000").lines
     assert memory.startswith("context 40,960;"), "memory is for what is served"
 
 
@@ -127,8 +84,26 @@ def test_what_somebody_has_chosen_stays(qwen: Path) -> None:
         "MARLAAS_TRAINER_MEMORY_BYTES",
         "MARLAAS_TRAINER_CACHE_BYTES",
     }
-    given = chosen(qwen, 64, ROLLOUT_KV_BYTES=str(GIB), TRAINER_MEMORY_BYTES="1000", TRAINER_CACHE_BYTES="1000")
-    assert given.settings == {"MARLAAS_MAX_CONTEXT": "3072"}
+
+
+@pytest.mark.parametrize(("dtype", "fits"), [("float32", 3072), ("bfloat16", 6144)])
+def test_memory_for_keys_and_values_that_somebody_has_chosen_chooses_the_context(
+    qwen: Path, dtype: str, fits: int
+) -> None:
+    trainer = {"TRAINER_MEMORY_BYTES": "1000", "TRAINER_CACHE_BYTES": "1000"}
+    found = chosen(qwen, 64, ROLLOUT_KV_BYTES=str(GIB), ROLLOUT_DTYPE=dtype, **trainer)
+    assert found.settings == {"MARLAAS_MAX_CONTEXT": str(fits)}
+    assert pools(qwen, GIB, fits, getattr(torch, dtype)).tokens >= fits
+    assert not chosen(qwen, 512, ROLLOUT_KV_BYTES=str(16 * GIB), **trainer).settings, "all fits"
+
+
+def test_nothing_is_chosen_where_a_base_is_small_or_something_is_wrong(qwen: Path) -> None:
+    tiny = [LocalWorker("rollout-0", "rollout", "tiny"), LocalWorker("trainer-0", "trainer", "tiny")]
+    assert choose({}, tiny, {}, [], free=lambda: 1) == Chosen()
+    assert choose({"MARLAAS_BASE_MODELS": f"qwen={qwen}"} | ON_GPU, WORKERS, {}, []) == Chosen(), "no GPU is known"
+    for name, value in (("BASE_MODELS", "x"), ("ROLLOUT_KV_BYTES", "much"), ("BASE_MODELS", "x=/nowhere")):
+        assert chosen(qwen, 64, **{name: value}) == Chosen(), "its service says what is wrong"
+    assert chosen(qwen, 64, ROLLOUT_SHARE="2") == Chosen()
 
 
 def test_two_copies_that_do_not_fit_are_refused_with_both_numbers(qwen: Path) -> None:

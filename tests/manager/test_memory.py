@@ -11,15 +11,15 @@ from harness.standin import create_job, job_spec
 from manager_service.owner import memory, owner
 from manager_service.owner.memory import RedisMemory, measured
 from tests.common.test_worker import until
-from tests.manager.test_owner import System
 from tests.support.api_server import running_api
+from tests.support.owning import System
 
 MIB = 1 << 20
 
 
 async def fill(bus: Bus) -> None:
     cell = bus.cell
-    await bus.client.hset(cell.samples("job-a"), mapping={"1": b"x" * (4 * MIB)})
+    await bus.client.hset(cell.checkpoints("job-a"), mapping={"1": b"x" * (4 * MIB)})
     await bus.client.xadd(cell.dead, {"payload": b"x" * MIB})
     for n in range(3):
         await bus.client.set(cell.key(f"idempotency:{n}"), "x")
@@ -28,9 +28,9 @@ async def fill(bus: Bus) -> None:
 async def test_each_kind_of_key_has_its_bytes(bus: Bus) -> None:
     await fill(bus)
     by_kind = await measured(bus)
-    assert set(by_kind) >= {"samples", "dead", "idempotency"}
+    assert set(by_kind) >= {"checkpoints", "dead", "idempotency"}
     assert MIB <= by_kind["dead"] < 2 * MIB, "streams are measured one by one"
-    assert by_kind["samples"] > by_kind["dead"] > by_kind["idempotency"]
+    assert by_kind["checkpoints"] > by_kind["dead"] > by_kind["idempotency"]
 
 
 async def test_one_owner_measures_and_the_others_and_the_metrics_read_it(redis_url: str, tmp_path: Path) -> None:
@@ -66,4 +66,4 @@ async def test_a_job_that_stalls_on_a_full_redis_names_what_fills_it(
 
 
 async def _said(system: System, job: str) -> bool:
-    return any("most of it: samples" in e.message and "dead" in e.message for e in await system.events(job))
+    return any("most of it: checkpoints" in e.message and "dead" in e.message for e in await system.events(job))

@@ -38,11 +38,9 @@ from harness.standin import (
 )
 from manager_service.owner.leases import RELEASE, ROUND
 from manager_service.owner.owner import Owner
-from manager_service.owner.sample_mover import DELETE_IF_SAME
 from manager_service.owner.transaction import COMMIT
 from manager_service.tenants import Tenants
 from tests.common.test_worker import until
-from tests.manager.test_kept import kept_answers
 
 STEPS, BATCH, GROUP, HELD_OUT = 2, 2, 2, 2
 LEASE_S = 60.0
@@ -51,7 +49,6 @@ TEXTS = {
     "COMMIT": COMMIT,
     "ROUND": ROUND,
     "RELEASE": RELEASE,
-    "DELETE_IF_SAME": DELETE_IF_SAME,
     "CREATE_GROUP": CREATE_GROUP,
 }
 SCRIPTS = {sha1(text.encode()).hexdigest(): name for name, text in TEXTS.items()}
@@ -76,9 +73,9 @@ OCCURRENCES: dict[str, Iterable[int]] = {
 """Every command that an owner sends (a script by its name, a pipeline by its first), and at which of them it dies."""
 
 
-SELDOM = {"MULTI", "XPENDING", "SCRIPT", "HMGET", "DELETE_IF_SAME"}
+SELDOM = {"MULTI", "XPENDING", "SCRIPT", "HMGET"}
 """Commands that slow loops send, only if the job lasts long enough for them to turn again, and changes nothing; and the first use of
-a script that Redis does not know yet. The last moves samples that are read in both places."""
+a script that Redis does not know yet."""
 
 
 class Died(BaseException):
@@ -225,9 +222,6 @@ class Life:
         assert await ledger_of(bus, job) == {"issued": total, "trained": total, "in_flight": 0}, where
         assert sorted({step.adapter.version for step in trainer.seen}) == list(range(STEPS)), where
         assert len({step.trajectories for step in trainer.seen}) == STEPS, where
-        for version in (0, STEPS):
-            answers = await kept_answers(bus, self.objects, job, version)
-            assert [row["item"] for row in answers] == list(range(HELD_OUT)), where
         for version in range(STEPS + 1):
             assert await AdapterStore(self.objects).manifest(AdapterRef("acme", job, version)), where
         rows: Any = await bus.client.xrange(self.cell.events(job))

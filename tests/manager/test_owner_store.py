@@ -15,16 +15,15 @@ from common.bus import Bus
 from common.errors import StoreUnavailable, Unavailable
 from common.messages import ScoredTrajectory, Start
 from common.objects import Objects
-from common.streams import NUM_PARTITIONS, Cell, partition_of
+from common.streams import Cell, partition_of
 from common.transcript import wrote
 from harness.standin import StandInEnv, command, create_job, job_spec, ledger_of, state_of, until_status
 from manager_service.owner import arriving, owner, partition, reading
 from manager_service.owner.partition import Partition
-from manager_service.owner.transaction import Commits
 from manager_service.records import JobSpec
 from tests.common.test_worker import until
-from tests.manager.test_owner import LEASE_S, System
 from tests.support.gated_store import GatedStore
+from tests.support.owning import LEASE_S, System
 
 OTHER = next(f"tenant-{n}" for n in range(1000) if partition_of(f"tenant-{n}") == partition_of("acme"))
 """Shares its owner, its partition and its lock with `acme`."""
@@ -176,110 +175,8 @@ async def test_a_version_that_is_looked_for_keeps_no_other_job_waiting(system: O
 holds_lock: ContextVar[bool] = ContextVar("holds_lock", default=False)
 
 
-class KnownLock(asyncio.Lock):
-    """A lock that tells the tasks under it, and those that they start, that they are."""
-
-    async def acquire(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        await super().acquire()
-        holds_lock.set(True)
-        return True
-
-    def release(self) -> None:
-        holds_lock.set(False)
-        super().release()
-
-
-class WatchedStore(GatedStore):
-    """A store that notes who calls it under the lock."""
-
-    def __init__(self, folder: Objects) -> None:
-        super().__init__(folder)
-        self.gate.set()
-        self.calls: set[tuple[str, bool]] = set()  # call, under the lock?
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("write", "get", "download", "paths", "delete"):
-            self.calls.add((name, holds_lock.get()))
-        return super().__getattribute__(name)
-
-
-async def test_no_call_of_the_store_is_made_under_the_owners_lock(bus: Bus, redis_url: str, objects: Objects) -> None:
-    # Given a job with a file, big results and big steps, and one whose version Redis lost
-    watched = WatchedStore(objects)
-    owner_bus = Bus.connect(redis_url, Cell("tiny"), watched)
-    system = Owning(bus, owner_bus, objects, watched)
-    system.env.num_tokens = 270_000
-    await objects.write("files/acme/file-1", b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 4)
-
-    class Mute(type(system.trainer)):
-        async def __call__(self, message: Any, beat: Any) -> Any:
-            answer = await super().__call__(message, beat)
-            return [] if message.id == "lost/step1/0" else answer
-
-    system.trainer.__class__ = Mute
-    system.owners.start_owner = _with_known_lock(system.owners.start_owner)
-    await system.start()
-    # When they have ended, payloads and all
-    specs = [_with_file(job_spec("big", num_steps=2, **SMALL)), job_spec("lost", num_steps=1, **SMALL)]
-    await create(bus, *specs)
-    for spec in specs:
-        await until_status(bus, spec.id, "succeeded")
-    await until(lambda: _none_left(objects))
-    # Then the owner has made every kind of call, and none under the lock
-    assert watched.calls == {(name, False) for name in ("write", "get", "download", "paths", "delete")}
-    system.owners._stop.set()  # pyright: ignore[reportPrivateUsage]
-    await system.stop()
-    await owner_bus.close()
-
-
 def _with_file(spec: JobSpec) -> JobSpec:
     return msgspec.structs.replace(spec, training_file="file-1", num_items=4)
-
-
-def _with_known_lock(start: Any) -> Any:
-    def started() -> Any:
-        owner = start()
-        owner._lock = owner._intake._lock = KnownLock()
-        return owner
-
-    return started
-
-
-async def test_jobs_of_all_partitions_that_were_read_meanwhile_enter_by_one_commit(
-    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Given an owner that asks for the files of three tenants' jobs at once, and is busy while they come
-    tenants, system, commits, asked = ("acme", OTHER, KEPT), System(bus, objects), list[int](), asyncio.Barrier(4)
-    apply, download = Commits.apply, Objects.download
-
-    async def noted(self: Commits, writes: Any) -> Any:
-        commits.append(len(writes))
-        return await apply(self, writes)
-
-    async def gated(self: Objects, path: str, file: BinaryIO) -> None:
-        await asked.wait()
-        await download(self, path, file)
-
-    monkeypatch.setattr(Commits, "apply", noted)
-    monkeypatch.setattr(Objects, "download", gated)
-    await system.start()
-    owner = system.owner
-    await until(lambda: _is(len(owner._owned) == NUM_PARTITIONS))  # pyright: ignore[reportPrivateUsage]
-    specs = [_with_file(job_spec(tenant, tenant, num_steps=1, **SMALL)) for tenant in tenants]
-    for spec in specs:
-        await objects.write(f"files/{spec.tenant}/file-1", ITEMS)
-    await create(bus, *specs)
-    await until(lambda: _is(asked.n_waiting == 3))
-    async with owner._lock:  # pyright: ignore[reportPrivateUsage]
-        await asked.wait()
-        await until(lambda: _is(len(owner._intake._read) == 3))  # pyright: ignore[reportPrivateUsage]
-        commits.clear()
-    # Then all of them begin by one commit, which writes both of their partitions
-    await until(lambda: _is(bool(commits)))
-    assert commits[0] == 2
-    for spec in specs:
-        await until_status(bus, spec.id, "succeeded")
-    await system.stop()
 
 
 # ---- files that cannot be read ---------------------------------------------------------------------------------------
@@ -299,23 +196,6 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 async def waiting(system: System, job: str) -> bool:
     text = "The job waits, because its files cannot be read: the manager's disk"
     return any(text in event.message for event in await system.events(job))
-
-
-async def test_a_job_whose_file_finds_no_room_says_so_and_goes_on_when_there_is_some(
-    system: Owning, objects: Objects, full_disk: Callable[[], None]
-) -> None:
-    system.gated.gate.set()
-    await objects.write("files/acme/file-1", ITEMS)
-    spec, other = _with_file(job_spec("filed", num_steps=1, **SMALL)), job_spec("small", OTHER, num_steps=1, **SMALL)
-    await create(system.bus, spec)
-    await until(lambda: waiting(system, spec.id))
-    # Then another job begins and ends meanwhile, and the reason is told once
-    await create(system.bus, other)
-    await until_status(system.bus, other.id, "succeeded")
-    assert (await state_of(system.bus, spec.id)).status == "validating_files"
-    assert len(await system.events(spec.id)) == 1
-    full_disk()
-    await until_status(system.bus, spec.id, "succeeded")
 
 
 async def test_a_job_whose_file_finds_no_room_for_long_fails(

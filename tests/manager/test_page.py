@@ -13,7 +13,18 @@ from playwright.async_api import Browser, expect
 from common.messages import Failure
 from manager_service.api.page import FOLDER
 from manager_service.records import JSON, EventRecord, JobState, SampleRecord, Written
-from tests.support.api_server import ApiServer, Script, item, jsonl, method, played, running_api, running_jobs, upload
+from tests.support.api_server import (
+    ApiServer,
+    Script,
+    item,
+    jsonl,
+    keep_samples,
+    method,
+    played,
+    running_api,
+    running_jobs,
+    upload,
+)
 from tests.support.browser import browsing
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # as the browser's
@@ -126,9 +137,9 @@ async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: 
     samples = [
         SampleRecord(0, 0, 0, HOSTILE, None, "failed", TURNED + HOSTILE, {HOSTILE: 1.0}, failure, written, step=1)
     ]
-    await server.api.redis.hset(server.bus.cell.samples(job), "1", JSON.encode(samples))
     await server.openai.files.create(file=(f"{HOSTILE}.jsonl", jsonl(item())), purpose="fine-tune")
     await write_steps(server, job, range(1, 3))
+    await keep_samples(server, job, 1, samples)
     event = EventRecord(3, 1, "warn", HOSTILE, "metrics", {"failed_reason": HOSTILE, "failed_share": 1.0})
     await server.api.redis.xadd(server.bus.cell.events(job), {"event": JSON.encode(event)}, id="3-0")
     async with browsing(browser, server.url) as tab, played(Script(server.bus, text=HOSTILE)):
@@ -164,7 +175,7 @@ async def test_a_failed_conversation_is_found_and_read_token_by_token(server: Ap
     bad = SampleRecord(1, 0, 3, "4", None, "failed", "add 1+2", {}, Failure("grader", "it raised"), written)
     learned = SampleRecord(1, 0, 4, "4", 0.0, "stop", "add 1+2", written=written, advantage=-0.5)
     unsaid = SampleRecord(1, 1, 0, "4", 0.0, "stop", written=written)
-    await server.api.redis.hset(server.bus.cell.samples(job), "2", JSON.encode([*good, bad, learned, unsaid]))
+    await keep_samples(server, job, 2, [*good, bad, learned, unsaid])
     async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         await tab.go(f"/job/{job}?tab=samples&step=2")

@@ -11,7 +11,7 @@ from playwright.async_api import Browser, expect
 from common.messages import Failure
 from manager_service.records import JSON, EventRecord, JobState, SampleRecord, Written
 from tests.manager.test_api_supervised import EXAMPLES, create
-from tests.support.api_server import ApiServer, running_api
+from tests.support.api_server import ApiServer, keep_samples, running_api
 from tests.support.browser import Tab, browsing
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # as the browser's
@@ -80,7 +80,7 @@ async def test_a_supervised_jobs_settings_and_samples_are_shown(server: ApiServe
         for group in range(2)
     ]
     failed = SampleRecord(0, 7, 0, "", None, "failed", failure=Failure("invalid", "too long"), kept="failed", step=3)
-    await server.api.redis.hset(server.bus.cell.samples(job), "3", JSON.encode([*learned, failed]))
+    await keep_samples(server, job, 3, [*learned, failed])
     async with browsing(browser, server.url) as tab:
         await tab.enter(server.key)
         await tab.go(f"/job/{job}?tab=settings")

@@ -16,7 +16,7 @@ from common.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.messages import AdapterRef, DeadLetter, Failure, Span
 from manager_service.records import JSON, CheckpointRecord, EventRecord, JobState, SampleRecord, Written
 from tests.manager.test_api_cluster import report, tell
-from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload
+from tests.support.api_server import ApiServer, item, jsonl, keep_samples, method, running_api, upload
 from tests.support.browser import browsing
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # as the browser's
@@ -74,10 +74,10 @@ async def evaluated(server: ApiServer) -> str:
         status="succeeded", version=5, num_events=len(said), last_reward=1.0, first_eval=0.1, last_eval=0.9
     )
     await redis.hset(cell.job(job), "state", JSON.encode(state))
-    answers = {f"{version}/{at}": JSON.encode(answer(server, version, at)) for version in ANSWERS for at in range(3)}
-    await redis.hset(cell.answers(job), mapping=answers)
+    for version in ANSWERS:
+        await keep_samples(server, job, version, [answer(server, version, at) for at in range(3)], "answers")
     learned = [SampleRecord(4, 0, at, f"answer {at}", at / 2, "stop", PROMPT, step=5) for at in range(3)]
-    await redis.hset(cell.samples(job), "5", JSON.encode(learned))
+    await keep_samples(server, job, 5, learned)
     files = {name: name.encode() for name in PEFT_FILES}
     adapter = AdapterRef("default", job, 5)
     manifest = Manifest(

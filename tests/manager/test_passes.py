@@ -15,7 +15,7 @@ from manager_service.export.passes import JobRows, Order, PassAnswer, Passes, ch
 HANGS = """
 import json, subprocess, sys
 first = json.load(sys.stdin)["jobs"][0]["job"]
-print(json.dumps({"job": first, "held": 7}), flush=True)
+print(json.dumps({"job": first, "error": ""}), flush=True)
 child = subprocess.Popen(["sleep", "600"], start_new_session=True, stdin=-3, stdout=-3, stderr=-3)
 with open("child", "w") as file:
     file.write(str(child.pid))
@@ -24,10 +24,7 @@ KEY = "0123456789abcdef"
 
 
 def order(folder: Path, *jobs: str) -> Order:
-    rows = [
-        JobRows(job=job, project="p", name="", entity="", tags=(), config={}, held=0, rows=[], final=None)
-        for job in jobs
-    ]
+    rows = [JobRows(job=job, project="p", name="", entity="", tags=(), config={}, rows=[], final=None) for job in jobs]
     return Order(folder=str(folder), key=KEY, base_url="", jobs=rows)
 
 
@@ -40,7 +37,7 @@ async def test_what_a_writer_did_before_it_hung_is_kept_and_only_the_job_at_whic
 ) -> None:
     hanging = passes(HANGS + "import time; time.sleep(600)", 2.0)
     answers = await hanging.write("wandb", order(tmp_path, "one", "two", "three"))
-    assert answers == {"one": PassAnswer("one", held=7), "two": PassAnswer("two", error="wandb took more than 2 s")}
+    assert answers == {"one": PassAnswer("one"), "two": PassAnswer("two", error="wandb took more than 2 s")}
 
 
 async def test_what_a_writer_started_in_a_session_of_its_own_ends_with_the_pass(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from manager_service.cluster import Cluster
 from manager_service.owner import owner
 from tests.common.test_worker import until
 from tests.manager.test_api_cluster import report, tell
-from tests.manager.test_owner import System
+from tests.support.owning import System
 
 ROOM = "the OpenEnv server has no room for a session: at capacity"
 

@@ -1,7 +1,7 @@
 """Training that ends early: at a target, on a plateau, or where the tokens of a job are used up."""
 
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.bus import Bus
 from common.environments import SUPERVISED
 from common.messages import EnvSpec, Start, TrainStep, Usage
-from common.objects import Objects
 from harness.standin import StandInEnv, create_job, job_spec, ledger_of, until_status
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
@@ -22,8 +20,8 @@ from manager_service.jobs.stopping import WINDOW, end_of, note_evaluation, note_
 from manager_service.records import JobSpec, JobState
 from tests.common.test_worker import until
 from tests.manager.test_job import CELL, World
-from tests.manager.test_owner import System
 from tests.support.api_server import item, jsonl, method, running_api, running_jobs, upload
+from tests.support.owning import System
 
 
 def reason_after(spec: JobSpec, rewards: Sequence[float | None]) -> tuple[str, int] | None:
@@ -91,15 +89,7 @@ LIMITED: list[dict[str, Any]] = [
 def test_a_job_that_stops_settles_every_trajectory(seed: int, limits: dict[str, Any]) -> None:
     spec = job_spec(num_steps=50, batch_size=3, group_size=4, **limits)
     world = World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items()), metrics={"reward_mean": 0.5})
-    changes = Changes()
-    world.job.queue(0, changes)
-    world.job.start(0, changes)
-    world.apply(changes)
-    for _ in range(3000):
-        world.turn()
-        if world.job.settled:
-            break
-    state = world.job.state
+    state = world.started().ended().job.state
     assert state.status == "succeeded" and state.stop and world.open == set()
     assert state.version == state.stop.version == len({step.adapter for step in world.steps}) < 50
 
@@ -145,10 +135,7 @@ def played(limit: int, *, num_steps: int, held_out: int = 0, eval_tokens: int = 
     items = Items([b'{"messages": []}'] * held_out)
     world = Orderly(random.Random(0), Job(CELL, spec, JobState(), Items(), items))
     world.eval_tokens, world.told = eval_tokens, list[dict[str, Any]]()
-    changes = Changes()
-    world.job.queue(0, changes)
-    world.job.start(0, changes)
-    world.apply(changes)
+    world.started()
     for _ in range(1000):
         world.turn()
     assert world.job.settled and world.job.state.status == "succeeded" and not world.job.num_waiting
@@ -170,14 +157,6 @@ def test_the_tokens_that_a_job_may_use_bound_its_last_evaluation() -> None:
     assert short.told == [{"code": "max_tokens_total", "version": 3}]
     dear = played(114, num_steps=3, held_out=4, eval_tokens=10)
     assert (dear.job.state.evaluated, dear.job.state.tokens) == (0, 120), "nothing is issued once they are used"
-
-
-@pytest.fixture
-async def system(bus: Bus, objects: Objects) -> AsyncIterator[System]:
-    system = System(bus, objects)
-    await system.start()
-    yield system
-    await system.stop()
 
 
 async def test_a_job_that_reaches_its_target_succeeds_and_says_why(system: System) -> None:

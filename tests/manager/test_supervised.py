@@ -1,16 +1,13 @@
 """Supervised jobs under the real owner, with stand-ins for the workers."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from common.bus import Bus
 from common.environments import SUPERVISED
 from common.messages import AdapterRef, EnvSpec, Failure, LossSpec, ScoredTrajectory, TrainStep, TrajectoryRef
-from common.objects import Objects
 from common.streams import Cell
 from common.transcript import shown
 from harness.standin import command, create_job, job_spec, ledger_of, state_of, until_status
@@ -22,17 +19,9 @@ from manager_service.jobs.open_trajectories import TrajectoryKey
 from manager_service.kept import LIMITS
 from manager_service.records import JobSpec, JobState
 from tests.common.test_worker import until
-from tests.manager.test_owner import System
+from tests.support.owning import System
 
 ABOUT: dict[str, Any] = {"id": "m", "tenant": "acme", "job": "job-a", "partition": 0}
-
-
-@pytest.fixture
-async def system(bus: Bus, objects: Objects) -> AsyncIterator[System]:
-    system = System(bus, objects)
-    await system.start()
-    yield system
-    await system.stop()
 
 
 def supervised(**hyper: Any) -> JobSpec:
@@ -66,18 +55,6 @@ async def test_each_step_has_the_next_examples_whatever_is_killed_paused_and_res
     told = [e for e in await system.events(spec.id) if e.type == "metrics"]
     assert [e.message for e in told] == [f"Step {n}/6: loss 0.0000" for n in range(1, 7)]
     assert (await state_of(system.bus, spec.id)).last_loss == 0.0
-
-
-async def test_an_example_that_fails_is_left_out_and_counted(system: System) -> None:
-    def reward(start: Any, sample: int) -> float | Failure:
-        return Failure("invalid", "the example has 3000 tokens") if start.group == 1 else 0.0
-
-    system.env.reward = reward
-    spec = supervised(num_steps=2, batch_size=2)
-    await create_job(system.bus, spec)
-    await until_status(system.bus, spec.id, "succeeded")
-    assert [groups_of(step) for step in system.trainer.seen] == [[0, 2], [3, 4]]
-    assert await ledger_of(system.bus, spec.id) == {"issued": 5, "trained": 4, "failed": 1, "in_flight": 0}
 
 
 async def test_a_file_of_which_nothing_can_be_learned_fails_with_the_reason(system: System) -> None:
@@ -141,7 +118,10 @@ def test_an_evaluation_keeps_its_first_examples_which_have_no_reward() -> None:
         job.open.issue(TrajectoryKey(index, 0, "eval", 2), 2, 0, changes)
         message = msgspec.structs.replace(measured(index, -0.5, 4), adapter=AdapterRef("acme", "job-a", 2))
         job.on_scored("1-0", message, changes)
-    kept = [json.loads(answer) for *_, answer in changes.answers]
+    job.advance(1.0, changes)
+    (answers,) = changes.samples
+    kept = json.loads(answers.records)
+    assert (answers.kind, answers.version) == ("answers", 2)
     assert [(one["item"], one["step"], one["prompt"]) for one in kept] == [(n, 2, "min 3,1") for n in range(num - 1)]
     assert {one["reward"] for one in kept} == {None}
 

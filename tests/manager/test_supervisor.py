@@ -19,7 +19,7 @@ import redis.asyncio
 from common.errors import REFUSED
 from harness.redis_server import RedisServer
 from manager_service.local import supervisor
-from manager_service.local.children.processes import describe, last_error, rotate, tail
+from manager_service.local.children.processes import describe, last_error, rotate
 from manager_service.local.supervisor import (
     LocalCluster,
     ServiceCommand,
@@ -189,12 +189,6 @@ async def test_a_child_that_refuses_its_settings_ends_the_start_with_its_line(tm
     assert heard == []
 
 
-async def test_a_child_that_cannot_start_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
-    services = [ServiceCommand("manager", python(SLEEP)), ServiceCommand("trainer-0", python(BROKEN))]
-    with pytest.raises(StartError, match=r"(?s)trainer-0 keeps ending.*no such model"):
-        await LocalCluster(data_dir=tmp_path, services=lambda counts, env: services).start()
-
-
 async def test_a_redis_that_is_stopped_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "START_TIMEOUT_S", 0.5)
     monkeypatch.setattr(supervisor, "PING_S", 0.5)
@@ -232,25 +226,6 @@ async def test_up_waits_for_the_store_that_its_redis_knows(tmp_path: Path) -> No
     await task
     assert set(starting.pids) == {"redis", "manager", "rollout-0"}
     await starting.stop()
-
-
-async def test_up_says_that_services_which_start_again_wait_for_the_store(tmp_path: Path) -> None:
-    # Given a cluster whose store is moved away
-    told: list[str] = []
-    async with asyncio.timeout(30), cluster(tmp_path, notify=told.append) as running:
-        (tmp_path / "store").rename(tmp_path / "away")
-        # When a service is started again, then it says what that waits for
-        running.kill("rollout-0")
-        while len(told) < 2:
-            await asyncio.sleep(0.02)
-        assert told[1].startswith(f"waiting for the store: there is no folder {tmp_path / 'store'}")
-        # And nothing of it once it is back
-        (tmp_path / "away").rename(tmp_path / "store")
-        while not running.kill("rollout-0"):
-            await asyncio.sleep(0.02)
-        while len(told) < 3:
-            await asyncio.sleep(0.02)
-    assert [line.partition(" ")[0] for line in told] == ["rollout-0", "waiting", "rollout-0"]
 
 
 async def test_a_store_that_does_not_come_ends_the_start_with_what_to_do(tmp_path: Path) -> None:
@@ -391,15 +366,6 @@ def test_a_long_log_is_moved_aside_while_its_writer_goes_on(tmp_path: Path) -> N
         writer.write(b"new\n")
     assert log.read_bytes() == b"new\n"
     assert (tmp_path / "x.log.1").read_bytes() == b"old\n" * 10
-
-
-def test_the_tail_of_a_log(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    assert tail(log) == ""
-    log.write_text("\n".join(map(str, range(100))))
-    assert tail(log, 2) == "98\n99"
-    assert tail(log, start=log.stat().st_size - 2) == "99"
-    assert tail(log, 1, start=10_000) == "99", "it was rotated since"
 
 
 def test_the_last_error_of_a_log_is_no_warning_of_a_process_that_ended_later(tmp_path: Path) -> None:

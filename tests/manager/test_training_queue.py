@@ -121,16 +121,6 @@ def test_tenants_share_the_trainers_by_weight_whatever_their_batches_cost(
     assert max(shares) - min(shares) <= 4 * max(sizes.values()) * (1 + max(weights.values())) / min(weights.values())
 
 
-def test_a_tenant_that_comes_back_brings_no_savings() -> None:
-    queue = queue_of("drr", *(batch(f"a{n}", "a", n) for n in range(20)))
-    for _ in range(10):
-        queue.take(1, 0.0, same)
-    for n in range(10):
-        queue.put(batch(f"b{n}", "b", 50 + n))
-    order = taken(queue)
-    assert abs(sum(name[0] == "a" for name in order[:10]) - 5) <= 1
-
-
 def test_priorities_and_deadlines_order_a_tenants_own_batches_and_no_others() -> None:
     own = [batch("late", "a", 1, 100, 0, 900.0), batch("soon", "a", 2, 100, 0, 100.0), batch("high", "a", 3, 100, -5)]
     assert taken(queue_of("fused", *own)) == ["high", "soon", "late"]

@@ -193,33 +193,6 @@ async def test_a_delivery_that_a_kill_ended_is_made_by_the_next_exporter(server:
     assert len(host.heard) >= 2
 
 
-async def test_a_new_exporter_repeats_nothing_that_was_settled(server: ApiServer, host: Host) -> None:
-    redis, told = server.api.redis, server.bus.cell.told
-    host.statuses["/shaky"] = [500]
-    for name in ("sound", "shaky"):
-        await register(server, f"{host.url}/{name}")
-    await Receivers(redis).add_webhook("default", "https://elsewhere.test/", ("fine_tuning.job.succeeded",))
-    job = await finished_job(server)
-
-    async def two_settled() -> bool:
-        return any(len(json.loads(one)["taken"]) == 2 for one in await redis.hvals(told))
-
-    async with delivering(server):
-        await until(two_settled)
-    host.statuses["/shaky"] = [200]
-    await redis.hset(told, "default ftjob-gone", '{"taken": [], "num_tries": 1}')
-    async with delivering(server):
-        await until(lambda: all_told(server))
-        await until(lambda: nothing_kept(server))
-    assert host.paths().count("/sound") == 1
-    (said,) = await warnings(server, job)
-    assert "the operator does not allow the host elsewhere.test" in said
-
-
-async def nothing_kept(server: ApiServer) -> bool:
-    return not await server.api.redis.exists(server.bus.cell.told)
-
-
 async def test_a_host_that_hangs_keeps_no_other_waiting_and_ends_in_the_jobs_events(
     server: ApiServer, host: Host
 ) -> None:

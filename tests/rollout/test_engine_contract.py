@@ -118,12 +118,6 @@ async def test_an_end_of_turn_token_ends_the_turn_and_is_its_last_token(running:
     assert not set(done.tokens[:-1]) & set(tokenizer().end_of_turn_ids)
 
 
-async def test_max_tokens_bounds_the_turn(running: Running) -> None:
-    async with running(ends=False) as engine:
-        done = await one(engine, request(max_tokens=3))
-    assert (len(done.tokens), done.stop_reason, done.num_sampled) == (3, "length", 3)
-
-
 async def test_a_stop_string_ends_the_turn_and_its_tokens_are_kept(running: Running) -> None:
     question = prompt("sort 40213")
     async with running(ends=False) as engine:
@@ -263,12 +257,6 @@ async def test_tokens_come_as_they_are_sampled_each_once(running: Running) -> No
         )
     streamed = [t for tokens, _ in calls for t in tokens]
     assert len(calls) > 3 and streamed == done.tokens[: len(streamed)] and len(streamed) >= 15
-
-
-async def test_more_requests_than_slots_all_finish(running: Running) -> None:
-    async with running(slots=3) as engine:
-        done = await asyncio.gather(*[one(engine, request(sample=i, max_tokens=5)) for i in range(20)])
-    assert len(done) == 20 and all(g.busy_s > 0 for g in done)
 
 
 async def test_a_broken_adapter_fails_its_own_rows_alone(running: Running) -> None:

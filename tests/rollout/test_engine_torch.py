@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from base_model.adapter import save_adapter
 from base_model.kernels import NotDeterministic
-from base_model.stacked import LanePlanner, Lanes, fuse, padded_rank
+from base_model.stacked import LanePlanner, fuse, padded_rank
 from common.errors import InvalidInput
 from common.messages import BASE
-from common.rng import key_of, uniform, uniform_rows
+from common.rng import uniform
 from rollout_service.embedded.backbone.fused import FusedDecoder, quick_norm, torch_norm
 from rollout_service.embedded.batch import RunningRows, exact_rows, rounded_rows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.prefix import PrefixCache
 from rollout_service.embedded.sampler import SamplingPlan, sample
-from rollout_service.embedded.seats import TurnRow
 from rollout_service.embedded.selftest import selftest
 from tests.support.rollout_cases import (
     adapter_of,
@@ -144,16 +142,6 @@ def test_forwards_have_rounded_rows(num: int, least: int, exact: int, expected: 
     assert (exact_rows(num, least), rounded_rows(num, least)) == (exact, expected)
 
 
-@pytest.mark.parametrize("exact,expected", [(False, 40), (True, 48)])
-def test_a_few_rows_more_are_computed_with_few_that_nobody_needs(exact: bool, expected: int) -> None:
-    batch = RunningRows(model(exact=exact), end_ids=(), decode=lambda _: "", limits=EngineLimits(exact=exact))
-    for number in range(33):
-        batch.add(TurnRow(request(tokens=[97] * 4, sample=number, max_tokens=2), None, handle=None))
-    with torch.inference_mode():
-        batch.advance()
-    assert batch.meter.decode_rows == expected
-
-
 def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
     with pytest.raises(InvalidInput, match=r"context.*MARLAAS_ROLLOUT_KV_BYTES"):
         RunningRows(model(), end_ids=(), decode=lambda _: "", limits=EngineLimits(kv_bytes=1000))
@@ -205,33 +193,6 @@ def test_lanes_are_kept_while_rows_come_and_go_and_given_back_later() -> None:
                 assert torch.equal(ours[lane], own[0])
 
 
-def test_a_lane_whose_copy_failed_belongs_to_nobody() -> None:
-    shapes, layers, like = decoder().linear_shapes(), decoder().config.num_layers, decoder().embedding
-    fits, larger = (fuse(adapter_of(1, rank=rank), shapes, layers, like=like) for rank in (8, 16))
-    lanes = Lanes()
-    lanes.make(4, fits)
-    lanes.put(0, fits)
-    with pytest.raises(RuntimeError):
-        lanes.put(0, larger)
-    assert lanes.owners == [None]
-
-
-def test_adapters_of_many_rows_have_half_as_many_lanes_and_those_of_few_do_not() -> None:
-    shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
-    fused = [fuse(adapter_of(i), shapes, layers, like=decoder().embedding) for i in range(4)]
-    planner = LanePlanner(torch.device("cpu"), LANE_ROWS, wide_rows=2 * LANE_ROWS)
-    for rows, num_lanes in ((2 * LANE_ROWS, 4), (2, 4), (LANE_ROWS, 4), (4 * LANE_ROWS, 8)):
-        (product,) = planner.plan([a for a in fused for _ in range(rows)], 4 * rows)
-        assert len(product.factors.a[0]) == num_lanes
-
-
-def test_uniform_numbers_for_many_rows_are_those_of_each() -> None:
-    keys = np.array([key_of(3, "sample/train"), key_of(2**63 + 1, "sample/eval")], np.uint64)
-    found = uniform_rows(keys, np.array([[5], [6]]), np.array([[1], [0]]), 2, np.arange(4))
-    assert (found[0] == uniform(3, "sample/train", 5, 1, 2, np.arange(4))).all()
-    assert (found[1] == uniform(2**63 + 1, "sample/eval", 6, 0, 2, np.arange(4))).all()
-
-
 def test_sampling_follows_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]]).expand(20000, 4)
     uniforms = torch.from_numpy(uniform(1, "test", np.arange(20000)))
@@ -240,15 +201,6 @@ def test_sampling_follows_the_distribution() -> None:
     share = torch.bincount(drawn.tokens, minlength=4) / 20000
     assert torch.allclose(share, logits[0].softmax(-1), atol=0.01) and share[2] == 0
     assert torch.allclose(drawn.logprobs, logits[0].log_softmax(-1)[drawn.tokens])
-
-
-def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(1000, 4)
-    uniforms = torch.from_numpy(uniform(1, "test", np.arange(1000)))
-    top_p = torch.full((1000, 1), 0.6, dtype=torch.float64)
-    drawn = sample(logits, uniforms, SamplingPlan(None, None, False, top_p, 0))
-    assert set(drawn.tokens.tolist()) == {0, 1}
-    assert torch.allclose(drawn.logprobs, logits[0][drawn.tokens], atol=1e-6)  # of the whole vocabulary
 
 
 def test_top_k_keeps_the_best_tokens_and_top_p_counts_among_these() -> None:
@@ -293,11 +245,3 @@ async def test_a_failed_forward_is_told_to_its_rows_and_the_engine_goes_on(
         with pytest.raises(RuntimeError, match="out of memory"):
             await one(engine, request(max_tokens=4))
         assert bits(await one(engine, request(max_tokens=4))) == bits(expected)
-
-
-@pytest.mark.asyncio
-async def test_saved_files_are_those_that_peft_reads(tmp_path: Path) -> None:
-    adapter = adapter_of(9, rank=4, targets=("q_proj",))
-    model = peft_model(tmp_path, save_adapter(adapter, "tiny"))
-    names = [name for name, _ in model.named_parameters() if "lora_A" in name]
-    assert len(names) == decoder().config.num_layers

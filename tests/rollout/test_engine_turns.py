@@ -146,13 +146,3 @@ def test_the_turn_cache_forgets_the_oldest() -> None:
     assert cache.num_bytes == 800
     assert cache.take(asked[0]) is None
     assert cache.take(asked[1]) is not None and cache.take(asked[1]) is None and cache.num_bytes == 400
-
-
-def test_a_turn_that_is_put_twice_counts_once_and_one_too_large_drives_nobody_out() -> None:
-    cache = TurnCache(budget_bytes=800)
-    asked = [request(ref("a"), group=group, turn=1) for group in range(2)]
-    for each in (*asked, *asked, *asked):
-        cache.put(each, each.tokens.data[:-4], torch.zeros(100))
-    assert cache.num_bytes == 800
-    cache.put(request(ref("a"), group=2, turn=1), b"", torch.zeros(201))
-    assert cache.num_bytes == 800

@@ -3,10 +3,8 @@ tests can make it fail. The engine's contract is in `test_engine_contract.py`, t
 
 import asyncio
 import contextlib
-import tempfile
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,11 @@ from common.errors import InvalidInput
 from common.messages import BASE
 from rollout_service.engine import CorruptAdapter, Generated
 from rollout_service.process import process_engine as module
-from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import Core
 from rollout_service.process.process_engine import ProcessEngine
 from tests.support.engines_under_test import fake_core, process_engine
 from tests.support.fake_core import FakeCore
-from tests.support.rollout_cases import TINY, beat, broken_files, files_of, one, ref, request
+from tests.support.rollout_cases import beat, broken_files, files_of, one, ref, request
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
@@ -223,25 +220,6 @@ async def test_more_adapters_than_slots_queue_and_all_succeed() -> None:
     assert cores.last.most_loaded == 4
 
 
-async def test_adapters_that_lost_their_slot_come_back_without_being_read_again() -> None:
-    jobs = ["a", "b", "c", "d"]
-    cores = Cores()
-    async with started(cores, *jobs, max_loras=2, max_known=3) as engine:
-        cores.last.max_loras = 4  # with that of the base
-
-        async def added(*names: str) -> int:
-            before = cores.last.num_added
-            for name in names:
-                await one(engine, request(ref(name), max_tokens=2))
-            return cores.last.num_added - before
-
-        assert await added("a", "b", "c") == 3
-        assert await added("a", "b", "c", "a") == 0
-        assert await added("d", "c", "a") == 1, "b was used least recently"
-        assert await added("b", "d") == 2
-        assert cores.last.most_loaded == 4
-
-
 async def test_a_dropped_adapter_without_a_slot_leaves_the_process_too() -> None:
     cores = Cores()
     async with started(cores, "a", "b", max_loras=1, max_known=4) as engine:
@@ -279,16 +257,6 @@ async def test_a_job_that_never_pauses_does_not_keep_its_slot_for_ever() -> None
         await asyncio.wait(flood)
 
 
-async def test_every_turn_names_an_adapter_also_those_of_the_base_model() -> None:
-    cores = Cores()
-    async with started(cores, "a") as engine:
-        await asyncio.gather(
-            *[one(engine, request(r, sample=i, max_tokens=3)) for i in (0, 1) for r in (BASE, ref("a"))]
-        )
-    names = {name.partition("#")[0] for name in cores.last.named}
-    assert names == {"-/base", "tenant/a@1"}
-
-
 async def test_versions_0_that_change_nothing_share_the_base_models_weights_and_nothing_that_is_cached() -> None:
     cores = Cores()
     async with started(cores) as engine:
@@ -305,22 +273,6 @@ async def test_an_adapter_that_is_dropped_and_loaded_again_gets_a_number_of_its_
         await engine.load_files(ref("a"), files_of(5))
         await one(engine, request(ref("a"), max_tokens=2))
     assert len(set(cores.last.named)) == 2
-
-
-async def test_an_adapters_folder_stays_while_somebody_holds_it() -> None:
-    files = AdapterFiles(linear_shapes(TINY), max_rank=16)
-    stored = files.put(ref("a"), files_of(1))
-    with files.hold(stored):
-        files.drop(ref("a"))
-        assert files.get(ref("a")) is None and stored.adapter.folder.is_dir()
-    assert not stored.adapter.folder.exists()
-    files.close()
-
-
-async def test_an_engine_without_adapters_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    AdapterFiles(linear_shapes(TINY), max_rank=16).close()
-    assert not list(tmp_path.iterdir())
 
 
 async def test_cancelling_aborts_the_turn_in_the_process_wherever_it_is() -> None:

@@ -86,23 +86,6 @@ async def test_they_are_those_of_transformers_and_peft_for_mixed_adapters_and_le
 
 @on_all
 @in_session
-async def test_they_are_the_log_probs_that_the_same_tokens_were_sampled_with(running: Running) -> None:
-    names = [*FILES, BASE]
-    async with undisturbed(running, adapters=FILES, ends=False) as engine:
-        drawn = [request(names[i % 4], sample=i, max_tokens=5 + 9 * i) for i in range(6)]
-        sampled = await asyncio.gather(*[one(engine, r) for r in drawn])
-        asked = [
-            request(r.adapter, tokens=[*prompt(), *g.tokens], max_tokens=1, prompt_logprobs=len(g.tokens))
-            for r, g in zip(drawn, sampled, strict=True)
-        ]
-        found = await asyncio.gather(*[one(engine, r) for r in asked])
-    for given, mine in zip(sampled, found, strict=True):
-        assert np.isnan(scores(mine)[: len(prompt())]).all()
-        assert np.allclose(scores(mine)[len(prompt()) :], given.logprobs, atol=1e-4)
-
-
-@on_all
-@in_session
 async def test_as_many_as_asked_for_have_one_and_the_first_token_never(running: Running) -> None:
     num, asked = len(prompt()), (1, 3, -1, 5000)
     async with undisturbed(running, ends=False) as engine:

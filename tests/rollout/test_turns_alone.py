@@ -150,43 +150,6 @@ def spoil(engine: TorchEngine) -> None:
     adapters[BAD] = fuse(broken, shapes, config.num_layers, like=decoder().embedding)
 
 
-async def test_prompts_that_are_scored_beside_it_are_scored(engine: TorchEngine) -> None:
-    spoil(engine)
-    asked = good(max_tokens=1, prompt_logprobs=-1)
-    *found, failed = await together(engine, [*asked, request(BAD, prompt_logprobs=-1)])
-    assert is_of_bad(failed, "size")
-    for outcome, each in zip(found, asked, strict=True):
-        assert isinstance(outcome, Generated)
-        alone = await one(engine, each)
-        torch.testing.assert_close(
-            torch.tensor(outcome.prompt_logprobs.numpy()), torch.tensor(alone.prompt_logprobs.numpy()), equal_nan=True
-        )
-
-
-async def test_later_turns_beside_it_go_on(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    await second_turns(engine)  # the engine learns that these jobs have later turns
-    expected, computed = await second_turns(engine)
-    sizes = breaks(monkeypatch, ValueError("poison"))
-    (*found, failed), again = await second_turns(engine, request(BAD, temperature=FAULTY, tokens=[1]))
-    assert is_of_bad(failed, "poison") and sizes == [4, 1]
-    assert again == computed  # what was kept of their first turns was used as ever
-    assert all(same(engine, f, e) for f, e in zip(found, expected, strict=True))
-
-
-async def second_turns(engine: TorchEngine, *others: TurnRequest) -> tuple[list[Outcome], float]:
-    """The second turn of each tenant's trajectory, and the others; how many tokens were computed before them."""
-    ends = tuple(range(decoder().config.vocab))[:128]
-    firsts = await together(engine, [*good(stop_ids=ends, max_tokens=40)])
-    before = engine.counters()["prefill_tokens"]
-    asked = [
-        request(ref(job), turn=1, sample=i, temperature=0.0, max_tokens=12, tokens=[*prompt(), *first.tokens, *prompt("and?")])
-        for i, (job, first) in enumerate(zip("abc", firsts, strict=True))
-        if isinstance(first, Generated)
-    ]  # fmt: skip
-    found = await together(engine, [*asked, *others])
-    return found, engine.counters()["prefill_tokens"] - before
-
-
 async def test_a_stop_string_that_cannot_be_looked_for_ends_its_own_turn(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

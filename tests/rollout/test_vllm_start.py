@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidInput, Unavailable
+from common.families import HEAD_DIMS
 from common.settings import TINY
-from common.vllm_families import HEAD_DIMS
 from rollout_service.__main__ import load_vllm
 from rollout_service.process import vllm_engine
 from rollout_service.process.vllm_engine import VllmOptions

@@ -11,7 +11,7 @@ from common.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
 from manager_service.records import Hyper
 from manager_service.scheduling.policies import POLICIES, parse_policy
 from manager_service.scheduling.training_queue import DISCIPLINES
-from simulator.__main__ import absent, options
+from simulator.__main__ import options
 from simulator.calibration import (
     Calibration,
     LogNormal,
@@ -23,7 +23,7 @@ from simulator.calibration import (
     jain,
 )
 from simulator.clock import Clock, Process, SimulatedHost
-from simulator.fit import Recording, calibrate, fit_calls, fit_decode, fit_training, read_recording
+from simulator.fit import Recording, calibrate, fit_calls, read_recording
 from simulator.world import World, simulate
 
 MACHINE = Machine(
@@ -124,18 +124,6 @@ def test_alone_under_sequential_a_jobs_time_is_the_sum_of_its_parts() -> None:
     assert parts + (hops - 3) * machine.hop_s <= makespan_s <= parts + (hops + 1) * machine.hop_s
 
 
-def test_a_shared_core_slows_down_those_who_share_it() -> None:
-    alone = msgspec.structs.replace(MACHINE, cores=None)
-    crowded = msgspec.structs.replace(alone, cores=1)
-    spans = [
-        simulate(Calibration(machine=m, workload=SINGLE), policy=parse_policy("marlaas"), num_jobs=8)
-        .figures("single")
-        .makespan_s
-        for m in (alone, crowded)
-    ]
-    assert spans[1] > 1.4 * spans[0]
-
-
 def test_no_processor_second_is_given_twice() -> None:
     """Messages' cost beside the engines is paid on the same cores, and also by workers that nobody waits for."""
     machine = msgspec.structs.replace(MACHINE, cores=1, control_s=0.003, engine_loop_s=0.002, env_loop_s=0.001)
@@ -168,21 +156,6 @@ def test_a_versions_first_turns_wait_until_an_engine_has_its_adapter_but_those_o
     assert world.progress["job-00000"].first_token_s < 1.0  # type: ignore[operator]
 
 
-def test_what_a_trajectory_takes_does_not_grow_with_the_workers_that_share_the_cores() -> None:
-    few, _ = run(SINGLE, "marlaas", 20, size=Size(rollout=2, env=2, trainer=1))
-    many, _ = run(SINGLE, "marlaas", 20, size=Size(rollout=200, env=200, trainer=100))
-    assert few.settled == many.settled == 20 * 48
-    assert many.clock.num_made < 1.5 * few.clock.num_made
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_hundred_jobs_on_twenty_five_workers() -> None:
-    world, found = run(SINGLE, "marlaas", 100, size=Size(rollout=10, env=10, trainer=5))
-    assert world.issued == world.settled == 4_800
-    assert found.jain > 0.9
-
-
 # ---- calibration ----------------------------------------------------------------------------------------------------
 
 
@@ -209,21 +182,6 @@ def reports(service: str, growth: list[dict[str, float]]) -> list[WorkerReport]:
             )
         )
     return found
-
-
-def test_decoding_is_fitted_from_seconds_with_different_rows() -> None:
-    growth = [
-        {"decode_steps": 100, "sampled_tokens": 100 * n, "decode_s": 100 * (0.003 + 0.0001 * n)} for n in (4, 16, 64)
-    ]
-    assert fit_decode(growth) == pytest.approx((0.003, 0.0001))
-    falling = [{"decode_steps": 1, "sampled_tokens": n, "decode_s": 1 / n} for n in (1, 2)]
-    assert fit_decode(falling) == pytest.approx((0.75, 0.0)), "more rows never make a forward cheaper"
-
-
-def test_training_is_fitted_and_alike_steps_put_all_on_their_tokens() -> None:
-    growth = [{"settled": 2, "trained_tokens": 2 * n, "compute_s": 2 * (0.02 + 0.0001 * n)} for n in (100, 400)]
-    assert fit_training(growth) == pytest.approx((0.02, 0.0001))
-    assert fit_training(growth[:1] * 3) == pytest.approx((0.0, 0.0003))
 
 
 def test_a_recording_becomes_a_calibration() -> None:
@@ -289,13 +247,6 @@ def test_wrong_numbers_are_refused_in_a_line(option: str, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         options().parse_args(["--calibration", "c.json", option])
     assert f"argument {option.split('=')[0]}: " in capsys.readouterr().err
-
-
-def test_runs_of_another_workload_are_told(tmp_path: Path) -> None:
-    measured = [run(AGENTIC, "marlaas", 1)[1]]
-    (note,) = absent(measured, tmp_path, "measured")
-    assert "no run of the workload 'measured', only of agentic" in note
-    assert absent(measured, tmp_path, "agentic") == absent([], tmp_path, "measured") == []
 
 
 @given(st.lists(st.floats(0.1, 100), min_size=1))

@@ -2,10 +2,11 @@
 
 import os
 
+from common.errors import InvalidInput
 from common.helpers import serve
 
 
-def answer(question: bytes) -> bytes:
+def answer(question: bytes) -> bytes | int:
     match question:
         case b"die":
             os._exit(1)
@@ -13,7 +14,9 @@ def answer(question: bytes) -> bytes:
             while True:
                 pass
         case b"pid":
-            return str(os.getpid()).encode()
+            return os.getpid()
+        case b"refuse":
+            raise InvalidInput("no", param="question", code="refused")
         case _:
             print("a library prints this")
             return question * 2

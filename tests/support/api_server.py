@@ -1,6 +1,7 @@
 """The API for tests: the real application behind a real uvicorn, and honest stand-ins for the workers behind it."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from msgspec.structs import replace
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from common.adapters import AdapterStore
 from common.bus import Bus, Out, Settlement
 from common.messages import (
     Array,
@@ -26,14 +27,16 @@ from common.messages import (
     f32,
     i32,
 )
-from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER
+from common.streams import GROUP_ENV, GROUP_ROLLOUT
 from common.tasks import cancel_all
 from common.transcript import wrote
-from common.worker import Inbox
 from harness.redis_server import free_port
-from harness.standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_worker
-from manager_service.api.context import Api
+from harness.standin import StandInEnv
+from manager_service.api.context import Api, ApiLimits
 from manager_service.api.server import make_api, serve
+from manager_service.archive.samples import SampleFiles
+from manager_service.kept import Kept
+from manager_service.records import JSON, JobState, SampleKind, SampleRecord
 from manager_service.settings import ManagerSettings
 from tests.support.forked_helpers import forked_api
 
@@ -77,10 +80,14 @@ def openai_client(url: str, key: str) -> AsyncOpenAI:
 async def running_api(
     redis_url: str, folder: Path, *, forks: bool = True, **settings: Any
 ) -> AsyncGenerator[ApiServer]:
-    """The API alone: no owner, no workers. `forks`: its helpers, which are the same and start sooner; else it executes them."""
+    """The API alone: no owner, no workers. `settings`: of the manager, and limits of the API. `forks`: its helpers, which are the same
+    and start sooner; else it executes them."""
     port = free_port()
-    own = ManagerSettings(redis_url=redis_url, data_dir=folder, port=port, **settings)
-    async with forked_api(own) if forks else make_api(own) as api:
+    names = {field.name for field in dataclasses.fields(ApiLimits)}
+    limits = ApiLimits(**{name: value for name, value in settings.items() if name in names})
+    given = {name: value for name, value in settings.items() if name not in names}
+    own = ManagerSettings(redis_url=redis_url, data_dir=folder, port=port, **given)
+    async with forked_api(own, limits) if forks else make_api(own, limits) as api:
         stop = asyncio.Event()
         base = api.bases["tiny"]
         loops = [asyncio.create_task(base.run())]
@@ -121,30 +128,14 @@ async def _until_up(http: httpx.AsyncClient) -> None:
 @asynccontextmanager
 async def running_jobs(server: ApiServer, **settings: Any) -> AsyncGenerator[StandInEnv]:
     """The real owner, with stand-ins for the workers."""
-    from manager_service.owner.owner import Owner
+    from tests.support.owning import System  # here: most tests of the API do without
 
-    bus, objects, store = server.bus, server.api.objects, AdapterStore(server.api.objects)
-    stop, env, trainer = asyncio.Event(), StandInEnv(bus.cell), StandInTrainer(bus.cell, store)
-    workers = [
-        stand_in_worker(bus, "env", Inbox(bus.cell.env, GROUP_ENV), env),
-        stand_in_worker(bus, "trainer", Inbox(bus.cell.train, GROUP_TRAINER), trainer, slots=1),
-    ]
-    owner = Owner(
-        bus=bus,
-        cluster=FixedSlots(),
-        store=store,
-        objects=objects,
-        tenants=server.api.tenants,
-        lease_s=1.0,
-        **settings,
-    )
-    tasks = [asyncio.create_task(loop.run(stop)) for loop in (*workers, owner)]
+    system = System(server.bus, server.api.objects, lease_s=1.0, tenants=server.api.tenants, **settings)
+    await system.start()
     try:
-        yield env
+        yield system.env
     finally:
-        stop.set()
-        async with asyncio.timeout(30):
-            await asyncio.gather(*tasks)
+        await system.stop()
 
 
 # ---- a rollout worker that knows its lines ---------------------------------------------------------------------------
@@ -307,3 +298,15 @@ ITEMS = jsonl(*(item(f"add {i}+1", str(i + 1)) for i in range(10)))
 
 async def upload(client: AsyncOpenAI, content: bytes = ITEMS) -> str:
     return (await client.files.create(file=("items.jsonl", content), purpose="fine-tune")).id
+
+
+async def keep_samples(
+    server: ApiServer, job: str, version: int, records: Sequence[SampleRecord], kind: SampleKind = "samples"
+) -> None:
+    """Writes samples of a step or an evaluation, and what the job's state says of them, as its owner would."""
+    await SampleFiles(server.api.objects, "tiny", kind).write("default", job, version, JSON.encode(records))
+    key = server.bus.cell.job(job)
+    state = msgspec.json.decode(await server.api.redis.hget(key, "state") or b"", type=JobState)
+    if kind == "samples":
+        state.kept.setdefault("samples", Kept()).newest = version
+    await server.api.redis.hset(key, "state", JSON.encode(state))

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from common.helpers import Helper, HelperPool
-from manager_service.api.context import Api
+from manager_service.api.context import Api, ApiLimits
 from manager_service.api.reading import process
 from manager_service.api.server import make_api
 from manager_service.local.children.forking import Nursery
@@ -29,12 +29,12 @@ LOG = Path(gettempdir()) / "helpers-of-tests.log"
 
 
 @contextlib.asynccontextmanager
-async def forked_api(settings: ManagerSettings) -> AsyncGenerator[Api]:
+async def forked_api(settings: ManagerSettings, limits: ApiLimits) -> AsyncGenerator[Api]:
     """The parts of an API that forks its helpers."""
     async with contextlib.AsyncExitStack() as stack:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr("manager_service.api.reading.helpers.HelperPool", ForkedPool)
-            api = await stack.enter_async_context(make_api(settings))
+            api = await stack.enter_async_context(make_api(settings, limits))
         yield api
 
 
@@ -45,10 +45,10 @@ class ForkedPool(HelperPool):
         super().__init__(module, bases, **options)
         self._bases = bases
 
-    async def start(self) -> Helper:
+    async def _start(self) -> Helper:
         variables, nursery = _shared(self._variables)
         if variables != self._variables:
-            return await super().start()
+            return await super()._start()
         with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
             listening.bind(f"{folder}/socket")
             listening.listen()

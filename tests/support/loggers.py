@@ -9,12 +9,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
 from manager_service.export.passes import ROOT, Passes
 from manager_service.records import LoggerName
 from tests.support.installed import THIS, lent, made
 from tests.support.standin_exporter import WRITER
+from tests.support.wandb_server import wandb_server
 
 Held = list[tuple[int, dict[str, float]]]
 """The steps of a job's rows with their metrics, in the order in which the logger has them."""
@@ -64,29 +65,15 @@ def read_standin(folder: Path, job: str) -> Held:
     return [(row["step"], row["metrics"]) for row in rows]
 
 
-READ_WANDB = """
-import importlib.util, json, sys, types
-from pathlib import Path
-found = importlib.util.find_spec("wandb")
-sys.modules["wandb"] = types.ModuleType("wandb")  # the library itself takes a second
-sys.modules["wandb"].__path__ = found.submodule_search_locations
-from wandb.proto.wandb_internal_pb2 import Record
-from manager_service.export.wandb_runs import _contents
-for file in sorted(Path(sys.argv[1]).glob("offline-run-*/run-*.wandb")):
-    for content in _contents(file.read_bytes()):
-        record = Record.FromString(content)
-        if record.WhichOneof("record_type") == "history":
-            print(json.dumps({item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}))
-"""
-
-
 def read_wandb(folder: Path, job: str) -> Held:
-    argv = [str(environment_with_loggers()), "-c", READ_WANDB, str(folder / job)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT)
-    rows: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-    steps = [row.pop("_step") for row in rows]
+    """Reads what W&B's own command sends of an offline run to a server; it marks the fragments, and sends none twice."""
+    with TemporaryDirectory() as home, wandb_server() as server:
+        argv = [str(environment_with_loggers()), *["-m", "wandb", "beta", "sync", "--id"], job, str(folder / job)]
+        key = {"WANDB_API_KEY": "0123456789abcdef" * 3, "WANDB_BASE_URL": server.url}
+        subprocess.run(argv, capture_output=True, check=True, cwd=home, env={"HOME": home, **key})
+    steps = [row.pop("_step") for row in server.history]
     assert steps == sorted(set(steps)), "W&B takes steps in ascending order"
-    own = [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+    own = [{name: value for name, value in row.items() if not name.startswith("_")} for row in server.history]
     return [(int(row["train/global_step"]), row) for row in own]
 
 

@@ -14,6 +14,7 @@ from harness.bases import FIRST_WORD, make_random_base
 from harness.live import Api, adapter_hashes, is_balanced
 from manager_service.local.supervisor import LocalCluster
 from rollout_service.handler import PROGRESS_BODY, PROGRESS_HEAD
+from tests.common.test_worker import until
 from tests.support.forked import running
 from tests.support.processes import restart
 
@@ -33,6 +34,9 @@ async def test_rewards_rise_usage_is_what_was_spent_and_a_paused_job_goes_on_whe
             assert after > before + 0.15, (before, after)
             assert is_balanced(await api.ledger(job["id"]))
             path = f"/fine_tuning/jobs/{job['id']}/samples"
+            await until(
+                lambda path=path, last=last: newest_is(api, path, last)
+            )  # they are written beside the owner's passes
             answers = (await api.get(path, evaluation=True))["data"]
             assert [(one["version"], one["item"]) for one in answers] == [(last, item) for item in range(4)]
             whole = await api.get(f"{path}/0/1/0", evaluation=True)
@@ -45,6 +49,11 @@ async def test_rewards_rise_usage_is_what_was_spent_and_a_paused_job_goes_on_whe
     assert sum(row["trained_tokens"] for row in usage) == spent["trainer"]["trained_tokens"]
     assert sum(row["rollout_s"] for row in usage) == pytest.approx(spent["rollout"]["busy_s"], rel=0.01)
     assert sum(row["train_s"] for row in usage) == pytest.approx(spent["trainer"]["busy_s"], rel=0.01)
+
+
+async def newest_is(api: Api, samples: str, version: int) -> bool:
+    """Are these the answers of the evaluation of this version?"""
+    return any(one["version"] == version for one in (await api.get(samples, evaluation=True))["data"])
 
 
 async def pause_and_resume(cluster: LocalCluster, api: Api) -> None:
@@ -109,7 +118,7 @@ async def check_whole(cluster: LocalCluster, api: Api, job: str, *, steps: int, 
 async def test_a_killed_rollout_worker_costs_turns_and_answers_only_what_was_not_kept_of_them(tmp_path: Path) -> None:
     """E5: what the worker after it samples and what was kept are the turns' tokens together."""
     base = make_random_base(tmp_path / "base", last_word=FIRST_WORD, vocab_size=8192)  # its turns hardly ever stop
-    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_LEASE_S": "2", "MARLAAS_INFERENCE_SILENCE_S": "0.5"}
+    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_LEASE_S": "2"}
     async with running(tmp_path / "data", environment=environment) as (cluster, api):
         bus = Bus.connect(cluster.redis_url, Cell("base"))
         await kill_under_a_job(cluster, api, bus)
@@ -134,7 +143,7 @@ async def kill_under_a_job(cluster: LocalCluster, api: Api, bus: Bus) -> None:
 
 
 async def kill_under_answers(cluster: LocalCluster, api: Api, bus: Bus) -> None:
-    """The same of turns that an API replica asked for without a stream, though it would ask again sooner than they are taken over."""
+    """The same of turns that an API replica asked for without a stream."""
     body = {"model": "base", "prompt": "count", "max_tokens": 600, "n": 4}
     asking = asyncio.create_task(api.post("/completions", body))
     while await tokens_kept(bus, bus.cell.rollout_first) < 4 * 100 and not asking.done():

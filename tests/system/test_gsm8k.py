@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import InvalidInput
 from common.settings import TINY
-from examples.gsm8k import as_item, chat_command, main, read_items, read_rows, start_for, write
+from examples.gsm8k import as_item, main, read_items, read_rows, start_for
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile
 from tests.support.api_server import running_api
 
@@ -33,11 +33,6 @@ def test_the_hubs_parquet_has_the_same_rows(tmp_path: Path, monkeypatch: pytest.
         list(read_rows(file))
 
 
-def test_what_is_no_row_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="an answer with ####"):
-        as_item({"question": "x", "answer": "7"})
-
-
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
@@ -54,11 +49,6 @@ def test_a_file_of_something_else_is_refused_in_a_line(tmp_path: Path, name: str
         read_items(tmp_path / name)
 
 
-def test_items_that_cannot_be_written_are_said(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"--prepare .*No such file"):
-        write([], tmp_path / "nowhere" / "items.jsonl")
-
-
 def test_a_gpu_gets_what_the_plan_chooses() -> None:
     assert start_for(str(TINY), None) == ({"MARLAAS_BASE_MODELS": f"q={TINY}"}, 1, 2048)
     planned, workers, context = start_for(str(TINY), "24GB")
@@ -68,18 +58,6 @@ def test_a_gpu_gets_what_the_plan_chooses() -> None:
         start_for(str(TINY), "1GB")
     with pytest.raises(InvalidInput, match="name the GPUs with --gpu"):
         start_for(str(TINY), None, gpus=2)
-
-
-def test_eight_gpus_get_as_many_workers_as_the_plan_has() -> None:
-    planned, workers, _ = start_for(str(TINY), "24GB", gpus=8, engine="vllm")
-    first, last = planned["MARLAAS_DEVICES"].partition(",")[0].removeprefix("rollout:").split("-")
-    assert planned["MARLAAS_ENGINE"] == "vllm" and workers == int(last) - int(first) + 1 > 1
-    assert start_for(str(TINY), None, engine="vllm").settings["MARLAAS_ENGINE"] == "vllm"
-
-
-def test_another_folder_of_data_stands_in_the_commands() -> None:
-    assert chat_command("ft:q", Path(".marlaas")) == "marlaas chat ft:q"
-    assert chat_command("ft:q", Path("my data")) == "marlaas chat ft:q --data 'my data'"
 
 
 @pytest.mark.parametrize(

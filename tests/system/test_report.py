@@ -7,15 +7,9 @@ import pytest
 from matplotlib.image import imread
 
 from examples.report import (
-    GREY,
-    PALETTE,
     Busy,
     Curve,
     draw,
-    merged,
-    running_mean,
-    tenant_colours,
-    worker_rows,
     write_report,
 )
 
@@ -52,23 +46,3 @@ def test_each_job_has_a_panel_and_each_worker_a_row() -> None:
     *panels, timeline = figure.axes
     assert [panel.get_title(loc="left") for panel in panels] == ["acme · add", "cobalt · max"]
     assert [label.get_text() for label in timeline.get_yticklabels()] == ["trainer 1"]
-
-
-def test_a_tenant_has_one_colour_everywhere() -> None:
-    colours = tenant_colours(["acme", "cobalt", "acme"])
-    assert colours == {"acme": PALETTE[0], "cobalt": PALETTE[1]}
-    assert tenant_colours(map(str, range(10)))["9"] == GREY
-
-
-def test_workers_stand_in_the_order_of_the_flow() -> None:
-    stretches = [busy("c", "trainer", "a", 0), busy("b", "rollout", "a", 0), busy("a", "rollout", "a", 0)]
-    assert worker_rows(stretches) == {"a": "rollout 1", "b": "rollout 2", "c": "trainer 1"}
-
-
-def test_stretches_that_overlap_or_nearly_touch_are_one() -> None:
-    stretches = [Busy("w", "env", "a", *span) for span in [(4.0, 5.0), (0.0, 2.0), (1.0, 3.0), (5.05, 6.0)]]
-    assert merged(stretches, gap_s=0.1) == [(0.0, 3.0), (4.0, 6.0)]
-
-
-def test_the_running_mean_begins_with_what_there_is() -> None:
-    assert running_mean([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]

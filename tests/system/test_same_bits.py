@@ -60,7 +60,7 @@ async def test_jobs_and_a_run_have_the_same_bits_alone_and_among_others_whatever
         unfinished = await begun_job(cluster, api)
     # Then it has the same bits
     assert among == alone and supervised_among == supervised
-    assert [*run_among.faults, *run.faults, *differences("deterministic", run_among, run)] == []
+    assert [*run_among.faults, *run.faults, *differences(run_among, run)] == []
     # And workers of default mode wait until the jobs of deterministic mode have ended
     await default_mode_waits(tmp_path / "alone", *unfinished)
 

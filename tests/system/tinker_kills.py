@@ -1,30 +1,16 @@
-"""Kills every kind of process between the operations of a run, many times, and compares what came of it with an undisturbed run:
-`python -m tests.system.tinker_kills [--mode default] [--kills 200]`.
+"""A run of the unmodified SDK whose processes are killed between its operations, and what came of it.
 
-The unmodified SDK; two trainers, and one of everything else, Redis too, which starts again from its file. Each kill is a SIGKILL of a
-process drawn by a seed, at a moment drawn by it; the next comes once the client has got an answer since. In both modes every operation
-is answered, once and with success; the versions have no gap, and each sample is of the version that was saved; trained tokens are
-charged once; no work and no dead letter is left. Beside that:
-
-    deterministic    the adapter's bytes and the samples are those of the undisturbed run
-    default          losses and gradients' norms are those of the undisturbed run, but for the last digits, and the loss falls
-
-Exit status: 0 if all this holds.
+Each kill is a SIGKILL at a moment drawn by a seed; the next comes once the client has got an answer since. Every operation is answered,
+once and with success; the versions have no gap, and each sample is of the version that was saved; trained tokens are charged once.
 """
 
-import argparse
 import asyncio
-import json
-import math
 import random
-import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import redis.asyncio as aioredis
@@ -37,24 +23,15 @@ from common.streams import Cell
 from harness.live import Api
 from manager_service.local.supervisor import LocalCluster
 from manager_service.runs.records import run_of
-from tests.support.forked import running
 from tests.support.tinker_sdk import run_sdk
 
 TENANT = "default"
 CELL = Cell("tiny")
-Mode = Literal["deterministic", "default"]
-ENVIRONMENT: dict[Mode, dict[str, str]] = {
-    "deterministic": {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"},
-    "default": {"MARLAAS_LEASE_S": "2"},
-}
-VICTIMS = ("trainer-0", "trainer-1", "manager", "rollout-0", "redis", "env-0")
 BETWEEN_S = (0.0, 0.4)
 """Time from the answer that the run got after the kill of before, to the next kill: several operations may be answered in this time."""
 LIMIT_S = 3600.0
 PARTS, TOKENS = 3, 12
 """Passes of a step, each over one datum of so many tokens."""
-CLOSE = 0.02
-"""A part of a loss or a norm: what the order of sums may change in default mode. A pass lost or taken twice changes a norm by a third."""
 
 TRAIN = """
 import json, os, tinker
@@ -93,18 +70,6 @@ class Trained:
     steps: list[tuple[int, float, list[float]]]  # version, norm of the gradient, losses of the passes
     samples: list[list[tuple[int, list[int]]]]  # by step: version and tokens of each
     adapter: dict[str, bytes]  # files of the last version
-    faults: list[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    mode: Mode
-    kills: int
-    of: dict[str, int]
-    seed: int
-    steps: int
-    seconds: int
-    seconds_alone: int
     faults: list[str]
 
 
@@ -187,54 +152,7 @@ def read_number(file: Path) -> int:
     return int((file.read_text() if file.exists() else "") or 0)
 
 
-def differences(mode: Mode, killed: Trained, alone: Trained) -> list[str]:
+def differences(killed: Trained, alone: Trained) -> list[str]:
     """Differences between a run that was disturbed and one that was not."""
-    if mode == "deterministic":
-        same = {"bytes": killed.adapter == alone.adapter, "samples": killed.samples == alone.samples}
-        return [f"other {what} than undisturbed" for what, equal in same.items() if not equal]
-    faults = [
-        f"step {version}: norm {norm:g} and losses {losses} instead of {due_norm:g} and {due}"
-        for (version, norm, losses), (_, due_norm, due) in zip(killed.steps, alone.steps, strict=True)
-        if not all(math.isclose(a, b, rel_tol=CLOSE) for a, b in zip([norm, *losses], [due_norm, *due], strict=True))
-    ]
-    first, last = (sum(killed.steps[n][2]) for n in (0, -1))
-    return faults if last < first else [*faults, f"the loss went from {first:g} to {last:g}"]
-
-
-async def disturbed(mode: Mode, num: int, seed: int, folder: Path) -> Verdict:
-    """Trains under so many kills, and as many steps without any."""
-    stop, began = folder / "stop", time.monotonic()
-    async with running(folder / "killed", environment=ENVIRONMENT[mode], trainer=2) as (cluster, api):
-        training = asyncio.create_task(train(cluster, api, 10**9, stop, folder / "told"))
-        rng = random.Random(seed)
-        of = await either(kill(cluster, rng.choices(VICTIMS, k=num), rng, folder / "told"), training)
-        stop.touch()
-        killed = await training
-        faults = await left(cluster.redis_url)
-    killed_s, began = time.monotonic() - began, time.monotonic()
-    async with running(folder / "alone", environment=ENVIRONMENT[mode]) as (cluster, api):
-        alone = await train(cluster, api, len(killed.steps), folder / "none", folder / "told-alone")
-        faults += await left(cluster.redis_url)
-    alone_s = time.monotonic() - began
-    return Verdict(
-        mode=mode,
-        kills=of.total(),
-        of=dict(of),
-        seed=seed,
-        steps=len(killed.steps),
-        seconds=round(killed_s),
-        seconds_alone=round(alone_s),
-        faults=[*killed.faults, *alone.faults, *faults, *differences(mode, killed, alone)],
-    )
-
-
-if __name__ == "__main__":
-    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    given.add_argument("--mode", choices=list(ENVIRONMENT), default="deterministic")
-    given.add_argument("--kills", type=int, default=200)
-    given.add_argument("--seed", type=int, default=1)
-    options = given.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        verdict = asyncio.run(disturbed(options.mode, options.kills, options.seed, Path(temporary)))
-    print(json.dumps(asdict(verdict)))
-    sys.exit(1 if verdict.faults else 0)
+    same = {"bytes": killed.adapter == alone.adapter, "samples": killed.samples == alone.samples}
+    return [f"other {what} than undisturbed" for what, equal in same.items() if not equal]

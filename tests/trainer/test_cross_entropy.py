@@ -64,15 +64,6 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_learned_tokens_and_falls() ->
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_its_metrics_say_nothing_of_rewards_or_samplers() -> None:
-    trainer = Trainer(DecoderBackbone(random_decoder()))
-    step = make_step(0, examples(), loss=LOSS)
-    metrics = trainer.step(step, trainer.init(make_init()), nothing).metrics
-    assert {"loss", "grad_norm", "trained_tokens", "written_tokens", "num_rows"} <= metrics.keys()
-    assert not {"reward_mean", "kl", "clip_fraction", "sampling_gap", "entropy", "staleness"} & metrics.keys()
-    assert (metrics["trained_tokens"], metrics["written_tokens"]) == (sum(LENGTHS), sum(LENGTHS) - 3 * NUM_PROMPT)
-
-
 def test_the_version_that_was_newest_when_rows_were_made_changes_no_bits() -> None:
     made: list[Tensor] = []
     for version in (0, 1):

@@ -152,21 +152,6 @@ async def optimise(fusion: Fusion, state: TrainState) -> None:
     )
 
 
-async def test_a_flood_of_steps_that_need_no_forward_does_not_starve_a_large_one(fusion: Fusion) -> None:
-    trainer, tenants = fusion.trainer, Tenants(fusion)
-    state = trainer.init(make_run("run"))
-    large = asyncio.create_task(tenants.step("a", "large", 20))
-    await asyncio.sleep(0)
-
-    async def flood() -> None:
-        while not large.done():
-            await optimise(fusion, state)
-
-    async with asyncio.timeout(60):
-        await asyncio.gather(*(flood() for _ in range(8)))
-    assert tenants.ends == ["large"]
-
-
 async def test_a_step_that_needs_no_forward_waits_for_no_micro_batch(fusion: Fusion) -> None:
     trainer, tenants = fusion.trainer, Tenants(fusion)
     assert isinstance(trainer, Noting)
@@ -208,32 +193,6 @@ async def test_a_large_step_waits_for_the_step_that_follows_a_small_one(
     await optimise(fusion, state)
     assert trainer.num_micro_batches <= before + 1, "the large step has gone on since"
     await large
-
-
-async def test_after_a_step_that_was_waited_for_none_is_waited_for_again(
-    fusion: Fusion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer_service.driver.FOLLOWS_PART", 1e9)
-    state, num_small, num_rows = fusion.trainer.init(make_run("run")), 0, 6
-    large = asyncio.create_task(gradient(fusion, "a", state, num_rows=num_rows, num_answer=BUDGET))
-    await asyncio.sleep(0)
-    async with asyncio.timeout(60):
-        while not large.done():
-            await gradient(fusion, "b", state)
-            num_small += 1
-    assert num_small <= 2 * num_rows + 2
-
-
-async def test_nothing_is_waited_for_beside_a_smaller_step_or_one_of_the_same_tenant(
-    fusion: Fusion, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer_service.driver.FOLLOWS_PART", 1e9)
-    tenants, state = Tenants(fusion), fusion.trainer.init(make_run("run"))
-    async with asyncio.timeout(60):
-        large = asyncio.create_task(tenants.step("b", "large", 20))
-        await asyncio.sleep(0)
-        await gradient(fusion, "b", state)
-        await large
 
 
 async def test_micro_batches_of_large_steps_are_smaller_while_several_tenants_are_there(fusion: Fusion) -> None:

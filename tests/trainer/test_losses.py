@@ -14,7 +14,7 @@ import torch
 
 from common.advantages import ADVANTAGES, AdvantageKind
 from common.messages import LossName, LossSpec
-from trainer_service.batch import Batch, SampledRows
+from trainer_service.batch import SampledRows
 from trainer_service.losses import (
     RULES,
     MicroTerms,
@@ -169,7 +169,6 @@ def ours(spec: LossSpec, case: Case, parts: list[list[int]], base: Rows | None =
 
 
 EVERYTHING = [list(range(16))]
-PIECES = [[3, 8], [0], [15, 1, 2], [4, 5, 6, 7], [9, 10, 11, 12, 13, 14]]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -191,16 +190,6 @@ def test_kl_to_the_base_is_added_token_by_token(name: str) -> None:
 
     assert loss == pytest.approx(naive_loss(spec, case.policy, case.policy, case, case.base), abs=1e-9)
     assert gradient == pytest.approx(naive_gradient(spec, case, case.base), abs=1e-6)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_micro_batches_do_not_change_the_gradient(name: str) -> None:
-    case, spec = Case(4), LossSpec(name=name, kl_coef=0.1)  # pyright: ignore
-
-    whole, pieces = ours(spec, case, EVERYTHING, case.base), ours(spec, case, PIECES, case.base)
-
-    assert pieces[0] == pytest.approx(whole[0], abs=1e-12)
-    assert pieces[1] == pytest.approx(whole[1], abs=1e-12)
 
 
 def test_each_loss_has_a_rule_and_an_advantage() -> None:
@@ -289,26 +278,6 @@ def test_an_absurd_ratio_gives_a_finite_loss_and_gradient(name: str, advantage: 
     loss_RW.sum().backward()
 
     assert torch.isfinite(loss_RW).all() and logprobs_RW.grad is not None and torch.isfinite(logprobs_RW.grad).all()
-
-
-def test_rows_of_different_losses_share_a_micro_batch() -> None:
-    cases = [Case(seed) for seed in range(len(NAMES))]
-    specs = [LossSpec(name=name, clip_high=0.1, kl_coef=0.1) for name in NAMES]  # pyright: ignore
-    rows = list(range(16))
-    batches = [
-        batch_of(case.batch(), row_terms(case.batch(), spec), spec, TRAINED)
-        for case, spec in zip(cases, specs, strict=True)
-    ]
-    policy = [padded(case.policy, rows) for case in cases]
-
-    def losses(parts: list[tuple[Batch, list[int]]], logprobs_RW: torch.Tensor) -> torch.Tensor:
-        terms, written_RW = micro_terms(parts, WIDTH, logprobs_RW)
-        return token_losses(terms, logprobs_RW, written_RW)[0]
-
-    apart = [losses([(batch, rows)], own) for batch, own in zip(batches, policy, strict=True)]
-    together = losses([(batch, rows) for batch in batches], torch.cat(policy))
-
-    assert torch.equal(together, torch.cat(apart))
 
 
 def test_k3_is_never_negative_and_zero_at_equality() -> None:

@@ -32,7 +32,7 @@ from tests.support.trainer_cases import (
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler
 from trainer_service.open_step import OpenStep, TrainState
-from trainer_service.optimiser import Moments, load_moments, save_moments, update
+from trainer_service.optimiser import Moments, save_moments
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer
 
@@ -296,18 +296,6 @@ async def test_a_full_disk_loses_nothing(system: System) -> None:
     assert (await system.run(make_step(0, make_rows()))).failure is None
 
 
-async def test_a_step_goes_on_from_the_store_as_from_memory(decoder: Decoder, tmp_path: Path) -> None:
-    for folder in ("memory", "store"):
-        (tmp_path / folder).mkdir()
-    warm, cold = System(decoder, tmp_path / "memory"), System(decoder, tmp_path / "store")
-
-    for message in [make_init(), *steps(4)]:
-        await warm.run(message)
-        await cold.run(message, handler=cold.handler())
-
-    assert await warm.weights(4) == await cold.weights(4)
-
-
 @pytest.mark.parametrize(
     "step",
     [
@@ -368,35 +356,3 @@ def test_what_is_given_up_says_so_to_the_owner(system: System) -> None:
 
     assert stream == Cell("tiny").adapters(3) and isinstance(update, AdapterUpdate)
     assert (update.adapter.version, update.batch, update.failure) == (3, "j/3", Failure("dead_letter", "why"))
-
-
-def test_optimiser_state_comes_back_bit_exact() -> None:
-    generator = torch.Generator().manual_seed(0)
-    gradients = torch.randn(6, 1000, generator=generator)
-
-    def run(*, through_bytes: bool) -> torch.Tensor:
-        values, moments = torch.ones(1000), Moments.zeros(1000, torch.device("cpu"))
-        for gradient in gradients:
-            moments = update(values, gradient.clone(), moments, OptimSpec(1e-2, weight_decay=0.1))
-            if through_bytes:
-                moments = load_moments(save_moments(moments), 1000, torch.device("cpu"))
-        return values
-
-    assert torch.equal(run(through_bytes=False), run(through_bytes=True))
-
-
-@pytest.mark.parametrize("tokens,share", [(1, True), (64, False)])
-def test_packing_does_not_change_what_is_learned(decoder: Decoder, tokens: int, share: bool) -> None:
-    step = make_step(0, make_rows(num_groups=6), loss=LossSpec(kl_coef=0.1))
-    reference, packed = (
-        Trainer(DecoderBackbone(decoder)),
-        Trainer(DecoderBackbone(decoder), Budget(tokens), share_prefixes=share),
-    )
-    state = reference.init(make_init())
-
-    expected, got = (trainer.step(step, state, nothing) for trainer in (reference, packed))
-
-    for name in ("loss", "grad_norm", "clip_fraction", "sampling_gap", "sampling_kl", "ess_share"):
-        assert got.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-4, abs=1e-6)
-    start, first, second = (s.values_P for s in (state, expected.state, got.state))
-    assert float((first - second).norm() / (first - start).norm()) < 1e-3

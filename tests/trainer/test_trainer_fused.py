@@ -17,7 +17,6 @@ from common.errors import InvalidInput, TrainingFailed
 from common.messages import AdapterRef, AdapterUpdate, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32
 from common.objects import Objects
 from tests.support.trainer_cases import (
-    TINY,
     load_shallow,
     load_tiny,
     make_init,
@@ -167,18 +166,6 @@ def test_a_job_that_joins_late_and_one_that_leaves_change_nothing(decoder: Decod
 
     assert same_bytes(trainer.finish(first).state, lone[0].state)
     assert same_bytes(trainer.finish(late).state, lone[2].state)
-
-
-def test_the_oldest_job_is_never_overtaken_for_ever(decoder: Decoder) -> None:
-    trainer = Trainer(DecoderBackbone(decoder), Budget(64))
-    oldest = trainer.begin(*job(trainer, 0))
-    rounds = 0
-    while not oldest.done:
-        newer = trainer.begin(*job(trainer, 5, num_groups=8))
-        trainer.micro_batch([oldest.opened, newer.opened])
-        trainer.discard(newer.opened)
-        rounds += 1
-    assert rounds <= 12  # its sequences
 
 
 @pytest.mark.exact
@@ -333,17 +320,3 @@ def test_the_budget_is_what_a_micro_batch_keeps(decoder: Decoder) -> None:
     assert kept == pytest.approx(step.opened.sums.num_forward * budget.bytes_per_token, rel=0.25)
     assert step.opened.sums.num_forward >= num_tokens
     assert not budget.holds(2, 25_000_000 // int(budget.bytes_per_token) + 32, branched=False)
-
-
-def test_a_bfloat16_base_trains_float32_adapters() -> None:
-    exact, half = (
-        Trainer(DecoderBackbone(load_tiny())),
-        Trainer(DecoderBackbone(Decoder.load(TINY, dtype=torch.bfloat16))),
-    )
-    jobs = [job(exact, number) for number in (0, 1)]
-
-    results = [together(trainer, jobs) for trainer in (exact, half)]
-
-    for one, other in zip(*results, strict=True):
-        assert other.state.values_P.dtype == torch.float32
-        assert other.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=0.1)

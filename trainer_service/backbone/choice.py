@@ -11,7 +11,7 @@ from base_model.decoder import Decoder, directly
 from base_model.device import find_device
 from common.errors import InvalidInput
 from trainer_service.backbone.interface import Backbone
-from trainer_service.backbone.sequences import DecoderBackbone, checkpointed, compile_parts
+from trainer_service.backbone.sequences import DecoderBackbone, checkpointed
 from trainer_service.settings import TrainerSettings
 
 log = structlog.get_logger()
@@ -22,7 +22,7 @@ def load_backbone(settings: TrainerSettings, folder: Path) -> Backbone:
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
     kind = settings.trainer_backbone
     if kind == "auto":
-        kind = fitting_kind(folder, device, only_decoder=settings.deterministic or settings.trainer_compile)
+        kind = fitting_kind(folder, device, only_decoder=settings.deterministic)
     log.info("backbone_chosen", backbone=kind, device=str(device), dtype=settings.dtype)
     dtype = getattr(torch, settings.dtype)
     if kind == "decoder" and settings.kernels:
@@ -37,14 +37,10 @@ def load_backbone(settings: TrainerSettings, folder: Path) -> Backbone:
 
 def _decoder(settings: TrainerSettings, folder: Path, device: torch.device, dtype: torch.dtype) -> DecoderBackbone:
     decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
-    if settings.trainer_compile:
-        compile_parts(decoder)
     return DecoderBackbone(decoder, checkpointed if settings.trainer_checkpointing else directly)
 
 
 def _modules(settings: TrainerSettings, folder: Path, device: torch.device, dtype: torch.dtype) -> Backbone:
-    if settings.trainer_compile:
-        raise InvalidInput("trainer_compile is for trainer_backbone=decoder; leave it off for transformers")
     # imported here: transformers takes seconds
     from trainer_service.backbone.device_kernels.choice import chosen_kernels
     from trainer_service.backbone.loading import load_modules

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from base_model.decoder import Attend, Decoder, RunLayer, directly, plain
 from base_model.device import free_bytes
-from common.errors import InvalidInput
 from common.footprint import kept_with_checkpoints
 from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.interface import AdapterPlace, Sequences
@@ -54,7 +53,7 @@ class DecoderBackbone:
 
     @property
     def concurrent(self) -> bool:
-        return self.device.type == "cpu" and not self.decoder.compiled
+        return self.device.type == "cpu"
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self.decoder.linear_shapes()
@@ -146,16 +145,3 @@ def _attend(decoder: Decoder, bias_BTT: Tensor | None) -> Attend:
 def checkpointed(layer: Callable[..., Tensor], *args: Any) -> Tensor:
     """Keeps the layer's input alone and computes the layer again in the backward (Chen et al. 2016, arXiv 1604.06174)."""
     return checkpoint(layer, *args, use_reentrant=False)  # pyright: ignore
-
-
-def compile_parts(decoder: Decoder) -> None:
-    """See `Decoder.compile`. Raises InvalidInput if torch cannot compile on this machine."""
-    decoder.compile()
-    tokens_BT = torch.zeros(2, 2, dtype=torch.int64, device=decoder.device)
-    try:
-        decoder.forward(tokens_BT, tokens_BT, _attend(decoder, None))
-    except RuntimeError as error:
-        reason = next(line for line in str(error).splitlines() if line)
-        raise InvalidInput(
-            f"MARLAAS_TRAINER_COMPILE: torch cannot compile here ({reason}): install a C++ compiler, or leave it off"
-        ) from error

@@ -145,10 +145,9 @@ def _environment() -> dict[str, str]:
 def begin_of(settings: TrainerSettings, folder: Path) -> Begin:
     """The parts with which the first rank begins. Raises InvalidInput for settings of which several ranks can make nothing."""
     name, num_ranks = settings.trainer_device, settings.trainer_ranks
-    if settings.trainer_backbone == "decoder" or settings.trainer_compile or "compile" in settings.kernels:
+    if settings.trainer_backbone == "decoder" or "compile" in settings.kernels:
         raise InvalidInput(
-            "trainer_ranks above 1 needs trainer_backbone=transformers (or auto) and trainer_compile=false, "
-            "and no trainer_kernels=compile"
+            "trainer_ranks above 1 needs trainer_backbone=transformers (or auto), and no trainer_kernels=compile"
         )
     if name not in ("cpu", "cuda"):
         raise InvalidInput(

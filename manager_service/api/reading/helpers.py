@@ -19,7 +19,7 @@ from common.helpers import HelperPool
 from common.text.tokens import ChatTokenizer
 from common.threads import SharedThreads
 from manager_service.api.places import SharedPlaces
-from manager_service.api.reading.tasks import CheckMethod, Done, RefusedInput, Task, do
+from manager_service.api.reading.tasks import CheckMethod, Task, do
 from manager_service.records import TenantRecord
 
 T = TypeVar("T")
@@ -60,26 +60,20 @@ class Helpers:
         if num_bytes <= SMALL_BYTES:
             return await self.beside(tenant, partial(do, task, self._tokenizers))
         async with self._places.one(tenant, WAIT_S):
-            answer = await self._ask(await self.beside(tenant, partial(msgspec.msgpack.encode, task)))
-        if isinstance(answer, RefusedInput):
-            raise InvalidInput(answer.message, param=answer.param, code=answer.code)
-        return answer.value
+            return await self._ask(await self.beside(tenant, partial(msgspec.msgpack.encode, task)))
 
     async def beside(self, tenant: TenantRecord, function: Callable[[], T]) -> T:
         """Calls the function in a thread, once it is the tenant's turn: it is ours, and ends soon, but too late for the event loop."""
         return await self._threads.run(function, tenant.id, tenant.weight)
 
-    async def _ask(self, encoded: bytes) -> Done | RefusedInput:
-        helper = self._pool.idle() or await self._pool.start()
+    async def _ask(self, encoded: bytes) -> Any:
         try:
-            async with asyncio.timeout(TASK_S):
-                answer = await helper.ask(encoded)
+            async with self._pool.helper() as helper, asyncio.timeout(TASK_S):
+                return await helper.ask(encoded)
         except TimeoutError as error:
             raise InvalidInput(f"reading this took longer than {TASK_S:g} seconds: send less at once") from error
         except OSError as error:
             raise Unavailable("the helper that read this died; try again") from error
-        self._pool.give_back(helper)
-        return msgspec.msgpack.decode(answer, type=Done | RefusedInput)
 
 
 def _may_import(task: Task) -> bool:

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from common.errors import InvalidInput
 from common.helpers import serve
 from common.text.tokens import ChatTokenizer
-from manager_service.api.reading.tasks import Done, RefusedInput, Task, do
+from manager_service.api.reading.tasks import Task, do
 
 NICENESS = 5
 """The manager's own loops come first where cores are busy."""
@@ -24,14 +23,7 @@ def main(bases: Mapping[str, tuple[str, int]]) -> None:
     os.nice(NICENESS)
     tokenizers = {name: ChatTokenizer.load(folder, context) for name, (folder, context) in bases.items()}
     decoder = msgspec.msgpack.Decoder(Task)
-    serve(lambda task: msgspec.msgpack.encode(_answer(decoder.decode(task), tokenizers)))
-
-
-def _answer(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Done | RefusedInput:
-    try:
-        return Done(do(task, tokenizers))
-    except InvalidInput as error:
-        return RefusedInput(str(error), error.param, error.code)
+    serve(lambda task: do(decoder.decode(task), tokenizers))
 
 
 if __name__ == "__main__":

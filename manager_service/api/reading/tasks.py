@@ -1,4 +1,4 @@
-"""Declares the tasks of helper processes, and their answers. All are data, so that they travel as msgpack."""
+"""Declares the tasks of helper processes, and does them. Tasks and answers are data, so that they travel as msgpack."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -159,20 +159,6 @@ Task = (
     | ReadPass
     | ReadSample
 )
-
-
-class Done(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a task."""
-
-    value: Any
-
-
-class RefusedInput(msgspec.Struct, tag=True, frozen=True):
-    """An InvalidInput, in parts."""
-
-    message: str
-    param: str | None = None
-    code: str | None = None
 
 
 def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:

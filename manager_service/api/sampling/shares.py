@@ -257,15 +257,8 @@ class Inference:
     async def _publish(self, choices: Sequence[Choice]) -> None:
         """Appends the requests, and remembers their entries. Raises ApiError 503 when Redis is away or full."""
         encoded = [(self._stream(choice), await self._bus.fields(choice.request)) for choice in choices]
-
-        async def call() -> list[Any]:
-            pipe = self._bus.client.pipeline(transaction=False)
-            for stream, fields in encoded:
-                pipe.xadd(stream, dict(zip(fields[::2], fields[1::2], strict=True)))
-            return await pipe.execute()
-
         async with TimeForRedis(self._bus, PUBLISH_S):
-            written = await self._bus.retrying(call)
+            written = await self._bus.pipelined(("XADD", stream, "*", *fields) for stream, fields in encoded)
         for choice, entry in zip(choices, written, strict=True):
             choice.entry = entry.decode()
             choice.heard_s = time.monotonic()

@@ -160,8 +160,7 @@ class RunStore:
         keys += [cell.active(partition), cell.unfinished(spec.tenant), cell.retire(partition)]
         digest = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
         words = [digest, spec.id, repr(time.time()), JSON.encode(spec), *RunState().fields().values(), kind]
-        settings = self._api.settings
-        words += [settings.max_unfinished_jobs, settings.max_unfinished_bytes, MAX_KEPT]
+        words += [self._api.settings.max_unfinished_jobs, self._api.limits.max_unfinished_bytes, MAX_KEPT]
         words += [CROWDED, f"{CROWDED_TENANT}{spec.tenant}"]
         fields = await base.bus.fields(command)
         answer: bytes = await base.redis.register_script(_CREATE)(keys=keys, args=[*words, *fields])
