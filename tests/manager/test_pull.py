@@ -57,8 +57,7 @@ async def test_what_a_run_saved_is_pulled_by_its_path_and_by_its_models_name(
             (2, "save_weights", {"path": "mine"}),
             (3, "optim_step", {"adam_params": {}}),
         ):
-            sent = await client.post(name, model_id=run, seq_id=seq, **body)
-            assert "error" not in (await client.retrieve(sent.json()["request_id"])).json()
+            assert "error" not in await client.done(name, model_id=run, seq_id=seq, **body)
         path, model = f"tinker://{run}/weights/mine", f"ft:tiny:default::{run_of(run)}"
         for words, version in (([path], 1), ([model], 2), ([f"{model}@1"], 1), ([model, "--version", "1"], 1)):
             pulled = await pull(server, *words)

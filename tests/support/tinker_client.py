@@ -40,6 +40,19 @@ class TinkerClient:
         headers = {"X-API-Key": f"tml-{self.key}"}
         return await self.http.post("/api/v1/retrieve_future", json={"request_id": future}, headers=headers, timeout=50)
 
+    async def done(self, name: str, **body: Any) -> dict[str, Any]:
+        """The result of an operation that is sent, or of what answers with a future."""
+        sent = await self.post(name, **body)
+        assert sent.status_code == 200, sent.text
+        return result_of(await self.retrieve(sent.json()["request_id"]))
+
+    async def sampler(self, session: str, number: int = 0, **of: Any) -> str:
+        """The name of a new sampler, of the base model unless `of` says another."""
+        body = {"session_id": session, "sampling_session_seq_id": number} | (of or {"base_model": "tiny"})
+        made = await self.post("create_sampling_session", **body)
+        assert made.status_code == 200, made.text
+        return made.json()["sampling_session_id"]
+
     async def session(self) -> str:
         return (await self.post("create_session", tags=[], sdk_version="0.38.0")).json()["session_id"]
 

@@ -3,7 +3,6 @@
 import io
 import tarfile
 import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -14,24 +13,16 @@ from common.messages import AdapterRef
 from manager_service.runs.records import RunState, run_of
 from manager_service.tinker.rest.files import VALID_S, Grant, sign, verified
 from tests.support.api_server import ApiServer
-from tests.support.owned_runs import owned_runs
-from tests.support.run_trainer import HashingTrainer
 from tests.support.tinker_client import TinkerClient
 
 DAY_S = 86_400
 
-
-@pytest.fixture(autouse=True)
-async def trainer(server: ApiServer) -> AsyncGenerator[HashingTrainer]:
-    async with owned_runs(server) as running:
-        yield running
+pytestmark = pytest.mark.usefixtures("trainer")
 
 
 async def save(client: TinkerClient, run: str, seq: int, action: str = "save_weights", **body: Any) -> str:
     """The path of what is saved."""
-    asked = await client.post(action, model_id=run, seq_id=seq, **body)
-    assert asked.status_code == 200, asked.text
-    return (await client.retrieve(asked.json()["request_id"])).json()["path"]
+    return (await client.done(action, model_id=run, seq_id=seq, **body))["path"]
 
 
 async def state_of(server: ApiServer, run: str) -> RunState:
@@ -101,9 +92,8 @@ async def test_an_expired_checkpoint_is_gone_everywhere(server: ApiServer, clien
 async def test_a_sampler_ends_with_the_checkpoint_that_it_was_made_of(client: TinkerClient) -> None:
     run = await client.run(session := await client.session())
     path = await save(client, run, 1, "save_weights_for_sampler", path="first")
-    named = await client.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, model_path=path)
     body: dict[str, Any] = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
-    body["sampling_session_id"] = named.json()["sampling_session_id"]
+    body["sampling_session_id"] = await client.sampler(session, model_path=path)
     assert (await client.post("asample", **body)).status_code == 200
     assert (await client.delete(about(path))).status_code == 200
     asked = await client.post("asample", **body, seq_id=2)
@@ -201,8 +191,7 @@ async def test_a_url_ends_after_its_time_and_with_its_checkpoint(server: ApiServ
 async def test_a_url_is_of_the_version_that_it_was_signed_for(server: ApiServer, client: TinkerClient) -> None:
     run = await client.run(await client.session())
     _, urls = await external(client, run)
-    stepped = await client.post("optim_step", model_id=run, seq_id=2, adam_params={})
-    await client.retrieve(stepped.json()["request_id"])
+    await client.done("optim_step", model_id=run, seq_id=2, adam_params={})
     _, newer = await external(client, run, 3)
     old, new = [await server.http.get(each[PEFT_FILES[0]]) for each in (urls, newer)]
     assert old.status_code == 404 and "saved anew" in old.text and new.status_code == 200

@@ -15,7 +15,7 @@ from manager_service.tinker.futures import samples
 from manager_service.tinker.futures.samples import KEPT_S, RETRIEVED_S, SILENT_S, Gone, Samples
 from manager_service.tinker.wire import tinker_pb2
 from tests.support.api_server import ApiServer, Script, played, running_api
-from tests.support.standin_runs import StandInRuns, standing_in
+from tests.support.standin_runs import StandInRuns
 from tests.support.tinker_client import TinkerClient, client_of, samples_of
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
@@ -25,12 +25,6 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
 async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
     settings: dict[str, Any] = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0}
     async with running_api(redis_url, tmp_path / "data", **settings) as running:
-        yield running
-
-
-@pytest.fixture
-async def owner(server: ApiServer) -> AsyncGenerator[StandInRuns]:
-    async with standing_in(server.bus) as running:
         yield running
 
 
@@ -135,10 +129,8 @@ async def test_samples_come_as_protobuf_and_are_charged(server: ApiServer, clien
 
 async def test_the_same_request_for_samples_is_made_once(server: ApiServer, client: TinkerClient) -> None:
     session = await client.session()
-    made = await client.post(
-        "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="tiny"
-    )
-    of: dict[str, Any] = {"base_model": None, "sampling_session_id": made.json()["sampling_session_id"]}
+    sampler = await client.sampler(session)
+    of: dict[str, Any] = {"base_model": None, "sampling_session_id": sampler}
     first, again = await asample(client, **of, seq_id=0), await asample(client, **of, seq_id=0)
     assert first == again != await asample(client, **of, seq_id=1)
 
@@ -239,8 +231,7 @@ async def test_a_sampler_follows_the_saves_of_its_run_or_not(
         ),
         start=1,
     ):
-        sent = await client.post(name, model_id=run, seq_id=seq, **body)
-        assert (await client.retrieve(sent.json()["request_id"])).status_code == 200
+        await client.done(name, model_id=run, seq_id=seq, **body)
     async with played(script):
         for number, version in ((1, 0), (2, 2)):
             of: dict[str, Any] = {"base_model": None, "sampling_session_id": f"{session}:sample:{number}"}
@@ -274,8 +265,7 @@ async def test_a_version_that_is_sampled_is_noted_as_used_and_one_that_is_gone_s
     run = await client.run(session := await client.session())
     name, cell, redis = run_of(run) or "", server.bus.cell, server.api.redis
     for seq, body in ((1, {"sampling_session_seq_id": 1}), (2, {"path": "kept"})):
-        sent = await client.post("save_weights_for_sampler", model_id=run, seq_id=seq, **body)
-        assert (await client.retrieve(sent.json()["request_id"])).status_code == 200
+        await client.done("save_weights_for_sampler", model_id=run, seq_id=seq, **body)
     path = f"tinker://{run}/sampler_weights/kept"
     session_body: dict[str, Any] = {"session_id": session, "sampling_session_seq_id": 2, "model_path": path}
     assert (await client.post("create_sampling_session", **session_body)).status_code == 200

@@ -1,6 +1,5 @@
 """The SDK's own command line, `tinker`, and what its RestClient can do. The owner and the store are real."""
 
-from collections.abc import AsyncGenerator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,13 @@ from common.adapters import PEFT_FILES, AdapterStore
 from common.messages import AdapterRef
 from manager_service.runs.records import run_of
 from tests.support.api_server import ApiServer
-from tests.support.owned_runs import owned_runs
-from tests.support.run_trainer import HashingTrainer
 from tests.support.tinker_sdk import VERSION, Ended, run_commands, run_sdk
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the first one installs the SDK
-
-
-@pytest.fixture(autouse=True)
-async def trainer(server: ApiServer) -> AsyncGenerator[HashingTrainer]:
-    async with owned_runs(server) as running:
-        yield running
-
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("trainer"),
+]  # the first one installs the SDK
 
 HEAD = """
 import json, urllib.request, tinker

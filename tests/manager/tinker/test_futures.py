@@ -1,7 +1,6 @@
 """Futures and the numbers of operations, over real HTTP and a real Redis; a stand-in for the owner."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ SHORT_S = 0.2
 @pytest.fixture
 async def run(client: TinkerClient) -> str:
     return await client.run(await client.session())
-
-
-@pytest.fixture
-async def owner(server: ApiServer) -> AsyncGenerator[StandInRuns]:
-    async with standing_in(server.bus) as running:
-        yield running
 
 
 def future(run: str, seq: int) -> str:
@@ -295,8 +288,7 @@ async def test_what_the_model_cannot_read_fails_in_its_turn(client: TinkerClient
         assert (await client.send(body)).status_code == 200
         told = (await client.retrieve(future(run, seq))).json()
         assert told["category"] == "user" and ("the context of" in told["error"] or "no token 70000" in told["error"])
-    step = await client.post("optim_step", model_id=run, seq_id=3, adam_params={"learning_rate": 1e-3})
-    told = (await client.retrieve(step.json()["request_id"])).json()
+    told = await client.done("optim_step", model_id=run, seq_id=3, adam_params={"learning_rate": 1e-3})
     assert told["error"] == "operation 2 of this step failed"
     assert all(operation.payload == b"" for operation in owner.seen[:2])
 
@@ -313,13 +305,13 @@ STEPS: list[tuple[dict[str, Any], str]] = [
 async def test_a_step_that_makes_no_sense_fails(
     client: TinkerClient, run: str, owner: StandInRuns, body: dict[str, Any], told: str
 ) -> None:
-    step = await client.post("optim_step", model_id=run, seq_id=1, **body)
-    assert told in (await client.retrieve(step.json()["request_id"])).json()["error"]
+    assert told in (await client.done("optim_step", model_id=run, seq_id=1, **body))["error"]
 
 
 async def test_a_step_has_tinkers_defaults(client: TinkerClient, run: str, owner: StandInRuns) -> None:
-    step = await client.post("optim_step", model_id=run, seq_id=1, adam_params={"grad_clip_norm": 2.0})
-    assert (await client.retrieve(step.json()["request_id"])).json()["metrics"]["version"] == 1.0
+    assert (await client.done("optim_step", model_id=run, seq_id=1, adam_params={"grad_clip_norm": 2.0}))["metrics"][
+        "version"
+    ] == 1.0
     assert msgspec.msgpack.decode(owner.seen[0].payload) == {
         "learning_rate": 1e-4,
         "weight_decay": 0.0,

@@ -122,8 +122,7 @@ async def test_a_tenant_has_so_many_runs_that_have_not_ended(redis_url: str, tmp
         )
         assert job.status_code == 429 and job.json()["error"]["code"] == "too_many_jobs"
         mine = next(answer.json()["model_id"] for answer in answers if answer.status_code == 200)
-        ended = await client.post("unload_model", model_id=mine)
-        assert (await client.retrieve(ended.json()["request_id"])).status_code == 200
+        await client.done("unload_model", model_id=mine)
         assert 3500 < await server.bus.client.ttl(server.bus.cell.seqs(run_of(mine) or "")) <= 3600
         assert (await client.post("create_model", **body, model_seq_id=9)).status_code == 200
         other = await client_of(server, "acme")
@@ -139,8 +138,7 @@ async def test_a_run_that_ended_long_ago_without_a_checkpoint_leaves_redis_and_t
     session = await client.session()
     async with owned_runs(server):
         bare, named = await client.run(session, 0), await client.run(session, 1)
-        saved = await client.post("save_weights", model_id=named, seq_id=1, path="mine")
-        assert (await client.retrieve(saved.json()["request_id"])).status_code == 200
+        await client.done("save_weights", model_id=named, seq_id=1, path="mine")
         assert await weights_of(server, bare) and await weights_of(server, named)
         for run in (bare, named):
             assert (await client.post("unload_model", model_id=run)).status_code == 200
@@ -180,11 +178,9 @@ async def test_the_oldest_ended_run_without_a_checkpoint_makes_room(
     async with owned_runs(server):
         neighbours = await other.run(theirs)
         named, *bare, alive = [await client.run(session, number) for number in range(4)]
-        saved = await client.post("save_weights", model_id=named, seq_id=1, path="mine")
-        assert (await client.retrieve(saved.json()["request_id"])).status_code == 200
+        await client.done("save_weights", model_id=named, seq_id=1, path="mine")
         for mine, run in ((other, neighbours), (client, named), *((client, run) for run in bare)):
-            ended = await mine.post("unload_model", model_id=run)
-            assert (await mine.retrieve(ended.json()["request_id"])).status_code == 200
+            await mine.done("unload_model", model_id=run)
         body = {"session_id": session, "model_seq_id": 4, "base_model": "tiny"}
         refused = await client.post("create_model", **body)
         assert refused.status_code == 400 and "make room" in refused.json()["error"]["message"]
@@ -225,12 +221,10 @@ async def test_what_a_tenants_runs_hold_has_a_limit_that_a_step_ends(
         other = await client_of(server, "acme")
         theirs = await other.run(await other.session())
         assert (await other.send(pass_over(theirs, 1, num_tokens=200))).status_code == 200
-        step = await client.post("optim_step", model_id=first, seq_id=seq + 1, adam_params={})
-        assert (await client.retrieve(step.json()["request_id"])).status_code == 200
+        await client.done("optim_step", model_id=first, seq_id=seq + 1, adam_params={})
         assert (await client.send(pass_over(second, 2, num_tokens=200))).status_code == 200
         for run in (first, second):
-            ended = await client.post("unload_model", model_id=run)
-            assert (await client.retrieve(ended.json()["request_id"])).status_code == 200
+            await client.done("unload_model", model_id=run)
         assert await server.bus.client.hgetall(server.bus.cell.held("default")) == {}
 
 
@@ -274,8 +268,7 @@ async def test_a_run_has_so_many_checkpoints(
         run = await client.run(await client.session())
 
         async def save(seq: int, name: str) -> dict[str, Any]:
-            sent = await client.post("save_weights", model_id=run, seq_id=seq, path=name)
-            return (await client.retrieve(sent.json()["request_id"])).json()
+            return await client.done("save_weights", model_id=run, seq_id=seq, path=name)
 
         assert [("error" in await save(seq, name)) for seq, name in enumerate("abb", 1)] == [False] * 3
         refused = await save(4, "c")
@@ -340,8 +333,7 @@ async def test_the_samplers_that_expire_the_soonest_are_forgotten(
         run = await client.run(session)
         for seq in (1, 2, 3):
             saved = {"sampling_session_seq_id": 10 + seq, "kind": "inflight" if seq < 3 else "snapshot"}
-            sent = await client.post("save_weights_for_sampler", model_id=run, seq_id=seq, **saved)
-            assert (await client.retrieve(sent.json()["request_id"])).status_code == 200
+            await client.done("save_weights_for_sampler", model_id=run, seq_id=seq, **saved)
         assert (await client.get(f"samplers/{named[0]['sampling_session_id']}")).status_code == 200  # it is used
         await client.post("create_sampling_session", **body, sampling_session_seq_id=2)
         await client.post("create_sampling_session", **body, sampling_session_seq_id=3)

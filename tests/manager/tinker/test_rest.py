@@ -1,7 +1,6 @@
 """Answers to the SDK's RestClient beside checkpoints: use by the hour, searches, clients that join; and refusals of the rest."""
 
 import time
-from collections.abc import AsyncGenerator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -19,12 +18,6 @@ from tests.support.tinker_client import TinkerClient, client_of, pass_over
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
 EVENTS = "billing/usage/events"
-
-
-@pytest.fixture
-async def trainer(server: ApiServer) -> AsyncGenerator[HashingTrainer]:
-    async with owned_runs(server) as running:
-        yield running
 
 
 # ---- use ------------------------------------------------------------------------------------------------------------
@@ -57,12 +50,10 @@ async def test_use_is_told_by_hour_session_and_kind(
     run = await client.run(session)
     future = (await client.send(pass_over(run, 1))).json()["request_id"]
     assert (await client.retrieve(future)).status_code == 200
-    made = await client.post(
-        "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="tiny"
-    )
+    sampler = await client.sampler(session)
     sampling: dict[str, Any] = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8}}
     async with played(Script(server.bus, text="ok", stop_reason="length", inbox=server.bus.cell.rollout)):
-        for of in ({"sampling_session_id": made.json()["sampling_session_id"]}, {"base_model": "tiny"}):
+        for of in ({"sampling_session_id": sampler}, {"base_model": "tiny"}):
             asked = await client.post("asample", **sampling, **of)
             assert (await client.retrieve(asked.json()["request_id"])).status_code == 200
     expected = {
@@ -106,8 +97,7 @@ async def test_what_checkpoints_take_is_counted_once_a_version(
     assert (await client.get(stored)).json()["data"] == []
     run = await client.run(await client.session())
     for seq, name in ((1, "save_weights"), (2, "save_weights_for_sampler"), (3, "save_weights_external")):
-        asked = await client.post(name, model_id=run, seq_id=seq, path="a")
-        assert (await client.retrieve(asked.json()["request_id"])).status_code == 200
+        await client.done(name, model_id=run, seq_id=seq, path="a")
     (row,) = (await client.get(stored)).json()["data"]
     manifest = await AdapterStore(server.api.objects).manifest(AdapterRef("default", run_of(run) or "", 0))
     assert manifest is not None
@@ -175,10 +165,7 @@ async def test_a_search_that_makes_no_sense_is_refused(client: TinkerClient) -> 
 
 async def test_each_client_that_joins_a_sampler_gets_a_number(server: ApiServer, client: TinkerClient) -> None:
     session = await client.session()
-    made = await client.post(
-        "create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="tiny"
-    )
-    sampler = made.json()["sampling_session_id"]
+    sampler = await client.sampler(session)
     joined = [(await client.post("join_sampling_session", sampling_session_id=sampler)).json() for _ in range(3)]
     assert [one["client_counter"] for one in joined] == [1, 2, 3]
     stranger = await client_of(server, "stranger")
@@ -193,8 +180,7 @@ async def test_a_change_of_a_name_waits_for_the_owner_and_says_so(
 ) -> None:
     async with owned_runs(server):
         run = await client.run(await client.session())
-        asked = await client.post("save_weights", model_id=run, seq_id=1, path="a")
-        assert (await client.retrieve(asked.json()["request_id"])).status_code == 200
+        await client.done("save_weights", model_id=run, seq_id=1, path="a")
     route = f"training_runs/{run}/checkpoints"
     with monkeypatch.context() as patched:
         patched.setattr("manager_service.tinker.store.checkpoints.WAIT_S", 0.2)

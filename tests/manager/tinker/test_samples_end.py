@@ -22,13 +22,6 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
 SAMPLE: dict[str, Any] = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8}}
 
 
-async def sampler_of(client: TinkerClient, **of: Any) -> str:
-    body = {"session_id": await client.session(), "sampling_session_seq_id": 0} | of
-    made = await client.post("create_sampling_session", **body)
-    assert made.status_code == 200, made.text
-    return made.json()["sampling_session_id"]
-
-
 async def test_a_sampler_of_a_jobs_version_that_was_deleted_says_so(server: ApiServer, client: TinkerClient) -> None:
     given: Any = method()
     job = (
@@ -38,7 +31,7 @@ async def test_a_sampler_of_a_jobs_version_that_was_deleted_says_so(server: ApiS
     ).id
     state = JSON.encode(JobState(status="succeeded", version=3))
     await server.api.redis.hset(server.bus.cell.job(job), "state", state)
-    sampler = await sampler_of(client, model_path=f"tinker://{job}/sampler_weights/2")
+    sampler = await client.sampler(await client.session(), model_path=f"tinker://{job}/sampler_weights/2")
     async with played(Script(server.bus, inbox=server.bus.cell.rollout)):
         asked = await client.post("asample", **SAMPLE, sampling_session_id=sampler, seq_id=0)
         assert (await client.retrieve(asked.json()["request_id"])).status_code == 200
@@ -51,7 +44,7 @@ async def test_a_sampler_of_a_jobs_version_that_was_deleted_says_so(server: ApiS
 async def test_a_damaged_version_is_an_error_and_not_a_request_to_ask_again(
     server: ApiServer, client: TinkerClient
 ) -> None:
-    sampler = await sampler_of(client, base_model="tiny")
+    sampler = await client.sampler(await client.session())
     damaged = Failure("corrupt_adapter", "adapter_model.safetensors does not match its manifest")
     async with played(Script(server.bus, failure=damaged, inbox=server.bus.cell.rollout)):
         asked = await client.post("asample", **SAMPLE, sampling_session_id=sampler, seq_id=0)
@@ -96,7 +89,7 @@ async def test_what_a_client_has_under_way_ends_with_its_session(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retrieval, "WAIT_S", 0.2)
-    mine, others = await sampler_of(client, base_model="tiny"), await sampler_of(client, base_model="tiny")
+    mine, others = await client.sampler(await client.session()), await client.sampler(await client.session())
     requests, kept = await asked_of(client, mine, 2), await asked_of(client, others, 1)
     waiting = asyncio.create_task(server.api.bases["tiny"].samples.outcome("default", requests[0], 60))
     assert (await client.retrieve(requests[1])).status_code == 408
@@ -115,7 +108,7 @@ async def test_a_session_that_is_over_ends_its_samples_at_every_manager(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = server.api.bases["tiny"].samples
-    mine, others = await sampler_of(client, base_model="tiny"), await sampler_of(client, base_model="tiny")
+    mine, others = await client.sampler(await client.session()), await client.sampler(await client.session())
     (request,), (kept,) = await asked_of(client, mine, 1), await asked_of(client, others, 1)
     await samples.end_silent()
     samples.find("default", request)

@@ -1,6 +1,5 @@
 """The unmodified `tinker` SDK, in a process of its own, against the real HTTP server and a stand-in for the owner."""
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
@@ -12,16 +11,10 @@ from manager_service.tinker.store import runs as store_runs
 from manager_service.tinker.store import sessions as store_sessions
 from manager_service.tinker.store import submission
 from tests.support.api_server import ApiServer, Script, played
-from tests.support.standin_runs import StandInRuns, standing_in
+from tests.support.standin_runs import StandInRuns
 from tests.support.tinker_sdk import run_sdk
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the first one installs the SDK
-
-
-@pytest.fixture
-async def owner(server: ApiServer) -> AsyncGenerator[StandInRuns]:
-    async with standing_in(server.bus) as running:
-        yield running
 
 
 HEAD = """

@@ -20,7 +20,6 @@ from manager_service.runs.records import run_of
 from tests.manager.tinker.test_clients import PROMPT
 from tests.manager.tinker.test_fuzz import LOOKS, bodies, routes
 from tests.support.api_server import ApiServer, Script, played, running_api
-from tests.support.owned_runs import owned_runs
 from tests.support.run_trainer import WEIGHTS, HashingTrainer
 from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of, samples_of
 
@@ -32,12 +31,6 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
         "inference_timeout_s": 600.0,
     }  # a busy machine is no lost worker
     async with running_api(redis_url, tmp_path / "data", **slow) as running:
-        yield running
-
-
-@pytest.fixture
-async def trainer(server: ApiServer) -> AsyncGenerator[HashingTrainer]:
-    async with owned_runs(server) as running:
         yield running
 
 
@@ -186,8 +179,7 @@ async def test_a_stranger_reads_and_changes_nothing_by_any_route(
     run = await client.run(session)
     await client.post("save_weights", model_id=run, seq_id=1, path="mine")
     path = (await answered(client, run, 1))["path"]
-    made = await client.post("create_sampling_session", session_id=session, sampling_session_seq_id=9, model_path=path)
-    sampler = made.json()["sampling_session_id"]
+    sampler = await client.sampler(session, 9, model_path=path)
     before = await mine(client, session, run, sampler)
     stranger = await client_of(server, "stranger")
     valid = bodies(session, run, path, 0)
@@ -282,8 +274,7 @@ async def all_sampled(client: TinkerClient, futures: list[str]) -> list[list[int
 
 async def ask_many(client: TinkerClient) -> list[str]:
     """Requests of one tenant, all of them open."""
-    of = {"session_id": await client.session(), "sampling_session_seq_id": 0, "base_model": "tiny"}
-    sampler = (await client.post("create_sampling_session", **of)).json()["sampling_session_id"]
+    sampler = await client.sampler(await client.session())
     futures: list[str] = []
     for seq in range(NUM_OPEN):
         body: dict[str, Any] = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8}, "seq_id": seq}
