@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
 from env_service.live.sessions import Sessions
 from env_service.sandbox.sandbox import Sandbox
+from tests.common.test_worker import until
 from tests.env.test_env_handler import CELL, TINY, TOKENIZER, result_of, start_of
 from tests.support.live_environments import Adding, install
 
@@ -78,12 +78,6 @@ def live_start(name: str = "adding", *, samples: tuple[int, ...] = (5,), **chang
 def told(story: Path) -> list[str]:
     """The events, without the process."""
     return [line.split()[1] for line in story.read_text().splitlines()] if story.exists() else []
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_one_session_answers_all_turns_of_a_trajectory(story: Path) -> None:

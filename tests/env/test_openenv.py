@@ -28,8 +28,9 @@ from env_service.failures import EnvironmentFailed, NoRoom
 from env_service.graders.endpoint import Endpoints
 from examples.openenv_job import serving
 from harness.redis_server import free_port
+from tests.common.test_worker import until
 from tests.env.test_env_handler import CELL
-from tests.env.test_live_sessions import EnvWorker, live_start, until
+from tests.env.test_live_sessions import EnvWorker, live_start
 
 pytestmark = pytest.mark.timeout(60)
 STANDIN = Path(__file__).parents[1] / "support" / "openenv_standin"

@@ -15,6 +15,7 @@ from rollout_service.engine import CorruptAdapter, Generated
 from rollout_service.process import process_engine as module
 from rollout_service.process.core import Core
 from rollout_service.process.process_engine import ProcessEngine
+from tests.common.test_worker import until
 from tests.support.engines_under_test import fake_core, process_engine
 from tests.support.fake_core import FakeCore
 from tests.support.rollout_cases import beat, broken_files, files_of, one, ref, request
@@ -48,12 +49,6 @@ async def started(make_core: Callable[[], Core], *jobs: str, **options: Any) -> 
         yield engine
     finally:
         await engine.stop()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_turns_go_on_from_their_tokens_when_the_process_dies() -> None:
