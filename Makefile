@@ -37,8 +37,8 @@ BIN := .venv/bin
 INSTALL = $(BIN)/python -m deploy.install $(PIP_ARGS) --
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 # The store's image: one that this machine has, for machines that cannot pull it, else the version that docker-compose.yml names.
-STORE_IMAGE ?= $(shell docker images --format '{{.Repository}}:{{.Tag}}' versity/versitygw 2>/dev/null | head -n1)
-CLUSTER = STORE_IMAGE=$(STORE_IMAGE) $(COMPOSE) --env-file .env.cluster
+cluster cluster-test cluster-down: export STORE_IMAGE ?= $(shell docker images --format '{{.Repository}}:{{.Tag}}' versity/versitygw 2>/dev/null | head -n1)
+CLUSTER = $(COMPOSE) --env-file .env.cluster
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYDANTIC_DISABLE_PLUGINS=__all__ TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(BIN)/python
 
 help:
