@@ -4,7 +4,7 @@
              (its bytes and its pace)        (drawn from the seed alone)                                  (nothing lost,
                                                                                                        doubled or left)
 
-    tenants, hostile one ─ HTTP ─► managers, workers ─┬─ link ─► Redis
+    tenants, deserters ── HTTP ─► managers, workers ─┬─ link ─► Redis
                                                       └─ link ─► S3 server
 
 A run has two acts, in deterministic mode and in default mode, on a cluster each.
@@ -16,9 +16,8 @@ A run has two acts, in deterministic mode and in default mode, on a cluster each
     faults.py      the table of faults, and how they are drawn
     inflict.py     applies and heals each kind of fault
     helpers.py     finds the processes that services start for tenants
-    client.py      calls the API as a patient user does
-    tenants.py     the jobs of four tenants, submitted again as they end
-    hostile/       a tenant that means harm
+    tenants.py     the jobs of four tenants, submitted again as they end, and a fifth tenant, whose clients are killed
+    deserter.py    such a client, of the Tinker protocol, which never ends anything
     verify.py      the checks at the end
     report.py      prints faults, verdict, and time lost by cause
 """

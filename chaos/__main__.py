@@ -21,7 +21,7 @@ from chaos.report import Story, costs, table
 from chaos.tenants import FEW
 
 MODES = {"both": (True, False), "deterministic": (True,), "default": (False,)}
-QUICK: dict[str, Any] = {"seconds": 6.0, "ramp_s": 0.0, "calm_s": 0.0, "hostile_early": False, "recipes": FEW}
+QUICK: dict[str, Any] = {"seconds": 6.0, "ramp_s": 0.0, "calm_s": 0.0, "recipes": FEW}
 
 
 def options() -> argparse.ArgumentParser:

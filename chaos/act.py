@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from itertools import groupby, islice
 
 from chaos import verify
-from chaos.client import Client, Unplanned
 from chaos.cluster import Cluster
 from chaos.faults import Fault, draw
-from chaos.hostile.acts import Foe
-from chaos.hostile.jobs import Hostile
 from chaos.inflict import inflict
 from chaos.report import Story
-from chaos.tenants import RECIPES, Recipe, Run, Tenant
+from chaos.tenants import RECIPES, Client, Deserted, Recipe, Run, Tenant, Unplanned
 from common.adapters import Manifest
 from common.tasks import running
 
@@ -26,8 +23,8 @@ DRAIN_S = 300.0
 STUCK_S = 120.0
 """Without any version for so long, nothing moves any more."""
 POLL_S = 0.5
-HOSTILE_JOBS = 64
-"""Jobs and runs of the hostile tenant at once, so that deserted runs do not keep its jobs waiting."""
+DESERTED_RUNS = 64
+"""The most runs that are deserted at once: it is their tenant's limit of jobs and runs."""
 DAY_S = 86_400.0
 OUTLIVE_DAYS, OUTLIVE_S = 8, 60.0
 """Days after which a run is forgotten, and the time in which it must be."""
@@ -46,8 +43,6 @@ class Plan:
     """Left out of the undisturbed pace: jobs have just been submitted."""
     calm_s: float = 15.0
     """Least duration in which the undisturbed pace is taken."""
-    hostile_early: bool = True
-    """Does the hostile tenant begin before the storm?"""
     deterministic: bool = True
     recipes: Sequence[Recipe] = RECIPES
 
@@ -77,29 +72,16 @@ class Act:
                 Tenant(name, await self._client(name, stack), list(recipes))
                 for name, recipes in groupby(self.plan.recipes, key=lambda recipe: recipe.tenant)
             ]
-            client = await self._client("hostile", stack, max_jobs=HOSTILE_JOBS)
-            self.hostile = Hostile(
-                client,
-                Foe(self.cluster.urls, client.key, self._mine, self._others, self.cluster.age, self._chance("hostile")),
-            )
-            for one in (*self.tenants, self.hostile):
-                await one.prepare()
+            client = await self._client("deserted", stack, max_jobs=DESERTED_RUNS)
+            self.deserted = Deserted(client, self.cluster.urls, self.cluster.age, random.Random(self.plan.seed))
+            for tenant in self.tenants:
+                await tenant.prepare()
             await self._play()
             await self._judge()
 
     @property
     def runs(self) -> list[Run]:
         return [run for tenant in self.tenants for run in tenant.runs]
-
-    def _chance(self, of: str) -> random.Random:
-        return random.Random(f"{self.plan.seed} {of}")
-
-    def _others(self) -> list[str]:
-        """Jobs that are not the hostile tenant's."""
-        return [run.id for run in self.runs]
-
-    def _mine(self) -> list[str]:
-        return [attempt.id for attempt in self.hostile.attempts if attempt.id]
 
     async def _client(self, tenant: str, stack: AsyncExitStack, **limits: int) -> Client:
         await self.admin.post("/admin/tenants", {"id": tenant, "name": tenant, **limits})
@@ -113,17 +95,16 @@ class Act:
     async def _play(self) -> None:
         stop = asyncio.Event()
         async with running(self._watch()), asyncio.TaskGroup() as group:
-            for one in (*self.tenants, *([self.hostile] if self.plan.hostile_early else [])):
-                group.create_task(one.work(stop))
+            for tenant in self.tenants:
+                group.create_task(tenant.work(stop))
             await self._calm()
-            if not self.plan.hostile_early:
-                group.create_task(self.hostile.work(stop))
+            group.create_task(self.deserted.work(stop))
             await self._storm()
             self.story.ended = time.monotonic()
             self.story.tell("the last fault is healed; the last jobs are to end")
             stop.set()
         async with asyncio.timeout(DRAIN_S):
-            for one in (*self.tenants, self.hostile):
+            for one in (*self.tenants, self.deserted):
                 await one.settle()
         self.story.tell("all jobs have ended")
 
@@ -180,10 +161,9 @@ class Act:
 
     async def _judge(self) -> None:
         wrong = self.story.wrong
-        self.story.warnings += self.hostile.idle()
+        self.story.warnings += self.deserted.idle()
         for run in self.runs:
             wrong += verify.ended_well(run)
-        wrong += verify.ended_as_planned(self.hostile.attempts) + self.hostile.foe.wrong
         for tenant in self.tenants:
             wrong += await self._judge_jobs(tenant)
         wrong += await self._judge_lists()
@@ -197,8 +177,7 @@ class Act:
         wrong += [f"process {line} is left" for line in self.cluster.left_processes()]
 
     def _forgotten(self) -> list[str]:
-        attempts = [attempt.id for attempt in self.hostile.attempts if attempt.forgotten]
-        return attempts + self.hostile.forgotten + [run.id for run in self.runs if run.forgotten]
+        return self.deserted.forgotten + [run.id for run in self.runs if run.forgotten]
 
     async def _outlive_runs(self) -> list[str]:
         """Lets days pass for the managers, until they have forgotten the runs that were deserted."""
@@ -238,14 +217,11 @@ class Act:
             wrong += (
                 [] if listed == known else [f"{tenant.name}: the list has {len(listed)} jobs instead of {len(known)}"]
             )
-        for attempt in (attempt for attempt in self.hostile.attempts if attempt.id and not attempt.forgotten):
-            ledger = await self.hostile.client.get(f"/fine_tuning/jobs/{attempt.id}/ledger")
-            wrong += verify.ledger_balances(attempt.id, ledger)
         return wrong
 
     async def _clear(self) -> None:
         """Deletes what tenants may delete: their models and files."""
-        for one in (*self.tenants, self.hostile):
+        for one in self.tenants:
             for job in await one.client.pages("/fine_tuning/jobs"):
                 suffix = job["user_provided_suffix"] or ""
                 name = f"ft:tiny:{job['organization_id']}:{suffix}:{job['id']}"

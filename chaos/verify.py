@@ -9,7 +9,6 @@ from typing import Any, cast
 import msgspec
 
 from chaos.cluster import CELL, Cluster, shared_memory
-from chaos.hostile.jobs import Attempt
 from chaos.tenants import STEPS, Run
 from common.adapters import PEFT_FILES, Manifest
 from harness.live import is_balanced
@@ -37,10 +36,6 @@ def ended_well(run: Run) -> list[str]:
     if run.forgotten or run.job["status"] == "succeeded":
         return []
     return [f"{run.recipe.name} {run.id} {run.job['status']}: {run.job['error']}"]
-
-
-def ended_as_planned(attempts: Iterable[Attempt]) -> list[str]:
-    return [f"hostile {a.attack.name} {a.id}: {a.outcome!r}" for a in attempts if not a.planned]
 
 
 def ledger_balances(job: str, ledger: Mapping[str, int]) -> list[str]:

@@ -277,9 +277,10 @@ async def test_final_answers_are_compared_mathematically(
     assert (await graded(runner, {"type": "math"}, output, {"answer": answer})).reward == float(equal)
 
 
-def test_a_reference_without_an_answer_fails_the_grader() -> None:
-    with pytest.raises(GraderFailed, match="reference"):
-        grade({"type": "math"}, "5", {"answer": "  "})
+@pytest.mark.parametrize("answer", ["  ", "\\(" * 80_000])
+def test_a_reference_without_an_answer_fails_the_grader(answer: str) -> None:
+    with pytest.raises(GraderFailed, match="the reference is empty"):
+        grade({"type": "math"}, "5", {"answer": answer})
 
 
 # ----------------------------------------------------------------------------------------------------- endpoint

@@ -246,7 +246,7 @@ def test_what_can_be_computed_is_left_to_the_library(text: str) -> None:
     "part",
     [
         "1", "1,", "1 ", "$", "-", "(", "{", "\\", "\n", " ", "*", "**", "**1** ", "<<", "~~", "<think>", "<answer>", "####", "#### 1\n",
-        "answer ", "answer to ", "answer is ", "A:\n", r"\boxed{", r"\boxed{1}", r"\frac{", r"\text{", "√(", "= 1 ", "≈ 1", "not 1 ",
+        "answer ", "answer to ", "answer is ", "A:\n", r"\boxed{", r"\boxed{1}", r"\frac{", r"\text{", "√(", "\\(", "= 1 ", "≈ 1", "not 1 ",
         "Check: ", "1/2 ", " (1", "\nQ:", "⁴", "1*10^{", "1 or ", "!", "^1", "kg ", " /*-", "x = ", "about ", "A) ", "12:30 ", "AAA$",
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A client of the Tinker protocol that never ends anything: `python -m chaos.hostile.deserter`, until it is killed.
+"""A client of the Tinker protocol that never ends anything: `python -m chaos.deserter`, until it is killed.
 
 It reads an API's url and a key from its first line of input, prints the session that it begins, and then has runs under way of each
 kind: one that steps and saves, one that waits for a number which never comes, one that is filled with operations, and samples.
