@@ -36,6 +36,8 @@ SDKS := 0.38.0,0.30.4,0.25.0,0.24.1
 BIN := .venv/bin
 INSTALL = $(BIN)/python -m deploy.install $(PIP_ARGS) --
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+# The store's image: one that this machine has, for machines that cannot pull it, else the version that docker-compose.yml names.
+cluster cluster-test cluster-down: export STORE_IMAGE ?= $(shell docker images --format '{{.Repository}}:{{.Tag}}' versity/versitygw 2>/dev/null | head -n1)
 CLUSTER = $(COMPOSE) --env-file .env.cluster
 RUN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYDANTIC_DISABLE_PLUGINS=__all__ TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(BIN)/python
 

@@ -1,7 +1,7 @@
 """The rules of the code's structure that no other tool checks: who imports whom, who may catch everything, how long
-things are, how full folders are, and that the README and the packages name what is in them.
+things are, how full folders are, and that CONTRIBUTING and the packages name what is in them.
 
-The README's map is the fenced block in its section "Map of the folders", one folder a line. An indented name lies in the folder
+CONTRIBUTING's map is the fenced block in its section "Map of the folders", one folder a line. An indented name lies in the folder
 above it; several names may share a line, separated by commas:
 
     manager_service/     decides
@@ -432,10 +432,10 @@ def test_a_map_is_read_by_indentation() -> None:
     assert mapped(lines) == {"a", "a/b.py", "a/c", "a/c/d.py", "a/c/e.py", "f.md"}
 
 
-def test_the_readme_names_each_folder_that_there_is() -> None:
-    readme = (ROOT / "README.md").read_text()
-    section = re.search(r"^#+ Map of the folders$.*?^```\w*\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    assert section is not None, 'the README has no section "Map of the folders" with a fenced block'
+def test_the_map_names_each_folder_that_there_is() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    section = re.search(r"^#+ Map of the folders$.*?^```\w*\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    assert section is not None, 'CONTRIBUTING has no section "Map of the folders" with a fenced block'
     paths = mapped(section[1])
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
     folders = {

@@ -361,6 +361,15 @@ def test_a_step_that_nobody_can_read_fails_its_job() -> None:
     assert job.state.error.code == "dead_letter" and "newer" in job.state.error.message
 
 
+def test_an_update_that_comes_again_does_not_end_the_next_step() -> None:
+    world = begun()
+    job = world.job
+    job.state.version, job.state.training = 1, Training("j/step2/0", ("7/0",), 0, (1,))
+    step = msgspec.structs.replace(job.orders.step(job.state, [], 1), adapter=AdapterRef("t", job.id, 0))
+    job.on_adapter(world.made(step), 1.0, Changes())
+    assert job.state.version == 1 and job.state.training is not None
+
+
 @pytest.mark.parametrize("num_failed,level", [(0, "info"), (3, "warn")])
 def test_a_step_says_what_share_of_its_trajectories_failed_and_why(num_failed: int, level: str) -> None:
     # Given a step of two groups of which some trajectories failed

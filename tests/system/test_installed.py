@@ -46,7 +46,7 @@ with Client() as client:
 
 
 def code() -> str:
-    """The ten lines of the README."""
+    """The program of the README."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     return block
 
@@ -54,10 +54,6 @@ def code() -> str:
 def test_the_notebook_has_no_outputs() -> None:
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all((cell["outputs"], cell["execution_count"]) == ([], None) for cell in cells), "clear them first"
-
-
-def test_the_code_is_ten_lines() -> None:
-    assert len(code().strip().splitlines()) <= 11
 
 
 @pytest.mark.slow
@@ -79,9 +75,7 @@ def test_the_first_hour_without_a_clone(tmp_path: Path) -> None:
         said = client.run("python", "-c", IN_TURN, json.dumps(programs), cwd=folder)
     refused, lines, notebook = (text.strip().splitlines() for text in said.split("\f")[:3])
     assert any("there is nothing to pause" in line for line in refused)
-    assert any(line.startswith("Step 2/2: reward") for line in lines)
-    assert lines[-2] == "The job has successfully completed"
-    assert lines[-1].isdigit(), "an answer to a sum; which one is the model's business"
+    assert lines[-1].startswith("ftjob-")
     # And the notebook measures what its model learned
     assert [line[:8] for line in notebook if line.startswith("step")] == ["step   1", "step   2"]
     assert any(re.fullmatch(r"\d+% before, \d+% after, with ft:tiny:.*first-hour.*", line) for line in notebook), (

@@ -1,21 +1,14 @@
-"""Fixtures of the protocol's tests: a service, and a client of it."""
+"""Fixtures of the protocol's tests: a client of the service, and an owner."""
 
 from collections.abc import AsyncGenerator
-from pathlib import Path
 
 import pytest
 
-from tests.support.api_server import ApiServer, running_api
+from tests.support.api_server import ApiServer
 from tests.support.owned_runs import owned_runs
 from tests.support.run_trainer import HashingTrainer
 from tests.support.standin_runs import StandInRuns, standing_in
 from tests.support.tinker_client import TinkerClient, client_of
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
 
 
 @pytest.fixture

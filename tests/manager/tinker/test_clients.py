@@ -1,7 +1,5 @@
 """Clients of the Tinker protocol: their keys and sessions, whose things are whose, and requests for samples."""
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,18 +12,14 @@ from manager_service.tinker import retrieval
 from manager_service.tinker.futures import samples
 from manager_service.tinker.futures.samples import KEPT_S, RETRIEVED_S, SILENT_S, Gone, Samples
 from manager_service.tinker.wire import tinker_pb2
-from tests.support.api_server import ApiServer, Script, played, running_api
+from tests.support.api_server import ApiServer, Script, played
 from tests.support.standin_runs import StandInRuns
 from tests.support.tinker_client import TinkerClient, client_of, samples_of
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
 
 
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    settings: dict[str, Any] = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0}
-    async with running_api(redis_url, tmp_path / "data", **settings) as running:
-        yield running
+SETTINGS = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0}
 
 
 # ---- keys, sessions -------------------------------------------------------------------------------------------------

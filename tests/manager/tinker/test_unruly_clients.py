@@ -5,8 +5,7 @@ owner, over real HTTP, and a trainer whose versions are hashes of all that led t
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -19,19 +18,11 @@ from manager_service.runs import run as runs
 from manager_service.runs.records import run_of
 from tests.manager.tinker.test_clients import PROMPT
 from tests.manager.tinker.test_fuzz import LOOKS, bodies, routes
-from tests.support.api_server import ApiServer, Script, played, running_api
+from tests.support.api_server import ApiServer, Script, played
 from tests.support.run_trainer import WEIGHTS, HashingTrainer
 from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of, samples_of
 
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    slow: dict[str, Any] = {
-        "inference_silence_s": 120.0,
-        "inference_timeout_s": 600.0,
-    }  # a busy machine is no lost worker
-    async with running_api(redis_url, tmp_path / "data", **slow) as running:
-        yield running
+SETTINGS = {"inference_silence_s": 120.0, "inference_timeout_s": 600.0}  # a busy machine is no lost worker
 
 
 async def answered(client: TinkerClient, run: str, seq: int) -> dict[str, Any]:
