@@ -131,6 +131,11 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     webhooks: bool = True  # do the tenant's webhooks hear of its end?
 
     @property
+    def is_drawn(self) -> bool:
+        """Is version 0 drawn from the seed, so that it changes nothing?"""
+        return self.source is None and not self.adapter_file
+
+    @property
     def is_supervised(self) -> bool:
         """Is it trained on its file's own answers, which nobody samples?"""
         return self.env.name == SUPERVISED

@@ -19,7 +19,7 @@ from manager_service.jobs.items import Items
 from manager_service.jobs.journal import Journal
 from manager_service.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.jobs.orders import Orders
-from manager_service.jobs.retention import droppable, is_untrained
+from manager_service.jobs.retention import droppable
 from manager_service.jobs.stopping import end_of, note_step
 from manager_service.kept import LIMITS, Limits
 from manager_service.records import FINAL, CheckpointRecord, JobError, JobSpec, JobState, Status, Stop, Training
@@ -107,7 +107,7 @@ class Job:
         self.state.status = "running"
         self.state.started_at = int(now)
         self.journal.tell(now, changes, "Job started")
-        self.state.initialising = not is_untrained(self.spec, 0)
+        self.state.initialising = not self.spec.is_drawn
         if not self.state.initialising:
             return self._reach(0, now, changes)
         changes.published.append(self.orders.init(self.state))

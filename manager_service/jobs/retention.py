@@ -33,4 +33,4 @@ def newest_stored(spec: JobSpec, state: JobState) -> int:
 
 def is_untrained(spec: JobSpec, version: int) -> bool:
     """Is it a version 0 that was drawn from the seed, and so changes nothing?"""
-    return version == 0 and spec.source is None and not spec.adapter_file
+    return version == 0 and spec.is_drawn

@@ -102,9 +102,7 @@ class Allocator:
     _starts: Counter[str] = field(default_factory=Counter)  # tenant -> jobs started
     _closed: bool = False  # the barrier, under a policy that has one
     _told_quota: set[tuple[str, str]] = field(default_factory=set)
-    _held_back: set[str] = field(
-        default_factory=set
-    )  # runs that are ready, of tenants whose tokens of today are used up
+    _held_back: set[str] = field(default_factory=set)  # runs that are ready, of tenants without tokens left today
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
