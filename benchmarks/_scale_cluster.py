@@ -24,7 +24,8 @@ from harness.redis_server import RedisServer, embedded_redis
 from harness.standin import job_command, job_spec
 from harness.standin_load import BASE_MODEL, Load
 from manager_service.local.supervisor import choose_port
-from manager_service.records import JSON, JobSpec, JobState
+from manager_service.records.job_records import JobSpec, JobState
+from manager_service.records.keys import JSON
 
 BATCH_SIZE, GROUP_SIZE = 16, 8
 JOBS_A_TENANT = 10

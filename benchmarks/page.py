@@ -30,7 +30,9 @@ from harness.browser import find_browser
 from harness.standin import job_spec
 from manager_service.api.page import FOLDER
 from manager_service.jobs.journal import METRICS
-from manager_service.records import JSON, EventRecord, JobSpec, JobState
+from manager_service.kept import EventRecord
+from manager_service.records.job_records import JobSpec, JobState
+from manager_service.records.keys import JSON
 
 TENANT = "default"
 SHORT_STEPS = 20

@@ -13,7 +13,7 @@ from chaos.tenants import STEPS, Run
 from common.adapters import PEFT_FILES, Manifest
 from harness.live import is_balanced
 from harness.s3_server import S3Server
-from manager_service.records import GLOBAL
+from manager_service.records.keys import GLOBAL
 
 RECORDS = (
     "job:", "ledger:", "events:", "checkpoints:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",

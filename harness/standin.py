@@ -38,7 +38,9 @@ from common.streams import Cell, partition_of
 from common.telemetry import About, Reporter
 from common.transcript import shown, wrote
 from common.worker import Inbox, Worker, worker_id
-from manager_service.records import JSON, Hyper, JobSpec, JobState, file_path
+from manager_service.records.file_records import file_path
+from manager_service.records.job_records import Hyper, JobSpec, JobState
+from manager_service.records.keys import JSON
 
 RewardOf = Callable[[Start, int], float | Failure]
 Action = Literal["create", "pause", "resume", "cancel"]

@@ -7,12 +7,25 @@ waits for: a worker's report   unblocked by: every worker, once a second
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from common.bus import Bus
 from common.messages import Outside, Span, WorkerReport
+from common.streams import Cell
 from common.telemetry import KEEP_S
+
+
+async def env_streams(client: Any, cell: Cell) -> list[str]:
+    """`client`: of Redis. Raises its errors."""
+    return named(await client.zrange(cell.env_workers, 0, -1), cell)
+
+
+def named(workers: Iterable[Any], cell: Cell) -> list[str]:
+    """The streams of these workers, as Redis names them, in one order."""
+    return sorted(cell.env_worker(worker.decode()) for worker in workers)
+
 
 ALIVE_S = 5.0
 """Silence after which a worker counts as dead."""

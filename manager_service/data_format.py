@@ -3,7 +3,7 @@
 from typing import Any
 
 from common.errors import InvalidInput
-from manager_service.records import GLOBAL
+from manager_service.records.keys import GLOBAL
 from manager_service.tenants import TENANTS
 
 FORMAT = "5"

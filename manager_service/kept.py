@@ -4,7 +4,66 @@ Events are numbered by their sequence, from 1; samples by their version, an eval
 few runs of successive numbers, and the oldest run is dropped as a whole, so a job's state holds a few numbers however much was written.
 """
 
+from typing import Any, Literal
+
 import msgspec
+
+from common.messages import Failure
+
+
+class EventRecord(msgspec.Struct, frozen=True):
+    """One line of a job's event log. The API shows it in OpenAI's shape."""
+
+    sequence: int
+    created_at: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    type: Literal["message", "metrics"] = "message"
+    data: dict[str, Any] = {}
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True):
+    version: int
+    created_at: int
+    metrics: dict[str, float | None] = {}
+
+
+class Written(msgspec.Struct, frozen=True):
+    """A trajectory as tokens: a prompt, then turns of the model and replies of the environment, by turns."""
+
+    tokens: list[int]  # from the first of the prompt on
+    lengths: list[int]  # tokens of the prompt, of the model's turn, of the reply, of the model's turn, …
+    logprobs: list[float]  # of the model's tokens, when they were sampled; none of a supervised job's
+    num_dropped: int = 0  # tokens at the end that are not kept
+
+
+SampleKind = Literal["samples", "answers"]
+"""`samples`: what a step was trained on. `answers`: what an evaluation was answered."""
+
+
+KeptAs = Literal["first", "best", "worst", "failed", "evaluation"]
+"""Reason to keep a sample: it is of a step's first groups, or one of the others, or an evaluation's answer to one of its first items."""
+
+
+class SampleRecord(msgspec.Struct, frozen=True):
+    """A trajectory shown to the job's owner; as JSON it is the API's answer."""
+
+    version: int  # that sampled it
+    group: int
+    sample: int
+    text: str
+    reward: float | None
+    stop_reason: str
+    prompt: str = ""
+    reward_parts: dict[str, float] = {}
+    failure: Failure | None = None  # why it has no reward, and was left out
+    written: Written | None = None  # None: not kept
+    kept: KeptAs = "first"
+    step: int = 0  # that trained on it, or left it out since it failed; the version that an evaluation measures
+    item: int | None = None  # of an evaluation: the item's place in the held-out file, from 0
+    advantage: float | None = None  # by which it is learned from; None: it is not, or its reward is no matter
+    object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
+
 
 NUM_RUNS = 16
 """Runs that together have the bytes of the limit."""

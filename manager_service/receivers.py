@@ -12,12 +12,47 @@ import base64
 import secrets
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from common.errors import InvalidInput, NotFound
-from manager_service.records import GLOBAL, JSON, LoggerKey, LoggerName, Webhook, WebhookEvent
+from manager_service.records.keys import GLOBAL, JSON
+
+LoggerName = Literal["wandb", "trackio"]
+
+
+class Integration(msgspec.Struct, frozen=True, kw_only=True):
+    """A logger that a job's figures go to."""
+
+    type: LoggerName
+    project: str
+    name: str = ""  # of the run; empty: the job's id
+    entity: str = ""  # whose project it is; empty: the key's own
+    tags: tuple[str, ...] = ()
+
+
+class LoggerKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's key of a logger's server. No route shows the key again."""
+
+    logger: LoggerName
+    key: str
+    base_url: str  # of the server
+    created_at: int
+
+
+WebhookEvent = Literal["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
+
+
+class Webhook(msgspec.Struct, frozen=True, kw_only=True):
+    """A URL that hears of the end of a tenant's jobs. The secret is shown once."""
+
+    id: str  # `webhook-…`
+    url: str
+    secret: str  # `whsec_…`, of Standard Webhooks
+    events: tuple[WebhookEvent, ...]
+    created_at: int
+
 
 LOGGERS = GLOBAL + "loggers"
 MAX_WEBHOOKS = 8

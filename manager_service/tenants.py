@@ -16,7 +16,27 @@ from typing import Any
 import msgspec
 
 from common.errors import AlreadyExists, InvalidInput, NotFound
-from manager_service.records import GLOBAL, JSON, KeyRecord, TenantRecord
+from manager_service.records.keys import GLOBAL, JSON
+
+
+class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    name: str = ""
+    created_at: int
+    weight: float = 1.0
+    max_jobs: int = 16  # running at once in a cell; more are queued
+    max_tokens_per_day: int | None = None  # prompt, sampled and trained; beyond it nothing is issued or accepted
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Stored under the sha256 of the key; the key itself is shown once."""
+
+    id: str  # `key-…`
+    tenant: str
+    created_at: int
+    admin: bool = False
+    hint: str = ""  # the last four characters
+
 
 TENANTS, KEYS = GLOBAL + "tenants", GLOBAL + "keys"
 DEFAULT_TENANT = "default"

@@ -15,7 +15,7 @@ import numpy as np
 
 from common.bus import Bus
 from common.messages import WorkerReport
-from manager_service.records import Hyper, JobSpec
+from manager_service.records.job_records import Hyper, JobSpec
 from simulator.calibration import Calibration, LogNormal, Machine, Size, Workload
 
 CounterDeltas = list[dict[str, float]]

@@ -12,7 +12,7 @@ from manager_service.api.errors import COMMON, declared
 from manager_service.api.paging import page
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import Deleted, KeyObject, Page, TenantObject
-from manager_service.records import KeyRecord, TenantRecord
+from manager_service.tenants import KeyRecord, TenantRecord
 
 router = APIRouter(prefix="/v1/admin/tenants", tags=["admin"], responses=COMMON, route_class=JsonRoute)
 

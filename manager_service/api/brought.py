@@ -11,7 +11,8 @@ from manager_service.api.file_store import content_of
 from manager_service.api.reading.adapters import FoundAdapter, check_finite, header_bytes, refuse_pickle
 from manager_service.api.reading.helpers import SLICE_BYTES
 from manager_service.api.reading.tasks import ReadAdapter
-from manager_service.records import Brought, TenantRecord
+from manager_service.records.file_records import Brought
+from manager_service.tenants import TenantRecord
 
 
 async def check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config: str | None) -> Brought:

@@ -8,9 +8,41 @@ import asyncio
 import socket
 import struct
 from collections import defaultdict
-from typing import Any, ClassVar, cast
+from collections.abc import Awaitable
+from typing import Any, ClassVar, TypeVar, cast
 
+from fastapi import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+T = TypeVar("T")
+
+
+GONE = 499
+"""The status of an answer that nobody reads, as nginx has it."""
+
+
+class ClientGone(Exception):
+    """The client disconnected."""
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The work's result. Cancels the work and raises Gone when the client disconnects. The body must have been read."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
 
 HEAD_S = 10.0
 """Seconds from a connection's beginning, or from its last answer, to the next request with all its headers."""

@@ -34,9 +34,8 @@ from manager_service.api.sampling.shares import Inference
 from manager_service.api.tables import Tables
 from manager_service.archive.store import Archive
 from manager_service.cluster import Cluster
-from manager_service.records import KeyRecord, TenantRecord
 from manager_service.settings import ManagerSettings
-from manager_service.tenants import ADMIN, Tenants
+from manager_service.tenants import ADMIN, KeyRecord, TenantRecord, Tenants
 from manager_service.tinker.futures.results import Answered
 from manager_service.tinker.futures.samples import Peers, Samples
 

@@ -10,8 +10,7 @@ from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, declared
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.schemas import CurvesObject
-from manager_service.kept import Kept
-from manager_service.records import EventRecord
+from manager_service.kept import EventRecord, Kept
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses={**COMMON, **declared(404)})
 

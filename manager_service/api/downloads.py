@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from common.places import Places
 from common.threads import SharedThreads
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 
 MAX_OPEN = 16
 """Downloads of one tenant at once: each has a copy of an adapter on this machine's disk."""

@@ -14,7 +14,7 @@ from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON
 from manager_service.api.paging import page
 from manager_service.api.schemas import EnvironmentObject, Page
-from manager_service.records import JSON
+from manager_service.records.keys import JSON
 
 router = APIRouter(prefix="/v1/environments", tags=["environments"], responses=COMMON)
 

@@ -18,9 +18,9 @@ from manager_service.api.paging import take
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import EstimateObject
 from manager_service.api.submission import JobGiven, build_spec
-from manager_service.jobs.job import MAX_DRAWN
-from manager_service.jobs.stopping import steps_left
-from manager_service.records import FileRecord, JobSpec, TenantRecord
+from manager_service.records.file_records import FileRecord
+from manager_service.records.job_records import MAX_DRAWN, JobSpec, steps_left
+from manager_service.tenants import TenantRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON, route_class=JsonRoute)
 

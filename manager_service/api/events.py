@@ -16,7 +16,8 @@ from manager_service.api.event_stream import event_stream
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.paging import After, Limit, page
 from manager_service.api.schemas import EventObject, Page
-from manager_service.records import FINAL, EventRecord
+from manager_service.kept import EventRecord
+from manager_service.records.job_records import FINAL
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON)
 

@@ -22,7 +22,9 @@ from manager_service.api.errors import ApiError
 from manager_service.api.reading.helpers import SLICE_BYTES, Helpers
 from manager_service.api.reading.items import FoundItems
 from manager_service.api.reading.tasks import CheckLines
-from manager_service.records import GLOBAL, JSON, Brought, FileRecord, TenantRecord, brought_path, file_path
+from manager_service.records.file_records import Brought, FileRecord, brought_path, file_path
+from manager_service.records.keys import GLOBAL, JSON
+from manager_service.tenants import TenantRecord
 
 LINES_A_SLICE = 4
 """A slice has room for at least so many of the longest lines."""

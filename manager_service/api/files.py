@@ -9,14 +9,15 @@ from starlette.responses import Response, StreamingResponse
 from common.errors import InvalidInput
 from common.spelling import quoted
 from manager_service.api.brought import check_adapter
+from manager_service.api.connections import GONE, ClientGone, unless_gone
 from manager_service.api.context import Parts, Tenant
 from manager_service.api.errors import COMMON, ApiError, conflict, declared
 from manager_service.api.file_store import ADAPTER
 from manager_service.api.job_store import JobStore
-from manager_service.api.leaving import GONE, ClientGone, unless_gone
 from manager_service.api.paging import After, FileLimit, page, rest_after
 from manager_service.api.schemas import Deleted, FileObject, Page
-from manager_service.records import FileRecord, JobSpec
+from manager_service.records.file_records import FileRecord
+from manager_service.records.job_records import JobSpec
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
 MISSING = declared(404)

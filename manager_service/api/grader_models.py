@@ -10,7 +10,8 @@ from common.graders import model_graders
 from common.messages import EnvSpec
 from manager_service.api.context import Api, Base
 from manager_service.api.model_names import find_model
-from manager_service.records import FINAL, TenantRecord
+from manager_service.records.job_records import FINAL
+from manager_service.tenants import TenantRecord
 
 
 async def pin_environment(api: Api, tenant: TenantRecord, base: Base, env: EnvSpec, *, param: str) -> EnvSpec:

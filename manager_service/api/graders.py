@@ -9,17 +9,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.messages import EnvSpec, GradeRequest, GradeResult, Usage
 from common.streams import partition_of
+from manager_service.api.connections import GONE, ClientGone, unless_gone
 from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.errors import COMMON, declared
 from manager_service.api.grader_models import base_asked, pin_models
-from manager_service.api.leaving import GONE, ClientGone, unless_gone
 from manager_service.api.outside import check_outside
 from manager_service.api.quota import check_quota, check_room, count_inference
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.reading.tasks import CheckGrader
 from manager_service.api.starts import find_base
 from manager_service.api.submission import check_num_bytes
-from manager_service.records import JSON, TenantRecord
+from manager_service.records.keys import JSON
+from manager_service.tenants import TenantRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], responses=COMMON, route_class=JsonRoute)
 

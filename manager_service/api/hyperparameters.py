@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from common.errors import InvalidInput
 from common.messages import MAX_REWARD, MAX_TOKENS, TEMPERATURE, LoraSpec, LossName, LossSpec, OptimSpec
 from common.spelling import cut, did_you_mean, quoted
-from manager_service.records import Hyper
+from manager_service.records.job_records import Hyper
 from manager_service.scheduling.policies import MARLAAS, MAX_ETA, Policy
 
 PARAM, SUPERVISED_PARAM = "method.reinforcement.hyperparameters", "method.supervised.hyperparameters"

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from common.errors import InvalidInput
 from common.spelling import did_you_mean, quoted
-from manager_service.records import Integration, JobSpec, LoggerName
+from manager_service.receivers import Integration, LoggerName
+from manager_service.records.job_records import JobSpec
 
 LOGGERS: tuple[LoggerName, ...] = get_args(LoggerName)
 Word = Annotated[str, Field(min_length=1, max_length=64)]

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import msgspec
 
 from manager_service.api.context import Base
-from manager_service.records import LEDGER, CheckpointRecord, EventRecord
+from manager_service.kept import CheckpointRecord, EventRecord
+from manager_service.records.job_records import LEDGER
 from manager_service.usage import USAGE_COUNTERS, usage_fields, usage_of
 
 EVENTS_AT_ONCE = 500

@@ -18,7 +18,8 @@ from manager_service.api.context import ANSWER_S, Api, Base
 from manager_service.api.errors import ApiError
 from manager_service.api.job_records import JobRecords, LiveRecords
 from manager_service.archive.store import Archived
-from manager_service.records import DELETED, FINAL, JSON, MOVING, JobSpec, JobState
+from manager_service.records.job_records import DELETED, FINAL, MOVING, JobSpec, JobState
+from manager_service.records.keys import JSON
 
 # KEYS: job, tenant-jobs, jobs-all, active, jobs stream, unfinished, idempotency record (or the job again: none), exports (the same).
 # ARGV: job id, score, spec, state, fingerprint, seconds to remember, most jobs, most bytes, tenant, then the fields of the stream

@@ -24,7 +24,8 @@ from manager_service.api.schemas import ErrorObject, HyperparameterObject, JobOb
 from manager_service.api.submission import JobGiven, build_spec
 from manager_service.kept import Kept
 from manager_service.receivers import Receivers
-from manager_service.records import FINAL, JobError, JobState, Status, TenantRecord
+from manager_service.records.job_records import FINAL, JobError, JobState, Status
+from manager_service.tenants import TenantRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs", tags=["jobs"], responses=COMMON, route_class=JsonRoute)
 

@@ -16,7 +16,7 @@ from common.streams import GROUP_ENV, GROUP_MANAGER, NUM_PARTITIONS
 from manager_service.api.context import Admin, Api, Base, Parts
 from manager_service.api.errors import COMMON
 from manager_service.api.job_store import JobStore
-from manager_service.env_streams import env_streams
+from manager_service.cluster import env_streams
 
 router = APIRouter(tags=["health"], responses=COMMON)
 

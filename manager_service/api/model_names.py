@@ -12,9 +12,9 @@ from common.messages import BASE, AdapterRef, LoraSpec
 from common.spelling import did_you_mean, quoted
 from manager_service.api.context import Api, Base
 from manager_service.api.job_store import JobRow, JobStore
-from manager_service.jobs.retention import has_version, newest_stored
-from manager_service.records import TenantRecord, tuned_model
+from manager_service.records.job_records import has_version, newest_stored, tuned_model
 from manager_service.runs.records import is_run, use
+from manager_service.tenants import TenantRecord
 from manager_service.tinker.store.runs import RunStore
 
 

@@ -13,7 +13,7 @@ from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.model_names import Named, find_model
 from manager_service.api.schemas import BaseObject, Deleted, ModelObject, Page
 from manager_service.archive.store import TunedModel
-from manager_service.records import FINAL
+from manager_service.records.job_records import FINAL
 
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=COMMON)
 

@@ -9,7 +9,7 @@ from common.errors import Unavailable
 from common.places import Claim, Places
 from manager_service.api.errors import RETRY_AFTER_S, ApiError
 from manager_service.api.sampling.cell_share import Asked
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 
 MAX_WAITING = 1024
 """Requests of one tenant that wait at once for the same places."""

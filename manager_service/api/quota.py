@@ -9,7 +9,7 @@ from common.fullness import MAX_USED_FOR_NEW, Gauge
 from common.messages import Usage
 from common.streams import Cell
 from manager_service.api.errors import ApiError, unavailable
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 from manager_service.usage import INFERENCE, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
 
 

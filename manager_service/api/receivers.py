@@ -15,8 +15,7 @@ from manager_service.api.outside import check_host
 from manager_service.api.paging import page
 from manager_service.api.reading.bodies import JsonRoute
 from manager_service.api.schemas import Deleted, LoggerObject, NewWebhookObject, Page, WebhookObject
-from manager_service.receivers import Receivers
-from manager_service.records import LoggerKey, Webhook, WebhookEvent
+from manager_service.receivers import LoggerKey, Receivers, Webhook, WebhookEvent
 
 router = APIRouter(prefix="/v1", tags=["receivers"], responses=COMMON, route_class=JsonRoute)
 

@@ -21,8 +21,8 @@ from manager_service.api.schemas import (
     UsageObject,
 )
 from manager_service.api.usage import shown as shown_usage
-from manager_service.jobs.retention import has_version
-from manager_service.records import CheckpointRecord
+from manager_service.kept import CheckpointRecord
+from manager_service.records.job_records import has_version
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
 

@@ -16,8 +16,10 @@ from manager_service.api.errors import COMMON, declared
 from manager_service.api.job_store import JobRow, JobStore
 from manager_service.api.reading.tasks import Decode, Spell
 from manager_service.api.schemas import ConversationObject, Page, SampleObject, TurnObject
-from manager_service.archive.samples import SampleFiles, sample_versions
-from manager_service.records import JSON, SampleRecord, TenantRecord, Written
+from manager_service.archive.store import SampleFiles, sample_versions
+from manager_service.kept import SampleRecord, Written
+from manager_service.records.keys import JSON
+from manager_service.tenants import TenantRecord
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
 

@@ -4,7 +4,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
-from manager_service.records import Status, WebhookEvent
+from manager_service.receivers import WebhookEvent
+from manager_service.records.job_records import Status
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from manager_service.api.tables import Tables
 from manager_service.archive.store import Archive
 from manager_service.cluster import Cluster
 from manager_service.data_format import check_format
-from manager_service.records import GLOBAL
+from manager_service.records.keys import GLOBAL
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
 from manager_service.tenants import Tenants, bootstrap

@@ -9,7 +9,7 @@ from manager_service.api.brought import check_fits
 from manager_service.api.context import Api, Base
 from manager_service.api.hyperparameters import Hyperparameters
 from manager_service.api.model_names import find_model
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,13 @@ from manager_service.api.outside import check_outside
 from manager_service.api.reading.items import LongPrompts
 from manager_service.api.reading.tasks import CheckKind, CheckLengths, CheckMethod, CheckRows, Task
 from manager_service.api.starts import JobStart, find_start
-from manager_service.receivers import Receivers
-from manager_service.records import JSON, FileRecord, Hyper, Integration, JobSpec, TenantRecord
+from manager_service.receivers import Integration, Receivers
+from manager_service.records.file_records import FileRecord
+from manager_service.records.job_records import Hyper, JobSpec
+from manager_service.records.keys import JSON
 from manager_service.scheduling.fairness import largest_group
 from manager_service.scheduling.policies import Policy
+from manager_service.tenants import TenantRecord
 
 MAX_METHOD_BYTES = 384 << 10
 """Bytes of a job's grader, environment and hyperparameters: they travel in its messages, and stand in every list of jobs."""

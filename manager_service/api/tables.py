@@ -19,7 +19,7 @@ from manager_service.api.file_store import content_of
 from manager_service.api.reading.helpers import SLICE_BYTES, Helpers
 from manager_service.api.reading.tables import Converted
 from manager_service.api.reading.tasks import ConvertCsv
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 
 PARQUET = b"PAR1"
 IN_MEMORY = 1 << 20

@@ -17,7 +17,8 @@ from common.objects import Objects
 from manager_service.archive.store import Archive, Archived, in_parts
 from manager_service.jobs.changes import Changes, Moved
 from manager_service.kept import Kept
-from manager_service.records import DELETED, JobSpec, JobState, read_record
+from manager_service.records.job_records import DELETED, JobSpec, JobState
+from manager_service.records.keys import read_record
 from manager_service.usage import usage_fields, usage_of
 
 BATCH = 20

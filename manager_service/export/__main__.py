@@ -24,8 +24,8 @@ from manager_service.export.exporter import Exporter
 from manager_service.export.lease import Lease
 from manager_service.export.passes import Passes
 from manager_service.export.webhooks import Webhooks
-from manager_service.receivers import Receivers
-from manager_service.records import GLOBAL, LoggerName
+from manager_service.receivers import LoggerName, Receivers
+from manager_service.records.keys import GLOBAL
 from manager_service.settings import ManagerSettings
 
 log = structlog.get_logger()

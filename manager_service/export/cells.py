@@ -7,7 +7,8 @@ import msgspec
 
 from common.bus import Bus
 from manager_service.archive.store import Archive, Archived
-from manager_service.records import EventRecord, JobSpec, JobState
+from manager_service.kept import EventRecord
+from manager_service.records.job_records import JobSpec, JobState
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from manager_service.export.cells import JobCell
 from manager_service.export.passes import JobRows, Order, PassAnswer, Passes, check_disk
 from manager_service.export.rows import rows_of
 from manager_service.kept import Limits
-from manager_service.receivers import Receivers
-from manager_service.records import FINAL, LoggerKey, LoggerName
+from manager_service.receivers import LoggerKey, LoggerName, Receivers
+from manager_service.records.job_records import FINAL
 
 LOOK_EVERY_S = 1.0
 EVENTS_A_JOB = 500

@@ -14,7 +14,7 @@ from typing import Any
 import structlog
 
 from common.bus import Bus
-from manager_service.records import GLOBAL
+from manager_service.records.keys import GLOBAL
 
 KEY = GLOBAL + "exporter"
 

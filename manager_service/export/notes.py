@@ -10,8 +10,9 @@ from common.streams import partition_of
 from manager_service.export.cells import FoundJob, JobCell
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.journal import Journal
-from manager_service.kept import Limits
-from manager_service.records import JSON, MOVING, EventRecord
+from manager_service.kept import EventRecord, Limits
+from manager_service.records.job_records import MOVING
+from manager_service.records.keys import JSON
 
 # KEYS: job, its events. ARGV: the field `moving`, state of before, new state, the event's entry and record. The first write needs no
 # memory, which Redis may be out of.

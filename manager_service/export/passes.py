@@ -15,7 +15,8 @@ import msgspec
 
 from manager_service.export.rows import Row
 from manager_service.local.children import child
-from manager_service.records import JSON, LoggerName
+from manager_service.receivers import LoggerName
+from manager_service.records.keys import JSON
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180.0

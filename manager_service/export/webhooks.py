@@ -26,8 +26,9 @@ from common.tasks import cancel_all
 from manager_service.export import notes
 from manager_service.export.cells import JobCell
 from manager_service.kept import Limits
-from manager_service.receivers import Receivers
-from manager_service.records import JSON, JobState, Webhook
+from manager_service.receivers import Receivers, Webhook
+from manager_service.records.job_records import JobState
+from manager_service.records.keys import JSON
 
 LOOK_EVERY_S = 1.0
 FIRST_WAIT_S, MOST_WAIT_S = 5.0, 3600.0

@@ -14,7 +14,9 @@ from common.bus import Out
 from common.messages import Usage
 from common.operations import OperationResult
 from common.streams import GROUP_MANAGER, Cell
-from manager_service.records import JSON, MOVING, CheckpointRecord, EventRecord, JobState, SampleKind
+from manager_service.kept import CheckpointRecord, EventRecord, SampleKind
+from manager_service.records.job_records import MOVING, JobState
+from manager_service.records.keys import JSON
 from manager_service.runs.records import USED_S, RunState, Sampler, session_of
 from manager_service.usage import ARCHIVED, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from common.messages import ScoredTrajectory
 from manager_service.jobs.open_trajectories import TrajectoryKey
-from manager_service.records import FINAL, EvalTally, JobSpec, JobState
+from manager_service.records.job_records import FINAL, EvalTally, JobSpec, JobState
 
 
 def begin(spec: JobSpec, state: JobState) -> None:

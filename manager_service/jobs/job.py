@@ -21,13 +21,10 @@ from manager_service.jobs.open_trajectories import OpenTrajectories, TrajectoryK
 from manager_service.jobs.orders import Orders
 from manager_service.jobs.retention import droppable
 from manager_service.jobs.stopping import end_of, note_step
-from manager_service.kept import LIMITS, Limits
-from manager_service.records import FINAL, CheckpointRecord, JobError, JobSpec, JobState, Status, Stop, Training
+from manager_service.kept import LIMITS, CheckpointRecord, Limits
+from manager_service.records.job_records import FINAL, MAX_DRAWN, JobError, JobSpec, JobState, Status, Stop, Training
 from manager_service.scheduling.lengths import Lengths
 from manager_service.scheduling.policies import capacity
-
-MAX_DRAWN = 3
-"""Groups that dynamic sampling draws at most for one step, as a multiple of `batch_size`."""
 
 
 class Job:

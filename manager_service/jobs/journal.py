@@ -13,18 +13,9 @@ from manager_service.jobs.open_trajectories import TrajectoryKey
 from manager_service.jobs.orders import Orders
 from manager_service.jobs.samples import MAX_TEXT, advantages, chosen, record_of
 from manager_service.jobs.stopping import note_evaluation
-from manager_service.kept import Kept, Limits
-from manager_service.records import (
-    JSON,
-    EvalTally,
-    EventRecord,
-    JobSpec,
-    JobState,
-    SampleKind,
-    SampleRecord,
-    Stop,
-    Training,
-)
+from manager_service.kept import EventRecord, Kept, Limits, SampleKind, SampleRecord
+from manager_service.records.job_records import EvalTally, JobSpec, JobState, Stop, Training
+from manager_service.records.keys import JSON
 
 WHOLE_SAMPLES = 8
 """Trajectories of a step's first groups that are kept token by token; of the others all that are kept."""

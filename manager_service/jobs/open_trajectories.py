@@ -20,7 +20,7 @@ from common.spelling import quoted
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import Group, Scored, next_batch
-from manager_service.records import JobSpec, JobState
+from manager_service.records.job_records import JobSpec, JobState
 
 
 class TrajectoryKey(NamedTuple):

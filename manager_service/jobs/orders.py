@@ -23,8 +23,8 @@ from common.streams import Cell, partition_of
 from manager_service.jobs.groups import Group, pack
 from manager_service.jobs.items import Items, Shuffle
 from manager_service.jobs.open_trajectories import TrajectoryKey
-from manager_service.jobs.retention import is_untrained
-from manager_service.records import JobSpec, JobState, brought_path
+from manager_service.records.file_records import brought_path
+from manager_service.records.job_records import JobSpec, JobState, is_untrained
 
 
 class Orders:

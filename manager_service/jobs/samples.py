@@ -12,7 +12,7 @@ import numpy as np
 from common.advantages import ADVANTAGES, group_advantages
 from common.messages import JobLoss, ScoredTrajectory
 from manager_service.jobs.groups import Group, Scored
-from manager_service.records import KeptAs, SampleRecord, Written
+from manager_service.kept import KeptAs, SampleRecord, Written
 
 MAX_TEXT = 4000
 """Characters that are kept of a text."""

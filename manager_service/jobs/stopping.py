@@ -4,7 +4,7 @@ Compares the newest evaluation if there are any between steps, else the mean of 
 job's loss with its sign turned, so that more is better.
 """
 
-from manager_service.records import JobSpec, JobState, ScoreProgress, Stop
+from manager_service.records.job_records import JobSpec, JobState, ScoreProgress, Stop
 
 WINDOW = 5
 """Steps whose mean is compared: one step's is noisy."""
@@ -74,12 +74,3 @@ def end_of(spec: JobSpec, state: JobState, steps_sent: int) -> tuple[Stop, str] 
 def _named(spec: JobSpec) -> str:
     figure = "loss" if spec.is_supervised else "mean reward"
     return f"the evaluation's {figure}" if _compares_evaluations(spec) else f"the {figure} of the last {WINDOW} steps"
-
-
-def steps_left(spec: JobSpec, state: JobState) -> int:
-    """Steps that are still to be trained, as far as is known."""
-    left = (state.stop.version if state.stop else spec.hyper.num_steps) - state.version
-    limit, progress = spec.hyper.max_tokens_total, state.progress
-    if limit is not None and progress.step_tokens and state.stop is None:
-        left = min(left, (limit - progress.tokens - progress.eval_tokens) // progress.step_tokens)
-    return max(0, left)

@@ -36,7 +36,7 @@ from manager_service.local.devices import arrange, idle_gpu
 from manager_service.local.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
 from manager_service.local.gpus import SERVICES, LocalWorker
 from manager_service.local.own_store import OwnStore
-from manager_service.records import GLOBAL
+from manager_service.records.keys import GLOBAL
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 
 GRACE_S = 4.0

@@ -7,6 +7,7 @@ which is deleted with all of its job's.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from common.messages import Message, TrainStep
 from common.objects import Objects
 from common.payloads import CLAIM_CHECK_BYTES
 from common.tasks import starting
+from manager_service.jobs.changes import Changes
 from manager_service.jobs.job import Job
 
 TOKEN_BYTES, ROW_BYTES, REST_BYTES = 9, 512, 16 << 10
@@ -97,3 +99,38 @@ def _most_bytes(job: Job, numbers: Iterable[int]) -> int:
 def _head(step: TrainStep) -> bytes:
     """All of a step but its rows, which its trajectories' ids determine."""
     return msgspec.msgpack.encode((step.id, step.epoch, step.loss, step.trajectories, step.next_group, step.drops))
+
+
+log = structlog.get_logger()
+
+
+class PayloadTidier:
+    """Works for the jobs of an owner. A payload that stays costs space and nothing else."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._jobs: set[str] = set()  # that may have payloads
+        self._untidy = asyncio.Queue[tuple[str, float]]()  # job, oldest version whose payloads are needed
+
+    def note(self, jobs: Iterable[str]) -> None:
+        """Notes that jobs may have payloads."""
+        self._jobs.update(jobs)
+
+    def follow(self, changes: Changes) -> None:
+        """Follows what was committed."""
+        for job in self._jobs & changes.oldest_in_use.keys():
+            self._untidy.put_nowait((job, changes.oldest_in_use[job]))
+        for job in (*changes.finished, *changes.settled, *(moved.job for moved in changes.over)):
+            self._jobs.discard(job)
+            self._untidy.put_nowait((job, math.inf))
+
+    async def run(self) -> None:
+        """Deletes payloads that name old versions, those that a crash left too."""
+        while True:
+            job, oldest = await self._untidy.get()
+            try:
+                for version in await self._objects.folders(f"payloads/{job}"):
+                    if int(version) < oldest:
+                        await self._objects.delete_folder(f"payloads/{job}/{version}")
+            except Unavailable as error:
+                log.warning("not_deleted", job_id=job, reason=str(error))

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.bus import Bus
 from common.streams import NUM_PARTITIONS
-from manager_service.env_streams import env_streams
+from manager_service.cluster import env_streams
 
 EVERY_S = 30.0
 SAMPLE = 256

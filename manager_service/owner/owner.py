@@ -31,10 +31,9 @@ from manager_service.jobs.changes import Changes, RedisCommand, commands
 from manager_service.jobs.job import Job
 from manager_service.kept import LIMITS, Limits
 from manager_service.owner.arriving import Intake, Owned
-from manager_service.owner.big_steps import BigSteps
+from manager_service.owner.big_steps import BigSteps, PayloadTidier
 from manager_service.owner.leases import Absence, Held, Leases
 from manager_service.owner.partition import Fetch, Partition
-from manager_service.owner.payload_tidier import PayloadTidier
 from manager_service.owner.reading import ItemFiles, JobReader
 from manager_service.owner.sample_writer import SampleWriter
 from manager_service.owner.surroundings import Seen, Surroundings, whereabouts

@@ -21,7 +21,7 @@ from common.streams import GROUP_MANAGER, OWNER
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.job import Job
 from manager_service.owner.reading import Fetched, JobHashes, JobReader, Searched
-from manager_service.records import JobError
+from manager_service.records.job_records import JobError
 from manager_service.runs.records import is_run
 from manager_service.runs.runs import Runs
 from manager_service.scheduling.members import MemberTable

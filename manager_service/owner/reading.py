@@ -19,7 +19,9 @@ from common.objects import Objects
 from manager_service.jobs.items import Items, LinesOnDisk
 from manager_service.jobs.job import Job
 from manager_service.kept import LIMITS, Limits
-from manager_service.records import JobSpec, JobState, file_path, read_record
+from manager_service.records.file_records import file_path
+from manager_service.records.job_records import JobSpec, JobState
+from manager_service.records.keys import read_record
 from manager_service.scheduling.members import MemberTable
 
 JobHashes = Sequence[Mapping[bytes, bytes]]

@@ -15,9 +15,9 @@ import structlog
 
 from common.objects import Objects, patiently
 from common.tasks import running
-from manager_service.archive.samples import SampleFiles
+from manager_service.archive.store import SampleFiles
 from manager_service.jobs.changes import Changes
-from manager_service.records import SampleKind
+from manager_service.kept import SampleKind
 
 AT_ONCE = 8
 """Calls of the storage under way at once, so that slow ones hold up few others."""

@@ -12,11 +12,11 @@ from common.fullness import memory_used
 from common.messages import WorkerReport
 from common.streams import GROUP_MANAGER
 from common.telemetry import KEEP_REPORTS, KEEP_S
-from manager_service.env_streams import env_streams, named
+from manager_service.cluster import env_streams, named
 from manager_service.jobs.job import Job
 from manager_service.kept import Limits
 from manager_service.owner.memory import RedisMemory, bound
-from manager_service.records import JobSpec
+from manager_service.records.job_records import JobSpec
 from manager_service.scheduling.allocator import Allocator, Slots
 from manager_service.tenants import Tenants
 from manager_service.usage import INFERENCE, ROLLOUT_COUNTERS, day_field

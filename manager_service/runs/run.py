@@ -18,10 +18,9 @@ from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, Init
 from common.operations import Operation, OperationResult, Operations, OperationsDone, Saved, SaveWeights
 from common.streams import Cell, partition_of
 from manager_service.jobs.changes import Changes
-from manager_service.records import JobError
+from manager_service.records.job_records import JobError
 from manager_service.runs.held import HeldOperation, for_trainer, is_trainers, load_of, num_tokens
-from manager_service.runs.names import give_name
-from manager_service.runs.records import SAVES, USED_S, RunSpec, RunState, Sampler
+from manager_service.runs.records import HOLE_S, SAVES, USED_S, RunSpec, RunState, Sampler, give_name
 from manager_service.runs.retention import Retention, VersionNeeds
 from manager_service.scheduling.members import View
 
@@ -33,8 +32,6 @@ HAS_FAILED = "has failed"
 NEVER_CAME = "never came: it was refused, or its client gave it up"
 MAX_LOG, MAX_LOG_BYTES = 4096, 128 << 20
 """Operations, and bytes of their payloads, that a gradient is made of: they stay in Redis until its step is done."""
-HOLE_S = 420.0
-"""Time after which numbers are given up that others have come behind of: the SDK tries to send one for 5 minutes."""
 
 
 class Run:

@@ -10,9 +10,9 @@ from common.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, JobC
 from common.operations import Forgotten, NameChange, Operation, OperationResult, OperationsAnswered, OperationsDone
 from common.streams import Cell
 from manager_service.jobs.changes import Changes, Moved
-from manager_service.records import JobError, read_record
-from manager_service.runs.names import change_name
-from manager_service.runs.records import CROWDED, CROWDED_TENANT, RunSpec, RunState
+from manager_service.records.job_records import JobError
+from manager_service.records.keys import read_record
+from manager_service.runs.records import CROWDED, CROWDED_TENANT, RunSpec, RunState, change_name
 from manager_service.runs.retention import LOOK_AGAIN_S, Retention, VersionNeeds, read_versions
 from manager_service.runs.run import Run
 from manager_service.scheduling.members import MemberTable

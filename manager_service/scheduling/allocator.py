@@ -16,7 +16,7 @@ from common.streams import partition_of
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.groups import num_tokens
 from manager_service.jobs.job import Job
-from manager_service.records import JobError, TenantRecord
+from manager_service.records.job_records import JobError
 from manager_service.runs.run import Run
 from manager_service.scheduling.correction import JOBS, Correction
 from manager_service.scheduling.demand import Demand, view_of
@@ -33,6 +33,7 @@ from manager_service.scheduling.fairness import (
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
 from manager_service.scheduling.training_queue import ReadyBatch, Room, TrainingQueue
+from manager_service.tenants import TenantRecord
 from manager_service.usage import QUOTA_COUNTERS, ROLLOUT_COUNTERS, day_field
 
 STEPS_PER_SLOT = 2

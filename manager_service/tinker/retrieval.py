@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.errors import ApiError
 from manager_service.api.quota import tokens_today
-from manager_service.records import TenantRecord
-from manager_service.runs.run import HOLE_S
+from manager_service.runs.records import HOLE_S
+from manager_service.tenants import TenantRecord
 from manager_service.tinker.futures.results import Expired, Pending, ReadyResult, failed, look
 from manager_service.tinker.futures.samples import GONE, Gone, place_of
 from manager_service.tinker.futures.samples import PREFIX as PREFIX_OF_SAMPLES

@@ -12,8 +12,8 @@ from common.messages import AdapterRef, Failure, LoraSpec
 from common.operations import LoadWeights
 from common.spelling import did_you_mean
 from manager_service.api.context import Api, Base, Parts, Tenant
-from manager_service.records import TenantRecord
 from manager_service.runs.records import RunSpec
+from manager_service.tenants import TenantRecord
 from manager_service.tinker.names import find_base, numbered, parse_path, run_name, tokenizer_id
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import CreateAsked, LoadAsked, LoraAsked, ModelNamed, OptimizerAsked, read

@@ -13,8 +13,8 @@ from manager_service.api.context import Api, Base, Parts, Tenant
 from manager_service.api.quota import check_room
 from manager_service.api.reading.tasks import ReadSample, with_room
 from manager_service.api.sampling.choices import InferenceRequest
-from manager_service.records import TenantRecord
 from manager_service.runs.records import Sampler
+from manager_service.tenants import TenantRecord
 from manager_service.tinker.names import find_base, numbered, sampler_name
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.requests import JoinAsked, SamplerAsked, read

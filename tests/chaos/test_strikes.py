@@ -29,7 +29,7 @@ from env_service.work import Allowance
 from harness.proxy import nothing
 from manager_service.api.reading.helpers import SMALL_BYTES, Helpers
 from manager_service.api.reading.tasks import ParseBody
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 from tests.chaos.test_means import echoing, sent
 from tests.support.processes import alive, descendants
 

@@ -17,7 +17,7 @@ from common.adapters import Manifest, StoredFile
 from common.messages import AdapterRef
 from common.streams import Cell
 from harness.redis_server import RedisServer
-from manager_service.records import GLOBAL
+from manager_service.records.keys import GLOBAL
 
 CELL = Cell("tiny")
 LEDGER = {"issued": 32, "trained": 32, "filtered": 0, "stale": 0, "failed": 0, "cancelled": 0, "in_flight": 0}

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from manager_service.api import schemas
-from manager_service.records import FINAL, Status
+from manager_service.records.job_records import FINAL, Status
 from marlaas_client import records
 
 ROOT = Path(__file__).resolve().parents[2]

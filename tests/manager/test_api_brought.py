@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from common.adapters import PEFT_FILES
 from common.messages import LoraSpec
 from manager_service.cli.main import app
-from manager_service.records import JobSpec
+from manager_service.records.job_records import JobSpec
 from tests.support.api_server import ApiServer, method, upload
 from tests.support.rollout_cases import files_of
 

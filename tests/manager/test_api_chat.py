@@ -11,7 +11,8 @@ import pytest
 from common.bus import Bus
 from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, Usage
 from common.wire import decode
-from manager_service.records import JSON, JobState
+from manager_service.records.job_records import JobState
+from manager_service.records.keys import JSON
 from tests.support.api_server import (
     GRADER,
     ApiServer,

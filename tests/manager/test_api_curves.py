@@ -10,7 +10,9 @@ from common.messages import AdapterRef, Failure, ScoredTrajectory, TrajectoryRef
 from common.transcript import transcript
 from manager_service.api.hyperparameters import Hyperparameters
 from manager_service.jobs.samples import MAX_TOKENS, record_of, written_of
-from manager_service.records import FINAL, JSON, EventRecord, JobState, SampleRecord, Written
+from manager_service.kept import EventRecord, SampleRecord, Written
+from manager_service.records.job_records import FINAL, JobState
+from manager_service.records.keys import JSON
 from tests.support.api_server import ApiServer, keep_samples, method, running_jobs, upload
 
 

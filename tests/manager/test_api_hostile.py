@@ -31,8 +31,8 @@ from manager_service.api.sampling import requests
 from manager_service.api.sampling.shares import MAX_GRADES
 from manager_service.api.schemas import Page, SampleObject
 from manager_service.jobs.journal import MAX_TEXT
-from manager_service.kept import LIMITS
-from manager_service.records import JSON, SampleRecord
+from manager_service.kept import LIMITS, SampleRecord
+from manager_service.records.keys import JSON
 from tests.support.api_server import (
     GRADER,
     ApiServer,

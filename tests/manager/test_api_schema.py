@@ -17,7 +17,8 @@ from schemathesis.specs.openapi import checks
 
 from common.adapters import PEFT_FILES
 from manager_service.receivers import Receivers
-from manager_service.records import JSON, JobState
+from manager_service.records.job_records import JobState
+from manager_service.records.keys import JSON
 from tests.support.api_server import GRADER, ApiServer, jsonl, method, running_api, upload
 from tests.support.nasty_values import nasty, paths, replaced
 from tests.support.rollout_cases import files_of

@@ -12,8 +12,8 @@ import pytest
 from common.adapters import PEFT_FILES
 from manager_service.api import connections, downloads
 from manager_service.jobs.journal import MAX_TEXT
-from manager_service.kept import LIMITS
-from manager_service.records import SampleRecord, TenantRecord
+from manager_service.kept import LIMITS, SampleRecord
+from manager_service.tenants import TenantRecord
 from tests.manager.tinker.test_checkpoints import external
 from tests.support.api_server import ApiServer, keep_samples, method, upload
 from tests.support.owned_runs import owned_runs

@@ -9,7 +9,8 @@ from openai.types.fine_tuning import FineTuningJob
 
 from common.environments import SUPERVISED
 from common.messages import AdapterRef
-from manager_service.records import JSON, JobSpec, JobState
+from manager_service.records.job_records import JobSpec, JobState
+from manager_service.records.keys import JSON
 from tests.support.api_server import ApiServer, item, jsonl, method, upload
 
 HYPER = "method.supervised.hyperparameters"

@@ -15,7 +15,9 @@ from common.objects import Objects
 from common.streams import partition_of
 from manager_service.archive.archiver import Archiver
 from manager_service.archive.store import ROWS_A_PART, Archive, Archived, in_parts
-from manager_service.records import JSON, MOVING, CheckpointRecord, EventRecord, JobState
+from manager_service.kept import CheckpointRecord, EventRecord
+from manager_service.records.job_records import MOVING, JobState
+from manager_service.records.keys import JSON
 from tests.support.api_server import ApiServer, item, jsonl, method, running_api, running_jobs, upload
 
 

@@ -15,8 +15,8 @@ from manager_service.api.estimates import num_evaluated, seconds_for
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
-from manager_service.jobs.stopping import steps_left
-from manager_service.records import JSON, JobState, ScoreProgress
+from manager_service.records.job_records import JobState, ScoreProgress, steps_left
+from manager_service.records.keys import JSON
 from tests.manager.test_api_cluster import report
 from tests.manager.test_job import CELL
 from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload

@@ -9,7 +9,8 @@ import pytest
 from common.messages import GradeRequest, GradeResult, Usage
 from common.settings import TINY
 from common.tasks import running
-from manager_service.records import JSON, JobSpec, JobState, Status
+from manager_service.records.job_records import JobSpec, JobState, Status
+from manager_service.records.keys import JSON
 from tests.support.api_server import ApiServer, method, played_grader, upload
 
 ASKED = [{"role": "user", "content": "{{item.answer}} or {{sample.output_text}}?"}]

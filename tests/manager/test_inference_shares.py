@@ -21,9 +21,9 @@ from manager_service.api.context import Api, Base
 from manager_service.api.sampling.cell_share import CHAT
 from manager_service.api.sampling.choices import InferenceRequest
 from manager_service.api.server import make_api
-from manager_service.records import TenantRecord
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
+from manager_service.tenants import TenantRecord
 from tests.common.test_worker import until
 from tests.manager.test_api_cluster import report
 

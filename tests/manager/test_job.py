@@ -35,9 +35,9 @@ from manager_service.jobs.groups import sound
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.journal import Journal
-from manager_service.jobs.retention import droppable, has_version
+from manager_service.jobs.retention import droppable
 from manager_service.kept import LIMITS
-from manager_service.records import EvalTally, JobError, JobState, Training
+from manager_service.records.job_records import EvalTally, JobError, JobState, Training, has_version
 
 CELL = Cell("tiny")
 

@@ -17,7 +17,7 @@ from common.objects import Objects
 from common.tasks import running
 from harness.standin import create_job, held_out, job_spec, state_of, until_status
 from manager_service.archive.archiver import Archiver
-from manager_service.archive.samples import SampleFiles
+from manager_service.archive.store import SampleFiles
 from manager_service.jobs.changes import Changes, KeptSamples
 from manager_service.jobs.groups import Group, Scored
 from manager_service.jobs.samples import chosen
@@ -26,7 +26,8 @@ from manager_service.owner import sample_writer
 from manager_service.owner.memory import bound
 from manager_service.owner.owner import Owner
 from manager_service.owner.sample_writer import SampleWriter
-from manager_service.records import JSON, JobSpec, JobState
+from manager_service.records.job_records import JobSpec, JobState
+from manager_service.records.keys import JSON
 from tests.common.test_worker import until
 from tests.manager.test_owner import System
 

@@ -47,10 +47,11 @@ from manager_service.owner.partition import Partition
 from manager_service.owner.reading import ItemFiles, JobReader
 from manager_service.owner.surroundings import KEEP_HINTS, Surroundings
 from manager_service.owner.transaction import COMMIT, Commits, Fence, Lost
-from manager_service.records import JSON, JobState, TenantRecord, Training
+from manager_service.records.job_records import JobState, Training
+from manager_service.records.keys import JSON
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import parse_policy
-from manager_service.tenants import TENANTS, Tenants
+from manager_service.tenants import TENANTS, TenantRecord, Tenants
 from tests.common.test_worker import length, until
 from tests.support.owning import System
 

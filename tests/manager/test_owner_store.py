@@ -20,7 +20,7 @@ from common.transcript import wrote
 from harness.standin import StandInEnv, command, create_job, job_spec, ledger_of, state_of, until_status
 from manager_service.owner import arriving, owner, partition, reading
 from manager_service.owner.partition import Partition
-from manager_service.records import JobSpec
+from manager_service.records.job_records import JobSpec
 from tests.common.test_worker import until
 from tests.support.gated_store import GatedStore
 from tests.support.owning import LEASE_S, System

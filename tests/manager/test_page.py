@@ -12,7 +12,9 @@ from playwright.async_api import Browser, expect
 
 from common.messages import Failure
 from manager_service.api.page import FOLDER
-from manager_service.records import JSON, EventRecord, JobState, SampleRecord, Written
+from manager_service.kept import EventRecord, SampleRecord, Written
+from manager_service.records.job_records import JobState
+from manager_service.records.keys import JSON
 from tests.support.api_server import (
     ApiServer,
     Script,

@@ -9,7 +9,9 @@ import pytest_asyncio
 from playwright.async_api import Browser, expect
 
 from common.messages import Failure
-from manager_service.records import JSON, EventRecord, JobState, SampleRecord, Written
+from manager_service.kept import EventRecord, SampleRecord, Written
+from manager_service.records.job_records import JobState
+from manager_service.records.keys import JSON
 from tests.manager.test_api_supervised import EXAMPLES, create
 from tests.support.api_server import ApiServer, keep_samples, running_api
 from tests.support.browser import Tab, browsing

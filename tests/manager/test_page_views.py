@@ -14,7 +14,9 @@ from playwright.async_api import Browser, Page, expect
 
 from common.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.messages import AdapterRef, DeadLetter, Failure, Span
-from manager_service.records import JSON, CheckpointRecord, EventRecord, JobState, SampleRecord, Written
+from manager_service.kept import CheckpointRecord, EventRecord, SampleRecord, Written
+from manager_service.records.job_records import JobState
+from manager_service.records.keys import JSON
 from tests.manager.test_api_cluster import report, tell
 from tests.support.api_server import ApiServer, item, jsonl, keep_samples, method, running_api, upload
 from tests.support.browser import browsing

@@ -7,7 +7,7 @@ import pytest
 from common.errors import Unavailable
 from manager_service.api.errors import ApiError
 from manager_service.api.places import MAX_WAITING, SharedPlaces
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 
 
 def tenant(name: str, weight: float = 1.0) -> TenantRecord:

@@ -15,11 +15,11 @@ from common.objects import Objects
 from common.operations import Forget, SaveWeights
 from common.streams import GROUP_MANAGER, Cell
 from manager_service.jobs.changes import KEEP_RESULTS_S, Changes
-from manager_service.records import JSON, TenantRecord
+from manager_service.records.keys import JSON
 from manager_service.runs import runs
 from manager_service.runs.records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, use
 from manager_service.runs.retention import Retention
-from manager_service.tenants import TENANTS
+from manager_service.tenants import TENANTS, TenantRecord
 from tests.common.test_worker import until
 from tests.support.run_trainer import WEIGHTS
 from tests.support.run_world import SESSION, TENANT, World

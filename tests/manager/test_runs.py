@@ -18,11 +18,11 @@ from manager_service.jobs.changes import Changes, commands
 from manager_service.owner.partition import Partition
 from manager_service.owner.reading import ItemFiles, JobReader
 from manager_service.owner.transaction import Commits, Fence, Lost
-from manager_service.records import JSON, TenantRecord
+from manager_service.records.keys import JSON
 from manager_service.runs import run as run_module
 from manager_service.runs import runs
 from manager_service.runs.records import USED_S, Checkpoint, RunState, RunStatus
-from manager_service.tenants import TENANTS
+from manager_service.tenants import TENANTS, TenantRecord
 from manager_service.usage import day_field
 from tests.common.test_worker import until
 from tests.support.run_world import LEASE_S, PARTITION, SESSION, TENANT, World

@@ -13,7 +13,7 @@ from manager_service.jobs import items as rows
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items, Shuffle
 from manager_service.jobs.job import Job
-from manager_service.records import JobState
+from manager_service.records.job_records import JobState
 
 N = 64
 

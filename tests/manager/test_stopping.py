@@ -17,7 +17,7 @@ from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.stopping import WINDOW, end_of, note_evaluation, note_step
-from manager_service.records import JobSpec, JobState
+from manager_service.records.job_records import JobSpec, JobState
 from tests.common.test_worker import until
 from tests.manager.test_job import CELL, World
 from tests.support.api_server import item, jsonl, method, running_api, running_jobs, upload

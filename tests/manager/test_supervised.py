@@ -17,7 +17,7 @@ from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
 from manager_service.jobs.open_trajectories import TrajectoryKey
 from manager_service.kept import LIMITS
-from manager_service.records import JobSpec, JobState
+from manager_service.records.job_records import JobSpec, JobState
 from tests.common.test_worker import until
 from tests.support.owning import System
 

@@ -20,7 +20,7 @@ from manager_service.export.cells import JobCell
 from manager_service.export.webhooks import Webhooks
 from manager_service.kept import Limits
 from manager_service.receivers import Receivers
-from manager_service.records import MOVING
+from manager_service.records.job_records import MOVING
 from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
 
 

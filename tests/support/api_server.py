@@ -34,9 +34,10 @@ from harness.redis_server import free_port
 from harness.standin import StandInEnv
 from manager_service.api.context import Api, ApiLimits
 from manager_service.api.server import make_api, serve
-from manager_service.archive.samples import SampleFiles
-from manager_service.kept import Kept
-from manager_service.records import JSON, JobState, SampleKind, SampleRecord
+from manager_service.archive.store import SampleFiles
+from manager_service.kept import Kept, SampleKind, SampleRecord
+from manager_service.records.job_records import JobState
+from manager_service.records.keys import JSON
 from manager_service.settings import ManagerSettings
 from tests.support.forked_helpers import forked_api
 

@@ -14,7 +14,7 @@ from harness.standin import FixedSlots, StandInEnv
 from manager_service.jobs.changes import Changes
 from manager_service.jobs.items import Items
 from manager_service.jobs.job import Job
-from manager_service.records import JobSpec, JobState
+from manager_service.records.job_records import JobSpec, JobState
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy

@@ -12,8 +12,8 @@ from common.objects import Objects
 from common.streams import GROUP_ENV, GROUP_TRAINER
 from common.worker import Inbox
 from harness.standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_worker
+from manager_service.kept import EventRecord
 from manager_service.owner.owner import Owner
-from manager_service.records import EventRecord
 from manager_service.tenants import Tenants
 
 LEASE_S = 0.6

@@ -15,7 +15,7 @@ from common.operations import Action, LoadWeights, NameChange, Operation, Operat
 from common.streams import partition_of
 from harness.standin import FixedSlots
 from manager_service.owner.owner import Owner
-from manager_service.records import JSON
+from manager_service.records.keys import JSON
 from manager_service.runs.records import Checkpoint, RunSpec, RunState, Sampler, run_of
 from manager_service.tenants import Tenants
 from tests.common.test_worker import length, until

@@ -26,7 +26,7 @@ from common.operations import (
 )
 from common.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER
 from common.tasks import cancel_all
-from manager_service.records import JSON
+from manager_service.records.keys import JSON
 from manager_service.runs.records import SAVES, USED_S, Checkpoint, RunSpec, RunState, Sampler
 
 KEEP_S = 60.0

@@ -26,7 +26,7 @@ from common.worker import Inbox
 from harness.live import GRADER, Api
 from harness.redis_server import RedisServer, free_port
 from harness.standin import StandInEnv, StandInTrainer, stand_in_worker
-from manager_service.records import GLOBAL
+from manager_service.records.keys import GLOBAL
 from tests.common.test_worker import until
 from tests.support.forked import begun
 

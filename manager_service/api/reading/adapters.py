@@ -16,7 +16,7 @@ from common.spelling import quoted
 from common.weight_files import StoredTensor, parse_header
 from manager_service.api.hyperparameters import Hyperparameters
 from manager_service.api.reading.values import parse_json
-from manager_service.records import Brought
+from manager_service.records.file_records import Brought
 
 MAX_HEADER, MAX_CONFIG = 1 << 20, 64 << 10
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".zip")

@@ -20,7 +20,7 @@ from common.text.tokens import ChatTokenizer
 from common.threads import SharedThreads
 from manager_service.api.places import SharedPlaces
 from manager_service.api.reading.tasks import CheckMethod, Task, do
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from common.messages import (
 from common.places import Claim
 from common.streams import partition_of
 from common.transcript import shown, wrote
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 
 ReplyMessage = TurnDelta | TurnResult | TurnRequest | GradeResult
 

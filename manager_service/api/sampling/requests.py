@@ -15,7 +15,7 @@ from manager_service.api.model_names import Named
 from manager_service.api.reading.helpers import Helpers
 from manager_service.api.reading.tasks import Encode, Render, Task, with_room
 from manager_service.api.sampling.choices import InferenceRequest
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 
 MAX_CHOICES = 64
 """Choices of one request, over all its prompts."""

@@ -17,17 +17,17 @@ from fastapi import Request
 from starlette.responses import Response
 
 from common.messages import Usage
+from manager_service.api.connections import GONE, ClientGone, unless_gone
 from manager_service.api.context import Api
 from manager_service.api.errors import declared
 from manager_service.api.event_stream import DONE, data, event_stream
-from manager_service.api.leaving import GONE, ClientGone, unless_gone
 from manager_service.api.model_names import Named, find_model
 from manager_service.api.quota import check_quota, check_room, count_inference
 from manager_service.api.reading.helpers import Helpers
 from manager_service.api.sampling.choices import Fresh, InferenceRequest
 from manager_service.api.sampling.replies import AnswerText
 from manager_service.api.sampling.requests import PromptReader, SamplingGiven, Wanted, inference_request
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 
 VERSION_HEADER = "x-marlaas-version"
 ANSWERS: dict[int | str, dict[str, Any]] = {

@@ -47,7 +47,7 @@ from manager_service.api.sampling.choices import (
     continued,
     take,
 )
-from manager_service.records import TenantRecord
+from manager_service.tenants import TenantRecord
 
 REPLY_TTL_S = 60
 REFRESH_S = 5.0

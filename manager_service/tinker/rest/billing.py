@@ -14,8 +14,8 @@ from common.adapters import PEFT_FILES
 from common.errors import InvalidInput
 from common.messages import AdapterRef
 from manager_service.api.context import Api, Base, Parts, Tenant
-from manager_service.records import TenantRecord
 from manager_service.runs.records import RunState
+from manager_service.tenants import TenantRecord
 from manager_service.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.tinker.store.runs import RunRow
 from manager_service.usage import hour_of

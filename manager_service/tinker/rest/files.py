@@ -18,7 +18,7 @@ from common.errors import NotFound
 from common.messages import AdapterRef
 from manager_service.api.adapters import files_of
 from manager_service.api.context import Api
-from manager_service.records import GLOBAL
+from manager_service.records.keys import GLOBAL
 from manager_service.tinker.store.runs import Source
 
 VALID_S = 900

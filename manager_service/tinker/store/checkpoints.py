@@ -6,8 +6,7 @@ from typing import Any
 from common.errors import NotFound, Unavailable
 from common.operations import NameChange
 from common.streams import partition_of
-from manager_service.runs.names import meant
-from manager_service.runs.records import Checkpoint, RunState
+from manager_service.runs.records import Checkpoint, RunState, meant
 from manager_service.tinker.store.runs import RunRow
 
 WAIT_S = 20.0

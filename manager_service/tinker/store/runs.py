@@ -15,8 +15,8 @@ from common.streams import partition_of
 from manager_service.api.context import Api, Base
 from manager_service.api.errors import ApiError
 from manager_service.api.job_store import JobStore
-from manager_service.jobs.retention import has_version, newest_stored
-from manager_service.records import JSON
+from manager_service.records.job_records import has_version, newest_stored
+from manager_service.records.keys import JSON
 from manager_service.runs.records import CROWDED, CROWDED_TENANT, Checkpoint, RunSpec, RunState, run_of, session_of, use
 from manager_service.tinker.names import Path, parse_path
 

@@ -7,7 +7,7 @@ import msgspec
 from common.errors import NotFound
 from common.messages import AdapterRef
 from manager_service.api.context import Api, Base
-from manager_service.records import JSON
+from manager_service.records.keys import JSON
 from manager_service.runs.records import Sampler, use
 from manager_service.tinker.store.runs import RunStore
 

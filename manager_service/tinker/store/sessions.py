@@ -13,7 +13,7 @@ import msgspec
 from common.errors import InvalidInput, NotFound
 from manager_service.api.context import Api
 from manager_service.api.errors import ApiError
-from manager_service.records import GLOBAL, JSON
+from manager_service.records.keys import GLOBAL, JSON
 from manager_service.runs.records import SESSION_ALIVE_S, SESSION_KEPT_S, ClientSession
 from manager_service.tinker.names import is_session
 from manager_service.tinker.requests import SessionAsked

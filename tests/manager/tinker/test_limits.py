@@ -9,7 +9,7 @@ import pytest
 
 from common.adapters import PEFT_FILES
 from manager_service.api import body_limit
-from manager_service.records import GLOBAL
+from manager_service.records.keys import GLOBAL
 from manager_service.runs import names, retention, runs
 from manager_service.runs import run as run_module
 from manager_service.runs.records import run_of

@@ -10,7 +10,8 @@ from common.messages import BASE, Cancel, Failure
 from common.tasks import cancel_all
 from manager_service.api.errors import ApiError
 from manager_service.api.sampling.choices import InferenceRequest
-from manager_service.records import JSON, JobState
+from manager_service.records.job_records import JobState
+from manager_service.records.keys import JSON
 from manager_service.tinker import retrieval
 from manager_service.tinker.futures import samples as samples_module
 from manager_service.tinker.futures.samples import Gone

@@ -1,38 +1,10 @@
-"""Names the manager's records in Redis: of jobs, tenants, keys and files. All records are JSON.
-
-in the cell (see common.streams)
-job:<job>                  hash     `spec`: JobSpec, written once by the API; `state`: JobState, by the owner alone;
-                                    `deleted`: the user deleted its model; `moving`: it is being archived, and must not change
-unfinished:<tenant>        hash     job -> bytes of `spec` and `state` when it was created, until it has finished
-finished:<p>               zset     jobs to be archived (manager_service/archive) by when they finished, seconds since 1970
-num-archived               string   how many jobs are in the archive
-exports                    hash     job -> tenant: jobs whose figures a logger still waits for (manager_service/export)
-ends                       zset     `<tenant> <job>` by when it ended: what webhooks are to hear; for three days at most
-ledger:<job>               hash     issued, trained, filtered, stale, failed, cancelled
-open:<job>                 hash     TrajectoryKey -> OpenTrajectory (jobs.open_trajectories); its size is in_flight
-evals:<job>                hash     TrajectoryKey -> attempt, of evaluations, which the ledger does not count
-checkpoints:<job>          hash     version -> CheckpointRecord
-events:<job>               stream   field `event`: EventRecord; entry id `<sequence>-0`
-usage:<tenant>             hash     `<job>/<counter>` -> amount; job `-` is inference, `archived` all archived jobs together
-
-outside the cells, prefix `marlaas:{@}:`
-tenants                    hash     tenant -> TenantRecord
-keys                       hash     sha256 of the key -> KeyRecord
-logger-keys:<tenant>       hash     logger -> LoggerKey
-webhooks:<tenant>          hash     webhook -> Webhook
-loggers                    string   names of the loggers that are installed where the exporter runs, JSON
-exporter                   string   the exporter that works (manager_service/export/lease.py)
-file:<file>                string   FileRecord; content is in object storage at `files/{tenant}/{file}`
-files:<tenant>             zset     file id by creation time
-file-bytes:<tenant>        hash     file id -> bytes
-"""
+"""Records of jobs: what never changes, and the state, which the owner alone writes."""
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Collection
+from typing import Any, Literal
 
 import msgspec
-import structlog
 
 from common.environments import SUPERVISED
 from common.messages import (
@@ -46,16 +18,19 @@ from common.messages import (
     OptimSpec,
 )
 from manager_service.kept import Kept
+from manager_service.receivers import Integration
 
-S = TypeVar("S")
-T = TypeVar("T")
-log = structlog.get_logger()
+MAX_DRAWN = 3
+"""Groups that dynamic sampling draws at most for one step, as a multiple of `batch_size`."""
+
 
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
+
+
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
+
+
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled")
-GLOBAL = "marlaas:{@}:"
-"""Prefix of the records outside the cells, all on one shard of a Redis Cluster. No base model can have this name."""
 
 
 def tuned_model(base_model: str, tenant: str, suffix: str, job: str) -> str:
@@ -90,19 +65,6 @@ class Hyper(msgspec.Struct, frozen=True, kw_only=True):
     plateau_steps: int | None = None  # without a new best, after which training ends early
     plateau_delta: float = 0.0  # by which a new best must be better
     max_tokens_total: int | None = None  # prompt, sampled and trained; training ends before it uses more
-
-
-LoggerName = Literal["wandb", "trackio"]
-
-
-class Integration(msgspec.Struct, frozen=True, kw_only=True):
-    """A logger that a job's figures go to."""
-
-    type: LoggerName
-    project: str
-    name: str = ""  # of the run; empty: the job's id
-    entity: str = ""  # whose project it is; empty: the key's own
-    tags: tuple[str, ...] = ()
 
 
 class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,6 +175,8 @@ class Stop(msgspec.Struct, frozen=True):
 
 MAX_REASONS = 20
 """Different reasons of failures that are counted apart between two steps."""
+
+
 OTHER_REASONS = "other: reasons beyond the first"
 
 
@@ -303,146 +267,29 @@ class JobState(msgspec.Struct, kw_only=True):
         return max(self.reasons, key=lambda reason: (reason != OTHER_REASONS, self.reasons[reason]), default="")
 
 
-class EventRecord(msgspec.Struct, frozen=True):
-    """One line of a job's event log. The API shows it in OpenAI's shape."""
-
-    sequence: int
-    created_at: int
-    level: Literal["info", "warn", "error"]
-    message: str
-    type: Literal["message", "metrics"] = "message"
-    data: dict[str, Any] = {}
-
-
-class CheckpointRecord(msgspec.Struct, frozen=True):
-    version: int
-    created_at: int
-    metrics: dict[str, float | None] = {}
-
-
-class Written(msgspec.Struct, frozen=True):
-    """A trajectory as tokens: a prompt, then turns of the model and replies of the environment, by turns."""
-
-    tokens: list[int]  # from the first of the prompt on
-    lengths: list[int]  # tokens of the prompt, of the model's turn, of the reply, of the model's turn, …
-    logprobs: list[float]  # of the model's tokens, when they were sampled; none of a supervised job's
-    num_dropped: int = 0  # tokens at the end that are not kept
-
-
-SampleKind = Literal["samples", "answers"]
-"""`samples`: what a step was trained on. `answers`: what an evaluation was answered."""
-KeptAs = Literal["first", "best", "worst", "failed", "evaluation"]
-"""Reason to keep a sample: it is of a step's first groups, or one of the others, or an evaluation's answer to one of its first items."""
-
-
-class SampleRecord(msgspec.Struct, frozen=True):
-    """A trajectory shown to the job's owner; as JSON it is the API's answer."""
-
-    version: int  # that sampled it
-    group: int
-    sample: int
-    text: str
-    reward: float | None
-    stop_reason: str
-    prompt: str = ""
-    reward_parts: dict[str, float] = {}
-    failure: Failure | None = None  # why it has no reward, and was left out
-    written: Written | None = None  # None: not kept
-    kept: KeptAs = "first"
-    step: int = 0  # that trained on it, or left it out since it failed; the version that an evaluation measures
-    item: int | None = None  # of an evaluation: the item's place in the held-out file, from 0
-    advantage: float | None = None  # by which it is learned from; None: it is not, or its reward is no matter
-    object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
-
-
-class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
-    id: str
-    name: str = ""
-    created_at: int
-    weight: float = 1.0
-    max_jobs: int = 16  # running at once in a cell; more are queued
-    max_tokens_per_day: int | None = None  # prompt, sampled and trained; beyond it nothing is issued or accepted
-
-
-class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Stored under the sha256 of the key; the key itself is shown once."""
-
-    id: str  # `key-…`
-    tenant: str
-    created_at: int
-    admin: bool = False
-    hint: str = ""  # the last four characters
-
-
-class LoggerKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's key of a logger's server. No route shows the key again."""
-
-    logger: LoggerName
-    key: str
-    base_url: str  # of the server
-    created_at: int
-
-
-WebhookEvent = Literal["fine_tuning.job.succeeded", "fine_tuning.job.failed", "fine_tuning.job.cancelled"]
-
-
-class Webhook(msgspec.Struct, frozen=True, kw_only=True):
-    """A URL that hears of the end of a tenant's jobs. The secret is shown once."""
-
-    id: str  # `webhook-…`
-    url: str
-    secret: str  # `whsec_…`, of Standard Webhooks
-    events: tuple[WebhookEvent, ...]
-    created_at: int
-
-
-class Brought(msgspec.Struct, frozen=True):
-    """An adapter that its user has uploaded."""
-
-    lora: LoraSpec
-    shapes: dict[str, tuple[int, int]]  # (out, in) by the name of a module within a layer, as `mlp.up_proj`
-    num_layers: int
-
-
-class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    id: str  # `file-…`
-    tenant: str
-    filename: str
-    purpose: str
-    created_at: int
-    num_bytes: int
-    num_items: int
-    longest: dict[str, int] = {}  # base model -> tokens of the longest prompt; not for bases whose template refuses one
-    tokens: dict[str, int] = {}  # base model -> tokens of all prompts and examples together, where `longest` has it
-    num_examples: int = (
-        0  # of the items: those with an answer to learn, for supervised jobs; of these `longest` counts it too
-    )
-    num_texts: int = 0  # of the examples: those of plain text
-    fields: frozenset[str] = frozenset()  # some that all items have
-    adapter: Brought | None = None  # that the file holds; None: it holds items
-
-
-def file_path(tenant: str, file: str) -> str:
-    """The path of a file's items in object storage."""
-    return f"files/{tenant}/{file}"
-
-
-def brought_path(tenant: str, file: str) -> str:
-    """The path of an uploaded adapter: not below `files`, because trainers may read it."""
-    return f"brought/{tenant}/{file}"
-
-
 DELETED, MOVING = "deleted", "moving"
 """Fields of `job:<job>` that stand there only if they are true."""
 
 
-def read_record(key: str, record: Mapping[bytes, bytes], spec: type[S], state: type[T]) -> tuple[S, T] | None:
-    """The `spec` and `state` of a job's or run's hash; None, with a line in the log, if they cannot be read."""
-    try:
-        return msgspec.json.decode(record[b"spec"], type=spec), msgspec.json.decode(record[b"state"], type=state)
-    except (KeyError, msgspec.MsgspecError) as error:
-        log.error("record_unreadable", key=key, reason=str(error))
-        return None
+def has_version(spec: JobSpec, state: JobState, version: int) -> bool:
+    """Is a version in the store?"""
+    return 0 <= version <= newest_stored(spec, state) and (spec.hyper.keep_versions is None or version in state.stored)
 
 
-JSON = msgspec.json.Encoder()
+def newest_stored(spec: JobSpec, state: JobState) -> int:
+    """The newest version that is surely in the store; -1: none."""
+    return -1 if is_untrained(spec, state.version) else state.version
+
+
+def is_untrained(spec: JobSpec, version: int) -> bool:
+    """Is it a version 0 that was drawn from the seed, and so changes nothing?"""
+    return version == 0 and spec.is_drawn
+
+
+def steps_left(spec: JobSpec, state: JobState) -> int:
+    """Steps that are still to be trained, as far as is known."""
+    left = (state.stop.version if state.stop else spec.hyper.num_steps) - state.version
+    limit, progress = spec.hyper.max_tokens_total, state.progress
+    if limit is not None and progress.step_tokens and state.stop is None:
+        left = min(left, (limit - progress.tokens - progress.eval_tokens) // progress.step_tokens)
+    return max(0, left)
