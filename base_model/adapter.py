@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from common.errors import CorruptObject, InvalidInput
-from common.messages import LoraSpec
 from common.rng import uniform
+from common.wire.messages import LoraSpec
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from base_model.finite import check_finite
-from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.families import check_weights, unsupported
+from common.models.base_shape import BaseShape
+from common.models.families import check_weights, unsupported
+from common.models.weight_files import LINEAR_LAYERS
 from common.text.model_folder import read_config
-from common.weight_files import LINEAR_LAYERS
 
 
 class Project(Protocol):

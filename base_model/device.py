@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from common.errors import InvalidInput
-from common.host_memory import host_bytes
+from common.models.host_memory import host_bytes
 
 
 def find_device(name: str, setting: str) -> torch.device:

@@ -20,9 +20,9 @@ from transformers.utils.logging import disable_progress_bar, get_verbosity, set_
 
 from base_model.finite import check_finite
 from common.errors import InvalidInput
-from common.families import unsupported_by_modules
+from common.models.families import unsupported_by_modules
+from common.models.weight_files import LINEAR_MODULES
 from common.text.model_folder import read_config
-from common.weight_files import LINEAR_MODULES
 
 T = TypeVar("T")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}

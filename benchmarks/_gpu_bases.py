@@ -104,7 +104,7 @@ def random_modules(decoder: Decoder) -> Backbone:
 
 def training_modules(decoder: Decoder) -> Backbone:
     """The same, with the kernels that a trainer takes by itself on that device."""
-    from trainer_service.backbone.device_kernels.choice import chosen_kernels, use_kernels
+    from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels, use_kernels
     from trainer_service.backbone.modules import ModulesBackbone
 
     backbone = random_modules(decoder)

@@ -24,10 +24,10 @@ from benchmarks._report import in_turns, ratio, timed
 from benchmarks.fused import Job, all_active, fused
 from benchmarks.rollout import GROUP_SIZE, NoEnd, adapter_files, request
 from benchmarks.training import ADAPTER, LORA, PeftLoop, Workload, initial_state, make_step, step_of
-from common.base_shape import BaseShape
-from common.footprint import MAX_SCORES, TrainingBytes, training_bytes
-from common.messages import AdapterRef, Rows, TrajectoryRef, f32, i32, u8
-from common.transcript import transcript
+from common.models.base_shape import BaseShape
+from common.models.footprint import MAX_SCORES, TrainingBytes, training_bytes
+from common.wire.messages import AdapterRef, Rows, TrajectoryRef, f32, i32, u8
+from common.wire.transcript import transcript
 from harness.bases import FIRST_WORD, LAST_WORD, QWEN3_06B, make_random_base
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import RunningRows
@@ -127,7 +127,7 @@ def measure_kernels(
 
 def _with_kernels(default: Trainer, decoder: Decoder, names: Sequence[str]) -> Trainer:
     """A trainer over the same weights that keeps as much for the backward."""
-    from trainer_service.backbone.device_kernels.choice import use_kernels  # here: they import transformers
+    from trainer_service.backbone.device_kernels.kernel_choice import use_kernels  # here: they import transformers
     from trainer_service.backbone.modules import ModulesBackbone
 
     own, backbone = default.backbone, random_modules(decoder)

@@ -4,7 +4,7 @@ import math
 from statistics import NormalDist
 
 from common import rng
-from common.messages import TrajectoryRef
+from common.wire.messages import TrajectoryRef
 
 MEDIAN = 16
 SIGMA = math.log(10) / NormalDist().inv_cdf(0.99)

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import psutil
 
-from common.bus import Bus
-from common.streams import GROUP_MANAGER, NUM_PARTITIONS, partition_of
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_MANAGER, NUM_PARTITIONS, partition_of
 from harness.processes import cpu_s
 from harness.redis_server import RedisServer, embedded_redis
 from harness.standin import job_command, job_spec
 from harness.standin_load import BASE_MODEL, Load
-from manager_service.local.supervisor import choose_port
+from manager_service.launcher.supervisor import choose_port
 from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.keys import JSON
 

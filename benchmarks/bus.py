@@ -7,7 +7,7 @@ published, and the first acknowledged and deleted, in one script. The message is
 log-probs. Redis is a real server with the settings of `marlaas up` (append-only file, `appendfsync always`).
 
     bus     read → settle alone, in batches. The messages run in a ring: what is published is what is read next
-    worker  the same through the worker loop (common/worker.py) and a handler that only answers, by number of slots
+    worker  the same through the worker loop (common/worker/worker.py) and a handler that only answers, by number of slots
 
 Python is the processor time of this process, Redis that of the server: other processes on the machine hardly matter to
 them, as they do to wall time. Hand-overs per second and core are the inverse of Python's share. Every figure is the
@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks._report import Goal, Report, in_turns_async, make_table, medians, run
-from common.bus import Bus, Out, Settlement
-from common.handlers import Beat
-from common.messages import AdapterRef, Message, Sampling, TrajectoryRef, TurnRequest
-from common.telemetry import About, Reporter
-from common.transcript import wrote
-from common.worker import Inbox, Worker
+from common.bus.bus import Bus, Out, Settlement
+from common.wire.messages import AdapterRef, Message, Sampling, TrajectoryRef, TurnRequest
+from common.wire.transcript import wrote
+from common.worker.handlers import Beat
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Inbox, Worker
 from harness.redis_server import RedisServer, embedded_redis
 from harness.standin import StandIn
 

@@ -21,8 +21,8 @@ from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
 from benchmarks.training import LORA, Workload, initial_state, make_step
-from common.messages import LoraSpec, TrainStep, f32
 from common.settings import TINY
+from common.wire.messages import LoraSpec, TrainStep, f32
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer

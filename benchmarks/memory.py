@@ -19,10 +19,10 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks._report import Goal, Report, make_table, run
-from common.skills import SKILLS
+from common.tasks.skills import SKILLS
 from harness.live import running
 from harness.processes import Memory, memory, memory_below
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 
 LIMIT_MB = 3000
 IDLE_AFTER_S = 3.0

@@ -28,11 +28,11 @@ from benchmarks._report import Goal, Report, make_table, run
 from benchmarks._scale_cluster import ScaleCluster, running
 from harness.browser import find_browser
 from harness.standin import job_spec
-from manager_service.api.page import FOLDER
-from manager_service.jobs.journal import METRICS
-from manager_service.kept import EventRecord
+from manager_service.http.operators.page_routes import FOLDER
+from manager_service.owner.jobs.journal import METRICS
 from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import EventRecord
 
 TENANT = "default"
 SHORT_STEPS = 20

@@ -4,7 +4,7 @@
 
 Each shape has random weights, and each way of computing it a process of its own, which loads it as a trainer does, with the settings that
 `plan` prints, and trains one step of 8 rows, a quarter of their tokens sampled. Measured is the most memory that was resident (VmHWM),
-from the start of the process. Predicted is `common/footprint.py` of the longest micro-batch.
+from the start of the process. Predicted is `common/models/footprint.py` of the longest micro-batch.
 
     wide    two layers of Qwen3-0.6B with its vocabulary of 151,936; rows of `--tokens`
     deep    eight layers of half that width, a vocabulary of 50,000; rows of half as many
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks._report import Goal, Report, console, make_table, run
-from common.base_shape import BaseShape
-from common.footprint import TrainingBytes, training_bytes
+from common.models.base_shape import BaseShape
+from common.models.footprint import TrainingBytes, training_bytes
 from common.text.model_folder import read_json
 from harness.bases import QWEN3_06B, make_random_base
 
@@ -102,7 +102,7 @@ def train(num_tokens: int) -> int:
     """Trains one step; the most bytes that were resident in this process."""
     import numpy as np  # here: the process that measures needs none of it
 
-    from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
+    from common.wire.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
     from trainer_service.__main__ import load_trainer
     from trainer_service.selftest import random_rows
     from trainer_service.settings import TrainerSettings

@@ -24,9 +24,9 @@ from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns_async, make_table, ratio, run
-from common.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
 from common.settings import TINY
-from common.transcript import shown
+from common.wire.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
+from common.wire.transcript import shown
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine

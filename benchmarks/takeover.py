@@ -25,17 +25,17 @@ from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, make_table, run
 from benchmarks.rollout import NoEnd, request
-from common.adapters import AdapterStore
-from common.bus import Bus, Out
-from common.messages import BASE, TurnRequest
-from common.objects import Objects
+from common.bus.bus import Bus, Out
+from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.cancellation import cancel_all
 from common.settings import TINY
-from common.streams import GROUP_ROLLOUT, Cell
-from common.takeover import ORPHANS_SHARE
-from common.tasks import cancel_all
-from common.telemetry import About, Reporter
-from common.transcript import wrote
-from common.worker import Habits, Inbox, Worker
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import BASE, TurnRequest
+from common.wire.transcript import wrote
+from common.worker.takeover import ORPHANS_SHARE
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Habits, Inbox, Worker
 from harness.redis_server import embedded_redis
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.fused import FusedDecoder

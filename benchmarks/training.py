@@ -22,9 +22,9 @@ from torch import Tensor
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
 from benchmarks._report import Goal, Report, in_turns, make_table, ratio, run, timed
-from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.settings import TINY
-from common.transcript import transcript
+from common.wire.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
+from common.wire.transcript import transcript
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.batch import SampledRows, parse_rows
 from trainer_service.losses import row_terms

@@ -15,8 +15,8 @@ from chaos.faults import Fault, draw
 from chaos.inflict import inflict
 from chaos.report import Story
 from chaos.tenants import RECIPES, Client, Deserted, Recipe, Run, Tenant, Unplanned
-from common.adapters import Manifest
-from common.tasks import running
+from common.cancellation import running
+from common.store.adapters import Manifest
 
 DRAIN_S = 300.0
 """Time for the last jobs to end, after the last fault."""

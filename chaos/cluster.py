@@ -12,13 +12,13 @@ import psutil
 
 from chaos.clock import Clock
 from chaos.faults import MANAGERS, PROCESSES
-from common.streams import Cell
+from common.bus.streams import Cell
 from harness.processes import with_descendants
 from harness.proxy import Proxy
 from harness.redis_server import free_port
 from harness.replaceable_redis import ReplaceableRedis
 from harness.s3_server import BUCKET, S3Server, environment
-from manager_service.local.supervisor import LocalCluster, ServiceCommand, service_commands
+from manager_service.launcher.supervisor import LocalCluster, ServiceCommand, service_commands
 
 CELL = Cell("tiny")
 """The cell of the base model that it serves."""

@@ -8,9 +8,9 @@ import psutil
 
 from env_service.graders import text
 from env_service.sandbox import sandbox
-from env_service.verifiers import process as hosts
+from env_service.verifiers import package_process as hosts
 from harness.processes import with_descendants
-from manager_service.api.reading import helpers as reading
+from manager_service.http.reading import reading_helpers as reading
 
 HELPERS = {text.HELPER, reading.HELPER, sandbox.START, str(hosts.HOST)}
 """A word of each one's command line. The sandbox's calls and their keepers have the same."""

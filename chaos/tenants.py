@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from chaos.deserter import NUM_RUNS
-from common.skills import WORDS, generate
+from common.tasks.skills import WORDS, generate
 from harness.live import ALIKE, CALCULATOR, FINAL, GRADER, jsonl
 
 POLL_S, RETRY_S = 0.5, 0.3

@@ -10,7 +10,7 @@ import msgspec
 
 from chaos.cluster import CELL, Cluster, shared_memory
 from chaos.tenants import STEPS, Run
-from common.adapters import PEFT_FILES, Manifest
+from common.store.adapters import PEFT_FILES, Manifest
 from harness.live import is_balanced
 from harness.s3_server import S3Server
 from manager_service.records.keys import GLOBAL

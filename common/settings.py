@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import InvalidInput
-from common.spelling import nearest
+from common.suggestions import nearest
 
 PREFIX, TEST_PREFIX = "MARLAAS_", "MARLAAS_TEST_"
 

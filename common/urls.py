@@ -5,7 +5,7 @@ import string
 
 import httpx
 
-from common.spelling import quoted
+from common.suggestions import quoted
 
 MAX_CHARACTERS = 2048
 _NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-._")

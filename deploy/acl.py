@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from common.streams import NUM_PARTITIONS, Cell
+from common.bus.streams import NUM_PARTITIONS, Cell
 
 SERVICES = ("manager", "exporter", "env", "rollout", "trainer")
 USERS = (*SERVICES, "scaler", "health", "operator")

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import structlog
 
-from common.messages import Outside
-from common.service import BuiltService, Parts, run
+from common.bus.streams import GROUP_ENV
 from common.settings import resolve_config
-from common.streams import GROUP_ENV
-from common.telemetry import About
 from common.text.tokens import ChatTokenizer
-from common.worker import Habits, Inbox
+from common.wire.messages import Outside
+from common.worker.service import BuiltService, Parts, run
+from common.worker.telemetry import About
+from common.worker.worker import Habits, Inbox
 from env_service.environments.catalogue import Catalogue
 from env_service.environments.openenv_server import Servers, read_servers
 from env_service.graders.endpoint import Endpoints
@@ -23,7 +23,7 @@ from env_service.live.attendance import Attendance
 from env_service.live.sessions import Sessions
 from env_service.sandbox.sandbox import Sandbox, SandboxLimits, check_strength
 from env_service.settings import EnvSettings
-from env_service.verifiers.process import Hosts
+from env_service.verifiers.package_process import Hosts
 
 Closing = list[Callable[[], Awaitable[None]]]
 """Closes some parts of the worker, in this order."""

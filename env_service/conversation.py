@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput
-from common.messages import TurnResult
 from common.text.tokens import ChatTokenizer
+from common.wire.messages import TurnResult
 from env_service import work
 from env_service.environment import Step, Turn
 from env_service.failures import EnvironmentFailed

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from common.messages import Failure, FailureKind, GradeRequest, GradeResult, Message, StopReason, TurnResult, Usage
+from common.wire.messages import Failure, FailureKind, GradeRequest, GradeResult, Message, StopReason, TurnResult, Usage
 from env_service.environment import Step
 from env_service.failures import EnvironmentFailed
 from env_service.graders.runner import as_reward

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from common.errors import InvalidInput
-from common.messages import StopReason
 from common.text.tokens import ToolCall
+from common.wire.messages import StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 
 from common.errors import InvalidInput
-from common.messages import ScoredTrajectory, Start, TurnRequest, TurnResult, Usage
 from common.text.examples import Example, read_example
 from common.text.tokens import ChatTokenizer
-from common.transcript import transcript
+from common.wire.messages import ScoredTrajectory, Start, TurnRequest, TurnResult, Usage
+from common.wire.transcript import transcript
 from env_service.environment import Step
 from env_service.requests import first_requests
 from env_service.trajectory import Context, decode_state, encode_context, encode_state

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from common.errors import Permanent, Unavailable
-from common.messages import FailureKind
+from common.wire.messages import FailureKind
 
 
 class NoRoom(Unavailable):

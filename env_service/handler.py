@@ -18,10 +18,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common.deliveries import Out
-from common.environments import BUILT_IN, SUPERVISED, is_multi_turn, reply_fault, roles_of
+from common.bus.deliveries import Out
+from common.bus.streams import Cell
+from common.cancellation import is_cancelled
 from common.errors import InvalidInput, Permanent, Retryable, Unavailable
-from common.messages import (
+from common.sharing.places import Claim, Places
+from common.tasks.environments import BUILT_IN, SUPERVISED, is_multi_turn, reply_fault, roles_of
+from common.text.examples import Example
+from common.text.tokens import ChatTokenizer
+from common.wire.messages import (
     Cancel,
     Failure,
     GradeRequest,
@@ -35,13 +40,8 @@ from common.messages import (
     Usage,
     turn_id,
 )
-from common.places import Claim, Places
-from common.streams import Cell
-from common.tasks import is_cancelled
-from common.telemetry import Waiting
-from common.text.examples import Example
-from common.text.tokens import ChatTokenizer
-from common.transcript import EMPTY, Transcript, shown
+from common.wire.transcript import EMPTY, Transcript, shown
+from common.worker.telemetry import Waiting
 from env_service import work
 from env_service.conversation import Conversation
 from env_service.endings import NO_USAGE, Ending, advanced, ending_of, failure_of, grade_result

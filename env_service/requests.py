@@ -7,8 +7,8 @@ import msgspec
 
 from common import rng
 from common.errors import InvalidInput
-from common.messages import Start, TrajectoryRef, TurnRequest, Usage, turn_id
-from common.transcript import shown
+from common.wire.messages import Start, TrajectoryRef, TurnRequest, Usage, turn_id
+from common.wire.transcript import shown
 from env_service.environment import Environment, LiveEnvironment
 
 

@@ -6,7 +6,7 @@ import msgpack
 import msgspec
 
 from common.errors import CorruptObject
-from common.messages import EnvSpec
+from common.wire.messages import EnvSpec
 from env_service.failures import EnvironmentFailed
 
 MAX_STATE_BYTES = 64 * 1024

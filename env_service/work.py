@@ -14,9 +14,9 @@ from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from common.places import Places
-from common.tasks import beating
-from common.threads import SharedThreads
+from common.cancellation import beating
+from common.sharing.places import Places
+from common.sharing.threads import SharedThreads
 
 if TYPE_CHECKING:
     from env_service.live.sessions import Seat

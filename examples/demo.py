@@ -22,10 +22,10 @@ from openai import AsyncOpenAI
 from rich.live import Live
 
 from common.errors import MarlaasError
-from common.skills import SKILLS, generate
+from common.tasks.skills import SKILLS, generate
 from examples.report import Busy, Curve, write_report
-from manager_service.local.embedded_redis import write_private
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.embedded_redis import write_private
+from manager_service.launcher.supervisor import LocalCluster
 from marlaas_client.cli.output import cells, console, table
 from marlaas_client.cli.progress import JobProgress
 from marlaas_client.cli.view import live_view, plain_line

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from openai import AsyncOpenAI
 
 from common.errors import InvalidInput, MarlaasError
-from manager_service.api.hyperparameters import parse_hyperparameters
-from manager_service.cli.plan import EngineName, plan_for, settings_of, start_command
-from manager_service.local.supervisor import LocalCluster
+from manager_service.http.openai.jobs.hyperparameters import parse_hyperparameters
+from manager_service.launcher.commands.plan_command import EngineName, plan_for, settings_of, start_command
+from manager_service.launcher.supervisor import LocalCluster
 from marlaas_client.cli.output import say
 from marlaas_client.cli.talk import Translated
 from marlaas_client.cluster_file import read_cluster_file

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from openai import AsyncOpenAI
 
 from common.errors import MarlaasError
-from common.skills import is_held_out
-from manager_service.local.supervisor import LocalCluster
+from common.tasks.skills import is_held_out
+from manager_service.launcher.supervisor import LocalCluster
 from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/new_skill")

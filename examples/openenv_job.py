@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from examples.three_turns import HYPER, JobFailed, client_of, learn
-from manager_service.local.supervisor import LocalCluster, choose_port
+from manager_service.launcher.supervisor import LocalCluster, choose_port
 from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/openenv")

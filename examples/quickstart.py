@@ -12,7 +12,7 @@ from typing import Any
 
 from openai import OpenAI
 
-from common.skills import generate
+from common.tasks.skills import generate
 from marlaas_client.cluster_file import read_cluster_file
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from common.errors import MarlaasError
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/three_turns")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import MarlaasError
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 from marlaas_client.cli.output import console
 
 DATA_DIR = Path(".marlaas/tinker")

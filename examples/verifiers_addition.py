@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.three_turns import client_of, installed, learn
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 from marlaas_client.cli.output import say
 
 DATA_DIR = Path(".marlaas/verifiers")

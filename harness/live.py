@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 
-from common.adapters import AdapterStore
-from common.messages import AdapterRef
-from common.objects import Objects
-from common.skills import Split, generate
-from manager_service.local.supervisor import LocalCluster
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.tasks.skills import Split, generate
+from common.wire.messages import AdapterRef
+from manager_service.launcher.supervisor import LocalCluster
 
 FINAL = {"succeeded", "failed", "cancelled"}
 _TEXTS = {"input": "{{sample.output_text}}", "reference": "{{item.answer}}"}

@@ -16,10 +16,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 from redis.retry import Retry
 
-from common.bus import Bus
-from common.streams import Cell
+from common.bus.bus import Bus
+from common.bus.streams import Cell
 from harness.processes import cpu_s
-from manager_service.local.embedded_redis import EmbeddedRedis, find_server, new_password
+from manager_service.launcher.embedded_redis import EmbeddedRedis, find_server, new_password
 
 
 def find_valkey() -> Path:

@@ -9,11 +9,12 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from common.adapters import AdapterStore, Manifest, update_of
-from common.bus import Bus, Out
+from common.bus.bus import Bus, Out
+from common.bus.streams import Cell, partition_of
 from common.errors import AlreadyExists
-from common.handlers import Beat, Handler
-from common.messages import (
+from common.store.adapters import AdapterStore, Manifest, update_of
+from common.store.objects import Objects
+from common.wire.messages import (
     AdapterRef,
     AdapterUpdate,
     EnvSpec,
@@ -33,11 +34,10 @@ from common.messages import (
     WorkerReport,
     turn_id,
 )
-from common.objects import Objects
-from common.streams import Cell, partition_of
-from common.telemetry import About, Reporter
-from common.transcript import shown, wrote
-from common.worker import Inbox, Worker, worker_id
+from common.wire.transcript import shown, wrote
+from common.worker.handlers import Beat, Handler
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Inbox, Worker, worker_id
 from manager_service.records.file_records import file_path
 from manager_service.records.job_records import Hyper, JobSpec, JobState
 from manager_service.records.keys import JSON

@@ -22,14 +22,14 @@ from typing import Any
 import msgspec
 
 from common import log
-from common.adapters import AdapterStore
-from common.bus import Bus, Delivery, connect
-from common.objects import Objects
-from common.service import spare_collections
-from common.streams import GROUP_TRAINER, Cell
-from common.tasks import cancel_all
-from common.telemetry import About, Reporter
-from common.worker import Inbox, Worker, worker_id
+from common.bus.bus import Bus, Delivery, connect
+from common.bus.streams import GROUP_TRAINER, Cell
+from common.cancellation import cancel_all
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.worker.service import spare_collections
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Inbox, Worker, worker_id
 from harness.light.env import light_env
 from harness.light.rollout import light_rollout
 from harness.light.worker import LightWorker

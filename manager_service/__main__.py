@@ -5,11 +5,11 @@ import signal
 
 import structlog
 
-from common.known_store import recognised_at_once, recognised_by_service
-from common.service import run_with, spare_collections
-from common.tasks import done_before, running
-from manager_service.api.context import Api, Base
-from manager_service.api.server import keep_keys, make_api, serve
+from common.cancellation import done_before, running
+from common.store.known_store import recognised_at_once, recognised_by_service
+from common.worker.service import run_with, spare_collections
+from manager_service.http.context import Api, Base
+from manager_service.http.server import keep_keys, make_api, serve
 from manager_service.owner.owner import Owner
 from manager_service.settings import ManagerSettings
 

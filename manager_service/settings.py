@@ -4,7 +4,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from common.settings import Settings
-from manager_service.kept import Limits
+from manager_service.records.sample_records import Limits
 from manager_service.scheduling.policies import Policy, parse_policy
 from manager_service.scheduling.training_queue import Discipline
 

@@ -36,7 +36,7 @@ from tiny_data import PLAIN, Example, collate, draw_batches  # noqa: E402
 from tiny_measure import check, greedy_accuracy, measure_all, write_card  # noqa: E402
 from tiny_tokens import CONTEXT, END, IDS, VOCAB_SIZE, make_tokenizer  # noqa: E402
 
-from common.skills import SKILLS  # noqa: E402  (the path above comes first)
+from common.tasks.skills import SKILLS  # noqa: E402  (the path above comes first)
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:

@@ -10,7 +10,7 @@ from tiny_plain import PLAIN_END, draw_plain
 from tiny_tokens import END, END_TOOL_CALL, IDS, TOOL_CALL, VOCAB_SIZE
 from torch import Tensor
 
-from common.skills import SKILLS, is_held_out
+from common.tasks.skills import SKILLS, is_held_out
 
 PLAIN = "plain"
 """Additions in plain text, beside the skills."""

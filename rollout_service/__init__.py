@@ -5,8 +5,8 @@
     env, scored:<p>, reply:<api> ◄─ turn ── handler ◄──────────────── tokens, log-probs ──────────────┘
 
 When a worker dies, its requests are still pending in the stream. Nobody renews them, so after a lease (10 s) another worker takes them
-over (`common/takeover.py`). It goes on with a turn of more than 64 tokens from what was saved in the last second, and samples a shorter
-one again; in deterministic mode it samples every turn again. When only an engine's process dies, process/ starts it again.
+over (`common/worker/takeover.py`). It goes on with a turn of more than 64 tokens from what was saved in the last second, and samples a
+shorter one again; in deterministic mode it samples every turn again. When only an engine's process dies, process/ starts it again.
 
     embedded/     the engine in torch, in this process
     process/      the engine that runs in a process of its own

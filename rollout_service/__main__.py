@@ -7,14 +7,14 @@ from pathlib import Path
 from base_model.device import keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
 from base_model.loading_turn import alone_on
+from common.bus.streams import GROUP_ROLLOUT
 from common.errors import InvalidInput
-from common.messages import TurnDelta
-from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
-from common.streams import GROUP_ROLLOUT
-from common.telemetry import About
 from common.text.tokens import ChatTokenizer
-from common.worker import Habits, Inbox
+from common.wire.messages import TurnDelta
+from common.worker.service import BuiltService, Parts, run
+from common.worker.telemetry import About
+from common.worker.worker import Habits, Inbox
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.choice import load_backbone
 from rollout_service.embedded.pools import EngineLimits

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from common.adapters import AdapterStore
+from common.cancellation import cancel_all
 from common.errors import MarlaasError
-from common.messages import AdapterRef
-from common.tasks import cancel_all
+from common.store.adapters import AdapterStore
+from common.wire.messages import AdapterRef
 from rollout_service.engine import Engine
 
 log = structlog.get_logger()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.handlers import Beat
-from common.messages import EMPTY_F32, AdapterRef, Array, StopReason, TurnRequest
+from common.wire.messages import EMPTY_F32, AdapterRef, Array, StopReason, TurnRequest
+from common.worker.handlers import Beat
 
 OnToken = Callable[[Sequence[int], Sequence[float]], None]
 """Called with the tokens and log-probs that are new since the last call, the resumed ones not included."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from common.deliveries import Out
+from common.bus.deliveries import Out
+from common.bus.streams import Cell
 from common.errors import CorruptObject, InvalidInput, NotFound
-from common.messages import (
+from common.wire.messages import (
     EMPTY_F32,
     EMPTY_I32,
     Failure,
@@ -28,8 +29,7 @@ from common.messages import (
     f32,
     i32,
 )
-from common.streams import Cell
-from common.transcript import wrote
+from common.wire.transcript import wrote
 from rollout_service.adapters import AdapterCache
 from rollout_service.engine import CorruptAdapter, Engine, Generated
 from rollout_service.turns import weights_of
@@ -44,7 +44,7 @@ SendDelta = Callable[[str, TurnDelta], Awaitable[None]]
 
 
 class RolloutHandler:
-    """Implements `common.handlers.Handler` for TurnRequest."""
+    """Implements `common.worker.handlers.Handler` for TurnRequest."""
 
     def __init__(
         self,

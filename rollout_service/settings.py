@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from common.settings import Settings, dtype_on
-from common.takeover import ORPHANS_SHARE
+from common.worker.takeover import ORPHANS_SHARE
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from common.errors import InvalidInput
-from common.messages import BASE, AdapterRef, Array, Sampling, TurnRequest, f32
+from common.wire.messages import BASE, AdapterRef, Array, Sampling, TurnRequest, f32
 from rollout_service.engine import Partial
 
 KEPT_PARTIALS = 1024

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import msgspec
 
-from common.bus import Bus
-from common.streams import Cell
+from common.bus.bus import Bus
+from common.bus.streams import Cell
 from marlaas_client.cluster_file import read_cluster_file
 from simulator.fit import Recording, calibrate, read_recording, record, write_recording
 from simulator.report import natural, program

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from common.bus import Bus
-from common.messages import WorkerReport
+from common.bus.bus import Bus
+from common.wire.messages import WorkerReport
 from manager_service.records.job_records import Hyper, JobSpec
 from simulator.calibration import Calibration, LogNormal, Machine, Size, Workload
 

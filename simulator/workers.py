@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.messages import Init, Start, TrainStep
+from common.wire.messages import Init, Start, TrainStep
 from simulator.calibration import Machine, Workload
 from simulator.clock import Clock, Process, SimulatedHost
 

@@ -7,7 +7,8 @@ from functools import lru_cache
 from itertools import pairwise
 from math import inf
 
-from common.messages import (
+from common.bus.streams import NUM_PARTITIONS, Cell
+from common.wire.messages import (
     AdapterNew,
     AdapterRef,
     AdapterUpdate,
@@ -23,17 +24,16 @@ from common.messages import (
     Usage,
     turn_id,
 )
-from common.streams import NUM_PARTITIONS, Cell
-from common.transcript import Transcript, shown, wrote
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.items import Items
-from manager_service.jobs.job import Job
+from common.wire.transcript import Transcript, shown, wrote
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.items import Items
+from manager_service.owner.jobs.job import Job
 from manager_service.records.job_records import Hyper, JobSpec, JobState
+from manager_service.records.tenants import TenantRecord
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
-from manager_service.tenants import TenantRecord
 from simulator.calibration import Calibration, PolicyRun, Spread, Workload, jain
 from simulator.clock import Clock, Process, SimulatedHost
 from simulator.workers import REWARD, EngineTurns, Flight, SimulatedEngine, SimulatedEnvironment, TrainerWorker

@@ -12,9 +12,9 @@ import redis
 import structlog
 from hypothesis import settings
 
-from common.bus import Bus
-from common.objects import Objects
-from common.streams import Cell
+from common.bus.bus import Bus
+from common.bus.streams import Cell
+from common.store.objects import Objects
 from harness.redis_server import RedisServer
 from tests.support.exact_mode import Exact, prepare
 

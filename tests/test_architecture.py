@@ -48,7 +48,7 @@ IMPORTERS = {
     "torch": {"base_model/", "rollout_service/embedded/", "trainer_service/"},
     "transformers": {
         "base_model/modules.py",
-        "manager_service/cli/plan.py",
+        "manager_service/launcher/commands/plan_command.py",
         "rollout_service/embedded/backbone/modules.py",
         "trainer_service/backbone/attention.py",
         "trainer_service/backbone/device_kernels/",
@@ -57,26 +57,25 @@ IMPORTERS = {
     "liger_kernel": {"trainer_service/backbone/device_kernels/liger.py"},
     "vllm": {"rollout_service/process/vllm_engine.py"},
     "redis": {
-        "common/bus.py",
-        "common/redis_connection.py",
-        "manager_service/api/",
-        "manager_service/local/supervisor.py",
+        "common/bus/bus.py",
+        "common/bus/redis_connection.py",
+        "manager_service/http/",
+        "manager_service/launcher/supervisor.py",
         "manager_service/owner/transaction.py",
-        "manager_service/tinker/futures/samples.py",
     },
     "datasets": {"marlaas_client/dataset.py"},
     "pyarrow": {"marlaas_client/dataset.py"},
-    "google": {"manager_service/tinker/wire/"},
-    "zstandard": {"manager_service/tinker/wire/"},
-    "obstore": {"common/objects.py"},
+    "google": {"manager_service/http/tinker/wire/"},
+    "zstandard": {"manager_service/http/tinker/wire/"},
+    "obstore": {"common/store/objects.py"},
     "pickle": set[str](),
 }
 """Foreign package -> the product's files and folders that may import it, and do."""
 
 CATCHES_ALL = {
-    "common/environments.py": "a package that cannot be imported is told of where its environment is named",
+    "common/tasks/environments.py": "a package that cannot be imported is told of where its environment is named",
     "common/text/special_tokens.py": "the library of tokenizers raises nothing narrower",
-    "common/worker.py": "a handler's error ends as a dead letter, not as a dead worker",
+    "common/worker/worker.py": "a handler's error ends as a dead letter, not as a dead worker",
     "env_service/handler.py": "an environment's error is a failed trajectory",
     "env_service/environments/catalogue.py": "a constructor's error is told where it is a failed trajectory",
     "env_service/live/sessions.py": "nobody waits for a session that cannot be closed",
@@ -85,14 +84,14 @@ CATCHES_ALL = {
     "env_service/verifiers/host.py": "whatever a package raises fails its trajectory, or says why it cannot be loaded",
     "env_service/work.py": "an error goes to whoever waits for the shared call",
     "manager_service/scheduling/allocator.py": "one job's trouble must not stop the other tenants",
-    "manager_service/tinker/retrieval.py": "a client that waits repeats at once after an error",
-    "manager_service/tinker/futures/samples.py": "an error goes to whoever asks for the samples",
-    "manager_service/api/environments.py": "a package whose arguments cannot be told stands in the list with the error",
-    "manager_service/api/event_stream.py": "a stream's client must hear that it ended in an error",
+    "manager_service/http/tinker/retrieval.py": "a client that waits repeats at once after an error",
+    "manager_service/http/tinker/futures/sample_futures.py": "an error goes to whoever asks for the samples",
+    "manager_service/http/openai/environments.py": "a package whose arguments cannot be told stands in the list with the error",
+    "manager_service/http/event_stream.py": "a stream's client must hear that it ended in an error",
     "manager_service/owner/owner.py": "a partition that cannot be loaded must not stop the others",
     "manager_service/owner/partition.py": "one job's trouble must not stop the other tenants' owner",
-    "manager_service/runs/runs.py": "one run's trouble must not stop the other tenants' owner",
-    "manager_service/local/supervisor.py": "children are stopped before the error goes on",
+    "manager_service/owner/runs/runs.py": "one run's trouble must not stop the other tenants' owner",
+    "manager_service/launcher/supervisor.py": "children are stopped before the error goes on",
     "manager_service/export/exporter.py": "one tenant's trouble must not stop what the others' jobs report",
     "manager_service/export/webhooks.py": "one tenant's trouble must not stop what the others' jobs report",
     "manager_service/export/writer.py": "whatever a logger raises is the job's answer",
@@ -100,15 +99,15 @@ CATCHES_ALL = {
     "trainer_service/ranks/leader.py": "whatever fails in an operation of all ranks leaves them out of step",
     "rollout_service/process/process_engine.py": "whatever keeps an engine's process from starting may pass",
     "rollout_service/process/vllm_engine.py": "vLLM raises many kinds, which mean one of three things here",
-    "rollout_service/embedded/alone.py": "an error goes to whoever waits for the turn",
+    "rollout_service/embedded/fault_isolation.py": "an error goes to whoever waits for the turn",
     "rollout_service/embedded/torch_engine.py": "a failed forward ends its turns, not the engine's thread",
 }
 
 UNSHARED_THREADS = {
-    "manager_service/api/downloads.py": "reads a small part of a file that is on this machine's disk",
-    "manager_service/api/server.py": "before the first request",
-    "manager_service/owner/reading.py": "a job's files, of which an owner loads a few at a time",
-    "manager_service/local/supervisor.py": "serves one person",
+    "manager_service/http/openai/files/downloads.py": "reads a small part of a file that is on this machine's disk",
+    "manager_service/http/server.py": "before the first request",
+    "manager_service/owner/job_reader.py": "a job's files, of which an owner loads a few at a time",
+    "manager_service/launcher/supervisor.py": "serves one person",
     "env_service/sandbox/sandbox.py": "deletes a call's folder, which is small",
 }
 """Files of what serves many tenants that may use threads that tenants do not share by weight, each with its reason."""
@@ -116,9 +115,9 @@ UNSHARED_THREADS = {
 READS_ENVIRONMENT = {
     "base_model/kernels.py",  # MKL takes its setting from there alone
     "common/settings.py",
-    "env_service/verifiers/process.py",  # packages have the operator's variables, but for ours
-    "manager_service/local/children/nursery.py",  # gives a child its settings
-    "manager_service/local/supervisor.py",
+    "env_service/verifiers/package_process.py",  # packages have the operator's variables, but for ours
+    "common/children/nursery.py",  # gives a child its settings
+    "manager_service/launcher/supervisor.py",
     "rollout_service/process/vllm_engine.py",  # vLLM takes some settings from there alone
     "trainer_service/ranks/leader.py",  # gloo takes its network interface from there alone
 }
@@ -143,7 +142,7 @@ LOOKED_AT = (
 
 MAX_FILE, MAX_FUNCTION = 450, 38
 MAX_FILES = 12
-FULL_FOLDERS = {"manager_service/api", "marlaas_client/cli", "trainer_service"}
+FULL_FOLDERS = {"marlaas_client/cli", "trainer_service"}
 SIZED = ("common", "base_model", *SERVICES)
 MAX_SIZED = 56_507
 """Lines of these packages together. A change that raises it says in its message what it bought; one that needs less lowers it."""
@@ -261,6 +260,18 @@ def test_services_start_without_torch_or_at_least_without_what_takes_seconds_to_
     assert (done.stdout.split(), done.stderr) == (["[]", "[]"], "")
 
 
+@pytest.mark.parametrize(("one", "other"), [("http", "owner"), ("owner", "http")])
+def test_the_two_programs_of_the_manager_meet_in_records_and_scheduling_alone(one: str, other: str) -> None:
+    """The HTTP API and the owners could be deployed apart."""
+    wrong = [
+        f"{file} imports {name}"
+        for file in files(f"manager_service/{one}")
+        for name in imports(file)
+        if f"{name}.".startswith(f"manager_service.{other}.")
+    ]
+    assert wrong == []
+
+
 def test_the_simulator_imports_no_other_benchmark() -> None:
     found = {name for file in files("simulator") for name in imports(file) if name.startswith("benchmarks")}
     assert {name for name in found if not name.startswith("simulator")} == set()
@@ -282,6 +293,17 @@ def types_of(file: str) -> Iterator[str]:
 def test_no_two_types_share_a_name() -> None:
     names = Counter(name for file in files(*NAMED) if not file.endswith("_pb2.py") for name in types_of(file))
     assert {name for name, num in names.items() if num > 1} - ALIKE.keys() == set()
+
+
+SAME_FILE_NAMES = {"env_service": {"environment.py"}}
+"""Names that two files of a package share: operators import `Step` from one, `Verifiers` from the other."""
+
+
+@pytest.mark.parametrize("package", SIZED)
+def test_no_two_files_of_a_package_share_a_name(package: str) -> None:
+    names = Counter(Path(file).name for file in files(package))
+    twice = {name for name, num in names.items() if num > 1}
+    assert twice - {"__init__.py", "__main__.py", "settings.py"} == SAME_FILE_NAMES.get(package, set[str]())
 
 
 HEADLESS = (
@@ -344,7 +366,9 @@ def test_only_programs_for_people_print() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
     assert [
-        file for file in sorted(printing) if not file.startswith(("manager_service/cli/", "marlaas_client/cli/"))
+        file
+        for file in sorted(printing)
+        if not file.startswith(("manager_service/launcher/commands/", "marlaas_client/cli/"))
     ] == []
 
 

@@ -3,10 +3,10 @@
     train ─ TrainStep ─► handler ─► fusion: many jobs' steps at once ─► training ─► losses ─► optimiser ─► store ─► AdapterUpdate
     train, train:<worker> ─ Operations ─► run_handler ─► (the same) ─► OperationsDone, a gradient that is kept
 
-To add a loss of jobs, add a name to `LossName` (`common/messages.py`), a row to `ADVANTAGES` (`common/advantages.py`) and a row to
+To add a loss of jobs, add a name to `LossName` (`common/wire/messages.py`), a row to `ADVANTAGES` (`common/tasks/advantages.py`) and one to
 `RULES` (losses.py: its ratio, clip and mean); CONTRIBUTING.md has the rest. To add a loss of runs, whose loop is their user's, add a
-name to `LossFn` (`common/operations.py`), a row to `RUN_RULES` (data.py), a row to `NEEDED` (`manager_service/tinker/wire/learning.py`),
-and its formula to tests/trainer/test_run_losses.py.
+name to `LossFn` (`common/wire/operations.py`), a row to `RUN_RULES` (data.py), a row to `NEEDED`
+(`manager_service/http/tinker/wire/learning.py`), and its formula to tests/trainer/test_run_losses.py.
 
     __main__.py     starts one trainer worker
     settings.py     reads the settings of one trainer worker

@@ -6,12 +6,12 @@ from pathlib import Path
 from base_model.device import keep_freed_memory, prepare_cpu
 from base_model.kernels import choose
 from base_model.loading_turn import alone_on
+from common.bus.streams import GROUP_TRAINER
 from common.errors import InvalidInput
-from common.service import BuiltService, Parts, run
 from common.settings import resolve_model
-from common.streams import GROUP_TRAINER
-from common.telemetry import About
-from common.worker import Habits, Inbox
+from common.worker.service import BuiltService, Parts, run
+from common.worker.telemetry import About
+from common.worker.worker import Habits, Inbox
 from trainer_service.backbone.choice import load_backbone
 from trainer_service.backbone.interface import Backbone
 from trainer_service.handler import TrainHandler

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InvalidInput, TrainingFailed
-from common.messages import Rows
+from common.wire.messages import Rows
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

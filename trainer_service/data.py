@@ -24,8 +24,8 @@ import msgspec
 import numpy as np
 
 from common.errors import InvalidInput, Permanent, TrainingFailed
-from common.messages import Array
-from common.operations import Datum, Forward, LossFn
+from common.wire.messages import Array
+from common.wire.operations import Datum, Forward, LossFn
 from trainer_service.batch import Batch, Bools, Floats, Ints, Terms
 from trainer_service.losses import NUM_OF_TARGETS, MicroTerms
 from trainer_service.packing import common_length

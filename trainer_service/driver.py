@@ -18,7 +18,7 @@ import structlog
 
 from base_model.device import compute_clock, give_back_memory
 from common.errors import InvalidInput
-from common.fairness import Fairness
+from common.sharing.fairness import Fairness
 from trainer_service.open_step import OpenBatch
 from trainer_service.packing import WINDOW, Budget
 from trainer_service.training import DoesNotFit, Trainer

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from common.fairness import Fairness
-from common.messages import TrainStep
+from common.sharing.fairness import Fairness
+from common.wire.messages import TrainStep
 from trainer_service.driver import Driver, FusedStep, Opened
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.training import Trainer

@@ -14,14 +14,14 @@ import msgspec
 import structlog
 
 from base_model.adapter import target_names
-from common.adapters import AdapterStore, Manifest, update_of
-from common.deliveries import Out
+from common.bus.deliveries import Out
+from common.bus.streams import Cell
+from common.cancellation import beating
 from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound, TrainingFailed
-from common.handlers import Beat
-from common.messages import AdapterRef, AdapterUpdate, Failure, Init, TrainStep, Usage
-from common.operations import Forget, Forgotten, Operations
-from common.streams import Cell
-from common.tasks import beating
+from common.store.adapters import AdapterStore, Manifest, update_of
+from common.wire.messages import AdapterRef, AdapterUpdate, Failure, Init, TrainStep, Usage
+from common.wire.operations import Forget, Forgotten, Operations
+from common.worker.handlers import Beat
 from trainer_service.fusion import Fusion
 from trainer_service.open_step import Trained, TrainState, failure_of
 from trainer_service.packing import WINDOW
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 class TrainHandler:
     """Makes each version once, however often and by however many it is asked.
 
-    It cannot be parked (see `common.handlers.Parks`): an operation once sent is done, for its version may exist already.
+    It cannot be parked (see `common.worker.handlers.Parks`): an operation once sent is done, for its version may exist already.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from base_model.adapter import Adapter
-from common.messages import LoraSpec
+from common.wire.messages import LoraSpec
 
 
 @dataclass(frozen=True, slots=True)

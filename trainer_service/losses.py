@@ -1,4 +1,4 @@
-"""Computes the losses of jobs (ratios, clips, means; advantages: common/advantages.py) and, by the same formula, of runs (data.py).
+"""Computes the losses of jobs (ratios, clips, means; advantages: common/tasks/advantages.py) and, by the same formula, of runs (data.py).
 
     loss     advantage         ratio to the sampling policy        clip           mean over           source
     grpo     (R - mean) / std  token                               .2 / .2        tokens of a row,    arXiv 2402.03300, eq. 3
@@ -32,8 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.advantages import ADVANTAGES, AdvantageKind, group_advantages
-from common.messages import LossName, LossSpec
+from common.tasks.advantages import ADVANTAGES, AdvantageKind, group_advantages
+from common.wire.messages import LossName, LossSpec
 from trainer_service.batch import Batch, Bools, Floats, Ints, SampledRows, Terms
 
 MAX_LOG_RATIO = 20.0  # beyond it a ratio counts as exp(20) without gradient: exp overflows float32 at 88

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from base_model.device import free_bytes, give_back_memory
-from common.footprint import FLOAT32
-from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
+from common.models.footprint import FLOAT32
+from common.wire.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
 from trainer_service.packing import Budget
 from trainer_service.selftest import random_rows
 from trainer_service.training import Trainer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from base_model.adapter import Adapter
 from common.errors import InvalidInput, MarlaasError, TrainingFailed
-from common.messages import Failure, FailureKind, LoraSpec, OptimSpec, TrainStep
+from common.wire.messages import Failure, FailureKind, LoraSpec, OptimSpec, TrainStep
 from trainer_service.batch import Batch, Floats, SampledRows
 from trainer_service.lora import AdapterLayout, AdapterStack, flatten, unflatten
 from trainer_service.losses import RowTerms

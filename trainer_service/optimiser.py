@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from common.errors import CorruptObject
-from common.messages import OptimSpec
+from common.wire.messages import OptimSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,14 @@ import time
 import structlog
 from msgspec.structs import replace
 
-from common.adapters import Manifest
-from common.byte_cache import ByteCache
-from common.deliveries import Out
+from common.bus.deliveries import Out
+from common.bus.streams import Cell
 from common.errors import CorruptObject, InvalidInput, NotFound
-from common.handlers import Beat
-from common.messages import AdapterRef, Failure, Usage
-from common.operations import OperationResult, Operations, OperationsDone, Outputs
-from common.streams import Cell
+from common.store.adapters import Manifest
+from common.store.byte_cache import ByteCache
+from common.wire.messages import AdapterRef, Failure, Usage
+from common.wire.operations import OperationResult, Operations, OperationsDone, Outputs
+from common.worker.handlers import Beat
 from trainer_service import run_step
 from trainer_service.fusion import Fusion
 from trainer_service.open_step import failure_of

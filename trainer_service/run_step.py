@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from common.errors import InvalidInput, TrainingFailed
-from common.messages import Failure, OptimSpec, Usage, f32
-from common.operations import OperationResult, Outputs, RunOperation
+from common.wire.messages import Failure, OptimSpec, Usage, f32
+from common.wire.operations import OperationResult, Outputs, RunOperation
 from trainer_service.data import CheckedDatum, OperationRows, batch_of_parts, parse_forward
 from trainer_service.open_step import OpenBatch, TrainState, check_rate, failure_of
 from trainer_service.training import Trainer

@@ -14,9 +14,9 @@ import torch
 
 from base_model.decoder import Decoder
 from base_model.kernels import CANDIDATES, DEFAULT, NotDeterministic, run_selftest
-from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
 from common.rng import bits, uniform
-from common.transcript import transcript
+from common.wire.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
+from common.wire.transcript import transcript
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.open_step import Trained, TrainState
 from trainer_service.optimiser import load_moments, save_moments

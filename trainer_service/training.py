@@ -22,7 +22,7 @@ from torch import Tensor
 from base_model.adapter import init_adapter
 from base_model.device import compute_clock, is_out_of_memory
 from common.errors import TrainingFailed
-from common.messages import Init, OptimSpec, TrainStep
+from common.wire.messages import Init, OptimSpec, TrainStep
 from trainer_service import lora, optimiser
 from trainer_service.backbone.interface import AdapterPlace, Backbone, Sequences
 from trainer_service.batch import Batch, Floats, Ints, parse_rows

@@ -10,13 +10,13 @@ import structlog
 from msgspec.structs import replace
 
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, check_fits, load_adapter, save_adapter
-from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
-from common.byte_cache import ByteCache
+from common.cancellation import beating
 from common.errors import AlreadyExists, InvalidInput, Unavailable
-from common.handlers import Beat
-from common.messages import AdapterRef, LoraSpec
-from common.objects import patiently
-from common.tasks import beating
+from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.store.byte_cache import ByteCache
+from common.store.objects import patiently
+from common.wire.messages import AdapterRef, LoraSpec
+from common.worker.handlers import Beat
 from trainer_service import lora
 from trainer_service.backbone.interface import Backbone
 from trainer_service.open_step import TrainState

@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.isolation.jobs import BROKEN, Job
 from benchmarks.isolation.runs import JobRun, Mode, Run
-from common.skills import Split, generate
+from common.tasks.skills import Split, generate
 from harness.live import FINAL, Api, adapter_hashes, jsonl, running
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 
 JOBS = "/fine_tuning/jobs"
 ENDLESS = 100_000  # steps of a job that is cancelled in the end

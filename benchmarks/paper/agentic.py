@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
-from common import rng, skills
+from common import rng
+from common.tasks import skills
 from env_service.environment import Step, Turn, item_messages
 
 MIN_CALLS, MAX_CALLS = 2, 4

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from benchmarks._lengths import answer_tokens
-from common.bus import Out
-from common.messages import Failure, Message, TurnRequest
-from common.service import BuiltService, Parts, run
+from common.bus.bus import Out
+from common.wire.messages import Failure, Message, TurnRequest
+from common.worker.service import BuiltService, Parts, run
 from env_service.__main__ import build
 from env_service.handler import EnvHandler
 from env_service.settings import EnvSettings

@@ -16,14 +16,14 @@ from typing import Any
 
 from benchmarks.paper.results import JobFigures, Measured, measured
 from benchmarks.paper.workloads import Workload
-from common.adapters import AdapterStore
-from common.bus import Bus
-from common.messages import AdapterRef
-from common.objects import Objects
-from common.streams import Cell
+from common.bus.bus import Bus
+from common.bus.streams import Cell
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef
 from harness.live import Api
 from harness.processes import cpu_s
-from manager_service.local.supervisor import LocalCluster, ServiceCommand, service_commands
+from manager_service.launcher.supervisor import LocalCluster, ServiceCommand, service_commands
 from simulator.fit import Recording, record
 
 LIMIT_S = 1800.0

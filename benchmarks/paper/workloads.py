@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks._lengths import LONGEST
 from benchmarks.paper import agentic, lengths
 from common.settings import TINY
-from common.skills import generate
+from common.tasks.skills import generate
 from harness.live import ALIKE, GRADER, jsonl
 
 ENV_SLOTS = 1024

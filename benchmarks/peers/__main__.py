@@ -43,7 +43,7 @@ from benchmarks.peers.judge import Score, score
 from benchmarks.peers.measure import SYSTEMS, RunFailed, run
 from benchmarks.peers.settings import Job, Row, Settings
 from common.rng import permutation
-from common.skills import SKILLS, generate
+from common.tasks.skills import SKILLS, generate
 
 OUT = Path(".peers/results")
 FULL, QUICK = (1, 4, 8, 16), (1, 4)

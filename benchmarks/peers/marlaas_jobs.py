@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.peers.settings import Job, Settings, read_job, read_settings
 from harness.live import GRADER, Api
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 
 LIMIT_S = 3600.0
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.spelling import quoted
+from common.suggestions import quoted
 
 ChatMessage = Mapping[str, Any]
 

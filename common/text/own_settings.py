@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
-from common.spelling import did_you_mean, quoted
+from common.suggestions import did_you_mean, quoted
 from common.text.model_folder import read_json
 from common.text.tool_calls import ToolFormat
 

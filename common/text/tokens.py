@@ -27,7 +27,7 @@ from typing import Any
 import jinja2
 
 from common.errors import InvalidInput
-from common.spelling import quoted
+from common.suggestions import quoted
 from common.text.chat_messages import (
     DUMMY_TOOL,
     ChatMessage,

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common import formula, skills
-from common.environments import CalculatorArgs
 from common.errors import InvalidInput
-from common.graders import Grader
+from common.tasks import formula, skills
+from common.tasks.environments import CalculatorArgs
+from common.tasks.graders import Grader
 from env_service.environment import Step, Turn
 from env_service.environments.tool_loop import Tool, ToolLoop
 from env_service.graders.runner import GraderRunner

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from common.environments import (
+from common.errors import InvalidInput
+from common.tasks.environments import (
     BUILT_IN,
     LIVE,
     SUPERVISED,
@@ -18,8 +19,7 @@ from common.environments import (
     load_installed,
     parse_args,
 )
-from common.errors import InvalidInput
-from common.messages import EnvSpec
+from common.wire.messages import EnvSpec
 from env_service.environment import Environment, LiveEnvironment
 from env_service.environments.calculator import Calculator
 from env_service.environments.openenv import OpenEnv
@@ -33,7 +33,7 @@ from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.sandbox.sandbox import Sandbox
 from env_service.verifiers.environment import Verifiers
-from env_service.verifiers.process import Hosts
+from env_service.verifiers.package_process import Hosts
 
 MAX_CACHED = 64
 

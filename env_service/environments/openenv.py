@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from common.environments import OpenEnvArgs
 from common.errors import InvalidInput
+from common.tasks.environments import OpenEnvArgs
 from common.text.tokens import ToolCall
 from env_service.environment import LiveEnvironment, Step, Turn, item_messages
 from env_service.environments.openenv_mapping import ACT, ActionShape, shape_of, shown, shown_result, tools_told

@@ -20,9 +20,9 @@ import structlog
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
-from common.environments import OpenEnvArgs
 from common.errors import InvalidInput
-from common.spelling import did_you_mean, quoted
+from common.suggestions import did_you_mean, quoted
+from common.tasks.environments import OpenEnvArgs
 from common.urls import check_base, check_url
 from env_service.failures import EnvironmentFailed, GraderFailed, NoRoom
 from env_service.graders.endpoint import Endpoints

@@ -1,6 +1,6 @@
 """The tool of the environment `python`: runs code in the sandbox and returns what it prints."""
 
-from common.environments import PythonArgs
+from common.tasks.environments import PythonArgs
 from env_service.environments.tool_loop import Tool
 from env_service.failures import ToolFailed
 from env_service.sandbox.sandbox import Sandbox

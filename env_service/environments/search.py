@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.environments import Document, SearchArgs
-from common.graders import Grader
+from common.tasks.environments import Document, SearchArgs
+from common.tasks.graders import Grader
 from env_service.environment import Step, Turn
 from env_service.environments.text_collections import Collections, Index
 from env_service.environments.tool_loop import Tool, ToolLoop

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.graders import Grader
+from common.tasks.graders import Grader
 from env_service.environment import Step, Turn, item_messages
 from env_service.graders.attempt import Attempt, tools_of
 from env_service.graders.runner import GraderRunner

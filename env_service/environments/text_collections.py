@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from common.environments import Document
 from common.errors import InvalidInput
-from common.places import KEPT, Places
+from common.sharing.places import KEPT, Places
+from common.tasks.environments import Document
 from env_service import work
 
 MAX_COLLECTION_BYTES = 256 * 1024 * 1024

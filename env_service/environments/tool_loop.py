@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.graders import Grader
+from common.tasks.graders import Grader
 from common.text.tokens import ToolCall
 from env_service import work
 from env_service.environment import Step, Turn

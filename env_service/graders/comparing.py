@@ -7,9 +7,9 @@ import os
 
 import msgspec
 
-from common import templates
+from common.children.helpers import serve
 from common.errors import InvalidInput
-from common.helpers import serve
+from common.tasks import templates
 from env_service.graders import math
 from env_service.graders.attempt import decoded
 

@@ -7,8 +7,8 @@ from typing import Any, cast
 import httpx
 import msgspec
 
-from common.graders import EndpointGrader
 from common.outgoing import Caller, CallFailed
+from common.tasks.graders import EndpointGrader
 from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt

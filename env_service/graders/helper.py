@@ -1,9 +1,9 @@
-"""Helper processes of graders that may take long, or forever. See `common.helpers`."""
+"""Helper processes of graders that may take long, or forever. See `common.children.helpers`."""
 
 from typing import Any
 
-from common.helpers import Helper, HelperKilled, HelperPool
-from common.places import Places
+from common.children.helpers import Helper, HelperKilled, HelperPool
+from common.sharing.places import Places
 from env_service import work
 from env_service.failures import GraderFailed
 

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import msgspec
 
 from common.errors import CorruptObject
-from common.messages import (
+from common.text.tokens import ChatTokenizer
+from common.wire.codec import decode, encode
+from common.wire.messages import (
     BASE,
     EMPTY_F32,
     EMPTY_I32,
@@ -24,9 +26,7 @@ from common.messages import (
     Usage,
     turn_id,
 )
-from common.text.tokens import ChatTokenizer
-from common.transcript import EMPTY, shown
-from common.wire import decode, encode
+from common.wire.transcript import EMPTY, shown
 from env_service.failures import GraderFailed
 from env_service.graders.model import ModelAsked, ModelQuestion
 from env_service.work import Work

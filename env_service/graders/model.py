@@ -16,10 +16,10 @@ from weakref import WeakValueDictionary
 
 import httpx
 
-from common import templates
 from common.errors import InvalidInput
-from common.graders import AnyModelGrader, LabelModel, ScoreModel
-from common.places import Places
+from common.sharing.places import Places
+from common.tasks import templates
+from common.tasks.graders import AnyModelGrader, LabelModel, ScoreModel
 from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt

@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common import formula
 from common.errors import InvalidInput
-from common.graders import (
+from common.tasks import formula
+from common.tasks.graders import (
     EndpointGrader,
     Grader,
     LabelModel,
@@ -20,7 +20,7 @@ from common.graders import (
     StringCheck,
     TextSimilarity,
 )
-from common.messages import MAX_REWARD
+from common.wire.messages import MAX_REWARD
 from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt

@@ -6,8 +6,8 @@ TextComparer.reward(grader, attempt) ─┬─ short and plain ─► here
 
 import msgspec
 
-from common import templates
-from common.graders import MathGrader, StringCheck, TextSimilarity
+from common.tasks import templates
+from common.tasks.graders import MathGrader, StringCheck, TextSimilarity
 from env_service.graders.attempt import Attempt
 from env_service.graders.comparing import Question, string_check
 from env_service.graders.helper import GraderHelpers

@@ -10,9 +10,9 @@ from typing import Any
 
 import structlog
 
-from common.bus import Bus
-from common.scripts import ATTEND
-from common.streams import GROUP_ENV
+from common.bus.bus import Bus
+from common.bus.scripts import ATTEND
+from common.bus.streams import GROUP_ENV
 from env_service.live.sessions import Sessions
 
 log = structlog.get_logger()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from common.messages import TurnResult, f32, i32, turn_id
+from common.wire.messages import TurnResult, f32, i32, turn_id
 from env_service.conversation import Conversation
 from env_service.failures import EnvironmentFailed
 from env_service.live.sessions import Seat

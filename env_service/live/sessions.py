@@ -14,9 +14,9 @@ from typing import Any
 
 import structlog
 
-from common.environments import TOOL_REPLIES
-from common.messages import Cancel, Failure, Message
-from common.places import Claim, Places
+from common.sharing.places import Claim, Places
+from common.tasks.environments import TOOL_REPLIES
+from common.wire.messages import Cancel, Failure, Message
 from env_service import work
 from env_service.environment import LiveEnvironment, Session, Step, Turn
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from common.bus.streams import Cell
 from common.errors import InvalidInput
-from common.messages import Message, Start, TrajectoryRef, TurnRequest, TurnResult
-from common.streams import Cell
+from common.wire.messages import Message, Start, TrajectoryRef, TurnRequest, TurnResult
 from env_service.conversation import Conversation
 from env_service.environment import LiveEnvironment
 from env_service.environments.catalogue import Catalogue

@@ -43,13 +43,13 @@ from typing import Any
 
 import msgspec
 
+from common.children.own_folder import OwnFolder
 from common.errors import InvalidInput, Unavailable
-from common.own_folder import OwnFolder
-from common.places import Places
+from common.sharing.places import Places
 from env_service import work
 from env_service.sandbox.calls import filter_program
 from env_service.sandbox.child import WORK_BYTES, WORK_FILES
-from env_service.sandbox.process import CallProcess, RunEnding
+from env_service.sandbox.sandbox_process import CallProcess, RunEnding
 
 CHILD = Path(__file__).with_name("child.py")
 CODE = marshal.dumps(compile(CHILD.read_text(), str(CHILD), "exec", dont_inherit=True))

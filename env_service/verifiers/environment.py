@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 
 from common.errors import InvalidInput
 from env_service.failures import EnvironmentFailed
-from env_service.verifiers.process import Hosts
+from env_service.verifiers.package_process import Hosts
 from env_service.verifiers.session import VerifiersSession
 
 

@@ -13,7 +13,7 @@ import msgspec
 from common.text.tool_calls import ToolCall
 from env_service.environment import Step, Turn
 from env_service.failures import EnvironmentFailed
-from env_service.verifiers.process import HostedTrajectory
+from env_service.verifiers.package_process import HostedTrajectory
 
 MAX_SHOWN_BYTES = 256 * 1024
 """Bytes of the messages and tools that a trajectory begins with, and of those behind a turn."""

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from common.bus import Bus
-from common.messages import Start
-from common.streams import GROUP_ENV, Cell
-from common.telemetry import Reporter
-from common.underway import Inbox
-from common.wire import decode, encode
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_ENV, Cell
+from common.wire.codec import decode, encode
+from common.wire.messages import Start
+from common.worker.telemetry import Reporter
+from common.worker.underway import Inbox
 from harness.light.worker import LightWorker, Output
 from harness.standin import OneTurnEnv
 

@@ -5,12 +5,12 @@ from typing import NamedTuple, cast
 
 from msgspec.structs import replace
 
-from common.bus import Bus
-from common.messages import AdapterRef, EnvSpec, Sampling, Start, TurnRequest
-from common.streams import GROUP_ROLLOUT, Cell
-from common.telemetry import Reporter
-from common.underway import Inbox
-from common.wire import decode, encode
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.wire.codec import decode, encode
+from common.wire.messages import AdapterRef, EnvSpec, Sampling, Start, TurnRequest
+from common.worker.telemetry import Reporter
+from common.worker.underway import Inbox
 from harness.light.worker import LightWorker, Output
 from harness.standin import OneTurnEnv, OneTurnRollout
 

@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
-from common.bus import Bus, Settlement
-from common.messages import Message
-from common.scripts import SETTLE
-from common.settler import MOST_S
-from common.takeover import LOOK_EVERY_S
-from common.tasks import running
-from common.telemetry import KEEP_S, MAX_SPANS, Reporter
-from common.underway import Inbox
-from common.wire import decode, encode
-from common.worker import GATHER_S, MOST_READ_S, REPORT_EVERY_S
+from common.bus.bus import Bus, Settlement
+from common.bus.scripts import SETTLE
+from common.cancellation import running
+from common.wire.codec import decode, encode
+from common.wire.messages import Message
+from common.worker.settler import MOST_S
+from common.worker.takeover import LOOK_EVERY_S
+from common.worker.telemetry import KEEP_S, MAX_SPANS, Reporter
+from common.worker.underway import Inbox
+from common.worker.worker import GATHER_S, MOST_READ_S, REPORT_EVERY_S
 
 BLOCK_MS = 500
 """Time for which Redis waits for an entry, as in `Worker`."""

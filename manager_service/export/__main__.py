@@ -10,22 +10,22 @@ from typing import get_args
 
 import structlog
 
-from common.bus import Bus
-from common.known_store import recognised_by_service
-from common.objects import Objects, patiently
+from common.bus.bus import Bus
+from common.bus.redis_connection import make_client
+from common.bus.streams import Cell
+from common.cancellation import running
 from common.outgoing import Caller
-from common.redis_connection import make_client
-from common.service import heartbeat, run_with
-from common.streams import Cell
-from common.tasks import running
-from manager_service.archive.store import Archive
+from common.store.known_store import recognised_by_service
+from common.store.objects import Objects, patiently
+from common.worker.service import heartbeat, run_with
 from manager_service.export.cells import JobCell
 from manager_service.export.exporter import Exporter
 from manager_service.export.lease import Lease
 from manager_service.export.passes import Passes
 from manager_service.export.webhooks import Webhooks
-from manager_service.receivers import LoggerName, Receivers
+from manager_service.records.archive import Archive
 from manager_service.records.keys import GLOBAL
+from manager_service.records.receivers import LoggerName, Receivers
 from manager_service.settings import ManagerSettings
 
 log = structlog.get_logger()

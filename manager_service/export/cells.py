@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from common.bus import Bus
-from manager_service.archive.store import Archive, Archived
-from manager_service.kept import EventRecord
+from common.bus.bus import Bus
+from manager_service.records.archive import Archive, Archived
 from manager_service.records.job_records import JobSpec, JobState
+from manager_service.records.sample_records import EventRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,18 +20,18 @@ import httpx
 import msgspec
 import structlog
 
+from common.cancellation import cancel_all
 from common.errors import Unavailable
 from common.outgoing import Caller, CallFailed
-from common.places import Places
-from common.tasks import cancel_all
-from common.threads import SharedThreads
+from common.sharing.places import Places
+from common.sharing.threads import SharedThreads
 from manager_service.export import notes
 from manager_service.export.cells import JobCell
 from manager_service.export.passes import JobRows, Order, PassAnswer, Passes, check_disk
 from manager_service.export.rows import rows_of
-from manager_service.kept import Limits
-from manager_service.receivers import LoggerKey, LoggerName, Receivers
 from manager_service.records.job_records import FINAL
+from manager_service.records.receivers import LoggerKey, LoggerName, Receivers
+from manager_service.records.sample_records import Limits
 
 LOOK_EVERY_S = 1.0
 EVENTS_A_JOB = 500

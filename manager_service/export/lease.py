@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from common.bus import Bus
+from common.bus.bus import Bus
 from manager_service.records.keys import GLOBAL
 
 KEY = GLOBAL + "exporter"

@@ -4,15 +4,15 @@ import asyncio
 import time
 from typing import Any
 
+from common.bus.streams import partition_of
 from common.errors import Unavailable
-from common.messages import JobCommand
-from common.streams import partition_of
+from common.wire.messages import JobCommand
 from manager_service.export.cells import FoundJob, JobCell
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.journal import Journal
-from manager_service.kept import EventRecord, Limits
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.journal import Journal
 from manager_service.records.job_records import MOVING
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import EventRecord, Limits
 
 # KEYS: job, its events. ARGV: the field `moving`, state of before, new state, the event's entry and record. The first write needs no
 # memory, which Redis may be out of.

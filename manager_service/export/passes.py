@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
+from common.children import child
 from manager_service.export.rows import Row
-from manager_service.local.children import child
-from manager_service.receivers import LoggerName
 from manager_service.records.keys import JSON
+from manager_service.records.receivers import LoggerName
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 180.0

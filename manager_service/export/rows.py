@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from manager_service.kept import EventRecord
+from manager_service.records.sample_records import EventRecord
 
 STEP = "train/global_step"
 """The x axis: the version that a row is about."""

@@ -19,16 +19,16 @@ import httpx
 import standardwebhooks
 import structlog
 
+from common.cancellation import cancel_all
 from common.errors import Unavailable
 from common.outgoing import Caller, CallFailed, NotAllowed
-from common.places import Places
-from common.tasks import cancel_all
+from common.sharing.places import Places
 from manager_service.export import notes
 from manager_service.export.cells import JobCell
-from manager_service.kept import Limits
-from manager_service.receivers import Receivers, Webhook
 from manager_service.records.job_records import JobState
 from manager_service.records.keys import JSON
+from manager_service.records.receivers import Receivers, Webhook
+from manager_service.records.sample_records import Limits
 
 LOOK_EVERY_S = 1.0
 FIRST_WAIT_S, MOST_WAIT_S = 5.0, 3600.0

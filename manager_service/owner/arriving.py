@@ -5,9 +5,9 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 
+from common.cancellation import starting
 from common.errors import Unavailable
-from common.tasks import starting
-from manager_service.jobs.changes import Changes
+from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.partition import Partition
 from manager_service.owner.transaction import Fence
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from common.bus import Bus
+from common.bus.bus import Bus
+from common.bus.payloads import CLAIM_CHECK_BYTES
+from common.cancellation import starting
 from common.errors import Unavailable
-from common.messages import Message, TrainStep
-from common.objects import Objects
-from common.payloads import CLAIM_CHECK_BYTES
-from common.tasks import starting
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.job import Job
+from common.store.objects import Objects
+from common.wire.messages import Message, TrainStep
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.job import Job
 
 TOKEN_BYTES, ROW_BYTES, REST_BYTES = 9, 512, 16 << 10
 """At most so many bytes of a TrainStep stand for a token, for a row beside its tokens, and for everything else."""

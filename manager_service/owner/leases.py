@@ -6,7 +6,7 @@ an owner that dies run out, and the others take them. All times are Redis' own.
 
 The round also exchanges the weight of the active tenants of each partition. That weight, and not the number of
 partitions, is an owner's part of the workers. API replicas whose tenants chat or sample in bulk are among those who share
-(manager_service/api/sampling/cell_share.py): `sampling` has their tenants' weight, and `served` what all got of the rollout engines' time.
+(manager_service/http/sampling/cell_share.py): `sampling` has their tenants' weight, and `served` what all got of the rollout engines' time.
 """
 
 import time
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from common.bus import Bus
-from common.streams import NUM_PARTITIONS
-from manager_service.scheduling.correction import JOBS, numbers
+from common.bus.bus import Bus
+from common.bus.streams import NUM_PARTITIONS
+from common.sharing.correction import JOBS, numbers
 
 # KEYS: owners, weights, sampling, served, then the lease of each partition. ARGV: token, milliseconds, seconds of engines that jobs
 # were served since the last round, whether free ones are left to the others ("1"), which then share without this owner, if there is

@@ -18,30 +18,30 @@ from functools import cache, partial
 
 import structlog
 
-from common.adapters import AdapterStore
-from common.bus import Bus, Delivery, Undecodable, Unfetched
+from common.bus.bus import Bus, Delivery, Undecodable, Unfetched
+from common.bus.fullness import MAX_MEMORY_USED
+from common.bus.streams import GROUP_MANAGER, OWNER
+from common.cancellation import running, starting
 from common.errors import Unavailable
-from common.fullness import MAX_MEMORY_USED
-from common.messages import TrainStep
-from common.objects import Objects
-from common.streams import GROUP_MANAGER, OWNER
-from common.tasks import running, starting
-from manager_service.archive.archiver import Archiver
-from manager_service.jobs.changes import Changes, RedisCommand, commands
-from manager_service.jobs.job import Job
-from manager_service.kept import LIMITS, Limits
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import TrainStep
+from manager_service.owner.archiver import Archiver
 from manager_service.owner.arriving import Intake, Owned
 from manager_service.owner.big_steps import BigSteps, PayloadTidier
+from manager_service.owner.job_reader import ItemFiles, JobReader
+from manager_service.owner.jobs.changes import Changes, RedisCommand, commands
+from manager_service.owner.jobs.job import Job
 from manager_service.owner.leases import Absence, Held, Leases
 from manager_service.owner.partition import Fetch, Partition
-from manager_service.owner.reading import ItemFiles, JobReader
 from manager_service.owner.sample_writer import SampleWriter
 from manager_service.owner.surroundings import Seen, Surroundings, whereabouts
 from manager_service.owner.transaction import Commits, Fence
+from manager_service.records.sample_records import LIMITS, Limits
+from manager_service.records.tenants import Tenants
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS, Policy
 from manager_service.scheduling.training_queue import Discipline, TrainingQueue
-from manager_service.tenants import Tenants
 
 READ_COUNT = 512
 BLOCK_MS = 100

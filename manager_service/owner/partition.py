@@ -12,18 +12,18 @@ from typing import NamedTuple
 import structlog
 from msgspec.structs import replace
 
-from common.adapters import update_of
-from common.bus import Bus, Delivery, Undecodable, Unfetched
-from common.dead_letters import dead_letter
+from common.bus.bus import Bus, Delivery, Undecodable, Unfetched
+from common.bus.dead_letters import dead_letter
+from common.bus.streams import GROUP_MANAGER, OWNER
 from common.errors import CorruptObject, InvalidInput, StoreUnavailable, Unavailable
-from common.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
-from common.streams import GROUP_MANAGER, OWNER
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.job import Job
-from manager_service.owner.reading import Fetched, JobHashes, JobReader, Searched
+from common.store.adapters import update_of
+from common.wire.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
+from manager_service.owner.job_reader import Fetched, JobHashes, JobReader, Searched
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.job import Job
+from manager_service.owner.runs.runs import Runs
 from manager_service.records.job_records import JobError
-from manager_service.runs.records import is_run
-from manager_service.runs.runs import Runs
+from manager_service.records.run_records import is_run
 from manager_service.scheduling.members import MemberTable
 
 LOAD_COUNT = 200

@@ -13,11 +13,11 @@ from typing import get_args
 
 import structlog
 
-from common.objects import Objects, patiently
-from common.tasks import running
-from manager_service.archive.store import SampleFiles
-from manager_service.jobs.changes import Changes
-from manager_service.kept import SampleKind
+from common.cancellation import running
+from common.store.objects import Objects, patiently
+from manager_service.owner.jobs.changes import Changes
+from manager_service.records.archive import SampleFiles
+from manager_service.records.sample_records import SampleKind
 
 AT_ONCE = 8
 """Calls of the storage under way at once, so that slow ones hold up few others."""

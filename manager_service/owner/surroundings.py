@@ -7,19 +7,19 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from common.bus import Bus
-from common.fullness import memory_used
-from common.messages import WorkerReport
-from common.streams import GROUP_MANAGER
-from common.telemetry import KEEP_REPORTS, KEEP_S
-from manager_service.cluster import env_streams, named
-from manager_service.jobs.job import Job
-from manager_service.kept import Limits
-from manager_service.owner.memory import RedisMemory, bound
+from common.bus.bus import Bus
+from common.bus.fullness import memory_used
+from common.bus.streams import GROUP_MANAGER
+from common.wire.messages import WorkerReport
+from common.worker.telemetry import KEEP_REPORTS, KEEP_S
+from manager_service.owner.jobs.job import Job
+from manager_service.owner.redis_memory import RedisMemory, bound
+from manager_service.records.cluster import env_streams, named
 from manager_service.records.job_records import JobSpec
+from manager_service.records.sample_records import Limits
+from manager_service.records.tenants import Tenants
+from manager_service.records.usage import INFERENCE, ROLLOUT_COUNTERS, day_field
 from manager_service.scheduling.allocator import Allocator, Slots
-from manager_service.tenants import Tenants
-from manager_service.usage import INFERENCE, ROLLOUT_COUNTERS, day_field
 
 BACKLOG_S = 0.02
 """Least time between two counts of the env workers' entries: two round trips, which each pass of a busy owner asks for."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from redis.exceptions import ResponseError
 
-from common.bus import Bus
+from common.bus.bus import Bus
+from common.bus.redis_connection import passes
 from common.errors import Fenced, Unavailable
-from common.redis_connection import passes
-from manager_service.jobs.changes import RedisCommand
+from manager_service.owner.jobs.changes import RedisCommand
 
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV, for each partition: lease, rev, token, stamp of the
 # write before, stamp of this one, number of commands, then the commands, each as its length and its words. Answers for each; a command

@@ -2,9 +2,7 @@
 
 import msgspec
 
-from common.messages import (
-    LoraSpec,
-)
+from common.wire.messages import LoraSpec
 
 
 class Brought(msgspec.Struct, frozen=True):

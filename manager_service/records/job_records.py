@@ -6,19 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.environments import SUPERVISED
-from common.messages import (
-    MAX_TOKENS,
-    TEMPERATURE,
-    AdapterRef,
-    EnvSpec,
-    Failure,
-    LoraSpec,
-    LossSpec,
-    OptimSpec,
-)
-from manager_service.kept import Kept
-from manager_service.receivers import Integration
+from common.tasks.environments import SUPERVISED
+from common.wire.messages import MAX_TOKENS, TEMPERATURE, AdapterRef, EnvSpec, Failure, LoraSpec, LossSpec, OptimSpec
+from manager_service.records.receivers import Integration
+from manager_service.records.sample_records import Kept
 
 MAX_DRAWN = 3
 """Groups that dynamic sampling draws at most for one step, as a multiple of `batch_size`."""

@@ -4,16 +4,15 @@
                                           ├─ a group is issued     (the tenant furthest below its share goes first, and of its jobs the
                                           └─ a batch is trained     one that `next_job` of demand.py names)
 
-A *member* is a job, or a run: a job whose user keeps the training loop (manager_service/runs/).
+A *member* is a job, or a run: a job whose user keeps the training loop (manager_service/owner/runs/).
 
 Its files:
 
-    allocator.py        decides which job starts, which gets a group, and whose batch trains
-    fairness.py         computes how much room there is, and the order of tenants
-    correction.py       moves a tenant's share of the rollout slots until it gets its share of the engines' time
-    members.py          says what decisions need to know of a job or a run, and lists them
-    demand.py           sums up what all of them want, by difference, and says which job of a tenant is next
-    lengths.py          estimates how long a job's trajectories under way will be, from those that ended
-    policies.py         says what each scheduling policy does differently, as one row of data
-    training_queue.py   orders the complete batches for the trainers
+    allocator.py       decides which job starts, which gets a group, and whose batch trains
+    fairness.py        computes how much room there is, and the order of tenants
+    members.py         says what decisions need to know of a job or a run, and lists them
+    demand.py          sums up what all of them want, by difference, and says which job of a tenant is next
+    lengths.py         estimates how long a job's trajectories under way will be, from those that ended
+    policies.py        says what each scheduling policy does differently, as one row of data
+    training_queue.py  orders the complete batches for the trainers
 """

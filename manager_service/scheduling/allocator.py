@@ -11,14 +11,16 @@ from typing import Any, Protocol
 
 import structlog
 
-from common.fairness import Fairness
-from common.streams import partition_of
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.groups import num_tokens
-from manager_service.jobs.job import Job
+from common.bus.streams import partition_of
+from common.sharing.correction import JOBS, Correction
+from common.sharing.fairness import Fairness
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.groups import num_tokens
+from manager_service.owner.jobs.job import Job
+from manager_service.owner.runs.run import Run
 from manager_service.records.job_records import JobError
-from manager_service.runs.run import Run
-from manager_service.scheduling.correction import JOBS, Correction
+from manager_service.records.tenants import TenantRecord
+from manager_service.records.usage import QUOTA_COUNTERS, ROLLOUT_COUNTERS, day_field
 from manager_service.scheduling.demand import Demand, view_of
 from manager_service.scheduling.fairness import (
     FIRST_GROUPS,
@@ -33,8 +35,6 @@ from manager_service.scheduling.fairness import (
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
 from manager_service.scheduling.training_queue import ReadyBatch, Room, TrainingQueue
-from manager_service.tenants import TenantRecord
-from manager_service.usage import QUOTA_COUNTERS, ROLLOUT_COUNTERS, day_field
 
 STEPS_PER_SLOT = 2
 """Batches under way for each trainer slot: one is trained, one waits."""

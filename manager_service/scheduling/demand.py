@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from manager_service.jobs.job import Job
+from manager_service.owner.jobs.job import Job
 from manager_service.scheduling.fairness import is_longest_waiting
 from manager_service.scheduling.members import Urgency, View
 from manager_service.scheduling.training_queue import Handed

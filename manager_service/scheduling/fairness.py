@@ -1,4 +1,4 @@
-"""Computes room and order for the allocator, by the virtual times of `common/fairness.py`. Pure functions of state.
+"""Computes room and order for the allocator, by the virtual times of `common/sharing/fairness.py`. Pure functions of state.
 
 Work under way is charged by estimate, settled work by what it used.
 """
@@ -7,7 +7,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping
 
-from common.fullness import MAX_MEMORY_USED
+from common.bus.fullness import MAX_MEMORY_USED
 
 OVERSUBSCRIPTION = 1.5
 """Open trajectories per live slot: enough that no slot waits for the manager, and few enough that fairness acts at once."""

@@ -2,7 +2,7 @@
 
 import math
 
-from common.messages import ScoredTrajectory
+from common.wire.messages import ScoredTrajectory
 
 SMOOTHING = 0.05
 """Weight of the newest trajectory in the moving averages."""

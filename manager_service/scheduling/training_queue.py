@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from common.fairness import Fairness
+from common.sharing.fairness import Fairness
 from manager_service.scheduling.fairness import is_longest_waiting
 
 Discipline = Literal["fused", "fifo", "drr", "shortest", "hrrn"]

@@ -5,16 +5,16 @@
 
 Its files:
 
-    torch_engine.py   runs the rows in a thread of its own
-    batch.py          lets rows join, advance one token a step together, and leave
-    alone.py          does for each row alone what failed for several
-    seats.py          keeps the state of each row under way, as arrays
-    prefill.py        computes the keys and values that a turn needs before its first token
-    prefix.py         keeps keys and values of prompts and of trajectories for later turns
-    pools.py          holds the keys and values of the rows under way
-    kv.py             computes attention on them
-    sampler.py        draws tokens from scores, with exact log-probs
-    meter.py          counts forwards, their rows, tokens and seconds
-    selftest.py       checks that a turn's bits do not depend on what runs beside it
-    backbone/         computes the base model
+    torch_engine.py     runs the rows in a thread of its own
+    batch.py            lets rows join, advance one token a step together, and leave
+    seats.py            keeps the state of each row under way, as arrays
+    prefill.py          computes the keys and values that a turn needs before its first token
+    prefix.py           keeps keys and values of prompts and of trajectories for later turns
+    pools.py            holds the keys and values of the rows under way
+    kv.py               computes attention on them
+    sampler.py          draws tokens from scores, with exact log-probs
+    meter.py            counts forwards, their rows, tokens and seconds
+    selftest.py         checks that a turn's bits do not depend on what runs beside it
+    backbone/           computes the base model
+    fault_isolation.py  does for each row alone what failed for several
 """

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from base_model.device import give_back_memory
 from base_model.stacked import FusedAdapter, LanePlanner, Product
-from common.messages import AdapterRef, StopReason
+from common.wire.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
-from rollout_service.embedded.alone import FailedTurn, outcomes, tried
 from rollout_service.embedded.backbone.compiling import compiled_for
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart, QkvAttend
+from rollout_service.embedded.fault_isolation import FailedTurn, outcomes, tried
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
 from rollout_service.embedded.prefill import Extension, Prefill, Rest

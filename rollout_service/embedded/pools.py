@@ -22,7 +22,7 @@ from torch import Tensor
 
 from base_model.kernels import DEFAULT
 from common.errors import InvalidInput
-from common.footprint import cache_room, fitting_context
+from common.models.footprint import cache_room, fitting_context
 from rollout_service.embedded.backbone.interface import ModelShape
 from rollout_service.embedded.seats import TurnRow
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from base_model.stacked import FusedAdapter, LanePlanner
-from common.messages import AdapterRef, Array, TurnRequest
+from common.wire.messages import AdapterRef, Array, TurnRequest
 from rollout_service.embedded import kv
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart
 from rollout_service.embedded.meter import Meter

@@ -8,8 +8,8 @@ from collections import OrderedDict
 
 from torch import Tensor
 
-from common.byte_cache import ByteCache
-from common.messages import AdapterRef, TrajectoryRef, TurnRequest
+from common.store.byte_cache import ByteCache
+from common.wire.messages import AdapterRef, TrajectoryRef, TurnRequest
 
 PrefixKey = tuple[AdapterRef, bytes]
 """Adapter, and the prefix: all tokens but the last, i4."""

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from base_model.stacked import FusedAdapter
-from common.messages import EMPTY_F32, Array, StopReason, TurnRequest
 from common.rng import key_of, uniform_rows
+from common.wire.messages import EMPTY_F32, Array, StopReason, TurnRequest
 from rollout_service.embedded.backbone.compiling import Compiled
 from rollout_service.engine import OnToken
 

@@ -14,9 +14,9 @@ from base_model.adapter import Adapter, init_adapter, load_adapter, save_adapter
 from base_model.decoder import Decoder
 from base_model.kernels import NotDeterministic, run_selftest
 from base_model.stacked import FusedAdapter, fuse
-from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
 from common.rng import uniform
-from common.transcript import shown
+from common.wire.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
+from common.wire.transcript import shown
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import Ended, RunningRows

@@ -21,7 +21,7 @@ import torch
 from base_model.adapter import load_adapter
 from base_model.stacked import FusedAdapter, fuse
 from common.errors import NotFound
-from common.messages import AdapterRef, TurnRequest
+from common.wire.messages import AdapterRef, TurnRequest
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import Ended, RunningRows
 from rollout_service.embedded.pools import EngineLimits

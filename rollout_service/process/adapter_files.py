@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, check_fits, init_adapter, load_adapter, save_adapter
+from common.children.own_folder import OwnFolder
 from common.errors import InvalidInput
-from common.messages import BASE, AdapterRef, LoraSpec
-from common.own_folder import OwnFolder
-from common.weight_files import LINEAR_MODULES, read_weights
+from common.models.weight_files import LINEAR_MODULES, read_weights
+from common.wire.messages import BASE, AdapterRef, LoraSpec
 from rollout_service.process.core import AdapterFolder
 
 MAX_NORM = 1e6

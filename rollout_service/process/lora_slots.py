@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from common.tasks import cancel_all
+from common.cancellation import cancel_all
 from rollout_service.process.core import AdapterFolder
 
 

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 import structlog
 
+from common.cancellation import cancel_all
 from common.errors import CorruptObject, InvalidInput, NotFound
-from common.messages import AdapterRef, TurnRequest
-from common.tasks import cancel_all
+from common.wire.messages import AdapterRef, TurnRequest
 from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, Stored
-from rollout_service.process.alone import Gate
 from rollout_service.process.busy import BusyClock
 from rollout_service.process.core import AdapterFolder, Core, CoreDied, TokenChunk, UnreadableAdapter
+from rollout_service.process.gate import Gate
 from rollout_service.process.known_adapters import KnownAdapters
 from rollout_service.process.lora_slots import LoraSlots
 from rollout_service.process.turn import NotFinite, OpenTurn

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.messages import EMPTY_F32, Array, StopReason, TurnRequest
 from common.rng import bits
+from common.wire.messages import EMPTY_F32, Array, StopReason, TurnRequest
 from rollout_service.engine import Beat, Generated, OnToken, Partial
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk
 from rollout_service.stops import first_stop

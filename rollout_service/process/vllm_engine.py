@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from base_model.loading_turn import alone_on
+from common.children.own_folder import roomy
 from common.errors import InvalidInput, Unavailable
-from common.families import unsupported_on_cpu
-from common.own_folder import roomy
+from common.models.families import unsupported_on_cpu
+from common.models.weight_files import LINEAR_LAYERS
 from common.text.model_folder import read_config
-from common.weight_files import LINEAR_LAYERS
 from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk, UnreadableAdapter

@@ -14,15 +14,15 @@ from transformers.activations import ACT2FN
 
 from base_model.decoder import Decoder
 from base_model.modules import load_model
-from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.families import MODULES as BY_MODULES
-from common.families import PARTLY_ROTATED, unsupported_by_modules
+from common.models.base_shape import BaseShape
+from common.models.families import MODULES as BY_MODULES
+from common.models.families import PARTLY_ROTATED, unsupported_by_modules
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
-from manager_service.cli.plan import plan_for
-from manager_service.local.context import choose
-from manager_service.local.gpus import LocalWorker
+from manager_service.launcher.commands.plan_command import plan_for
+from manager_service.launcher.gpus import LocalWorker
+from manager_service.launcher.memory_shares import choose
 
 MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": "yarn"}, "rope_scaling, a table; it gives 'yarn'"),

@@ -10,8 +10,8 @@ from benchmarks.isolation import statistics
 from benchmarks.isolation.jobs import BROKEN, WATCHED, background
 from benchmarks.isolation.report import Evidence, Pair, goals, report
 from benchmarks.isolation.runs import JobRun, Run, Settings
-from common.graders import validate_grader
-from manager_service.api.hyperparameters import parse_hyperparameters, resolve
+from common.tasks.graders import validate_grader
+from manager_service.http.openai.jobs.hyperparameters import parse_hyperparameters, resolve
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,13 @@ from typing import Any
 import hiredis
 import msgspec
 
-from common.bus import Bus, Delivery, Settlement
-from common.handlers import Handler
-from common.messages import AdapterRef, EnvSpec, Message, Sampling, Start
-from common.streams import GROUP_ENV, GROUP_ROLLOUT, partition_of
-from common.telemetry import About, Reporter
-from common.wire import encode
-from common.worker import Inbox
+from common.bus.bus import Bus, Delivery, Settlement
+from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, partition_of
+from common.wire.codec import encode
+from common.wire.messages import AdapterRef, EnvSpec, Message, Sampling, Start
+from common.worker.handlers import Handler
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Inbox
 from harness.light.env import light_env
 from harness.light.rollout import light_rollout
 from harness.light.worker import LightWorker

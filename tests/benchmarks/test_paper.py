@@ -8,7 +8,7 @@ from benchmarks._lengths import answer_tokens
 from benchmarks.paper import agentic
 from benchmarks.paper.results import JobFigures, Measured, measured
 from benchmarks.paper.workloads import WORKLOADS
-from common.messages import TrajectoryRef
+from common.wire.messages import TrajectoryRef
 from env_service.environment import Turn
 
 

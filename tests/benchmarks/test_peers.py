@@ -17,7 +17,7 @@ from benchmarks.peers.marlaas_jobs import hyperparameters
 from benchmarks.peers.measure import RunFailed, environment, run
 from benchmarks.peers.settings import MODEL, Settings, advantages, batches, read_rows, read_settings
 from common.rng import permutation
-from manager_service.api.hyperparameters import parse_hyperparameters, resolve
+from manager_service.http.openai.jobs.hyperparameters import parse_hyperparameters, resolve
 from trainer_service import losses
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.browser import find_browser
-from manager_service.local.supervisor import ROOT
+from manager_service.launcher.supervisor import ROOT
 
 OWN = ("bus", "fused", "memory", "planned_memory", "ranks", "rollout", "scale", "takeover", "training")
 WITH_OPTIONS = {

@@ -20,16 +20,16 @@ from chaos.__main__ import command, options, plans
 from chaos.faults import Fault
 from chaos.helpers import calls, helpers
 from chaos.report import Story
-from common.graders import TextSimilarity
+from common.tasks.graders import TextSimilarity
 from env_service.graders.attempt import Attempt
 from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
-from env_service.verifiers.process import HOST
+from env_service.verifiers.package_process import HOST
 from env_service.work import Allowance
 from harness.proxy import nothing
-from manager_service.api.reading.helpers import SMALL_BYTES, Helpers
-from manager_service.api.reading.tasks import ParseBody
-from manager_service.tenants import TenantRecord
+from manager_service.http.reading.reading_helpers import SMALL_BYTES, Helpers
+from manager_service.http.reading.tasks import ParseBody
+from manager_service.records.tenants import TenantRecord
 from tests.chaos.test_means import echoing, sent
 from tests.support.processes import alive, descendants
 

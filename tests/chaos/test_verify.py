@@ -13,9 +13,9 @@ import redis
 from chaos import verify
 from chaos.cluster import shared_memory
 from chaos.tenants import RECIPES, STEPS, Run
-from common.adapters import Manifest, StoredFile
-from common.messages import AdapterRef
-from common.streams import Cell
+from common.bus.streams import Cell
+from common.store.adapters import Manifest, StoredFile
+from common.wire.messages import AdapterRef
 from harness.redis_server import RedisServer
 from manager_service.records.keys import GLOBAL
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from manager_service.api import schemas
+from manager_service.http import schemas
 from manager_service.records.job_records import FINAL, Status
 from marlaas_client import records
 

@@ -13,17 +13,17 @@ import msgspec
 import pytest
 import redis.asyncio as aioredis
 
-from common.bus import Bus, Delivery, Idle, Progress, Settlement, Undecodable, Unfetched
+from common.bus.bus import Bus, Delivery, Idle, Progress, Settlement, Undecodable, Unfetched
+from common.bus.payloads import CLAIM_CHECK_BYTES
+from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 from common.errors import InvalidInput
-from common.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start
-from common.objects import Objects
-from common.payloads import CLAIM_CHECK_BYTES
-from common.settler import MOST_BYTES, Settler
-from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
-from common.telemetry import About, Reporter
+from common.store.objects import Objects
+from common.wire.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start
+from common.worker.settler import MOST_BYTES, Settler
+from common.worker.telemetry import About, Reporter
 from harness.proxy import Proxy
 from harness.redis_server import RedisServer, find_valkey
-from manager_service.local.embedded_redis import find_server
+from manager_service.launcher.embedded_redis import find_server
 
 CELL = Cell("tiny")
 
@@ -277,7 +277,7 @@ async def test_an_entry_that_cannot_be_read_says_whose_it_is(bus: Bus) -> None:
 async def test_a_call_without_an_answer_is_made_again_on_a_fresh_connection(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.bus.DEADLINE_S", 0.3)
+    monkeypatch.setattr("common.bus.bus.DEADLINE_S", 0.3)
     async with linked_bus(redis_url) as (bus, link):
         await bus.ensure_group(CELL.env, GROUP_ENV)
         # Given connections that lead nowhere any more, as those to a vanished host

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from common.children.helpers import HelperKilled, HelperPool, tell
 from common.errors import InvalidInput
-from common.helpers import HelperKilled, HelperPool, tell
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from common.bus import Bus, Delivery, Settlement
-from common.history import MOST_CONTEXT, ShortRequest, ShortResult, restored, shortened
-from common.messages import (
+from common.bus.bus import Bus, Delivery, Settlement
+from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
+from common.wire.history import MOST_CONTEXT, ShortRequest, ShortResult, restored, shortened
+from common.wire.messages import (
     BASE,
     AdapterRef,
     Message,
@@ -24,8 +25,7 @@ from common.messages import (
     f32,
     i32,
 )
-from common.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
-from common.transcript import shown, wrote
+from common.wire.transcript import shown, wrote
 from harness.redis_server import RedisServer
 
 CELL = Cell("tiny")

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from common.bus import Bus
+from common.bus.bus import Bus
+from common.bus.streams import Cell
+from common.children.processes import ChildProcess
 from common.errors import StoreUnavailable
-from common.known_store import KnownStore, remember
-from common.messages import WorkerReport
-from common.objects import Objects
-from common.store_folder import IDENTITY, StoreFolder
-from common.streams import Cell
+from common.store.known_store import KnownStore, remember
+from common.store.objects import Objects
+from common.store.store_folder import IDENTITY, StoreFolder
+from common.wire.messages import WorkerReport
 from harness.redis_server import RedisServer
-from manager_service.local.children.processes import ChildProcess
 from tests.support.forked import begun
 
 

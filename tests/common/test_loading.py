@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.bus import Bus
-from common.messages import WorkerReport
-from manager_service.local.children.processes import ChildProcess
+from common.bus.bus import Bus
+from common.children.processes import ChildProcess
+from common.wire.messages import WorkerReport
 from tests.common.test_hub import ROOT
 from tests.manager.test_supervisor import gone
 from tests.support.forked import begun

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from common.bus import Bus
-from common.membership import JoinRefused, Membership
+from common.bus.bus import Bus
+from common.worker.membership import JoinRefused, Membership
 
 
 def member(bus: Bus, service: str = "rollout", bits: str = "aaa", *, deterministic: bool = True) -> Membership:

@@ -7,8 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.history import ShortRequest, ShortResult
-from common.messages import (
+from common.wire.codec import AnyMessage, decode, encode
+from common.wire.history import ShortRequest, ShortResult
+from common.wire.messages import (
     BASE,
     AdapterNew,
     AdapterRef,
@@ -45,7 +46,7 @@ from common.messages import (
     turn_id,
     u8,
 )
-from common.operations import (
+from common.wire.operations import (
     Forget,
     Forgotten,
     NameChange,
@@ -56,8 +57,7 @@ from common.operations import (
     OperationsDone,
     RunOperation,
 )
-from common.transcript import shown, transcript
-from common.wire import AnyMessage, decode, encode
+from common.wire.transcript import shown, transcript
 
 PLAIN: dict[str, Any] = {"id": "i", "tenant": "t", "job": "j", "partition": 1, "epoch": 2}
 ADAPTER = AdapterRef("t", "j", 3)

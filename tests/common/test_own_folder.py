@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.own_folder import OwnFolder, roomy
+from common.children.own_folder import OwnFolder, roomy
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next_and_that_of_living_ones_stays(
@@ -17,7 +17,7 @@ def test_what_a_killed_process_left_is_removed_by_the_next_and_that_of_living_on
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = (
-        "import os, signal\nfrom common.own_folder import OwnFolder\n"
+        "import os, signal\nfrom common.children.own_folder import OwnFolder\n"
         "own = OwnFolder('x-'); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)})

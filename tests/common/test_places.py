@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from common.places import Places
+from common.sharing.places import Places
 
 
 class Clock:

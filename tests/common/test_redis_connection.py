@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from common.redis_connection import make_client
+from common.bus.redis_connection import make_client
 from harness.redis_server import RedisServer
 
 KEY = "marlaas:{tiny}:x"

@@ -14,7 +14,7 @@ import pytest
 from common.errors import REFUSED, InvalidInput
 from common.settings import KNOWN, TINY, Settings, explained, parse_base_models, refuse_unknown
 from env_service.settings import EnvSettings
-from manager_service.local.settings import LocalSettings
+from manager_service.launcher.settings import LocalSettings
 from manager_service.settings import ManagerSettings
 from marlaas_client.place import ClientSettings
 from rollout_service.settings import RolloutSettings
@@ -85,7 +85,7 @@ async def test_a_process_with_a_misspelt_setting_does_not_start_and_says_so_in_o
 
 def test_the_command_line_refuses_a_misspelt_setting_in_one_line() -> None:
     environment = {**os.environ, "MARLAAS_REDIS_URI": "redis://127.0.0.1:1/0"}
-    command = [sys.executable, "-m", "manager_service.cli.main", "jobs"]
+    command = [sys.executable, "-m", "manager_service.launcher.commands.main", "jobs"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "did you mean MARLAAS_REDIS_URL?" in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.errors import AlreadyExists, CorruptObject, InvalidInput, NotFound, StoreUnavailable, Unavailable
-from common.messages import AdapterRef
-from common.objects import Objects
-from common.store_folder import SMALL_BYTES
+from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.store.objects import Objects
+from common.store.store_folder import SMALL_BYTES
+from common.wire.messages import AdapterRef
 
 ROOT = Path(__file__).resolve().parents[2]
 V1 = AdapterRef("acme", "job-1", 1)

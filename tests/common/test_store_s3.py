@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import REFUSED, InvalidInput, Unavailable
-from common.objects import PART_BYTES, Objects, patiently
+from common.store.objects import PART_BYTES, Objects, patiently
 from harness.proxy import Proxy
 from harness.s3_server import BUCKET, S3Server, environment
 from tests.common.test_store import (  # noqa: F401  (pytest collects them here, with this file's `storage`)

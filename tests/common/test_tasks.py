@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from common.tasks import cancel_all, running, starting
+from common.cancellation import cancel_all, running, starting
 
 
 async def swallows(times: int) -> None:

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from common.messages import Span
-from common.telemetry import MAX_SPANS, About, Reporter, Timeline, merged
+from common.wire.messages import Span
+from common.worker.telemetry import MAX_SPANS, About, Reporter, Timeline, merged
 
 
 class Clock:

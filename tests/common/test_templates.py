@@ -2,10 +2,10 @@
 
 import pytest
 
-from common import templates
 from common.errors import InvalidInput
-from common.graders import check_fields
-from common.spelling import did_you_mean
+from common.suggestions import did_you_mean
+from common.tasks import templates
+from common.tasks.graders import check_fields
 
 SAMPLE = {"output_text": "95", "output_json": 95, "output_tools": []}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from common.errors import InvalidInput
-from common.skills import SKILLS, generate, is_held_out
+from common.tasks.skills import SKILLS, generate, is_held_out
 from common.text.special_tokens import Specials
 from common.text.tokens import ChatTokenizer
 
@@ -102,7 +102,7 @@ def _special_ids(tokenizer: ChatTokenizer, folder: Path = TINY) -> set[int]:
 
 
 def test_importing_the_renderer_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, common.text.tokens, common.skills;sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, common.text.tokens, common.tasks.skills;sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

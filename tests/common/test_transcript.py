@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.transcript import EMPTY, Transcript, joined, shown, transcript, wrote
+from common.wire.transcript import EMPTY, Transcript, joined, shown, transcript, wrote
 
 Part = tuple[list[int], list[float], list[bool]]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import InvalidInput
-from common.graders import validate_grader
+from common.tasks.graders import validate_grader
 from common.urls import check_base
 
 GOOD = [

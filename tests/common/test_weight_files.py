@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save_file
 
+from common.models.weight_files import ITEM_BYTES, Weights, parse_header, read_weights
 from common.settings import TINY
-from common.weight_files import ITEM_BYTES, Weights, parse_header, read_weights
 
 
 def test_the_weights_of_all_files_count(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_folder_without_weights_is_not_known_and_a_broken_file_is_named(tmp_pa
 @pytest.mark.parametrize("shape", [[10**4200] * 240, [1] * 65, [-1, -1]])
 def test_numbers_that_cannot_be_a_shape_are_not_multiplied(shape: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     header = json.dumps({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
-    monkeypatch.delattr("common.weight_files.prod")
+    monkeypatch.delattr("common.models.weight_files.prod")
     with pytest.raises(ValueError, match=r"'x' is not where or as large as its header says|is negative"):
         parse_header(header, 8 + len(header) + 4)
 

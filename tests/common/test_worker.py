@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from common.bus import Bus, Delivery, Idle, Out, Progress
+from common.bus.bus import Bus, Delivery, Idle, Out, Progress
+from common.bus.streams import GROUP_ENV, Cell
 from common.errors import StoreUnavailable, Unavailable
-from common.handlers import Beat
-from common.messages import Cancel, DeadLetter, EnvSpec, Failure, GradeRequest, JobCommand, Message, Start
-from common.streams import GROUP_ENV, Cell
-from common.takeover import is_suspect
-from common.telemetry import About, Reporter
-from common.wire import decode
-from common.worker import Habits, Inbox, Worker
+from common.wire.codec import decode
+from common.wire.messages import Cancel, DeadLetter, EnvSpec, Failure, GradeRequest, JobCommand, Message, Start
+from common.worker.handlers import Beat
+from common.worker.takeover import is_suspect
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Habits, Inbox, Worker
 from tests.common.test_bus import start
 
 CELL = Cell("tiny")
@@ -128,8 +128,8 @@ async def test_what_is_read_is_worked_on_and_settled(bus: Bus) -> None:
 async def test_a_busy_worker_reads_what_comes_one_by_one_together_and_an_idle_one_waits_for_nothing(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.worker.MOST_READ_S", 3600.0)
-    monkeypatch.setattr("common.settler.MOST_SOON_S", 3600.0)
+    monkeypatch.setattr("common.worker.worker.MOST_READ_S", 3600.0)
+    monkeypatch.setattr("common.worker.settler.MOST_SOON_S", 3600.0)
     ended = asyncio.Event()
 
     async def first_until_told(message: Start, beat: Beat) -> None:
@@ -153,7 +153,7 @@ async def test_a_busy_worker_reads_what_comes_one_by_one_together_and_an_idle_on
 async def test_what_somebody_waits_for_soon_settles_all_else(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, awaited: str
 ) -> None:
-    monkeypatch.setattr("common.settler.MOST_S", 3600.0)
+    monkeypatch.setattr("common.worker.settler.MOST_S", 3600.0)
 
     async def first_for_ever(message: Message, beat: Beat) -> None:
         await (asyncio.Event().wait() if message == command(0) else asyncio.sleep(0))
@@ -611,7 +611,7 @@ async def test_the_owner_hears_of_a_message_that_nobody_can_read(bus: Bus, strea
 async def test_the_store_is_waited_for_beyond_all_limits_and_the_reports_say_so(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.worker.UNAVAILABLE_LIMIT_S", 0.0)
+    monkeypatch.setattr("common.worker.worker.UNAVAILABLE_LIMIT_S", 0.0)
     back = asyncio.Event()
 
     async def needs_store(message: Start, beat: Beat) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from common.bus import Bus, Out
-from common.handlers import Beat
-from common.messages import Cancel, Start
-from common.objects import Objects
-from common.payloads import CLAIM_CHECK_BYTES
-from common.streams import GROUP_ENV
+from common.bus.bus import Bus, Out
+from common.bus.payloads import CLAIM_CHECK_BYTES
+from common.bus.streams import GROUP_ENV
+from common.store.objects import Objects
+from common.wire.messages import Cancel, Start
+from common.worker.handlers import Beat
 from tests.common.test_bus import start
 from tests.common.test_worker import (
     CELL,

@@ -10,17 +10,17 @@ import pytest
 import redis
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
-from common.bus import Bus, Idle, Progress
-from common.fullness import memory_used
-from common.known_store import recognised
-from common.store_folder import IDENTITY, StoreFolder
-from common.streams import GROUP_ROLLOUT, Cell
+from common.bus.bus import Bus, Idle, Progress
+from common.bus.fullness import memory_used
+from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.store.known_store import recognised
+from common.store.store_folder import IDENTITY, StoreFolder
 from deploy.acl import SERVICES, USERS, acl_file
 from harness.live import Api, is_balanced
 from harness.redis_server import RedisServer, find_valkey
-from manager_service.local.embedded_redis import find_server
-from manager_service.local.supervisor import ServiceCommand
-from manager_service.receivers import LOGGERS
+from manager_service.launcher.embedded_redis import find_server
+from manager_service.launcher.supervisor import ServiceCommand
+from manager_service.records.receivers import LOGGERS
 from tests.manager.test_export import create, exporter, nothing_waits, until
 from tests.support.api_server import running_api, running_jobs
 from tests.support.forked import running

@@ -18,9 +18,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from common.own_folder import SHARED_MEMORY
+from common.bus.streams import Cell
+from common.children.own_folder import SHARED_MEMORY
 from common.settings import KNOWN, PREFIX, TINY
-from common.streams import Cell
 from deploy.make_secrets import read_settings
 from rollout_service.settings import ON_GPU
 

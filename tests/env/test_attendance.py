@@ -1,7 +1,7 @@
 """Env workers that are gone are noticed, and the turns in their streams go to others."""
 
-from common.bus import Bus
-from common.streams import GROUP_ENV
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_ENV
 from env_service.live.attendance import Attendance
 from tests.common.test_bus import start
 

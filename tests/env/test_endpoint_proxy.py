@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from common.graders import EndpointGrader
+from common.tasks.graders import EndpointGrader
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints

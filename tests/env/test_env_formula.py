@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import formula
 from common.errors import InvalidInput
+from common.tasks import formula
 
 INTEGERS = st.integers(-(10**6), 10**6)
 

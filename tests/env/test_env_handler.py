@@ -13,16 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.environments import (
-    BUILT_IN,
-    makes_items,
-    reply_fault,
-    reply_roles,
-    validate_environment,
-    wants_tools,
-)
+from common.bus.streams import Cell
 from common.errors import InvalidInput, Unavailable
-from common.messages import (
+from common.tasks.environments import BUILT_IN, makes_items, reply_fault, reply_roles, validate_environment, wants_tools
+from common.text.tokens import ChatTokenizer
+from common.wire.codec import decode, encode
+from common.wire.messages import (
     AdapterRef,
     EnvSpec,
     Failure,
@@ -40,10 +36,7 @@ from common.messages import (
     f32,
     i32,
 )
-from common.streams import Cell
-from common.text.tokens import ChatTokenizer
-from common.transcript import wrote
-from common.wire import decode, encode
+from common.wire.transcript import wrote
 from env_service.environments import text_collections
 from env_service.environments.catalogue import Catalogue
 from env_service.environments.text_collections import Collections, Index, find_collection, read_collection

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from common.bus import Bus
-from common.messages import EnvSpec, GradeRequest, GradeResult
-from common.streams import GROUP_ENV
-from common.tasks import running
-from common.telemetry import About, Reporter
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_ENV
+from common.cancellation import running
 from common.text.tokens import ChatTokenizer
-from common.worker import Habits, Inbox, Worker
+from common.wire.messages import EnvSpec, GradeRequest, GradeResult
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Habits, Inbox, Worker
 from env_service.environment import Step, Turn
 from env_service.environments.catalogue import Catalogue
 from env_service.handler import EnvHandler

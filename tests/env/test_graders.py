@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from common.errors import InvalidInput
-from common.graders import check_item, item_fields, validate_grader
+from common.tasks.graders import check_item, item_fields, validate_grader
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints

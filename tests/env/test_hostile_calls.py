@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from chaos.helpers import calls
-from common.bus import Bus
+from common.bus.bus import Bus
 from common.errors import InvalidInput, Unavailable
 from env_service import work
 from env_service.__main__ import build

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from common import environments
-from common.environments import validate_environment
-from common.messages import Cancel, EnvSpec, Failure, Message, ScoredTrajectory, Start, TurnRequest, TurnResult
-from common.tasks import running
-from common.wire import decode, encode
+from common.cancellation import running
+from common.tasks import environments
+from common.tasks.environments import validate_environment
+from common.wire.codec import decode, encode
+from common.wire.messages import Cancel, EnvSpec, Failure, Message, ScoredTrajectory, Start, TurnRequest, TurnResult
 from env_service.environments.catalogue import Catalogue
 from env_service.environments.openenv_server import Servers
 from env_service.graders.endpoint import Endpoints

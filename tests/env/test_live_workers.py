@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from common.bus import Bus, Out
-from common.handlers import Beat
-from common.messages import ScoredTrajectory, TurnRequest
-from common.streams import GROUP_ROLLOUT, Cell
-from common.tasks import running
-from common.telemetry import About, Reporter
-from common.worker import Inbox, Worker
+from common.bus.bus import Bus, Out
+from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.cancellation import running
+from common.children.forking import Nursery
+from common.children.processes import ChildProcess, Command
+from common.wire.messages import ScoredTrajectory, TurnRequest
+from common.worker.handlers import Beat
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Inbox, Worker
 from harness.standin import StandIn
-from manager_service.local.children.forking import Nursery
-from manager_service.local.children.processes import ChildProcess, Command
 from tests.env.test_env_handler import result_of, start_of
 from tests.support.live_environments import install
 

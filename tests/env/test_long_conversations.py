@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from common.messages import TurnRequest
 from common.text.tokens import ChatTokenizer
+from common.wire.messages import TurnRequest
 from env_service import work
 from env_service.conversation import Conversation
 from env_service.environment import Step

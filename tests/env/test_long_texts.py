@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.graders import validate_grader
-from common.tasks import running
+from common.cancellation import running
+from common.tasks.graders import validate_grader
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints

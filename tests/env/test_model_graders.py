@@ -12,8 +12,10 @@ import msgspec
 import pytest
 
 from common.errors import InvalidInput
-from common.graders import item_fields, model_graders, validate_grader
-from common.messages import (
+from common.settings import TINY
+from common.tasks.graders import item_fields, model_graders, validate_grader
+from common.text.tokens import ChatTokenizer
+from common.wire.messages import (
     BASE,
     AdapterRef,
     Failure,
@@ -24,8 +26,6 @@ from common.messages import (
     TurnRequest,
     Usage,
 )
-from common.settings import TINY
-from common.text.tokens import ChatTokenizer
 from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt

@@ -16,10 +16,10 @@ import pytest_asyncio
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from common.environments import OpenEnvArgs, validate_environment
 from common.errors import InvalidInput
-from common.messages import EnvSpec, Failure
+from common.tasks.environments import OpenEnvArgs, validate_environment
 from common.text.tokens import ToolCall
+from common.wire.messages import EnvSpec, Failure
 from env_service.environment import Turn
 from env_service.environments.openenv import OpenEnv
 from env_service.environments.openenv_mapping import shape_of, shown, shown_result

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.environments import OpenEnvArgs
+from common.tasks.environments import OpenEnvArgs
 from env_service.environment import Turn
 from env_service.environments.openenv import OpenEnv
 from env_service.environments.openenv_server import Servers

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.environments import SUPERVISED
-from common.messages import ScoredTrajectory, Start, TurnRequest, f32
+from common.tasks.environments import SUPERVISED
 from common.text.examples import Example
+from common.wire.messages import ScoredTrajectory, Start, TurnRequest, f32
 from env_service.examples import TOKENS, example_of
 from tests.env.test_env_handler import CELL, TOKENIZER, Run, result_of, start_of
 

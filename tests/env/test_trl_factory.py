@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import get_json_schema
 
-from common.environments import validate_environment, wants_tools
 from common.errors import InvalidInput
-from common.messages import EnvSpec
+from common.tasks.environments import validate_environment, wants_tools
 from common.text.tool_calls import ToolCall
+from common.wire.messages import EnvSpec
 from env_service.environment import Turn
 from env_service.environments.trl_factory import FromTRL, definitions
 from env_service.failures import EnvironmentFailed, ToolFailed

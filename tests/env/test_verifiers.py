@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.environments import makes_items, validate_environment, wants_tools
 from common.errors import InvalidInput
-from common.messages import EnvSpec, StopReason, f32
+from common.tasks.environments import makes_items, validate_environment, wants_tools
 from common.text.tool_calls import ToolCall
+from common.wire.messages import EnvSpec, StopReason, f32
 from env_service.environment import Turn
 from env_service.failures import EnvironmentFailed, NoRoom
 from env_service.verifiers.environment import Verifiers
-from env_service.verifiers.process import Hosts
+from env_service.verifiers.package_process import Hosts
 from tests.env.test_env_handler import TINY, ids_of
 from tests.env.test_live_sessions import EnvWorker, live_start
 

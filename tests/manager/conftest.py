@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.bus import Bus
-from common.objects import Objects
+from common.bus.bus import Bus
+from common.store.objects import Objects
 from tests.support.api_server import ApiServer, running_api
 from tests.support.owning import System
 

@@ -8,12 +8,12 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.environments import SUPERVISED
-from common.messages import EnvSpec
+from common.tasks.environments import SUPERVISED
+from common.wire.messages import EnvSpec
 from harness.standin import FixedSlots, job_spec
 from manager_service.records.job_records import JobSpec
+from manager_service.records.tenants import TenantRecord
 from manager_service.scheduling.fairness import examples_room
-from manager_service.tenants import TenantRecord
 from tests.support.owner_world import World
 
 SEEDS = st.integers(0, 10**9)

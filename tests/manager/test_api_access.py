@@ -14,8 +14,8 @@ from fastapi.routing import APIRoute
 
 from common.errors import InvalidInput
 from harness.redis_server import RedisServer
-from manager_service.api.app import ROUTERS
-from manager_service.tenants import KEYS, Tenants, bootstrap, read_or_make_key
+from manager_service.http.app import ROUTERS
+from manager_service.records.tenants import KEYS, Tenants, bootstrap, read_or_make_key
 from tests.support.api_server import ApiServer, running_api
 
 

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load, save
 from typer.testing import CliRunner
 
-from common.adapters import PEFT_FILES
-from common.messages import LoraSpec
-from manager_service.cli.main import app
+from common.store.adapters import PEFT_FILES
+from common.wire.messages import LoraSpec
+from manager_service.launcher.commands.main import app
 from manager_service.records.job_records import JobSpec
 from tests.support.api_server import ApiServer, method, upload
 from tests.support.rollout_cases import files_of

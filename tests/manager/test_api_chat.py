@@ -8,9 +8,9 @@ import msgspec
 import openai
 import pytest
 
-from common.bus import Bus
-from common.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, Usage
-from common.wire import decode
+from common.bus.bus import Bus
+from common.wire.codec import decode
+from common.wire.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, Usage
 from manager_service.records.job_records import JobState
 from manager_service.records.keys import JSON
 from tests.support.api_server import (

@@ -8,11 +8,11 @@ import msgspec
 import openai
 import pytest
 
-from common.bus import Bus
-from common.messages import Cancel, DeadLetter, Outside, Span, WorkerReport
-from common.telemetry import KEEP_S
-from common.wire import encode
-from manager_service.cluster import Cluster
+from common.bus.bus import Bus
+from common.wire.codec import encode
+from common.wire.messages import Cancel, DeadLetter, Outside, Span, WorkerReport
+from common.worker.telemetry import KEEP_S
+from manager_service.records.cluster import Cluster
 from tests.support.api_server import ApiServer, method, upload
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from common.messages import AdapterRef, Failure, ScoredTrajectory, TrajectoryRef
-from common.transcript import transcript
-from manager_service.api.hyperparameters import Hyperparameters
-from manager_service.jobs.samples import MAX_TOKENS, record_of, written_of
-from manager_service.kept import EventRecord, SampleRecord, Written
+from common.wire.messages import AdapterRef, Failure, ScoredTrajectory, TrajectoryRef
+from common.wire.transcript import transcript
+from manager_service.http.openai.jobs.hyperparameters import Hyperparameters
+from manager_service.owner.jobs.samples import MAX_TOKENS, record_of, written_of
 from manager_service.records.job_records import FINAL, JobState
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import EventRecord, SampleRecord, Written
 from tests.support.api_server import ApiServer, keep_samples, method, running_jobs, upload
 
 

@@ -17,8 +17,8 @@ from common.settings import TINY
 from common.text.examples import is_example, read_example
 from common.text.prompts import with_messages
 from common.text.tokens import ChatTokenizer
-from manager_service.api import file_store
-from manager_service.api.reading.items import FoundItems, check_lines
+from manager_service.http.openai.files import file_store
+from manager_service.http.reading.item_lines import FoundItems, check_lines
 from tests.support.api_server import ITEMS, ApiServer, item, jsonl, running_api, upload
 
 CHATTY = ChatTokenizer.load(TINY)

@@ -21,18 +21,18 @@ import pytest_asyncio
 from fastapi.routing import APIRoute
 from starlette.datastructures import UploadFile
 
-from common.messages import GradeRequest, GradeResult
-from common.tasks import cancel_all
+from common.cancellation import cancel_all
+from common.wire.messages import GradeRequest, GradeResult
 from harness.redis_server import RedisServer
-from manager_service.api import body_limit, connections, context
-from manager_service.api.app import ROUTERS
-from manager_service.api.reading.bodies import JsonRoute
-from manager_service.api.sampling import requests
-from manager_service.api.sampling.shares import MAX_GRADES
-from manager_service.api.schemas import Page, SampleObject
-from manager_service.jobs.journal import MAX_TEXT
-from manager_service.kept import LIMITS, SampleRecord
+from manager_service.http import body_limit, connections, context
+from manager_service.http.app import ROUTERS
+from manager_service.http.reading.bodies import JsonRoute
+from manager_service.http.sampling import completion_requests
+from manager_service.http.sampling.inference import MAX_GRADES
+from manager_service.http.schemas import Page, SampleObject
+from manager_service.owner.jobs.journal import MAX_TEXT
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import LIMITS, SampleRecord
 from tests.support.api_server import (
     GRADER,
     ApiServer,
@@ -231,7 +231,7 @@ def test_every_route_reads_its_json_strictly() -> None:
 
 
 async def test_log_probs_beyond_all_measure_are_refused(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "MAX_LOGPROBS", 1000)
+    monkeypatch.setattr(completion_requests, "MAX_LOGPROBS", 1000)
     body = chat("x") | {"logprobs": True, "top_logprobs": 9, "n": 2, "max_tokens": 51}
     answer = await server.http.post(CHAT, json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")

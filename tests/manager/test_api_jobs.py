@@ -14,12 +14,12 @@ import openai
 import pytest
 from openai.types.fine_tuning import FineTuningJob
 
-from common.adapters import PEFT_FILES, AdapterStore, Manifest
-from common.messages import AdapterRef, EnvSpec, Failure
-from manager_service.api.adapters import with_base
-from manager_service.kept import CheckpointRecord, EventRecord, Kept, SampleRecord, Written
+from common.store.adapters import PEFT_FILES, AdapterStore, Manifest
+from common.wire.messages import AdapterRef, EnvSpec, Failure
+from manager_service.http.openai.adapter_content import with_base
 from manager_service.records.job_records import JobState, Stop
 from manager_service.records.keys import GLOBAL, JSON
+from manager_service.records.sample_records import CheckpointRecord, EventRecord, Kept, SampleRecord, Written
 from tests.support.api_server import GRADER, ApiServer, item, jsonl, keep_samples, method, running_jobs, upload
 
 SETTINGS = {"command_wait_s": 0.3, "keep_alive_s": 0.3}

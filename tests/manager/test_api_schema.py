@@ -15,10 +15,10 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
-from common.adapters import PEFT_FILES
-from manager_service.receivers import Receivers
+from common.store.adapters import PEFT_FILES
 from manager_service.records.job_records import JobState
 from manager_service.records.keys import JSON
+from manager_service.records.receivers import Receivers
 from tests.support.api_server import GRADER, ApiServer, jsonl, method, running_api, upload
 from tests.support.nasty_values import nasty, paths, replaced
 from tests.support.rollout_cases import files_of

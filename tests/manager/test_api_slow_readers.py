@@ -9,11 +9,12 @@ from typing import IO
 
 import pytest
 
-from common.adapters import PEFT_FILES
-from manager_service.api import connections, downloads
-from manager_service.jobs.journal import MAX_TEXT
-from manager_service.kept import LIMITS, SampleRecord
-from manager_service.tenants import TenantRecord
+from common.store.adapters import PEFT_FILES
+from manager_service.http import connections
+from manager_service.http.openai.files import downloads
+from manager_service.owner.jobs.journal import MAX_TEXT
+from manager_service.records.sample_records import LIMITS, SampleRecord
+from manager_service.records.tenants import TenantRecord
 from tests.manager.tinker.test_checkpoints import external
 from tests.support.api_server import ApiServer, keep_samples, method, upload
 from tests.support.owned_runs import owned_runs

@@ -6,10 +6,10 @@ import msgspec
 import openai
 import pytest
 
-from common.messages import AdapterRef, LoraSpec
+from common.wire.messages import AdapterRef, LoraSpec
 from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.keys import JSON
-from manager_service.runs.records import Checkpoint, RunSpec, RunState
+from manager_service.records.run_records import Checkpoint, RunSpec, RunState
 from tests.support.api_server import ApiServer, method, upload
 
 

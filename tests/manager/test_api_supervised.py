@@ -7,8 +7,8 @@ import openai
 import pytest
 from openai.types.fine_tuning import FineTuningJob
 
-from common.environments import SUPERVISED
-from common.messages import AdapterRef
+from common.tasks.environments import SUPERVISED
+from common.wire.messages import AdapterRef
 from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.keys import JSON
 from tests.support.api_server import ApiServer, item, jsonl, method, upload

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidInput
-from manager_service.api.reading.tables import MAX_MADE, convert_csv
-from manager_service.jobs.items import Items
+from manager_service.http.reading.csv_tables import MAX_MADE, convert_csv
+from manager_service.owner.jobs.items import Items
 from tests.support.api_server import ApiServer, jsonl, method, upload
 
 SETTINGS = {"max_file_bytes": 100_000, "max_line_bytes": 10_000}

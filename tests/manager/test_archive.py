@@ -10,14 +10,14 @@ import msgspec
 import openai
 import pytest
 
+from common.bus.streams import partition_of
 from common.errors import StoreUnavailable
-from common.objects import Objects
-from common.streams import partition_of
-from manager_service.archive.archiver import Archiver
-from manager_service.archive.store import ROWS_A_PART, Archive, Archived, in_parts
-from manager_service.kept import CheckpointRecord, EventRecord
+from common.store.objects import Objects
+from manager_service.owner.archiver import Archiver
+from manager_service.records.archive import ROWS_A_PART, Archive, Archived, in_parts
 from manager_service.records.job_records import MOVING, JobState
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import CheckpointRecord, EventRecord
 from tests.support.api_server import ApiServer, item, jsonl, method, running_api, running_jobs, upload
 
 

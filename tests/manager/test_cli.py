@@ -20,7 +20,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from common.settings import TINY
-from manager_service.cli.main import app
+from manager_service.launcher.commands.main import app
 from marlaas_client.adapters import unpack
 from marlaas_client.cli import account, output
 from marlaas_client.cli.progress import JobProgress
@@ -146,7 +146,7 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[FakeAp
 
 def marlaas(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """The command in a process of its own."""
-    command = [sys.executable, "-m", "manager_service.cli.main", *arguments]
+    command = [sys.executable, "-m", "manager_service.launcher.commands.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": ""}, cwd=ROOT)
 
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from common.sharing.correction import ENOUGH_S, MOST, Correction
 from harness.standin import FixedSlots, job_spec
-from manager_service.scheduling.correction import ENOUGH_S, MOST, Correction
 from manager_service.scheduling.policies import POLICIES
 from tests.support.owner_world import World
 

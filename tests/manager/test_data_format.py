@@ -2,10 +2,10 @@
 
 import pytest
 
-from common.bus import Bus
+from common.bus.bus import Bus
 from common.errors import InvalidInput
-from manager_service.data_format import FORMAT, KEY, check_format
-from manager_service.tenants import TENANTS
+from manager_service.records.data_format import FORMAT, KEY, check_format
+from manager_service.records.tenants import TENANTS
 
 
 async def test_an_empty_redis_is_marked_and_opens_again(bus: Bus) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from manager_service.cli.main import app
+from manager_service.launcher.commands.main import app
 from marlaas_client.dataset import Columns, as_jsonl, rows_of_file
 from marlaas_client.errors import InvalidInput
 from tests.support.api_server import ApiServer

@@ -11,10 +11,10 @@ import pytest
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
 from harness.standin import job_spec
-from manager_service.api.estimates import num_evaluated, seconds_for
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.items import Items
-from manager_service.jobs.job import Job
+from manager_service.http.openai.jobs.estimates import num_evaluated, seconds_for
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.items import Items
+from manager_service.owner.jobs.job import Job
 from manager_service.records.job_records import JobState, ScoreProgress, steps_left
 from manager_service.records.keys import JSON
 from tests.manager.test_api_cluster import report

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from common.cancellation import running
+from common.children.processes import ChildProcess
 from common.errors import Unavailable
-from common.messages import Failure
 from common.outgoing import Caller
-from common.tasks import running
-from manager_service.archive.store import Archive
+from common.wire.messages import Failure
 from manager_service.export import __main__ as exporter_main
 from manager_service.export.__main__ import installed, tell_loggers
 from manager_service.export.cells import JobCell
 from manager_service.export.exporter import Exporter
 from manager_service.export.notes import warn
 from manager_service.export.rows import named
-from manager_service.kept import Limits
-from manager_service.local.children.processes import ChildProcess
-from manager_service.receivers import Receivers
+from manager_service.records.archive import Archive
+from manager_service.records.receivers import Receivers
+from manager_service.records.sample_records import Limits
 from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
 from tests.support.forked import begun
 from tests.support.loggers import Logger, environment_with_loggers, logger

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from common.bus import Bus
-from common.tasks import running
+from common.bus.bus import Bus
+from common.cancellation import running
 from manager_service.export.lease import KEY, Lease
 
 

@@ -5,10 +5,10 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.fairness import Fairness
-from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
-from common.transcript import shown, wrote
-from manager_service.jobs.groups import Group, Scored, next_batch
+from common.sharing.fairness import Fairness
+from common.wire.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
+from common.wire.transcript import shown, wrote
+from manager_service.owner.jobs.groups import Group, Scored, next_batch
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION, kv_room, room, serve
 from tests.common.test_messages import PLAIN
 

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from common.bus import Bus
-from common.handlers import Beat
-from common.messages import Cancel
-from common.objects import Objects
-from common.streams import GROUP_ENV, Cell, partition_of
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_ENV, Cell, partition_of
+from common.store.objects import Objects
+from common.wire.messages import Cancel
+from common.worker.handlers import Beat
 from harness.redis_server import RedisServer, find_valkey
 from harness.standin import StandInEnv, create_job, job_spec, state_of, until_status
-from manager_service.api.errors import ApiError
-from manager_service.api.sampling.cell_share import CellShare
-from manager_service.api.sampling.shares import TimeForRedis
 from manager_service.export.lease import Lease
-from manager_service.local.embedded_redis import find_server
+from manager_service.http.errors import ApiError
+from manager_service.http.sampling.cell_share import CellShare
+from manager_service.http.sampling.inference import TimeForRedis
+from manager_service.launcher.embedded_redis import find_server
 from manager_service.owner import owner
 from manager_service.owner.leases import Leases
-from manager_service.owner.memory import RedisMemory, bound
+from manager_service.owner.redis_memory import RedisMemory, bound
 from tests.common.test_worker import until
 from tests.support.api_server import item, jsonl, method, running_api, running_jobs, upload
 from tests.support.owning import LEASE_S, System

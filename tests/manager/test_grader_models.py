@@ -6,9 +6,9 @@ import msgspec
 import openai
 import pytest
 
-from common.messages import GradeRequest, GradeResult, Usage
+from common.cancellation import running
 from common.settings import TINY
-from common.tasks import running
+from common.wire.messages import GradeRequest, GradeResult, Usage
 from manager_service.records.job_records import JobSpec, JobState, Status
 from manager_service.records.keys import JSON
 from tests.support.api_server import ApiServer, method, played_grader, upload

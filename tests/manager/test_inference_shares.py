@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from common.bus import Bus, Delivery, Settlement
-from common.messages import BASE, Sampling, TurnRequest, TurnResult, WorkerReport, f32, i32
-from common.streams import GROUP_ROLLOUT
-from common.tasks import running
-from common.telemetry import KEEP_S
-from manager_service.api.context import Api, Base
-from manager_service.api.sampling.cell_share import CHAT
-from manager_service.api.sampling.choices import InferenceRequest
-from manager_service.api.server import make_api
+from common.bus.bus import Bus, Delivery, Settlement
+from common.bus.streams import GROUP_ROLLOUT
+from common.cancellation import running
+from common.wire.messages import BASE, Sampling, TurnRequest, TurnResult, WorkerReport, f32, i32
+from common.worker.telemetry import KEEP_S
+from manager_service.http.context import Api, Base
+from manager_service.http.sampling.cell_share import CHAT
+from manager_service.http.sampling.choices import InferenceRequest
+from manager_service.http.server import make_api
+from manager_service.records.tenants import TenantRecord
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
-from manager_service.tenants import TenantRecord
 from tests.common.test_worker import until
 from tests.manager.test_api_cluster import report
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import NotFound
-from common.objects import PART_BYTES, Objects
-from manager_service.jobs import items
-from manager_service.jobs.items import Items, LinesOnDisk
+from common.store.objects import PART_BYTES, Objects
+from manager_service.owner.jobs import items
+from manager_service.owner.jobs.items import Items, LinesOnDisk
 
 
 @pytest.mark.parametrize("block", [2, 3, 1 << 18])

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages import (
+from common.bus.streams import Cell
+from common.wire.messages import (
     BASE,
     AdapterRef,
     AdapterUpdate,
@@ -27,17 +28,16 @@ from common.messages import (
     TurnRequest,
     turn_id,
 )
-from common.streams import Cell
-from common.transcript import shown, wrote
+from common.wire.transcript import shown, wrote
 from harness.standin import StandInEnv, job_spec
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.groups import sound
-from manager_service.jobs.items import Items
-from manager_service.jobs.job import Job
-from manager_service.jobs.journal import Journal
-from manager_service.jobs.retention import droppable
-from manager_service.kept import LIMITS
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.groups import sound
+from manager_service.owner.jobs.items import Items
+from manager_service.owner.jobs.job import Job
+from manager_service.owner.jobs.journal import Journal
+from manager_service.owner.jobs.retention import droppable
 from manager_service.records.job_records import EvalTally, JobError, JobState, Training, has_version
+from manager_service.records.sample_records import LIMITS
 
 CELL = Cell("tiny")
 

@@ -10,24 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.bus import Bus
+from common.bus.bus import Bus
+from common.cancellation import running
 from common.errors import StoreUnavailable
-from common.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
-from common.objects import Objects
-from common.tasks import running
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
 from harness.standin import create_job, held_out, job_spec, state_of, until_status
-from manager_service.archive.archiver import Archiver
-from manager_service.archive.store import SampleFiles
-from manager_service.jobs.changes import Changes, KeptSamples
-from manager_service.jobs.groups import Group, Scored
-from manager_service.jobs.samples import chosen
-from manager_service.kept import LIMITS, Kept, Limits
 from manager_service.owner import sample_writer
-from manager_service.owner.memory import bound
+from manager_service.owner.archiver import Archiver
+from manager_service.owner.jobs.changes import Changes, KeptSamples
+from manager_service.owner.jobs.groups import Group, Scored
+from manager_service.owner.jobs.samples import chosen
 from manager_service.owner.owner import Owner
+from manager_service.owner.redis_memory import bound
 from manager_service.owner.sample_writer import SampleWriter
+from manager_service.records.archive import SampleFiles
 from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import LIMITS, Kept, Limits
 from tests.common.test_worker import until
 from tests.manager.test_owner import System
 

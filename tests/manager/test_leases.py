@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from common.bus import Bus
-from common.streams import NUM_PARTITIONS
+from common.bus.bus import Bus
+from common.bus.streams import NUM_PARTITIONS
 from manager_service.owner.leases import LONGEST_ABSENCE_S, Absence, Held, Leases, Round
 from tests.common.test_worker import until
 

@@ -11,11 +11,11 @@ from base_model.decoder import DecoderConfig
 from common.errors import InvalidInput
 from common.settings import TINY
 from harness.bases import QWEN3_06B
-from manager_service.cli.plan import plan_for, settings_of
-from manager_service.local.context import Chosen, choose
-from manager_service.local.devices import arrange
-from manager_service.local.engines import parse_gpu
-from manager_service.local.gpus import Gpu, LocalWorker
+from manager_service.launcher.commands.plan_command import plan_for, settings_of
+from manager_service.launcher.devices import arrange
+from manager_service.launcher.engines import parse_gpu
+from manager_service.launcher.gpus import Gpu, LocalWorker
+from manager_service.launcher.memory_shares import Chosen, choose
 from rollout_service.embedded.pools import EngineLimits, Pools
 
 GIB = 1 << 30

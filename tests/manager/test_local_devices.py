@@ -14,9 +14,9 @@ import pytest
 from common.errors import InvalidInput
 from common.settings import TINY
 from harness.bases import QWEN3_06B
-from manager_service.local.devices import arrange, idle_gpu
-from manager_service.local.gpus import LocalWorker
-from manager_service.local.supervisor import LocalCluster, ServiceCommand
+from manager_service.launcher.devices import arrange, idle_gpu
+from manager_service.launcher.gpus import LocalWorker
+from manager_service.launcher.supervisor import LocalCluster, ServiceCommand
 from tests.manager.test_supervisor import API, python
 
 ON_GPU = {"MARLAAS_ROLLOUT_DEVICE": "cuda", "MARLAAS_TRAINER_DEVICE": "cuda"}

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.tasks import cancel_all
+from common.cancellation import cancel_all
 from manager_service.export.passes import JobRows, Order
 from manager_service.export.rows import Row
 from tests.support.loggers import Logger, logger

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from common.bus import Bus
-from common.objects import Objects
+from common.bus.bus import Bus
+from common.store.objects import Objects
 from harness.standin import create_job, job_spec
-from manager_service.owner import memory, owner
-from manager_service.owner.memory import RedisMemory, measured
+from manager_service.owner import owner, redis_memory
+from manager_service.owner.redis_memory import RedisMemory, measured
 from tests.common.test_worker import until
 from tests.support.api_server import running_api
 from tests.support.owning import System
@@ -50,8 +50,8 @@ async def test_a_job_that_stalls_on_a_full_redis_names_what_fills_it(
     bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "STALL_S", 0.1)
-    monkeypatch.setattr(memory, "EVERY_S", 0.1)
-    monkeypatch.setattr(memory, "SAMPLE", 4096)  # the stall is told once: no key may be missed by chance
+    monkeypatch.setattr(redis_memory, "EVERY_S", 0.1)
+    monkeypatch.setattr(redis_memory, "SAMPLE", 4096)  # the stall is told once: no key may be missed by chance
     await fill(bus)
     used: Any = await bus.client.info("memory")
     await bus.client.config_set("maxmemory", int(used["used_memory"] / 0.8))

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import InvalidInput
 from common.settings import TINY
-from manager_service.cli import merge as merging
-from manager_service.cli.merge import base_of, floats, merge, stored
+from manager_service.launcher.commands import merge as merging
+from manager_service.launcher.commands.merge import base_of, floats, merge, stored
 from tests.manager.test_cli import FakeApi, api, run
 from tests.support.rollout_cases import files_of
 

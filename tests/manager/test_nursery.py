@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from common.children.forking import Forked, Nursery
+from common.children.processes import ChildProcess, Command, start_tied
 from common.errors import REFUSED
-from manager_service.local.children.forking import Forked, Nursery
-from manager_service.local.children.processes import ChildProcess, Command, start_tied
-from manager_service.local.supervisor import NO_PLUGINS, ONE_THREAD, ROOT
+from manager_service.launcher.supervisor import NO_PLUGINS, ONE_THREAD, ROOT
 from tests.manager.test_supervisor import gone, is_alive
 from tests.support import forked
 

@@ -8,23 +8,13 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from common.adapters import AdapterStore
-from common.bus import Bus, Delivery
+from common.bus.bus import Bus, Delivery
+from common.bus.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER, Cell, partition_of
 from common.errors import Fenced
-from common.messages import (
-    AdapterRef,
-    AdapterUpdate,
-    Cancel,
-    DeadLetter,
-    Failure,
-    Init,
-    Start,
-    TrainStep,
-    Usage,
-)
-from common.objects import Objects
-from common.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER, Cell, partition_of
-from common.wire import decode, encode
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.codec import decode, encode
+from common.wire.messages import AdapterRef, AdapterUpdate, Cancel, DeadLetter, Failure, Init, Start, TrainStep, Usage
 from harness.standin import (
     FixedSlots,
     StandInTrainer,
@@ -36,22 +26,22 @@ from harness.standin import (
     state_of,
     until_status,
 )
-from manager_service.api.quota import count_inference
-from manager_service.jobs.changes import Changes, commands
-from manager_service.jobs.items import Items
-from manager_service.jobs.job import Job
-from manager_service.kept import LIMITS
+from manager_service.http.quota import count_inference
+from manager_service.owner.job_reader import ItemFiles, JobReader
+from manager_service.owner.jobs.changes import Changes, commands
+from manager_service.owner.jobs.items import Items
+from manager_service.owner.jobs.job import Job
 from manager_service.owner.leases import Held, Leases
-from manager_service.owner.memory import measured
 from manager_service.owner.partition import Partition
-from manager_service.owner.reading import ItemFiles, JobReader
+from manager_service.owner.redis_memory import measured
 from manager_service.owner.surroundings import KEEP_HINTS, Surroundings
 from manager_service.owner.transaction import COMMIT, Commits, Fence, Lost
 from manager_service.records.job_records import JobState, Training
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import LIMITS
+from manager_service.records.tenants import TENANTS, TenantRecord, Tenants
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import parse_policy
-from manager_service.tenants import TENANTS, TenantRecord, Tenants
 from tests.common.test_worker import length, until
 from tests.support.owning import System
 

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import redis.asyncio as aioredis
 
-from common.adapters import AdapterStore
-from common.bus import Bus
-from common.messages import AdapterRef
-from common.objects import Objects
-from common.redis_connection import FastClient, FastConnection
-from common.scripts import CREATE_GROUP
-from common.streams import GROUP_ENV, GROUP_TRAINER, NUM_PARTITIONS, Cell, partition_of
-from common.tasks import cancel_all
-from common.worker import Inbox
+from common.bus.bus import Bus
+from common.bus.redis_connection import FastClient, FastConnection
+from common.bus.scripts import CREATE_GROUP
+from common.bus.streams import GROUP_ENV, GROUP_TRAINER, NUM_PARTITIONS, Cell, partition_of
+from common.cancellation import cancel_all
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef
+from common.worker.worker import Inbox
 from harness.standin import (
     FixedSlots,
     StandInEnv,
@@ -39,7 +39,7 @@ from harness.standin import (
 from manager_service.owner.leases import RELEASE, ROUND
 from manager_service.owner.owner import Owner
 from manager_service.owner.transaction import COMMIT
-from manager_service.tenants import Tenants
+from manager_service.records.tenants import Tenants
 from tests.common.test_worker import until
 
 STEPS, BATCH, GROUP, HELD_OUT = 2, 2, 2, 2

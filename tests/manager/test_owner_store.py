@@ -11,14 +11,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.bus import Bus
+from common.bus.bus import Bus
+from common.bus.streams import Cell, partition_of
 from common.errors import StoreUnavailable, Unavailable
-from common.messages import ScoredTrajectory, Start
-from common.objects import Objects
-from common.streams import Cell, partition_of
-from common.transcript import wrote
+from common.store.objects import Objects
+from common.wire.messages import ScoredTrajectory, Start
+from common.wire.transcript import wrote
 from harness.standin import StandInEnv, command, create_job, job_spec, ledger_of, state_of, until_status
-from manager_service.owner import arriving, owner, partition, reading
+from manager_service.owner import arriving, job_reader, owner, partition
 from manager_service.owner.partition import Partition
 from manager_service.records.job_records import JobSpec
 from tests.common.test_worker import until
@@ -188,7 +188,7 @@ ITEMS = b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 4
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A disk for temporary files without room. The result makes room."""
     opened = partial(Path("/dev/full").open, "rb+", 0)
-    monkeypatch.setattr(reading.tempfile, "TemporaryFile", opened)
+    monkeypatch.setattr(job_reader.tempfile, "TemporaryFile", opened)
     monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
     return monkeypatch.undo
 
@@ -253,7 +253,7 @@ async def test_a_started_job_whose_file_finds_no_room_after_a_take_over_waits_an
     await system.kill_owner()
     # When the next owner's disk is full
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(reading.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "rb+", 0))
+        patched.setattr(job_reader.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "rb+", 0))
         patched.setattr(arriving, "AGAIN_S", 0.1)
         system.start_owner()
         # Then the job says that it waits, and the other one runs meanwhile

@@ -10,11 +10,11 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, expect
 
-from common.messages import Failure
-from manager_service.api.page import FOLDER
-from manager_service.kept import EventRecord, SampleRecord, Written
+from common.wire.messages import Failure
+from manager_service.http.operators.page_routes import FOLDER
 from manager_service.records.job_records import JobState
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import EventRecord, SampleRecord, Written
 from tests.support.api_server import (
     ApiServer,
     Script,

@@ -8,10 +8,10 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, expect
 
-from common.messages import Failure
-from manager_service.kept import EventRecord, SampleRecord, Written
+from common.wire.messages import Failure
 from manager_service.records.job_records import JobState
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import EventRecord, SampleRecord, Written
 from tests.manager.test_api_supervised import EXAMPLES, create
 from tests.support.api_server import ApiServer, keep_samples, running_api
 from tests.support.browser import Tab, browsing

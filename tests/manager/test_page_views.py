@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
-from common.adapters import PEFT_FILES, AdapterStore, Manifest
-from common.messages import AdapterRef, DeadLetter, Failure, Span
-from manager_service.kept import CheckpointRecord, EventRecord, SampleRecord, Written
+from common.store.adapters import PEFT_FILES, AdapterStore, Manifest
+from common.wire.messages import AdapterRef, DeadLetter, Failure, Span
 from manager_service.records.job_records import JobState
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import CheckpointRecord, EventRecord, SampleRecord, Written
 from tests.manager.test_api_cluster import report, tell
 from tests.support.api_server import ApiServer, item, jsonl, keep_samples, method, running_api, upload
 from tests.support.browser import browsing

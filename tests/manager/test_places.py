@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from common.errors import Unavailable
-from manager_service.api.errors import ApiError
-from manager_service.api.places import MAX_WAITING, SharedPlaces
-from manager_service.tenants import TenantRecord
+from manager_service.http.errors import ApiError
+from manager_service.http.sampling.places import MAX_WAITING, SharedPlaces
+from manager_service.records.tenants import TenantRecord
 
 
 def tenant(name: str, weight: float = 1.0) -> TenantRecord:

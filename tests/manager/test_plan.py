@@ -11,27 +11,19 @@ import torch
 from typer.testing import CliRunner
 
 from base_model.decoder import Decoder, DecoderConfig
-from common.base_shape import BaseShape
 from common.errors import InvalidInput
-from common.footprint import kept_per_token, training_bytes, weights_of_rank
+from common.models.base_shape import BaseShape
+from common.models.footprint import kept_per_token, training_bytes, weights_of_rank
+from common.models.weight_files import read_weights
 from common.settings import KNOWN, TINY
-from common.weight_files import read_weights
 from harness.bases import QWEN3_06B, make_random_base
-from manager_service.api.hyperparameters import parse_hyperparameters
-from manager_service.cli.main import app
-from manager_service.cli.plan import plan_for, settings_of
-from manager_service.local import engines, fitting
-from manager_service.local.engines import (
-    GPUS,
-    LAUNCH_S,
-    REACHED,
-    Load,
-    max_lora_rank,
-    parse_gpu,
-    trained_flops,
-)
-from manager_service.local.gpus import Needs, chosen_seats, parse_devices
-from manager_service.local.plan import DeviceSplit, Plan, PlannedRow, make_plan
+from manager_service.http.openai.jobs.hyperparameters import parse_hyperparameters
+from manager_service.launcher import engines, fitting
+from manager_service.launcher.commands.main import app
+from manager_service.launcher.commands.plan_command import plan_for, settings_of
+from manager_service.launcher.engines import GPUS, LAUNCH_S, REACHED, Load, max_lora_rank, parse_gpu, trained_flops
+from manager_service.launcher.gpus import Needs, chosen_seats, parse_devices
+from manager_service.launcher.plan import DeviceSplit, Plan, PlannedRow, make_plan
 from rollout_service.embedded.pools import EngineLimits, Pools
 from rollout_service.process import vllm_engine
 from rollout_service.settings import LORA_RANKS, RolloutSettings
@@ -344,7 +336,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
     def limit() -> float:
         return num_bytes
 
-    monkeypatch.setattr("manager_service.cli.plan.host_limit", limit)
+    monkeypatch.setattr("manager_service.launcher.commands.plan_command.host_limit", limit)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from harness.standin import FixedSlots, job_spec
-from manager_service.api.hyperparameters import as_given, parse_hyperparameters, resolve
+from manager_service.http.openai.jobs.hyperparameters import as_given, parse_hyperparameters, resolve
 from manager_service.scheduling.policies import MAX_ETA, POLICIES, capacity, closed, may_start, parse_policy
 from manager_service.settings import ManagerSettings
 from tests.support.owner_world import World

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from common.adapters import PEFT_FILES
 from common.settings import TINY
-from manager_service.cli.main import app
-from manager_service.runs.records import run_of
+from common.store.adapters import PEFT_FILES
+from manager_service.launcher.commands.main import app
+from manager_service.records.run_records import run_of
 from marlaas_client.adapters import CONFIG, name_base, unpack
 from tests.support.api_server import ApiServer, running_api
 from tests.support.owned_runs import owned_runs

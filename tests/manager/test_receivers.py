@@ -11,8 +11,8 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from manager_service.cli.main import app
-from manager_service.receivers import MAX_WEBHOOKS, Receivers
+from manager_service.launcher.commands.main import app
+from manager_service.records.receivers import MAX_WEBHOOKS, Receivers
 from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload
 
 KEY = "local-key_of_a_tenant_0123456789_0123456789_01"

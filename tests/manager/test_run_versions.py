@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from common.adapters import OPTIMIZER_FILE
-from common.bus import Bus
-from common.messages import AdapterRef, LoraSpec
-from common.objects import Objects
-from common.operations import Forget, SaveWeights
-from common.streams import GROUP_MANAGER, Cell
-from manager_service.jobs.changes import KEEP_RESULTS_S, Changes
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_MANAGER, Cell
+from common.store.adapters import OPTIMIZER_FILE
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef, LoraSpec
+from common.wire.operations import Forget, SaveWeights
+from manager_service.owner.jobs.changes import KEEP_RESULTS_S, Changes
+from manager_service.owner.runs import runs
+from manager_service.owner.runs.run_retention import Retention
 from manager_service.records.keys import JSON
-from manager_service.runs import runs
-from manager_service.runs.records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, use
-from manager_service.runs.retention import Retention
-from manager_service.tenants import TENANTS, TenantRecord
+from manager_service.records.run_records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, use
+from manager_service.records.tenants import TENANTS, TenantRecord
 from tests.common.test_worker import until
 from tests.support.run_trainer import WEIGHTS
 from tests.support.run_world import SESSION, TENANT, World

@@ -8,22 +8,22 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from common.adapters import AdapterStore
-from common.bus import Bus
-from common.messages import AdapterRef, Failure
-from common.objects import Objects
-from common.operations import Action, Outputs, Saved, SaveWeights
-from common.streams import GROUP_MANAGER, OWNER
-from manager_service.jobs.changes import Changes, commands
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_MANAGER, OWNER
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef, Failure
+from common.wire.operations import Action, Outputs, Saved, SaveWeights
+from manager_service.owner.job_reader import ItemFiles, JobReader
+from manager_service.owner.jobs.changes import Changes, commands
 from manager_service.owner.partition import Partition
-from manager_service.owner.reading import ItemFiles, JobReader
+from manager_service.owner.runs import run as run_module
+from manager_service.owner.runs import runs
 from manager_service.owner.transaction import Commits, Fence, Lost
 from manager_service.records.keys import JSON
-from manager_service.runs import run as run_module
-from manager_service.runs import runs
-from manager_service.runs.records import USED_S, Checkpoint, RunState, RunStatus
-from manager_service.tenants import TENANTS, TenantRecord
-from manager_service.usage import day_field
+from manager_service.records.run_records import USED_S, Checkpoint, RunState, RunStatus
+from manager_service.records.tenants import TENANTS, TenantRecord
+from manager_service.records.usage import day_field
 from tests.common.test_worker import until
 from tests.support.run_world import LEASE_S, PARTITION, SESSION, TENANT, World
 

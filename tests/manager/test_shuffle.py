@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from common.bus.streams import Cell
 from common.rng import permutation, permutation_parts
-from common.streams import Cell
 from harness.standin import job_spec
-from manager_service.jobs import items as rows
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.items import Items, Shuffle
-from manager_service.jobs.job import Job
+from manager_service.owner.jobs import items as rows
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.items import Items, Shuffle
+from manager_service.owner.jobs.job import Job
 from manager_service.records.job_records import JobState
 
 N = 64

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from common.adapters import Manifest
-from common.bus import Bus
-from common.messages import Span
-from common.objects import Objects
+from common.bus.bus import Bus
+from common.store.adapters import Manifest
+from common.store.objects import Objects
+from common.wire.messages import Span
 from harness.standin import FixedSlots, create_job, job_spec
-from manager_service.cluster import Cluster
 from manager_service.owner import owner
+from manager_service.records.cluster import Cluster
 from tests.common.test_worker import until
 from tests.manager.test_api_cluster import report, tell
 from tests.support.owning import System

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.environments import SUPERVISED
-from common.messages import EnvSpec, Start, TrainStep, Usage
+from common.tasks.environments import SUPERVISED
+from common.wire.messages import EnvSpec, Start, TrainStep, Usage
 from harness.standin import StandInEnv, create_job, job_spec, ledger_of, until_status
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.items import Items
-from manager_service.jobs.job import Job
-from manager_service.jobs.stopping import WINDOW, end_of, note_evaluation, note_step
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.items import Items
+from manager_service.owner.jobs.job import Job
+from manager_service.owner.jobs.stopping import WINDOW, end_of, note_evaluation, note_step
 from manager_service.records.job_records import JobSpec, JobState
 from tests.common.test_worker import until
 from tests.manager.test_job import CELL, World

@@ -6,18 +6,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.environments import SUPERVISED
-from common.messages import AdapterRef, EnvSpec, Failure, LossSpec, ScoredTrajectory, TrainStep, TrajectoryRef
-from common.streams import Cell
-from common.transcript import shown
+from common.bus.streams import Cell
+from common.tasks.environments import SUPERVISED
+from common.wire.messages import AdapterRef, EnvSpec, Failure, LossSpec, ScoredTrajectory, TrainStep, TrajectoryRef
+from common.wire.transcript import shown
 from harness.standin import command, create_job, job_spec, ledger_of, state_of, until_status
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.evaluation import count, loss_summary, new_tally, next_unit
-from manager_service.jobs.items import Items
-from manager_service.jobs.job import Job
-from manager_service.jobs.open_trajectories import TrajectoryKey
-from manager_service.kept import LIMITS
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.evaluation import count, loss_summary, new_tally, next_unit
+from manager_service.owner.jobs.items import Items
+from manager_service.owner.jobs.job import Job
+from manager_service.owner.jobs.open_trajectories import TrajectoryKey
 from manager_service.records.job_records import JobSpec, JobState
+from manager_service.records.sample_records import LIMITS
 from tests.common.test_worker import until
 from tests.support.owning import System
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from common.children.processes import describe, last_error, rotate
 from common.errors import REFUSED
 from harness.redis_server import RedisServer
-from manager_service.local import supervisor
-from manager_service.local.children.processes import describe, last_error, rotate
-from manager_service.local.supervisor import (
+from manager_service.launcher import supervisor
+from manager_service.launcher.supervisor import (
     LocalCluster,
     ServiceCommand,
     StartError,

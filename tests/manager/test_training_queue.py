@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.standin import FixedSlots, job_spec
-from manager_service.jobs.items import Items
-from manager_service.jobs.job import Job
+from manager_service.owner.jobs.items import Items
+from manager_service.owner.jobs.job import Job
 from manager_service.records.job_records import JobState
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.members import MemberTable

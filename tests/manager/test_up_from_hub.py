@@ -19,7 +19,7 @@ def test_up_and_readyz_tell_how_far_a_download_is(tmp_path: Path) -> None:
         argv = [
             sys.executable,
             "-m",
-            "manager_service.cli.main",
+            "manager_service.launcher.commands.main",
             "up",
             "--port",
             "0",

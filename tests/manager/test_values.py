@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from manager_service.api.reading.values import MAX_DEPTH, MAX_VALUES, parse_json
+from manager_service.http.reading.json_values import MAX_DEPTH, MAX_VALUES, parse_json
 
 GOOD: list[Any] = [
     2**63 - 1,

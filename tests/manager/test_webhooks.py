@@ -13,14 +13,14 @@ from typing import Any
 import openai
 import pytest
 
+from common.cancellation import cancel_all
 from common.outgoing import Caller
-from common.tasks import cancel_all
-from manager_service.archive.store import Archive
 from manager_service.export.cells import JobCell
 from manager_service.export.webhooks import Webhooks
-from manager_service.kept import Limits
-from manager_service.receivers import Receivers
+from manager_service.records.archive import Archive
 from manager_service.records.job_records import MOVING
+from manager_service.records.receivers import Receivers
+from manager_service.records.sample_records import Limits
 from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.messages import TurnRequest
 from common.rng import key_of, uniform_rows
+from common.wire.messages import TurnRequest
 from rollout_service.embedded import batch, kv
 from rollout_service.embedded.backbone.compiling import Compiled, compiled_for, compiling
 from rollout_service.embedded.batch import RunningRows

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.cancellation import cancel_all
 from common.errors import CorruptObject, InvalidInput, NotFound
-from common.messages import BASE
-from common.tasks import cancel_all
+from common.wire.messages import BASE
 from rollout_service.engine import CorruptAdapter, Generated
 from tests.support.engines_under_test import KINDS, Running
 from tests.support.rollout_cases import beat, bits, broken_files, files_of, nearly, one, prompt, ref, request, tokenizer

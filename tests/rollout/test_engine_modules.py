@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, NemotronConfig
 
 from base_model.adapter import Adapter, init_adapter, save_adapter
 from common.errors import InvalidInput
-from common.messages import BASE, AdapterRef, LoraSpec
+from common.wire.messages import BASE, AdapterRef, LoraSpec
 from rollout_service.__main__ import load_engine
 from rollout_service.embedded.backbone.choice import load_backbone
 from rollout_service.embedded.backbone.fused import FusedDecoder

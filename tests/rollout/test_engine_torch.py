@@ -11,8 +11,8 @@ import torch
 from base_model.kernels import NotDeterministic
 from base_model.stacked import LanePlanner, fuse, padded_rank
 from common.errors import InvalidInput
-from common.messages import BASE
 from common.rng import uniform
+from common.wire.messages import BASE
 from rollout_service.embedded.backbone.fused import FusedDecoder, quick_norm, torch_norm
 from rollout_service.embedded.batch import RunningRows, exact_rows, rounded_rows
 from rollout_service.embedded.pools import EngineLimits

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from base_model.stacked import fuse
-from common.messages import AdapterRef
+from common.wire.messages import AdapterRef
 from rollout_service.embedded.backbone.compiling import compiling
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.batch import RunningRows

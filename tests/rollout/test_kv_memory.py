@@ -9,7 +9,7 @@ import torch
 from base_model.adapter import Adapter
 from base_model.decoder import Decoder
 from base_model.stacked import FusedAdapter, fuse
-from common.messages import TurnRequest
+from common.wire.messages import TurnRequest
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidInput
-from common.messages import BASE
+from common.wire.messages import BASE
 from rollout_service.engine import CorruptAdapter, Generated
 from rollout_service.process import process_engine as module
 from rollout_service.process.core import Core

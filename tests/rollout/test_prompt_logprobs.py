@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from common.errors import InvalidInput
-from common.messages import BASE, TurnRequest
+from common.wire.messages import BASE, TurnRequest
 from rollout_service.embedded.sampler import score
 from rollout_service.engine import CorruptAdapter, Engine, Generated
 from rollout_service.process.process_engine import ProcessEngine

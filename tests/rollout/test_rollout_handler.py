@@ -10,20 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from common.adapters import PEFT_FILES, AdapterStore, Manifest
+from common.bus.streams import Cell
 from common.errors import NotFound, Unavailable
-from common.messages import (
-    BASE,
-    AdapterRef,
-    Failure,
-    Parked,
-    ScoredTrajectory,
-    TurnDelta,
-    TurnRequest,
-    TurnResult,
-)
-from common.objects import Objects
-from common.streams import Cell
+from common.store.adapters import PEFT_FILES, AdapterStore, Manifest
+from common.store.objects import Objects
+from common.wire.messages import BASE, AdapterRef, Failure, Parked, ScoredTrajectory, TurnDelta, TurnRequest, TurnResult
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.engine import Beat, Engine, Generated, OnToken, Partial

@@ -9,7 +9,7 @@ import pytest_asyncio
 import torch
 
 from base_model.stacked import fuse
-from common.messages import TurnRequest
+from common.wire.messages import TurnRequest
 from rollout_service.embedded import batch, seats
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.torch_engine import TorchEngine

@@ -18,9 +18,9 @@ import torch
 from base_model.adapter import CONFIG_FILE, save_adapter
 from benchmarks.training import step_of
 from common.errors import InvalidInput
-from common.messages import BASE, AdapterRef, LoraSpec, LossSpec, Rows, f32, i32, u8
-from common.skills import generate
-from common.transcript import transcript
+from common.tasks.skills import generate
+from common.wire.messages import BASE, AdapterRef, LoraSpec, LossSpec, Rows, f32, i32, u8
+from common.wire.transcript import transcript
 from rollout_service.engine import CorruptAdapter, Engine
 from rollout_service.process import process_engine
 from tests.support.engines_under_test import ProcessRunning, Running, SharedCore, SharedVllm, needs_vllm, vllm_core

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from base_model.adapter import Adapter, init_adapter, save_adapter
-from common.messages import BASE, AdapterRef, LoraSpec
+from common.wire.messages import BASE, AdapterRef, LoraSpec
 from rollout_service.engine import Generated
 from rollout_service.process import vllm_engine
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidInput, Unavailable
-from common.families import HEAD_DIMS
+from common.models.families import HEAD_DIMS
 from common.settings import TINY
 from rollout_service.__main__ import load_vllm
 from rollout_service.process import vllm_engine

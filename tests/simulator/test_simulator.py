@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
+from common.wire.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
 from manager_service.records.job_records import Hyper
 from manager_service.scheduling.policies import POLICIES, parse_policy
 from manager_service.scheduling.training_queue import DISCIPLINES

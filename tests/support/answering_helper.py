@@ -2,8 +2,8 @@
 
 import os
 
+from common.children.helpers import serve
 from common.errors import InvalidInput
-from common.helpers import serve
 
 
 def answer(question: bytes) -> bytes | int:

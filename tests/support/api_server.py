@@ -14,8 +14,10 @@ import msgspec
 from msgspec.structs import replace
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from common.bus import Bus, Out, Settlement
-from common.messages import (
+from common.bus.bus import Bus, Out, Settlement
+from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT
+from common.cancellation import cancel_all
+from common.wire.messages import (
     Array,
     Failure,
     GradeRequest,
@@ -27,17 +29,15 @@ from common.messages import (
     f32,
     i32,
 )
-from common.streams import GROUP_ENV, GROUP_ROLLOUT
-from common.tasks import cancel_all
-from common.transcript import wrote
+from common.wire.transcript import wrote
 from harness.redis_server import free_port
 from harness.standin import StandInEnv
-from manager_service.api.context import Api, ApiLimits
-from manager_service.api.server import make_api, serve
-from manager_service.archive.store import SampleFiles
-from manager_service.kept import Kept, SampleKind, SampleRecord
+from manager_service.http.context import Api, ApiLimits
+from manager_service.http.server import make_api, serve
+from manager_service.records.archive import SampleFiles
 from manager_service.records.job_records import JobState
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import Kept, SampleKind, SampleRecord
 from manager_service.settings import ManagerSettings
 from tests.support.forked_helpers import forked_api
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from common.messages import AdapterRef
+from common.wire.messages import AdapterRef
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.engine import Engine

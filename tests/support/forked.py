@@ -13,12 +13,12 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+from common.children.forking import Nursery, can_be_forked
+from common.children.nursery import beside_settings
+from common.children.processes import ChildProcess, Command, start_tied
 from harness import live
 from harness.live import Api
-from manager_service.local.children.forking import Nursery, can_be_forked
-from manager_service.local.children.nursery import beside_settings
-from manager_service.local.children.processes import ChildProcess, Command, start_tied
-from manager_service.local.supervisor import NO_PLUGINS, ONE_THREAD, ROOT, LocalCluster, inherited
+from manager_service.launcher.supervisor import NO_PLUGINS, ONE_THREAD, ROOT, LocalCluster, inherited
 
 MODULES = (
     "manager_service",

@@ -14,12 +14,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from common.helpers import Helper, HelperPool
-from manager_service.api.context import Api, ApiLimits
-from manager_service.api.reading import process
-from manager_service.api.server import make_api
-from manager_service.local.children.forking import Nursery
-from manager_service.local.children.processes import ChildProcess, Command
+from common.children.forking import Nursery
+from common.children.helpers import Helper, HelperPool
+from common.children.processes import ChildProcess, Command
+from manager_service.http.context import Api, ApiLimits
+from manager_service.http.reading import process
+from manager_service.http.server import make_api
 from manager_service.settings import ManagerSettings
 
 MODULE = "tests.support.forked_helpers"
@@ -33,7 +33,7 @@ async def forked_api(settings: ManagerSettings, limits: ApiLimits) -> AsyncGener
     """The parts of an API that forks its helpers."""
     async with contextlib.AsyncExitStack() as stack:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("manager_service.api.reading.helpers.HelperPool", ForkedPool)
+            patched.setattr("manager_service.http.reading.reading_helpers.HelperPool", ForkedPool)
             api = await stack.enter_async_context(make_api(settings, limits))
         yield api
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from common.objects import Objects
+from common.store.objects import Objects
 
 
 class GatedStore(Objects):

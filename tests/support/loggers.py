@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from manager_service.export.passes import ROOT, Passes
-from manager_service.receivers import LoggerName
+from manager_service.records.receivers import LoggerName
 from tests.support.installed import THIS, lent, made
 from tests.support.standin_exporter import WRITER
 from tests.support.wandb_server import wandb_server

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from common.environments import SUPERVISED
-from common.messages import AdapterUpdate, Init, Start, TrainStep, Usage
-from common.streams import Cell
+from common.bus.streams import Cell
+from common.tasks.environments import SUPERVISED
+from common.wire.messages import AdapterUpdate, Init, Start, TrainStep, Usage
 from harness.standin import FixedSlots, StandInEnv
-from manager_service.jobs.changes import Changes
-from manager_service.jobs.items import Items
-from manager_service.jobs.job import Job
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.items import Items
+from manager_service.owner.jobs.job import Job
 from manager_service.records.job_records import JobSpec, JobState
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.members import MemberTable

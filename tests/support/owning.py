@@ -6,15 +6,15 @@ from typing import Any
 
 import msgspec
 
-from common.adapters import AdapterStore
-from common.bus import Bus
-from common.objects import Objects
-from common.streams import GROUP_ENV, GROUP_TRAINER
-from common.worker import Inbox
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_ENV, GROUP_TRAINER
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.worker.worker import Inbox
 from harness.standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_worker
-from manager_service.kept import EventRecord
 from manager_service.owner.owner import Owner
-from manager_service.tenants import Tenants
+from manager_service.records.sample_records import EventRecord
+from manager_service.records.tenants import Tenants
 
 LEASE_S = 0.6
 

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 
 Process = tuple[int, str]
 """A process's id and its start, which tells it from a later one of that id."""

@@ -11,9 +11,9 @@ import torch
 
 from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
-from common.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
 from common.text.tokens import ChatTokenizer
-from common.transcript import shown, wrote
+from common.wire.messages import BASE, AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
+from common.wire.transcript import shown, wrote
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.pools import EngineLimits

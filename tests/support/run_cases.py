@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import torch
 
-from common.messages import AdapterRef, Init, LoraSpec, OptimSpec, f32, i32
-from common.operations import Datum, Forward, LossFn, OperationResult, Operations, Outputs, RunOperation
+from common.wire.messages import AdapterRef, Init, LoraSpec, OptimSpec, f32, i32
+from common.wire.operations import Datum, Forward, LossFn, OperationResult, Operations, Outputs, RunOperation
 from trainer_service import run_step
 from trainer_service.open_step import TrainState
 from trainer_service.run_step import Computed, Gradient

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest, update_of
-from common.bus import Bus, Out
+from common.bus.bus import Bus, Out
+from common.bus.streams import GROUP_TRAINER, Cell
 from common.errors import AlreadyExists
-from common.handlers import Beat
-from common.messages import AdapterRef, AdapterUpdate, Failure, Init, Usage, WorkerReport
-from common.operations import Forget, Forgotten, OperationResult, Operations, OperationsDone, Outputs, RunOperation
-from common.streams import GROUP_TRAINER, Cell
-from common.telemetry import About, Reporter
-from common.worker import Inbox, Worker, worker_id
+from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest, update_of
+from common.wire.messages import AdapterRef, AdapterUpdate, Failure, Init, Usage, WorkerReport
+from common.wire.operations import Forget, Forgotten, OperationResult, Operations, OperationsDone, Outputs, RunOperation
+from common.worker.handlers import Beat
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Inbox, Worker, worker_id
 from harness.standin import StandIn
 
 WEIGHTS, CONFIG = PEFT_FILES

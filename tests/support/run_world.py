@@ -7,17 +7,17 @@ from typing import Any
 
 import msgspec
 
-from common.adapters import AdapterStore
-from common.bus import Bus
-from common.messages import AdapterRef, Failure, JobCommand, LoraSpec
-from common.objects import Objects
-from common.operations import Action, LoadWeights, NameChange, Operation, OperationResult, Saved, SaveWeights
-from common.streams import partition_of
+from common.bus.bus import Bus
+from common.bus.streams import partition_of
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef, Failure, JobCommand, LoraSpec
+from common.wire.operations import Action, LoadWeights, NameChange, Operation, OperationResult, Saved, SaveWeights
 from harness.standin import FixedSlots
 from manager_service.owner.owner import Owner
 from manager_service.records.keys import JSON
-from manager_service.runs.records import Checkpoint, RunSpec, RunState, Sampler, run_of
-from manager_service.tenants import Tenants
+from manager_service.records.run_records import Checkpoint, RunSpec, RunState, Sampler, run_of
+from manager_service.records.tenants import Tenants
 from tests.common.test_worker import length, until
 from tests.support.run_trainer import WEIGHTS, HashingTrainer, hashing_trainer
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.service import run
+from common.worker.service import run
 from rollout_service.settings import RolloutSettings
 from trainer_service.settings import TrainerSettings
 

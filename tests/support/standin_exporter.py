@@ -2,7 +2,7 @@
 
 import sys
 
-from common.service import run_with
+from common.worker.service import run_with
 from manager_service.export.__main__ import main
 from manager_service.export.passes import Passes
 from manager_service.settings import ManagerSettings

@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
-from common.bus import Bus
-from common.messages import AdapterRef, Failure, JobCommand, f32
-from common.operations import (
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER
+from common.cancellation import cancel_all
+from common.wire.messages import AdapterRef, Failure, JobCommand, f32
+from common.wire.operations import (
     Forward,
     LoadWeights,
     Operation,
@@ -24,10 +26,8 @@ from common.operations import (
     Saved,
     SaveWeights,
 )
-from common.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER
-from common.tasks import cancel_all
 from manager_service.records.keys import JSON
-from manager_service.runs.records import SAVES, USED_S, Checkpoint, RunSpec, RunState, Sampler
+from manager_service.records.run_records import SAVES, USED_S, Checkpoint, RunSpec, RunState, Sampler
 
 KEEP_S = 60.0
 

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from manager_service.tinker.wire import tinker_pb2 as pb
+from manager_service.http.tinker.wire import tinker_pb2 as pb
 from tests.support.api_server import ApiServer
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}

@@ -10,9 +10,9 @@ import torch
 
 from base_model.decoder import Decoder
 from common.errors import Unavailable
-from common.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
-from common.objects import Objects
-from common.transcript import EMPTY, transcript
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32, i32, u8
+from common.wire.transcript import EMPTY, transcript
 from trainer_service import memory
 from trainer_service.packing import Budget
 from trainer_service.training import Trainer

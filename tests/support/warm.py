@@ -4,7 +4,7 @@ import gc
 import importlib
 import os
 
-from manager_service.local.supervisor import NO_PLUGINS, ONE_THREAD
+from manager_service.launcher.supervisor import NO_PLUGINS, ONE_THREAD
 
 os.environ.update(ONE_THREAD | NO_PLUGINS)  # read when numpy and torch are imported
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from examples.tinker_demo import MODEL, OPTIONS, PYTHON, RECIPE, RISES_BY
 from harness.live import running
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.asyncio(loop_scope="module")]
 PUBLIC = "Qwen/Qwen3-8B-Base"

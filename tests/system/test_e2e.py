@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from common.bus import Bus
-from common.streams import Cell
+from common.bus.bus import Bus
+from common.bus.streams import Cell
 from harness.bases import FIRST_WORD, make_random_base
 from harness.live import Api, adapter_hashes, is_balanced
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 from rollout_service.handler import PROGRESS_BODY, PROGRESS_HEAD
 from tests.common.test_worker import until
 from tests.support.forked import running

@@ -18,13 +18,13 @@ import pytest
 import pytest_asyncio
 from typer.testing import CliRunner
 
-from common.skills import generate
+from common.tasks.skills import generate
 from examples import verifiers_addition as addition
 from examples.openenv_job import serving
 from examples.simulated_user import NUM_TURNS
 from examples.three_turns import ENVIRONMENT, client_of, learn
 from harness.live import Api, is_balanced, jsonl
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 from marlaas_client.cli.main import make_app
 from tests.env.test_env_handler import TINY, TOKENIZER
 from tests.support.forked import running

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.skills import generate
+from common.tasks.skills import generate
 from harness.live import jsonl
 from tests.support.installed import ROOT, Installed, build, install, litter, up
 

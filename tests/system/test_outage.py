@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from common.adapters import AdapterStore
-from common.messages import AdapterRef
-from common.objects import Objects
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef
 from harness.live import Api, is_balanced
 from harness.proxy import Proxy
 from harness.s3_server import BUCKET, S3Server, environment

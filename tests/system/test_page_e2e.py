@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser
 
-from common.skills import generate
+from common.tasks.skills import generate
 from harness.live import jsonl
 from tests.support.browser import Tab, browsing
 from tests.support.forked import running

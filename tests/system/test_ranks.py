@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from harness.live import Api, is_balanced
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 from tests.support.forked import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -18,14 +18,14 @@ import torch
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
 from examples import gsm8k
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 from tests.support import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "real-models.md").read_text()
-PROGRAMS = {"python": [sys.executable], "marlaas": [sys.executable, "-m", "manager_service.cli.main"]}
+PROGRAMS = {"python": [sys.executable], "marlaas": [sys.executable, "-m", "manager_service.launcher.commands.main"]}
 
 
 async def follow(line: str, folder: Path, **instead: str) -> str:

@@ -15,14 +15,14 @@ import redis
 from redis.asyncio import SSLConnection
 from redis.crc import key_slot
 
-from common.adapters import AdapterStore
-from common.bus import Bus
-from common.messages import Cancel
-from common.objects import Objects
-from common.redis_connection import SecureConnection, SecureShardConnection, ShardConnection, make_client
+from common.bus.bus import Bus
+from common.bus.redis_connection import SecureConnection, SecureShardConnection, ShardConnection, make_client
+from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
 from common.settings import TINY
-from common.streams import GROUP_ENV, GROUP_ROLLOUT, GROUP_TRAINER, Cell
-from common.worker import Inbox
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import Cancel
+from common.worker.worker import Inbox
 from harness.live import GRADER, Api
 from harness.redis_server import RedisServer, free_port
 from harness.standin import StandInEnv, StandInTrainer, stand_in_worker

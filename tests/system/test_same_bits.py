@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from common.adapters import AdapterStore
-from common.messages import AdapterRef
-from common.objects import Objects
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef
 from examples.new_skill import as_example, questions
 from harness.live import Api, adapter_hashes, is_balanced, jsonl
-from manager_service.local.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster
 from tests.support.forked import running
 from tests.system.tinker_kills import differences, either, kill, left, train
 

@@ -16,10 +16,10 @@ import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 
-from common.objects import Objects
+from common.store.objects import Objects
 from harness.live import Api
-from manager_service.local.supervisor import LocalCluster
-from manager_service.runs.records import run_of
+from manager_service.launcher.supervisor import LocalCluster
+from manager_service.records.run_records import run_of
 from tests.common.test_worker import until
 from tests.support.forked import running
 from tests.support.tinker_sdk import VERSION, run_sdk, sdk_python

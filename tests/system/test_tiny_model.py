@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from common.skills import SKILLS
+from common.tasks.skills import SKILLS
 from common.text.tokens import ChatTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

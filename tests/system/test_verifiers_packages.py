@@ -17,7 +17,7 @@ import pytest
 from env_service.environment import Turn
 from env_service.failures import EnvironmentFailed
 from env_service.verifiers.environment import Verifiers
-from env_service.verifiers.process import Hosts
+from env_service.verifiers.package_process import Hosts
 from tests.env.test_env_handler import TINY, ids_of
 from tests.support.verifiers_python import model_by_script, plain, verifiers_python, with_packages
 

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import redis.asyncio as aioredis
 
-from common.adapters import PEFT_FILES, AdapterStore
-from common.messages import AdapterRef
-from common.objects import Objects
-from common.operations import OperationResult
-from common.streams import Cell
+from common.bus.streams import Cell
+from common.store.adapters import PEFT_FILES, AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef
+from common.wire.operations import OperationResult
 from harness.live import Api
-from manager_service.local.supervisor import LocalCluster
-from manager_service.runs.records import run_of
+from manager_service.launcher.supervisor import LocalCluster
+from manager_service.records.run_records import run_of
 from tests.support.tinker_sdk import run_sdk
 
 TENANT = "default"

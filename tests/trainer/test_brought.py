@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from base_model.adapter import WEIGHTS_FILE, load_adapter
 from base_model.decoder import Decoder
-from common.adapters import PEFT_FILES
-from common.messages import AdapterRef, LoraSpec
+from common.store.adapters import PEFT_FILES
+from common.wire.messages import AdapterRef, LoraSpec
 from manager_service.records.file_records import brought_path
 from tests.support.rollout_cases import adapter_of, files_of
 from tests.support.trainer_cases import load_tiny, make_init, nothing

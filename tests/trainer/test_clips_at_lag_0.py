@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from base_model.decoder import Decoder
-from common.messages import LossName, LossSpec, Rows, f32, i32, u8
 from common.settings import TINY
-from common.skills import generate
+from common.tasks.skills import generate
 from common.text.tokens import ChatTokenizer
-from common.transcript import transcript
+from common.wire.messages import LossName, LossSpec, Rows, f32, i32, u8
+from common.wire.transcript import transcript
 from tests.support.trainer_cases import load_tiny, make_init, make_step
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.training import Trainer

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from base_model.adapter import Adapter
 from base_model.decoder import Decoder
-from common.messages import LossSpec, OptimSpec, Rows, f32, i32, u8
-from common.transcript import transcript
+from common.wire.messages import LossSpec, OptimSpec, Rows, f32, i32, u8
+from common.wire.transcript import transcript
 from tests.support.trainer_cases import make_init, make_step, nothing
 from tests.trainer.test_trainer_learns import causal_attend, random_decoder
 from trainer_service import lora

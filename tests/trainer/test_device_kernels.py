@@ -22,9 +22,9 @@ from tests.trainer.test_packed_attention import PACK, H, K, tree, written_out
 from trainer_service.__main__ import load_trainer
 from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.choice import load_backbone
-from trainer_service.backbone.device_kernels import choice, varlen
+from trainer_service.backbone.device_kernels import kernel_choice, varlen
 from trainer_service.backbone.device_kernels.blocks import compile_blocks
-from trainer_service.backbone.device_kernels.choice import chosen_kernels, refuse_kernels
+from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels, refuse_kernels
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.ranks.leader import begin_of
@@ -282,7 +282,7 @@ def test_flash_attention_is_chosen_where_it_runs(
 def test_flash_attention_that_fails_when_a_base_model_loads_is_left_out(
     attends: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "_hindrance", Mock(return_value=""))
+    monkeypatch.setattr(kernel_choice, "_hindrance", Mock(return_value=""))
     if attends:  # wrongly
         monkeypatch.setattr(varlen, "varlen_attn", lambda q, *_, **about: attends(q))  # pyright: ignore
     with structlog.testing.capture_logs() as logs:

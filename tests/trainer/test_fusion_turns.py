@@ -12,13 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from base_model.decoder import Decoder
-from common.adapters import AdapterStore
-from common.bus import Bus
-from common.objects import Objects
-from common.operations import Operations
-from common.streams import GROUP_TRAINER, Cell
-from common.telemetry import About, Reporter
-from common.worker import Habits, Inbox, Worker
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_TRAINER, Cell
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.operations import Operations
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Habits, Inbox, Worker
 from tests.common.test_worker import length, until
 from tests.support.run_cases import forward_backward, make_datum, make_run, optim_step, stretch
 from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, nothing

@@ -15,7 +15,7 @@ from typing import get_args
 import pytest
 
 from base_model.kernels import choose
-from common.messages import LoraSpec, LossName, LossSpec
+from common.wire.messages import LoraSpec, LossName, LossSpec
 from tests.support.trainer_cases import TINY, load_tiny, make_init, make_rows, make_step, nothing
 from tests.trainer.test_trainer_determinism import digest
 from trainer_service.backbone.sequences import DecoderBackbone

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from common.adapters import AdapterStore
-from common.objects import Objects
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
 from tests.support.trainer_cases import NO_ROWS, load_tiny, make_init, make_step, nothing
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.advantages import ADVANTAGES, AdvantageKind
-from common.messages import LossName, LossSpec
+from common.tasks.advantages import ADVANTAGES, AdvantageKind
+from common.wire.messages import LossName, LossSpec
 from trainer_service.batch import SampledRows
 from trainer_service.losses import (
     RULES,

@@ -22,8 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from base_model.adapter import PEFT_PREFIX, Adapter, init_adapter, save_adapter
 from common.errors import InvalidInput
-from common.messages import LoraSpec, LossSpec
-from manager_service.api.server import weights_of
+from common.wire.messages import LoraSpec, LossSpec
+from manager_service.http.server import weights_of
 from rollout_service.process.adapter_files import linear_shapes
 from tests.support.families import FAMILIES, NUM_LAYERS, VOCAB, save_family
 from tests.support.trainer_cases import make_rows

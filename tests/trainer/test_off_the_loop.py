@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from common.adapters import AdapterStore
-from common.objects import Objects
-from common.tasks import BEAT_S
+from common.cancellation import BEAT_S
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
 from tests.support.trainer_cases import NO_ROWS, load_tiny, make_init, make_step, nothing
 from trainer_service import training, versions
 from trainer_service.backbone.sequences import DecoderBackbone

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from base_model.decoder import Decoder
 from base_model.device import is_out_of_memory
-from common.adapters import AdapterStore
 from common.errors import InvalidInput
-from common.messages import AdapterUpdate
-from common.objects import Objects
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import AdapterUpdate
 from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, nothing
 from tests.trainer.test_trainer_fused import job, same_bytes
 from trainer_service.backbone.interface import AdapterPlace, Sequences

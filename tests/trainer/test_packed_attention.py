@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.footprint import MASK_QUERIES
+from common.models.footprint import MASK_QUERIES
 from trainer_service.backbone import attention
 from trainer_service.backbone.attention import ALIGNED, Pack, packed_attention
 from trainer_service.packing import Tree

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from base_model.adapter import PEFT_PREFIX, Adapter, save_adapter
 from base_model.decoder import Decoder
-from common.messages import LoraSpec, LossSpec, OptimSpec, TrainStep
+from common.wire.messages import LoraSpec, LossSpec, OptimSpec, TrainStep
 from tests.support.trainer_cases import LORA, TINY, load_tiny, make_init, make_rows, make_step, nothing, steps
 from trainer_service import lora
 from trainer_service.backbone.interface import Sequences

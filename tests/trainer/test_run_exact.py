@@ -9,10 +9,10 @@ import torch
 from msgspec.structs import replace
 
 from base_model.decoder import Decoder
-from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore
-from common.messages import AdapterRef, LossSpec
-from common.objects import Objects
-from common.operations import OperationResult, Operations, OperationsDone, RunOperation
+from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef, LossSpec
+from common.wire.operations import OperationResult, Operations, OperationsDone, RunOperation
 from tests.support.run_cases import (
     carry_out,
     forward,

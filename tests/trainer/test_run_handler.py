@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
-from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.bus.streams import Cell
 from common.errors import CorruptObject, Unavailable
-from common.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, OptimSpec, f32, i32
-from common.objects import Objects
-from common.operations import Forget, Forgotten, Operations, OperationsDone
-from common.streams import Cell
+from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, OptimSpec, f32, i32
+from common.wire.operations import Forget, Forgotten, Operations, OperationsDone
 from tests.support.run_cases import (
     ADAM,
     forward,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from common.adapters import AdapterStore
-from common.bus import Bus
-from common.objects import Objects
-from common.operations import OperationsDone
-from common.streams import GROUP_MANAGER, GROUP_TRAINER
-from common.telemetry import About, Reporter
-from common.worker import Inbox, Worker
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_MANAGER, GROUP_TRAINER
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.wire.operations import OperationsDone
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Inbox, Worker
 from tests.support.run_cases import forward_backward, make_run, optim_step, stretch
 from tests.support.trainer_cases import load_shallow, nothing
 from trainer_service.__main__ import KEEP_INBOX_S

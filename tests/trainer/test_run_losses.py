@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from base_model.adapter import PEFT_PREFIX, save_adapter
 from base_model.decoder import Decoder
-from common.messages import Array, LoraSpec, OptimSpec, f32
-from common.operations import Datum, Forward, LossFn, RunOperation
+from common.wire.messages import Array, LoraSpec, OptimSpec, f32
+from common.wire.operations import Datum, Forward, LossFn, RunOperation
 from tests.support.run_cases import (
     RUN_LORA,
     carry_out,

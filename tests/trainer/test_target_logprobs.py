@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.footprint import BYTES_OF_SCORE, MAX_SCORES, MODULES_SCORES, SCORES_SHARE
+from common.models.footprint import BYTES_OF_SCORE, MAX_SCORES, MODULES_SCORES, SCORES_SHARE
 from trainer_service.backbone import modules
 from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.modules import scores_on

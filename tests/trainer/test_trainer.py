@@ -12,12 +12,23 @@ from msgspec.structs import replace
 
 from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
-from common.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.bus.streams import Cell
 from common.errors import Unavailable
-from common.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, LossSpec, OptimSpec, TrainStep, f32, i32
-from common.objects import Objects
-from common.streams import Cell
-from common.transcript import shown
+from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
+from common.store.objects import Objects
+from common.wire.messages import (
+    AdapterRef,
+    AdapterUpdate,
+    Failure,
+    Init,
+    LoraSpec,
+    LossSpec,
+    OptimSpec,
+    TrainStep,
+    f32,
+    i32,
+)
+from common.wire.transcript import shown
 from tests.support.trainer_cases import (
     LORA,
     NO_ROWS,

@@ -12,7 +12,7 @@ from torch import Tensor
 from base_model.adapter import WEIGHTS_FILE, load_adapter, save_adapter
 from base_model.decoder import Decoder
 from base_model.kernels import NotDeterministic
-from common.messages import LoraSpec, LossSpec
+from common.wire.messages import LoraSpec, LossSpec
 from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, nothing
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.sequences import DecoderBackbone

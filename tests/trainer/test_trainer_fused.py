@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 
 from base_model.decoder import Decoder
-from common.adapters import PEFT_FILES, AdapterStore
 from common.errors import InvalidInput, TrainingFailed
-from common.messages import AdapterRef, AdapterUpdate, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32
-from common.objects import Objects
+from common.store.adapters import PEFT_FILES, AdapterStore
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef, AdapterUpdate, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32
 from tests.support.trainer_cases import (
     load_shallow,
     load_tiny,

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from base_model.modules import passed_on
-from common.footprint import MASK_QUERIES
+from common.models.footprint import MASK_QUERIES
 from trainer_service.packing import Tree
 
 T = TypeVar("T")

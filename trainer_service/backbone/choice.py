@@ -42,7 +42,7 @@ def _decoder(settings: TrainerSettings, folder: Path, device: torch.device, dtyp
 
 def _modules(settings: TrainerSettings, folder: Path, device: torch.device, dtype: torch.dtype) -> Backbone:
     # imported here: transformers takes seconds
-    from trainer_service.backbone.device_kernels.choice import chosen_kernels
+    from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels
     from trainer_service.backbone.loading import load_modules
 
     load = partial(load_modules, folder, device=str(device), dtype=dtype, max_context=settings.max_context)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.footprint import MAX_SCORES
+from common.models.footprint import MAX_SCORES
 
 MIN_ROWS = 8  # of a matrix product
 

@@ -9,7 +9,7 @@ import torch
 from base_model.modules import check_computed, context_of, load_model, target_layers, written_logprobs
 from common.errors import InvalidInput
 from trainer_service.backbone.attention import Pack
-from trainer_service.backbone.device_kernels.choice import use_kernels
+from trainer_service.backbone.device_kernels.kernel_choice import use_kernels
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.packing import Tree

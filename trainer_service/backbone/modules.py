@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from base_model.device import free_bytes
-from common.footprint import BYTES_OF_SCORE, MAX_SCORES, MODULES_SCORES, SCORES_SHARE, kept_with_checkpoints
+from common.models.footprint import BYTES_OF_SCORE, MAX_SCORES, MODULES_SCORES, SCORES_SHARE, kept_with_checkpoints
 from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.grouped import CurrentLanes, Lane, LoraLinear, lanes_of
 from trainer_service.backbone.head import target_logprobs

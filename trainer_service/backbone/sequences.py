@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from base_model.decoder import Attend, Decoder, RunLayer, directly, plain
 from base_model.device import free_bytes
-from common.footprint import kept_with_checkpoints
+from common.models.footprint import kept_with_checkpoints
 from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.backbone.projection import Projection

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from base_model.device import free_bytes, prepare_cpu
-from common.helpers import LENGTH_BYTES, die_with_parent
+from common.children.helpers import LENGTH_BYTES, die_with_parent
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sharding import forget_pass
 from trainer_service.lora import AdapterLayout, AdapterStack

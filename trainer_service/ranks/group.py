@@ -17,7 +17,7 @@ from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateIm
 from torch.distributed.device_mesh import DeviceMesh
 
 from base_model.device import give_back_memory
-from trainer_service.backbone.device_kernels.choice import use_kernels
+from trainer_service.backbone.device_kernels.kernel_choice import use_kernels
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sharding import bytes_held, shard

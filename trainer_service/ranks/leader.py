@@ -20,10 +20,10 @@ import structlog
 import torch
 
 from base_model.device import find_device
+from common.children.helpers import LENGTH_BYTES
 from common.errors import InvalidInput
-from common.helpers import LENGTH_BYTES
-from common.service import leave
-from trainer_service.backbone.device_kernels.choice import refuse_kernels
+from common.worker.service import leave
+from trainer_service.backbone.device_kernels.kernel_choice import refuse_kernels
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.ranks import commands
 from trainer_service.ranks.commands import RankCommand

@@ -1,1 +1,1 @@
-"""Tests of `manager_service.tinker`."""
+"""Tests of `manager_service.http.tinker`."""

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.adapters import PEFT_FILES, AdapterStore
-from common.messages import AdapterRef
-from manager_service.runs.records import RunState, run_of
-from manager_service.tinker.rest.files import VALID_S, Grant, sign, verified
+from common.store.adapters import PEFT_FILES, AdapterStore
+from common.wire.messages import AdapterRef
+from manager_service.http.tinker.rest.file_links import VALID_S, Grant, sign, verified
+from manager_service.records.run_records import RunState, run_of
 from tests.support.api_server import ApiServer
 from tests.support.tinker_client import TinkerClient
 

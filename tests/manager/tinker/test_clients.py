@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from common.messages import BASE, Failure, TurnRequest, TurnResult, Usage, f32, i32
-from common.tasks import cancel_all
-from manager_service.api.sampling.shares import InferenceRequest
-from manager_service.runs.records import USED_S, run_of
-from manager_service.tinker import retrieval
-from manager_service.tinker.futures import samples
-from manager_service.tinker.futures.samples import KEPT_S, RETRIEVED_S, SILENT_S, Gone, Samples
-from manager_service.tinker.wire import tinker_pb2
+from common.cancellation import cancel_all
+from common.wire.messages import BASE, Failure, TurnRequest, TurnResult, Usage, f32, i32
+from manager_service.http.sampling.inference import InferenceRequest
+from manager_service.http.tinker import retrieval
+from manager_service.http.tinker.futures import sample_futures
+from manager_service.http.tinker.futures.sample_futures import KEPT_S, RETRIEVED_S, SILENT_S, Gone, Samples
+from manager_service.http.tinker.wire import tinker_pb2
+from manager_service.records.run_records import USED_S, run_of
 from tests.support.api_server import ApiServer, Script, played
 from tests.support.standin_runs import StandInRuns
 from tests.support.tinker_client import TinkerClient, client_of, samples_of
@@ -195,7 +195,7 @@ async def test_results_that_nobody_wants_are_dropped(server: ApiServer) -> None:
 async def test_a_tenants_open_samples_are_bounded_however_few_its_requests(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(samples, "MAX_SAMPLES", 8)
+    monkeypatch.setattr(sample_futures, "MAX_SAMPLES", 8)
     asked = await asample(client, num_samples=7)
     refused = await client.post("asample", **SAMPLE | {"num_samples": 2})
     assert (

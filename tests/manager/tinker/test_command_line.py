@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.adapters import PEFT_FILES, AdapterStore
-from common.messages import AdapterRef
-from manager_service.runs.records import run_of
+from common.store.adapters import PEFT_FILES, AdapterStore
+from common.wire.messages import AdapterRef
+from manager_service.records.run_records import run_of
 from tests.support.api_server import ApiServer
 from tests.support.tinker_sdk import VERSION, Ended, run_commands, run_sdk
 

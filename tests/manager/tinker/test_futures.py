@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.messages import f32
-from common.operations import OperationsAnswered, Outputs
+from common.wire.messages import f32
+from common.wire.operations import OperationsAnswered, Outputs
 from harness.redis_server import RedisServer
-from manager_service.runs.records import RunState, run_of
-from manager_service.tinker import retrieval
-from manager_service.tinker.futures import results
-from manager_service.tinker.store import submission
-from manager_service.tinker.wire import protobuf, tinker_pb2
+from manager_service.http.stores import operation_store
+from manager_service.http.tinker import retrieval
+from manager_service.http.tinker.futures import operation_futures
+from manager_service.http.tinker.wire import protobuf, tinker_pb2
+from manager_service.records.run_records import RunState, run_of
 from tests.manager.test_api_cluster import report, tell, until
 from tests.support.api_server import ApiServer, running_api
 from tests.support.standin_runs import StandInRuns, standing_in
@@ -159,7 +159,7 @@ async def test_results_of_a_run_that_ended_an_hour_ago_are_gone_and_others_never
 async def test_a_number_that_was_passed_over_is_of_no_request_and_one_of_long_ago_is_gone(
     server: ApiServer, client: TinkerClient, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "NUM_SEQS_KEPT", 2)
+    monkeypatch.setattr(operation_futures, "NUM_SEQS_KEPT", 2)
     cell, name = server.bus.cell, run_of(run) or ""
     await server.bus.client.hset(cell.run(name), mapping=RunState(status="ready", version=0, head=5).fields())
     await server.bus.client.hset(cell.seqs(name), "last", 4)
@@ -226,7 +226,7 @@ async def test_operations_are_numbered_from_one(client: TinkerClient, run: str, 
 async def test_the_first_open_operation_is_taken_when_no_more_are(
     client: TinkerClient, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "MAX_OPEN", 4)
+    monkeypatch.setattr(operation_store, "MAX_OPEN", 4)
     assert [(await client.send(pass_over(run, seq))).status_code for seq in (2, 3, 4, 5, 6)] == [
         200,
         200,
@@ -235,8 +235,8 @@ async def test_the_first_open_operation_is_taken_when_no_more_are(
         429,
     ]
     assert (await client.send(pass_over(run, 1))).status_code == 200
-    monkeypatch.setattr(submission, "MAX_OPEN", 100)
-    monkeypatch.setattr(submission, "MAX_OPEN_BYTES", 5000)
+    monkeypatch.setattr(operation_store, "MAX_OPEN", 100)
+    monkeypatch.setattr(operation_store, "MAX_OPEN_BYTES", 5000)
     statuses = [(await client.send(pass_over(run, seq, num_tokens=100))).status_code for seq in range(5, 15)]
     assert statuses[0] == 200 and statuses[-1] == 429
 
@@ -244,7 +244,7 @@ async def test_the_first_open_operation_is_taken_when_no_more_are(
 async def test_numbers_are_not_remembered_for_ever(
     server: ApiServer, client: TinkerClient, run: str, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "NUM_SEQS_KEPT", 4)
+    monkeypatch.setattr(operation_store, "NUM_SEQS_KEPT", 4)
     for seq in range(1, 11):
         await client.send(pass_over(run, seq))
         assert (await client.retrieve(future(run, seq))).status_code == 200

@@ -13,10 +13,10 @@ import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from manager_service.api.app import ROUTERS
-from manager_service.runs.records import run_of
-from manager_service.tinker import retrieval
-from manager_service.tinker.parts import PREFIX
+from manager_service.http.app import ROUTERS
+from manager_service.http.tinker import retrieval
+from manager_service.http.tinker.parts import PREFIX
+from manager_service.records.run_records import run_of
 from tests.support.api_server import ApiServer, running_api
 from tests.support.nasty_values import nasty, paths, replaced
 from tests.support.standin_runs import standing_in

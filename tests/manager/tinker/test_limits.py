@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from common.adapters import PEFT_FILES
-from manager_service.api import body_limit
+from common.store.adapters import PEFT_FILES
+from manager_service.http import body_limit
+from manager_service.http.stores import operation_store, sampler_store, session_store
+from manager_service.http.stores import run_store as store_runs
+from manager_service.http.tinker import retrieval
+from manager_service.owner.runs import run as run_module
+from manager_service.owner.runs import run_retention, runs
+from manager_service.records import run_records
 from manager_service.records.keys import GLOBAL
-from manager_service.runs import names, retention, runs
-from manager_service.runs import run as run_module
-from manager_service.runs.records import run_of
-from manager_service.tinker import retrieval
-from manager_service.tinker.store import runs as store_runs
-from manager_service.tinker.store import samplers, sessions, submission
+from manager_service.records.run_records import run_of
 from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, method, running_api, upload
 from tests.support.owned_runs import owned_runs
@@ -47,7 +48,7 @@ async def test_what_a_session_or_a_run_says_of_itself_has_a_limit(client: Tinker
 async def test_a_tenant_has_so_many_sessions_alive_and_no_more_even_in_a_race(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "MAX_ALIVE", 5)
+    monkeypatch.setattr(session_store, "MAX_ALIVE", 5)
     answers = await asyncio.gather(*(client.post("create_session", tags=[]) for _ in range(12)))
     assert Counter(answer.status_code for answer in answers) == {200: 5, 400: 7}
     refused = next(answer for answer in answers if answer.status_code == 400)
@@ -64,10 +65,10 @@ async def test_a_tenant_has_so_many_sessions_alive_and_no_more_even_in_a_race(
 async def test_a_silent_session_makes_room(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "MAX_ALIVE", 1)
+    monkeypatch.setattr(session_store, "MAX_ALIVE", 1)
     assert (await client.post("create_session", tags=[])).status_code == 200
     assert (await client.post("create_session", tags=[])).status_code == 400
-    monkeypatch.setattr(sessions, "SESSION_ALIVE_S", 1)
+    monkeypatch.setattr(session_store, "SESSION_ALIVE_S", 1)
     while (answer := await client.post("create_session", tags=[])).status_code == 400:
         await asyncio.sleep(0.05)
     assert answer.status_code == 200
@@ -77,12 +78,12 @@ async def test_the_sessions_that_were_silent_the_longest_are_forgotten(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So those that an outage cut off go last, whose clients may come back."""
-    monkeypatch.setattr(sessions, "MAX_KEPT", 4)
+    monkeypatch.setattr(session_store, "MAX_KEPT", 4)
     cut_off, alive, *ended = [await client.session() for _ in range(4)]
     for session in ended:
         await client.post(f"sessions/{session}/finish", reason={"type": "success"})
     await server.bus.client.zrem(f"{GLOBAL}alive:default", cut_off)
-    await server.bus.client.expire(f"{GLOBAL}session:{cut_off}", 2 * sessions.SESSION_KEPT_S)  # its sign came last
+    await server.bus.client.expire(f"{GLOBAL}session:{cut_off}", 2 * session_store.SESSION_KEPT_S)  # its sign came last
     newest = [await client.session() for _ in range(2)]
     kept = (await client.get("sessions?limit=100")).json()["sessions"]
     assert set(kept) == {cut_off, alive, *newest}
@@ -134,7 +135,7 @@ async def test_a_run_that_ended_long_ago_without_a_checkpoint_leaves_redis_and_t
 ) -> None:
     monkeypatch.setattr(runs, "RETIRE_EVERY_S", 0.0)
     monkeypatch.setattr(runs, "LOOK_AGAIN_S", 0.1)
-    monkeypatch.setattr(retention, "UNNAMED_KEPT_S", 1)
+    monkeypatch.setattr(run_retention, "UNNAMED_KEPT_S", 1)
     session = await client.session()
     async with owned_runs(server):
         bare, named = await client.run(session, 0), await client.run(session, 1)
@@ -172,7 +173,7 @@ async def test_the_oldest_ended_run_without_a_checkpoint_makes_room(
         monkeypatch.setattr(module, "CROWDED", 4)
     monkeypatch.setattr(runs, "RETIRE_EVERY_S", 0.1)
     monkeypatch.setattr(runs, "LOOK_AGAIN_S", 0.1)
-    monkeypatch.setattr(retention, "KEEP_RESULTS_S", 1)
+    monkeypatch.setattr(run_retention, "KEEP_RESULTS_S", 1)
     other = await client_of(server, "acme")
     session, theirs = await client.session(), await other.session()
     async with owned_runs(server):
@@ -201,7 +202,7 @@ async def test_the_oldest_ended_run_without_a_checkpoint_makes_room(
 async def test_what_a_tenants_runs_hold_has_a_limit_that_a_step_ends(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submission, "MAX_HELD_BYTES", 6_000)
+    monkeypatch.setattr(operation_store, "MAX_HELD_BYTES", 6_000)
     session = await client.session()
     async with owned_runs(server):
         first, second = await client.run(session, 0), await client.run(session, 1)
@@ -263,7 +264,7 @@ async def test_one_step_has_so_many_operations_and_bytes(
 async def test_a_run_has_so_many_checkpoints(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "MAX_CHECKPOINTS", 2)
+    monkeypatch.setattr(run_records, "MAX_CHECKPOINTS", 2)
     async with owned_runs(server):
         run = await client.run(await client.session())
 
@@ -322,7 +323,7 @@ async def test_the_samplers_that_expire_the_soonest_are_forgotten(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samplers of saves go before those of base models."""
-    monkeypatch.setattr(samplers, "MAX_KEPT", 3)
+    monkeypatch.setattr(sampler_store, "MAX_KEPT", 3)
     session = await client.session()
     body: dict[str, Any] = {"session_id": session, "base_model": "tiny"}
     named = [

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from common.adapters import AdapterStore
-from common.messages import AdapterRef
-from manager_service.runs.records import run_of
-from manager_service.usage import hour_of
+from common.store.adapters import AdapterStore
+from common.wire.messages import AdapterRef
+from manager_service.records.run_records import run_of
+from manager_service.records.usage import hour_of
 from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, Script, played
 from tests.support.owned_runs import owned_runs
@@ -183,7 +183,7 @@ async def test_a_change_of_a_name_waits_for_the_owner_and_says_so(
         await client.done("save_weights", model_id=run, seq_id=1, path="a")
     route = f"training_runs/{run}/checkpoints"
     with monkeypatch.context() as patched:
-        patched.setattr("manager_service.tinker.store.checkpoints.WAIT_S", 0.2)
+        patched.setattr("manager_service.http.stores.checkpoint_store.WAIT_S", 0.2)
         refused = await client.delete(f"{route}/weights/a")
     assert refused.status_code == 503 and "owner is away" in refused.json()["error"]["message"]
     assert len((await client.get(route)).json()["checkpoints"]) == 1

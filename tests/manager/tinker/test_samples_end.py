@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from common.messages import BASE, Cancel, Failure
-from common.tasks import cancel_all
-from manager_service.api.errors import ApiError
-from manager_service.api.sampling.choices import InferenceRequest
+from common.cancellation import cancel_all
+from common.wire.messages import BASE, Cancel, Failure
+from manager_service.http.errors import ApiError
+from manager_service.http.sampling.choices import InferenceRequest
+from manager_service.http.tinker import retrieval
+from manager_service.http.tinker.futures import sample_futures as samples_module
+from manager_service.http.tinker.futures.sample_futures import Gone
 from manager_service.records.job_records import JobState
 from manager_service.records.keys import JSON
-from manager_service.tinker import retrieval
-from manager_service.tinker.futures import samples as samples_module
-from manager_service.tinker.futures.samples import Gone
 from tests.support.api_server import ApiServer, Script, method, played, running_api, upload
 from tests.support.tinker_client import TinkerClient, client_of, samples_of
 

@@ -5,11 +5,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from common.operations import LoadWeights
-from manager_service.tinker import operations, sessions
-from manager_service.tinker.store import runs as store_runs
-from manager_service.tinker.store import sessions as store_sessions
-from manager_service.tinker.store import submission
+from common.wire.operations import LoadWeights
+from manager_service.http.stores import operation_store
+from manager_service.http.stores import run_store as store_runs
+from manager_service.http.stores import session_store as store_sessions
+from manager_service.http.tinker import operations, session_routes
 from tests.support.api_server import ApiServer, Script, played
 from tests.support.standin_runs import StandInRuns
 from tests.support.tinker_sdk import run_sdk
@@ -136,8 +136,8 @@ async def test_one_call_may_have_more_data_than_may_be_open_at_once(
     server: ApiServer, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch, version: str, limit: str
 ) -> None:
     """Its first part comes first: a client that sent that one last would wait for it in vain."""
-    monkeypatch.setattr(submission, limit, {"MAX_OPEN": 3, "MAX_OPEN_BYTES": 1000}[limit])
-    monkeypatch.setitem(sessions.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 1)
+    monkeypatch.setattr(operation_store, limit, {"MAX_OPEN": 3, "MAX_OPEN_BYTES": 1000}[limit])
+    monkeypatch.setitem(session_routes.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 1)
     told = await run(
         server,
         """

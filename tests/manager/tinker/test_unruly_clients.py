@@ -12,10 +12,10 @@ import httpx
 import pytest
 import zstandard
 
-from common.adapters import AdapterStore
-from common.messages import AdapterRef
-from manager_service.runs import run as runs
-from manager_service.runs.records import run_of
+from common.store.adapters import AdapterStore
+from common.wire.messages import AdapterRef
+from manager_service.owner.runs import run as runs
+from manager_service.records.run_records import run_of
 from tests.manager.tinker.test_clients import PROMPT
 from tests.manager.tinker.test_fuzz import LOOKS, bodies, routes
 from tests.support.api_server import ApiServer, Script, played

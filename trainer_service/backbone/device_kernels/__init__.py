@@ -5,9 +5,11 @@
 
 `make test-gpu` compares each with the plain path, `benchmarks.gpu --kernels` measures it.
 
-    choice.py    refuses what cannot run here, chooses where nobody has, and switches kernels on
-    flex.py      attention over a pack with its trees as a block mask
-    varlen.py    attention over a pack in one call of flash attention
-    liger.py     liger-kernel's norms and gated products
-    blocks.py    transformers' layers, compiled
+Its files:
+
+    flex.py           attention over a pack with its trees as a block mask
+    varlen.py         attention over a pack in one call of flash attention
+    liger.py          liger-kernel's norms and gated products
+    blocks.py         transformers' layers, compiled
+    kernel_choice.py  refuses what cannot run here, chooses where nobody has, and switches kernels on
 """

@@ -1,0 +1,16 @@
+"""The bus: Redis Streams with consumer groups, and the one script that publishes results and acknowledges their cause.
+
+    publish ─► stream ─► read ─► deliveries ─► settle: outputs first, then XACK and XDEL, in one script
+
+Its files:
+
+    bus.py               publishes, and acknowledges by one script
+    dead_letters.py      makes a dead letter of a message that cannot be worked on
+    deliveries.py        entries of streams as workers hold them
+    fullness.py          says how full Redis is
+    histories.py         reads what they refer to
+    payloads.py          makes fields of messages; large ones travel by way of object storage
+    redis_connection.py  connects to Redis, packs commands in C, and tells errors that pass
+    scripts.py           what Redis does for the bus in one go
+    streams.py           names every key of a cell
+"""

@@ -1,0 +1,122 @@
+"""Starts children by forking, where that is the same as to execute them and sooner.
+
+a command ─┬─ `python -m MODULE` of a nursery's, with its variables ─► the nursery forks, and tells how the child ends
+           └─ any other ─► executed
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from signal import SIGKILL
+
+import msgspec
+
+from common.children import nursery
+from common.children.nursery import SETTINGS, Birth, beside_settings
+from common.children.processes import ChildProcess, Command, open_log, start_tied, tied
+
+
+class Nursery:
+    """A process that has imported the modules of some commands. It begins to at the first `start`, or when told to. Where it has ended
+    it is not begun again: its commands are executed."""
+
+    def __init__(self, commands: Sequence[Command], log: Path) -> None:
+        """Serves those of the commands that can be forked and have the variables of the first, beside their settings."""
+        able = [command for command in commands if can_be_forked(command)]
+        self._environment = beside_settings(able[0].environment) if able else {}
+        self._modules = sorted({command.argv[2] for command in able if self._is_own(command)})
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._births: socket.socket | None = None
+        self._has_forked = False
+
+    @property
+    def pid(self) -> int | None:
+        """None before it began."""
+        return self._process.pid if self._process else None
+
+    def begin(self) -> None:
+        """Starts the process, unless there is nothing to import. Call it from the main thread, with which the process ends."""
+        if self._process is not None or not self._modules:
+            return
+        self._births, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        argv = (sys.executable, "-m", nursery.MODULE, *self._modules)
+        with theirs, open_log(self._log) as log:
+            self._process = subprocess.Popen(
+                tied(argv), env=self._environment, stdin=theirs.fileno(), stdout=log, stderr=log, start_new_session=True
+            )
+
+    async def start(self, command: Command) -> ChildProcess:
+        """Starts a child that leads its own session and that the kernel ends with this process."""
+        if can_be_forked(command) and self._is_own(command) and (child := await self._fork(command)):
+            return child
+        return await start_tied(command)
+
+    def give_up(self) -> None:
+        """Ends the process if it still imports: whoever waits for that has a child at once, which is executed."""
+        if not self._has_forked:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the process, and with it the children that are left."""
+        if self._process is not None and self._births is not None:
+            self._births.close()
+            self._process.kill()
+            self._process.wait()
+
+    def _is_own(self, command: Command) -> bool:
+        return beside_settings(command.environment) == self._environment
+
+    async def _fork(self, command: Command) -> "Forked | None":
+        """None if the nursery has ended."""
+        self.begin()
+        assert self._births is not None
+        answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        answers.setblocking(False)
+        settings = {name: value for name, value in command.environment.items() if name.startswith(SETTINGS)}
+        birth = msgspec.json.encode(Birth(command.argv[2], settings, str(command.log)))
+        with theirs, contextlib.suppress(OSError):  # it has ended, or has no room for so much
+            socket.send_fds(self._births, [birth], [theirs.fileno()])
+        pid = await _told(answers)
+        if pid is None:
+            answers.close()
+            return None
+        self._has_forked = True
+        return Forked(pid, answers)
+
+
+class Forked:
+    """A child of a nursery, which tells its exit status."""
+
+    def __init__(self, pid: int, answers: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._answers = answers
+
+    def send_signal(self, signal: int, /) -> None:
+        os.kill(self.pid, signal)
+
+    async def wait(self) -> int:
+        """Its exit status, or minus the signal that ended it. Whoever kills the nursery kills it too."""
+        status = await _told(self._answers)
+        self._answers.close()
+        self.returncode = -SIGKILL if status is None else status
+        return self.returncode
+
+
+def can_be_forked(command: Command) -> bool:
+    """Is it a module of Python, on a system where a fork can be tied to its parent?"""
+    return sys.platform == "linux" and command.argv[:2] == (sys.executable, "-m") and len(command.argv) == 3
+
+
+async def _told(answers: socket.socket) -> int | None:
+    """The next number that a nursery tells; None if it has ended."""
+    said = b""
+    with contextlib.suppress(ConnectionError):
+        said = await asyncio.get_running_loop().sock_recv(answers, 64)
+    return int(said) if said else None

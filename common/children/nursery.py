@@ -1,0 +1,148 @@
+"""A process that has imported what services need, and forks them: `python -m common.children.nursery MODULE...`.
+
+    import all modules ─► a birth, with the socket of its answers ─► fork: the child becomes `python -m MODULE`
+                                          process id, later exit status ─► that socket
+
+Births come on standard input, a socket of whole messages. It starts no thread and computes nothing, so a child chooses its kernels and
+its threads as if it had been executed. It ends with its parent, and its children end with it.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from common.children.child import tie_to
+from common.children.processes import open_log
+
+MODULE = "common.children.nursery"
+SETTINGS = ("MARLAAS_", "AWS_")
+"""Variables with these beginnings are read when a service starts; others may be read when something is imported."""
+MAX_BIRTH_BYTES = 1 << 20
+ARGUMENTS = 45
+"""The place in /proc/self/stat, after the program's name, of the address of the arguments' first byte; the next is where they end."""
+
+
+class Birth(msgspec.Struct, frozen=True):
+    """A child to be. It has its nursery's variables beside its settings."""
+
+    module: str
+    settings: dict[str, str]
+    log: str
+
+
+def main(modules: Sequence[str]) -> None:
+    """Returns in each child when that has ended."""
+    load(modules)
+    nursery = os.getpid()
+    with socket.socket(fileno=os.dup(0)) as births:
+        birth = next_birth(births)
+    if birth is not None:
+        become(birth, nursery)
+
+
+def load(modules: Sequence[str]) -> None:
+    """Imports what they import. Collections would only look through what stays, and in a child copy all of it."""
+    gc.disable()
+    for module in modules:
+        runpy.run_module(module, run_name="nursery", alter_sys=True)  # leaves what it imports, and not itself
+    gc.freeze()
+    gc.enable()
+
+
+def next_birth(births: socket.socket) -> Birth | None:
+    """Serves until nobody asks any more: None. Returns in each child what that is to become."""
+    answers: dict[int, socket.socket] = {}
+    with _woken_by_ends() as ends:
+        while True:
+            ready, _, _ = select.select([births, ends], [], [])
+            if births in ready:
+                content, files, _, _ = socket.recv_fds(births, MAX_BIRTH_BYTES, 1)
+                if not content:
+                    return None
+                answer = socket.socket(fileno=files[0])
+                if not (pid := os.fork()):
+                    _close(answer, *answers.values())
+                    return msgspec.json.decode(content, type=Birth)
+                answers[pid] = answer
+                _tell(answer, pid)
+            if ends in ready:
+                ends.recv(4096)
+                _tell_ends(answers)
+
+
+def _close(*sockets: socket.socket) -> None:
+    for each in sockets:
+        each.close()
+
+
+@contextlib.contextmanager
+def _woken_by_ends() -> Generator[socket.socket]:
+    """Yields a socket that can be read when a child has ended. Afterwards nothing is left of it."""
+    ends, wakes = socket.socketpair()
+    with ends, wakes:
+        wakes.setblocking(False)
+        before = signal.signal(signal.SIGCHLD, lambda number, frame: None)  # ignored, it would wake nobody
+        signal.set_wakeup_fd(wakes.fileno())
+        try:
+            yield ends
+        finally:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, before)
+
+
+def _tell_ends(answers: dict[int, socket.socket]) -> None:
+    """Tells the exit status, or minus the signal, of each child that has ended."""
+    while answers:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        with answers.pop(pid) as answer:
+            _tell(answer, os.waitstatus_to_exitcode(status))
+
+
+def _tell(answer: socket.socket, number: int) -> None:
+    with contextlib.suppress(ConnectionError):  # whoever asked does not listen any more
+        answer.send(str(number).encode())
+
+
+def become(birth: Birth, parent: int) -> None:
+    """Runs the module as the main program of this process, as `child.py` would. Returns or raises as that ends."""
+    tie_to(parent)
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    with open_log(Path(birth.log)) as log:
+        for number, file in enumerate((nothing, log.fileno(), log.fileno())):
+            os.dup2(file, number)
+    os.close(nothing)
+    os.environ.update(birth.settings)
+    show_as((sys.executable, "-m", birth.module))
+    sys.argv[1:] = []
+    runpy.run_module(birth.module, run_name="__main__", alter_sys=True)
+
+
+def show_as(arguments: Sequence[str]) -> None:
+    """Lets `ps` show these arguments for this process, as far as its own had room for them."""
+    places = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first, end = map(int, places[ARGUMENTS : ARGUMENTS + 2])
+    if first:  # 0: the kernel does not tell
+        text = "\0".join(arguments).encode()[: end - first - 1]
+        ctypes.memset(first, 0, end - first)
+        ctypes.memmove(first, text, len(text))
+
+
+def beside_settings(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if not name.startswith(SETTINGS)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

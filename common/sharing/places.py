@@ -1,0 +1,145 @@
+"""A number of places that tenants share by weight."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from common.sharing.fairness import Fairness
+
+TELL_EVERY_S = 0.25
+"""Least time between two signs to the waiting that the queue moves."""
+KEPT = 1
+"""Places beyond their number, for tenants that hold none: one tenant's long calls keep no other waiting."""
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """One call that waits for a place, or holds one."""
+
+    tenant: str
+    weight: float
+    advanced: Callable[[], None]
+    given: asyncio.Event = field(default_factory=asyncio.Event)
+    since_s: float = 0.0  # by the clock, when it was given its place
+
+
+@dataclass(slots=True)
+class Holdings:
+    """The places that one tenant holds."""
+
+    num: int = 0
+    rate: float = 0.0  # sum of 1 / weight
+    since: float = 0.0  # sum of since_s / weight
+
+    def add(self, claim: Claim, sign: int) -> None:
+        self.num += sign
+        self.rate += sign / claim.weight
+        self.since += sign * claim.since_s / claim.weight
+
+    def served(self, now: float) -> float:
+        """Seconds over weight for which they are held."""
+        return now * self.rate - self.since
+
+
+class Places:
+    """Gives a free place to the waiting tenant that was served least for its weight, in seconds that it held places, and among
+    equals to the one that holds the fewest. What one tenant asks for waits in its own order. Safe to use from many tasks."""
+
+    def __init__(self, num: Callable[[], int], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`num`: how many there are, asked whenever a call begins or ends; there is always one."""
+        self._num = num
+        self._clock = clock
+        self._held: dict[str, Holdings] = {}  # by tenant; no tenant without a place
+        self._num_held = 0
+        self._told_s = float("-inf")
+        self._waiting: dict[str, dict[Claim, None]] = {}  # by tenant, in order of arrival; no tenant without a claim
+        self._fairness = Fairness()
+
+    @asynccontextmanager
+    async def one(self, tenant: str, weight: float, advanced: Callable[[], None]) -> AsyncGenerator[None]:
+        """Holds a place while the block runs. Calls `advanced` while it waits, whenever another's place becomes free."""
+        claim = await self.take(tenant, weight, advanced)
+        try:
+            yield
+        finally:
+            self.end(claim)
+
+    async def take(self, tenant: str, weight: float, advanced: Callable[[], None] = lambda: None) -> Claim:
+        """Waits for a place, which is held until `end`."""
+        claim = Claim(tenant, weight, advanced)
+        self._waiting.setdefault(tenant, {})[claim] = None
+        try:
+            self.serve()
+            await claim.given.wait()
+        except asyncio.CancelledError:
+            self.end(claim)
+            raise
+        return claim
+
+    def take_now(self, tenant: str, weight: float) -> Claim | None:
+        """Takes a place if one is the tenant's at this moment."""
+        claim = Claim(tenant, weight, lambda: None)
+        if not self._waiting and self._may_have(tenant):
+            self._give(claim)
+            self._fairness.busy(self._held)
+            return claim
+        self._waiting.setdefault(tenant, {})[claim] = None
+        self.serve()
+        if claim.given.is_set():
+            return claim
+        self._leave(claim)
+        return None
+
+    def end(self, claim: Claim) -> None:
+        """Takes back a place, or a claim that was cancelled while it waited."""
+        if claim in self._waiting.get(claim.tenant, ()):
+            self._leave(claim)
+            return
+        now, held = self._clock(), self._held[claim.tenant]
+        held.add(claim, -1)
+        self._num_held -= 1
+        if not held.num:
+            del self._held[claim.tenant]
+        self._fairness.charge(claim.tenant, now - claim.since_s, claim.weight)
+        if now - self._told_s >= TELL_EVERY_S and self._waiting:
+            self._told_s = now
+            for waiting in [one for claims in self._waiting.values() for one in claims]:
+                waiting.advanced()
+        if self._waiting:
+            self.serve()
+        else:
+            self._fairness.busy(self._held)
+
+    def _leave(self, claim: Claim) -> None:
+        """Takes a claim out of those that wait."""
+        del self._waiting[claim.tenant][claim]
+        if not self._waiting[claim.tenant]:
+            del self._waiting[claim.tenant]
+
+    def serve(self) -> None:
+        """Gives away what is free. Call when there may be more places than before."""
+        self._fairness.busy(self._waiting.keys() | self._held.keys())
+        while claim := self._next():
+            self._leave(claim)
+            self._give(claim)
+
+    def _give(self, claim: Claim) -> None:
+        claim.since_s = self._clock()
+        self._held.setdefault(claim.tenant, Holdings()).add(claim, 1)
+        self._num_held += 1
+        claim.given.set()
+
+    def _may_have(self, tenant: str) -> bool:
+        return self._num_held < max(1, self._num()) + (0 if tenant in self._held else KEPT)
+
+    def _next(self) -> Claim | None:
+        """The claim whose turn it is; None if it must wait."""
+        firsts = (next(iter(claims)) for tenant, claims in self._waiting.items() if self._may_have(tenant))
+        return min(firsts, key=self._served, default=None)
+
+    def _served(self, claim: Claim) -> tuple[float, float]:
+        """Seconds over weight that its tenant was served, with those of the places that it holds now; and their number."""
+        held = self._held.get(claim.tenant, Holdings())
+        return self._fairness.virtual_time(claim.tenant) + held.served(self._clock()), held.num / claim.weight

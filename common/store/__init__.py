@@ -1,0 +1,12 @@
+"""Object storage, and the versions of adapters in it.
+
+    trainer ─ files, then the manifest ─► adapters ─► objects ─► a folder, S3 or memory ─► objects ─► adapters ─► rollout
+
+Its files:
+
+    adapters.py      keeps versions of adapters in object storage
+    byte_cache.py    caches what was used last, up to a number of bytes
+    known_store.py   waits for the store that a cell knows
+    objects.py       reads and writes object storage
+    store_folder.py  tells a local store's folder from another in its place
+"""

@@ -1,0 +1,157 @@
+"""The adapter store: versioned LoRA weights in object storage.
+
+    adapters/{tenant}/{job}/{version:08d}/manifest.json            create-only: the commit of version and batch
+    adapters/{tenant}/{job}/{version:08d}/{attempt}/<file>         written before the manifest, under an attempt of its own
+
+A version exists if and only if its manifest does. Two trainers that make the same version race for the manifest; the
+loser deletes its own folder. Only the trainer service writes here.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+
+from common.errors import AlreadyExists, CorruptObject, NotFound, Unavailable
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef, AdapterUpdate, Usage
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    sha256: str
+    size: int  # bytes
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The commit record of one version."""
+
+    adapter: AdapterRef
+    base_model: str = ""
+    attempt: str = ""  # folder of the winning attempt
+    files: dict[str, StoredFile] = {}
+    parent: int | None  # version that this one was trained from
+    batch: str  # id of the Init or TrainStep that made it
+    seed: int  # all random numbers are functions of it: with `next_group` this is the RNG's whole state
+    next_group: int  # data cursor
+    trajectories: tuple[str, ...] = ()
+    metrics: dict[str, float | None] = {}
+    usage: Usage = Usage()
+    fingerprints: dict[str, str] = {}  # service -> of the bits that it computed, in deterministic mode
+    created_at: float = 0.0  # seconds since 1970, the trainer's clock
+
+
+def update_of(manifest: Manifest, about: Mapping[str, Any]) -> AdapterUpdate:
+    """Makes the message that tells the owner of a version: always the same, whoever made it and however often it is sent.
+
+    `about`: the fields of `Message.about`.
+    """
+    return AdapterUpdate(
+        id=f"{manifest.batch}/done",
+        **about,
+        adapter=manifest.adapter,
+        batch=manifest.batch,
+        next_group=manifest.next_group,
+        metrics=manifest.metrics,
+        usage=manifest.usage,
+    )
+
+
+class AdapterStore:
+    """Reads and commits versions."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    async def manifest(self, adapter: AdapterRef) -> Manifest | None:
+        """The commit record, or None if the version does not exist. Raises CorruptObject."""
+        try:
+            data = await self._objects.get(f"{adapter.path()}/manifest.json")
+        except NotFound:
+            return None
+        try:
+            return msgspec.json.decode(data, type=Manifest)
+        except msgspec.DecodeError as error:
+            raise CorruptObject(f"{adapter}: manifest: {error}") from error
+
+    async def read(self, adapter: AdapterRef, names: Iterable[str] = PEFT_FILES) -> dict[str, bytes]:
+        """File contents, checked against the manifest's sha256. Raises NotFound or CorruptObject."""
+        manifest = await self.manifest(adapter)
+        if manifest is None:
+            raise NotFound(f"adapter {adapter} does not exist")
+        return {name: await self._read_file(manifest, name) for name in names}
+
+    async def read_brought(self, path: str) -> bytes:
+        """The factors that a user has uploaded. Raises NotFound."""
+        return await self._objects.get(path)
+
+    async def _read_file(self, manifest: Manifest, name: str) -> bytes:
+        if name not in manifest.files:
+            raise NotFound(f"adapter {manifest.adapter} has no file {name}")
+        try:
+            data = await self._objects.get(f"{manifest.adapter.path()}/{manifest.attempt}/{name}")
+        except NotFound as error:
+            raise CorruptObject(f"adapter {manifest.adapter}: {name} is gone") from error
+        if (await asyncio.to_thread(_stored, data)).sha256 != manifest.files[name].sha256:
+            raise CorruptObject(f"adapter {manifest.adapter}: {name} does not match its sha256")
+        return data
+
+    async def commit(self, manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
+        """Writes the files, then the manifest. Raises AlreadyExists if another attempt was first, and deletes its own files then.
+
+        Fills in `manifest.attempt`, `.files` and `.created_at`.
+        """
+        folder, attempt = manifest.adapter.path(), uuid4().hex
+        await self._write(f"{folder}/{attempt}", files)
+        record = msgspec.structs.replace(
+            manifest,
+            attempt=attempt,
+            files={name: await asyncio.to_thread(_stored, data) for name, data in files.items()},
+            created_at=time.time(),
+        )
+        try:
+            await self._objects.create(f"{folder}/manifest.json", msgspec.json.encode(record))
+        except AlreadyExists:
+            existing = await self.manifest(manifest.adapter)
+            # It may be our own: a request that was retried after its reply was lost.
+            if existing is None or existing.attempt != attempt:
+                await self._objects.delete_folder(f"{folder}/{attempt}")
+                raise
+        return record
+
+    async def _write(self, folder: str, files: Mapping[str, bytes]) -> None:
+        """Writes all files of an attempt; deletes those that it wrote, if it can, when one fails."""
+        try:
+            for name, data in files.items():
+                await self._objects.write(f"{folder}/{name}", data)
+        except Unavailable:
+            with contextlib.suppress(Unavailable):
+                await self._objects.delete_folder(folder)
+            raise
+
+    async def drop_optimizer(self, adapter: AdapterRef) -> None:
+        """Deletes a version's optimiser state; the adapter stays."""
+        manifest = await self.manifest(adapter)
+        if manifest is not None and OPTIMIZER_FILE in manifest.files:
+            await self._objects.delete(f"{adapter.path()}/{manifest.attempt}/{OPTIMIZER_FILE}")
+
+    async def drop_files(self, adapter: AdapterRef) -> None:
+        """Deletes a version's files. Its manifest stays, so that nobody makes the version again."""
+        manifest = await self.manifest(adapter)
+        if manifest is not None:
+            await self._objects.delete_folder(f"{adapter.path()}/{manifest.attempt}")
+
+    async def delete_job(self, tenant: str, job: str) -> None:
+        await self._objects.delete_folder(f"adapters/{tenant}/{job}")
+
+
+def _stored(data: bytes) -> StoredFile:
+    """Hashes without the interpreter's lock, so that it holds nobody up in a thread."""
+    return StoredFile(hashlib.sha256(data).hexdigest(), len(data))

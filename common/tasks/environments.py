@@ -1,0 +1,345 @@
+"""Environments as data: checks the names and arguments that users give. The env service runs them.
+
+    single_turn     one answer, one grader
+    calculator      the tool `calculator`; makes its own items if it is given none
+    search          the tool `search` over a text collection
+    python          the tool `python`, in the sandbox
+    openenv         sessions at an OpenEnv server, which gives the rewards
+
+Operators install more as packages, in the entry point group `marlaas.environments`. An entry point names a class with
+two methods, `reset(item, seed)` and `step(state, turn)` (see `env_service/environment.py`), built with the user's args as
+keyword arguments; a ValueError from it is shown to the user. Before any work is queued, the names of the args are checked; if
+the class has an attribute `Args`, a pydantic model, their values too. A class whose steps answer with messages of other roles
+than `tool` says which in an attribute `reply_roles`, such as ("user", "system"): a base whose chat template cannot show them is then
+refused as early. Without it each trajectory fails, with the reason.
+"""
+
+import importlib
+import inspect
+import os
+import site
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
+
+import msgspec
+from pydantic import BaseModel, Field, model_validator
+
+from common.errors import InvalidInput
+from common.suggestions import cut, did_you_mean, quoted
+from common.tasks.graders import Declared, Grader, parse, validate_grader
+from common.text.tokens import REPLY_ROLES, ChatTokenizer
+from common.urls import check_base, check_url
+from common.wire.messages import EnvSpec
+
+ENTRY_POINTS = "marlaas.environments"
+
+SUPERVISED = "supervised"
+"""Stands for the environment in a supervised job, whose rows nobody samples. No job can name it, and none can be installed so."""
+
+MAX_INLINE_CHARACTERS = 64 * 1024
+"""Documents given in the arguments travel in every message; larger collections belong into a folder."""
+
+MAX_ARGS_BYTES = 64 * 1024
+"""Bytes of the arguments of an environment that is installed, or a server."""
+
+GraderArgs = dict[str, Any]
+
+
+class SingleTurnArgs(Declared):
+    grader: GraderArgs
+
+
+class CalculatorArgs(Declared):
+    grader: GraderArgs | None = None
+    """None: the answer must be exactly the item's `answer`."""
+    skill: Literal["calc", "add", "max"] = "calc"
+    """The kind of questions that it makes when the job has no training file."""
+
+
+class Document(Declared):
+    text: str
+    id: str = ""
+    """Shown before the text, if it is not empty."""
+
+
+class SearchArgs(Declared):
+    grader: GraderArgs | None = None
+    """None: the `math` grader, which also compares words, against the item's `answer`."""
+    collection: str = ""
+    """A file (.jsonl with `text` and `id`, or .txt) or a folder of such files, below the operator's collections folder."""
+    documents: tuple[Document, ...] = Field((), strict=False, fail_fast=True)
+    """The collection itself, if it is small."""
+    top_k: int = Field(3, ge=1, le=20)
+    max_characters: int = Field(200, ge=20, le=4000)
+    """The most characters of each result."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "SearchArgs":
+        if bool(self.collection) == bool(self.documents):
+            raise ValueError("give either collection or documents")
+        if sum(len(document.text) for document in self.documents) > MAX_INLINE_CHARACTERS:
+            raise ValueError(f"documents have more than {MAX_INLINE_CHARACTERS} characters; use a collection")
+        return self
+
+
+class PythonArgs(Declared):
+    grader: GraderArgs | None = None
+    """None: the `math` grader against the item's `answer`."""
+    max_output_characters: int = Field(2000, ge=20, le=20000)
+
+
+class OpenEnvArgs(Declared):
+    url: str = ""
+    """The server's address, `http://host:8000`, of a host that the operator allows."""
+    server: str = ""
+    """The name of one of the operator's servers."""
+    system: str = ""
+    """A system message in front of each conversation."""
+    reset: dict[str, Any] = {}
+    """Arguments of each reset, beside the seed and the item's fields."""
+    observation_field: str = ""
+    """The field of an observation that the model sees; by default its only one, or all of them as JSON."""
+
+    @model_validator(mode="after")
+    def _one_server(self) -> "OpenEnvArgs":
+        if bool(self.url) == bool(self.server):
+            raise ValueError("give either url or server")
+        if self.url:
+            try:
+                check_url(self.url)
+                check_base(self.url)
+            except ValueError as error:
+                raise ValueError(f"url {error}") from error
+        return self
+
+
+BUILT_IN: dict[str, type[Declared]] = {
+    "single_turn": SingleTurnArgs,
+    "calculator": CalculatorArgs,
+    "search": SearchArgs,
+    "python": PythonArgs,
+    "openenv": OpenEnvArgs,
+}
+
+DEFAULT_GRADERS: dict[str, dict[str, Any]] = {
+    "calculator": {
+        "type": "string_check",
+        "input": "{{sample.output_text}}",
+        "reference": "{{item.answer}}",
+        "operation": "eq",
+    },
+    "search": {"type": "math"},
+    "python": {"type": "math"},
+}
+
+WITH_TOOLS = ("calculator", "search", "python")
+"""The environments with tools that the model must be told of."""
+
+TOOL_REPLIES = ("tool",)
+"""Roles of an environment's messages, unless it says others."""
+
+MAKES_ITEMS = ("calculator", "openenv")
+"""The environments that need no training file."""
+
+LIVE = ("openenv",)
+"""The environments of live sessions. They have no grader, and say in a session which tools and replies it has."""
+
+
+def validate_environment(spec: EnvSpec, *, param: str = "environment") -> None:
+    """Raises InvalidInput naming the unknown environment or field and the nearest valid one."""
+    if spec.name not in BUILT_IN:
+        _validate_installed(spec, param)
+        return
+    parse_args(spec, param=param)
+    grader_of(spec, param=param)
+    if spec.name in LIVE:
+        _check_size(spec, param)
+
+
+def parse_args(spec: EnvSpec, *, param: str = "environment") -> Declared:
+    """The arguments of a built-in environment. Raises InvalidInput."""
+    return parse(BUILT_IN[spec.name], spec.args, param=f"{param}.args")
+
+
+def grader_of(spec: EnvSpec, *, param: str = "environment") -> Grader | None:
+    """The grader of a built-in environment, its default included; None for an installed or a live one. Raises InvalidInput."""
+    if spec.name not in BUILT_IN or spec.name in LIVE:
+        return None
+    grader: Any = spec.args.get("grader") or DEFAULT_GRADERS.get(spec.name)
+    where = f"{param}.args.grader"
+    if not isinstance(grader, Mapping):
+        raise InvalidInput(f"{where} is missing", param=where)
+    return validate_grader(cast(Mapping[str, Any], grader), param=where)
+
+
+def is_multi_turn(spec: EnvSpec) -> bool:
+    return spec.name not in ("single_turn", SUPERVISED)
+
+
+def wants_tools(spec: EnvSpec) -> bool:
+    """True if the model must be told of tools. Of an installed environment its class says so, by an attribute `tools`."""
+    if spec.name in (*BUILT_IN, SUPERVISED):
+        return spec.name in WITH_TOOLS
+    return bool(getattr(load_installed(spec.name), "tools", ()))
+
+
+def reply_roles(spec: EnvSpec) -> tuple[str, ...]:
+    """Roles of the messages with which the environment says that it answers the model's turns. An installed one does so by
+    an attribute `reply_roles` of its class. Raises InvalidInput."""
+    if not is_multi_turn(spec) or spec.name in LIVE:
+        return ()
+    if spec.name in BUILT_IN:
+        return TOOL_REPLIES
+    return roles_of(load_installed(spec.name))
+
+
+def roles_of(environment: Any) -> tuple[str, ...]:
+    """The roles that an environment, or its class, says. Raises InvalidInput."""
+    said: Any = getattr(environment, "reply_roles", TOOL_REPLIES)
+    if isinstance(said, str) or not isinstance(said, Sequence) or any(role not in REPLY_ROLES for role in said):
+        raise InvalidInput(f"the environment's reply_roles must be a list of {', '.join(REPLY_ROLES)}")
+    return tuple(cast(Sequence[str], said))
+
+
+def reply_fault(tokenizer: ChatTokenizer, roles: Sequence[str]) -> str:
+    """The reason for which a base model cannot show messages of one of these roles; "" if it can. A system message may need one of a user's
+    behind it, where the environment has both."""
+    shapes = [("system", "user") if role == "system" and "user" in roles else (role,) for role in roles]
+    return next(filter(None, map(tokenizer.reply_fault, shapes)), "")
+
+
+def makes_items(spec: EnvSpec) -> bool:
+    """True if the environment can make its own items, so that the job needs no training file."""
+    if spec.name in (*BUILT_IN, SUPERVISED):
+        return spec.name in MAKES_ITEMS
+    return hasattr(load_installed(spec.name), "make_item")
+
+
+def is_live(spec: EnvSpec) -> bool:
+    """Do its trajectories have sessions, which stay with one env worker? Of an installed one its class says so, by a method `open`."""
+    if spec.name in (*BUILT_IN, SUPERVISED):
+        return spec.name in LIVE
+    return hasattr(load_installed(spec.name), "open")
+
+
+def installed(*, anew: bool = False) -> dict[str, EntryPoint]:
+    """The environments that operators installed, by name; none can have a built-in name. They are looked for `anew` whenever a folder
+    has changed into which packages are installed, which it does before a package's entry points are there."""
+    if anew:
+        _installed.cache_clear()
+    return _installed(tuple((folder, os.stat(folder).st_mtime_ns) for folder in sys.path if os.path.isdir(folder)))
+
+
+@lru_cache(maxsize=1)
+def _installed(_: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
+    return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in (*BUILT_IN, SUPERVISED)}
+
+
+def load_installed(name: str) -> Any:
+    """The class behind an entry point. Raises InvalidInput if there is none, or if it cannot be imported."""
+    found = installed()
+    if name not in found:
+        found = installed(anew=True)
+    if name not in found:
+        known = [*BUILT_IN, *found]
+        raise InvalidInput(
+            f"unknown environment {quoted(name)}{did_you_mean(name, known)}; known: {', '.join(known)}",
+            param="environment.name",
+        )
+    entry = found[name]
+    try:
+        return _loaded(entry)
+    except (Exception, SystemExit) as error:  # foreign code; a script may end when it is imported
+        hint = f"; {why}" if (why := outdated(entry)) else ""
+        reason = f"{type(error).__name__}: {error}{hint}"
+        raise InvalidInput(
+            f"the installed environment {quoted(name)} cannot be loaded: {reason}", param="environment.name"
+        ) from error
+    finally:
+        if module := sys.modules.get(entry.module):
+            _in_use.setdefault(module, (_version(entry), _written(module)))
+
+
+_in_use: WeakKeyDictionary[ModuleType, tuple[str, int]] = WeakKeyDictionary()
+"""Module -> version of its package, and time of its file, when it was loaded first: Python keeps what it has imported."""
+
+
+def outdated(entry: EntryPoint) -> str | None:
+    """Says that another version of its package was installed, or its module's file changed, since this process has loaded it; None: no."""
+    module, now = sys.modules.get(entry.module), _version(entry)
+    if module is None or module not in _in_use:
+        return None
+    used, written = _in_use[module]
+    if used != now:
+        return f"{now} is installed, and {used} {_UNTIL}"
+    return (
+        None
+        if written == _written(module)
+        else f"the file of {entry.module} has changed, and the older one is {_UNTIL}"
+    )
+
+
+_UNTIL = "in use until managers and env workers start again"
+
+
+def _written(module: ModuleType) -> int:
+    """Time at which the module's file was written, by the file system's clock; 0 if there is none."""
+    try:
+        return os.stat(module.__file__ or "").st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _version(entry: EntryPoint) -> str:
+    return entry.dist.version if entry.dist else "unknown"
+
+
+def _loaded(entry: EntryPoint) -> Any:
+    """The object that it names, also if it was installed a moment ago."""
+    try:
+        return entry.load()
+    except ModuleNotFoundError:
+        importlib.invalidate_caches()
+        if entry.dist is not None:
+            site.addsitedir(str(entry.dist.locate_file("")))  # the `.pth` of an editable one says where its modules are
+        return entry.load()
+
+
+def _validate_installed(spec: EnvSpec, param: str) -> None:
+    made: Any = load_installed(spec.name)
+    _check_size(spec, param)
+    model: Any = getattr(made, "Args", None)
+    if isinstance(model, type) and issubclass(model, BaseModel):
+        parse(model, spec.args, param=f"{param}.args")
+    else:
+        _check_keywords(made, spec.args, param=f"{param}.args")
+
+
+def _check_size(spec: EnvSpec, param: str) -> None:
+    """Raises InvalidInput: arguments travel in every message."""
+    if (size := len(msgspec.json.encode(spec.args))) > MAX_ARGS_BYTES:
+        raise InvalidInput(f"{param}.args have {size} bytes, more than {MAX_ARGS_BYTES}", param=f"{param}.args")
+
+
+def _check_keywords(made: Any, args: Mapping[str, Any], *, param: str) -> None:
+    """Raises InvalidInput unless a class can be called with these keyword arguments."""
+    parameters = inspect.signature(made).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return
+    names = [name for name, one in parameters.items() if one.kind not in _WITHOUT_NAME]
+    for name in args:
+        if name not in names:
+            raise InvalidInput(
+                f"unknown field {quoted(name)} in {param}{did_you_mean(name, names)}", param=f"{param}.{cut(name)}"
+            )
+    for name in names:
+        if parameters[name].default is inspect.Parameter.empty and name not in args:
+            raise InvalidInput(f"{param}.{name} is missing", param=f"{param}.{name}")
+
+
+_WITHOUT_NAME = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)

@@ -1,0 +1,13 @@
+"""Messages: what one service says to another, and the bytes that it travels as.
+
+    message ─► codec ─► bytes ─► codec ─► message          a transcript's parts travel once: history
+
+Its files:
+
+    arrays.py      numpy's arrays as messages carry them
+    codec.py       makes bytes of messages, and messages of bytes
+    history.py     sends a trajectory's parts once: short forms of results and later requests
+    messages.py    declares what one service says to another about jobs
+    operations.py  declares what one service says to another about runs
+    transcript.py  tokens, with who wrote each and how likely it was
+"""

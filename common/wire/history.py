@@ -1,0 +1,167 @@
+"""Sends a trajectory's parts once: what a turn's result and the next turn's request say that Redis knows already, they refer to.
+
+    TurnRequest ─► rollout ─► ShortResult ─► env ─► ShortRequest ─► rollout ─► ShortResult ─► env ─► ScoredTrajectory
+
+The *history* of an entry is a list in Redis of the payloads that led to it, oldest first, the trajectory's whole TurnRequest before all
+others. The script that settles an entry moves its payload to the end of the list, if what follows refers to it, and else deletes the list:
+so each list belongs to one pending entry. A reader puts the messages together again, so no handler sees the short forms. Where one
+would not give back the same message, as after a turn that moved to another worker, the whole message is sent and begins a history anew.
+"""
+
+import msgspec
+
+from common.wire.messages import (
+    EMPTY_F32,
+    AdapterRef,
+    Array,
+    Failure,
+    Message,
+    StopReason,
+    TurnRequest,
+    TurnResult,
+    Usage,
+)
+from common.wire.transcript import Transcript
+
+MOST_CONTEXT = 4096
+"""Bytes of a context that changed, beyond which the whole request is sent: a history shall not keep many large ones."""
+
+
+class History(msgspec.Struct, frozen=True):
+    """The first `num` payloads of a list in Redis, which led to an entry. Behind each stands the id of the entry that it came from.
+    `entry`: the last of these."""
+
+    key: str
+    num: int
+    entry: str
+
+
+class ShortResult(Message, frozen=True, kw_only=True):
+    """A TurnResult without its request. rollout → env."""
+
+    adapter: AdapterRef | None = None  # None: that of the request
+    tokens: Array
+    logprobs: Array
+    stop_reason: StopReason
+    stop_string: str = ""
+    top_logprobs: list[list[tuple[int, float]]] = []
+    prompt_logprobs: Array = EMPTY_F32
+    usage: Usage
+    failure: Failure | None = None
+
+
+class ShortRequest(Message, frozen=True, kw_only=True):
+    """The TurnRequest of the turn after a result. env → rollout."""
+
+    shown: bytes  # i4, the environment's tokens after the model's turn
+    same: int  # bytes that the context begins with, as it was
+    context: bytes = b""  # its other bytes
+    session: str = ""
+    usage: Usage
+
+
+def shortened(cause: object, output: Message) -> Message | None:
+    """The message as it is sent where the history, with `cause` as its last item, is known. None: whole."""
+    match cause, output:
+        case TurnRequest(), TurnResult() if output.request == cause and not cause.reply_to:
+            return _short_result(output)
+        case TurnResult(), TurnRequest() if output.turn == cause.request.turn + 1 and not output.reply_to:
+            short = _short_request(cause, output)
+            same = len(short.context) <= MOST_CONTEXT and _request_after(cause, short) == output
+            return short if same else None
+        case _:
+            return None
+
+
+def restored(history: list[Message], message: Message) -> Message:
+    """The whole message. Raises ValueError if the history does not lead to it."""
+    whole, *later = (*history, message)
+    for short in later:
+        match whole, short:
+            case TurnRequest(), ShortResult():
+                whole = _result_of(whole, short)
+            case TurnResult(), ShortRequest():
+                whole = _request_after(whole, short)
+            case _:
+                raise ValueError(f"no {type(short).__name__} follows on a {type(whole).__name__}")
+    return alone(whole)
+
+
+def alone(message: Message) -> Message:
+    """The message of an entry without a history. Raises ValueError if it needs one."""
+    if isinstance(message, (ShortResult, ShortRequest)):
+        raise ValueError(f"a {type(message).__name__} without its history")
+    return message
+
+
+def _short_result(result: TurnResult) -> ShortResult:
+    return ShortResult(
+        **result.about(),
+        id=result.id,
+        adapter=None if result.adapter == result.request.adapter else result.adapter,
+        tokens=result.tokens,
+        logprobs=result.logprobs,
+        stop_reason=result.stop_reason,
+        stop_string=result.stop_string,
+        top_logprobs=result.top_logprobs,
+        prompt_logprobs=result.prompt_logprobs,
+        usage=result.usage,
+        failure=result.failure,
+    )
+
+
+def _result_of(request: TurnRequest, short: ShortResult) -> TurnResult:
+    return TurnResult(
+        **short.about(),
+        id=short.id,
+        request=request,
+        adapter=short.adapter or request.adapter,
+        tokens=short.tokens,
+        logprobs=short.logprobs,
+        stop_reason=short.stop_reason,
+        stop_string=short.stop_string,
+        top_logprobs=short.top_logprobs,
+        prompt_logprobs=short.prompt_logprobs,
+        usage=short.usage,
+        failure=short.failure,
+    )
+
+
+def _short_request(result: TurnResult, request: TurnRequest) -> ShortRequest:
+    same = _num_same(result.request.context, request.context)
+    return ShortRequest(
+        **request.about(),
+        id=request.id,
+        shown=request.transcript.ids[len(result.so_far.ids) :],
+        same=same,
+        context=request.context[same:],
+        session=request.session,
+        usage=request.usage,
+    )
+
+
+def _request_after(result: TurnResult, short: ShortRequest) -> TurnRequest:
+    before = result.request
+    return msgspec.structs.replace(
+        before,
+        id=short.id,
+        epoch=short.epoch,
+        turn=before.turn + 1,
+        transcript=result.so_far + Transcript(short.shown),
+        num_partial=0,
+        context=before.context[: short.same] + short.context,
+        session=short.session,
+        usage=short.usage,
+    )
+
+
+def _num_same(one: bytes, other: bytes) -> int:
+    """The number of bytes with which both begin."""
+    same, most = 0, min(len(one), len(other))
+    while same < most:
+        end = (same + most + 1) // 2
+        if one[same:end] == other[same:end]:
+            same = end
+        else:
+            most = end - 1
+    return same

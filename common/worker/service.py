@@ -1,0 +1,259 @@
+"""Starts a worker service, for the three `__main__`: settings in, a running worker until SIGTERM."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from common import log
+from common.bus.bus import Bus
+from common.bus.streams import Cell
+from common.cancellation import cancel_all, done_before, running
+from common.children.helpers import kill_children
+from common.errors import REFUSED, InvalidInput, MarlaasError
+from common.models.downloads import Download
+from common.settings import Settings, explained, refuse_unknown, resolve_config, resolve_model
+from common.store.adapters import AdapterStore
+from common.store.known_store import recognised_at_once, recognised_by_service
+from common.store.objects import Objects, patiently
+from common.worker.handlers import Handler
+from common.worker.membership import Membership
+from common.worker.telemetry import KEEP_S, About, Reporter
+from common.worker.worker import Habits, Inbox, Worker, worker_id
+
+S = TypeVar("S", bound=Settings)
+T = TypeVar("T")
+HEARTBEAT_S = 1.0
+PROGRESS_S = 1.0
+"""Time between two progress reports of a download or of loading."""
+LOADING_S = 10
+NEED_WEIGHTS = ("rollout", "trainer")
+YOUNG_OBJECTS = 20_000
+"""New objects before the garbage collector looks at them. Most die without it, and Python's 700 come several times a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of which a service is built."""
+
+    worker: str
+    """This worker's id."""
+    cell: Cell
+    bus: Bus
+    objects: Objects
+    store: AdapterStore
+    fingerprints: dict[str, str]
+    """Fingerprints of the cell's services in deterministic mode; kept current while the worker runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltService:
+    """A built service: what the worker loop needs to know of it."""
+
+    handler: Handler
+    inboxes: list[Inbox]
+    about: About
+    habits: Habits
+    beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    """Loops that run as long as the worker; an error of one ends it."""
+    close: Sequence[Callable[[], Awaitable[None]]] = ()
+
+
+def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
+    """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do.
+
+    `build` loads what takes long in a thread: the event loop beats, says that the worker starts, and hears SIGTERM meanwhile.
+    """
+    run_with(name, settings_type, lambda settings: _run(name, settings, build))
+
+
+def _allow_files() -> None:
+    """Lets this process open as many files and connections as the machine does; the usual limit is too low for thousands of connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a system that caps it lower than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def run_with(name: str, settings_type: type[S], main: Callable[[S], Coroutine[Any, Any, None]]) -> NoReturn:
+    """Run a service's `main`. Whatever ends it early is one line; the exit status `REFUSED` means wrong settings."""
+    _allow_files()
+    try:
+        refuse_unknown()
+        settings = settings_type()
+    except (MarlaasError, ValueError) as error:
+        leave(f"{name}: {explained(error)}", REFUSED)
+    log.configure(name, level=settings.log_level)
+    try:
+        asyncio.run(main(settings))
+    except* (MarlaasError, ValueError) as group:  # a service's loops run in task groups
+        error = _first(group)
+        leave(f"{name}: {explained(error)}", REFUSED if isinstance(error, InvalidInput) else 1)
+    leave()
+
+
+def spare_collections(*, holds_tensors: bool = False) -> None:
+    """Keeps what start-up made out of the garbage collector's sight, and lets it look seldom unless a cycle may hold tensors. Call when
+    a service is built: a collection that looks through all imported code stops the event loop for 100 ms.
+    """
+    gc.collect()
+    gc.freeze()
+    if not holds_tensors:
+        gc.set_threshold(YOUNG_OBJECTS)
+
+
+def _first(error: BaseException) -> Exception:
+    """The first error in a group of groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Exception)
+    return error
+
+
+def leave(error: str = "", status: int = 0) -> NoReturn:
+    """End this process now, with the error's line if there is one.
+
+    Threads are not waited for: one may still compute what was handed back, and one of the object store's may want to tell
+    its result to an interpreter that is shutting down, which aborts the process.
+    """
+    if error:
+        sys.stderr.write(f"{error}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
+    async with heartbeat(settings.heartbeat_file):
+        is_known = await recognised_at_once(settings, [settings.model_name])
+        objects = Objects.open(settings.store)
+        await patiently(objects.probe)
+        await _serve(name, settings, build, objects, is_known)
+
+
+async def _serve(
+    name: str,
+    settings: S,
+    build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]],
+    objects: Objects,
+    is_known: bool,  # the store was recognised
+) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    cell = Cell(settings.model_name)
+    bus = Bus.connect(settings.redis_url, cell, objects)
+    parts = Parts(worker_id(name), cell, bus, objects, AdapterStore(objects), fingerprints={})
+    start = _Start(Reporter(parts.worker, name, cell.base_model, About(slots=0)), bus, stop)
+    await _fetch_base(settings.models[settings.model_name], start)
+    service = await start.during(build(settings, parts), _loading(cell.base_model))
+    membership = _membership(name, settings, service, parts)
+    reporter = Reporter(parts.worker, name, cell.base_model, service.about)
+    worker = Worker(
+        bus,
+        service.handler,
+        service.inboxes,
+        reporter,
+        lease_s=settings.lease_s,
+        habits=service.habits,
+    )
+    try:
+        if not is_known:
+            await start.during(recognised_by_service(settings, [cell.base_model], objects), _loading(cell.base_model))
+        if await _join(membership, reporter, bus, stop):
+            spare_collections(holds_tensors=name in NEED_WEIGHTS)
+            async with running(membership.keep(stop), *(loop() for loop in service.beside)):
+                await worker.run(stop)
+    finally:
+        for close in service.close:
+            await close()
+        await bus.close()
+
+
+def _membership(name: str, settings: Settings, service: BuiltService, parts: Parts) -> Membership:
+    return Membership(
+        parts.bus,
+        name,
+        deterministic=settings.deterministic,
+        fingerprint=service.about.fingerprint,
+        fingerprints=parts.fingerprints,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Says what a worker does before it is built, and ends it when it is told to."""
+
+    reporter: Reporter
+    bus: Bus
+    stop: asyncio.Event
+
+    async def during(self, work: Coroutine[Any, Any, T], told: Callable[[], str]) -> T:
+        """The result of `work`. Says meanwhile, by `told`, how far it is; ends the process on `stop`, for nothing ends a thread."""
+        working, stopped = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
+        telling = asyncio.create_task(self._tell(told))
+        await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            kill_children()
+            leave()
+        await cancel_all([stopped, telling])
+        return working.result()
+
+    async def _tell(self, told: Callable[[], str]) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_S)
+            report = self.reporter.report("starting", 0, reason=await asyncio.to_thread(told))
+            await self.bus.broadcast(self.bus.cell.telemetry, report, keep_s=KEEP_S)
+
+
+def _loading(base: str) -> Callable[[], str]:
+    """`loading q, for 20 s`: it changes every LOADING_S, so whoever waits sees that it goes on."""
+    since = time.monotonic()
+
+    def told() -> str:
+        seconds = int((time.monotonic() - since) / LOADING_S) * LOADING_S
+        return f"loading {base}" + (f", for {seconds} s" if seconds else "")
+
+    return told
+
+
+async def _fetch_base(where: str, start: _Start) -> None:
+    """Downloads a base model of the hub with what this service needs of it. What is there of a file when the process ends is kept for
+    the next start. Raises InvalidInput.
+    """
+    if Path(where).is_dir():
+        return
+    resolve = resolve_model if start.reporter.service in NEED_WEIGHTS else resolve_config
+    await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
+
+
+async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyncio.Event) -> bool:
+    """Waits until the cell takes this worker, and says meanwhile why it does not. False: told to stop before that."""
+
+    async def tell(reason: str) -> None:
+        await bus.broadcast(bus.cell.telemetry, reporter.report("refused", 0, reason=reason), keep_s=KEEP_S)
+
+    return await done_before(stop, membership.wait_to_join(tell))
+
+
+@contextlib.asynccontextmanager
+async def heartbeat(file: Path | None) -> AsyncGenerator[None]:
+    """While the block runs, a file's time of change says that this process's event loop turns."""
+
+    async def beat(path: Path) -> None:
+        while True:
+            path.touch()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    beating = [asyncio.create_task(beat(file))] if file else []
+    try:
+        yield
+    finally:
+        await cancel_all(beating)

@@ -1,0 +1,126 @@
+"""Take-over: works on the entries that their workers did not renew within the lease.
+
+reads: its inboxes' idle entries   writes: nothing itself: what it begins is settled like all work
+waits for: an orphan to advance, or its own work to end   unblocked by: handlers
+
+An entry that was delivered once before runs in company: nothing waits for quiet. One that was delivered more often has seen several
+workers die, or hang: unless the last of them kept progress on it, it runs alone, so that an entry which kills its worker harms no
+neighbour, and only then does the worker stop reading.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from common.bus.bus import Bus, Delivery, Idle
+from common.worker.telemetry import Reporter
+from common.worker.underway import Inbox, Underway
+
+LOOK_EVERY_S = 1.0
+"""Time between two searches for idle entries, of all workers together; shorter with a short lease."""
+ORPHANS_SHARE = 4
+"""One part in so many of a worker's slots may be orphans that have not advanced yet, also beyond its slots."""
+SUSPECT_AFTER = 5
+"""Deliveries after which an entry runs alone however far it has come: it may come far and kill its worker each time."""
+log = structlog.get_logger()
+
+
+class Takeover:
+    """Begins idle entries: several beside the worker's own work, or a suspect one alone."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        reporter: Reporter,
+        inboxes: Sequence[Inbox],
+        underway: Underway,
+        *,
+        most: int,
+        lease_s: float,
+        begin: Callable[[Delivery], "asyncio.Task[None]"],
+    ) -> None:
+        """`most`: deliveries that the worker has at once, besides orphans."""
+        self._bus = bus
+        self._worker = reporter.worker
+        self._inboxes = inboxes
+        self._underway = underway
+        self._most = most
+        self._at_once = max(1, reporter.about.slots // ORPHANS_SHARE)
+        self._lease_s = lease_s
+        self._every_s = min(LOOK_EVERY_S, lease_s / 4)
+        self._begin = begin
+        self._over = asyncio.Event()
+        self._over.set()
+        self.is_short = False
+        """More is to be taken over than there is room for: the worker's own work gives way."""
+
+    @property
+    def running_alone(self) -> bool:
+        """True from the moment that it waits for the other work to end until the suspect entry has ended."""
+        return not self._over.is_set()
+
+    async def over(self, timeout_s: float | None = None) -> None:
+        """Waits until nothing runs alone, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._over.wait()
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            for inbox in self._inboxes:
+                idle = await self._find(inbox, every_s=self._every_s / 2)
+                while idle:
+                    await self._take(inbox, idle)
+                    idle = await self._find(inbox)
+                self.is_short = False
+
+    async def _find(self, inbox: Inbox, every_s: float = 0.0) -> list[Idle]:
+        own = [active.delivery.entry for active in self._underway.of(inbox.stream)]
+        found = await self._bus.find_idle(
+            inbox.stream, inbox.group, min_idle_ms=self._lease_ms, every_ms=int(every_s * 1000), own=own
+        )
+        return [idle for idle in found if idle.entry not in self._underway]
+
+    async def _take(self, inbox: Inbox, found: Sequence[Idle]) -> None:
+        """Takes what may run in company, else one of the others alone."""
+        innocent = [idle for idle in found if not is_suspect(idle)]
+        if not innocent:
+            await self._run_alone(inbox, found[0])
+            return
+        room = min(self._at_once - self._underway.num_orphans, self._most + self._at_once - len(self._underway))
+        self.is_short = room < len(innocent)
+        if room <= 0:
+            await self._underway.changed(self._every_s)
+        for delivery in await self._claim(inbox, innocent[: max(0, room)]):
+            self._begin(delivery)
+
+    async def _run_alone(self, inbox: Inbox, idle: Idle) -> None:
+        """Holds the entry, lets all other work end, and runs it."""
+        self._over.clear()
+        try:
+            for delivery in await self._claim(inbox, [idle]):
+                while not await self._underway.all_ended(self._lease_s / 3):
+                    await self._bus.renew(inbox.stream, inbox.group, self._worker, [delivery.entry])
+                await asyncio.wait([self._begin(delivery)])
+        finally:
+            self._over.set()
+
+    async def _claim(self, inbox: Inbox, found: Sequence[Idle]) -> list[Delivery]:
+        taken = await self._bus.claim(
+            inbox.stream, inbox.group, self._worker, found, min_idle_ms=self._lease_ms, fetch=False
+        )
+        for delivery in taken:
+            log.warning("taken_over", entry=delivery.entry, deliveries=delivery.deliveries)
+        return taken
+
+    @property
+    def _lease_ms(self) -> int:
+        return int(self._lease_s * 1000)
+
+
+def is_suspect(idle: Idle) -> bool:
+    """May it be the entry that ended its workers?"""
+    return idle.deliveries > 1 and not (idle.advanced and idle.deliveries < SUSPECT_AFTER)

@@ -1,0 +1,135 @@
+"""The deliveries that a worker works on, and where it reads them.
+
+A delivery is under way from the moment its task is made until `end`. Only what advanced since the last renewal is
+renewed, so that another worker takes over what hangs.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from common.bus.bus import Delivery, Unfetched
+
+
+@dataclass(frozen=True, slots=True)
+class Inbox:
+    stream: str
+    group: str
+    at_once: int | None = None
+    """Entries taken by one read; None: as many as there are free slots. Fewer let others share a burst."""
+    keep_s: int | None = None
+    """The stream is this worker's own, and vanishes so long after it was last heard of; None: it stays."""
+
+
+@dataclass(slots=True, eq=False)
+class Active:
+    delivery: Delivery
+    task: "asyncio.Task[None]"
+    orphan: bool
+    """Taken over, and not advanced yet."""
+    advanced: bool = True
+    """Since the last renewal."""
+    kept: int = 0
+    """Bytes of its progress that Redis has."""
+
+
+class Underway:
+    """All deliveries under way, by entry."""
+
+    def __init__(self) -> None:
+        self._active: dict[str, Active] = {}
+        self.num_taken_over = 0
+        self._ended = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def __contains__(self, entry: str) -> bool:
+        return entry in self._active
+
+    @property
+    def num_orphans(self) -> int:
+        """Deliveries that were taken over and have not advanced yet."""
+        return sum(active.orphan for active in self._active.values())
+
+    @property
+    def fetching(self) -> bool:
+        """Does one wait for its payload?"""
+        return any(isinstance(active.delivery.message, Unfetched) for active in self._active.values())
+
+    def of(self, stream: str) -> list[Active]:
+        return [active for active in self._active.values() if active.delivery.stream == stream]
+
+    def begin(self, delivery: Delivery, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work, name=delivery.entry)
+        self._idle.clear()
+        self._active[delivery.entry] = Active(delivery, task, orphan=delivery.deliveries > 1)
+        self.num_taken_over += delivery.deliveries > 1
+        return task
+
+    def beat(self, entry: str) -> None:
+        """Notes that the work on an entry advanced."""
+        active = self._active.get(entry)
+        if active is None:
+            return
+        active.advanced = True
+        if active.orphan:
+            active.orphan = False
+            self._changed.set()
+
+    def opened(self, delivery: Delivery) -> None:
+        """Takes a delivery in place of the one whose work began: it has its payload now."""
+        self._active[delivery.entry].delivery = delivery
+        self._ended.set()
+
+    def take_advanced(self, stream: str) -> list[str]:
+        """Returns the stream's entries that advanced since the last call."""
+        found = [active for active in self.of(stream) if active.advanced]
+        for active in found:
+            active.advanced = False
+        return [active.delivery.entry for active in found]
+
+    def cancel(self, chosen: Callable[[Delivery], bool] = lambda _: True) -> None:
+        """Cancels the tasks of the chosen deliveries; each still ends by `end`."""
+        for active in list(self._active.values()):
+            if chosen(active.delivery):
+                active.task.cancel()
+
+    def end(self, entry: str) -> None:
+        if active := self._active.pop(entry, None):
+            self.num_taken_over -= active.delivery.deliveries > 1
+        self._ended.set()
+        self._changed.set()
+        if not self._active:
+            self._idle.set()
+
+    async def idle(self, timeout_s: float) -> None:
+        """Waits until nothing is under way, or the time is over."""
+        if timeout_s > 0 and self._active:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._idle.wait()
+
+    async def one_ended(self, timeout_s: float | None = None) -> bool:
+        """Waits until the next delivery ends, or has its payload. False if the time is over before."""
+        self._ended.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
+        return self._ended.is_set()
+
+    async def changed(self, timeout_s: float) -> None:
+        """Waits until an orphan advances or a delivery ends."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+
+    async def all_ended(self, timeout_s: float | None = None) -> bool:
+        """Waits until the deliveries under way at the call have ended. Returns whether none is under way now."""
+        if tasks := [active.task for active in self._active.values()]:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        return not self._active

@@ -1,0 +1,439 @@
+"""The loop of every worker: reads, works, settles, renews, takes over, reports, and hands back when it stops.
+
+No service knows of any of this. Settling is in settler.py, take-over in takeover.py, what is under way in underway.py.
+
+    reads: its inboxes, `control`   writes: what the handler returns, `telemetry`, `dead`
+    holds: the deliveries it works on; they are pending in Redis too
+    waits for: an entry and a free slot   unblocked by: whoever publishes, a finished handler
+    after a crash: other workers take over the entries that were not renewed within the lease, from the progress that is kept
+
+A service is a Handler: a message in, messages out. What a handler raises decides what happens:
+
+    StoreUnavailable   tried again here for as long as it lasts; the worker's reports say so
+    Unavailable        tried again here, with backoff and without counting; after UNAVAILABLE_LIMIT_S it has failed
+    anything else      tried again here, `MAX_ATTEMPTS` times in all; then it is a dead letter
+    (process death)    delivered elsewhere; after `max_deliveries` it is a dead letter
+
+Large payloads come from object storage and go there in the delivery's own task: while the storage is slow no other one waits.
+A dead letter is written together with `handler.failed(...)`, so that the job's owner hears of it too.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import structlog
+from msgspec.structs import replace
+
+from common.bus.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable, Unfetched
+from common.bus.dead_letters import dead_letter
+from common.bus.fullness import MAX_MEMORY_USED, Gauge, memory_used
+from common.cancellation import beating, cancel_all, done_before, running
+from common.errors import StoreUnavailable, Unavailable
+from common.wire.messages import AdapterNew, Cancel, Failure, Message
+from common.worker.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
+from common.worker.settler import Settler
+from common.worker.takeover import Takeover
+from common.worker.telemetry import KEEP_S, Reporter
+from common.worker.underway import Active, Inbox, Underway
+
+MAX_ATTEMPTS = 3
+UNAVAILABLE_LIMIT_S = 600.0
+REPORT_EVERY_S = 1.0
+MAX_VOIDED = 100_000
+FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
+"""Pauses between two looks for leftovers: the first after a delivery has ended, since another often follows, and the longest."""
+GATHER_S = 0.002
+MOST_READ_S = 0.01
+"""The longest time between two reads: a person may wait for what comes."""
+
+M = TypeVar("M", bound=Message)
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Voided:
+    """Remembers, for each job, the newest epoch that this worker heard to be void."""
+
+    _epochs: "OrderedDict[str, tuple[int, bool]]" = field(default_factory=OrderedDict)
+
+    def add(self, cancel: Cancel) -> None:
+        known = self._epochs.get(cancel.job, (-1, False))
+        if cancel.epoch >= known[0]:
+            self._epochs[cancel.job] = (cancel.epoch, cancel.park)
+            self._epochs.move_to_end(cancel.job)
+        while len(self._epochs) > MAX_VOIDED:
+            self._epochs.popitem(last=False)
+
+    def verdict(self, message: Message) -> str | None:
+        """Returns `park` or `drop` for a void message; None for a valid one."""
+        epoch, park = self._epochs.get(message.job, (-1, False))
+        if message.epoch > epoch:
+            return None
+        return "park" if park else "drop"
+
+
+def worker_id(service: str) -> str:
+    return f"{service}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """The way of one service's workers with deliveries: at most the slots and `ahead` more are with the handler at once."""
+
+    ahead: int = 0
+    """Deliveries beyond the slots: the handler decides which of them it works on first."""
+    orphan_slots: int = 0
+    """Deliveries of dead workers beyond the slots, while they leave room for each other."""
+    has_room: Callable[[], bool] = lambda: True
+    """Is there room for a delivery more? Asked after each that ends; without room the worker reads none that others may want."""
+    takes_leftovers: Callable[[], bool] = lambda: False
+    """Without room, does it take one at a time what no idle worker took? Redis gives a new entry at once to one that waits."""
+    drain_s: float = 0.0
+    """Time in which work may finish after SIGTERM, before it is handed back."""
+    progress_s: float = 0.0
+    """Time between two writes of the progress of work under way, if the handler gives any; 0: none is kept."""
+    gather_s: float = GATHER_S
+    """Time between two reads, and between two scripts that settle, for each delivery under way. Both cost nearly as much for one entry as
+    for ten."""
+    on_adapter_new: Callable[[AdapterNew], None] | None = None
+
+
+class Worker:
+    """Runs a handler over its inboxes (earlier ones first) until `stop` is set, then hands open work back."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        handler: Handler,
+        inboxes: Sequence[Inbox],
+        reporter: Reporter,
+        *,
+        lease_s: float = 10.0,
+        max_deliveries: int = 10,
+        habits: Habits = Habits(),
+    ) -> None:
+        self._bus = bus
+        self._handler = handler
+        self._parks: Parks | None = handler if isinstance(handler, Parks) else None
+        self._resumes: Resumes | None = handler if isinstance(handler, Resumes) and habits.progress_s else None
+        self._holds: Holds | None = handler if isinstance(handler, Holds) else None
+        self._retries: Retries | None = handler if isinstance(handler, Retries) else None
+        self._inboxes = inboxes
+        self._reporter = reporter
+        self._habits = habits
+        self._most = reporter.about.slots + habits.ahead
+        self._lease_s = lease_s
+        self._max_deliveries = max_deliveries
+        self._underway = Underway()
+        self._voided = Voided()
+        lost = [self._holds.unpublished] if self._holds else []
+        self._settler = Settler(bus, reporter, self._window_s, *lost)
+        self._takeover = Takeover(
+            bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
+        )
+        self._shares = any(inbox.at_once for inbox in inboxes)
+        self._drained = False  # the last read took all that there was
+        self._look_s = LOOK_EVERY_S
+        self._read_s = float("-inf")  # when all that there was, or that there was room for, was read
+
+    @property
+    def name(self) -> str:
+        return self._reporter.worker
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Works until `stop` is set. Returns once everything is settled or handed back."""
+        if not await done_before(stop, self._make_groups()):
+            return
+        loops = [self._settler.run(), self._renew(), self._report(stop)]
+        loops.append(self._follow(self._bus.cell.control, "0", Cancel, self._hear_cancel))
+        if self._resumes:
+            loops.append(self._keep_progress(self._resumes))
+        if self._habits.on_adapter_new:
+            loops.append(self._follow(self._bus.cell.adapters_new, "$", AdapterNew, self._habits.on_adapter_new))
+        async with running(self._read(), self._takeover.run(), *loops) as (reader, takeover, *_):
+            await stop.wait()
+            await cancel_all([reader, takeover])
+            await self._hand_back_all()
+        await self._say_goodbye()
+
+    async def _make_groups(self) -> None:
+        for inbox in self._inboxes:
+            await self._bus.ensure_group(inbox.stream, inbox.group, keep_s=inbox.keep_s)
+
+    async def _keep_own(self) -> None:
+        """Puts off the end of the streams that are this worker's own."""
+        for stream, keep_s in [(inbox.stream, inbox.keep_s) for inbox in self._inboxes if inbox.keep_s is not None]:
+            await self._bus.retrying(partial(self._bus.client.expire, stream, keep_s))
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _free(self) -> int:
+        """Slots for what others may want too. None while what was taken from a burst has no payload yet: its size is not known."""
+        unknown = self._shares and self._underway.fetching
+        if self._underway and (unknown or not self._habits.has_room()):
+            return 0
+        beside = 0 if self._takeover.is_short else min(self._habits.orphan_slots, self._underway.num_taken_over)
+        return self._most + beside - len(self._underway)
+
+    def _window_s(self, most_s: float) -> float:
+        """Seconds for which entries wait for others: none where nothing is under way."""
+        return min(self._habits.gather_s * len(self._underway), most_s)
+
+    async def _read(self) -> None:
+        while True:
+            await self._underway.idle(self._read_s + self._window_s(MOST_READ_S) - time.monotonic())
+            if self._takeover.running_alone or self._free <= 0:
+                self._drained = False  # what comes meanwhile is read in order
+            if self._takeover.running_alone:
+                await self._takeover.over()
+                continue
+            found = await (self._next() if self._free > 0 else self._leftovers())
+            await self._hold(found)
+            for delivery in found:
+                self._begin(delivery)
+            if found:
+                self._reporter.first_read([delivery.entry for delivery in found])
+                self._read_s = time.monotonic() if self._drained or self._free <= 0 else float("-inf")
+            await asyncio.sleep(0)  # the handler has them now, and counts them in what it says of its room
+
+    async def _hold(self, found: Sequence[Delivery]) -> None:
+        """Keeps what was read just as an entry began to run alone, until that has ended."""
+        while self._takeover.running_alone:
+            for inbox in self._inboxes:
+                entries = [delivery.entry for delivery in found if delivery.stream == inbox.stream]
+                await self._bus.renew(inbox.stream, inbox.group, self.name, entries)
+            await self._takeover.over(self._lease_s / 3)
+
+    async def _next(self) -> list[Delivery]:
+        """Reads up to the free slots, first inboxes first; once all of them were empty, waits until one is not. Only if several fill at
+        that moment more may come, up to the free slots of each."""
+        streams, group, free = [inbox.stream for inbox in self._inboxes], self._inboxes[0].group, self._free
+        count = min(free, *(inbox.at_once or free for inbox in self._inboxes))
+        if len(streams) > 1 and not self._drained:
+            found = await self._bus.read_in_order(streams, group, self.name, count=count, fetch=False)
+            self._drained = len(found) < count
+            if found or self._takeover.running_alone:
+                return found
+        found = await self._bus.read(streams, group, self.name, count=count, block_ms=500, fetch=False)
+        self._drained = len(found) < count
+        return found
+
+    async def _leftovers(self) -> list[Delivery]:
+        """Reads an entry that no idle worker wants, if one is there and may be taken. Else waits until a delivery ends, or to look
+        again."""
+        if len(self._underway) >= self._most or not self._habits.takes_leftovers():
+            await self._underway.one_ended()
+            return []
+        streams = [inbox.stream for inbox in self._inboxes]
+        found = await self._bus.read_in_order(streams, self._inboxes[0].group, self.name, count=1, fetch=False)
+        if not found and self._free <= 0:
+            ended = await self._underway.one_ended(self._look_s)
+            self._look_s = FIRST_LOOK_S if ended else min(2 * self._look_s, LOOK_EVERY_S)
+        return found
+
+    def _begin(self, delivery: Delivery) -> "asyncio.Task[None]":
+        task = self._underway.begin(delivery, self._work(delivery))
+        task.add_done_callback(partial(self._cut_short, delivery))
+        return task
+
+    def _cut_short(self, delivery: Delivery, task: "asyncio.Task[None]") -> None:
+        """Ends a delivery whose task was cancelled before its first step: such a task runs none of its own code. One that an error
+        of ours ended stays pending, as if this process had died under it."""
+        if delivery.entry not in self._underway:
+            return
+        if task.cancelled():
+            self._finish(Settlement(delivery, None))
+        else:
+            log.error("work_failed", entry=delivery.entry, exc_info=task.exception())
+            self._underway.end(delivery.entry)
+
+    # ---- one delivery -----------------------------------------------------------------------------------------------
+
+    async def _work(self, delivery: Delivery) -> None:
+        settlement, beat = Settlement(delivery, None), partial(self._underway.beat, delivery.entry)
+        with contextlib.suppress(asyncio.CancelledError):  # a second time: it goes back as it is
+            try:
+                if delivery.progress or isinstance(delivery.message, Unfetched):
+                    delivery = await self._opened(delivery, beat)
+                settlement = await self._bus.written(Settlement(delivery, await self._outputs(delivery, beat)), beat)
+            except asyncio.CancelledError:
+                settlement = await self._bus.written(Settlement(delivery, self._interrupted(delivery)), beat)
+        self._finish(settlement)
+
+    async def _opened(self, delivery: Delivery, beat: Beat) -> Delivery:
+        """Returns it with its payload, and with what was done of it before."""
+        opened = delivery
+        if isinstance(delivery.message, Unfetched):
+            opened = replace(delivery, message=(await beating(beat, delivery.message.fetch())).message)
+        if opened.progress and self._resumes and isinstance(opened.message, Message):
+            opened = replace(opened, message=self._resumes.resumed(opened.message, opened.progress))
+        self._underway.opened(opened)
+        return opened
+
+    async def _outputs(self, delivery: Delivery, beat: Beat) -> list[Out]:
+        message = delivery.message
+        if isinstance(message, Undecodable):
+            return self._dead(delivery, message.reason)
+        if (remains := self._remains(message)) is not None:
+            return remains
+        if delivery.deliveries > self._max_deliveries:
+            return self._dead(delivery, f"delivered {delivery.deliveries} times without a result")
+        return await self._attempts(delivery, message, beat)
+
+    async def _attempts(self, delivery: Delivery, message: Message, beat: Beat) -> list[Out]:
+        phase = self._reporter.service
+        away_since: float | None = None
+        attempt = 1
+        if self._retries and delivery.deliveries > 1:
+            self._retries.delivered_again(message, delivery.deliveries - 1)
+        while True:
+            pause_s = 2.0
+            self._reporter.timeline.begin(message.tenant, message.job, phase)
+            try:
+                return await self._handler(message, beat)
+            except StoreUnavailable as error:
+                self._reporter.waits_for(str(error))
+                log.warning("store_unavailable", message_id=message.id, reason=str(error))
+            except Unavailable as error:
+                away_since = away_since or time.monotonic()
+                if time.monotonic() - away_since > UNAVAILABLE_LIMIT_S:
+                    log.error("unavailable_for_too_long", message_id=message.id, reason=str(error))
+                    return self._handler.failed(message, Failure("infrastructure", str(error)))
+                log.warning("unavailable", message_id=message.id, reason=str(error))
+            except Exception as error:  # the boundary: a handler's error ends as a dead letter, not as a dead worker
+                log.exception("handler_failed", message_id=message.id, attempt=attempt)
+                attempt, pause_s = attempt + 1, 0.2 * (attempt + 1)
+                if attempt > MAX_ATTEMPTS:
+                    return self._dead(delivery, f"{type(error).__name__}: {error}")
+            finally:
+                self._reporter.timeline.end(message.tenant, message.job, phase)
+            await self._wait_and_beat(beat, pause_s)
+
+    async def _wait_and_beat(self, beat: Beat, seconds: float) -> None:
+        beat()
+        await asyncio.sleep(min(seconds, self._lease_s / 3))
+
+    def _dead(self, delivery: Delivery, reason: str) -> list[Out]:
+        message = delivery.message
+        letter = (self._bus.cell.dead, dead_letter(delivery, reason))
+        if isinstance(message, Undecodable):
+            owner = self._bus.cell.owner_inbox(delivery.stream, letter[1].partition)
+            return [letter, (owner, letter[1])] if letter[1].job else [letter]
+        return [letter, *self._handler.failed(message, Failure("dead_letter", reason))]
+
+    def _interrupted(self, delivery: Delivery) -> list[Out] | None:
+        """Returns what is published for cancelled work: its job was paused or cancelled, or this worker stops. None: the entry as it
+        is."""
+        message = delivery.message
+        if isinstance(message, Undecodable):
+            return None
+        remains = self._remains(message)
+        return self._handler.hand_back(message) if remains is None else remains
+
+    def _remains(self, message: Message) -> list[Out] | None:
+        """Returns what is published in place of a void message's work; None if it is not void."""
+        verdict = self._voided.verdict(message)
+        if self._parks is None or verdict is None:
+            return None
+        return self._parks.park(message) if verdict == "park" else self._parks.drop(message)
+
+    def _finish(self, settlement: Settlement) -> None:
+        self._underway.end(settlement.delivery.entry)
+        self._settler.add(settlement)
+
+    # ---- loops beside the reader ------------------------------------------------------------------------------------
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            for inbox in self._inboxes:
+                advanced = self._underway.take_advanced(inbox.stream)
+                await self._bus.renew(inbox.stream, inbox.group, self.name, advanced)
+            await self._keep_own()
+
+    async def _keep_progress(self, resumes: Resumes) -> None:
+        """Writes what is new of the work under way, which also renews it; nothing while Redis is too full."""
+        gauge = Gauge(partial(memory_used, self._bus))
+        while True:
+            await asyncio.sleep(self._habits.progress_s)
+            for inbox in self._inboxes:
+                found = {
+                    active: progress
+                    for active in self._underway.of(inbox.stream)
+                    if (progress := _new(resumes, active))
+                }
+                if not found or await gauge.used() > MAX_MEMORY_USED:
+                    continue
+                new = {active.delivery.entry: progress for active, progress in found.items()}
+                await self._bus.renew(inbox.stream, inbox.group, self.name, list(new), new)
+                for active, progress in found.items():
+                    active.kept += len(progress.tail)
+
+    async def _follow(self, stream: str, cursor: str, kind: type[M], hear: Callable[[M], None]) -> None:
+        while True:
+            for entry, message in await self._bus.follow(stream, cursor, block_ms=500):
+                cursor = entry
+                if isinstance(message, kind):
+                    hear(message)
+
+    def _hear_cancel(self, cancel: Cancel) -> None:
+        self._voided.add(cancel)
+        if self._holds:
+            self._holds.voided(cancel)
+        if self._parks:
+            self._underway.cancel(partial(self._voided_by, cancel))
+
+    def _voided_by(self, cancel: Cancel, delivery: Delivery) -> bool:
+        message = delivery.message
+        if isinstance(message, Undecodable) or message.job != cancel.job:
+            return False
+        return self._voided.verdict(message) is not None
+
+    async def _report(self, stop: asyncio.Event) -> None:
+        while True:
+            await self._broadcast("draining" if stop.is_set() else "busy" if self._underway else "idle")
+            await asyncio.sleep(REPORT_EVERY_S)
+
+    async def _broadcast(self, state: str) -> None:
+        report = self._reporter.report(state, len(self._underway))
+        await self._bus.broadcast(self._bus.cell.telemetry, report, keep_s=KEEP_S)
+
+    # ---- shutdown ---------------------------------------------------------------------------------------------------
+
+    async def _hand_back_all(self) -> None:
+        """Lets work finish for `drain_s`, then gives the rest back, also what was delivered and not begun."""
+        if self._habits.drain_s:
+            await self._underway.all_ended(self._habits.drain_s)
+        self._underway.cancel()
+        while not await self._underway.all_ended(self._lease_s):
+            self._underway.cancel()
+        await self._settler.settle()
+        for inbox in self._inboxes:
+            after = "0"
+            while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after, fetch=False):
+                await self._bus.settle([Settlement(delivery, None) for delivery in held])
+                after = held[-1].entry
+
+    async def _say_goodbye(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._broadcast("stopped")
+
+
+def _new(resumes: Resumes, active: Active) -> Progress | None:
+    """Returns what has come since the last write; None if nothing has."""
+    found = None if isinstance(active.delivery.message, Undecodable) else resumes.progress(active.delivery.message)
+    if found is None or len(found[1]) <= active.kept:
+        return None
+    head, body = found
+    return Progress(head, len(head) + active.kept, body[active.kept :])

@@ -1,0 +1,102 @@
+"""The application: routers, error handlers, limits, and an OpenAPI document that is true."""
+
+from functools import cache, partial
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from manager_service.http import errors
+from manager_service.http.body_limit import BodyLimit
+from manager_service.http.context import Api
+from manager_service.http.key_first import KeyFirst
+from manager_service.http.open_requests import OpenRequests
+from manager_service.http.openai import adapter_content, environments, graders, models, receiver_routes, usage_routes
+from manager_service.http.openai.files import files
+from manager_service.http.openai.jobs import curves, estimates, events, jobs, results, sample_routes
+from manager_service.http.operators import admin, cluster_routes, docs_page, health, metrics, page_routes
+from manager_service.http.sampling import chat, completions, generate
+from manager_service.http.tinker import operations, retrieval, run_routes, sampler_routes, session_routes
+from manager_service.http.tinker.parts import MAX_PASS_BYTES, PREFIX, make_records
+from manager_service.http.tinker.rest import absent, billing, checkpoint_routes, listings, search
+from manager_service.http.tinker.retrieval import Patience
+
+TITLE = "MARLaaS"
+DESCRIPTION = """Reinforcement learning as a service: OpenAI's fine-tuning API over LoRA adapters of shared base models.
+The `openai` client works unchanged with `base_url=http://host:port/v1`."""
+
+ROUTERS = (
+    files,
+    estimates,
+    jobs,
+    events,
+    results,
+    sample_routes,
+    curves,
+    models,
+    adapter_content,
+    chat,
+    completions,
+    generate,
+    environments,
+    graders,
+    usage_routes,
+    cluster_routes,
+    receiver_routes,
+    admin,
+    health,
+    metrics,
+    session_routes,
+    run_routes,
+    operations,
+    sampler_routes,
+    retrieval,
+    search,
+    listings,
+    checkpoint_routes,
+    billing,
+    absent,
+)
+
+
+def create_app(api: Api) -> FastAPI:
+    """The HTTP API over these parts. Whoever calls this also runs the cells' loops."""
+    app = FastAPI(
+        title=TITLE,
+        description=DESCRIPTION,
+        version="0.1.0",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        separate_input_output_schemas=False,
+    )
+    app.state.api = api
+    app.state.tinker = make_records(api)
+    # the routes as they are: `include_router` makes each anew, a quarter of a second in all
+    for router in (*(noun.router for noun in ROUTERS), jobs.hyperparameters):
+        app.router.routes += router.routes
+    errors.install(app)
+    app.add_middleware(
+        BodyLimit,
+        larger={f"{PREFIX}/{name}": MAX_PASS_BYTES for name in ("forward", "forward_backward")},
+        max_file_bytes=api.limits.max_file_bytes,
+        max_uploads_bytes=api.limits.max_uploads_bytes,
+    )
+    app.add_middleware(OpenRequests, api=api)
+    app.add_middleware(KeyFirst, api=api)
+    app.add_middleware(Patience)
+    app.openapi = cache(partial(_openapi, app))
+    docs_page.install(app)
+    page_routes.install(app)
+    return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, without the 422 that this API never answers."""
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)
+    return document

@@ -1,0 +1,79 @@
+"""Limits how many requests of one tenant are open at once: each costs memory and a connection, and a stream of events work too. A
+request is open until its client has read the answer, but for what the connection's buffer holds."""
+
+from collections import Counter
+
+from redis.exceptions import RedisError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from common.errors import MarlaasError
+from manager_service.http.context import Api, authenticate
+from manager_service.http.errors import RETRY_AFTER_S, ApiError, answer
+
+EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests"
+MAX_POLLS = 12_000
+"""More than the futures that a tenant may have in the Tinker protocol, whose clients wait for each in a request of its own and give
+up if one is refused."""
+PART_BYTES = 64 << 10
+
+
+class OpenRequests:
+    """ASGI middleware: answers 429 to a tenant's requests above its limits."""
+
+    def __init__(self, app: ASGIApp, api: Api) -> None:
+        self._app = app
+        self._api = api
+        self._most = limits(api)
+        self._open: Counter[tuple[str, str]] = Counter()  # tenant and kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send = in_parts(send)
+        tenant = await self._tenant(scope) if scope["type"] == "http" else ""
+        if not tenant:
+            await self._app(scope, receive, send)
+            return
+        kind = kind_of(scope["path"])
+        if self._open[tenant, kind] >= self._most[kind]:
+            await _too_many(self._most[kind], kind)(scope, receive, send)
+            return
+        self._open[tenant, kind] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open[tenant, kind] -= 1
+            self._open += Counter()  # without the tenants that have none open
+
+    async def _tenant(self, scope: Scope) -> str:
+        """The tenant of a request's key; empty for the operator's key, and for a request that the routes will refuse."""
+        try:
+            return (await authenticate(self._api, scope)).tenant
+        except (ApiError, MarlaasError, RedisError):
+            return ""
+
+
+def in_parts(send: Send) -> Send:
+    """Sends large bodies part by part: before each, the server waits until the client has read most of those before."""
+
+    async def sending(message: Message) -> None:
+        body = memoryview(message.get("body", b""))
+        while len(body) > PART_BYTES:
+            await send({"type": message["type"], "body": bytes(body[:PART_BYTES]), "more_body": True})
+            body = body[PART_BYTES:]
+        await send({**message, "body": bytes(body)} if "body" in message else message)
+
+    return sending
+
+
+def limits(api: Api) -> dict[str, int]:
+    return {EVENTS: api.limits.max_event_streams, POLLS: MAX_POLLS, OTHERS: api.settings.max_open_requests}
+
+
+def kind_of(path: str) -> str:
+    if path.startswith("/api/v1/retrieve_future"):
+        return POLLS
+    return EVENTS if path.rstrip("/").endswith("/events") else OTHERS
+
+
+def _too_many(most: int, kind: str) -> ASGIApp:
+    message = f"{most} of your {kind} are open already: wait until some have ended, or close some"
+    return answer(429, message, code="too_many_open", headers={"Retry-After": str(RETRY_AFTER_S)})

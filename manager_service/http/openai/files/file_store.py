@@ -1,0 +1,228 @@
+"""Files of items: JSONL, one item a line. The upload checks each line, so that nothing malformed is ever queued. No file is in
+memory as a whole. What a tenant keeps is bounded, in number and in bytes.
+
+marlaas:{@}:file:<file>       string   FileRecord
+marlaas:{@}:files:<tenant>    zset     file id by creation time
+marlaas:{@}:file-bytes:<tenant>  hash  file id -> bytes
+files/{tenant}/{file}         object   the content; of an adapter brought/{tenant}/{file}
+"""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from typing import Any
+
+import msgspec
+from fastapi import UploadFile
+
+from common.errors import InvalidInput, NotFound
+from common.store.objects import PART_BYTES, Objects
+from common.suggestions import quoted
+from manager_service.http.errors import ApiError
+from manager_service.http.reading.item_lines import FoundItems
+from manager_service.http.reading.reading_helpers import SLICE_BYTES, Helpers
+from manager_service.http.reading.tasks import CheckLines
+from manager_service.records.file_records import Brought, FileRecord, brought_path, file_path
+from manager_service.records.keys import GLOBAL, JSON
+from manager_service.records.tenants import TenantRecord
+
+LINES_A_SLICE = 4
+"""A slice has room for at least so many of the longest lines."""
+ADAPTER = "adapter"
+"""The purpose of files that jobs start from; of all others it is OpenAI's."""
+MAX_FILES = 10_000
+"""Files of one tenant."""
+MAX_ROWS = 4_000_000
+"""Rows of a file: managers put them into another order each epoch."""
+BOM = b"\xef\xbb\xbf"
+"""Windows programs write it before UTF-8."""
+
+# KEYS: file, files, file-bytes. ARGV: the file, its record, score, bytes, most files, most bytes of them.
+# If there is no room for one more, it writes nothing, and answers with the number of files and their bytes.
+_KEEP = """
+local total = 0
+for _, each in ipairs(redis.call('HVALS', KEYS[3])) do total = total + each end
+local num = redis.call('ZCARD', KEYS[2])
+if num >= tonumber(ARGV[5]) or total + ARGV[4] > tonumber(ARGV[6]) then return {num, total} end
+redis.call('SET', KEYS[1], ARGV[2])
+redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
+redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
+return false
+"""
+
+ReadPart = Callable[[int, int], Awaitable[bytes]]
+"""(start, number of bytes) -> that part of a content."""
+
+
+class Files:
+    """Uploaded files of all tenants."""
+
+    def __init__(
+        self,
+        redis: Any,
+        objects: Objects,
+        helpers: Helpers,
+        *,
+        bases: Collection[str],
+        max_line_bytes: int,
+        max_stored_bytes: int,
+    ) -> None:
+        """`bases`: names of the base models; `max_stored_bytes`: of all files that a tenant keeps."""
+        self._redis = redis
+        self._objects = objects
+        self._helpers = helpers
+        self._bases = bases
+        self._max_line_bytes = max_line_bytes
+        self._max_stored_bytes = max_stored_bytes
+
+    async def check(self, tenant: TenantRecord, file: UploadFile, named: str = "line") -> FoundItems:
+        """Check a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number, ApiError if there is no
+        room for it. `named`: what its user calls a line."""
+        read, num_bytes = await content_of(file)
+        await self._check_room(tenant.id, num_bytes)
+        all_found = FoundItems.none(self._bases)
+        async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
+            task = CheckLines(part, all_found.num_lines, self._max_line_bytes, named)
+            all_found += msgspec.convert(await self._helpers.do(tenant, task, num_bytes=len(part)), FoundItems)
+            if all_found.num_items > MAX_ROWS:
+                told = f"the file has more than {MAX_ROWS:,} rows: leave some out, or upload it as several files, for several jobs"
+                raise InvalidInput(told, param="file", code="too_many_rows")
+        if not all_found.num_items:
+            what = "one JSON object a line" if named == "line" else "the columns' names, and a row for each item"
+            raise InvalidInput(f"the file is empty: it needs {what}", param="file", code="invalid_file")
+        return all_found
+
+    async def create(
+        self, tenant: TenantRecord, filename: str, file: UploadFile, found: FoundItems | Brought
+    ) -> FileRecord:
+        """Keep a file of items, or an adapter, that was checked. Raises ApiError if there is no room for it."""
+        adapter, items = (None, found) if isinstance(found, FoundItems) else (found, FoundItems.none(()))
+        (read, num_bytes), now = await content_of(file), time.time()
+        record = FileRecord(
+            id=f"file-{secrets.token_hex(12)}",
+            tenant=tenant.id,
+            filename=filename,
+            purpose="fine-tune" if adapter is None else ADAPTER,
+            created_at=int(now),
+            num_bytes=num_bytes,
+            num_items=items.num_items,
+            longest=items.longest,
+            tokens=items.tokens,
+            num_examples=items.num_examples,
+            num_texts=items.num_texts,
+            fields=items.fields or frozenset(),
+            adapter=adapter,
+        )
+        if num_bytes > PART_BYTES:
+            await self._objects.write_parts(_path(record), _parts(read, num_bytes))
+        else:
+            await self._objects.write(_path(record), await read(0, num_bytes))
+        keys = [_key(record.id), _index(tenant.id), _sizes(tenant.id)]
+        words = [record.id, JSON.encode(record), repr(now), num_bytes, MAX_FILES, self._max_stored_bytes]
+        full: list[int] | None = await self._redis.register_script(_KEEP)(keys=keys, args=words)
+        if full is not None:  # others were faster
+            await self._objects.delete(_path(record))
+            raise self._no_room(num_bytes, *full)
+        return record
+
+    async def _check_room(self, tenant: str, num_bytes: int) -> None:
+        num, sizes = await self._redis.zcard(_index(tenant)), await self._redis.hvals(_sizes(tenant))
+        total = sum(map(int, sizes))
+        if num >= MAX_FILES or total + num_bytes > self._max_stored_bytes:
+            raise self._no_room(num_bytes, num, total)
+
+    def _no_room(self, num_bytes: int, num: int, total: int) -> ApiError:
+        return ApiError(
+            429,
+            f"you have {num} files of {total} bytes together; with this one, of {num_bytes}, that is more than {MAX_FILES} files or"
+            f" {self._max_stored_bytes} bytes: delete some first",
+            code="too_many_files",
+            retry=False,
+        )
+
+    async def get(self, tenant: str, file: str) -> FileRecord:
+        """Raises NotFound, also for another tenant's file."""
+        found = await self._redis.get(_key(file))
+        record = None if found is None else msgspec.json.decode(found, type=FileRecord)
+        if record is None or record.tenant != tenant:
+            raise NotFound(f"there is no file {quoted(file)}")
+        return record
+
+    def parts(self, record: FileRecord) -> AsyncIterator[bytes]:
+        """The content, piece by piece."""
+        return _parts(self._reader(record), record.num_bytes)
+
+    def slices(self, record: FileRecord) -> AsyncIterator[bytes]:
+        """The content in pieces that each end with a line."""
+        return _slices(self._reader(record), record.num_bytes, SLICE_BYTES)
+
+    def _reader(self, record: FileRecord) -> ReadPart:
+        async def read(at: int, num: int) -> bytes:
+            return await self._objects.get_part(_path(record), at, min(num, record.num_bytes - at))
+
+        return read
+
+    async def delete(self, tenant: str, file: str) -> None:
+        """Raises NotFound. Running jobs keep the items that they have read."""
+        record = await self.get(tenant, file)
+        pipe = self._redis.pipeline(transaction=True)
+        pipe.zrem(_index(tenant), file)
+        pipe.hdel(_sizes(tenant), file)
+        pipe.delete(_key(file))
+        await pipe.execute()
+        await self._objects.delete(_path(record))
+
+    async def ids(self, tenant: str, *, newest_first: bool = True) -> list[str]:
+        found = await self._redis.zrange(_index(tenant), 0, -1, desc=newest_first)
+        return [file.decode() for file in found]
+
+    async def several(self, ids: list[str]) -> list[FileRecord]:
+        """Existing records, in the order of the ids."""
+        found = await self._redis.mget([_key(file) for file in ids]) if ids else []
+        return [msgspec.json.decode(record, type=FileRecord) for record in found if record is not None]
+
+
+def _key(file: str) -> str:
+    return f"{GLOBAL}file:{file}"
+
+
+def _index(tenant: str) -> str:
+    return f"{GLOBAL}files:{tenant}"
+
+
+def _sizes(tenant: str) -> str:
+    return f"{GLOBAL}file-bytes:{tenant}"
+
+
+def _path(record: FileRecord) -> str:
+    path_of = file_path if record.adapter is None else brought_path
+    return path_of(record.tenant, record.id)
+
+
+async def content_of(file: UploadFile) -> tuple[ReadPart, int]:
+    """Reads an upload, and says how many bytes it has, both without the mark that Windows programs write."""
+    await file.seek(0)
+    start = len(BOM) if await file.read(len(BOM)) == BOM else 0
+
+    async def read(at: int, num: int) -> bytes:
+        await file.seek(start + at)
+        return await file.read(num)
+
+    return read, (file.size or 0) - start
+
+
+async def _parts(read: ReadPart, num_bytes: int) -> AsyncIterator[bytes]:
+    for at in range(0, num_bytes, SLICE_BYTES):
+        yield await read(at, SLICE_BYTES)
+
+
+async def _slices(read: ReadPart, num_bytes: int, size: int) -> AsyncIterator[bytes]:
+    """Pieces of about this size, each of which ends with a line. A line that is longer than that is cut."""
+    at = 0
+    while at < num_bytes:
+        part = await read(at, size)
+        newline = part.rfind(b"\n")
+        if newline >= 0 and at + len(part) < num_bytes:
+            part = part[: newline + 1]
+        yield part
+        at += len(part)

@@ -1,0 +1,130 @@
+"""/v1/files"""
+
+from contextlib import AsyncExitStack
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, File, Form, Query, Request, UploadFile
+from starlette.responses import Response, StreamingResponse
+
+from common.errors import InvalidInput
+from common.suggestions import quoted
+from manager_service.http.connections import GONE, ClientGone, unless_gone
+from manager_service.http.context import Parts, Tenant
+from manager_service.http.errors import COMMON, ApiError, conflict, declared
+from manager_service.http.openai.files.file_store import ADAPTER
+from manager_service.http.openai.files.uploaded_adapters import check_adapter
+from manager_service.http.openai.paging import After, FileLimit, page, rest_after
+from manager_service.http.schemas import Deleted, FileObject, Page
+from manager_service.http.stores.job_store import JobStore
+from manager_service.records.file_records import FileRecord
+from manager_service.records.job_records import JobSpec
+
+router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
+MISSING = declared(404)
+SLICE = 100
+"""Records that are read at once."""
+MAX_NAME = 255
+"""Characters of a file's name that are kept."""
+
+
+@router.post("", response_model=FileObject, responses=declared(507))
+async def upload(
+    request: Request,
+    api: Parts,
+    tenant: Tenant,
+    file: Annotated[UploadFile, File()],
+    purpose: Annotated[str, Form()],
+    adapter_config: Annotated[str | None, Form(description="With the purpose adapter: its adapter_config.json")] = None,
+) -> FileObject | Response:
+    """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`; or CSV, which becomes JSONL. Every line is checked.
+    With the purpose `adapter`, `adapter_model.safetensors` as PEFT writes it, for jobs to start from."""
+    if purpose not in ("fine-tune", ADAPTER):
+        raise InvalidInput(f"purpose {quoted(purpose)} is not offered: use 'fine-tune' or 'adapter'", param="purpose")
+    limit = api.limits.max_file_bytes
+    if (file.size or 0) > limit:
+        raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
+    name = shown_name(file.filename or "upload.jsonl")
+    async with AsyncExitStack() as held:
+        try:
+            if purpose == ADAPTER:
+                adapter = await unless_gone(request, check_adapter(api, tenant, file, adapter_config))
+                return shown(await api.files.create(tenant, name, file, adapter))
+            rows = await unless_gone(request, held.enter_async_context(api.tables.rows(tenant, file)))
+            found = await unless_gone(request, api.files.check(tenant, rows.file, rows.named))
+        except ClientGone:
+            return Response(status_code=GONE)
+        return shown(await api.files.create(tenant, name, rows.file, found))
+
+
+@router.get("")
+async def list_files(
+    api: Parts,
+    tenant: Tenant,
+    after: After = None,
+    limit: FileLimit = 100,
+    order: Annotated[Literal["asc", "desc"], Query()] = "desc",
+    purpose: Annotated[str | None, Query()] = None,
+) -> Page[FileObject]:
+    """The tenant's files, newest first."""
+    ids = await api.files.ids(tenant.id, newest_first=order == "desc")
+    rest = rest_after(ids, after) if ids else []
+    found: list[FileRecord] = []
+    for start in range(0, len(rest), SLICE):  # a few at a time: the event loop has others to serve
+        if len(found) > limit:
+            break
+        records = await api.files.several(list(rest[start : start + SLICE]))
+        found += [record for record in records if purpose in (None, record.purpose)]
+    return page([shown(record) for record in found[:limit]], has_more=len(found) > limit)
+
+
+@router.get("/{file_id}", responses=MISSING)
+async def retrieve(api: Parts, tenant: Tenant, file_id: str) -> FileObject:
+    return shown(await api.files.get(tenant.id, file_id))
+
+
+@router.get(
+    "/{file_id}/content",
+    response_class=Response,
+    responses={
+        **MISSING,
+        200: {
+            "content": {"application/jsonl": {}},
+            "description": "The file as it was uploaded; of CSV, what it became",
+        },
+    },
+)
+async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
+    record = await api.files.get(tenant.id, file_id)
+    length = {"Content-Length": str(record.num_bytes)}
+    kind = "application/jsonl" if record.adapter is None else "application/octet-stream"
+    return StreamingResponse(api.files.parts(record), media_type=kind, headers=length)
+
+
+@router.delete("/{file_id}", responses={**MISSING, **declared(409)})
+async def delete(api: Parts, tenant: Tenant, file_id: str) -> Deleted:
+    """Delete a file, unless an unfinished job needs it."""
+    await api.files.get(tenant.id, file_id)
+
+    def needs(spec: JobSpec) -> bool:
+        return file_id in (spec.training_file, spec.validation_file, spec.adapter_file)
+
+    if job := await JobStore(api).unfinished_user(tenant.id, needs):
+        raise conflict(f"the job {job} needs this file until it has ended", code="file_in_use")
+    await api.files.delete(tenant.id, file_id)
+    return Deleted(id=file_id, object="file")
+
+
+def shown(record: FileRecord) -> FileObject:
+    return FileObject(
+        id=record.id,
+        bytes=record.num_bytes,
+        created_at=record.created_at,
+        filename=record.filename,
+        purpose=record.purpose,
+        num_items=record.num_items,
+    )
+
+
+def shown_name(filename: str) -> str:
+    """A file's name without what a screen would not show, or show in another order."""
+    return "".join(sign if sign.isprintable() else "_" for sign in filename)[:MAX_NAME]

@@ -1,0 +1,76 @@
+"""Finds the models that answer for graders (`score_model`, `label_model`), and fixes their versions."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+from common.errors import InvalidInput, NotFound
+from common.tasks.environments import BUILT_IN
+from common.tasks.graders import model_graders
+from common.wire.messages import EnvSpec
+from manager_service.http.context import Api, Base
+from manager_service.http.stores.model_names import find_model
+from manager_service.records.job_records import FINAL
+from manager_service.records.tenants import TenantRecord
+
+
+async def pin_environment(api: Api, tenant: TenantRecord, base: Base, env: EnvSpec, *, param: str) -> EnvSpec:
+    """The environment of a valid job, whose grader names a version of each tuned model. `param`: where the grader is. Raises
+    InvalidInput, also for other tenants' models."""
+    grader: Any = env.args.get("grader")
+    if env.name not in BUILT_IN or not isinstance(grader, Mapping):
+        return env
+    pinned = await pin_models(api, tenant, base, cast(Mapping[str, Any], grader), param=param)
+    return EnvSpec(env.name, {**env.args, "grader": pinned})
+
+
+async def pin_models(
+    api: Api, tenant: TenantRecord, base: Base | None, grader: Mapping[str, Any], *, param: str
+) -> dict[str, Any]:
+    """The same of a valid grader. `base`: whose workers must have its models; None: any."""
+    pinned = dict(grader)
+    for place, part in model_graders(grader):
+        where = ".".join(filter(None, [param, place, "model"]))
+        named = {**part, "model": await _pinned(api, tenant, base, str(part["model"]), where)}
+        if not place:
+            return named
+        pinned["graders"] = {**pinned["graders"], place.removeprefix("graders."): named}
+    return pinned
+
+
+async def base_asked(api: Api, tenant: TenantRecord, grader: Mapping[str, Any]) -> Base:
+    """The base model whose workers have the first model that a valid grader asks; the first of all if it asks none."""
+    for _, part in model_graders(grader):
+        with suppress(NotFound):
+            return (await find_model(api, tenant, str(part["model"]))).base
+    return next(iter(api.bases.values()))
+
+
+def asked_models(env: EnvSpec) -> set[str]:
+    """Models of this service that a valid environment's graders ask, without versions."""
+    grader: Any = env.args.get("grader")
+    if env.name not in BUILT_IN or not isinstance(grader, Mapping):
+        return set()
+    return {str(part["model"]).partition("@")[0] for _, part in model_graders(cast(Mapping[str, Any], grader))}
+
+
+async def _pinned(api: Api, tenant: TenantRecord, base: Base | None, model: str, param: str) -> str:
+    if model.startswith("tinker://"):
+        raise InvalidInput("a grader's model is a base model or ft:…", param=param, code="model_not_found")
+    try:
+        named = await find_model(api, tenant, model)
+    except NotFound as error:
+        hint = "; a model outside of this service needs a url" if ":" not in model else ""
+        raise InvalidInput(f"{error}{hint}", param=param, code="model_not_found") from error
+    if base is not None and named.base is not base:
+        raise InvalidInput(
+            f"{model} is served by the workers of {named.base.name!r}: graders ask models of the job's base, {base.name!r}",
+            param=param,
+        )
+    if named.row and named.row.spec.hyper.keep_versions is not None and named.row.state.status not in FINAL:
+        raise InvalidInput(
+            f"{model}: its job is {named.row.state.status} and keeps {named.row.spec.hyper.keep_versions} versions alone,"
+            " so this one may go while it grades: wait for the job's end, or train it without keep_versions",
+            param=param,
+        )
+    return f"{model.partition('@')[0]}@{named.adapter.version}" if model.startswith("ft:") else model

@@ -1,0 +1,167 @@
+"""/v1/fine_tuning/alpha/graders: try a grader before a job depends on it."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from common.bus.streams import partition_of
+from common.wire.messages import EnvSpec, GradeRequest, GradeResult, Usage
+from manager_service.http.connections import GONE, ClientGone, unless_gone
+from manager_service.http.context import Api, Base, Parts, Tenant
+from manager_service.http.errors import COMMON, declared
+from manager_service.http.openai.grader_models import base_asked, pin_models
+from manager_service.http.openai.jobs.starts import find_base
+from manager_service.http.openai.jobs.submission import check_num_bytes
+from manager_service.http.openai.reachable_hosts import check_outside
+from manager_service.http.quota import check_quota, check_room, count_inference
+from manager_service.http.reading.bodies import JsonRoute
+from manager_service.http.reading.tasks import CheckGrader
+from manager_service.records.keys import JSON
+from manager_service.records.tenants import TenantRecord
+
+router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], responses=COMMON, route_class=JsonRoute)
+
+PARAM = "grader"
+
+
+class GraderGiven(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    grader: dict[str, Any]
+
+
+class RunGiven(GraderGiven):
+    """A grader, the model's answer, and the item that it answers."""
+
+    model_sample: str = Field(max_length=1 << 20)
+    item: dict[str, Any] | None = None
+    model: str | None = Field(
+        None, description="The base model whose environment workers run it; that of the grader's models if absent"
+    )
+
+
+class Validated(BaseModel):
+    grader: dict[str, Any]
+
+
+class RunMetadata(BaseModel):
+    name: str
+    type: str
+    errors: dict[str, bool | str | None]
+    execution_time: float  # seconds
+    scores: dict[str, float]
+    token_usage: int | None = None
+    sampled_model_name: str | None = None
+
+
+class RunResult(BaseModel):
+    """The reward, or 0 with `metadata.errors` and `failure` if the grader failed. Training masks such a trajectory."""
+
+    reward: float
+    sub_rewards: dict[str, float]
+    metadata: RunMetadata
+    model_grader_token_usage_per_model: dict[str, Any] = {}
+    failure: dict[str, str] | None = None
+
+
+@router.post("/validate")
+async def validate(api: Parts, tenant: Tenant, body: GraderGiven) -> Validated:
+    """Check a grader. The answer is the grader as it was given."""
+    await _check(api, tenant, body.grader, None)
+    _check_hosts(await base_asked(api, tenant, body.grader), body.grader)
+    await pin_models(api, tenant, None, body.grader, param=PARAM)
+    return Validated(grader=body.grader)
+
+
+@router.post("/run", response_model=RunResult, responses=declared(429))
+async def run(api: Parts, tenant: Tenant, body: RunGiven, request: Request) -> RunResult | Response:
+    """Run a grader once on an environment worker. Its seconds and its models' tokens count as the tenant's use of `inference`;
+    without a result, the seconds for which it ran.
+    """
+    item = body.item or {}
+    await _check(api, tenant, body.grader, item)
+    base = find_base(api, body.model) if body.model else await base_asked(api, tenant, body.grader)
+    _check_hosts(base, body.grader)
+    grader = await pin_models(api, tenant, base, body.grader, param=PARAM)
+
+    def make(job: str, reply_to: str) -> GradeRequest:
+        return GradeRequest(
+            id=job,
+            tenant=tenant.id,
+            job=job,
+            partition=partition_of(tenant.id),
+            env=EnvSpec("single_turn", {"grader": grader}),
+            item=item,
+            output_text=body.model_sample,
+            reply_to=reply_to,
+            weight=tenant.weight,
+        )
+
+    await check_quota(base.redis, base.cell, tenant)
+    await check_room(base.gauge)
+    charge = partial(count_inference, base.redis, base.cell, tenant.id)
+    running = base.inference.grade(tenant, make, timeout_s=api.limits.grader_run_timeout_s, charge=charge)
+    try:
+        return _shown(grader, await unless_gone(request, running))
+    except ClientGone:
+        return Response(status_code=GONE)
+
+
+async def _check(api: Api, tenant: TenantRecord, grader: dict[str, Any], item: dict[str, Any] | None) -> None:
+    num_bytes = len(JSON.encode(grader))
+    check_num_bytes(PARAM, num_bytes, param=PARAM)
+    await api.helpers.do(tenant, CheckGrader(grader, item, PARAM), num_bytes=num_bytes + len(JSON.encode(item)))
+
+
+def _check_hosts(base: Base, grader: dict[str, Any]) -> None:
+    check_outside(EnvSpec("single_turn", {"grader": grader}), base.cluster.outside(), param=PARAM)
+
+
+def _shown(grader: Mapping[str, Any], result: GradeResult) -> RunResult:
+    failure = None
+    if result.failure is not None:
+        failure = {"kind": result.failure.kind, "reason": result.failure.reason}
+    kind = str(grader["type"])
+    return RunResult(
+        reward=result.reward or 0.0,
+        sub_rewards=result.reward_parts,
+        failure=failure,
+        metadata=RunMetadata(
+            name=str(grader.get("name") or kind),
+            type=kind,
+            errors=_errors(kind, result),
+            execution_time=result.seconds,
+            scores=result.reward_parts,
+            token_usage=_tokens(result.usage) or None,
+            sampled_model_name=grader.get("model"),
+        ),
+    )
+
+
+def _tokens(usage: Usage) -> int:
+    return usage.prompt_tokens + usage.sampled_tokens + usage.grader_tokens
+
+
+def _errors(kind: str, result: GradeResult) -> dict[str, bool | str | None]:
+    """OpenAI's flags for errors. Ours are of two kinds: the user's code, and anything else."""
+    reason = None if result.failure is None else result.failure.reason
+    in_python = reason is not None and kind == "python"
+    return {
+        "formula_parse_error": False,
+        "invalid_variable_error": False,
+        "model_grader_parse_error": False,
+        "model_grader_refusal_error": False,
+        "model_grader_server_error": False,
+        "model_grader_server_error_details": None,
+        "other_error": reason is not None and not in_python,
+        "python_grader_runtime_error": in_python,
+        "python_grader_runtime_error_details": reason if in_python else None,
+        "python_grader_server_error": False,
+        "python_grader_server_error_type": None,
+        "sample_parse_error": False,
+        "truncated_observation_error": False,
+        "unresponsive_reward_error": False,
+    }

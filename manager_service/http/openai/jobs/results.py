@@ -1,0 +1,85 @@
+"""The results of a job so far: /checkpoints, /checkpoints/{version}/content, /ledger, /usage."""
+
+from typing import Annotated
+
+from fastapi import APIRouter
+from fastapi import Path as PathParameter
+from starlette.responses import Response
+
+from common.errors import InvalidInput, NotFound
+from common.suggestions import quoted
+from common.wire.messages import AdapterRef
+from manager_service.http.context import Parts, Tenant
+from manager_service.http.errors import COMMON, declared
+from manager_service.http.openai.adapter_content import ZIP, zip_of
+from manager_service.http.openai.paging import After, Limit, page
+from manager_service.http.openai.usage_routes import shown as shown_usage
+from manager_service.http.schemas import CheckpointObject, LedgerObject, Page, UsageObject
+from manager_service.http.stores.job_store import JobRow, JobStore
+from manager_service.records.job_records import has_version
+from manager_service.records.sample_records import CheckpointRecord
+
+router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
+
+Version = Annotated[int, PathParameter(ge=0, le=99_999_999)]
+
+
+@router.get("/checkpoints")
+async def checkpoints(
+    api: Parts, tenant: Tenant, job_id: str, after: After = None, limit: Limit = 10
+) -> Page[CheckpointObject]:
+    """One a version, from 1; newest first."""
+    store = JobStore(api)
+    row = await store.find(tenant.id, job_id)
+    before = None if after is None else _version_of(after, job_id)
+    found = await store.read(row, lambda records: records.checkpoints(before=before, limit=limit + 1))
+    return page([_shown(row, record) for record in found[:limit]], has_more=len(found) > limit)
+
+
+def _version_of(checkpoint: str, job: str) -> int:
+    """Reads the version in an id. Raises InvalidInput if it is not the id of a checkpoint of the job."""
+    owner, _, version = checkpoint.rpartition("@")
+    if owner != f"ftckpt-{job}" or not (version.isascii() and version.isdecimal() and len(version) <= 8):
+        raise InvalidInput(
+            f"after: {quoted(checkpoint)} is no checkpoint of this job", param="after", code="invalid_cursor"
+        )
+    return int(version)
+
+
+def _shown(row: JobRow, record: CheckpointRecord) -> CheckpointObject:
+    return CheckpointObject(
+        id=f"ftckpt-{row.spec.id}@{record.version}",
+        created_at=record.created_at,
+        fine_tuned_model_checkpoint=f"{row.spec.tuned_model}@{record.version}",
+        fine_tuning_job_id=row.spec.id,
+        step_number=record.version,
+        metrics=record.metrics,
+    )
+
+
+@router.get(
+    "/checkpoints/{version}/content",
+    response_class=Response,
+    responses={200: ZIP},
+)
+async def checkpoint_content(api: Parts, tenant: Tenant, job_id: str, version: Version) -> Response:
+    """`adapter_config.json` and `adapter_model.safetensors`, checked against their sha256."""
+    row = await JobStore(api).find(tenant.id, job_id)
+    if row.deleted or not has_version(row.spec, row.state, version):
+        raise NotFound(f"the job has no version {version}")
+    return await zip_of(api, row.base, AdapterRef(tenant.id, job_id, version))
+
+
+@router.get("/ledger")
+async def ledger(api: Parts, tenant: Tenant, job_id: str) -> LedgerObject:
+    """The fate of every trajectory of the job, counted at one moment."""
+    store = JobStore(api)
+    counts = await store.read(await store.find(tenant.id, job_id), lambda records: records.ledger())
+    return LedgerObject.model_validate({"fine_tuning_job_id": job_id, **counts})
+
+
+@router.get("/usage")
+async def usage(api: Parts, tenant: Tenant, job_id: str) -> UsageObject:
+    """The job's usage so far."""
+    store = JobStore(api)
+    return shown_usage(job_id, await store.read(await store.find(tenant.id, job_id), lambda records: records.usage()))

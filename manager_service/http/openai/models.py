@@ -1,0 +1,116 @@
+"""/v1/models: base models, and the tenant's tuned ones."""
+
+from pathlib import Path
+
+from fastapi import APIRouter
+
+from common.errors import InvalidInput
+from common.text.tokens import REPLY_ROLES, ChatTokenizer
+from manager_service.http.context import Base, Parts, Tenant
+from manager_service.http.errors import COMMON, conflict, declared
+from manager_service.http.openai.grader_models import asked_models
+from manager_service.http.schemas import BaseObject, Deleted, ModelObject, Page
+from manager_service.http.stores.job_store import JobRow, JobStore
+from manager_service.http.stores.model_names import Named, find_model
+from manager_service.records.archive import TunedModel
+from manager_service.records.job_records import FINAL
+
+router = APIRouter(prefix="/v1/models", tags=["models"], responses=COMMON)
+
+OPERATOR = "marlaas"
+
+
+@router.get("")
+async def list_models(api: Parts, tenant: Tenant) -> Page[ModelObject]:
+    """Tuned models with at least one trained version, newest first; then the base models."""
+    store, found = JobStore(api), dict[tuple[int, str], ModelObject]()  # by creation and job
+    for base in api.bases.values():
+        found |= {
+            (model.created_ms, model.job): _archived(base, model) for model in await base.archive.models(tenant.id)
+        }
+        live = await store.live(base, tenant.id)
+        rows = await store.present(base, [entry.job for entry in live])
+        created = {entry.job: entry[:2] for entry in live}
+        found |= {
+            created[row.spec.id]: _tuned(row, row.spec.tuned_model)
+            for row in rows
+            if row.state.version >= 1 and not row.deleted
+        }
+    shown = [found[key] for key in sorted(found, reverse=True)] + [_base(base) for base in api.bases.values()]
+    return Page(data=shown, first_id=shown[0].id, last_id=shown[-1].id)
+
+
+@router.get("/{model:path}", responses=declared(404))
+async def retrieve(api: Parts, tenant: Tenant, model: str) -> ModelObject:
+    """`@{version}` behind a tuned model's name asks whether that version exists."""
+    named = await find_model(api, tenant, model)
+    if named.adapter.is_base:
+        return _base(named.base)
+    return _of_run(named, model) if named.row is None else _tuned(named.row, model)
+
+
+@router.delete("/{model:path}", responses=declared(404, 409))
+async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
+    """Delete all versions of a finished job's adapter; the job and its events stay.
+
+    All other writes to the adapter store are by trainers. A finished job has no trainer, so nobody races with this.
+    """
+    named = await find_model(api, tenant, model)
+    if named.adapter.is_base:
+        raise InvalidInput("a base model cannot be deleted", param="model")
+    if named.row is None:
+        raise InvalidInput("a run's model goes with its checkpoints: delete those", param="model")
+    if "@" in model:
+        raise InvalidInput("a single version cannot be deleted: name the model without @", param="model")
+    if named.row.state.status not in FINAL:
+        raise conflict(f"the model's job is {named.row.state.status}: cancel it first", code="wrong_job_state")
+    if job := await JobStore(api).unfinished_user(tenant.id, lambda spec: model in asked_models(spec.env)):
+        raise conflict(f"graders of the job {job} ask this model until it has ended", code="model_in_use")
+    await JobStore(api).mark_deleted(named.row)
+    await api.adapters.delete_job(tenant.id, named.row.spec.id)
+    return Deleted(id=model, object="model")
+
+
+def _base(base: Base) -> ModelObject:
+    weights, tokenizer = base.weights, base.tokenizer
+    about = BaseObject(
+        source=Path(base.where).name if Path(base.where).is_dir() else base.where,
+        num_weights=weights.num or None,
+        dtype=weights.dtype or None,
+        context=tokenizer.context,
+        learning_rate=tokenizer.learning_rate,
+        rules_out=_rules_out(tokenizer),
+    )
+    return ModelObject(id=base.name, created=base.created_at, owned_by=OPERATOR, root=base.name, base=about)
+
+
+def _rules_out(tokenizer: ChatTokenizer) -> list[str]:
+    refused = [role for role in REPLY_ROLES if tokenizer.reply_fault([role])]
+    found: list[str] = []
+    if refused:
+        found.append(
+            f"environments that answer with messages of role {', '.join(refused)}: the chat template cannot append them"
+        )
+    if not tokenizer.shows_tools():
+        found.append("environments with tools: the chat template does not show them")
+    return found
+
+
+def _of_run(named: Named, name: str) -> ModelObject:
+    adapter, base = named.adapter, named.base
+    return ModelObject(
+        id=name, created=base.created_at, owned_by=adapter.tenant, root=base.name, version=adapter.version
+    )
+
+
+def _archived(base: Base, model: TunedModel) -> ModelObject:
+    return ModelObject(
+        id=model.name, created=model.created_ms // 1000, owned_by=model.tenant, root=base.name, version=model.version
+    )
+
+
+def _tuned(row: JobRow, name: str) -> ModelObject:
+    spec = row.spec
+    return ModelObject(
+        id=name, created=spec.created_at, owned_by=spec.tenant, root=spec.base_model, version=row.state.version
+    )

@@ -1,0 +1,131 @@
+"""/v1/cluster, for operators: workers, the timeline of who used them, and dead letters."""
+
+import time
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Query
+
+from common.bus.payloads import plain_of
+from common.bus.streams import Cell
+from common.errors import InvalidInput
+from common.suggestions import quoted
+from common.wire.codec import decode
+from common.wire.messages import DeadLetter, WorkerReport
+from manager_service.http.context import Admin, Parts
+from manager_service.http.errors import COMMON
+from manager_service.http.openai.paging import After, Limit, page
+from manager_service.http.schemas import DeadLetterObject, Page, SpanObject, WorkerObject
+from manager_service.records.cluster import WorkerSpan
+
+router = APIRouter(prefix="/v1/cluster", tags=["cluster"], responses=COMMON)
+
+MAX_SPANS = 50_000
+
+
+@router.get("/workers")
+async def workers(api: Parts, admin: Admin) -> Page[WorkerObject]:
+    """Live workers, by service. Needs the admin key."""
+    found = [worker for base in api.bases.values() for worker in base.cluster.workers()]
+    return page([_worker(worker) for worker in found], has_more=False)
+
+
+def _worker(worker: WorkerReport) -> WorkerObject:
+    work = {(span.tenant, span.job, span.phase) for span in worker.spans}
+    return WorkerObject(
+        id=worker.id,
+        service=worker.service,
+        pid=worker.pid,
+        host=worker.host,
+        state=worker.state,
+        busy=worker.busy,
+        base_model=worker.base_model,
+        resident=list(worker.resident),
+        slots=worker.slots,
+        in_use=worker.in_use,
+        max_lora_rank=worker.max_lora_rank,
+        fingerprint=worker.fingerprint,
+        reason=worker.reason,
+        working_for=[dict(zip(("tenant", "job", "phase"), one, strict=True)) for one in sorted(work)],
+        counters=worker.counters,
+    )
+
+
+@router.get("/timeline")
+async def timeline(
+    api: Parts,
+    admin: Admin,
+    since: Annotated[float | None, Query(description="Seconds since 1970; the last ten minutes if absent")] = None,
+) -> Page[SpanObject]:
+    """Busy stretches of all workers, oldest first, for at most the last hour; never more than the newest 50,000. Needs the
+    admin key.
+    """
+    since_s = time.time() - 600 if since is None else since
+    spans = sorted((s for base in api.bases.values() for s in base.cluster.timeline(since_s)), key=_start)
+    newest = spans[-MAX_SPANS:]
+    return Page(data=[_span(span) for span in newest], has_more=len(spans) > len(newest))
+
+
+def _start(span: WorkerSpan) -> float:
+    return span.span.start_s
+
+
+def _span(one: WorkerSpan) -> SpanObject:
+    span = one.span
+    return SpanObject(
+        worker=one.worker,
+        service=one.service,
+        tenant=span.tenant,
+        job=span.job,
+        phase=span.phase,
+        start=span.start_s,
+        end=span.end_s,
+    )
+
+
+@router.get("/dead")
+async def dead(api: Parts, admin: Admin, after: After = None, limit: Limit = 20) -> Page[DeadLetterObject]:
+    """Messages that no worker could handle, newest first. Needs the admin key."""
+    before = _entry_before(after)
+    found: list[DeadLetterObject] = []
+    for base in api.bases.values():
+        entries = await base.redis.xrevrange(base.cell.dead, max=before, count=limit + 1)
+        found += [_dead(base.cell, entry.decode(), fields) for entry, fields in entries]
+    found.sort(key=lambda letter: letter.created_at, reverse=True)
+    return page(found[:limit], has_more=len(found) > limit)
+
+
+def _entry_before(after: str | None) -> str:
+    """Redis' bound for entries before this one. Raises InvalidInput if it is not the id of an entry."""
+    if after is None:
+        return "+"
+    parts = after.split("-")
+    if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and len(part) <= 15 for part in parts):
+        raise InvalidInput(
+            f"after: {quoted(after)} is not the id of a dead letter", param="after", code="invalid_cursor"
+        )
+    return f"({after}" if after not in ("0-0",) else "0-0"
+
+
+def _dead(cell: Cell, entry: str, fields: dict[bytes, bytes]) -> DeadLetterObject:
+    letter = _decoded(fields)
+    return DeadLetterObject(
+        id=entry,
+        base_model=cell.base_model,
+        created_at=int(entry.split("-")[0]) / 1000,
+        tenant=letter.tenant if letter else "",
+        job=letter.job if letter else plain_of(fields).get("job", ""),
+        stream=letter.stream if letter else "",
+        entry=letter.entry if letter else "",
+        reason=letter.reason if letter else "not readable here: a claim check, or no message of ours",
+        deliveries=letter.deliveries if letter else 0,
+        num_bytes=len(letter.payload) if letter else 0,
+    )
+
+
+def _decoded(fields: dict[bytes, bytes]) -> DeadLetter | None:
+    try:
+        message = decode(fields.get(b"payload", b""))
+    except msgspec.MsgspecError:
+        return None
+    return message if isinstance(message, DeadLetter) else None

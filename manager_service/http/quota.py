@@ -1,0 +1,64 @@
+"""Counters of each tenant's use (`usage:<tenant>`), the daily quota, and room in Redis for new work."""
+
+import time
+from typing import Any
+
+import msgspec
+
+from common.bus.fullness import MAX_USED_FOR_NEW, Gauge
+from common.bus.streams import Cell
+from common.wire.messages import Usage
+from manager_service.http.errors import ApiError, unavailable
+from manager_service.records.tenants import TenantRecord
+from manager_service.records.usage import INFERENCE, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
+
+
+async def tokens_today(redis: Any, cell: Cell, tenant: str) -> int:
+    """Prompt, sampled and trained tokens since midnight UTC, in one cell."""
+    return int(float(await redis.hget(cell.usage(tenant), day_field(time.time())) or 0))
+
+
+async def check_quota(redis: Any, cell: Cell, tenant: TenantRecord) -> None:
+    """Raises ApiError 429."""
+    limit = tenant.max_tokens_per_day
+    if limit is None:
+        return
+    used = await tokens_today(redis, cell, tenant.id)
+    if used >= limit:
+        raise ApiError(
+            429,
+            f"the quota of {limit} tokens a day is used up ({used} today): wait until midnight UTC, or have the operator raise it",
+            code="quota_exceeded",
+            retry=False,
+        )
+
+
+async def check_room(gauge: Gauge) -> None:
+    """Raises ApiError 503 while Redis is so full that what is under way needs the rest."""
+    if await gauge.used() > MAX_USED_FOR_NEW:
+        raise memory_full()
+
+
+def memory_full() -> ApiError:
+    return unavailable(
+        f"the service's memory is more than {MAX_USED_FOR_NEW:.0%} full, so it takes no new work: try again in a minute, when work"
+        " under way has ended, or cancel what you do not need; if it lasts, ask the operator for more memory for Redis",
+        code="memory_full",
+    )
+
+
+async def count_inference(redis: Any, cell: Cell, tenant: str, usage: Usage, session: str = "") -> None:
+    """`session`: of the Tinker protocol, if it asked."""
+    now = time.time()
+    key, hour, tokens = cell.usage(tenant), cell.hours(tenant, hour_of(now)), 0
+    pipe = redis.pipeline(transaction=False)
+    for counter, amount in msgspec.structs.asdict(usage).items():
+        if amount:
+            pipe.hincrbyfloat(key, f"{INFERENCE}/{counter}", float(amount))
+        if amount and counter in QUOTA_COUNTERS:
+            pipe.hincrby(hour, f"{session}/{counter}", int(amount))
+            tokens += int(amount)
+    if tokens:
+        pipe.hincrby(key, day_field(now), tokens)
+        pipe.expire(hour, KEEP_HOURS_S)
+    await pipe.execute()

@@ -1,0 +1,59 @@
+"""The JSON bodies of requests: each is parsed once, strictly, and a large one in a helper process."""
+
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from manager_service.http.context import Api, tenant_of
+from manager_service.http.errors import body_model, model_of_field
+from manager_service.http.reading.reading_helpers import SMALL_BYTES
+from manager_service.http.reading.tasks import ParseBody, do
+
+UNKNOWN_SHOWN = 5
+"""Unknown fields of an object that are checked: an error names the first."""
+
+
+class JsonRoute(APIRoute):
+    """A route whose JSON body is refused if messages could not carry it (NaN, bad Unicode, numbers beyond 64 bits, duplicate
+    keys), or if it has very many values. Every route with a JSON body is one.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+class JsonRequest(Request):
+    """Raises InvalidInput for a body that is no JSON for us, and Unavailable if the helper that reads it dies."""
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            self._json: Any = few_unknown(await self._parsed(await self.body()), body_model(self))
+        return self._json
+
+    async def _parsed(self, body: bytes) -> Any:
+        if len(body) <= SMALL_BYTES:
+            return do(ParseBody(body), {})
+        api: Api = self.app.state.api
+        return await api.helpers.do(await tenant_of(api, self.scope), ParseBody(body), num_bytes=len(body))
+
+
+def few_unknown(value: Any, model: type[BaseModel] | None) -> Any:
+    """The value of a body without all but a few of the fields that its model does not have: each costs time."""
+    if not isinstance(value, dict) or model is None:
+        return value
+    members = cast(dict[str, Any], value)
+    known = {
+        name: few_unknown(members[name], model_of_field(model, name)) for name in model.model_fields & members.keys()
+    }
+    unknown = itertools.islice((name for name in members if name not in known), UNKNOWN_SHOWN)
+    return known | {name: members[name] for name in unknown}

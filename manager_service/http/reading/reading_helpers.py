@@ -1,0 +1,81 @@
+"""Reads what tenants send: little of it here, much of it in helper processes, so that no text stops the event loop.
+
+Helpers.do(tenant, task, size) ─┬─ small ─► here
+                                └─ large ─► a place, fair between tenants ─► a helper process, with a time limit
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from common.children.helpers import HelperPool
+from common.errors import InvalidInput, Unavailable
+from common.sharing.threads import SharedThreads
+from common.tasks.environments import BUILT_IN
+from common.text.tokens import ChatTokenizer
+from manager_service.http.reading.tasks import CheckMethod, Task, do
+from manager_service.http.sampling.places import SharedPlaces
+from manager_service.records.tenants import TenantRecord
+
+T = TypeVar("T")
+
+HELPER = "manager_service.http.reading.process"
+"""The program of the helpers."""
+NUM_HELPERS = 2
+SMALL_BYTES = 4 << 10
+"""Smaller inputs are read here: the slowest takes 3 ms. They come first, whichever tenant sent them, so they must be little."""
+TINY_BYTES = 1 << 10
+"""These are read without a thread, which would often take longer to wake: the slowest takes 2 ms."""
+SLICE_BYTES = 1 << 20
+"""Files are read in parts of this size, so that several tenants' take turns."""
+TASK_S = 120.0
+"""The longest time of one task in a helper."""
+WAIT_S = 600.0
+"""The longest wait for a helper."""
+
+
+class Helpers:
+    """A few processes for the texts of all tenants. They start when they are first needed. `close` when done."""
+
+    def __init__(self, folders: Mapping[str, Path], tokenizers: Mapping[str, ChatTokenizer]) -> None:
+        """`folders`, `tokenizers`: of the base models."""
+        self._tokenizers = tokenizers
+        argument = json.dumps({name: (str(folder), tokenizers[name].context) for name, folder in folders.items()})
+        variables = {"TOKENIZERS_PARALLELISM": "false"}
+        self._pool = HelperPool(HELPER, argument, variables=variables)
+        self._threads = SharedThreads()
+        self._places = SharedPlaces("helpers that read large texts", lambda: NUM_HELPERS)
+        self.close = self._pool.close
+
+    async def do(self, tenant: TenantRecord, task: Task, *, num_bytes: int) -> Any:
+        """The answer to a task about a text of this size. Raises InvalidInput, also if it takes too long, and Unavailable if the
+        helper dies."""
+        if num_bytes <= TINY_BYTES and not _may_import(task):
+            return do(task, self._tokenizers)
+        if num_bytes <= SMALL_BYTES:
+            return await self.beside(tenant, partial(do, task, self._tokenizers))
+        async with self._places.one(tenant, WAIT_S):
+            return await self._ask(await self.beside(tenant, partial(msgspec.msgpack.encode, task)))
+
+    async def beside(self, tenant: TenantRecord, function: Callable[[], T]) -> T:
+        """Calls the function in a thread, once it is the tenant's turn: it is ours, and ends soon, but too late for the event loop."""
+        return await self._threads.run(function, tenant.id, tenant.weight)
+
+    async def _ask(self, encoded: bytes) -> Any:
+        try:
+            async with self._pool.helper() as helper, asyncio.timeout(TASK_S):
+                return await helper.ask(encoded)
+        except TimeoutError as error:
+            raise InvalidInput(f"reading this took longer than {TASK_S:g} seconds: send less at once") from error
+        except OSError as error:
+            raise Unavailable("the helper that read this died; try again") from error
+
+
+def _may_import(task: Task) -> bool:
+    """May a task import an environment's package, however long that takes?"""
+    return isinstance(task, CheckMethod) and task.environment not in BUILT_IN

@@ -1,0 +1,154 @@
+"""The parameters that chat and text completions share, and the request for turns that a body becomes."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from common.errors import InvalidInput
+from common.text.tokens import ChatTokenizer
+from common.wire.messages import TEMPERATURE, Sampling
+from manager_service.http.context import Base
+from manager_service.http.reading.reading_helpers import Helpers
+from manager_service.http.reading.tasks import Encode, Render, Task, with_room
+from manager_service.http.sampling.choices import InferenceRequest
+from manager_service.http.stores.model_names import Named
+from manager_service.records.tenants import TenantRecord
+
+MAX_CHOICES = 64
+"""Choices of one request, over all its prompts."""
+
+MAX_LOGPROBS = 1_000_000
+"""Log-probs of one answer, over all its choices, their tokens and the alternatives to them."""
+
+TokenId = Annotated[int, Field(strict=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class SamplingGiven(BaseModel):
+    """Parameters of both calls. Those that cannot be honoured are accepted at their neutral value only."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    n: int | None = Field(None, ge=1, le=16)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    max_tokens: int | None = Field(None, ge=1)
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # not used: OpenAI's own abuse checks need it
+    frequency_penalty: float | None = Field(None, description="Only 0")
+    presence_penalty: float | None = Field(None, description="Only 0")
+    logit_bias: dict[str, Any] | None = Field(None, description="Only empty")
+
+    @field_validator("frequency_penalty", "presence_penalty", "logit_bias")
+    @classmethod
+    def _neutral(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("not offered: leave it out")
+        return value
+
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The part of a body that each call spells in its own way."""
+
+    prompts: Sequence[Sequence[int]]  # token ids
+    limit: int | None  # tokens of an answer; None: as many as the context has room for
+    num_top: int  # how many alternatives to each token are told with their log-probs
+    with_logprobs: bool = False  # whether log-probs are told at all
+    tools: Sequence[Any] | None = None  # None: tool calls are text like any other
+
+
+@dataclass(frozen=True, slots=True)
+class PromptReader:
+    """Makes token ids of the text in one body, in a helper process if the body is large."""
+
+    helpers: Helpers
+    tenant: TenantRecord
+    base: Base
+    num_bytes: int  # of the body
+
+    async def render(self, messages: list[Any], tools: list[Any]) -> list[int]:
+        """The ids of a conversation. Raises InvalidInput."""
+        return await self._read(Render(self.base.name, messages, tools))
+
+    async def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text. Raises InvalidInput."""
+        return await self._read(Encode(self.base.name, texts))
+
+    async def _read(self, task: Task) -> Any:
+        return await self.helpers.do(self.tenant, task, num_bytes=self.num_bytes)
+
+
+def valid_ids(ids: Sequence[int], tokenizer: ChatTokenizer, param: str) -> list[int]:
+    """Raises InvalidInput for ids outside the vocabulary."""
+    if any(not 0 <= token < tokenizer.vocab_size for token in ids):
+        raise InvalidInput(f"{param}: token ids are between 0 and {tokenizer.vocab_size - 1}", param=param)
+    return list(ids)
+
+
+def check_num_choices(num_prompts: int, body: SamplingGiven) -> int:
+    """The number of choices of each prompt. Raises InvalidInput for too many in all."""
+    num_choices = body.n or 1
+    if num_prompts * num_choices > MAX_CHOICES:
+        raise InvalidInput(f"a request gives at most {MAX_CHOICES} choices", param="n")
+    return num_choices
+
+
+def inference_request(tenant: TenantRecord, named: Named, body: SamplingGiven, wanted: Wanted) -> InferenceRequest:
+    """Raises InvalidInput for a prompt that leaves no room for an answer."""
+    tokenizer = named.base.tokenizer
+    num_choices = check_num_choices(len(wanted.prompts), body)
+    rooms = [tokenizer.context - len(with_room(prompt, tokenizer)) for prompt in wanted.prompts]
+    sampling = [_sampling(body, wanted, room) for room in rooms]
+    _check_num_logprobs(num_choices * sum(one.max_tokens for one in sampling), wanted)
+    return InferenceRequest(
+        tenant=tenant,
+        adapter=named.adapter,
+        prompts=wanted.prompts,
+        num_choices=num_choices,
+        sampling=sampling,
+        seed=secrets.randbits(53) if body.seed is None else body.seed % 2**53,
+        stream=bool(body.stream) and not wanted.num_top,
+    )
+
+
+def _check_num_logprobs(num_tokens: int, wanted: Wanted) -> None:
+    num = num_tokens * (1 + wanted.num_top) if wanted.with_logprobs else 0
+    if num > MAX_LOGPROBS:
+        raise InvalidInput(
+            f"this request could give {num} log-probs: at most {MAX_LOGPROBS}; lower max_tokens, n or the number of"
+            " alternatives",
+            param="max_tokens",
+        )
+
+
+def _sampling(body: SamplingGiven, wanted: Wanted, room: int) -> Sampling:
+    return Sampling(
+        temperature=TEMPERATURE if body.temperature is None else body.temperature,
+        max_tokens=min(room, wanted.limit or room),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        stop=body.stops(),
+        num_top_logprobs=wanted.num_top,
+        seeded=body.seed is not None,
+    )

@@ -1,0 +1,93 @@
+"""One connection that reads the streams of a cell for many waiting requests.
+
+If each request blocked on a connection of its own, a tenant with a hundred open event streams would take all connections that the
+process may have, and its owner would stand still.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from common.bus.bus import Bus
+
+READ_EVERY_S = 0.2
+READ_COUNT = 200
+
+Id = tuple[int, int]
+FeedEntry = tuple[Id, Mapping[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    key: str
+    after: Id
+    found: "asyncio.Future[list[FeedEntry]]"
+
+
+@dataclass(slots=True)
+class Feed:
+    """Reads while `run` runs, a few times a second, and only what somebody waits for."""
+
+    bus: Bus
+    _readers: set[Reader] = field(default_factory=set[Reader])
+    _wanted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def after(self, key: str, last: Id, timeout_s: float) -> list[FeedEntry]:
+        """Entries of a stream behind an id, oldest first; none if none came in time."""
+        reader = Reader(key, last, asyncio.get_running_loop().create_future())
+        self._readers.add(reader)
+        self._wanted.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reader.found
+        except TimeoutError:
+            return []
+        finally:
+            self._readers.discard(reader)
+
+    async def now(self, key: str, last: Id) -> list[FeedEntry]:
+        """The next entries behind an id that the stream has already."""
+        return (await self.bus.retrying(lambda: self._xread({key: last}))).get(key, [])
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        while True:
+            await self._wanted.wait()
+            await asyncio.sleep(READ_EVERY_S)
+            if self._readers:
+                self._tell(await self.bus.retrying(self._read))
+            else:
+                self._wanted.clear()
+
+    async def _read(self) -> dict[str, list[FeedEntry]]:
+        lowest: dict[str, Id] = {}
+        for reader in self._readers:
+            lowest[reader.key] = min(reader.after, lowest.get(reader.key, reader.after))
+        return await self._xread(lowest) if lowest else {}
+
+    async def _xread(self, last: Mapping[str, Id]) -> dict[str, list[FeedEntry]]:
+        streams = {key: f"{time}-{number}" for key, (time, number) in last.items()}
+        return _by_stream(await self.bus.client.xread(cast(Any, streams), count=READ_COUNT))
+
+    def _tell(self, found: Mapping[str, list[FeedEntry]]) -> None:
+        for reader in list(self._readers):
+            entries = [entry for entry in found.get(reader.key, []) if entry[0] > reader.after]
+            if entries and not reader.found.done():
+                reader.found.set_result(entries)
+
+
+def _by_stream(answer: Any) -> dict[str, list[FeedEntry]]:
+    """XREAD's answer, in RESP2 and in RESP3."""
+    if isinstance(answer, dict):
+        return {key.decode(): _entries(entry for page in pages for entry in page) for key, pages in answer.items()}
+    return {key.decode(): _entries(entries) for key, entries in answer or []}
+
+
+def _entries(rows: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> list[FeedEntry]:
+    return [(_id(entry), fields) for entry, fields in rows]
+
+
+def _id(entry: bytes) -> Id:
+    time, _, number = entry.partition(b"-")
+    return int(time), int(number)

@@ -1,0 +1,187 @@
+"""Wiring of the API: makes the parts behind the routes, and serves them. `__main__` runs the owners."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+
+import structlog
+import uvicorn
+
+from common.bus.bus import Bus
+from common.bus.fullness import Gauge, used_of
+from common.bus.streams import Cell
+from common.models.base_shape import NAMED_AS_LLAMA, BaseShape
+from common.models.weight_files import Weights, read_weights
+from common.settings import resolve_config
+from common.store.adapters import AdapterStore
+from common.store.known_store import remember
+from common.store.objects import Objects, patiently
+from common.text.model_folder import read_json
+from common.text.tokens import ChatTokenizer
+from manager_service.http.app import create_app
+from manager_service.http.connections import Connection
+from manager_service.http.context import LIMITS, Api, ApiLimits, Base, connect_impatiently
+from manager_service.http.openai.files.file_store import Files
+from manager_service.http.openai.files.table_uploads import Tables
+from manager_service.http.reading.reading_helpers import Helpers
+from manager_service.http.sampling.cell_share import BULK
+from manager_service.http.sampling.feed import Feed
+from manager_service.http.sampling.inference import Inference
+from manager_service.http.tinker.futures.operation_futures import Answered
+from manager_service.http.tinker.futures.sample_futures import Peers, Samples
+from manager_service.records.archive import Archive
+from manager_service.records.cluster import Cluster
+from manager_service.records.data_format import check_format
+from manager_service.records.keys import GLOBAL
+from manager_service.records.tenants import Tenants, bootstrap
+from manager_service.scheduling.fairness import OVERSUBSCRIPTION
+from manager_service.settings import ManagerSettings
+
+log = structlog.get_logger()
+INFERENCE_SHARE = 0.5
+"""The share of the live rollout slots that the completions of all tenants may take, over all replicas of the manager."""
+DRAIN_S = 5
+"""Seconds that open requests may go on after SIGTERM."""
+
+
+@contextlib.asynccontextmanager
+async def make_api(settings: ManagerSettings, limits: ApiLimits = LIMITS) -> AsyncGenerator[Api]:
+    """The parts behind the routes, with the first tenant and keys made."""
+    redis, objects = connect_impatiently(settings.redis_url, GLOBAL), Objects.open(settings.store)
+    await patiently(objects.probe)
+    tenants, api_id = Tenants(redis), secrets.token_hex(8)
+    bases = {
+        name: await make_base(settings, limits, name, where, objects, api_id) for name, where in settings.models.items()
+    }
+    helpers = Helpers({b.name: b.folder for b in bases.values()}, {b.name: b.tokenizer for b in bases.values()})
+    try:
+        bus = next(iter(bases.values())).bus
+        await bus.retrying(lambda: check_format(redis))
+        await bus.retrying(lambda: bootstrap(tenants, settings.data_dir))
+        files = Files(
+            redis,
+            objects,
+            helpers,
+            bases=bases,
+            max_line_bytes=limits.max_line_bytes,
+            max_stored_bytes=settings.max_stored_bytes,
+        )
+        tables = Tables(helpers, max_file_bytes=limits.max_file_bytes, max_line_bytes=limits.max_line_bytes)
+        yield Api(settings, limits, redis, objects, AdapterStore(objects), tenants, helpers, files, tables, bases)
+    finally:
+        await helpers.close()
+        for base in bases.values():
+            await base.bus.close()
+            await base.redis.aclose()
+        await redis.aclose()
+
+
+async def keep_keys(api: Api, every_s: float = 5.0) -> None:
+    """Tells Redis again what it should have lost: the first tenant, the keys of the data folder, and which store the cells have."""
+    buses = [base.bus for base in api.bases.values()]
+    while True:
+        await asyncio.sleep(every_s)
+        await buses[0].retrying(lambda: bootstrap(api.tenants, api.settings.data_dir))
+        await remember(await api.objects.identity(), buses)
+
+
+async def make_base(
+    settings: ManagerSettings, limits: ApiLimits, name: str, where: str, objects: Objects, api_id: str
+) -> Base:
+    folder = await asyncio.to_thread(resolve_config, where)
+    bus = Bus.connect(settings.redis_url, Cell(name), objects)
+    cluster = Cluster(bus)
+    inference = Inference(
+        bus,
+        api_id,
+        silence_s=limits.inference_silence_s,
+        timeout_s=settings.inference_timeout_s,
+        slots=lambda kind: _places(kind, cluster),
+        most_for_chat=INFERENCE_SHARE,
+    )
+    samples = Samples(bus, inference, api_id)
+    redis = connect_impatiently(settings.redis_url, bus.cell.key(""))
+
+    async def used() -> float:
+        return used_of(await redis.info("memory"))
+
+    return Base(
+        name=name,
+        bus=bus,
+        redis=redis,
+        gauge=Gauge(used),
+        cluster=cluster,
+        folder=folder,
+        tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder, settings.max_context),
+        inference=inference,
+        feed=Feed(bus),
+        answered=Answered(bus),
+        samples=samples,
+        peers=Peers(bus, samples, api_id),
+        archive=Archive(objects, name),
+        where=where,
+        weights=await asyncio.to_thread(weights_of, folder),
+        created_at=int(time.time()),
+    )
+
+
+def _places(kind: str, cluster: Cluster) -> int:
+    """Places for all replicas' requests; bulk samples share theirs with jobs."""
+    if kind == BULK:
+        return int(OVERSUBSCRIPTION * cluster.slots("rollout"))
+    return int(INFERENCE_SHARE * cluster.slots(kind))
+
+
+def weights_of(folder: Path) -> Weights:
+    """Computed from the configuration where the weights are not there: of the hub's models a manager downloads the text files alone."""
+    try:
+        found = read_weights(folder)
+    except ValueError as error:  # whoever computes with it refuses it
+        log.warning("weights_not_read", reason=str(error))
+        found = Weights(0, "")
+    if found.num:
+        return found
+    config = read_json(folder / "config.json")
+    try:
+        shape = BaseShape.of(config)
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
+        linear = shape.linear_shapes if config.get("model_type") in NAMED_AS_LLAMA else {}
+        return Weights(shape.num_weights, dtype, linear)
+    except ValueError:  # its sizes are not known here
+        return found
+
+
+async def serve(api: Api, stop: asyncio.Event) -> None:
+    """Answers requests until `stop`, then lets open ones finish for a few seconds."""
+    settings = api.settings
+    config = uvicorn.Config(
+        create_app(api),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        http=Connection,
+        ws="none",
+        timeout_graceful_shutdown=DRAIN_S,
+        lifespan="off",
+    )
+    server = Server(config)
+    log.info("api_starts", host=settings.host, port=settings.port)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(server.serve())
+        stopped = group.create_task(stop.wait())
+        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await asyncio.wait([running])
+        stopped.cancel()
+
+
+class Server(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the process has one way to stop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield

@@ -1,0 +1,284 @@
+"""Reads jobs, from Redis or the archive, and creates them by one script. Only owners write a job's state."""
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from common.bus.streams import partition_of
+from common.errors import NotFound, Unavailable
+from common.suggestions import quoted
+from common.wire.messages import JobCommand
+from manager_service.http.context import ANSWER_S, Api, Base
+from manager_service.http.errors import ApiError
+from manager_service.http.stores.job_reading import JobRecords, LiveRecords
+from manager_service.records.archive import Archived
+from manager_service.records.job_records import DELETED, FINAL, MOVING, JobSpec, JobState
+from manager_service.records.keys import JSON
+
+# KEYS: job, tenant-jobs, jobs-all, active, jobs stream, unfinished, idempotency record (or the job again: none), exports (the same).
+# ARGV: job id, score, spec, state, fingerprint, seconds to remember, most jobs, most bytes, tenant, then the fields of the stream
+# entry.
+# Answers with the idempotency record that was there before, if one was; with a list, of the number of unfinished jobs and the
+# bytes of their records, if this one is too many; otherwise everything was written.
+CREATE = """
+local remembers = KEYS[7] ~= KEYS[1]
+local known = remembers and redis.call('GET', KEYS[7])
+if known then return known end
+if redis.call('EXISTS', KEYS[1]) == 1 then return false end
+local sizes, size, total = redis.call('HVALS', KEYS[6]), #ARGV[3] + #ARGV[4], 0
+for _, each in ipairs(sizes) do total = total + each end
+if #sizes >= tonumber(ARGV[7]) or total + size > tonumber(ARGV[8]) then return {#sizes, total} end
+redis.call('XADD', KEYS[5], '*', unpack(ARGV, 10))
+redis.call('HSET', KEYS[6], ARGV[1], size)
+redis.call('HSET', KEYS[1], 'spec', ARGV[3], 'state', ARGV[4])
+redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
+redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
+redis.call('SADD', KEYS[4], ARGV[1])
+if KEYS[8] ~= KEYS[1] then redis.call('HSET', KEYS[8], ARGV[1], ARGV[9]) end
+if remembers then redis.call('SET', KEYS[7], ARGV[1] .. ' ' .. ARGV[5], 'EX', ARGV[6]) end
+return false
+"""
+
+# KEYS: job. ARGV: the fields `deleted` and `moving`.
+DELETE = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 'archived' end
+if redis.call('HGET', KEYS[1], ARGV[2]) then return 'moving' end
+redis.call('HSET', KEYS[1], ARGV[1], '1')
+return 'done'
+"""
+POLL_S = 0.05
+IDEMPOTENCY_S = 86_400
+"""Seconds for which an Idempotency-Key is remembered."""
+
+T = TypeVar("T")
+
+
+class ListedJob(NamedTuple):
+    """A job in the list of a tenant's jobs."""
+
+    created_ms: int
+    job: str
+    base: Base
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """One job as it stands in Redis, or in the archive."""
+
+    base: Base
+    spec: JobSpec
+    state: JobState
+    deleted: bool = False
+    archived: Archived | None = None
+
+    @property
+    def records(self) -> JobRecords:
+        if self.archived is not None:
+            return self.base.archive.records(self.archived)
+        return LiveRecords(self.base, self.spec.tenant, self.spec.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """An Idempotency-Key and the body that came with it."""
+
+    key: str
+    fingerprint: str  # sha256 of the body
+
+    def record(self, base: Base, tenant: str) -> str:
+        return base.cell.key(f"idempotency:{tenant}:{hashlib.sha256(self.key.encode()).hexdigest()}")
+
+
+class JobStore:
+    """All jobs of all cells."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def find(self, tenant: str, job: str) -> JobRow:
+        """Raises NotFound, also for another tenant's job."""
+        found = await asyncio.gather(*(self._row(base, tenant, job) for base in self._api.bases.values()))
+        for row in found:
+            if row is not None:
+                return row
+        raise NotFound(f"there is no fine-tuning job {quoted(job)}")
+
+    async def _row(self, base: Base, tenant: str, job: str) -> JobRow | None:
+        live = _decoded(base, await base.redis.hmget(base.cell.job(job), "spec", "state", DELETED))
+        if live is not None:
+            return live if live.spec.tenant == tenant else None
+        archived = await base.archive.find(tenant, job)
+        return archived and JobRow(base, archived.spec, archived.state, archived.deleted, archived)
+
+    async def read(self, row: JobRow, call: Callable[[JobRecords], Awaitable[T]]) -> T:
+        """Reads of a job's records; once more from the archive if the job moved there meanwhile."""
+        found = await call(row.records)
+        if row.archived is None and not await row.base.redis.exists(row.base.cell.job(row.spec.id)):
+            return await call((await self.find(row.spec.tenant, row.spec.id)).records)
+        return found
+
+    async def newest_first(self, tenant: str, after: str | None = None) -> AsyncIterator[ListedJob]:
+        """All jobs of a tenant, in Redis and the archive. `after`: begins behind this one. Raises NotFound if there is none such."""
+        first = None if after is None else await self._place(await self.find(tenant, after))
+        before_ms = None if first is None else first[0]
+        sources = [self._live(base, tenant) for base in self._api.bases.values()]
+        sources += [_archived(base, tenant, before_ms) for base in self._api.bases.values()]
+        last = first
+        async for entry in _merged(sources):
+            if last is None or entry[:2] < last:  # one that moves meanwhile is in both
+                last = entry[:2]
+                yield entry
+
+    async def _place(self, row: JobRow) -> tuple[int, str]:
+        """A job's place in the order."""
+        if row.archived is not None:
+            return row.archived.created_ms, row.spec.id
+        score = await row.base.redis.zscore(row.base.cell.tenant_jobs(row.spec.tenant), row.spec.id)
+        return _ms(score or row.spec.created_at), row.spec.id
+
+    async def live(self, base: Base, tenant: str) -> list[ListedJob]:
+        """A tenant's jobs in Redis, newest first."""
+        rows = await base.redis.zrange(base.cell.tenant_jobs(tenant), 0, -1, withscores=True)
+        return [
+            ListedJob(*place, base)
+            for place in sorted(((_ms(score), job.decode()) for job, score in rows), reverse=True)
+        ]
+
+    async def _live(self, base: Base, tenant: str) -> AsyncIterator[ListedJob]:
+        for entry in await self.live(base, tenant):
+            yield entry
+
+    async def several(self, tenant: str, entries: Sequence[ListedJob]) -> list[JobRow]:
+        """The entries of the tenant's jobs that exist, in their order."""
+        live: dict[str, JobRow] = {}
+        for base in self._api.bases.values():
+            jobs = [entry.job for entry in entries if entry.base is base]
+            live |= {row.spec.id: row for row in (await self.present(base, jobs) if jobs else [])}
+        moved = [entry for entry in entries if entry.job not in live]
+        rows = await asyncio.gather(*(self._row(entry.base, tenant, entry.job) for entry in moved))
+        found = live | {row.spec.id: row for row in rows if row is not None}
+        return [found[entry.job] for entry in entries if entry.job in found]
+
+    async def present(self, base: Base, jobs: Sequence[str]) -> list[JobRow]:
+        """The jobs of these that are in Redis, whosever they are."""
+        pipe = base.redis.pipeline(transaction=False)
+        for job in jobs:
+            pipe.hmget(base.cell.job(job), "spec", "state", DELETED)
+        rows = (_decoded(base, record) for record in await pipe.execute())
+        return [row for row in rows if row is not None]
+
+    async def unfinished_user(self, tenant: str, needs: Callable[[JobSpec], bool]) -> str | None:
+        """An unfinished job that needs something."""
+        for base in self._api.bases.values():
+            active = await base.redis.smembers(base.cell.active(partition_of(tenant)))
+            for row in await self.present(base, [job.decode() for job in active]):
+                if row.spec.tenant == tenant and row.state.status not in FINAL and needs(row.spec):
+                    return row.spec.id
+        return None
+
+    async def create(self, base: Base, spec: JobSpec, *, score: float, once: Once | None) -> str | None:
+        """Write the job and tell its owner, in one script. Returns the idempotency record if the key was used before.
+
+        Raises ApiError 429 if the tenant has too many unfinished jobs."""
+        cell, partition = base.cell, partition_of(spec.tenant)
+        keys = [
+            cell.job(spec.id),
+            cell.tenant_jobs(spec.tenant),
+            cell.jobs_all,
+            cell.active(partition),
+            cell.jobs(partition),
+            cell.unfinished(spec.tenant),
+            once.record(base, spec.tenant) if once else cell.job(spec.id),
+            cell.exports if spec.integrations else cell.job(spec.id),
+        ]
+        fields = await base.bus.fields(command(spec, "create", epoch=0))
+        fingerprint = once.fingerprint if once else ""
+        most_jobs, most_bytes = self._api.settings.max_unfinished_jobs, self._api.limits.max_unfinished_bytes
+        args = [spec.id, repr(score), JSON.encode(spec), JSON.encode(JobState()), fingerprint, IDEMPOTENCY_S]
+        args += [most_jobs, most_bytes, spec.tenant, *fields]
+        known: bytes | list[int] | None = await base.redis.register_script(CREATE)(keys=keys, args=args)
+        if isinstance(known, list):
+            raise _too_many(known[0], known[1], most_jobs, most_bytes)
+        return None if known is None else known.decode()
+
+    async def known(self, tenant: str, once: Once) -> str | None:
+        """The idempotency record of a key: `<job> <fingerprint>`."""
+        for base in self._api.bases.values():
+            found = await base.redis.get(once.record(base, tenant))
+            if found is not None:
+                return found.decode()
+        return None
+
+    async def send(self, row: JobRow, action: Any) -> None:
+        """Sends a command to the job's owner."""
+        message = command(row.spec, action, epoch=row.state.epoch)
+        fields = await row.base.bus.fields(message)
+        entry = dict(zip(fields[::2], fields[1::2], strict=True))
+        await row.base.redis.xadd(row.base.cell.jobs(message.partition), entry)
+
+    async def mark_deleted(self, row: JobRow) -> None:
+        """Notes that the user deleted the tuned model. Raises Unavailable if the job is being archived, and the store is away."""
+        deadline = time.monotonic() + ANSWER_S
+        key, mark = row.base.cell.job(row.spec.id), row.base.redis.register_script(DELETE)
+        while (answer := await mark(keys=[key], args=[DELETED, MOVING])) == b"moving":
+            if time.monotonic() > deadline:
+                raise Unavailable(f"{row.spec.id} is being archived: try again")
+            await asyncio.sleep(POLL_S)
+        if answer == b"archived" and (archived := await row.base.archive.find(row.spec.tenant, row.spec.id)):
+            await row.base.archive.mark_deleted(archived)
+
+
+def _too_many(num_jobs: int, num_bytes: int, most_jobs: int, most_bytes: int) -> ApiError:
+    return ApiError(
+        429,
+        f"you have {num_jobs} unfinished jobs and runs, whose records have {num_bytes} bytes; with this one that is more than"
+        f" {most_jobs} jobs or {most_bytes} bytes: wait until some have finished, cancel jobs,"
+        " or unload models of the Tinker protocol",
+        code="too_many_jobs",
+        retry=False,
+    )
+
+
+def command(spec: JobSpec, action: Any, *, epoch: int) -> JobCommand:
+    return JobCommand(
+        id=f"{spec.id}/{action}/{epoch}",
+        tenant=spec.tenant,
+        job=spec.id,
+        partition=partition_of(spec.tenant),
+        epoch=epoch,
+        action=action,
+    )
+
+
+def _decoded(base: Base, values: list[bytes | None]) -> JobRow | None:
+    spec, state, deleted = values
+    if spec is None or state is None:
+        return None
+    decoded = msgspec.json.decode(state, type=JobState)
+    return JobRow(base, msgspec.json.decode(spec, type=JobSpec), decoded, deleted is not None)
+
+
+async def _archived(base: Base, tenant: str, before_ms: int | None) -> AsyncIterator[ListedJob]:
+    async for created_ms, job in base.archive.newest_first(tenant, before_ms):
+        yield ListedJob(created_ms, job, base)
+
+
+async def _merged(sources: Sequence[AsyncIterator[ListedJob]]) -> AsyncIterator[ListedJob]:
+    """The entries of sources that are each sorted, newest first."""
+    heads = [(entry, source) for source in sources if (entry := await anext(source, None))]
+    while heads:
+        at = max(range(len(heads)), key=lambda i: heads[i][0][:2])
+        entry, source = heads.pop(at)
+        yield entry
+        if (following := await anext(source, None)) is not None:
+            heads.append((following, source))
+
+
+def _ms(seconds: float) -> int:
+    return math.floor(1000 * seconds)

@@ -1,0 +1,235 @@
+"""Finds runs and their checkpoints, and creates runs by one script. Only the partition's owner writes a run's state."""
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from common.bus.streams import partition_of
+from common.errors import InvalidInput, NotFound
+from common.wire.messages import AdapterRef, JobCommand, LoraSpec
+from manager_service.http.context import Api, Base
+from manager_service.http.errors import ApiError
+from manager_service.http.stores.job_store import JobStore
+from manager_service.http.stores.tinker_names import Path, parse_path
+from manager_service.records.job_records import has_version, newest_stored
+from manager_service.records.keys import JSON
+from manager_service.records.run_records import (
+    CROWDED,
+    CROWDED_TENANT,
+    Checkpoint,
+    RunSpec,
+    RunState,
+    run_of,
+    session_of,
+    use,
+)
+
+NUM_KEPT = 10_000
+"""Runs whose specs a replica remembers: they never change."""
+
+MAX_KEPT = 10_000
+"""Runs of one tenant in a cell that Redis keeps, ended ones too."""
+
+PAGE = 100
+"""Runs that are read together: their states have up to a thousand checkpoints each."""
+
+# KEYS: run, seqs, tenant-runs, jobs stream, active, unfinished, retire. ARGV: sha256 of what was asked, run id, score, spec, state, its
+# status, its head, what was asked, most unfinished jobs and runs, most bytes of their records, most runs that are kept, from how many on
+# the tenant is crowded, how `retire` names it, then the fields of the stream entry. Answers `new`, `known`, `other` if something else was
+# asked under the same id, or why there is no room for one more.
+_CREATE = """
+local known = redis.call('HGET', KEYS[2], '0')
+if known then return string.sub(known, 1, 64) == ARGV[1] and 'known' or 'other' end
+if redis.call('EXISTS', KEYS[1]) == 1 then return 'other' end
+local kept = redis.call('ZCARD', KEYS[3])
+if kept >= tonumber(ARGV[12]) then redis.call('ZADD', KEYS[7], 'NX', 0, ARGV[13]) end
+if kept >= tonumber(ARGV[11]) then return 'kept' end
+local sizes, size, total = redis.call('HVALS', KEYS[6]), #ARGV[4] + #ARGV[5], 0
+for _, each in ipairs(sizes) do total = total + each end
+if #sizes >= tonumber(ARGV[9]) or total + size > tonumber(ARGV[10]) then return 'unfinished ' .. #sizes end
+redis.call('XADD', KEYS[4], '*', unpack(ARGV, 14))
+redis.call('HSET', KEYS[6], ARGV[2], size)
+redis.call('HSET', KEYS[1], 'spec', ARGV[4], 'state', ARGV[5], 'status', ARGV[6], 'head', ARGV[7])
+redis.call('ZADD', KEYS[3], ARGV[3], ARGV[2])
+redis.call('SADD', KEYS[5], ARGV[2])
+redis.call('HSET', KEYS[2], '0', ARGV[1] .. ' ' .. ARGV[8] .. ' 0')
+return 'new'
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    base: Base
+    spec: RunSpec
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+    async def state(self) -> RunState:
+        """Raises NotFound if Redis has lost it."""
+        record = await self.base.redis.hget(self.base.cell.run(self.id), "state")
+        if record is None:
+            raise NotFound(f"there is no run {self.spec.public_id!r} any more")
+        return msgspec.json.decode(record, type=RunState)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A version that can be sampled from, or trained further."""
+
+    base: Base
+    adapter: AdapterRef
+    lora: LoraSpec
+    asked_model: str
+
+
+class RunStore:
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._known: OrderedDict[str, RunRow] = OrderedDict()
+
+    async def named(self, tenant: str, public_id: str) -> RunRow:
+        """The run that its user names so. Raises NotFound, also for another tenant's."""
+        run = run_of(public_id)
+        if run is None:
+            raise NotFound(f"there is no run {public_id[:64]!r}")
+        return await self.find(tenant, run)
+
+    async def find(self, tenant: str, run: str) -> RunRow:
+        """Raises NotFound, also for another tenant's."""
+        found = self._known.get(run) or await self._read(run)
+        if found is None or found.spec.tenant != tenant:
+            raise NotFound(f"there is no run {run[:64]!r}")
+        return found
+
+    async def _read(self, run: str) -> RunRow | None:
+        bases = list(self._api.bases.values())
+        records = await asyncio.gather(*(base.redis.hget(base.cell.run(run), "spec") for base in bases))
+        for base, record in zip(bases, records, strict=True):
+            if record is not None:
+                found = RunRow(base, msgspec.json.decode(record, type=RunSpec))
+                self._known[run] = found
+                while len(self._known) > NUM_KEPT:
+                    self._known.popitem(last=False)
+                return found
+        return None
+
+    async def newest_first(self, tenant: str, *, limit: int, offset: int) -> tuple[list[tuple[RunRow, RunState]], int]:
+        """A tenant's runs with their states, and how many it has in all."""
+        rows = await self._newest_first(tenant)
+        return await self._with_states(rows[offset : offset + limit]), len(rows)
+
+    async def pages(
+        self, tenant: str, sessions: Collection[str] | None = None
+    ) -> AsyncIterator[list[tuple[RunRow, RunState]]]:
+        """All of a tenant's runs with their states, newest first, some at a time; with `sessions`, those of these sessions."""
+        rows = await self._newest_first(tenant)
+        chosen = [row for row in rows if sessions is None or session_of(row[0]) in sessions]
+        for start in range(0, len(chosen), PAGE):
+            yield await self._with_states(chosen[start : start + PAGE])
+
+    async def _newest_first(self, tenant: str) -> list[tuple[str, Base]]:
+        rows: list[tuple[float, str, Base]] = []
+        for base in self._api.bases.values():
+            found = await base.redis.zrange(base.cell.tenant_runs(tenant), 0, -1, withscores=True)
+            rows += [(score, run.decode(), base) for run, score in found]
+        rows.sort(key=lambda row: row[:2], reverse=True)
+        return [(run, base) for _, run, base in rows]
+
+    async def _with_states(self, chosen: Sequence[tuple[str, Base]]) -> list[tuple[RunRow, RunState]]:
+        """One round trip for each base model."""
+        found: dict[str, tuple[RunRow, RunState]] = {}
+        for base in self._api.bases.values():
+            runs = [run for run, of in chosen if of is base]
+            pipe = base.redis.pipeline(transaction=False)
+            for run in runs:
+                pipe.hmget(base.cell.run(run), "spec", "state")
+            for run, (spec, state) in zip(runs, await pipe.execute(), strict=True):
+                if spec is not None and state is not None:
+                    known = RunRow(base, msgspec.json.decode(spec, type=RunSpec))
+                    found[run] = (known, msgspec.json.decode(state, type=RunState))
+        return [found[run] for run, _ in chosen if run in found]
+
+    async def create(self, base: Base, spec: RunSpec, *, asked: msgspec.Struct, kind: str) -> None:
+        """Writes the run and tells its owner, in one script; once, however often it is asked for. `kind`: which request asked.
+
+        Raises InvalidInput if something else was asked under the same id, ApiError if the tenant has too many.
+        """
+        cell, partition = base.cell, partition_of(spec.tenant)
+        command = JobCommand(
+            id=f"{spec.id}/create/0", tenant=spec.tenant, job=spec.id, partition=partition, action="create"
+        )
+        keys = [cell.run(spec.id), cell.seqs(spec.id), cell.tenant_runs(spec.tenant), cell.jobs(partition)]
+        keys += [cell.active(partition), cell.unfinished(spec.tenant), cell.retire(partition)]
+        digest = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
+        words = [digest, spec.id, repr(time.time()), JSON.encode(spec), *RunState().fields().values(), kind]
+        words += [self._api.settings.max_unfinished_jobs, self._api.limits.max_unfinished_bytes, MAX_KEPT]
+        words += [CROWDED, f"{CROWDED_TENANT}{spec.tenant}"]
+        fields = await base.bus.fields(command)
+        answer: bytes = await base.redis.register_script(_CREATE)(keys=keys, args=[*words, *fields])
+        if answer == b"other":
+            raise InvalidInput(f"{spec.public_id} was created before, with other arguments", code="conflict")
+        if answer not in (b"new", b"known"):
+            raise _no_room(answer.decode())
+
+    async def source(self, tenant: str, path: str, *, with_optimizer: bool = False) -> Source:
+        """The version that a path names: a run's checkpoint, or a version of a managed job. It is noted as used. Raises
+        InvalidInput, NotFound.
+        """
+        named = parse_path(path)
+        found = await (self._of_job(tenant, named) if named.is_jobs else self._of_run(tenant, named))
+        if not await use(found.base.bus, found.adapter, with_optimizer=with_optimizer):
+            raise NotFound(f"there is no checkpoint {path} any more")
+        return found
+
+    async def check(self, tenant: str, path: str) -> None:
+        """Raises NotFound if a path names nothing any more."""
+        named = parse_path(path)
+        await (self._of_job(tenant, named) if named.is_jobs else self.checkpoint(tenant, named))
+
+    async def checkpoint(self, tenant: str, path: Path) -> tuple[RunRow, Checkpoint]:
+        """The version that a run's user saved under a name. Raises NotFound, also for another tenant's."""
+        run = await self.named(tenant, path.run)
+        for known in (await run.state()).checkpoints:
+            if (known.kind, known.name) == (path.kind, path.name) and known.is_kept(time.time()):
+                return run, known
+        raise NotFound(f"there is no checkpoint {path}: it was deleted, it has expired, or nothing was saved under it")
+
+    async def _of_run(self, tenant: str, path: Path) -> Source:
+        run, known = await self.checkpoint(tenant, path)
+        adapter = AdapterRef(tenant, run.id, known.version)
+        return Source(run.base, adapter, run.spec.lora, run.spec.asked_model)
+
+    async def _of_job(self, tenant: str, path: Path) -> Source:
+        row = await JobStore(self._api).find(tenant, path.run)
+        known = path.kind == "sampler_weights" and path.name.isascii() and path.name.isdecimal() and len(path.name) <= 8
+        version = int(path.name) if known else -1
+        if row.deleted or not has_version(row.spec, row.state, version):
+            newest = newest_stored(row.spec, row.state)
+            raise NotFound(
+                f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION, up to {newest}; versions that"
+                " `keep_versions` leaves out are deleted, and so are those of a model that was"
+            )
+        return Source(row.base, AdapterRef(tenant, row.spec.id, version), row.spec.hyper.lora, row.base.name)
+
+
+def _no_room(answer: str) -> ApiError:
+    """`answer`: the script's."""
+    why, _, num = answer.partition(" ")
+    if why == "kept":
+        told = (
+            f"you have {MAX_KEPT:,} runs, with those that have ended: delete checkpoints that you need no more; runs without any make"
+            " room, an hour after their end"
+        )
+        return ApiError(400, told, code="too_many_runs", retry=False)
+    told = (
+        f"you have {num} unfinished jobs and runs, and their records have a limit too: unload models, finish sessions, or wait until"
+        " some jobs have finished"
+    )
+    return ApiError(400, told, code="too_many_jobs", retry=False)  # after a 429, the SDK would repeat for minutes

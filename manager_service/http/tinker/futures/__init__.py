@@ -1,0 +1,10 @@
+"""Results that clients wait for: a replica's memory holds those of samples, Redis those of operations.
+
+    done ─► results ─► retrieval (routes)
+    rollout ─► samples ─┘
+
+Its files:
+
+    operation_futures.py  gives an operation's result, as its client wants it
+    sample_futures.py     runs requests for samples, and keeps what they give until it is retrieved
+"""

@@ -1,0 +1,374 @@
+"""Runs requests for samples, and keeps what they give until it is retrieved: in memory, so any replica asks the one that has it.
+
+    asample ─► start ─► a task: waits for quota and places ─► rollout ─► result ─► retrieve_future
+    a replica ─ PeerQuestion ─► peers:<the other> ─► it waits for the result ─ PeerAnswer ─► peers:<the replica>
+
+holds: requests under way and their results (lost on a crash: the client's future answers 410, and it samples again)
+reads: its own `peers:…`   writes: the others'   waits for: places, turns, peers   unblocked by: rollout, other replicas
+when a replica dies: its stream ends after TTL_S, and whoever asks hears that the request is gone
+"""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import msgspec
+import structlog
+from redis.exceptions import RedisError
+
+from common.bus.bus import Bus
+from common.cancellation import cancel_all, starting
+from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound
+from common.wire.messages import TurnResult, Usage
+from manager_service.http.errors import RETRY_AFTER_S, ApiError
+from manager_service.http.quota import count_inference, tokens_today
+from manager_service.http.sampling.choices import InferenceRequest
+from manager_service.http.sampling.inference import Inference
+from manager_service.http.tinker.wire.sample_requests import TinkerSample
+from manager_service.records.run_records import USED_S, use
+
+PREFIX = "smp"
+_ID = re.compile(rf"{PREFIX}-([0-9a-f]{{16}})-(.+)-\d+")  # replica, base model
+MAX_OPEN = 10_000
+"""Requests of one tenant that are under way."""
+MAX_SAMPLES = 65_536
+"""Samples of those requests together: each is held in memory from the beginning."""
+KEPT_S, RETRIEVED_S = 600.0, 30.0
+"""Seconds that a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
+SILENT_S = 300.0
+"""A request that nobody asked about for so long is given up."""
+GRACE_S = 20.0
+"""Time in which a silent session may show a sign of life again: after a Redis that was away, none has shown one yet."""
+LOOK_EVERY_S = 10.0
+USE_EVERY_S = USED_S / 4
+"""Seconds between two notes of the use of a version that requests wait for."""
+QUOTA_EVERY_S = 15.0
+TTL_S, REFRESH_S = 60, 5.0
+BLOCK_MS = 1000
+PEER_GRACE_S = 3.0
+"""Seconds that a replica waits for another's answer after that one has stopped waiting for the result."""
+log = structlog.get_logger()
+
+
+class Gone(NotFound):
+    """The request is not here: it must be made again."""
+
+
+class SamplesOutcome(msgspec.Struct, frozen=True):
+    """The state of a request, with its samples if it is done."""
+
+    done: bool
+    samples: tuple[TinkerSample, ...] = ()
+    error: str = ""  # what is wrong with it, for its user
+    gone: bool = False  # it is not here, or could not be done: it must be made again
+
+
+GONE = SamplesOutcome(done=True, gone=True)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request for samples."""
+
+    id: str
+    tenant: str
+    ask: InferenceRequest
+    samples: list[TinkerSample | None]
+    key: tuple[str, str]  # tenant, what names the request, if anything does
+    session: str  # empty: it names no sampler
+    asked_s: float  # monotonic: when its client last asked about it
+    retrieved: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    error: str = ""  # what is wrong with it, for its user
+    gone: bool = False  # it could not be done
+    usage: Usage = field(default_factory=Usage)
+    task: "asyncio.Task[None] | None" = None
+
+    def outcome(self) -> SamplesOutcome:
+        samples = tuple(sample for sample in self.samples if sample is not None)
+        return SamplesOutcome(self.done.is_set(), samples, self.error, self.gone)
+
+
+class Samples:
+    """The requests for samples that one replica of the API has under way in one cell."""
+
+    def __init__(
+        self, bus: Bus, inference: Inference, api_id: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bus = bus
+        self._inference = inference
+        self._prefix = f"{PREFIX}-{api_id}-{bus.cell.base_model}-"
+        self._clock = clock
+        self._numbers = count()
+        self._requests: dict[str, Request] = {}
+        self._ids: dict[tuple[str, str], str] = {}  # by `key`
+        self._open: Counter[str] = Counter()  # by tenant
+        self._num_samples: Counter[str] = Counter()  # by tenant, of those requests
+        self._silent: dict[str, float] = {}  # session without a sign of life -> since when, as the clock says
+
+    def start(self, ask: InferenceRequest, once: str = "", session: str = "") -> str:
+        """The id of the request's future. A request that comes again, as `once` names it, is not made again. Raises ApiError 429."""
+        tenant = ask.tenant.id
+        key = (tenant, once)
+        if once and key in self._ids:
+            return self._ids[key]
+        if self._open[tenant] >= MAX_OPEN or self._num_samples[tenant] + ask.num_choices > MAX_SAMPLES:
+            raise _too_many()
+        name = f"{self._prefix}{next(self._numbers)}"
+        request = Request(name, tenant, ask, [None] * ask.num_choices, key, session, self._clock())
+        self._requests[name] = request
+        if once:
+            self._ids[key] = name
+        self._open[tenant] += 1
+        self._num_samples[tenant] += ask.num_choices
+        request.task = asyncio.create_task(self._serve(request))
+        request.task.add_done_callback(lambda _: self._end(request))  # one that is cancelled may never have begun
+        return name
+
+    async def outcome(self, tenant: str, name: str, timeout_s: float) -> SamplesOutcome:
+        """Waits for a request's result."""
+        try:
+            request = self.find(tenant, name)
+        except Gone:
+            return GONE
+        try:
+            async with asyncio.timeout(timeout_s):
+                await request.done.wait()
+            request.retrieved = True
+        except TimeoutError:
+            pass
+        if request.gone:
+            self.cancel(request)
+        return request.outcome()
+
+    def find(self, tenant: str, request: str) -> Request:
+        """Raises Gone, also for another tenant's."""
+        found = self._requests.get(request)
+        if found is None or found.tenant != tenant:
+            raise Gone(f"the request {request[:64]!r} is not here any more: ask again")
+        found.asked_s = self._clock()
+        return found
+
+    def give_up(self, tenant: str, request: str) -> None:
+        """Cancels a request that its client does not want any more. What is not here is passed over."""
+        with contextlib.suppress(Gone):
+            self.cancel(self.find(tenant, request))
+
+    def end_session(self, session: str) -> None:
+        """Cancels what a client has under way that is no more."""
+        for request in list(self._requests.values()):
+            if request.session == session and not request.done.is_set():
+                self.cancel(request)
+
+    async def end_silent(self) -> None:
+        """Cancels what those clients have under way whose sessions have ended, or show no sign of life."""
+        sessions, now = sorted({request.session for request in self._requests.values()} - {""}), self._clock()
+        keys = [self._bus.cell.session(session) for session in sessions]
+        signs: Any = await self._bus.retrying(lambda: self._bus.client.mget(keys)) if keys else []
+        silent = [session for session, sign in zip(sessions, signs, strict=True) if sign is None]
+        self._silent = {session: self._silent.get(session, now) for session in silent}
+        for session, since in self._silent.items():
+            if now - since >= GRACE_S:
+                self.end_session(session)
+
+    def cancel(self, request: Request) -> None:
+        request.gone = request.gone or not request.done.is_set()
+        self._forget(request)
+        if request.task is not None:
+            request.task.cancel()
+
+    async def run(self) -> None:
+        """Gives up what nobody asks about, until cancelled; then everything."""
+        used_at = self._clock()
+        try:
+            while True:
+                await asyncio.sleep(LOOK_EVERY_S)
+                self.look()
+                await self.end_silent()
+                if self._clock() - used_at >= USE_EVERY_S:
+                    used_at = self._clock()
+                    await self.use_versions()
+        finally:
+            await cancel_all([request.task for request in self._requests.values() if request.task is not None])
+
+    def look(self) -> None:
+        """Drops requests whose clients have been silent for too long."""
+        now = self._clock()
+        for request in list(self._requests.values()):
+            if now - request.asked_s > _patience_s(request):
+                self.cancel(request)
+
+    async def use_versions(self) -> None:
+        """Keeps the versions that requests wait for, so that they are there when their turn comes."""
+        for adapter in {each.ask.adapter for each in self._requests.values() if not each.done.is_set()}:
+            await use(self._bus, adapter)
+
+    def _forget(self, request: Request) -> None:
+        self._requests.pop(request.id, None)
+        if self._ids.get(request.key) == request.id:
+            del self._ids[request.key]
+
+    async def _serve(self, request: Request) -> None:
+        try:
+            await self._within_quota(request)
+            await self._sample(request)
+        except (InvalidInput, CorruptObject) as error:
+            request.error = str(error)
+        except (MarlaasError, RedisError, ApiError) as error:
+            log.warning("samples_given_up", request=request.id, reason=str(error))
+            request.gone = True
+        except Exception:  # the boundary: it goes to whoever asks for the samples, as a request to be made again
+            log.error("samples_failed", request=request.id, exc_info=True)
+            request.gone = True
+        finally:
+            self._end(request)
+            await asyncio.shield(self._charge(request))
+
+    def _end(self, request: Request) -> None:
+        """Lets others have the room of a request; once, however often it is called."""
+        if not request.done.is_set():
+            request.done.set()
+            self._open[request.tenant] -= 1
+            self._num_samples[request.tenant] -= request.ask.num_choices
+
+    async def _within_quota(self, request: Request) -> None:
+        """Waits while the tenant's tokens of the day are used up."""
+        limit, redis, cell = request.ask.tenant.max_tokens_per_day, self._bus.client, self._bus.cell
+        while (
+            limit is not None and await self._bus.retrying(lambda: tokens_today(redis, cell, request.tenant)) >= limit
+        ):
+            await asyncio.sleep(QUOTA_EVERY_S)
+
+    async def _sample(self, request: Request) -> None:
+        async with aclosing(self._inference.answer(request.ask)) as progress:
+            async for fresh in progress:
+                if fresh.result is not None:
+                    request.samples[fresh.choice] = _sampled(fresh.result)
+                    request.usage += fresh.result.usage
+
+    async def _charge(self, request: Request) -> None:
+        usage, redis, cell = request.usage, self._bus.client, self._bus.cell
+        if usage != Usage():
+            await self._bus.retrying(lambda: count_inference(redis, cell, request.tenant, usage, request.session))
+
+
+class PeerQuestion(msgspec.Struct, frozen=True, tag="Question"):
+    number: int
+    asker: str  # replica
+    tenant: str
+    request: str
+    timeout_s: float | None  # None: its client does not want it any more, and no answer comes
+
+
+class PeerAnswer(msgspec.Struct, frozen=True, tag="Answer"):
+    number: int  # of the question
+    outcome: SamplesOutcome
+
+
+_decoder = msgspec.msgpack.Decoder(PeerQuestion | PeerAnswer)
+
+
+class Peers:
+    """One replica's questions to the others, and its answers to theirs."""
+
+    def __init__(self, bus: Bus, samples: Samples, api_id: str) -> None:
+        self._bus = bus
+        self._samples = samples
+        self._api_id = api_id
+        self._numbers = count()
+        self._waiting: dict[int, asyncio.Future[SamplesOutcome]] = {}
+
+    async def outcome(self, replica: str, tenant: str, request: str, timeout_s: float) -> SamplesOutcome:
+        """Waits for the result of a request, wherever it was made."""
+        if replica == self._api_id:
+            return await self._samples.outcome(tenant, request, timeout_s)
+        question = PeerQuestion(next(self._numbers), self._api_id, tenant, request, timeout_s)
+        waiting: asyncio.Future[SamplesOutcome] = asyncio.get_running_loop().create_future()
+        self._waiting[question.number] = waiting
+        try:
+            if not await self._send(replica, question):
+                return GONE
+            async with asyncio.timeout(timeout_s + PEER_GRACE_S):
+                return await waiting
+        except TimeoutError:
+            return SamplesOutcome(done=False)
+        finally:
+            del self._waiting[question.number]
+
+    async def give_up(self, replica: str, tenant: str, request: str) -> None:
+        """Cancels a request, wherever it was made."""
+        if replica == self._api_id:
+            self._samples.give_up(tenant, request)
+        else:
+            await self._send(replica, PeerQuestion(next(self._numbers), self._api_id, tenant, request, None))
+
+    async def run(self) -> None:
+        """Reads until cancelled. What was read is deleted."""
+        stream, client = self._bus.cell.peers(self._api_id), self._bus.client
+        refreshed_s = float("-inf")
+        async with starting() as start:
+            while True:
+                if time.monotonic() - refreshed_s > REFRESH_S:
+                    await self._bus.keep_alive(stream, TTL_S)
+                    refreshed_s = time.monotonic()
+                found: Any = await self._bus.retrying(
+                    lambda: client.xread({stream: "0"}, count=100, block=BLOCK_MS), block_ms=BLOCK_MS
+                )
+                entries = [entry for pages in (found or {}).values() for page in pages for entry in page]
+                for entry, fields in entries:
+                    start(self._take(_decoder.decode(fields[b"payload"])))
+                    await self._bus.retrying(partial(client.xdel, stream, entry))
+
+    async def _take(self, message: PeerQuestion | PeerAnswer) -> None:
+        if isinstance(message, PeerAnswer):
+            waiting = self._waiting.get(message.number)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message.outcome)
+        elif message.timeout_s is None:
+            self._samples.give_up(message.tenant, message.request)
+        else:
+            outcome = await self._samples.outcome(message.tenant, message.request, message.timeout_s)
+            await self._send(message.asker, PeerAnswer(message.number, outcome))
+
+    async def _send(self, replica: str, message: PeerQuestion | PeerAnswer) -> bool:
+        """False if that replica is not there."""
+        stream, content = self._bus.cell.peers(replica), msgspec.msgpack.encode(message)
+        client = self._bus.client
+        written: Any = await self._bus.retrying(lambda: client.xadd(stream, {"payload": content}, nomkstream=True))
+        return written is not None
+
+
+def place_of(request: str) -> tuple[str, str] | None:
+    """(replica, base model) that a request's id names."""
+    found = _ID.fullmatch(request)
+    return (found[1], found[2]) if found else None
+
+
+def _patience_s(request: Request) -> float:
+    if not request.done.is_set():
+        return SILENT_S
+    return RETRIEVED_S if request.retrieved else KEPT_S
+
+
+def _sampled(result: TurnResult) -> TinkerSample:
+    """The context's end reads like the limit of tokens."""
+    reason = "stop" if result.stop_reason == "stop" else "length"
+    return TinkerSample(result.tokens, result.logprobs, reason, result.prompt_logprobs)
+
+
+def _too_many() -> ApiError:
+    error = ApiError(
+        429,
+        f"{MAX_OPEN:,} of your requests for samples are under way, or {MAX_SAMPLES:,} samples: wait until some have ended",
+        code="too_many",
+    )
+    error.headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return error

@@ -1,0 +1,99 @@
+"""Routes of a client as a whole: its configuration, its session, what the service can do."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from manager_service.http.context import Parts, Tenant
+from manager_service.http.errors import ApiError
+from manager_service.http.tinker.parts import PREFIX, Known, answer
+from manager_service.http.tinker.request_bodies import FinishAsked, SessionAsked, SessionNamed, read
+
+router = APIRouter(prefix=PREFIX, include_in_schema=False)
+
+CLIENT_CONFIG: dict[str, Any] = {
+    "pjwt_auth_enabled": False,
+    "credential_default_source": "api_key",
+    "parallel_fwdbwd_chunks": False,  # in parallel a call's first part comes last, and the others may fill the room before it
+    "fwdbwd_max_chunk_len": 1024,
+    "fwdbwd_max_chunk_bytes_count": 400_000,  # what the owner schedules at once, and less than a claim check
+    "proto_compress_fwdbwd": False,
+    "proto_write_fwdbwd": True,  # this and the next two: clients up to 0.24 speak as later ones do
+    "fwd_via_fwdbwd": True,
+    "create_model_via_load_weights": True,
+    "use_pyqwest_transport": False,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": True,
+    "custom_loss_server_side": False,
+}
+DYNAMIC_CONFIG: dict[str, Any] = {
+    "refresh_interval_sec": 300,
+    "sample_cancel_enabled": True,
+    "sample_cancel_max_batch_size": 64,
+}
+UNTRAINED = "LoRA on the unembedding (train_unembed) is not trained here; attention and MLP layers are."
+
+
+@router.post("/client/config")
+async def client_config(tenant: Tenant) -> Response:
+    return answer(CLIENT_CONFIG)
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(tenant: Tenant) -> Response:
+    return answer(DYNAMIC_CONFIG)
+
+
+@router.get("/healthz")
+async def healthz() -> Response:
+    return answer({"status": "ok"})
+
+
+@router.get("/get_server_capabilities")
+async def capabilities(api: Parts, tenant: Tenant) -> Response:
+    models = [
+        {
+            "model_name": base.name,
+            "max_context_length": base.tokenizer.context,
+            "trainable": True,
+            "sampleable": True,
+        }
+        for base in api.bases.values()
+    ]
+    return answer({"supported_models": models})
+
+
+@router.post("/create_session")
+async def create_session(request: Request, tenant: Tenant, known: Known) -> Response:
+    session = await known.sessions.create(tenant.id, await read(request, SessionAsked))
+    return answer({"type": "create_session", "session_id": session.id, "info_message": UNTRAINED})
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(request: Request, tenant: Tenant, known: Known) -> Response:
+    """410 ends the client's signs of life."""
+    session = await known.sessions.find(tenant.id, (await read(request, SessionNamed)).session_id)
+    if session.finished:
+        raise ApiError(410, f"the session {session.id} has finished", code="finished")
+    await known.sessions.refresh(session)
+    return answer({"type": "session_heartbeat"})
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(request: Request, session_id: str, api: Parts, tenant: Tenant, known: Known) -> Response:
+    """Ends a session. Its requests end at this replica now, and at others when they look."""
+    session = await known.sessions.find(tenant.id, session_id)
+    asked = await read(request, FinishAsked)
+    await known.sessions.finish(session, asked.reason.type[:32])
+    for base in api.bases.values():
+        base.samples.end_session(session.id)
+    return answer({})
+
+
+@router.post("/telemetry")
+async def telemetry(request: Request, tenant: Tenant) -> Response:
+    """Takes what clients tell of themselves, and keeps nothing."""
+    async for _ in request.stream():
+        pass
+    return answer({"status": "accepted"})

@@ -1,0 +1,13 @@
+"""The command line `marlaas`: the commands of users, from `marlaas_client.cli`, and those of operators.
+
+    main ─► marlaas_client.cli        up ─► manager_service.launcher
+
+Its files:
+
+    main.py          gathers the commands
+    pull.py          `pull`, with the adapter merged into its base model
+    merge.py         merges an adapter into its base model
+    operate.py       `workers`, `dead`: what the cluster does, with the admin key
+    up.py            `up`: runs everything on this machine
+    plan_command.py  `plan`: says what of a base model fits on a device
+"""

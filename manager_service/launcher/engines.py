@@ -1,0 +1,178 @@
+"""Devices to plan for, what each engine of rollouts takes of one, and the rows and tokens that it makes of the rest. Arithmetic alone.
+
+Of vLLM nothing was measured on a GPU: how it shares its memory out is assumed, each part by a constant here.
+"""
+
+import re
+from typing import Literal, NamedTuple
+
+from common.errors import InvalidInput
+from common.models.base_shape import BaseShape
+from common.models.footprint import BYTES_OF_SCORE, CPU_PROCESS, GPU_PROCESS, GRAIN, ROWS_PART, cache_room
+
+EngineName = Literal["torch", "vllm"]
+IDLE_ADAPTERS = 64 << 20
+MAX_LORAS, MAX_LORA_RANK = 8, 32
+"""Adapters in one batch of vLLM, and their largest rank, by default."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Largest ranks that vLLM can be started with."""
+STEP_TOKENS = 8192
+"""Tokens of one step of vLLM on a GPU, prompts' pieces included."""
+BLOCK = 16
+"""Tokens of a block of vLLM's keys and values."""
+CUDA_GRAPHS = 1e9
+"""Bytes that vLLM's CUDA graphs take: assumed."""
+VLLM_PROCESSES = 3e9
+"""Bytes of vLLM's processes on a CPU, code and buffers, on a base in the shape of Qwen3-0.6B."""
+
+REACHED = {("torch", False): 0.5, ("vllm", False): 0.5, ("torch", True): 0.2, ("vllm", True): 0.5}
+"""The part of the bound on sampled tokens that an engine is expected to reach, by its name and whether it is on a GPU.
+
+The first was measured: steps of 4 and 16 rows in the shape of Qwen3-0.6B, on one core. The others are assumed.
+"""
+LAUNCH_S = 0.002
+"""Seconds in which a GPU's host starts the kernels of a layer in a step of the embedded engine, a hundred or so: 58 to 72 ms were
+measured for the 28 layers of Qwen3-0.6B, on an H100, with 1 and 8 adapters."""
+TRAINING_REACHED = {False: 1.0, True: 0.3}
+"""The part of the bound on trained tokens, by whether it is on a GPU. On a CPU: measured with that shape, all tokens learned. On a GPU
+assumed for large models: that shape reached 0.03 to 0.05 on an H100: most of a step is operations between the products."""
+
+
+class Device(NamedTuple):
+    """Memory in bytes, and what bounds speed: bytes and floating-point operations a second."""
+
+    memory: float
+    bandwidth: float
+    flops: float
+    gpu: bool = True
+
+
+GPUS = {
+    "l4": Device(24e9, 300e9, 121e12),
+    "a10": Device(24e9, 600e9, 125e12),
+    "rtx3090": Device(24e9, 936e9, 71e12),
+    "rtx4090": Device(24e9, 1008e9, 165e12),
+    "l40s": Device(48e9, 864e9, 362e12),
+    "a100": Device(80e9, 2039e9, 312e12),
+    "h100": Device(80e9, 3350e9, 989e12),
+    "h200": Device(141e9, 4800e9, 989e12),
+}
+"""Operations a second from the makers' data sheets: dense bfloat16."""
+CORE = Device(0, 10e9, 60e9, gpu=False)
+"""One core of a server's processor in float32, as measured here."""
+
+
+def parse_gpu(text: str) -> Device:
+    """`24GB`, `80GiB`, or a name in GPUS. A size has the speed of the slowest GPU known with so much memory. Raises InvalidInput."""
+    if text.lower() in GPUS:
+        return GPUS[text.lower()]
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GIB|G)", text.strip(), re.IGNORECASE)
+    memory = float(found[1]) * (1 << 30 if found[2].upper() == "GIB" else 1e9) if found else 0
+    if not memory:
+        raise InvalidInput(f"--gpu {text!r}: a size such as 24GB, or one of {', '.join(GPUS)}")
+    known = [gpu for gpu in GPUS.values() if gpu.memory >= memory] or [max(GPUS.values())]
+    slowest = min(known, key=lambda gpu: gpu.bandwidth)
+    return slowest._replace(memory=memory)
+
+
+def slots_of(engine: EngineName, *, gpu: bool) -> int:
+    """Turns that an engine makes at once by default."""
+    return 256 if engine == "vllm" and gpu else 128
+
+
+class Load(NamedTuple):
+    """The work that an engine of rollouts is started for. `parallel`: devices over which the base model is spread."""
+
+    shape: BaseShape
+    device: Device
+    engine: EngineName
+    itemsize: int
+    rank: int  # of the adapters
+    context: int
+    parallel: int = 1
+
+    @property
+    def slots(self) -> int:
+        return slots_of(self.engine, gpu=self.device.gpu)
+
+    @property
+    def beside_kv(self) -> float:
+        """Bytes of a device beside keys and values."""
+        shape = self.shape
+        weights = shape.num_weights * self.itemsize / self.parallel
+        scores = self.slots * shape.vocab * BYTES_OF_SCORE
+        return weights + scores + (self._of_vllm if self.engine == "vllm" else self._of_torch)
+
+    @property
+    def _of_torch(self) -> float:
+        process = GPU_PROCESS if self.device.gpu else CPU_PROCESS
+        prefill = 4 * self.context * (self.shape.hidden + self.shape.ffn) * self.itemsize
+        return process + prefill + IDLE_ADAPTERS
+
+    @property
+    def _of_vllm(self) -> float:
+        """A step's activations, places for adapters, each of the largest rank, and the process."""
+        tokens = STEP_TOKENS if self.device.gpu else max(self.context, 2048)
+        step = 4 * tokens * (self.shape.hidden + self.shape.ffn / self.parallel) * self.itemsize
+        adapters = (MAX_LORAS + 1) * self.shape.adapter_weights(max_lora_rank(self.rank)) * self.itemsize
+        return step + adapters + (GPU_PROCESS + CUDA_GRAPHS if self.device.gpu else CPU_PROCESS + VLLM_PROCESSES)
+
+    def rows(self, kv: int) -> int:
+        """Rows of the whole context at once, with so many bytes of a device for keys and values."""
+        token_bytes = self.shape.kv_bytes(self.itemsize, self.parallel)
+        if self.engine == "vllm":
+            return kv // (token_bytes * _whole(self.context, BLOCK))
+        return cache_room(int(ROWS_PART * kv), self.shape.num_layers) // (token_bytes * _whole(self.context, GRAIN))
+
+    def tokens_per_s(self, rows: int) -> float:
+        """The most tokens that are sampled in a second.
+
+        A step reads the weights and the rows' keys and values once, half of the context on average, and multiplies each row with the
+        weights that are active for it. Routers choose experts evenly; what devices tell each other takes no time.
+        """
+        rows = min(rows, self.slots)
+        if not rows:
+            return 0.0
+        read = self._weights_read(rows) * self.itemsize / self.parallel
+        read += rows * self.context / 2 * self.shape.kv_bytes(self.itemsize, self.parallel)
+        return rows / max(
+            read / self.device.bandwidth, 2 * self.shape.num_active * rows / (self.device.flops * self.parallel)
+        )
+
+    def expected_tokens_per_s(self, rows: int) -> float:
+        """The tokens that the engine is expected to sample in a second."""
+        expected = REACHED[self.engine, self.device.gpu] * self.tokens_per_s(rows)
+        if self.engine != "torch" or not self.device.gpu:
+            return expected
+        return min(expected, min(rows, self.slots) / (LAUNCH_S * self.shape.num_layers))
+
+    def _weights_read(self, rows: int) -> float:
+        """Weights that a step of so many rows needs: of the experts, those that some row takes."""
+        experts = self.shape.experts
+        if experts is None:
+            return self.shape.num_weights
+        untouched = (1 - experts.active / experts.num) ** rows * (self.shape.num_weights - self.shape.weights_with(0))
+        return self.shape.num_weights - untouched
+
+
+def trained_flops(shape: BaseShape, context: int, *, again: bool) -> float:
+    """Floating-point operations that a token costs the trainer, in a row of the whole context:
+
+        2 x weights active for it x (2 + again) + 4 x layers x heads x head size x positions seen x (3 + again)
+
+    The weights are frozen: a forward, and a backward of as much for the slopes. Attention, its scores and its sums of values, has a
+    backward of twice the forward. `again`: layers are computed again. A position sees those before it and itself, half of the context on
+    average; where layers have sliding windows it sees fewer.
+    """
+    weights, seen = 2 * shape.num_active, (context + 1) / 2
+    attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * seen
+    return weights * (2 + again) + attention * (3 + again)
+
+
+def max_lora_rank(rank: int) -> int:
+    """The largest rank that vLLM is started with, for adapters of this one."""
+    return next((each for each in LORA_RANKS if each >= max(rank, MAX_LORA_RANK)), LORA_RANKS[-1])
+
+
+def _whole(tokens: int, grain: int) -> int:
+    return -(-tokens // grain) * grain

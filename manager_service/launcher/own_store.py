@@ -1,0 +1,48 @@
+"""Waits, for `marlaas up`, until the folder of the local store is the one that the cells know."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from common.settings import parse_base_models
+from common.store.known_store import recognised
+from common.store.store_folder import StoreFolder
+from manager_service.launcher.embedded_redis import make_private
+
+
+class OwnStore:
+    """The folder of the local store. Services that start use it once it is the cells'."""
+
+    def __init__(self, environment: Mapping[str, str], data_dir: Path, tell: Callable[[str], None]) -> None:
+        """`tell` hears what is waited for, and what to do."""
+        self._environment = environment
+        self._own = data_dir / "store"
+        self._tell = tell
+        self._to_look = asyncio.Event()
+        self.waits_for = ""
+        """The reason why the folder is not used yet."""
+
+    async def recognise(self, redis_url: str) -> None:
+        """Returns once it may be used. A store in the data folder is then this user's alone."""
+        folder = StoreFolder.of(self._environment.get("MARLAAS_STORE_URL") or self._own.as_uri())
+        if folder is None:
+            return
+        bases = list(parse_base_models(self._environment.get("MARLAAS_BASE_MODELS", "tiny")))
+        await recognised(folder, redis_url, bases, self._wait)
+        self.waits_for = ""
+        if folder.path == self._own:
+            make_private(self._own)
+
+    def look_again(self) -> None:
+        """Lets `recognise_again` go on: a service starts again, and may wait for the folder."""
+        self._to_look.set()
+
+    async def recognise_again(self, redis_url: str) -> None:
+        """Calls `recognise` after the next `look_again`."""
+        await self._to_look.wait()
+        self._to_look.clear()
+        await self.recognise(redis_url)
+
+    def _wait(self, reason: str) -> None:
+        self.waits_for = reason
+        self._tell(f"waiting for the store: {reason}")

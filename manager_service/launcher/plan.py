@@ -1,0 +1,181 @@
+"""Says what of a base model fits on one device or several: memory by context, rows at once, speed. Arithmetic only.
+
+On one device a rollout worker and a trainer share it, each with its own copy of the weights. On several, each belongs to rollouts or to
+the trainer, whose ranks have a part of the base model each:
+
+    worker 0 | worker 1 | worker 2, over two devices | rank 0 of the trainer | rank 1
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from common.errors import InvalidInput
+from common.models.base_shape import BaseShape
+from manager_service.launcher.engines import TRAINING_REACHED, Device, EngineName, trained_flops
+from manager_service.launcher.fitting import FIRST_CONTEXT, Copies, Fit, SharedMemory
+
+
+class DeviceSplit(NamedTuple):
+    """The owners of the devices: rollout workers, each on `parallel` of them, then the trainer's ranks."""
+
+    workers: int = 1
+    parallel: int = 1
+    ranks: int = 1
+    shared: bool = True  # all of them on the one device
+
+    @property
+    def for_rollouts(self) -> int:
+        return self.workers * self.parallel
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """One context on a split of the devices."""
+
+    context: int
+    split: DeviceSplit
+    # Of a device for rollouts, and of one for training; one where they share it
+    memories: list[tuple[SharedMemory, Fit]]
+    # Speeds have the devices to themselves: sampled, no matter how good the engine is, and as many as are expected of it; trained
+    most_tokens_per_s: float
+    tokens_per_s: float
+    most_trained_per_s: float
+    trained_per_s: float
+
+    @property
+    def rollout(self) -> Fit:
+        return self.memories[0][1]
+
+    @property
+    def trainer(self) -> Fit:
+        return self.memories[-1][1]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole context at once, in all workers; 0: it does not fit."""
+        return self.split.workers * self.rollout.rows if self.trainer.rows else 0
+
+    @property
+    def enough(self) -> bool:
+        return all(memory.enough(fit) for memory, fit in self.memories)
+
+    @property
+    def sampling_share(self) -> float:
+        """The part of the time that sampling takes of a device that does both in turn, for a job that trains each token that it samples."""
+        return self.trained_per_s / (self.trained_per_s + self.tokens_per_s)
+
+    @property
+    def merit(self) -> tuple[bool, float, float, float, float]:
+        """The best of several splits has the largest: enough rows, then the slower of sampling and training as fast as can be."""
+        sampled, trained = (each * (self.rows > 0) for each in (self.most_tokens_per_s, self.most_trained_per_s))
+        return self.enough, min(sampled, trained), sampled, trained, -self.trainer.training.total
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    memory: SharedMemory  # of one device that rollouts and training share
+    num_devices: int
+    rows: list[PlannedRow]  # by context, ascending
+
+    @property
+    def shape(self) -> BaseShape:
+        return self.memory.copies[0].shape
+
+    @property
+    def device(self) -> Device:
+        return self.memory.device
+
+    @property
+    def chosen(self) -> PlannedRow | None:
+        """The longest context of which enough rows fit at once, else the shortest that fits at all; None if none does."""
+        found = [row for row in self.rows if row.rows]
+        return next((row for row in reversed(found) if row.enough), found[0] if found else None)
+
+    @property
+    def in_turn(self) -> bool:
+        """Says whether one device samples and trains in turn. On a CPU each has a core of its own."""
+        return self.device.gpu and self.num_devices == 1
+
+    @property
+    def weights(self) -> float:
+        """Bytes of one copy."""
+        return self.shape.num_weights * self.memory.itemsizes[0]
+
+    def fits(self, num_devices: int, context: int) -> bool:
+        """Says whether a row of this context fits on so many devices."""
+        return _best(self.memory, num_devices, context).rows > 0
+
+
+def make_plan(
+    shape: BaseShape,
+    device: Device,
+    *,
+    rank: int,
+    engine: EngineName = "torch",
+    num_devices: int = 1,
+    context: int | None = None,
+    modules: bool | None = None,
+) -> Plan:
+    """`context`: that one only; else powers of two up to the model's own. `modules`: transformers' own compute it in the trainer, as on a
+    GPU.
+
+    Raises InvalidInput for several devices of a CPU.
+    """
+    if num_devices > 1 and not device.gpu:
+        raise InvalidInput("--gpus: a CPU is one device; name the GPUs with --gpu")
+    memory = SharedMemory(
+        device=device,
+        engine=engine,
+        copies=[Copies(shape, device.gpu if modules is None else modules)],
+        itemsizes=(2, 2) if device.gpu else (4, 4),
+        rank=rank,
+        whole=device.memory,
+    )
+    contexts = [context] if context else _contexts(shape.context)
+    return Plan(memory, num_devices, [_best(memory, num_devices, each) for each in contexts])
+
+
+def _contexts(own: int) -> list[int]:
+    """1,024, 2,048, … and the model's own."""
+    doubled = [FIRST_CONTEXT << power for power in range(20)]
+    return [*(each for each in doubled if each < own), own]
+
+
+def _best(memory: SharedMemory, num_devices: int, context: int) -> PlannedRow:
+    rows = [_row(memory, split, context) for split in _splits(memory, num_devices)]
+    return max(rows, key=lambda row: row.merit)
+
+
+def _splits(memory: SharedMemory, num_devices: int) -> Iterator[DeviceSplit]:
+    """All ways to use the devices. The embedded engine has a device for each worker; vLLM may spread the heads of one over several."""
+    if num_devices == 1:
+        yield DeviceSplit()
+        return
+    shape = memory.copies[0].shape
+    for ranks, parallel in itertools.product(range(1, num_devices), range(1, num_devices)):
+        spreads = not shape.num_heads % parallel and (
+            not shape.num_kv_heads % parallel or not parallel % shape.num_kv_heads
+        )
+        if (parallel == 1 or memory.engine == "vllm") and spreads and parallel <= num_devices - ranks:
+            yield DeviceSplit((num_devices - ranks) // parallel, parallel, ranks, shared=False)
+
+
+def _row(memory: SharedMemory, split: DeviceSplit, context: int) -> PlannedRow:
+    (both,) = memory.copies
+    parts = [both] if split.shared else [both._replace(trainers=0), both._replace(rollouts=0)]
+    memories = [replace(memory, copies=[part], parallel=split.parallel, ranks=split.ranks) for part in parts]
+    found = [(each, each.at(context)) for each in memories]
+    load, rows = memories[0].load(both.shape, context), found[0][1].rows
+    work = trained_flops(both.shape, context, again=found[-1][1].again)
+    most_trained = split.ranks * memory.device.flops / work
+    return PlannedRow(
+        context=context,
+        split=split,
+        memories=found,
+        most_tokens_per_s=split.workers * load.tokens_per_s(rows),
+        tokens_per_s=split.workers * load.expected_tokens_per_s(rows),
+        most_trained_per_s=most_trained,
+        trained_per_s=most_trained * TRAINING_REACHED[memory.device.gpu],
+    )

@@ -1,0 +1,177 @@
+"""Reads jobs: their records in Redis, their files, and what only the store knows of them."""
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from weakref import WeakValueDictionary
+
+import structlog
+
+from common.bus.bus import Bus
+from common.errors import CorruptObject, NotFound, Unavailable
+from common.store.adapters import AdapterStore, Manifest
+from common.store.objects import Objects
+from common.wire.messages import AdapterRef
+from manager_service.owner.jobs.items import Items, LinesOnDisk
+from manager_service.owner.jobs.job import Job
+from manager_service.records.file_records import file_path
+from manager_service.records.job_records import JobSpec, JobState
+from manager_service.records.keys import read_record
+from manager_service.records.sample_records import LIMITS, Limits
+from manager_service.scheduling.members import MemberTable
+
+JobHashes = Sequence[Mapping[bytes, bytes]]
+"""A job's hashes at the keys `job`, `open` and `evals`."""
+AT_ONCE = 16
+"""Files that are read from object storage at once."""
+DRAW_AGAIN_S = 1.0
+"""Time to the next try when the disk was full."""
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Searched:
+    """The store's answer about the next version of a job."""
+
+    since: float  # seconds since 1970, when something last happened to the job
+    asked: bool = False  # the store is asked, or has answered
+    done: bool = False
+    manifest: Manifest | None = None
+    error: CorruptObject | None = None
+
+
+@dataclass(slots=True)
+class Fetched:
+    """A job that was read, before it counts."""
+
+    job: Job
+    searched: Searched
+    missing: str = ""  # why a file of it is gone
+
+
+class JobReader:
+    """Reads the jobs of an owner, for its partitions."""
+
+    def __init__(self, bus: Bus, files: "ItemFiles", store: AdapterStore, limits: Limits = LIMITS) -> None:
+        self._bus, self._cell = bus, bus.cell
+        self._files, self._store = files, store
+        self._limits = limits
+
+    async def records(self, job_ids: Sequence[str]) -> list[JobHashes]:
+        """The record of each job; empty hashes of a job that has none."""
+        keys = [key(job) for job in job_ids for key in (self._cell.job, self._cell.open, self._cell.evals)]
+        found = await self._bus.read_hashes(keys)
+        return [found[at : at + 3] for at in range(0, len(found), 3)]
+
+    async def read(self, job_id: str, records: JobHashes) -> Fetched | None:
+        """A job with its files. None if it has no record that can be read. Raises Unavailable."""
+        decoded = self._decoded(job_id, records)
+        if decoded is None:
+            return None
+        (spec, state), missing = decoded, ""
+        try:
+            items = [await self._files.items(spec.tenant, file) for file in (spec.training_file, spec.validation_file)]
+        except NotFound as error:
+            items, missing = [Items(), Items()], f"the job's file is gone: {error}"
+        job = self._made(spec, state, records, *items)
+        if not job.orders.has_item(state.next_group):
+            await self._files.draw(job)
+        searched = Searched(job.changed_at)
+        await self.search(job, searched)
+        return Fetched(job, searched, missing)
+
+    def without_files(self, job_id: str, records: JobHashes) -> Job | None:
+        """A job whose files cannot be read. None if it has no record that can be read."""
+        decoded = self._decoded(job_id, records)
+        return decoded and self._made(*decoded, records, Items(), Items())
+
+    def _decoded(self, job_id: str, records: JobHashes) -> tuple[JobSpec, JobState] | None:
+        """A job's record, decoded. None if it has none, or one that cannot be read."""
+        return read_record(self._cell.job(job_id), records[0], JobSpec, JobState) if records[0] else None
+
+    def _made(self, spec: JobSpec, state: JobState, records: JobHashes, items: Items, eval_items: Items) -> Job:
+        job = Job(self._cell, spec, state, items, eval_items, limits=self._limits)
+        job.open.load(state, *records[1:])
+        return job
+
+    async def search(self, job: Job, searched: Searched) -> None:
+        """Asks the store for the version that a job waits for. Raises Unavailable."""
+        if job.state.training or job.state.initialising:
+            adapter = AdapterRef(job.spec.tenant, job.id, job.state.version + 1)
+            try:
+                searched.manifest = await self._store.manifest(adapter)
+            except CorruptObject as error:
+                searched.error = error
+        searched.done = True
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+class ItemFiles:
+    """The files of all jobs of an owner. Jobs with the same file share it."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by path; while it is read
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._drawing = ThreadPoolExecutor(1)  # so that memory, a byte or two a row, is taken once
+        self._to_draw = asyncio.Queue[tuple[MemberTable[Job], str]]()
+
+    async def items(self, tenant: str, file: str | None) -> Items:
+        """The rows of a file; none without one. Raises NotFound, and Unavailable: StoreUnavailable if it is not the disk."""
+        if file is None:
+            return Items()
+        path = file_path(tenant, file)
+        async with self._locks.setdefault(path, asyncio.Lock()):
+            items = self._files.get(path)
+            if items is None:
+                async with self._places:
+                    self._files[path] = items = Items(await download_lines(self._objects, path))
+            return items
+
+    async def draw(self, job: Job) -> None:
+        """Finds the order of the items that a job asks for next, beside the event loop. Raises Unavailable if the disk is full."""
+        draw = partial(job.orders.draw, job.state.oldest_group, job.state.next_group)
+        with _told_of_disk():
+            await asyncio.get_running_loop().run_in_executor(self._drawing, draw)
+
+    def draw_soon(self, jobs: "MemberTable[Job]", name: str) -> None:
+        """Lets a job, if it is still there then, find the order of its next items."""
+        self._to_draw.put_nowait((jobs, name))
+
+    async def run(self) -> None:
+        """Does what was asked for by `draw_soon`, until cancelled."""
+        while True:
+            jobs, name = await self._to_draw.get()
+            try:
+                if job := jobs.get(name):
+                    await self.draw(job)
+                    jobs.touch(name)
+            except Unavailable as error:
+                log.warning("order_delayed", job_id=name, reason=str(error))
+                asyncio.get_running_loop().call_later(DRAW_AGAIN_S, self.draw_soon, jobs, name)
+
+
+async def download_lines(objects: Objects, path: str) -> LinesOnDisk:
+    """A file's lines, on this machine's disk. Raises NotFound, and Unavailable: StoreUnavailable if it is not the disk."""
+    with _told_of_disk(), contextlib.ExitStack() as stack:
+        rows = stack.enter_context(tempfile.TemporaryFile())
+        await objects.download(path, rows)
+        lines = await asyncio.to_thread(LinesOnDisk, rows)
+        stack.pop_all()  # open as long as the items
+        return lines
+
+
+@contextlib.contextmanager
+def _told_of_disk() -> Generator[None]:
+    """Raises Unavailable for OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(f"the manager's disk for temporary files: {error.strerror or error}") from error

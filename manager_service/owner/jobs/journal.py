@@ -1,0 +1,270 @@
+"""Writes what the user reads of a job: its events, the figures of its steps, and the texts of some samples."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from common.wire.messages import AdapterUpdate, ScoredTrajectory, Usage
+from manager_service.owner.jobs.changes import Changes, KeptSamples
+from manager_service.owner.jobs.evaluation import loss_summary, summary
+from manager_service.owner.jobs.groups import Group
+from manager_service.owner.jobs.open_trajectories import TrajectoryKey
+from manager_service.owner.jobs.orders import Orders
+from manager_service.owner.jobs.samples import MAX_TEXT, advantages, chosen, record_of
+from manager_service.owner.jobs.stopping import note_evaluation
+from manager_service.records.job_records import EvalTally, JobSpec, JobState, Stop, Training
+from manager_service.records.keys import JSON
+from manager_service.records.sample_records import EventRecord, Kept, Limits, SampleKind, SampleRecord
+
+WHOLE_SAMPLES = 8
+"""Trajectories of a step's first groups that are kept token by token; of the others all that are kept."""
+METRICS = (
+    *("reward_mean", "reward_std", "loss", "kl", "grad_norm", "staleness"),
+    *("sampling_gap", "sampling_kl", "ess_share", "clip_fraction"),
+)
+"""Metrics that every step's event has, null where there is no signal."""
+WARN_FAILED_SHARE = 0.05
+WARN_STEPS_WITHOUT_SIGNAL = 5
+AVERAGED_STEPS = 8
+"""Newest steps that the time of a step is averaged over, the newest of them most."""
+
+
+class Journal:
+    """Writes one job's events and samples, and keeps the figures in its state that the API shows."""
+
+    def __init__(self, spec: JobSpec, state: JobState, limits: Limits) -> None:
+        self._spec = spec
+        self._state = state
+        self._limits = limits
+        self._last_progress_at: float | None = None
+        self._told_stall = False
+        self._failed: list[SampleRecord] = []
+        self._answers: dict[int, list[SampleRecord]] = {}  # by version, of evaluations that run
+
+    def tell(
+        self,
+        now: float,
+        changes: Changes,
+        message: str,
+        *,
+        level: Literal["info", "warn", "error"] = "info",
+        metrics: dict[str, Any] | None = None,
+        data: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes one event. `metrics`: the data of an event that shows figures."""
+        self._state.num_events += 1
+        kind = "message" if metrics is None else "metrics"
+        record = EventRecord(self._state.num_events, int(now), level, message[:MAX_TEXT], kind, metrics or data or {})
+        changes.events.append((self._spec.id, record))
+        changes.states[self._spec.id] = self._state
+        if dropped := self._kept("events").add(record.sequence, len(JSON.encode(record)), self._limits.events):
+            changes.dropped_events[self._spec.id] = dropped[1]
+
+    def _kept(self, kind: Literal["events", "samples"]) -> Kept:
+        return self._state.kept.setdefault(kind, Kept())
+
+    def queued(self, now: float, changes: Changes) -> None:
+        """Writes a job's first events."""
+        for message in ("Job queued", *self._spec.notes):
+            self.tell(now, changes, message)
+
+    def stopped(self, stop: Stop, why: str, now: float, changes: Changes) -> None:
+        """Writes that training ends early."""
+        data = {"code": stop.reason, "version": stop.version}
+        self.tell(now, changes, f"Training ends early, with version {stop.version}: {why}", data=data)
+
+    def not_evaluated(self, versions: Iterable[str], now: float, changes: Changes) -> None:
+        """Writes that there are too few tokens left to evaluate some versions."""
+        used = f"{self._state.tokens} of {self._spec.hyper.max_tokens_total} tokens are used"
+        for version in versions:
+            data = {"code": "max_tokens_total", "version": int(version)}
+            self.tell(now, changes, f"Version {version} is not evaluated: {used}", data=data)
+
+    def warn(self, now: float, message: str, changes: Changes) -> None:
+        self.tell(now, changes, message, level="warn")
+
+    # ---- figures ----------------------------------------------------------------------------------------------------
+
+    def charge(self, usage: Usage, changes: Changes, *, wasted: bool = False) -> None:
+        """Counts what the job has used. Writes the state for it only if the job's tokens are limited."""
+        changes.add_usage(self._spec.tenant, self._spec.id, usage, wasted=wasted)
+        self._state.tokens += usage.prompt_tokens + usage.sampled_tokens + usage.trained_tokens
+        if self._spec.hyper.max_tokens_total is not None:
+            changes.states[self._spec.id] = self._state
+
+    def start_clock(self, now: float) -> None:
+        """Begins to measure a step: the first, or one that a pause has stopped."""
+        self._state.stepped_at = now
+
+    def _step_took(self, now: float) -> float | None:
+        """Seconds since the version before, or since the job went on; None: not known."""
+        state, took = self._state, None
+        if state.stepped_at is not None:
+            took = now - state.stepped_at
+            before = took if state.step_s is None else state.step_s
+            state.step_s = before + (took - before) / min(max(1, state.version), AVERAGED_STEPS)
+        state.stepped_at = now
+        return took
+
+    def trained(self, update: AdapterUpdate, training: Training, now: float, changes: Changes) -> None:
+        """Writes the event of a step, and keeps its figures."""
+        state, metrics = self._state, update.metrics
+        state.trained_tokens += update.usage.trained_tokens
+        state.last_reward, state.last_loss = metrics.get("reward_mean"), metrics.get("loss")
+        gap = metrics.get("sampling_gap")
+        state.sampling_gap = state.sampling_gap if gap is None else gap
+        step = update.adapter.version
+        failed_share = training.num_failed / max(1, training.num_failed + len(training.keys))
+        data = {
+            **dict.fromkeys(METRICS),
+            **metrics,
+            "step": step,
+            "version": step,
+            "sampled_versions": list(training.versions),
+            "failed_share": failed_share,
+            "failed_reason": training.failed_reason or None,
+            "trained_tokens": state.trained_tokens,
+            "step_tokens": update.usage.trained_tokens,
+            "step_s": self._step_took(now),
+        }
+        said = f"Step {step}/{self._spec.hyper.num_steps}: {self._shown()}"
+        if failed_share <= WARN_FAILED_SHARE:
+            self.tell(now, changes, said, metrics=data)
+        else:
+            said = f"{said}; {failed_share:.0%} of its trajectories failed, most of them: {training.failed_reason}"
+            self.tell(now, changes, said, level="warn", metrics=data)
+        self._note_signal(metrics.get("num_signal_rows"), now, changes)
+
+    def _note_signal(self, num_rows: float | None, now: float, changes: Changes) -> None:
+        """Warns when no step has learned anything for a while."""
+        state = self._state
+        state.steps_without_signal = state.steps_without_signal + 1 if num_rows == 0 else 0
+        if state.steps_without_signal == WARN_STEPS_WITHOUT_SIGNAL:
+            self.warn(
+                now,
+                f"For {WARN_STEPS_WITHOUT_SIGNAL} steps the rewards in each group were all the same, so nothing was learned:"
+                " read the samples to see whether the task is too hard, too easy, or wrongly graded",
+                changes,
+            )
+
+    def _shown(self) -> str:
+        """The newest step's figure."""
+        state = self._state
+        if self._spec.is_supervised:
+            return "no example" if state.last_loss is None else f"loss {state.last_loss:.4f}"
+        return "no signal" if state.last_reward is None else f"reward {state.last_reward:.3f}"
+
+    def _evaluated_loss(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
+        data = loss_summary(version, tally)
+        loss = self._state.last_eval_loss = data["eval_loss"]
+        note_evaluation(self._spec, self._state, version, loss)
+        self._note_best(version, None if loss is None else -loss)
+        shown = "every example failed" if loss is None else f"loss {loss:.4f} over {tally.num} examples"
+        self._tell_evaluation(shown, data, tally, now, changes)
+
+    def _tell_evaluation(
+        self, shown: str, data: dict[str, Any], tally: EvalTally, now: float, changes: Changes
+    ) -> None:
+        said = f"Evaluation of version {data['version']}: {shown}"
+        failed_share = tally.failed / max(1, tally.settled)
+        if failed_share <= WARN_FAILED_SHARE:
+            self.tell(now, changes, said, metrics=data)
+        else:
+            said = f"{said}; {failed_share:.0%} of it failed, the first of them: {tally.failed_reason}"
+            self.tell(now, changes, said, level="warn", metrics=data)
+
+    def _note_best(self, version: int, score: float | None) -> None:
+        state = self._state
+        if score is not None and (state.best_eval is None or score > state.best_eval):
+            state.best_eval, state.best_version = score, version
+
+    def evaluated(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
+        """Writes the event of an evaluation that has ended."""
+        answers = sorted(self._answers.pop(version, []), key=lambda one: one.item or 0)
+        if answers and not self._kept("samples").has_dropped(version):
+            self._keep("answers", version, answers, changes)
+        if self._spec.is_supervised:
+            return self._evaluated_loss(version, tally, now, changes)
+        data = summary(version, tally)
+        mean = data["eval_reward_mean"]
+        if version == 0:
+            self._state.first_eval = mean
+        self._state.last_eval = mean
+        note_evaluation(self._spec, self._state, version, mean)
+        self._note_best(version, mean)
+        shown = "every answer failed" if mean is None else f"reward {mean:.3f} over {tally.num} answers"
+        self._tell_evaluation(shown, data, tally, now, changes)
+
+    def note_failed(self, message: ScoredTrajectory, item: dict[str, Any] | None) -> None:
+        """Takes a trajectory that failed to the samples of the coming step, the first few of a step."""
+        if len(self._failed) < self._limits.other_samples:
+            self._failed.append(record_of(message, item, "failed", supervised=self._spec.is_supervised))
+
+    def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
+        """Keeps what the batch's first groups wrote, the best and the worst of the others, and what failed since the batch before."""
+        others = 0 if self._spec.is_supervised else self._limits.other_samples
+        found = chosen(batch, groups=self._limits.sample_groups, others=others)
+        items = {number: orders.item(number) for number in {number for number, *_ in found}}
+        compared = advantages([each for each in batch if each[0] in items], self._spec.hyper.loss.name)
+        records = [
+            record_of(
+                scored.message,
+                items[number],
+                kept,
+                whole=kept != "first" or place < WHOLE_SAMPLES,
+                advantage=compared[number][place],
+                supervised=self._spec.is_supervised,
+            )
+            for number, place, scored, kept in found
+        ]
+        self._keep_step(self._state.version + 1, records, changes)
+
+    def keep_failed(self, changes: Changes) -> None:
+        """Keeps what failed since the last batch, of a job that makes no further one."""
+        if self._failed:
+            self._keep_step(self._state.version + (1 if self._state.training is None else 2), [], changes)
+
+    def _keep_step(self, version: int, records: list[SampleRecord], changes: Changes) -> None:
+        self._keep("samples", version, records + self._failed, changes)
+        self._failed = []
+
+    def keep_answer(self, key: TrajectoryKey, message: ScoredTrajectory, orders: Orders) -> None:
+        """Keeps the first of an evaluation's sampled answers to each of the first items, so that versions can be compared."""
+        if key.purpose == "eval" and key.sample == 0 and key.group < self._limits.sample_items:
+            record = record_of(message, orders.item_of(key), "evaluation", supervised=self._spec.is_supervised)
+            self._answers.setdefault(key.version, []).append(msgspec.structs.replace(record, item=key.group))
+
+    def _keep(self, kind: SampleKind, version: int, records: list[SampleRecord], changes: Changes) -> None:
+        tenant, job = self._spec.tenant, self._spec.id
+        encoded = JSON.encode([msgspec.structs.replace(record, step=version) for record in records])
+        changes.samples.append(KeptSamples(kind, tenant, job, version, encoded))
+        if dropped := self._kept("samples").add(version, len(encoded), self._limits.samples):
+            changes.dropped_samples.append((tenant, job, range(*dropped)))
+
+    def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
+        """Lets later steps truncate importance weights, under any loss, if the gap exceeds the bound. Warns once a job."""
+        gap = self._state.sampling_gap
+        if gap is None or gap <= bound or self._state.truncate_ratios:
+            return
+        self._state.truncate_ratios = True
+        what = f"sampling_gap {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
+        limit = self._spec.hyper.loss.is_clip
+        self.warn(now, f"{what}; importance weights are truncated at is_clip = {limit:g} from now on", changes)
+
+    # ---- stalls -----------------------------------------------------------------------------------------------------
+
+    def progressed(self, now: float, changes: Changes) -> None:
+        """Notes that something of the job came back."""
+        self._last_progress_at = now
+        if self._told_stall:
+            self._told_stall = False
+            self.tell(now, changes, "The job goes on")
+
+    def check_stall(self, now: float, limit_s: float, diagnosis: Callable[[], str], changes: Changes) -> None:
+        """Warns if nothing has come back to a running job for `limit_s`; once, until something does. `diagnosis` says why."""
+        self._last_progress_at = self._last_progress_at or now
+        if self._state.status != "running" or self._told_stall or now - self._last_progress_at < limit_s:
+            return
+        self._told_stall = True
+        self.warn(now, f"Nothing has come back for {limit_s:.0f} s: {diagnosis()}", changes)

@@ -1,0 +1,445 @@
+"""The state machine of one run: operations and answers come in, Changes go out. It does no input or output; the time is an argument.
+
+    queued ─► creating ─► ready ─► ended          (or: creating ─► failed)
+
+    ready:  [ operations in order of their numbers ─► a stretch to a trainer ─► results ] ... optim_step or load ─► version + 1
+
+One message is under way at a time: the longest stretch of operations that are there, up to a quantum. Operations that only name
+versions are answered here, when their turn comes. The entries of the *log*, the answered `forward_backward`s since the newest version,
+stay pending, so that another trainer or owner can begin the gradient again.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from common.bus.streams import Cell, partition_of
+from common.wire.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, Init
+from common.wire.operations import Operation, OperationResult, Operations, OperationsDone, Saved, SaveWeights
+from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.runs.held import HeldOperation, for_trainer, is_trainers, load_of, num_tokens
+from manager_service.owner.runs.run_retention import Retention, VersionNeeds
+from manager_service.records.job_records import JobError
+from manager_service.records.run_records import HOLE_S, SAVES, USED_S, RunSpec, RunState, Sampler, give_name
+from manager_service.scheduling.members import View
+
+MAX_TOKENS = 16_384
+"""Positions in one message to a trainer: what tenants take turns by. One operation may have more."""
+MAX_BYTES = 512 << 10
+"""Bytes of payloads in one message to a trainer, so that it travels itself. One operation may have more."""
+HAS_FAILED = "has failed"
+NEVER_CAME = "never came: it was refused, or its client gave it up"
+MAX_LOG, MAX_LOG_BYTES = 4096, 128 << 20
+"""Operations, and bytes of their payloads, that a gradient is made of: they stay in Redis until its step is done."""
+
+
+class Run:
+    """One run that has not ended, in the memory of its partition's owner."""
+
+    def __init__(self, cell: Cell, spec: RunSpec, state: RunState, versions: VersionNeeds) -> None:
+        """`versions`: those in the store, as `versions:<run>` says."""
+        self.cell = cell
+        self.spec = spec
+        self.state = state
+        self.partition = partition_of(spec.tenant)
+        self.retention = Retention(cell, spec, state, versions)
+        self.changed_at = 0.0
+        """Time at which something last came back or was sent: seconds since 1970."""
+        self._inbox = cell.ops(self.partition)
+        self._waiting: dict[int, HeldOperation] = {}  # by number: those without a result
+        self._log: dict[int, HeldOperation] = {}  # in order
+        self._waiting_since: dict[int, float] = {}  # number -> when `look` first found it
+
+    # ---- what others ask --------------------------------------------------------------------------------------------
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+    @property
+    def under_way(self) -> bool:
+        """Is a message of the run with a trainer?"""
+        return self.state.status == "creating" or self.state.sent > 0
+
+    @property
+    def settled(self) -> bool:
+        return self.state.status == "ended"
+
+    @property
+    def held_entries(self) -> set[str]:
+        """Entries that stay pending because this run holds them."""
+        return {held.entry for held in (*self._waiting.values(), *self._log.values())}
+
+    @property
+    def log_bytes(self) -> int:
+        return sum(len(held.operation.payload) for held in self._log.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the payloads that stay in Redis because of this run."""
+        return self.log_bytes + sum(len(held.operation.payload) for held in self._waiting.values())
+
+    @property
+    def trainer_stream(self) -> str:
+        """The stream of the trainer that has the gradient; empty if none has."""
+        return self.cell.trainer(self.state.holder) if self.state.holder else ""
+
+    def view(self) -> View:
+        return View(
+            tenant=self.spec.tenant,
+            queued=self.state.status == "queued",
+            active=self.state.status in ("creating", "ready"),
+            training=self.under_way,
+            training_tokens=self.state.sent_tokens if self.state.sent else 0,
+            ready=bool(self._next()),
+        )
+
+    def ready_tokens(self) -> int:
+        """Positions of the next message to a trainer, at least 1."""
+        return num_tokens(self._next())
+
+    def copies(self) -> list[tuple[AdapterRef, bool]]:
+        """Versions that this run is to copy, and whether with the optimiser's state."""
+        begins = self.state.version < 0 and self.state.status in ("queued", "creating")
+        found = [(self.spec.source, self.spec.with_optimizer)] if begins and self.spec.source else []
+        waiting = (held.operation for held in self._waiting.values())
+        loads = [load_of(operation) for operation in waiting if operation.action == "load" and not operation.failure]
+        return [*found, *((load.source, load.with_optimizer) for load in loads)]
+
+    # ---- beginning and end ------------------------------------------------------------------------------------------
+
+    def start(self, now: float, changes: Changes) -> None:
+        """Leads from queued to creating: asks for version 0."""
+        spec = self.spec
+        self.state.status = "creating"
+        init = Init(
+            id=f"{spec.id}/init",
+            **self._about(),
+            adapter=AdapterRef(spec.tenant, spec.id, 0),
+            seed=spec.seed,
+            lora=spec.lora,
+            source=spec.source,
+            with_optimizer=spec.with_optimizer,
+        )
+        changes.published.append((self.cell.train, init))
+        self._dirty(changes)
+
+    def on_adapter(self, message: AdapterUpdate, changes: Changes) -> None:
+        """Takes in that version 0 was made, or a copy, or that either was refused. A repeat changes nothing."""
+        if message.adapter.version != self.state.version + 1:
+            return
+        if self.state.status == "creating":
+            self._on_created(message, changes)
+        elif (held := self._waiting.get(self.state.sent)) and held.operation.action == "load":
+            self._on_loaded(held.operation, message, changes)
+
+    def _on_created(self, message: AdapterUpdate, changes: Changes) -> None:
+        if message.failure is None:
+            self.state.status, self.state.version = "ready", 0
+            self.retention.committed(0, changes)
+            self._answer(OperationResult(0, msgspec.msgpack.encode(Saved(0))), changes)
+        else:
+            self._refuse_all(message.failure, changes)
+
+    def _on_loaded(self, operation: Operation, message: AdapterUpdate, changes: Changes) -> None:
+        state, number, failure = self.state, operation.seq, message.failure
+        if failure is not None and not message.batch.endswith(f"/{state.attempt}"):
+            return  # of an earlier try
+        if failure is None and not message.batch.startswith(f"{operation.id}/"):
+            failure = Failure("infrastructure", f"version {message.adapter.version} was made by {message.batch}")
+        state.sent = 0
+        if failure is not None:
+            self._refuse(number, failure, changes)
+            return
+        state.version, state.failed_at = message.adapter.version, None
+        self.retention.committed(state.version, changes)
+        self._drop_log(changes)
+        saved = Saved(state.version, load_of(operation).path)
+        self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
+
+    def fail(self, error: JobError, now: float, changes: Changes) -> None:
+        """Refuses everything from now on but to be unloaded. Call for a trouble of ours."""
+        self._refuse_all(Failure("infrastructure", error.message), changes)
+        self.advance(now, changes)
+
+    def _refuse_all(self, failure: Failure, changes: Changes) -> None:
+        self._drop_log(changes)
+        self.state.status, self.state.failure, self.state.sent = "failed", failure, 0
+        if self.state.version < 0:
+            self._answer(OperationResult(0, failure=failure), changes)
+        self._dirty(changes)
+
+    def end(self, reason: str, now: float, changes: Changes) -> None:
+        """Ends the run: its versions and their names stay. What is not answered fails."""
+        self.state.ended_at = int(now)
+        self._drop_log(changes)
+        for number in sorted(self._waiting):
+            self._refuse(number, Failure("cancelled", reason), changes)
+        self.state.status, self.state.sent = "ended", 0
+        self._dirty(changes)
+
+    # ---- operations -------------------------------------------------------------------------------------------------
+
+    def take_in(self, entry: str, operation: Operation, changes: Changes) -> None:
+        """Takes in an operation that the API published. A repeat of one is acknowledged."""
+        number = operation.seq
+        known = self._waiting.get(number) or self._log.get(number)
+        if number >= self.state.head and (known is None or known.entry == entry):
+            self._waiting[number] = HeldOperation(entry, operation)
+        elif known is None or known.entry != entry:
+            changes.ack(self._inbox, entry)
+
+    def restore(self, entry: str, operation: Operation, changes: Changes) -> None:
+        """Takes in an operation that the last owner had: if it has a result, it is of the log."""
+        if operation.seq >= self.state.head or operation.seq in self._log:
+            self.take_in(entry, operation, changes)
+        else:
+            self._log[operation.seq] = HeldOperation(entry, operation)
+            self._log = dict(sorted(self._log.items()))
+
+    def advance(self, now: float, changes: Changes) -> None:
+        """Answers the operations, up to the first that is a trainer's."""
+        while self.state.status in ("ready", "failed") and not self.state.sent:
+            held = self._waiting.get(self.state.head)
+            if held is None or not self._answered_here(held.operation, now, changes):
+                return
+
+    def _answered_here(self, operation: Operation, now: float, changes: Changes) -> bool:
+        state, number = self.state, operation.seq
+        failure = (None if operation.action == "unload" else state.failure) or operation.failure
+        if failure is None and operation.action == "optim_step" and state.failed_at is not None:
+            told = f"the gradient is not whole: operation {state.failed_at} of this step {state.failed_why}"
+            failure = Failure("invalid", told)
+        if failure is None and operation.action == "forward_backward":
+            failure = self._too_much(operation)
+        if failure is not None:
+            self._refuse(number, failure, changes)
+        elif operation.action in SAVES:
+            self._save(operation, now, changes)
+        elif operation.action == "unload":
+            self._settle(number, OperationResult(number, msgspec.msgpack.encode(Saved(state.version))), changes)
+            self.end("the model was unloaded", now, changes)
+        else:
+            return False
+        return True
+
+    def _too_much(self, operation: Operation) -> Failure | None:
+        """The reason why the log cannot take one more; None if it can."""
+        if len(self._log) < MAX_LOG and self.log_bytes + len(operation.payload) <= MAX_LOG_BYTES:
+            return None
+        return Failure(
+            "invalid",
+            f"one step has at most {MAX_LOG} operations and {MAX_LOG_BYTES >> 20} MiB of data: call optim_step before this one",
+        )
+
+    def _save(self, operation: Operation, now: float, changes: Changes) -> None:
+        """Names the newest version."""
+        wanted, number = msgspec.msgpack.decode(operation.payload, type=SaveWeights), operation.seq
+        fault = give_name(self.state, wanted, SAVES[operation.action], now) if wanted.name else ""
+        if fault:
+            self._refuse(number, Failure("invalid", fault), changes)
+            return
+        version, spec = self.state.version, self.spec
+        if wanted.inflight:
+            self.state.inflight = version
+        if wanted.sampler:
+            adapter = AdapterRef(spec.tenant, spec.id, version)
+            sampler = Sampler(wanted.sampler, spec.tenant, spec.asked_model, USED_S, adapter, wanted.inflight)
+            changes.samplers.append(sampler)
+        saved = Saved(version, wanted.name, wanted.sampler)
+        self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
+
+    # ---- trainers ---------------------------------------------------------------------------------------------------
+
+    def _next(self) -> list[Operation]:
+        """The next message: logged operations that the trainer's gradient lacks, then waiting ones up to the next optim_step."""
+        state = self.state
+        if state.status != "ready" or state.sent or state.head not in self._waiting:
+            return []
+        first = self._waiting[state.head].operation
+        if first.action == "load":
+            return [first] if first.failure is None else []
+        found: list[Operation] = []
+        bytes_left, tokens_left = MAX_BYTES, MAX_TOKENS
+        known = [held.operation for held in self._log.values()][state.in_log :]
+        waiting = (held.operation for held in self._stretch())
+        for operation in (*known, *waiting):
+            bytes_left, tokens_left = bytes_left - len(operation.payload), tokens_left - operation.tokens
+            if found and (bytes_left < 0 or tokens_left < 0):
+                break
+            found.append(operation)
+            if operation.action == "optim_step":
+                break
+        return found
+
+    def _stretch(self) -> list[HeldOperation]:
+        """The waiting operations from the head on that trainers carry out."""
+        found: list[HeldOperation] = []
+        number = self.state.head
+        while (held := self._waiting.get(number)) and is_trainers(held.operation):
+            if held.operation.action == "optim_step" and self.state.failed_at is not None:
+                break
+            found.append(held)
+            number += 1
+        return found
+
+    def publish(self, changes: Changes) -> None:
+        """Sends the next stretch: to the trainer that has the gradient, or to any if it begins with the first of the log."""
+        operations, state, spec = self._next(), self.state, self.spec
+        if not operations:
+            return
+        state.attempt += 1
+        state.sent, state.sent_tokens = operations[-1].seq, num_tokens(operations)
+        if operations[0].action == "load":
+            self._publish_load(operations[0], changes)
+            return
+        state.sent_to = state.holder if state.held else ""
+        message = Operations(
+            id=f"{spec.id}:{state.head}/{state.attempt}",
+            **self._about(),
+            adapter=AdapterRef(spec.tenant, spec.id, state.version),
+            seed=spec.seed,
+            lora=spec.lora,
+            first=state.held,
+            operations=tuple(for_trainer(operation, state.head) for operation in operations),
+            attempt=state.attempt,
+            weight=spec.weight,
+        )
+        changes.published.append((self.cell.trainer(state.sent_to) if state.sent_to else self.cell.train, message))
+        self._dirty(changes)
+
+    def _publish_load(self, operation: Operation, changes: Changes) -> None:
+        state, spec, load = self.state, self.spec, load_of(operation)
+        state.sent_to = ""
+        message = Init(
+            id=f"{operation.id}/{state.attempt}",
+            **self._about(),
+            adapter=AdapterRef(spec.tenant, spec.id, state.version + 1),
+            seed=spec.seed,
+            lora=spec.lora,
+            source=load.source,
+            with_optimizer=load.with_optimizer,
+        )
+        changes.published.append((self.cell.train, message))
+        self._dirty(changes)
+
+    def on_done(self, message: OperationsDone, changes: Changes) -> None:
+        """Takes in a trainer's answer. One that is not waited for changes nothing but the tenant's usage."""
+        changes.add_usage(self.spec.tenant, self.id, message.usage)
+        state = self.state
+        if not state.sent or message.attempt != state.attempt:
+            return
+        last, state.sent = state.sent, 0
+        self._dirty(changes)
+        if message.absent:
+            self._forget_gradient()
+            return
+        committed = message.adapter.version == state.version + 1
+        if not committed:
+            state.holder, state.held = (message.holder, message.held) if message.held else ("", 0)
+        for result in sorted(message.results, key=lambda result: result.seq):
+            self._take_result(result, changes)
+        state.in_log = sum(number <= last for number in self._log) if state.held else 0
+        if committed:
+            state.version += 1
+            self.retention.committed(state.version, changes)
+            self._drop_log(changes)
+        elif state.failed_at is not None:
+            self._forget_gradient()
+
+    def _take_result(self, result: OperationResult, changes: Changes) -> None:
+        held = self._waiting.get(result.seq)
+        if held is None or result.seq != self.state.head:
+            return
+        action = held.operation.action
+        if result.failure is not None:
+            self._refuse(result.seq, result.failure, changes)
+        elif action == "forward_backward" and self.state.failed_at is None:
+            self._log[result.seq] = held
+            del self._waiting[result.seq]
+            self.state.head += 1
+            self._answer(result, changes)
+        else:
+            self._settle(result.seq, result, changes)
+
+    def look(self, live_trainers: Collection[str], now: float, changes: Changes) -> None:
+        """Takes in which trainers are alive: the gradient of one that is not must begin again. A number that never comes counts as
+        a failed operation.
+        """
+        state = self.state
+        self._waiting_since = {number: self._waiting_since.get(number, now) for number in self._waiting}
+        if self._waiting and state.head not in self._waiting and now - min(self._waiting_since.values()) > HOLE_S:
+            self._pass_over(changes)
+        if state.holder and state.holder not in live_trainers:
+            if state.sent_to == state.holder:
+                state.sent = 0
+            self._forget_gradient()
+            self._dirty(changes)
+
+    def _pass_over(self, changes: Changes) -> None:
+        """Gives up the numbers before the first that is there: others have long come behind them."""
+        state = self.state
+        self._drop_log(changes)
+        if state.failed_at is None:
+            state.failed_at, state.failed_why = state.head, NEVER_CAME
+        state.head = min(self._waiting)
+        self._dirty(changes)
+
+    def on_dead_letter(self, letter: DeadLetter, changes: Changes) -> None:
+        """Takes in that no trainer can read the message under way: what it asked for has failed."""
+        failure = Failure("dead_letter", f"a message could not be read: {letter.reason}")
+        if self.state.status == "creating":
+            self._refuse_all(failure, changes)
+        elif self.state.sent and letter.id.endswith(f"/{self.state.attempt}"):
+            last, self.state.sent = self.state.sent, 0
+            for number in range(self.state.head, last + 1):
+                self._refuse(number, failure, changes)
+
+    def resend(self, now: float, changes: Changes) -> None:
+        """Sends again what the run waits for. Call when nothing of it is in any stream."""
+        if self.state.status == "creating":
+            self.start(now, changes)
+        else:
+            self.state.sent = 0
+            self._forget_gradient()
+            self._dirty(changes)
+
+    # ---- helpers ----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, number: int, failure: Failure, changes: Changes) -> None:
+        """Answers an operation with a failure. A step with a failed operation comes to nothing: its gradient goes."""
+        operation = self._waiting[number].operation
+        if operation.action == "forward_backward" and self.state.status == "ready":
+            if self.state.failed_at is None:
+                self.state.failed_at, self.state.failed_why = number, HAS_FAILED
+            self._drop_log(changes)
+        elif operation.action == "optim_step":
+            self._drop_log(changes)
+            self.state.failed_at = None
+        self._settle(number, OperationResult(number, failure=failure), changes)
+
+    def _settle(self, number: int, result: OperationResult, changes: Changes) -> None:
+        """Answers an operation that the gradient does not need."""
+        changes.ack(self._inbox, self._waiting.pop(number).entry)
+        self.state.head = max(self.state.head, number + 1)
+        self._answer(result, changes)
+
+    def _answer(self, result: OperationResult, changes: Changes) -> None:
+        changes.results.setdefault(self.id, []).append(result)
+        self._dirty(changes)
+
+    def _drop_log(self, changes: Changes) -> None:
+        for held in self._log.values():
+            changes.ack(self._inbox, held.entry)
+        self._log = {}
+        self._forget_gradient()
+
+    def _forget_gradient(self) -> None:
+        self.state.holder, self.state.held, self.state.in_log, self.state.sent_to = "", 0, 0, ""
+
+    def _about(self) -> dict[str, Any]:
+        return {"tenant": self.spec.tenant, "job": self.id, "partition": self.partition}
+
+    def _dirty(self, changes: Changes) -> None:
+        changes.runs[self.id] = self.state

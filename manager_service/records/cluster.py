@@ -1,0 +1,185 @@
+"""Tells from the workers' telemetry who is alive, and who worked for whom when.
+
+reads: telemetry   holds: last reports, spans of the last hour (lost on a crash, read again from the stream)
+waits for: a worker's report   unblocked by: every worker, once a second
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.bus.bus import Bus
+from common.bus.streams import Cell
+from common.wire.messages import Outside, Span, WorkerReport
+from common.worker.telemetry import KEEP_S
+
+
+async def env_streams(client: Any, cell: Cell) -> list[str]:
+    """`client`: of Redis. Raises its errors."""
+    return named(await client.zrange(cell.env_workers, 0, -1), cell)
+
+
+def named(workers: Iterable[Any], cell: Cell) -> list[str]:
+    """The streams of these workers, as Redis names them, in one order."""
+    return sorted(cell.env_worker(worker.decode()) for worker in workers)
+
+
+ALIVE_S = 5.0
+"""Silence after which a worker counts as dead."""
+FORGET_S = 120.0
+GAP_BOUNDS = {"float32": 0.001, "bfloat16": 0.01}
+"""Mean |log-prob in training - log-prob at sampling| that rounding in this dtype explains."""
+MAX_SPANS = 200_000
+BLOCK_MS = 1000
+READ_COUNT = 100
+"""Reports at a time: a manager that starts has an hour of them to read, and partitions to serve meanwhile."""
+GATHER_S = 0.2
+"""Time between two reads: each worker reports once a second, and a thousand of them must not wake the manager a thousand times."""
+SUMS_S = 0.25
+"""Most age of sums over the workers: as many decisions as there are messages ask for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpan:
+    worker: str
+    service: str
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    report: WorkerReport
+    at_s: float  # monotonic, here
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Sums over the live workers of a service, or of all."""
+
+    slots: int
+    num: int  # workers
+    kv_tokens: int | None
+    least_kv_tokens: int | None
+    gap_bound: float
+
+    @classmethod
+    def of(cls, working: Sequence[WorkerReport]) -> "Capacity":
+        """A worker that announces no `kv_tokens` counts as the others do for its slots."""
+        slots = sum(worker.slots for worker in working)
+        announced = [(worker.kv_tokens, worker.slots) for worker in working if worker.kv_tokens is not None]
+        known, of_slots = sum(kv for kv, _ in announced), sum(num for _, num in announced)
+        return cls(
+            slots=slots,
+            num=len(working),
+            kv_tokens=known * slots // of_slots if announced else None if working else 0,
+            least_kv_tokens=min((kv for kv, _ in announced), default=None),
+            gap_bound=max((GAP_BOUNDS.get(worker.dtype, 0.0) for worker in working), default=0.0),
+        )
+
+
+class Cluster:
+    """The workers of one cell, as their broadcasts show them."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._heard: dict[str, _Heard] = {}
+        self._spans: deque[WorkerSpan] = deque(maxlen=MAX_SPANS)
+        self._cursor = "0"
+        self._sums: dict[str | None, Capacity] = {}
+        self._summed_at_s = 0.0  # monotonic
+
+    async def run(self) -> None:
+        """Follows the telemetry until cancelled, beginning with what the stream still holds."""
+        while True:
+            if await self.follow_once(block_ms=BLOCK_MS) < READ_COUNT:
+                await asyncio.sleep(GATHER_S)
+
+    async def follow_once(self, *, block_ms: int | None = None) -> int:
+        """Takes in the reports that are there, at most READ_COUNT. Returns their number."""
+        entries = await self._bus.follow(self._bus.cell.telemetry, self._cursor, block_ms=block_ms, count=READ_COUNT)
+        if not entries:
+            return 0
+        seconds, micros = await self._bus.retrying(self._bus.client.time)
+        redis_now_s, now_s = seconds + micros / 1e6, time.monotonic()
+        for entry, message in entries:
+            self._cursor = entry
+            if isinstance(message, WorkerReport):
+                self._take(message, now_s - (redis_now_s - int(entry.split("-")[0]) / 1000))
+        self._forget(now_s)
+        self._sums = {}
+        return len(entries)
+
+    def _take(self, report: WorkerReport, at_s: float) -> None:
+        self._heard[report.id] = _Heard(report, at_s)
+        self._spans.extend(WorkerSpan(report.id, report.service, span) for span in report.spans)
+
+    def _forget(self, now_s: float) -> None:
+        for worker in [w for w, heard in self._heard.items() if now_s - heard.at_s > FORGET_S]:
+            del self._heard[worker]
+        oldest_s = time.time() - KEEP_S
+        while self._spans and self._spans[0].span.end_s < oldest_s:
+            self._spans.popleft()
+
+    def workers(self) -> list[WorkerReport]:
+        """Last reports of the live workers, by service and id. A worker that has said goodbye is not alive."""
+        now_s = time.monotonic()
+        alive = [
+            heard.report
+            for heard in self._heard.values()
+            if now_s - heard.at_s <= ALIVE_S and heard.report.state != "stopped"
+        ]
+        return sorted(alive, key=lambda report: (report.service, report.id))
+
+    def working(self, service: str | None = None) -> list[WorkerReport]:
+        """Live workers that have joined the cell: of one service, or of all."""
+        return [w for w in self.workers() if w.state not in ("refused", "starting") and service in (None, w.service)]
+
+    def _capacity(self, service: str | None = None) -> Capacity:
+        now_s = time.monotonic()
+        if now_s - self._summed_at_s > SUMS_S:
+            self._sums, self._summed_at_s = {}, now_s
+        if service not in self._sums:
+            self._sums[service] = Capacity.of(self.working(service))
+        return self._sums[service]
+
+    def slots(self, service: str) -> int:
+        """Pieces of work that the live workers of a service can do at once."""
+        return self._capacity(service).slots
+
+    def num_workers(self, service: str) -> int:
+        return self._capacity(service).num
+
+    def kv_tokens(self) -> int | None:
+        """Tokens whose keys and values all rollout engines hold at once; None: no engine announces it."""
+        return self._capacity("rollout").kv_tokens
+
+    def least_kv_tokens(self) -> int | None:
+        """Tokens that the smallest rollout engine holds, of those that announce it; None: none does, or none is alive."""
+        return self._capacity("rollout").least_kv_tokens
+
+    def max_lora_rank(self) -> int | None:
+        """The smallest limit that a live worker announces; None: no worker announces one."""
+        ranks = [worker.max_lora_rank for worker in self.working() if worker.max_lora_rank is not None]
+        return min(ranks, default=None)
+
+    def outside(self) -> list[Outside]:
+        """Hosts that the live env workers may call, as far as they announce them."""
+        return list({worker.outside for worker in self.working() if worker.outside is not None})
+
+    def sampling_gap_bound(self) -> float:
+        """The largest `sampling_gap` that the coarsest dtype of a live worker explains."""
+        return self._capacity().gap_bound or min(GAP_BOUNDS.values())
+
+    def waits_for(self, job: str) -> str:
+        """Says what outside of the workers holds up the job, else what holds up a whole worker; else empty."""
+        told = (worker.waiting.get(job) for worker in self.working())
+        return next(filter(None, told), "") or next(
+            (f"workers wait: {w.reason}" for w in self.working() if w.reason), ""
+        )
+
+    def timeline(self, since_s: float) -> list[WorkerSpan]:
+        """Busy spans that end after `since_s` (seconds since 1970), by start."""
+        return sorted((s for s in self._spans if s.span.end_s > since_s), key=lambda s: s.span.start_s)

@@ -1,0 +1,251 @@
+"""Declares the records of a run, in `run:<run>`: `spec`, written once by the API, and `state`, by the partition's owner. Both are JSON.
+Beside them stand `status` and `head` of the state, and `log`, the bytes of its log, for scripts: they never decode a state.
+
+A session is one client; it numbers its runs from 0, and its samplers too. The SDK builds their names itself:
+
+    session        ses-<16 hex digits>
+    run            run-<the same digits>-<n>; to its user `<session>:train:<n>`
+    sampler        <session>:sample:<n>
+    operation      <run>:<seq>, also the id of its future; seq 0 is the creation
+
+What the owner alone writes, beside `state`:
+
+    versions:<run>                  hash     version that may be read -> 1 if its optimiser's state is there, else 0
+    sampler:<sampler>               string   Sampler, of one that a save made; for as long after its last use as it says
+    retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them; and
+                                             `tenant:<tenant>` of tenants that are crowded, which an API replica adds
+    unfinished:<tenant>             hash     see manager_service.records: runs that have not ended, beside jobs
+    held:<tenant>                   hash     run -> bytes of its operations that wait, and of its log; a submit writes it too
+
+What an API replica alone writes, `use` but for what a save makes:
+
+    marlaas:{@}:session:<session>   string   ClientSession, for SESSION_KEPT_S after its last sign of life
+    marlaas:{@}:sessions:<tenant>   zset     session id by creation time
+    marlaas:{@}:alive:<tenant>      zset     those of them that are alive, by their last sign of life
+    use:<run>:<version>             string   noted by whoever means to read that version; `…:optimizer` too if with its optimiser's
+                                             state; both expire after USED_S
+    session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
+    sampler:<sampler>               string   Sampler, of a base model or a checkpoint
+    tenant-samplers:<tenant>        zset     all samplers, by when they expire: seconds since 1970
+    clients:<sampler>               string   number of clients that have joined it
+    seqs:<run>                      hash     until an hour after the run's end: number of an operation ->
+                                             `<sha256 of what was asked> <what was asked> <bytes>`;
+                                             `last`: the highest number; `unload`: the number of the run's end
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from common.bus.bus import Bus
+from common.wire.messages import BASE, AdapterRef, Failure, LoraSpec
+from common.wire.operations import Kind, NameChange, SaveWeights
+
+HOLE_S = 420.0
+"""Time after which numbers are given up that others have come behind of: the SDK tries to send one for 5 minutes."""
+
+
+RunStatus = Literal["queued", "creating", "ready", "failed", "ended"]
+SAVES: Mapping[str, Kind] = {
+    "save_weights": "weights",
+    "save_for_sampler": "sampler_weights",
+    "save_external": "external_weights",
+}
+"""Action -> the kind of checkpoint that it makes."""
+_PUBLIC = re.compile(r"ses-([0-9a-f]{16}):train:(\d{1,6})")
+
+
+class RunSpec(msgspec.Struct, frozen=True):
+    id: str
+    tenant: str
+    session: str
+    base_model: str  # the cell's name for it
+    asked_model: str  # as its user wrote it: the SDK loads the tokenizer of that name
+    lora: LoraSpec
+    seed: int
+    created_at: int  # seconds since 1970
+    source: AdapterRef | None = None  # version 0 is a copy of this one; None: drawn from the seed
+    with_optimizer: bool = False  # of the source
+    user_metadata: dict[str, Any] = {}
+    weight: float = 1.0  # the tenant's at creation
+
+    @property
+    def urgency(self) -> tuple[float, float]:
+        """The urgency of a job without priority and deadline."""
+        return 0.0, math.inf
+
+    @property
+    def public_id(self) -> str:
+        return f"{self.session}:train:{self.id.rpartition('-')[2]}"
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A name of a version."""
+
+    kind: Kind
+    name: str
+    version: int
+    created_at: int
+    expires_at: int | None = None  # seconds since 1970; from then on, it is as if it had been deleted
+
+    def is_kept(self, now: float) -> bool:
+        return self.expires_at is None or self.expires_at > now
+
+
+class Leaving(msgspec.Struct):
+    """Versions that nobody may begin to use, because a trainer is to delete them; see retention.py."""
+
+    id: str  # of the message to the trainer
+    versions: dict[int, bool]  # version -> its optimiser's state was there
+    optimizers: list[int]  # versions that lose their optimiser's state alone
+    asked: bool = False  # the message is sent: there is no way back
+    everything: bool = False  # whatever else the store has of the run is deleted too
+
+
+class RunState(msgspec.Struct):
+    """Changes with every operation that is answered."""
+
+    status: RunStatus = "queued"
+    version: int = -1  # the newest that is committed; -1: none yet
+    head: int = 1  # number of the first operation that has no result
+    attempt: int = 0  # number of the last message to a trainer
+    sent: int = 0  # number of the last operation of the message that is with a trainer; 0: none is
+    sent_tokens: int = 0  # positions of that message
+    sent_to: str = ""  # the one trainer that can carry it out; empty: any
+    holder: str = ""  # the trainer with the gradient; empty: none
+    held: int = 0  # that trainer's count of the operations in it
+    in_log: int = 0  # how many of the log are in it
+    failed_at: int | None = None  # a failed operation since the newest version: the next optim_step fails too
+    failed_why: str = ""  # what became of that operation
+    checkpoints: list[Checkpoint] = []
+    inflight: int = -1  # the version of the newest save for samplers that follow such saves
+    failure: Failure | None = None  # why it can do nothing more
+    leaving: Leaving | None = None
+    num_left: int = 0  # messages to trainers that had them delete versions
+    ended_at: int = 0  # seconds since 1970
+    erased: bool = False  # the run is forgotten, and the store has nothing of it
+    makes_room: bool = False  # its tenant has so many runs that it is forgotten sooner
+
+    def fields(self) -> dict[Any, Any]:
+        """The fields of the record, as Redis keeps them."""
+        return {"state": msgspec.json.encode(self), "status": self.status, "head": self.head}
+
+
+UNNAMED_KEPT_S = 7 * 86_400
+"""A run without checkpoints is forgotten, with its versions, so long after its end; one that never had a version after an hour."""
+CROWDED = 9_000
+"""Runs of one tenant in a cell from which on the oldest that have ended without a checkpoint are forgotten an hour after their end."""
+CROWDED_TENANT = "tenant:"
+"""The word before a tenant's name in `retire:<p>`."""
+USED_S = 3600
+"""A version is kept for so long after its last use."""
+NUM_SEQS_KEPT = 4096
+"""Numbers of a run that `seqs:<run>` remembers, so that an operation which is sent again is known."""
+
+
+SESSION_ALIVE_S, SESSION_KEPT_S = 300, 30 * 86_400
+
+
+class ClientSession(msgspec.Struct, frozen=True):
+    """One client."""
+
+    id: str
+    tenant: str
+    created_at: int
+    sdk_version: str = ""
+    display_name: str | None = None
+    user_metadata: dict[str, Any] = {}
+    finished: str = ""  # how its client ended, if it said so
+
+
+class Sampler(msgspec.Struct, frozen=True):
+    """The model with which a sampler samples. It never changes."""
+
+    id: str
+    tenant: str
+    asked_model: str  # as its user wrote it
+    keep_s: int  # after its last use
+    adapter: AdapterRef = BASE
+    inflight: bool = False  # the state of the adapter's run says the version
+    path: str | None = None  # as its user wrote it
+
+
+def run_of(public_id: str) -> str | None:
+    """The run that its user names so; None for what is no name of a run."""
+    found = _PUBLIC.fullmatch(public_id)
+    return f"run-{found[1]}-{int(found[2])}" if found else None
+
+
+def session_of(name: str) -> str:
+    """The session of what stands where jobs' ids do; empty if it is no run."""
+    return f"ses-{name.split('-')[1]}" if is_run(name) else ""
+
+
+def is_run(name: str) -> bool:
+    """Does a name that stands where jobs' ids do mean a run?"""
+    return name.startswith("run-")
+
+
+# KEYS: versions, use, use with the optimiser's state. ARGV: version, is its optimiser's state wanted (1 or 0), seconds to keep it.
+# Answers 0 if the version is not there.
+_USE = """
+local there = redis.call('HGET', KEYS[1], ARGV[1])
+if not there or there < ARGV[2] then return 0 end
+redis.call('SET', KEYS[2], '', 'EX', ARGV[3])
+if ARGV[2] == '1' then redis.call('SET', KEYS[3], '', 'EX', ARGV[3]) end
+return 1
+"""
+
+
+async def use(bus: Bus, adapter: AdapterRef, *, with_optimizer: bool = False) -> bool:
+    """Keeps a version for USED_S from now on. False: it is deleted, or about to be. True for what is no run's: jobs keep their own."""
+    if not is_run(adapter.job):
+        return True
+    cell, run, version = bus.cell, adapter.job, adapter.version
+    keys = [cell.versions(run), cell.use(run, version), cell.use(run, version, with_optimizer=True)]
+    script = bus.client.register_script(_USE)
+    return bool(await bus.retrying(lambda: script(keys=keys, args=[version, int(with_optimizer), USED_S])))
+
+
+MAX_CHECKPOINTS = 1000
+"""Checkpoints of one run: the state has them all, and is written with each operation."""
+
+
+def give_name(state: RunState, wanted: SaveWeights, kind: Kind, now: float) -> str:
+    """Names the newest version; why that cannot be, or empty."""
+    others = [known for known in state.checkpoints if (known.kind, known.name) != (kind, wanted.name)]
+    kept = [known for known in others if known.is_kept(now)]
+    if len(kept) >= MAX_CHECKPOINTS:
+        return (
+            f"this run has {MAX_CHECKPOINTS} checkpoints: delete some (`tinker checkpoint delete PATH`), or save with ttl_seconds,"
+            " so that they expire"
+        )
+    expires_at = None if wanted.ttl_s is None else int(now) + wanted.ttl_s
+    state.checkpoints = [*kept, Checkpoint(kind, wanted.name, state.version, int(now), expires_at)]
+    return ""
+
+
+def meant(state: RunState, change: NameChange) -> Checkpoint | None:
+    """The checkpoint that a change is about; None if it is gone, or was saved anew since."""
+    about = change.checkpoint, change.name, change.version, change.created_at
+    for known in state.checkpoints:
+        if (known.kind, known.name, known.version, known.created_at) == about:
+            return known
+    return None
+
+
+def change_name(state: RunState, change: NameChange, now: float) -> None:
+    """A repeat changes nothing. What has expired goes too."""
+    known = meant(state, change)
+    kept = [each for each in state.checkpoints if each.is_kept(now)]
+    if known is not None and known in kept:
+        place = kept.index(known)
+        kept[place : place + 1] = [] if change.deletes else [_until(known, change.expires_at)]
+    state.checkpoints = kept
+
+
+def _until(known: Checkpoint, expires_at: int | None) -> Checkpoint:
+    return msgspec.structs.replace(known, expires_at=expires_at)
