@@ -1,8 +1,8 @@
 """Shifts the wall clock of one Python process, as a step of its machine's clock does; durations stay as they are.
 
 A copy of this file, named `sitecustomize.py` in a folder of the PYTHONPATH of several processes, makes `time.time` add the seconds that
-stand in a file beside it, which has the name of the process's log: `rollout-0` where standard error goes to `rollout-0.log`. So a
-nursery's children have clocks of their own, too. Redis' clock, and what asks the kernel without Python, stay true.
+stand in a file beside it, which has the name of the process's log: `rollout-0` where standard error goes to `rollout-0.log`. So
+the children of a prefork server have clocks of their own, too. Redis' clock, and what asks the kernel without Python, stay true.
 """
 
 import contextlib

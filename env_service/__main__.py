@@ -19,7 +19,7 @@ from env_service.graders.model import ModelEndpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
-from env_service.live.attendance import Attendance
+from env_service.live.registration import Registration
 from env_service.live.sessions import Sessions
 from env_service.sandbox.sandbox import Sandbox, SandboxLimits, check_strength
 from env_service.settings import EnvSettings
@@ -104,8 +104,8 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     tokenizer = ChatTokenizer.load(base_dir, settings.max_context)
     environments, environments_end = await environments_of(settings, base_dir)
     sessions = sessions_of(settings, parts.worker)
-    attendance = Attendance(parts.bus, parts.worker, sessions, hold_s=settings.lease_s)
-    await attendance.begin()
+    registration = Registration(parts.bus, parts.worker, sessions, hold_s=settings.lease_s)
+    await registration.begin()
     handler = EnvHandler(
         cell=parts.cell,
         tokenizer=tokenizer,
@@ -124,8 +124,8 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
             counters=handler.counters,
         ),
         Habits(ahead=AHEAD * settings.env_slots, drain_s=DRAIN_S),
-        beside=[sessions.close_idle, attendance.run],
-        close=[sessions.close, attendance.close, *environments_end],
+        beside=[sessions.close_idle, registration.run],
+        close=[sessions.close, registration.close, *environments_end],
     )
 
 

@@ -116,7 +116,7 @@ READS_ENVIRONMENT = {
     "base_model/kernels.py",  # MKL takes its setting from there alone
     "common/settings.py",
     "env_service/verifiers/package_process.py",  # packages have the operator's variables, but for ours
-    "common/children/nursery.py",  # gives a child its settings
+    "common/children/prefork.py",  # gives a child its settings
     "manager_service/launcher/supervisor.py",
     "rollout_service/process/vllm_engine.py",  # vLLM takes some settings from there alone
     "trainer_service/ranks/leader.py",  # gloo takes its network interface from there alone

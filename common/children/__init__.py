@@ -1,13 +1,13 @@
 """Child processes: started, kept running, asked, and ended with whoever started them.
 
-    supervisor ─► processes ─► forking ─► nursery (has imported what services need) ─► a service            helpers ─► a helper process
+    supervisor ─► processes ─► forking ─► prefork (has imported what services need) ─► a service            helpers ─► a helper process
 
 Its files:
 
     processes.py   keeps one child process running
     child.py       runs a command that dies with the process that started it
     forking.py     starts children by forking, where that can be
-    nursery.py     a process that has imported what services need, and forks them
+    prefork.py     a process that has imported what services need, and forks them
     helpers.py     asks helper processes, and runs one
     own_folder.py  keeps temporary files that vanish with their process, or with the next one
 """

@@ -1,6 +1,6 @@
 """Starts children by forking, where that is the same as to execute them and sooner.
 
-a command ─┬─ `python -m MODULE` of a nursery's, with its variables ─► the nursery forks, and tells how the child ends
+a command ─┬─ `python -m MODULE` of a prefork server's, with its variables ─► the prefork server forks, and tells how the child ends
            └─ any other ─► executed
 """
 
@@ -16,12 +16,12 @@ from signal import SIGKILL
 
 import msgspec
 
-from common.children import nursery
-from common.children.nursery import SETTINGS, Birth, beside_settings
+from common.children import prefork
+from common.children.prefork import SETTINGS, ForkRequest, beside_settings
 from common.children.processes import ChildProcess, Command, open_log, start_tied, tied
 
 
-class Nursery:
+class PreforkServer:
     """A process that has imported the modules of some commands. It begins to at the first `start`, or when told to. Where it has ended
     it is not begun again: its commands are executed."""
 
@@ -32,7 +32,7 @@ class Nursery:
         self._modules = sorted({command.argv[2] for command in able if self._is_own(command)})
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
-        self._births: socket.socket | None = None
+        self._requests: socket.socket | None = None
         self._has_forked = False
 
     @property
@@ -44,8 +44,8 @@ class Nursery:
         """Starts the process, unless there is nothing to import. Call it from the main thread, with which the process ends."""
         if self._process is not None or not self._modules:
             return
-        self._births, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        argv = (sys.executable, "-m", nursery.MODULE, *self._modules)
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        argv = (sys.executable, "-m", prefork.MODULE, *self._modules)
         with theirs, open_log(self._log) as log:
             self._process = subprocess.Popen(
                 tied(argv), env=self._environment, stdin=theirs.fileno(), stdout=log, stderr=log, start_new_session=True
@@ -64,8 +64,8 @@ class Nursery:
 
     def end(self) -> None:
         """Ends the process, and with it the children that are left."""
-        if self._process is not None and self._births is not None:
-            self._births.close()
+        if self._process is not None and self._requests is not None:
+            self._requests.close()
             self._process.kill()
             self._process.wait()
 
@@ -73,15 +73,15 @@ class Nursery:
         return beside_settings(command.environment) == self._environment
 
     async def _fork(self, command: Command) -> "Forked | None":
-        """None if the nursery has ended."""
+        """None if the prefork server has ended."""
         self.begin()
-        assert self._births is not None
+        assert self._requests is not None
         answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         answers.setblocking(False)
         settings = {name: value for name, value in command.environment.items() if name.startswith(SETTINGS)}
-        birth = msgspec.json.encode(Birth(command.argv[2], settings, str(command.log)))
+        request = msgspec.json.encode(ForkRequest(command.argv[2], settings, str(command.log)))
         with theirs, contextlib.suppress(OSError):  # it has ended, or has no room for so much
-            socket.send_fds(self._births, [birth], [theirs.fileno()])
+            socket.send_fds(self._requests, [request], [theirs.fileno()])
         pid = await _told(answers)
         if pid is None:
             answers.close()
@@ -91,7 +91,7 @@ class Nursery:
 
 
 class Forked:
-    """A child of a nursery, which tells its exit status."""
+    """A child of a prefork server, which tells its exit status."""
 
     def __init__(self, pid: int, answers: socket.socket) -> None:
         self.pid = pid
@@ -102,7 +102,7 @@ class Forked:
         os.kill(self.pid, signal)
 
     async def wait(self) -> int:
-        """Its exit status, or minus the signal that ended it. Whoever kills the nursery kills it too."""
+        """Its exit status, or minus the signal that ended it. Whoever kills the prefork server kills it too."""
         status = await _told(self._answers)
         self._answers.close()
         self.returncode = -SIGKILL if status is None else status
@@ -115,7 +115,7 @@ def can_be_forked(command: Command) -> bool:
 
 
 async def _told(answers: socket.socket) -> int | None:
-    """The next number that a nursery tells; None if it has ended."""
+    """The next number that a prefork server tells; None if it has ended."""
     said = b""
     with contextlib.suppress(ConnectionError):
         said = await asyncio.get_running_loop().sock_recv(answers, 64)

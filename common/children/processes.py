@@ -1,6 +1,6 @@
 """Child processes that are kept running.
 
-KeptProcess.keep_running   starts the command, waits for its end, starts it again after a growing delay
+SupervisedProcess.keep_running   starts the command, waits for its end, starts it again after a growing delay
 waits for: the process, or `stop`   unblocked by: its death, or the supervisor
 after a crash of this process: the kernel kills the children (see `child.py`)
 """
@@ -43,7 +43,7 @@ class Command:
 
 
 class ChildProcess(Protocol):
-    """A process that this one started: asyncio's, or a fork of a nursery's."""
+    """A process that this one started: asyncio's, or a fork of a prefork server's."""
 
     @property
     def pid(self) -> int: ...
@@ -72,7 +72,7 @@ async def start_tied(command: Command) -> ChildProcess:
 StartChild = Callable[[Command], Awaitable[ChildProcess]]
 
 
-class KeptProcess:
+class SupervisedProcess:
     """A command that is started again whenever it ends, until `stop`. Each run leads its own session, so that a
     Ctrl-C in the terminal reaches the supervisor alone."""
 
@@ -114,7 +114,7 @@ class KeptProcess:
             self._ended.set()
 
     def last_words(self, num_lines: int) -> str:
-        """The end of what it has written since it is kept; a log may hold more, of earlier keepers."""
+        """The end of what it has written since it is kept; a log may hold more, of earlier supervisors."""
         return tail(self.command.log, num_lines, start=self._kept_from)
 
     def last_error(self) -> str:

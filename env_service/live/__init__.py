@@ -9,5 +9,5 @@ Its files:
     trajectories.py  gives messages their seats, opens sessions and brings them to the turn at hand
     sessions.py    holds the sessions, and the places for them that tenants share
     replay.py      brings a new session to where a lost one was
-    attendance.py  says that the worker is there, and gives to all what lies in the streams of those that are gone
+    registration.py  says that the worker is there, and gives to all what lies in the streams of those that are gone
 """

@@ -1,9 +1,9 @@
 """The inside of the sandbox: `sandbox.py` has `python -I -S` run it as compiled code from stdin, in an empty environment.
 
-    child (the keeper) ─ forks ─► child (shuts itself in, runs the tenant's source) ─ result ─► sandbox
+    child (the supervisor) ─ forks ─► child (shuts itself in, runs the tenant's source) ─ result ─► sandbox
 
 Reads one job as JSON from stdin and writes one line of JSON to what was stdout. Before the tenant's code runs, descriptors
-1 and 2 both lead to the output pipe, so a print cannot look like a result. The keeper runs none of the tenant's code: it
+1 and 2 both lead to the output pipe, so a print cannot look like a result. The supervisor runs none of the tenant's code: it
 waits for the end of the other, and kills it on SIGTERM, which the worker sends, or the kernel once the worker is dead.
 Only the standard library, and as little of it as possible: each call imports it anew.
 
@@ -39,8 +39,8 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME, MS_NODIRATIME = 1, 2, 4, 8, 32, 1024, 2048
 MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME, ST_RELATIME = 4096, 16384, 1 << 18, 1 << 21, 4096
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 38, 22
-TOLD = (signal.SIGTERM, signal.SIGCHLD)
-"""Signals that the keeper waits for."""
+SUPERVISOR_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+"""The signals that the supervisor waits for."""
 
 FIRST_UID = 1_000_000_000
 """Each call runs under this uid plus its process id. No other call has it, so calls cannot signal each other."""
@@ -48,7 +48,7 @@ NOBODY = 65534
 WORK_BYTES, WORK_FILES = 16 * 1024 * 1024, 4096
 """The most that the working folder holds."""
 LOOK_EVERY_S = 0.02
-"""Seconds between the keeper's looks into a working folder that is no file system of its own."""
+"""Seconds between the supervisor's looks into a working folder that is no file system of its own."""
 
 
 def main() -> None:
@@ -158,7 +158,7 @@ def shut_in(job: dict[str, Any], wanted: set[str]) -> set[str]:
         kill_first()
         if "namespaces" in wanted:
             layers |= enter_namespaces(libc, os.getcwd(), uid)
-        stay_behind(libc, job["worker"], job["limits"], own_files="files" in layers)
+        fork_supervised(libc, job["worker"], job["limits"], own_files="files" in layers)
     set_limits(job["limits"])
     if root:
         become(uid)
@@ -181,7 +181,7 @@ def kill_first() -> None:
 def give_up_rights(libc: Libc, wanted: set[str], program: bytes, *, own_files: bool) -> set[str]:
     """Gives up the rights that a process on Linux can give up without any privilege. Returns the layers that hold.
 
-    Without files of its own its keeper sees what it has open; other calls, which may have its uid, are kept from /proc.
+    Without files of its own its supervisor sees what it has open; other calls, which may have its uid, are kept from /proc.
     """
     layers: set[str] = set()
     drop_capabilities(libc)
@@ -237,30 +237,30 @@ def drop_capabilities(libc: Libc) -> None:
     libc.capset(header, ctypes.create_string_buffer(24))
 
 
-# ------------------------------------------------------------------------------------------------------- keeper
+# --------------------------------------------------------------------------------------------------- supervisor
 
 
-def stay_behind(libc: Libc, worker: int, limits: dict[str, int], *, own_files: bool) -> None:
-    """Goes on in a child; the parent stays as its keeper, and never returns."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, TOLD)
+def fork_supervised(libc: Libc, worker: int, limits: dict[str, int], *, own_files: bool) -> None:
+    """Goes on in a child; the parent stays as its supervisor, and never returns."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != worker:
         os._exit(1)
     child = os.fork()
     if child:
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        keep(child, limits, own_files=own_files)
+        supervise(child, limits, own_files=own_files)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def keep(child: int, limits: dict[str, int], *, own_files: bool) -> NoReturn:
+def supervise(child: int, limits: dict[str, int], *, own_files: bool) -> NoReturn:
     """Ends as the child ends, or as one beyond its processor seconds: the kernel kills it as where memory runs out. Kills it when it
     is told to, or when it holds too much in its working folder. Statuses above 127 tell of signals, which no child can feign."""
     status = 0
     while True:
-        told = signal.sigtimedwait(TOLD, 3600 if own_files else LOOK_EVERY_S)
+        received = signal.sigtimedwait(SUPERVISOR_SIGNALS, 3600 if own_files else LOOK_EVERY_S)
         full = not own_files and is_too_full(child, limits["file_bytes"])
-        if full or (told and told.si_signo == signal.SIGTERM):
+        if full or (received and received.si_signo == signal.SIGTERM):
             os.kill(child, signal.SIGKILL)
             status = 128 + (signal.SIGXFSZ if full else signal.SIGKILL)
         ended, found, used = os.wait4(child, 0 if status else os.WNOHANG)
@@ -288,7 +288,7 @@ def deleted_files(child: int, file_bytes: int) -> dict[int, int]:
     """Inode -> bytes of each file that the child deleted from the working folder and still has open or mapped.
 
     One that is mapped and not open counts as the largest that a file may be where only root could measure it. To see them at all
-    the keeper needs the child's uid, or root's rights.
+    the supervisor needs the child's uid, or root's rights.
     """
     found: dict[int, int] = {}
     threads, here = inside(f"/proc/{child}/task"), os.getcwd() + "/"

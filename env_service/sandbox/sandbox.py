@@ -267,7 +267,7 @@ def _parse(result: bytes, nonce: str) -> Reply | None:
 
 
 def _signal(status: int | None) -> int:
-    """The signal that ended the keeper, or the call below it. Below 1, or no signal, if none did."""
+    """The signal that ended the supervisor, or the call below it. Below 1, or no signal, if none did."""
     code = status or 0
     return -code if code < 0 else code - 128
 

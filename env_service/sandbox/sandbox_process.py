@@ -1,7 +1,7 @@
 """The process of one call, as the sandbox sees it: what it wrote, how it ended, and whether the sandbox had it end.
 
-Every end that the sandbox brings about goes through `CallProcess.stop`. Of a call that was killed and has no `stopped`, the keeper
-says by its status whether it did that itself (`child.keep`); if not, it was killed from outside.
+Every end that the sandbox brings about goes through `CallProcess.stop`. Of a call that was killed and has no `stopped`, the supervisor
+says by its status whether it did that itself (`child.supervise`); if not, it was killed from outside.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Stopped:
 
 
 class CallProcess:
-    """A call's keeper."""
+    """A call's supervisor."""
 
     def __init__(self, process: asyncio.subprocess.Process, result_bytes: int, output_bytes: int) -> None:
         self._process = process
@@ -45,7 +45,7 @@ class CallProcess:
         return self._process.returncode
 
     def stop(self, ending: RunEnding, reason: str) -> None:
-        """Has the keeper kill the call. The first reason counts, also where the call has just ended by itself."""
+        """Has the supervisor kill the call. The first reason counts, also where the call has just ended by itself."""
         if self.stopped is None:
             self.stopped = Stopped(ending, reason)
             tell(self._process, signal.SIGTERM)
@@ -66,7 +66,7 @@ class CallProcess:
             self.stop("timeout", f"took longer than {allowance.seconds:g} seconds")
 
     async def end(self) -> None:
-        """Has the keeper kill what is left of the call. A keeper that takes too long is killed; the kernel then kills the call."""
+        """Has the supervisor kill what is left of the call. A supervisor that takes too long is killed; the kernel then kills the call."""
         tell(self._process, signal.SIGTERM)
         await self._has_ended()
         with contextlib.suppress(ProcessLookupError, PermissionError):

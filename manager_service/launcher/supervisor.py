@@ -4,8 +4,8 @@
         httpx.get(f"{cluster.base_url}/v1/models", headers={"Authorization": f"Bearer {cluster.api_key}"})
         cluster.kill("rollout-0")  # SIGKILL; it is started again
 
-    start: lock the folder, check the port ─► nurseries, Redis ─► manager and workers at once ─► /readyz
-    stop:  workers and manager (SIGTERM, a few seconds, SIGKILL) ─► Redis ─► nurseries ─► unlock
+    start: lock the folder, check the port ─► prefork servers, Redis ─► manager and workers at once ─► /readyz
+    stop:  workers and manager (SIGTERM, a few seconds, SIGKILL) ─► Redis ─► prefork servers ─► unlock
 
 Without `stop`, even if this process is killed with SIGKILL, the kernel ends the children.
 """
@@ -28,8 +28,8 @@ from redis.exceptions import RedisError
 
 from common.bus.redis_connection import make_client
 from common.cancellation import done_before
-from common.children.forking import Nursery
-from common.children.processes import Command, KeptProcess, Notify, StartChild, rotate, start_tied
+from common.children.forking import PreforkServer
+from common.children.processes import Command, Notify, StartChild, SupervisedProcess, rotate, start_tied
 from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.settings import parse_base_models, pinned
 from manager_service.launcher.devices import arrange, idle_gpu
@@ -82,7 +82,7 @@ class LocalCluster:
         start: StartChild | None = None,
     ) -> None:
         """`port` 0: any free one. `environment`: more variables for every child. `notify` hears of each restart.
-        For tests: `services`, commands to run instead of the real ones; `start`, which starts a service; None: nurseries do."""
+        For tests: `services`, commands to run instead of the real ones; `start`, which starts a service; None: prefork servers do."""
         self.data_dir = data_dir.resolve()
         self.host = "127.0.0.1"
         self.port = port
@@ -94,9 +94,9 @@ class LocalCluster:
         self._store = OwnStore(self._environment, self.data_dir, notify)
         self._commands = services or service_commands
         self._start = start
-        self._redis: KeptProcess | None = None
-        self._services: dict[str, KeptProcess] = {}
-        self._nurseries: list[Nursery] = []
+        self._redis: SupervisedProcess | None = None
+        self._services: dict[str, SupervisedProcess] = {}
+        self._prefork_servers: list[PreforkServer] = []
         self._lock: TextIO | None = None
         self._stopping = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
@@ -188,7 +188,7 @@ class LocalCluster:
         await self.stop()
 
     @property
-    def _processes(self) -> dict[str, KeptProcess]:
+    def _processes(self) -> dict[str, SupervisedProcess]:
         return {**({"redis": self._redis} if self._redis else {}), **self._services}
 
     def _prepare(self) -> None:
@@ -202,7 +202,7 @@ class LocalCluster:
             server.prepare()
             self.redis_url = server.url
             command = self._command("redis", server.argv, {})
-            self._redis = KeptProcess(command, self._hear, start_tied)
+            self._redis = SupervisedProcess(command, self._hear, start_tied)
         self._pin_bases()
         commands = self._commands(self._counts, self._environment)
         arranged = arrange(self._environment, list(_workers(commands)))
@@ -218,11 +218,11 @@ class LocalCluster:
         self._keep([command for command in made if command.name in holders])
 
     def _keep(self, commands: Sequence[Command]) -> None:
-        """Makes their keepers, with a nursery of their own. What holds weights imports as long as all others together."""
-        nursery = Nursery(commands if self._start is None else (), self.log_file("nursery"))
-        self._nurseries.append(nursery)
+        """Supervises them, with a prefork server of their own: what holds weights imports as long as all others together."""
+        server = PreforkServer(commands if self._start is None else (), self.log_file("prefork"))
+        self._prefork_servers.append(server)
         for command in commands:
-            self._services[command.name] = KeptProcess(command, self._hear, self._start or nursery.start)
+            self._services[command.name] = SupervisedProcess(command, self._hear, self._start or server.start)
 
     def _pin_bases(self) -> None:
         """Names the hub's models by their commits, for all services. What cannot be had is left to the services, whose error says it."""
@@ -254,7 +254,7 @@ class LocalCluster:
         return Command(name=name, argv=argv, environment={**shared, **environment}, log=self.log_file(name))
 
     def _hear(self, line: str) -> None:
-        """Passes on what a child's keeper tells. A child that refuses its settings ends the start, whose error says why."""
+        """Passes on a child's exits. A child that refuses its settings ends the start, whose error says why."""
         self._store.look_again()
         if self._is_up or not any(process.refused for process in self._processes.values()):
             self._notify(line)
@@ -262,8 +262,8 @@ class LocalCluster:
     async def _run(self) -> None:
         """Starts and keeps all children, from the first to the last. Ends when `stop` is called, or with StartError."""
         try:
-            for nursery in self._nurseries:
-                nursery.begin()
+            for server in self._prefork_servers:
+                server.begin()
             async with asyncio.TaskGroup() as group:
                 if self._redis:
                     group.create_task(self._redis.keep_running())
@@ -275,16 +275,16 @@ class LocalCluster:
                 await self._stopping.wait()
                 for task in beside:
                     task.cancel()
-                for nursery in self._nurseries:
-                    nursery.give_up()
+                for server in self._prefork_servers:
+                    server.give_up()
                 await asyncio.gather(*(process.stop(GRACE_S) for process in self._services.values()))
                 if self._redis:
                     await self._redis.stop(GRACE_S)
         finally:  # reached with services only when something above went wrong
             for process in self._processes.values():
                 process.signal(signal.SIGKILL)
-            for nursery in self._nurseries:
-                nursery.end()
+            for server in self._prefork_servers:
+                server.end()
 
     async def _wait_for_redis(self) -> None:
         """Waits until it answers, or `stop` is called."""

@@ -70,7 +70,7 @@ async def test_the_helpers_of_graders_and_those_that_read_large_texts_are_killed
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("kind", "num"), [("kill a helper", 3), ("kill a call", 1), ("freeze a helper", 3)])
-async def test_keepers_calls_and_hosts_of_packages_are_struck(kind: str, num: int) -> None:
+async def test_supervisors_calls_and_hosts_of_packages_are_struck(kind: str, num: int) -> None:
     # Given a call in the sandbox, and a host that waits for what it is to load
     others, (ours, theirs) = descendants(os.getpid()), socket.socketpair()
     host = subprocess.Popen([sys.executable, str(HOST), str(theirs.fileno())], pass_fds=[theirs.fileno()])

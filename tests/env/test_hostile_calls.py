@@ -89,7 +89,7 @@ time.sleep({seconds})
 
 
 @EITHER
-@pytest.mark.parametrize("generation", [0, 1], ids=["its keeper", "the code"])
+@pytest.mark.parametrize("generation", [0, 1], ids=["its supervisor", "the code"])
 async def test_a_call_that_is_killed_is_made_once_more_from_the_beginning(
     generation: int, layers: tuple[str, ...]
 ) -> None:
@@ -109,7 +109,7 @@ async def test_a_call_that_is_killed_is_made_once_more_from_the_beginning(
 
 
 async def kill_when_it_runs(generation: int) -> None:
-    """Kills a call's keeper, or the call, once its code has made a thread, and waits for the call's end."""
+    """Kills a call's supervisor, or the call, once its code has made a thread, and waits for the call's end."""
     while not (found := [one for one in calls([os.getpid()]) if one.num_threads() > 1]):
         await asyncio.sleep(0.02)
     (call,) = found

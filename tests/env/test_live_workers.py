@@ -15,7 +15,7 @@ import pytest
 from common.bus.bus import Bus, Out
 from common.bus.streams import GROUP_ROLLOUT, Cell
 from common.cancellation import running
-from common.children.forking import Nursery
+from common.children.forking import PreforkServer
 from common.children.processes import ChildProcess, Command
 from common.wire.messages import ScoredTrajectory, TurnRequest
 from common.worker.handlers import Beat
@@ -49,13 +49,13 @@ class Scripted(StandIn):
 class Cluster:
     """Processes of env workers, a scripted rollout, and the trajectories that were scored."""
 
-    def __init__(self, bus: Bus, folder: Path, redis_url: str, nursery: Nursery) -> None:
+    def __init__(self, bus: Bus, folder: Path, redis_url: str, server: PreforkServer) -> None:
         self.bus = bus
         self.rollout = Scripted()
         self.story = folder / "story"
         self._folder = folder
         self._redis_url = redis_url
-        self._nursery = nursery
+        self._server = server
         self._workers: list[ChildProcess] = []
 
     async def env_worker(self) -> ChildProcess:
@@ -67,7 +67,7 @@ class Cluster:
             "LOG_LEVEL": "warning",
         }
         variables = {f"MARLAAS_{name}": value for name, value in settings.items()}
-        self._workers.append(await self._nursery.start(command(variables, self._folder / "log")))
+        self._workers.append(await self._server.start(command(variables, self._folder / "log")))
         return self._workers[-1]
 
     async def end(self) -> None:
@@ -125,20 +125,20 @@ async def ended(worker: ChildProcess, by: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PreforkServer]:
     """Forks env workers that find the environments: each would need a second to import."""
-    folder = tmp_path_factory.mktemp("nursery")
+    folder = tmp_path_factory.mktemp("prefork")
     with pytest.MonkeyPatch.context() as patch:
         path = [str(install(folder / "installed")), *filter(None, [os.environ.get("PYTHONPATH")])]
         patch.setenv("PYTHONPATH", os.pathsep.join(path))
-        nursery = Nursery([command({}, folder / "log")], folder / "nursery.log")
-        yield nursery
-        nursery.end()
+        server = PreforkServer([command({}, folder / "log")], folder / "prefork.log")
+        yield server
+        server.end()
 
 
 @pytest.fixture
-async def cluster(bus: Bus, tmp_path: Path, redis_url: str, nursery: Nursery) -> AsyncIterator[Cluster]:
-    cluster = Cluster(bus, tmp_path, redis_url, nursery)
+async def cluster(bus: Bus, tmp_path: Path, redis_url: str, server: PreforkServer) -> AsyncIterator[Cluster]:
+    cluster = Cluster(bus, tmp_path, redis_url, server)
     inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
     reporter = Reporter("rollout-1", "rollout", "tiny", About(slots=2 * NUM))
     worker = Worker(bus, cluster.rollout, inboxes, reporter, lease_s=LEASE_S)

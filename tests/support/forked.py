@@ -1,6 +1,6 @@
-"""Clusters of real processes that start without importing anything: one nursery serves all clusters of a test run.
+"""Clusters of real processes that start without importing anything: one prefork server serves all clusters of a test run.
 
-Few tests leave the starting to `harness.live.running`, whose clusters begin nurseries of their own as `marlaas up` does. What a test
+Few tests leave the starting to `harness.live.running`, whose clusters begin prefork servers of their own as `marlaas up` does. What a test
 gives variables beside settings is executed, as there; where these are folders of packages alone, only what looks for environments in them.
 """
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from common.children.forking import Nursery, can_be_forked
-from common.children.nursery import beside_settings
+from common.children.forking import PreforkServer, can_be_forked
+from common.children.prefork import beside_settings
 from common.children.processes import ChildProcess, Command, start_tied
 from harness import live
 from harness.live import Api
@@ -33,9 +33,9 @@ LOOKERS = ("manager_service", "env_service")
 OF_CHILDREN = {*ONE_THREAD, *NO_PLUGINS, PATHS, "PYTHONSAFEPATH", "PYTHONUNBUFFERED"}
 """Variables that a cluster gives to all its children."""
 COME_LATER = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that pytest and transformers' models, once imported, set in this process. A nursery with other ones would not fork."""
-shared: list[Nursery] = []
-"""The nursery, once it is needed."""
+"""Variables that pytest and transformers' models, once imported, set in this process. A prefork server with other ones would not fork."""
+shared: list[PreforkServer] = []
+"""The prefork server, once it is needed."""
 
 
 def running(folder: Path | None = None, **options: Any) -> AbstractAsyncContextManager[tuple[LocalCluster, Api]]:
@@ -55,7 +55,7 @@ async def start(command: Command) -> ChildProcess:
     command = replace(command, environment=variables | {PATHS: plain})
     if not shared:
         all_programs = [replace(command, argv=(sys.executable, "-m", module)) for module in MODULES]
-        shared.append(Nursery(all_programs, Path(gettempdir()) / "nursery-of-tests.log"))
+        shared.append(PreforkServer(all_programs, Path(gettempdir()) / "prefork-of-tests.log"))
         atexit.register(shared[0].end)
     return await shared[0].start(command)
 

@@ -1,4 +1,4 @@
-"""Helper processes of the API that start without importing anything: a nursery forks them. Executed, each takes most of a second."""
+"""Helper processes of the API that start without importing anything: a prefork server forks them. Executed, each takes most of a second."""
 
 import asyncio
 import atexit
@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from common.children.forking import Nursery
+from common.children.forking import PreforkServer
 from common.children.helpers import Helper, HelperPool
 from common.children.processes import ChildProcess, Command
 from manager_service.http.context import Api, ApiLimits
@@ -39,21 +39,21 @@ async def forked_api(settings: ManagerSettings, limits: ApiLimits) -> AsyncGener
 
 
 class ForkedPool(HelperPool):
-    """A pool of helpers that read texts. Where packages lie elsewhere than when the nursery began, they are executed."""
+    """A pool of helpers that read texts. Where packages lie elsewhere than when the prefork server began, they are executed."""
 
     def __init__(self, module: str, bases: str, **options: Any) -> None:
         super().__init__(module, bases, **options)
         self._bases = bases
 
     async def _start(self) -> Helper:
-        variables, nursery = _shared(self._variables)
+        variables, server = _shared(self._variables)
         if variables != self._variables:
             return await super()._start()
         with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
             listening.bind(f"{folder}/socket")
             listening.listen()
             listening.setblocking(False)
-            child = await nursery.start(_command(variables | {BASES: self._bases, PLACE: f"{folder}/socket"}))
+            child = await server.start(_command(variables | {BASES: self._bases, PLACE: f"{folder}/socket"}))
             ours, _ = await asyncio.get_running_loop().sock_accept(listening)
         return Helper(cast(Any, ForkedProcess(child, *await asyncio.open_connection(sock=ours))))
 
@@ -78,13 +78,13 @@ class ForkedProcess:
         await self.wait()
 
 
-_first: list[tuple[dict[str, str], Nursery]] = []
+_first: list[tuple[dict[str, str], PreforkServer]] = []
 
 
-def _shared(variables: dict[str, str]) -> tuple[dict[str, str], Nursery]:
-    """The one nursery, and the variables of the helper for which it began."""
+def _shared(variables: dict[str, str]) -> tuple[dict[str, str], PreforkServer]:
+    """The one prefork server, and the variables of the helper for which it began."""
     if not _first:
-        _first.append((variables, Nursery([_command(variables)], LOG)))
+        _first.append((variables, PreforkServer([_command(variables)], LOG)))
         atexit.register(_first[0][1].end)
     return _first[0]
 

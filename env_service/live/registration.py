@@ -18,7 +18,7 @@ from env_service.live.sessions import Sessions
 log = structlog.get_logger()
 
 
-class Attendance:
+class Registration:
     """Announces this worker. Passes the turns of dead workers on to living ones. `begin` before use; while `run` runs others leave this
     one its turns; `close` when done."""
 
@@ -31,20 +31,20 @@ class Attendance:
         self._script = bus.client.register_script(ATTEND)
 
     async def begin(self) -> None:
-        await self._attend(self._hold_s)
+        await self._register(self._hold_s)
 
     async def run(self) -> None:
         """Without it sessions are worth nothing: its error must end the worker."""
         while True:
             await asyncio.sleep(self._hold_s / 3)
-            if await self._attend(self._hold_s):
+            if await self._register(self._hold_s):
                 log.warning("taken_for_gone", worker=self._worker)
 
     async def close(self) -> None:
         """Gives to all what lies in this worker's stream."""
-        await self._attend(-1)
+        await self._register(-1)
 
-    async def _attend(self, hold_s: float) -> bool:
+    async def _register(self, hold_s: float) -> bool:
         """Returns whether others have taken this worker for gone, or it is new."""
         absent, until_s = False, 0.0
         more = True

@@ -1,9 +1,9 @@
-"""A process that has imported what services need, and forks them: `python -m common.children.nursery MODULE...`.
+"""A process that has imported what services need, and forks them: `python -m common.children.prefork MODULE...`.
 
-    import all modules ─► a birth, with the socket of its answers ─► fork: the child becomes `python -m MODULE`
+    import all modules ─► a request, with the socket of its answers ─► fork: the child becomes `python -m MODULE`
                                           process id, later exit status ─► that socket
 
-Births come on standard input, a socket of whole messages. It starts no thread and computes nothing, so a child chooses its kernels and
+Requests come on standard input, a socket of whole messages. It starts no thread and computes nothing, so a child chooses its kernels and
 its threads as if it had been executed. It ends with its parent, and its children end with it.
 """
 
@@ -24,16 +24,16 @@ import msgspec
 from common.children.child import tie_to
 from common.children.processes import open_log
 
-MODULE = "common.children.nursery"
+MODULE = "common.children.prefork"
 SETTINGS = ("MARLAAS_", "AWS_")
 """Variables with these beginnings are read when a service starts; others may be read when something is imported."""
-MAX_BIRTH_BYTES = 1 << 20
+MAX_REQUEST_BYTES = 1 << 20
 ARGUMENTS = 45
 """The place in /proc/self/stat, after the program's name, of the address of the arguments' first byte; the next is where they end."""
 
 
-class Birth(msgspec.Struct, frozen=True):
-    """A child to be. It has its nursery's variables beside its settings."""
+class ForkRequest(msgspec.Struct, frozen=True):
+    """A child to be. It has its prefork server's variables beside its settings."""
 
     module: str
     settings: dict[str, str]
@@ -43,36 +43,36 @@ class Birth(msgspec.Struct, frozen=True):
 def main(modules: Sequence[str]) -> None:
     """Returns in each child when that has ended."""
     load(modules)
-    nursery = os.getpid()
-    with socket.socket(fileno=os.dup(0)) as births:
-        birth = next_birth(births)
-    if birth is not None:
-        become(birth, nursery)
+    server = os.getpid()
+    with socket.socket(fileno=os.dup(0)) as requests:
+        request = next_request(requests)
+    if request is not None:
+        become(request, server)
 
 
 def load(modules: Sequence[str]) -> None:
     """Imports what they import. Collections would only look through what stays, and in a child copy all of it."""
     gc.disable()
     for module in modules:
-        runpy.run_module(module, run_name="nursery", alter_sys=True)  # leaves what it imports, and not itself
+        runpy.run_module(module, run_name="prefork", alter_sys=True)  # leaves what it imports, and not itself
     gc.freeze()
     gc.enable()
 
 
-def next_birth(births: socket.socket) -> Birth | None:
+def next_request(requests: socket.socket) -> ForkRequest | None:
     """Serves until nobody asks any more: None. Returns in each child what that is to become."""
     answers: dict[int, socket.socket] = {}
     with _woken_by_ends() as ends:
         while True:
-            ready, _, _ = select.select([births, ends], [], [])
-            if births in ready:
-                content, files, _, _ = socket.recv_fds(births, MAX_BIRTH_BYTES, 1)
+            ready, _, _ = select.select([requests, ends], [], [])
+            if requests in ready:
+                content, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 1)
                 if not content:
                     return None
                 answer = socket.socket(fileno=files[0])
                 if not (pid := os.fork()):
                     _close(answer, *answers.values())
-                    return msgspec.json.decode(content, type=Birth)
+                    return msgspec.json.decode(content, type=ForkRequest)
                 answers[pid] = answer
                 _tell(answer, pid)
             if ends in ready:
@@ -115,19 +115,19 @@ def _tell(answer: socket.socket, number: int) -> None:
         answer.send(str(number).encode())
 
 
-def become(birth: Birth, parent: int) -> None:
+def become(request: ForkRequest, parent: int) -> None:
     """Runs the module as the main program of this process, as `child.py` would. Returns or raises as that ends."""
     tie_to(parent)
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
-    with open_log(Path(birth.log)) as log:
+    with open_log(Path(request.log)) as log:
         for number, file in enumerate((nothing, log.fileno(), log.fileno())):
             os.dup2(file, number)
     os.close(nothing)
-    os.environ.update(birth.settings)
-    show_as((sys.executable, "-m", birth.module))
+    os.environ.update(request.settings)
+    show_as((sys.executable, "-m", request.module))
     sys.argv[1:] = []
-    runpy.run_module(birth.module, run_name="__main__", alter_sys=True)
+    runpy.run_module(request.module, run_name="__main__", alter_sys=True)
 
 
 def show_as(arguments: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ENV
-from env_service.live.attendance import Attendance
+from env_service.live.registration import Registration
 from tests.common.test_bus import start
 
 HOLD_S = 3600.0
@@ -10,7 +10,7 @@ LONG_AGO = 1
 
 
 class Attending:
-    """An env worker's attendance. `missed`: how often it heard that others have its turns."""
+    """An env worker's registration. `missed`: how often it heard that others have its turns."""
 
     def __init__(self, bus: Bus, name: str) -> None:
         self.name = name
@@ -18,7 +18,7 @@ class Attending:
         self.trusted_s = 0.0
         self._bus = bus
         self._stream = bus.cell.env_worker(name)
-        self.attendance = Attendance(bus, name, self, hold_s=HOLD_S)  # pyright: ignore[reportArgumentType]
+        self.registration = Registration(bus, name, self, hold_s=HOLD_S)  # pyright: ignore[reportArgumentType]
 
     def missed(self) -> None:
         self.missed_times += 1
@@ -27,7 +27,7 @@ class Attending:
         self.trusted_s = until_s
 
     async def says_it_is_there(self) -> None:
-        await self.attendance.begin()
+        await self.registration.begin()
 
     async def is_late(self) -> None:
         await self._bus.client.zadd(self._bus.cell.env_workers, {self.name: LONG_AGO})
@@ -97,7 +97,7 @@ async def test_what_was_moved_is_settled_by_its_new_holder_alone(bus: Bus) -> No
     one, other = await two(bus)
     await other.gets(149)
     (held,) = await bus.read([bus.cell.env_worker("other")], GROUP_ENV, "other", count=1)
-    script = one.attendance._script  # pyright: ignore[reportPrivateUsage]
+    script = one.registration._script  # pyright: ignore[reportPrivateUsage]
     cell = bus.cell
     await other.is_late()
     words = ["one", 1000, cell.env_worker(""), cell.looked(cell.env_worker("")), GROUP_ENV]
@@ -108,7 +108,7 @@ async def test_what_was_moved_is_settled_by_its_new_holder_alone(bus: Bus) -> No
 async def test_a_worker_that_leaves_gives_its_turns_to_all_and_takes_nobodys(bus: Bus) -> None:
     one, other = await two(bus)
     await other.is_late()
-    await one.attendance.close()
+    await one.registration.close()
     assert await bus.client.xlen(bus.cell.env) == 1
     assert not await bus.client.exists(bus.cell.env_worker("one"))
     assert await other.has() == 1

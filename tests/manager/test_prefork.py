@@ -1,4 +1,4 @@
-"""Children that a nursery forks, with real processes: what holds for those that are executed holds for them."""
+"""Children that a prefork server forks, with real processes: what holds for those that are executed holds for them."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from common.children.forking import Forked, Nursery
+from common.children.forking import Forked, PreforkServer
 from common.children.processes import ChildProcess, Command, start_tied
 from common.errors import REFUSED
 from manager_service.launcher.supervisor import NO_PLUGINS, ONE_THREAD, ROOT
@@ -50,8 +50,8 @@ def program(tmp_path: Path, variables: Mapping[str, str], **more: str) -> Comman
 
 
 @pytest_asyncio.fixture
-async def nursery(tmp_path: Path, variables: dict[str, str]) -> AsyncIterator[Nursery]:
-    made = Nursery([program(tmp_path, variables)], tmp_path / "nursery.log")
+async def server(tmp_path: Path, variables: dict[str, str]) -> AsyncIterator[PreforkServer]:
+    made = PreforkServer([program(tmp_path, variables)], tmp_path / "prefork.log")
     yield made
     made.end()
 
@@ -69,14 +69,14 @@ async def killed(child: ChildProcess) -> int:
 
 
 async def test_a_forked_child_is_as_one_that_was_executed(
-    nursery: Nursery, tmp_path: Path, variables: dict[str, str]
+    server: PreforkServer, tmp_path: Path, variables: dict[str, str]
 ) -> None:
     # Given the same command, forked and executed
     command = program(tmp_path, variables, MARLAAS_PORT="1", AWS_REGION="us-east-1")
     found: list[dict[str, object]] = []
-    for start in (nursery.start, start_tied):
+    for start in (server.start, start_tied):
         child = await start(command)
-        assert isinstance(child, Forked) == (start == nursery.start)
+        assert isinstance(child, Forked) == (start == server.start)
         found.append(await said(command.log))
         assert await killed(child) == -signal.SIGKILL
         command.log.unlink()
@@ -88,9 +88,9 @@ async def test_a_forked_child_is_as_one_that_was_executed(
 
 @pytest.mark.parametrize(("end", "status"), [("0", 0), ("3", 3), ("refused", 1)])
 async def test_the_exit_status_of_a_forked_child_is_told(
-    nursery: Nursery, tmp_path: Path, variables: dict[str, str], end: str, status: int
+    server: PreforkServer, tmp_path: Path, variables: dict[str, str], end: str, status: int
 ) -> None:
-    first, second = [await nursery.start(program(tmp_path, variables, MARLAAS_END=each)) for each in (end, "stay")]
+    first, second = [await server.start(program(tmp_path, variables, MARLAAS_END=each)) for each in (end, "stay")]
     assert isinstance(first, Forked)
     assert await first.wait() == status
     assert is_alive(second.pid)
@@ -100,68 +100,68 @@ async def test_the_exit_status_of_a_forked_child_is_told(
 
 
 async def test_what_may_be_read_by_an_import_is_executed(
-    nursery: Nursery, tmp_path: Path, variables: dict[str, str]
+    server: PreforkServer, tmp_path: Path, variables: dict[str, str]
 ) -> None:
     command = program(tmp_path, variables, OMP_NUM_THREADS="2")
-    child = await nursery.start(command)
+    child = await server.start(command)
     assert not isinstance(child, Forked)
     told = await said(command.log)
     assert isinstance(told["variables"], dict) and told["variables"]["OMP_NUM_THREADS"] == "2"
     await killed(child)
 
 
-async def test_children_end_with_their_nursery_and_are_executed_afterwards(
-    nursery: Nursery, tmp_path: Path, variables: dict[str, str]
+async def test_children_end_with_their_prefork_server_and_are_executed_afterwards(
+    server: PreforkServer, tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    # Given a child of a nursery
-    child = await nursery.start(program(tmp_path, variables))
-    assert nursery.pid is not None
-    # When the nursery is killed
-    os.kill(nursery.pid, signal.SIGKILL)
+    # Given a child of a prefork server
+    child = await server.start(program(tmp_path, variables))
+    assert server.pid is not None
+    # When the prefork server is killed
+    os.kill(server.pid, signal.SIGKILL)
     # Then the child ends with it, and the next is executed
     assert await child.wait() == -signal.SIGKILL
     assert await gone([child.pid])
-    after = await nursery.start(program(tmp_path, variables))
+    after = await server.start(program(tmp_path, variables))
     assert not isinstance(after, Forked)
     await killed(after)
 
 
-async def test_a_nursery_that_cannot_import_leaves_its_commands_to_be_executed(
-    nursery: Nursery, tmp_path: Path, variables: dict[str, str]
+async def test_a_prefork_server_that_cannot_import_leaves_its_commands_to_be_executed(
+    server: PreforkServer, tmp_path: Path, variables: dict[str, str]
 ) -> None:
     (tmp_path / "program.py").write_text("import nothing_of_this_name")
-    child = await nursery.start(program(tmp_path, variables))
+    child = await server.start(program(tmp_path, variables))
     assert await child.wait() == 1
     assert "nothing_of_this_name" in (tmp_path / "program.log").read_text()
 
 
 async def test_a_start_that_is_given_up_waits_for_no_import(
-    nursery: Nursery, tmp_path: Path, variables: dict[str, str]
+    server: PreforkServer, tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    (tmp_path / "program.py").write_text("import time; time.sleep(600 if __name__ == 'nursery' else 0)")
-    starting = asyncio.create_task(nursery.start(program(tmp_path, variables)))
+    (tmp_path / "program.py").write_text("import time; time.sleep(600 if __name__ == 'prefork' else 0)")
+    starting = asyncio.create_task(server.start(program(tmp_path, variables)))
     await asyncio.sleep(0)
-    nursery.give_up()
+    server.give_up()
     assert await (await starting).wait() == 0
-    assert await (await nursery.start(program(tmp_path, variables))).wait() == 0
+    assert await (await server.start(program(tmp_path, variables))).wait() == 0
 
 
 STARTER = """
 import asyncio, json, sys
 from pathlib import Path
-from manager_service.local.children.forking import Nursery
-from tests.manager.test_nursery import program
+from common.children.forking import PreforkServer
+from tests.manager.test_prefork import program
 async def main():
     command = program(Path(sys.argv[1]), json.loads(sys.argv[2]))
-    nursery = Nursery([command], command.log)
-    child = await nursery.start(command)
-    print(json.dumps([nursery.pid, child.pid]), flush=True)
+    server = PreforkServer([command], command.log)
+    child = await server.start(command)
+    print(json.dumps([server.pid, child.pid]), flush=True)
     await child.wait()
 asyncio.run(main())
 """
 
 
-async def test_neither_nursery_nor_child_outlives_a_supervisor_that_is_killed(
+async def test_neither_prefork_server_nor_child_outlives_a_supervisor_that_is_killed(
     tmp_path: Path, variables: dict[str, str]
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -174,7 +174,7 @@ async def test_neither_nursery_nor_child_outlives_a_supervisor_that_is_killed(
 
 
 async def test_nothing_that_services_import_starts_a_thread(tmp_path: Path) -> None:
-    # Given the nursery of every service that tests share, once it has imported all and forked a child
+    # Given the prefork server of every service that tests share, once it has imported all and forked a child
     status, _ = await forked.ended("env_service", tmp_path / "log", MARLAAS_ENV_SLOTS="none")
     assert status == REFUSED
     # Then it has one thread: a fork of more might wait for ever for a lock that another held
