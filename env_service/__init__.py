@@ -14,9 +14,8 @@ Its files:
     settings.py      reads the settings of one env worker
     handler.py       turns a message into messages; makes each failure a value
     examples.py      shows the examples of supervised jobs, which nobody samples
-    requests.py      makes the parts of the handler's messages
+    outputs.py       makes parts of the messages that go out: first requests, and ends
     conversation.py  reads what the model wrote, and renders what it is shown
-    endings.py       makes the ends of trajectories
     trajectory.py    packs what is remembered of a trajectory between its turns
     environment.py   declares what an environment is; installed environments import it
     failures.py      names why a trajectory has no reward

@@ -33,32 +33,6 @@ DRAIN_S = 1.0
 """Most work of an env worker is short; tools that take longer are handed back."""
 
 
-def model_endpoints(settings: EnvSettings) -> ModelEndpoints:
-    return ModelEndpoints(
-        Endpoints(settings.grader_hosts, proxy=settings.endpoint_proxy),
-        settings.grader_keys,
-        most=settings.grader_model_calls,
-    )
-
-
-def openenv_servers(settings: EnvSettings) -> Servers:
-    proxy = settings.endpoint_proxy
-    return Servers(Endpoints(settings.openenv_hosts, proxy=proxy), settings.openenv_servers, proxy=proxy)
-
-
-def outside_of(settings: EnvSettings) -> Outside:
-    return Outside(
-        settings.endpoint_hosts,
-        settings.grader_hosts,
-        settings.openenv_hosts,
-        tuple(read_servers(settings.openenv_servers)),
-    )
-
-
-def sessions_of(settings: EnvSettings, worker: str) -> Sessions:
-    return Sessions(worker, num=settings.env_sessions)
-
-
 async def sandbox_of(settings: EnvSettings) -> Sandbox:
     """Raises InvalidInput if it is too weak here."""
     limits = SandboxLimits(memory_bytes=settings.sandbox_memory_mb * 1024 * 1024)
@@ -72,21 +46,21 @@ async def sandbox_of(settings: EnvSettings) -> Sandbox:
 
 def graders_of(settings: EnvSettings, sandbox: Sandbox) -> tuple[GraderRunner, Closing]:
     endpoints = Endpoints(settings.endpoint_hosts, proxy=settings.endpoint_proxy)
-    models = model_endpoints(settings)
-    text_comparer = TextComparer()
-    graders = GraderRunner(
-        sandbox=sandbox,
-        endpoints=endpoints,
-        text_comparer=text_comparer,
-        models=models,
+    models = ModelEndpoints(
+        Endpoints(settings.grader_hosts, proxy=settings.endpoint_proxy),
+        settings.grader_keys,
+        most=settings.grader_model_calls,
     )
-    return graders, [text_comparer.close, endpoints.close, models.close]
+    comparer = TextComparer()
+    graders = GraderRunner(sandbox=sandbox, endpoints=endpoints, text_comparer=comparer, models=models)
+    return graders, [comparer.close, endpoints.close, models.close]
 
 
 async def environments_of(settings: EnvSettings, base_dir: Path) -> tuple[Catalogue, Closing]:
     sandbox = await sandbox_of(settings)
     graders, graders_end = graders_of(settings, sandbox)
-    openenv = openenv_servers(settings)
+    hosts = Endpoints(settings.openenv_hosts, proxy=settings.endpoint_proxy)
+    openenv = Servers(hosts, settings.openenv_servers, proxy=settings.endpoint_proxy)
     collections = settings.data_dir / "collections"
     environments = Catalogue(
         graders=graders,
@@ -103,7 +77,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     base_dir = resolve_config(settings.models[parts.cell.base_model])
     tokenizer = ChatTokenizer.load(base_dir, settings.max_context)
     environments, environments_end = await environments_of(settings, base_dir)
-    sessions = sessions_of(settings, parts.worker)
+    sessions = Sessions(parts.worker, num=settings.env_sessions)
     registration = Registration(parts.bus, parts.worker, sessions, hold_s=settings.lease_s)
     await registration.begin()
     handler = EnvHandler(
@@ -113,13 +87,19 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         slots=settings.env_slots,
         sessions=sessions,
     )
+    outside = Outside(
+        settings.endpoint_hosts,
+        settings.grader_hosts,
+        settings.openenv_hosts,
+        tuple(read_servers(settings.openenv_servers)),
+    )
     inboxes = [Inbox(parts.cell.env_worker(parts.worker), GROUP_ENV), Inbox(parts.cell.env, GROUP_ENV)]
     return BuiltService(
         handler,
         inboxes,
         About(
             slots=settings.env_slots,
-            outside=outside_of(settings),
+            outside=outside,
             waiting=handler.waiting.lately,
             counters=handler.counters,
         ),

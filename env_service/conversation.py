@@ -116,10 +116,10 @@ def _is_long(value: Any) -> bool:
     """Has it more than LONG_TEXT characters in all its texts, or as many other values?"""
     left, waiting = LONG_TEXT, [value]
     while waiting and left >= 0:
-        found = waiting.pop()
-        left -= len(found) if isinstance(found, str) else 1
-        if isinstance(found, list | tuple):
-            waiting += found
-        elif isinstance(found, Mapping):
-            waiting += found.values()
+        item = waiting.pop()
+        left -= len(item) if isinstance(item, str) else 1
+        if isinstance(item, list | tuple):
+            waiting += item
+        elif isinstance(item, Mapping):
+            waiting += item.values()
     return left < 0

@@ -67,7 +67,7 @@ class Step:
 
 class Environment(Protocol):
     """May also have `tools`, a sequence of tool definitions in OpenAI's form; `reply_roles`, those of its steps' messages if not
-    `tool` alone, by which a base model that cannot show them is refused at once; and `make_item(seed, held_out)`, which makes an item
+    only `tool`, by which a base model that cannot show them is refused at once; and `make_item(seed, held_out)`, which makes an item
     for jobs without a training file."""
 
     def reset(self, item: dict[str, Any], seed: int) -> tuple[Any, Sequence[Mapping[str, Any]]]: ...

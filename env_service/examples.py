@@ -14,7 +14,7 @@ from common.text.tokens import ChatTokenizer
 from common.wire.messages import ScoredTrajectory, Start, TurnRequest, TurnResult, Usage
 from common.wire.transcript import transcript
 from env_service.environment import Step
-from env_service.requests import first_requests
+from env_service.outputs import first_requests
 from env_service.trajectory import Context, decode_state, encode_context, encode_state
 
 TOKENS = "tokens"
@@ -66,16 +66,16 @@ def measured_by(start: Start, example: Example, usage: Usage) -> list[TurnReques
         tool_timeout_s=start.tool_timeout_s,
         weight=start.weight,
     )
-    asked = first_requests(start, example.tokens, encode_context(context), usage)
-    return [msgspec.structs.replace(request, sampling=sampling) for request in asked]
+    requests = first_requests(start, example.tokens, encode_context(context), usage)
+    return [msgspec.structs.replace(request, sampling=sampling) for request in requests]
 
 
 def log_prob(result: TurnResult, context: Context) -> Step:
     """The mean log-prob of the learned tokens as a reward. Raises InvalidInput if the engine did not measure them."""
-    found = result.prompt_logprobs.numpy()
+    logprobs = result.prompt_logprobs.numpy()
     bounds = decode_state(context.state)
-    parts = [found[start:end] for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
+    parts = [logprobs[start:end] for start, end in zip(bounds[::2], bounds[1::2], strict=True)]
     learned = np.concatenate(parts).astype(np.float64)
-    if len(found) < bounds[-1] or not np.isfinite(learned).all():
+    if len(logprobs) < bounds[-1] or not np.isfinite(learned).all():
         raise InvalidInput("the rollout worker did not give the log-probs of the example's tokens")
     return Step(state=None, done=True, reward=float(learned.mean()), parts={TOKENS: float(len(learned))})

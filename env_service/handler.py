@@ -38,32 +38,43 @@ from common.wire.messages import (
     TurnRequest,
     TurnResult,
     Usage,
-    turn_id,
 )
-from common.wire.transcript import EMPTY, Transcript, shown
+from common.wire.transcript import EMPTY
 from common.worker.telemetry import Waiting
 from env_service import work
 from env_service.conversation import Conversation
-from env_service.endings import NO_USAGE, Ending, advanced, ending_of, failure_of, grade_result
 from env_service.environment import Environment, LiveEnvironment, Step, Turn
 from env_service.environments.catalogue import Catalogue
 from env_service.examples import example_of, log_prob, measured_by, trained_on
 from env_service.failures import EnvironmentFailed, NoRoom, TrajectoryFailed, one_line, place_of
 from env_service.graders.judging import Graded, graded_by, judge_request, resumed
 from env_service.graders.model import ModelAsked
-from env_service.live.sessions import Seat, Sessions
-from env_service.live.trajectories import Trajectories, in_session
-from env_service.requests import first_requests, made_item, seed_of
+from env_service.live.sessions import Sessions, SessionSlot
+from env_service.live.trajectories import Trajectories
+from env_service.outputs import (
+    NO_USAGE,
+    Ending,
+    advanced,
+    ending_of,
+    failure_of,
+    first_requests,
+    grade_result,
+    made_item,
+    next_request,
+    scored,
+    seed_of,
+    settled,
+)
 from env_service.trajectory import Context, decode_context, decode_state, encode_context, encode_state, weight_in
 
 T = TypeVar("T")
 
 PUT_BACK_S = 2.0
-"""A message that waited for a slot for so long goes to the end of the stream."""
+"""Seconds that a message waits for a slot before it goes to the end of the stream."""
 
 
 class EnvHandler:
-    """Gives the same messages for the same message, but for time and tools with effects: any replica can take it."""
+    """Gives the same messages for the same message, except for time and tools with effects: any replica can take it."""
 
     def __init__(
         self,
@@ -73,10 +84,10 @@ class EnvHandler:
         environments: Catalogue,
         step_timeout_s: float = 900.0,
         slots: int = 64,
-        sessions: Sessions | None = None,
+        sessions: Sessions,
     ) -> None:
-        """`slots`: messages worked on at once, which tenants share by weight; others wait in it. `sessions`: those that this worker
-        holds; without it there are no live environments."""
+        """`slots`: messages worked on at once, which tenants share by weight; others wait in it. `sessions`: those of live environments
+        that this worker holds."""
         self._cell = cell
         self._tokenizer = tokenizer
         self._threads = work.Threads()
@@ -113,21 +124,21 @@ class EnvHandler:
         try:
             claim = await self._claim(message, doing)
             if claim is None:
-                return [(self._live.put_back(doing.seat), message)]
+                return [(self._live.put_back(doing), message)]
             try:
                 return await self._work(message, doing)
             finally:
                 self._slots.end(claim)
         finally:
-            self._live.leave_seat(doing)
+            self._live.leave_slot(doing)
 
     async def _claim(self, message: Message, doing: work.Work) -> Claim | None:
-        """Waits for the seat of a live session, if the message needs one, and for a slot. None: that takes long."""
-        if not self._live.needs_seat(message) and (free := self._slots.take_now(doing.tenant, doing.weight)):
+        """Waits for the slot of a live session, if the message needs one, and for one of this worker. None: that takes long."""
+        if not self._live.needs_slot(message) and (free := self._slots.take_now(doing.tenant, doing.weight)):
             return free
         try:
             async with asyncio.timeout(PUT_BACK_S):
-                await self._live.take_seat(message, doing)
+                await self._live.take_slot(message, doing)
                 return await self._slots.take(doing.tenant, doing.weight, doing.beat)
         except TimeoutError:
             return None
@@ -170,8 +181,7 @@ class EnvHandler:
         return None
 
     def voided(self, cancel: Cancel) -> None:
-        if self._sessions:
-            self._sessions.voided(cancel)
+        self._sessions.voided(cancel)
 
     def unpublished(self, outputs: Sequence[Out]) -> None:
         self._live.unpublished(outputs)
@@ -185,7 +195,7 @@ class EnvHandler:
             case TurnResult():
                 reason: StopReason = "cancelled" if failure.kind == "cancelled" else "failed"
                 ending, text = Ending(reason, failure=failure), self._conversation.text(message)
-                return self._settled(message, None, ending, Usage(), text)
+                return self._to_owner(settled(message, None, ending, Usage(), text))
             case GradeRequest():
                 return [grade_result(message, Ending("failed", failure=failure))]
             case _:
@@ -207,7 +217,7 @@ class EnvHandler:
         self._counters["start_s"] += doing.busy_s
         usage = Usage(env_s=doing.busy_s / max(1, len(start.samples)))
         requests = first_requests(start, tokens, context, usage)
-        return [(self._cell.rollout, in_session(request, doing.seat)) for request in requests]
+        return [(self._cell.rollout, self._live.in_session(request, doing)) for request in requests]
 
     async def _show(self, start: Start, doing: work.Work) -> list[Out]:
         """Renders an example: it is learned as it stands, or measured."""
@@ -219,10 +229,10 @@ class EnvHandler:
         if start.purpose != "train":
             return [(self._cell.rollout, request) for request in measured_by(start, example, usage)]
         text = await self._conversation.decoded([t for t, learned in zip(*example, strict=True) if learned])
-        return [(self._cell.scored(start.partition), scored) for scored in trained_on(start, example, text, usage)]
+        return self._to_owner(*trained_on(start, example, text, usage))
 
     async def _example(self, start: Start) -> Example:
-        """Rendered beside the loop, since long ones take their time."""
+        """Rendered in a thread, since long ones take their time."""
         async with work.time_limit(self._step_timeout_s):
             return await self._threads.run(partial(example_of, start, self._tokenizer))
 
@@ -261,7 +271,10 @@ class EnvHandler:
     def _failed_start(self, start: Start, failure: Failure) -> list[Out]:
         ending = Ending("failed", failure=failure)
         requests = first_requests(start, [], b"", Usage())
-        return [self._scored(request, EMPTY, ending, num_turns=0) for request in requests]
+        return self._to_owner(*(scored(request, EMPTY, ending, num_turns=0) for request in requests))
+
+    def _to_owner(self, *trajectories: ScoredTrajectory) -> list[Out]:
+        return [(self._cell.scored(each.partition), each) for each in trajectories]
 
     # ------------------------------------------------------------------------------------------------ a turn
 
@@ -274,16 +287,17 @@ class EnvHandler:
         if isinstance(outcome, TurnRequest):
             return [(self._cell.rollout_first, msgspec.structs.replace(outcome, usage=result.usage + usage))]
         if isinstance(outcome, Failure):
-            outcome = doing.seat.explained(outcome) if doing.seat else outcome
+            outcome = self._live.explained(outcome, doing)
             reason = "tool_error" if outcome.kind == "tool" else "failed"
             ending, text = Ending(reason, failure=outcome), await self._conversation.read(result)
-            return self._settled(result, None, ending, usage, text)
+            return self._to_owner(settled(result, None, ending, usage, text))
         context, ending, reply = outcome
         self._count(time.monotonic() - since, result.request.turn, ended=ending is not None)
         if ending is not None:
-            return self._settled(result, context, ending, usage, await self._conversation.read(result))
-        request = self._next_request(result, context, reply, result.usage + usage)
-        return [(self._cell.rollout_first, in_session(request, doing.seat))]
+            text = await self._conversation.read(result)
+            return self._to_owner(settled(result, context, ending, usage, text))
+        request = next_request(result, context, reply, result.usage + usage)
+        return [(self._cell.rollout_first, self._live.in_session(request, doing))]
 
     def _count(self, seconds: float, num_calls: int, *, ended: bool) -> None:
         counters, log = self._counters, math.log(max(seconds, 1e-6))
@@ -316,55 +330,6 @@ class EnvHandler:
             return context, ending_of("context", context, step), []
         return advanced(context, step), None, reply
 
-    def _next_request(self, result: TurnResult, context: Context, reply: list[int], usage: Usage) -> TurnRequest:
-        request = result.request
-        turn = request.turn + 1
-        return msgspec.structs.replace(
-            request,
-            id=turn_id(request.job, request.trajectory, request.adapter.version, turn),
-            turn=turn,
-            transcript=result.so_far + shown(reply),
-            num_partial=0,
-            context=encode_context(context),
-            usage=usage,
-        )
-
-    def _settled(
-        self, result: TurnResult, context: Context | None, ending: Ending, usage: Usage, text: str
-    ) -> list[Out]:
-        written = result.so_far
-        request = msgspec.structs.replace(result.request, usage=result.usage + usage)
-        num_turns = request.turn + (1 if len(result.tokens) else 0)
-        num_prompt = context.num_prompt if context else (*written.edges, len(written))[0]
-        return [self._scored(request, written, ending, num_turns=num_turns, text=text, num_prompt=num_prompt)]
-
-    def _scored(
-        self,
-        request: TurnRequest,
-        written: Transcript,
-        ending: Ending,
-        *,
-        num_turns: int,
-        text: str = "",
-        num_prompt: int = 0,
-    ) -> Out:
-        scored = ScoredTrajectory(
-            **request.about(),
-            id=request.id,
-            adapter=request.adapter,
-            trajectory=request.trajectory,
-            transcript=written,
-            num_prompt=num_prompt,
-            reward=ending.reward,
-            reward_parts=dict(ending.parts or {}),
-            stop_reason=ending.stop_reason,
-            num_turns=num_turns,
-            output_text=text,
-            usage=request.usage,
-            failure=ending.failure,
-        )
-        return self._cell.scored(request.partition), scored
-
     # ------------------------------------------------------------------------------------------------ grading
 
     async def _grade(self, request: GradeRequest, doing: work.Work, before: Usage = NO_USAGE) -> list[Out]:
@@ -379,11 +344,11 @@ class EnvHandler:
 
     async def _judged(self, result: TurnResult, doing: work.Work) -> list[Out]:
         """Goes on with the grading for which a grader's model has answered."""
-        graded, asked, answers = resumed(result)
+        graded, grader, answers = resumed(result)
         if (failure := failure_of(result)) is not None:
             kind = "grader" if failure.kind == "invalid" else failure.kind
             return self.failed(graded, Failure(kind, f"the grader's model: {failure.reason}"))
-        doing.answers = answers | {asked: await self._conversation.read(result)}
+        doing.answers = answers | {grader: await self._conversation.read(result)}
         if isinstance(graded, GradeRequest):
             return await self._grade(graded, doing, result.usage)
         return await self._turn(graded, doing)
@@ -435,11 +400,11 @@ def _weight_of(message: Message) -> float:
     return message.weight if isinstance(message, Start | GradeRequest) else 1.0
 
 
-def _tools(environment: Environment | Seat) -> Sequence[Mapping[str, Any]]:
+def _tools(environment: Environment | SessionSlot) -> Sequence[Mapping[str, Any]]:
     return getattr(environment, "tools", ())
 
 
-async def _stepped(environment: Environment | Seat, state: Any, turn: Turn) -> Step:
+async def _stepped(environment: Environment | SessionSlot, state: Any, turn: Turn) -> Step:
     """Raises EnvironmentFailed if what `step` returns is something else."""
     made: Any = environment.step(state, turn)
     step = await made if inspect.isawaitable(made) else made

@@ -1,4 +1,4 @@
-"""Settings of the env service, beside the common ones."""
+"""Settings of the env service, in addition to the common ones."""
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ class EnvSettings(Settings):
     grader_hosts: str = ""
     """Hosts whose models graders may ask (`score_model`, `label_model` with a `url`), written as in `endpoint_hosts`. Empty: none."""
     grader_keys: str = Field(default="", repr=False)
-    """The operator's keys for them, comma-separated: `https://api.example.org=sk-…`. A key goes to that address alone."""
+    """The operator's keys for them, comma-separated: `https://api.example.org=sk-…`. A key goes to that address only."""
     grader_model_calls: int = Field(default=8, ge=1)
     """Questions of one tenant to such models at once, in this worker."""
     openenv_hosts: str = ""

@@ -1,4 +1,4 @@
-"""The piece of work at hand: counts how long it kept this worker busy, and says that it advances.
+"""The piece of work at hand: how long it kept this worker busy, and a beat that says that it advances.
 
 Tools and graders are called from foreign code with fixed signatures, so this travels in a context variable; tasks
 that are started for one piece of work share its object.
@@ -12,16 +12,12 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 from common.cancellation import beating
 from common.sharing.places import Places
 from common.sharing.threads import SharedThreads
 
-if TYPE_CHECKING:
-    from env_service.live.sessions import Seat
-
-P = ParamSpec("P")
 T = TypeVar("T")
 
 BEAT_EVERY_S = 1.0
@@ -37,11 +33,9 @@ class Work:
         self.beat = beat
         """Says that the work advanced, so that no other worker takes it over."""
         self.answers: dict[str, str] = {}
-        """Answers of graders' models, by the grader's name in a `multi`, "" for one alone."""
+        """Answers of graders' models, by the grader's name in a `multi`; "" for a single one."""
         self.grader_tokens = 0
         """Tokens of models outside of this service."""
-        self.seat: Seat | None = None
-        """The seat of the live session of the message's trajectory."""
         self.busy_s = 0.0
         """Seconds that the event loop, and helpers charged by `charge`, spent on it; waiting is not counted."""
 
@@ -56,37 +50,24 @@ def begin(beat: Callable[[], None], tenant: str, weight: float = 1.0) -> Work:
     return work
 
 
+def current() -> Work:
+    """The work of this task. Outside of any, one that nobody waits for."""
+    return _current.get() or Work(lambda: None, tenant="")
+
+
 def beat() -> None:
-    if work := _current.get():
-        work.beat()
+    current().beat()
 
 
 def place(places: Places) -> AbstractAsyncContextManager[None]:
     """Waits for a place in the name of the tenant whose work this is, and holds it while the block runs."""
-    work = _current.get() or Work(lambda: None, tenant="")
+    work = current()
     return places.one(work.tenant, work.weight, work.beat)
-
-
-def answer_of(grader: str) -> str | None:
-    """The answer of a grader's model; None if it was not asked yet."""
-    work = _current.get()
-    return work.answers.get(grader) if work else None
-
-
-def tenant() -> str:
-    work = _current.get()
-    return work.tenant if work else ""
-
-
-def count_grader_tokens(number: int) -> None:
-    if work := _current.get():
-        work.grader_tokens += number
 
 
 def charge(seconds: float) -> None:
     """Counts the time that a thread or a process spent on the current work."""
-    if work := _current.get():
-        work.busy_s += seconds
+    current().busy_s += seconds
 
 
 @contextlib.contextmanager
@@ -99,19 +80,6 @@ def charged() -> Generator[None]:
         charge(time.monotonic() - started)
 
 
-def charged_alone(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, which charges the current work for the time of its thread, not for that in which other threads ran."""
-
-    def timed(*args: P.args, **named: P.kwargs) -> T:
-        started = time.thread_time()
-        try:
-            return function(*args, **named)
-        finally:
-            charge(time.thread_time() - started)
-
-    return timed
-
-
 class Threads:
     """Threads that tenants' works share."""
 
@@ -121,9 +89,16 @@ class Threads:
 
     async def run(self, function: Callable[[], T]) -> T:
         """Calls the function once it is its tenant's turn. The current work is charged for the thread's time, and beats until the end."""
-        work = _current.get() or Work(lambda: None, tenant="")
-        call = self._threads.run(charged_alone(function), work.tenant, work.weight, work.beat)
-        return await beating(beat, call)
+        work = current()
+
+        def charged() -> T:
+            started = time.thread_time()  # without the time in which other threads ran
+            try:
+                return function()
+            finally:
+                work.busy_s += time.thread_time() - started
+
+        return await beating(beat, self._threads.run(charged, work.tenant, work.weight, work.beat))
 
 
 @contextlib.asynccontextmanager

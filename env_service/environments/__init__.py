@@ -6,11 +6,8 @@
 Its files:
 
     catalogue.py         finds and makes the environment that a message names, built in or installed
-    single_turn.py       one question, one answer, one grader
-    tool_loop.py         runs tool calls over several turns, for the environments below
-    calculator.py        gives the tool `calculator`
-    python_tool.py       makes the tool `python`, which runs in the sandbox
-    search.py            gives the tool `search`
+    tool_loop.py         grades one answer, after the tool calls of the turns before it
+    tools.py             the tools `calculator`, `python` and `search`
     openenv.py           gives each trajectory a session at an OpenEnv server
     openenv_server.py    finds those servers, and speaks their protocol
     openenv_mapping.py   makes actions of turns, and texts of observations

@@ -21,14 +21,11 @@ from common.tasks.environments import (
 )
 from common.wire.messages import EnvSpec
 from env_service.environment import Environment, LiveEnvironment
-from env_service.environments.calculator import Calculator
 from env_service.environments.openenv import OpenEnv
 from env_service.environments.openenv_server import Servers
-from env_service.environments.python_tool import python_tool
-from env_service.environments.search import Search
-from env_service.environments.single_turn import SingleTurn
 from env_service.environments.text_collections import Collections
-from env_service.environments.tool_loop import ToolLoop
+from env_service.environments.tool_loop import SingleTurn, ToolLoop
+from env_service.environments.tools import Calculator, Search, python_tool
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.sandbox.sandbox import Sandbox

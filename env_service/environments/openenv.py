@@ -63,24 +63,23 @@ class OpenEnvSession:
         if self._shape.asks_for_tools:
             listed = await self._connection.ask("step", {"type": "list_tools"}, timeout_s=RESET_S)
             self.tools = tools_told(listed.observation)
-        said = item_messages(item) if "messages" in item else []
+        messages = item_messages(item) if "messages" in item else []
         text = self._shown(first)
-        self.messages = [*said, *([_message("user", text)] if text else [])]
+        self.messages = [*messages, *([_message("user", text)] if text else [])]
         if self._args.system:
             self.messages.insert(0, _message("system", self._args.system))
-        if not said and not text:
+        if not messages and not text:
             raise InvalidInput("the OpenEnv server's reset shows nothing, and the item has no messages")
 
     async def step(self, turn: Turn) -> Step:
         if not self._shape.text_field:
             return await self._call_all(turn)
         try:
-            found = await self._connection.ask(
-                "step", {self._shape.text_field: turn.text}, timeout_s=turn.tool_timeout_s
-            )
+            action = {self._shape.text_field: turn.text}
+            result = await self._connection.ask("step", action, timeout_s=turn.tool_timeout_s)
         except ActionRefused as error:
             return Step(done=False, messages=[_message("user", f"error: {error}")])
-        return Step(done=found.done, reward=_reward(found), messages=[_message("user", self._shown(found))])
+        return Step(done=result.done, reward=_reward(result), messages=[_message("user", self._shown(result))])
 
     async def end(self) -> Step:
         """Ends with the reward earned so far."""
@@ -95,34 +94,34 @@ class OpenEnvSession:
         for index, call in enumerate(turn.calls):
             content = "error: the episode is over" if done else "error: too many calls"
             if not done and index < MAX_CALLS:
-                content, found = await self._call(call, turn.tool_timeout_s)
-                done = found is not None and found.done
-                rewards += [] if found is None or (reward := _reward(found)) is None else [reward]
+                content, result = await self._call(call, turn.tool_timeout_s)
+                done = result is not None and result.done
+                rewards += [] if result is None or (reward := _reward(result)) is None else [reward]
             replies.append({"role": "tool", "tool_call_id": f"call_{index}", "content": content})
         reward = sum(rewards) if rewards or not turn.calls else None
         return Step(done=done, reward=reward, messages=replies)
 
     async def _call(self, call: ToolCall, timeout_s: float) -> tuple[str, Observation | None]:
         """The reply to the model, and the result of the action, if it was one."""
-        known = [tool["function"]["name"] for tool in self.tools]
-        if call.error is not None or call.name not in known:
+        names = [tool["function"]["name"] for tool in self.tools]
+        if call.error is not None or call.name not in names:
             return f"error: {call.error or f'no tool {call.name[:40]}'}", None
         if call.name == ACT and not self._shape.asks_for_tools:
             action = call.arguments
         else:
             action = {"type": "call_tool", "tool_name": call.name, "arguments": call.arguments}
         try:
-            found = await self._connection.ask("step", action, timeout_s=timeout_s)
+            result = await self._connection.ask("step", action, timeout_s=timeout_s)
         except ActionRefused as error:
             return f"error: {error}", None
-        return (shown_result(found.observation) if self._shape.asks_for_tools else self._shown(found)), found
+        return (shown_result(result.observation) if self._shape.asks_for_tools else self._shown(result)), result
 
-    def _shown(self, found: Observation) -> str:
-        return shown(found.observation, self._args.observation_field)
+    def _shown(self, result: Observation) -> str:
+        return shown(result.observation, self._args.observation_field)
 
 
-def _reward(found: Observation) -> float | None:
-    return None if found.reward is None else float(found.reward)
+def _reward(result: Observation) -> float | None:
+    return None if result.reward is None else float(result.reward)
 
 
 def _message(role: str, content: str) -> Mapping[str, Any]:

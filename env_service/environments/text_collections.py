@@ -53,20 +53,20 @@ class Index:
     def search(self, query: str, top_k: int) -> list[Document]:
         """The best documents, best first; equal ones in the order of the collection; none without a common word."""
         scores = np.zeros(len(self._documents))
-        for found in self._read_for(query):
-            numbers, counts = found[:, 0], found[:, 1]
-            scores[numbers] += self._weight(len(found)) * counts * (_K1 + 1) / (counts + self._norms[numbers])
+        for postings in self._read_for(query):
+            numbers, counts = postings[:, 0], postings[:, 1]
+            scores[numbers] += self._weight(len(postings)) * counts * (_K1 + 1) / (counts + self._norms[numbers])
         return [self._documents[number] for number in _best(scores, top_k)]
 
     def _read_for(self, query: str) -> list[NDArray[np.int32]]:
         """The postings of the query's words, the rarest first."""
         words = dict.fromkeys(_words(query)[:MAX_QUERY_WORDS])
-        found = sorted((self._postings[word] for word in words if word in self._postings), key=len)
-        ends = np.cumsum([len(each) for each in found])
-        return [each for each, end in zip(found, ends, strict=True) if end <= MAX_POSTINGS or each is found[0]]
+        postings = sorted((self._postings[word] for word in words if word in self._postings), key=len)
+        ends = np.cumsum([len(each) for each in postings])
+        return [each for each, end in zip(postings, ends, strict=True) if end <= MAX_POSTINGS or each is postings[0]]
 
-    def _weight(self, num_found: int) -> float:
-        return float(np.log1p((len(self._documents) - num_found + 0.5) / (num_found + 0.5)))
+    def _weight(self, num_documents: int) -> float:
+        return float(np.log1p((len(self._documents) - num_documents + 0.5) / (num_documents + 0.5)))
 
 
 def _best(scores: NDArray[np.float64], top_k: int) -> list[int]:
@@ -106,13 +106,13 @@ class Collections:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _index(self, path: Path) -> asyncio.Future[Index]:
-        found = self._indexes.get(path)
-        if found is None or (found.done() and found.exception()):  # its files may be right by now
-            found = asyncio.get_running_loop().run_in_executor(self._builder, self._built, path)
-            self._indexes[path] = found
+        index = self._indexes.get(path)
+        if index is None or (index.done() and index.exception()):  # its files may be right by now
+            index = asyncio.get_running_loop().run_in_executor(self._builder, self._built, path)
+            self._indexes[path] = index
         self._indexes.move_to_end(path)
         self._forget()
-        return found
+        return index
 
     def _built(self, path: Path) -> Index:
         assert self._directory is not None

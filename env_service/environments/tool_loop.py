@@ -1,4 +1,4 @@
-"""The environments with tools: runs the calls of a turn, or grades the turn that calls nothing."""
+"""Environments of one question: a turn is graded as the answer, or its tool calls are run and another turn follows."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -9,9 +9,9 @@ from typing import Any
 from common.tasks.graders import Grader
 from common.text.tokens import ToolCall
 from env_service import work
-from env_service.environment import Step, Turn
-from env_service.environments.single_turn import SingleTurn
+from env_service.environment import Step, Turn, item_messages
 from env_service.failures import ToolFailed
+from env_service.graders.attempt import Attempt, tools_of
 from env_service.graders.runner import GraderRunner
 
 MAX_CALLS = 8
@@ -40,21 +40,36 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-class ToolLoop:
-    """An environment with one tool. A turn without a call is the answer."""
+class SingleTurn:
+    """One question, one answer, one grader."""
 
-    def __init__(self, tool: Tool, grader: Grader, graders: GraderRunner) -> None:
-        self.tools: Sequence[Mapping[str, Any]] = (tool.definition,)
-        self._tool = tool
-        self._answer = SingleTurn(grader, graders)
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(self, grader: Grader, graders: GraderRunner) -> None:
+        self._grader = grader
+        self._graders = graders
 
     def reset(self, item: dict[str, Any], seed: int) -> tuple[None, Sequence[Mapping[str, Any]]]:
-        return self._answer.reset(item, seed)
+        return None, item_messages(item)
+
+    async def step(self, state: None, turn: Turn) -> Step:
+        attempt = Attempt(turn.item, turn.text, tools_of(turn.calls))
+        grade = await self._graders.grade(self._grader, attempt, key=turn.key)
+        return Step(state=None, done=True, reward=grade.reward, parts=grade.parts)
+
+
+class ToolLoop(SingleTurn):
+    """The same with one tool. A turn without a call is the answer."""
+
+    def __init__(self, tool: Tool, grader: Grader, graders: GraderRunner) -> None:
+        super().__init__(grader, graders)
+        self.tools = (tool.definition,)
+        self._tool = tool
 
     async def step(self, state: None, turn: Turn) -> Step:
         """Calls run concurrently. Raises ToolFailed and GraderFailed."""
         if not turn.calls or turn.last:
-            return replace(await self._answer.step(state, turn), done=not turn.calls)
+            return replace(await super().step(state, turn), done=not turn.calls)
         replies = await asyncio.gather(*(self._reply(i, call, turn) for i, call in enumerate(turn.calls)))
         return Step(state=None, done=False, messages=replies)
 

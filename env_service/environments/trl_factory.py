@@ -119,8 +119,8 @@ class TRLSession:
     async def step(self, turn: Turn) -> Step:
         self._tokens += turn.tokens
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in turn.calls]
-        said = {"role": "assistant", "content": turn.content if calls else turn.text}
-        self._completion.append({**said, "tool_calls": calls} if calls else said)
+        message = {"role": "assistant", "content": turn.content if calls else turn.text}
+        self._completion.append({**message, "tool_calls": calls} if calls else message)
         if turn.last or not turn.calls:
             return await self.end()
         replies = [await self._reply(i, call, turn.tool_timeout_s) for i, call in enumerate(turn.calls)]
@@ -154,7 +154,7 @@ class TRLSession:
 
     @property
     def _columns(self) -> dict[str, Any]:
-        """The row's columns beside the prompt."""
+        """The row's columns except the prompt."""
         return {name: value for name, value in self._item.items() if name != "messages"}
 
     async def _reply(self, index: int, call: ToolCall, timeout_s: float) -> Mapping[str, Any]:
@@ -196,14 +196,14 @@ def definitions(environment: type) -> list[Definition]:
 
 
 def _definition(name: str, method: Callable[..., Any]) -> Definition:
-    described, _, said = (inspect.getdoc(method) or "").partition("Args:\n")
+    described, _, arguments = (inspect.getdoc(method) or "").partition("Args:\n")
     callee: Any = partial(method, None)  # without `self`
     schema = TypeAdapter(callee).json_schema()
     properties: dict[str, Any] = schema.get("properties", {})
-    for known in properties.values():
+    for property in properties.values():
         for word in ("title", "default"):
-            known.pop(word, None)
-    for argument, text in _ARGUMENT.findall(_AFTER.split(said)[0]):
+            property.pop(word, None)
+    for argument, text in _ARGUMENT.findall(_AFTER.split(arguments)[0]):
         if argument in properties:
             properties[argument]["description"] = " ".join(text.split())
     parameters = {"type": "object", "properties": properties}
@@ -212,13 +212,13 @@ def _definition(name: str, method: Callable[..., Any]) -> Definition:
     return definition(name, " ".join(_AFTER.split(described)[0].split()), parameters)
 
 
-def _text(found: Any) -> str:
+def _text(result: Any) -> str:
     """A result or an observation. Raises EnvironmentFailed for images, and for too much."""
-    if isinstance(found, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in found):
+    if isinstance(result, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in result):
         raise EnvironmentFailed("the environment shows images, which no base model here sees")
-    if isinstance(found, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in found):
-        found = "".join(part["text"] for part in found)
-    text = str(found)
+    if isinstance(result, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in result):
+        result = "".join(part["text"] for part in result)
+    text = str(result)
     if len(text) > MAX_SHOWN:
         raise EnvironmentFailed(f"the environment shows {len(text)} characters, more than {MAX_SHOWN}")
     return text

@@ -12,11 +12,8 @@ Its files:
 
     runner.py     runs a grader of any kind
     attempt.py    the item and the model's last turn, as graders see them
-    text.py       compares two texts, at once or in a helper process
+    text.py       compares two texts at once, or asks a helper process and kills it if it takes too long
     comparing.py  compares two texts; as a program it is the helper
-    helper.py     asks helper processes, and kills those that take too long
-    similarity.py  measures how alike two texts are
-    math.py       compares two final answers mathematically
     answers.py    finds the final answer of a text, and compares two where they are plain
     model.py      says what a grader's model is asked, and what its answer means; asks models outside of this service
     judging.py    asks models of this service, by turns of their own

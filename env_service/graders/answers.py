@@ -213,7 +213,7 @@ def _value(number: str) -> Fraction:
 
 
 def _amount(text: str) -> Amount | None:
-    """The amount that is all of a text, but for its unit."""
+    """The amount that is all of a text, except its unit."""
     text = _bare(text)
     start = _ABOUT.match(text)
     at = start.end() if start else 0

@@ -39,13 +39,13 @@ class Judging(msgspec.Struct, frozen=True, array_like=True):
 
     weight: float  # the tenant's
     graded: bytes
-    asked: str  # the grader
+    grader: str  # the one that asks
     answers: dict[str, str]  # of those asked before
 
 
 class Resumed(NamedTuple):
     graded: Graded
-    asked: str  # the grader whose model has answered
+    grader: str  # the one whose model has answered
     answers: dict[str, str]  # of those before
 
 
@@ -116,7 +116,7 @@ def resumed(result: TurnResult) -> Resumed:
     except (msgspec.DecodeError, ValueError) as error:
         raise CorruptObject(f"what a grader's model was asked about cannot be read: {error}") from error
     if isinstance(graded, GradeRequest):
-        return Resumed(graded, judging.asked, judging.answers)
+        return Resumed(graded, judging.grader, judging.answers)
     if not isinstance(graded, TurnResult):
         raise CorruptObject(f"a grader's model was asked about a {type(graded).__name__}")
     before = msgspec.structs.replace(
@@ -126,7 +126,7 @@ def resumed(result: TurnResult) -> Resumed:
         epoch=request.epoch,
     )
     whole = msgspec.structs.replace(graded, id=before.id, request=before, epoch=request.epoch, usage=result.usage)
-    return Resumed(whole, judging.asked, judging.answers)
+    return Resumed(whole, judging.grader, judging.answers)
 
 
 def graded_by(result: TurnResult) -> Graded:

@@ -3,8 +3,8 @@
 A model of this service answers by a turn of its own (see `env_service/graders/judging.py`): the grader says what to ask by raising
 ModelAsked, and finds the answer when it is run again. One elsewhere is asked by `ModelEndpoints`, which waits for its answer.
 
-The hosts elsewhere are those that the operator allows for it, checked as those of `endpoint` graders. A key goes to the address alone for
-which the operator gave it, and a tenant neither gives nor sees one.
+The hosts elsewhere are those that the operator allows for it, checked as those of `endpoint` graders. A key goes only to the
+address for which the operator gave it, and a tenant neither gives nor sees one.
 """
 
 import json
@@ -44,7 +44,7 @@ class ModelAsked(Exception):
     """No failure: the grading goes on once a model of this service has answered."""
 
     def __init__(self, grader: str, question: ModelQuestion) -> None:
-        """`grader`: its name in a `multi`, "" for one alone."""
+        """`grader`: its name in a `multi`, "" for a single one."""
         super().__init__(f"{question.model} is asked")
         self.grader = grader
         self.question = question
@@ -125,7 +125,7 @@ class ModelEndpoints:
 
     async def ask(self, url: str, question: ModelQuestion, *, key: str) -> str:
         """The answer's text. `key` lets the endpoint recognise a repeat. Raises GraderFailed."""
-        places = self._places.setdefault(work.tenant(), Places(lambda: self._most))
+        places = self._places.setdefault(work.current().tenant, Places(lambda: self._most))
         target = f"{url.rstrip('/')}/chat/completions"
         secret = self._keys.get(_origin(target))
         headers = {"Authorization": f"Bearer {secret}"} if secret else {}
@@ -183,5 +183,5 @@ def _answer(body: bytes) -> str:
     usage: Any = cast(Mapping[str, Any], answer).get("usage")
     total: Any = cast(Mapping[str, Any], usage).get("total_tokens") if isinstance(usage, Mapping) else None
     if isinstance(total, int) and 0 < total < 1 << 31:
-        work.count_grader_tokens(total)
+        work.current().grader_tokens += total
     return content

@@ -82,16 +82,16 @@ class GraderRunner:
         return Grade(reward, {} if threshold is None else {"passed": float(reward >= threshold)})
 
     async def _multi(self, grader: MultiGrader, grading: Grading) -> Grade:
-        """Models of this service answer first: what they ask for lets all begin anew."""
-        found: dict[str, float] = {}
+        """Models of this service answer first: if one asks, all begin again."""
+        rewards: dict[str, float] = {}
         for name, part in sorted(grader.graders.items(), key=lambda named: not _asks_here(named[1])):
             if not grading.allowance.left_s:
                 raise GraderFailed(
                     f"multi: its graders took longer than {grading.allowance.seconds:g} seconds together"
                 )
-            found[name] = await self._one(part, replace(grading, key=f"{grading.key}/{name}", name=name))
+            rewards[name] = await self._one(part, replace(grading, key=f"{grading.key}/{name}", name=name))
             await asyncio.sleep(0)  # others' turn
-        parts = {name: found[name] for name in grader.graders}
+        parts = {name: rewards[name] for name in grader.graders}
         try:
             return Grade(as_reward(formula.evaluate(grader.calculate_output, parts), "calculate_output"), parts)
         except InvalidInput as error:
@@ -122,7 +122,7 @@ class GraderRunner:
 
     async def _answer(self, grader: ScoreModel | LabelModel, grading: Grading) -> str:
         """Raises ModelAsked if it is not there yet."""
-        if (answer := work.answer_of(grading.name)) is not None:
+        if (answer := work.current().answers.get(grading.name)) is not None:
             return answer
         question = question_of(grader, grading.attempt)
         if grader.url is None:

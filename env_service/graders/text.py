@@ -4,18 +4,25 @@ TextComparer.reward(grader, attempt) ─┬─ short and plain ─► here
                                       └─ else ─► a place, fair between tenants ─► a helper process, with a time limit
 """
 
+from typing import Any
+
 import msgspec
 
+from common.children.helpers import Helper, HelperKilled, HelperPool
+from common.sharing.places import Places
 from common.tasks import templates
 from common.tasks.graders import MathGrader, StringCheck, TextSimilarity
+from env_service import work
+from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
-from env_service.graders.comparing import Question, string_check
-from env_service.graders.helper import GraderHelpers
-from env_service.graders.math import plainly_equal
-from env_service.work import Allowance
+from env_service.graders.comparing import Question, plainly_equal, string_check
 
 HELPER = "env_service.graders.comparing"
 """The program of the helpers."""
+START_S = 30.0
+"""Time to import the libraries of a helper on a busy machine."""
+MAX_HELPERS = 5
+"""Helpers that may be killed over one question, idle ones among them."""
 SHORT_CHARACTERS = 2048
 """Characters of a text that is compared here by `string_check`: microseconds."""
 SHORT_MATH_CHARACTERS = 512
@@ -38,18 +45,18 @@ class TextComparer:
 
     def __init__(self) -> None:
         self._helpers = {
-            kind: GraderHelpers(kind, HELPER, first=msgspec.msgpack.encode(first)) for kind, first in _FIRST.items()
+            kind: GraderHelpers(kind, first=msgspec.msgpack.encode(first)) for kind, first in _FIRST.items()
         }
 
     async def close(self) -> None:
         for helpers in self._helpers.values():
             await helpers.close()
 
-    async def reward(self, grader: TextGrader, attempt: Attempt, allowance: Allowance) -> float:
+    async def reward(self, grader: TextGrader, attempt: Attempt, allowance: work.Allowance) -> float:
         """Raises InvalidInput if the texts cannot be compared, GraderFailed if that takes too long."""
-        found = _at_once(grader, attempt)
-        if found is not None:
-            return found
+        reward = _at_once(grader, attempt)
+        if reward is not None:
+            return reward
         question = msgspec.msgpack.encode(_question(grader, attempt))
         return await self._helpers[grader.type].ask(question, allowance)
 
@@ -81,8 +88,8 @@ def _at_once(grader: TextGrader, attempt: Attempt) -> float | None:
             return None if texts is None else string_check(grader.operation, *texts)
         case MathGrader():
             texts = _short(grader, attempt, SHORT_MATH_CHARACTERS)
-            found = None if texts is None else plainly_equal(*texts, fallback=grader.fallback)
-            return None if found is None else float(found)
+            equal = None if texts is None else plainly_equal(*texts, fallback=grader.fallback)
+            return None if equal is None else float(equal)
 
 
 def _short(grader: StringCheck | MathGrader, attempt: Attempt, most: int) -> tuple[str, str] | None:
@@ -93,3 +100,39 @@ def _short(grader: StringCheck | MathGrader, attempt: Attempt, most: int) -> tup
     text = templates.render_short(grader.input, attempt.item, sample, most=most)
     reference = templates.render_short(grader.reference, attempt.item, sample, most=most)
     return None if text is None or reference is None else (text, reference)
+
+
+class GraderHelpers:
+    """Asks one helper at a time, or two where two tenants ask: see `Places`. Safe to use from many tasks; `close` when done."""
+
+    def __init__(self, name: str, *, first: bytes) -> None:
+        """`name`: of the grader, for errors. `first`: a question that each new process answers before it is of use."""
+        self._name = name
+        self._first = first
+        self._places = Places(lambda: 1)
+        self._pool = HelperPool(HELPER, variables={"OPENBLAS_NUM_THREADS": "1"})
+        self.close = self._pool.close
+
+    async def ask(self, question: bytes, allowance: work.Allowance) -> Any:
+        """Its time begins when it is this question's turn. Where others kill its helper, as the kernel does when the machine's memory
+        runs out, another is asked. Raises InvalidInput if it is refused, GraderFailed if it takes too long or too much memory."""
+        async with work.place(self._places):
+            for _ in range(MAX_HELPERS):
+                try:
+                    async with self._pool.helper() as helper:
+                        return await self._ask(helper, question, allowance)
+                except HelperKilled:
+                    continue
+                except (TimeoutError, ConnectionError) as error:
+                    timed_out = isinstance(error, TimeoutError)
+                    reason = f"longer than {allowance.seconds:g} seconds" if timed_out else "too much memory"
+                    raise GraderFailed(f"{self._name}: comparing the texts took {reason}") from error
+        raise GraderFailed(f"{self._name}: the process that compares the texts was killed {MAX_HELPERS} times")
+
+    async def _ask(self, helper: Helper, question: bytes, allowance: work.Allowance) -> Any:
+        if helper.is_new:
+            async with work.time_limit(START_S):
+                await helper.ask(self._first)
+        with work.charged(), allowance.spending():
+            async with work.time_limit(allowance.left_s):
+                return await helper.ask(question)

@@ -6,8 +6,7 @@
 
 Its files:
 
-    trajectories.py  gives messages their seats, opens sessions and brings them to the turn at hand
-    sessions.py    holds the sessions, and the places for them that tenants share
-    replay.py      brings a new session to where a lost one was
-    registration.py  says that the worker is there, and gives to all what lies in the streams of those that are gone
+    trajectories.py  gives messages their slots, opens sessions and replays lost ones
+    sessions.py      holds the sessions, and the places for them that tenants share
+    registration.py  registers the worker, and passes on what lies in the streams of workers that are gone
 """

@@ -1,8 +1,8 @@
 """The live sessions that an env worker holds between the turns of their trajectories.
 
-A session has a seat from the moment that its trajectory begins here until its end, and with it one of the worker's places, which
-tenants share by weight. While a message is worked on its seat is with the handler; else it lies here, and is closed if its job is
-cancelled or paused, if no turn comes for `idle_s`, or if others took the worker for gone, and so have its turns.
+A session has a slot from the moment that its trajectory begins here until its end, and with it one of the worker's places, which
+tenants share by weight. While a message is worked on, its slot is with the handler. Else it is idle here, and is closed if its job is
+cancelled or paused, if no turn comes for `idle_s`, or if others took the worker for gone and so have its turns.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import structlog
 
 from common.sharing.places import Claim, Places
 from common.tasks.environments import TOOL_REPLIES
-from common.wire.messages import Cancel, Failure, Message
+from common.wire.messages import Cancel, Message
 from env_service import work
 from env_service.environment import LiveEnvironment, Session, Step, Turn
 
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class SessionSlot:
     """One session, or the place for it. An environment to the handler: its turns are steps of the session."""
 
     name: str
@@ -41,7 +41,7 @@ class Seat:
     num_turns: int = 0
     """Turns that the session has answered."""
     stays: bool = False
-    """The trajectory goes on: the seat is kept for its next turn."""
+    """The trajectory goes on: the slot is kept for its next turn."""
     void: bool = False
     """Others have the trajectory."""
     replaying: bool = False
@@ -52,12 +52,6 @@ class Seat:
         """Begins the session."""
         async with work.time_limit(self.limit_s):
             self.session = await environment.open(item, seed)
-
-    def explained(self, failure: Failure) -> Failure:
-        """The failure, as one of the replay if it is."""
-        if not self.replaying:
-            return failure
-        return Failure("infrastructure", f"the trajectory's session was lost, and its replay failed: {failure.reason}")
 
     @property
     def opened(self) -> Session:
@@ -97,7 +91,7 @@ def _together(step: Step, end: Step) -> Step:
 
 
 class Sessions:
-    """The seats of one env worker. While `close_idle` runs those that nobody comes back for are closed; `close` when done."""
+    """The slots of one env worker. While `close_idle` runs, it closes those that nobody comes back for; `close` when done."""
 
     def __init__(self, worker: str, *, num: int = 64, idle_s: float = 600.0, limit_s: float = 900.0) -> None:
         """`num`: sessions at once, and one more of a tenant that has none."""
@@ -106,58 +100,58 @@ class Sessions:
         self._limit_s = limit_s
         self._places = Places(lambda: num)
         self._numbers = itertools.count()
-        self._lying: dict[str, Seat] = {}
-        self._in_use: set[Seat] = set()
+        self._idle_slots: dict[str, SessionSlot] = {}
+        self._in_use: set[SessionSlot] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._trusted_until_s = math.inf
         self._trusted = asyncio.Event()
 
-    async def take(self, message: Message, session: str, turn: int, doing: work.Work) -> Seat:
-        """The seat of a session that has answered so many turns; if it is not here, an empty one, once there is a place."""
-        seat = self._lying.pop(session, None)
-        if seat is not None and seat.num_turns != turn:
-            self._close(seat)
-            seat = None
-        if seat is None:
+    async def take(self, message: Message, session: str, turn: int, doing: work.Work) -> SessionSlot:
+        """The slot of a session that has answered so many turns; if it is not here, an empty one, once there is a place."""
+        slot = self._idle_slots.pop(session, None)
+        if slot is not None and slot.num_turns != turn:
+            self._close(slot)
+            slot = None
+        if slot is None:
             claim = await self._places.take(doing.tenant, doing.weight, doing.beat)
-            seat = Seat(self._name(), message, claim, self._limit_s)
-        seat.message = message
-        self._in_use.add(seat)
-        return seat
+            slot = SessionSlot(self._name(), message, claim, self._limit_s)
+        slot.message = message
+        self._in_use.add(slot)
+        return slot
 
-    async def can_go_on(self, seat: Seat) -> bool:
-        """True for a session that no other worker can have replaced; otherwise the seat is empty from now on.
+    async def can_go_on(self, slot: SessionSlot) -> bool:
+        """True for a session that no other worker can have replaced; otherwise the slot is empty from now on.
 
         A worker that was late first waits to learn whether others declared it dead.
         """
-        if seat.session is None:
+        if slot.session is None:
             return False
-        while not seat.void and asyncio.get_running_loop().time() >= self._trusted_until_s:
+        while not slot.void and asyncio.get_running_loop().time() >= self._trusted_until_s:
             self._trusted.clear()
             async with work.time_limit(self._limit_s):
                 await self._trusted.wait()
-        if not seat.void:
+        if not slot.void:
             return True
-        self._spawn(_close(seat.name, seat.session))
-        seat.name, seat.session, seat.num_turns, seat.void = self._name(), None, 0, False
+        self._spawn(_close(slot.name, slot.session))
+        slot.name, slot.session, slot.num_turns, slot.void = self._name(), None, 0, False
         return False
 
-    def leave(self, seat: Seat) -> None:
-        """Takes back a seat, for the next turn if it stays."""
-        self._in_use.remove(seat)
-        if seat.stays and not seat.void:
-            seat.stays, seat.used_s = False, asyncio.get_running_loop().time()
-            self._lying[seat.name] = seat
+    def leave(self, slot: SessionSlot) -> None:
+        """Takes back a slot, for the next turn if it stays."""
+        self._in_use.remove(slot)
+        if slot.stays and not slot.void:
+            slot.stays, slot.used_s = False, asyncio.get_running_loop().time()
+            self._idle_slots[slot.name] = slot
         else:
-            self._close(seat)
+            self._close(slot)
 
     def voided(self, cancel: Cancel) -> None:
-        """Closes what lies here of a job that was paused, cancelled, or has ended."""
-        self._close_where(lambda seat: seat.message.job == cancel.job and seat.message.epoch <= cancel.epoch)
+        """Closes the idle sessions of a job that was paused, cancelled, or has ended."""
+        self._close_where(lambda slot: slot.message.job == cancel.job and slot.message.epoch <= cancel.epoch)
 
     def unpublished(self, session: str) -> None:
         """Closes a session of which nobody will hear."""
-        self._close_where(lambda seat: seat.name == session)
+        self._close_where(lambda slot: slot.name == session)
 
     def trusted_until(self, until_s: float) -> None:
         """Time by the event loop's clock up to which no other worker takes this one for gone. It may have been stopped since."""
@@ -166,8 +160,8 @@ class Sessions:
 
     def missed(self) -> None:
         """Closes all sessions: others were given their turns."""
-        for seat in self._in_use:
-            seat.void = True
+        for slot in self._in_use:
+            slot.void = True
         self._close_where(lambda _: True)
 
     async def close(self) -> None:
@@ -176,30 +170,30 @@ class Sessions:
             await asyncio.wait(self._closing)
 
     def __len__(self) -> int:
-        return len(self._lying) + len(self._in_use)
+        return len(self._idle_slots) + len(self._in_use)
 
     async def close_idle(self) -> None:
         while True:
             await asyncio.sleep(min(LOOK_EVERY_S, self._idle_s))
             self._close_where(self._is_idle)
 
-    def _is_idle(self, seat: Seat) -> bool:
-        return asyncio.get_running_loop().time() - seat.used_s > self._idle_s
+    def _is_idle(self, slot: SessionSlot) -> bool:
+        return asyncio.get_running_loop().time() - slot.used_s > self._idle_s
 
-    def _close_where(self, chosen: Callable[[Seat], bool]) -> None:
-        for seat in [seat for seat in self._lying.values() if chosen(seat)]:
-            self._close(self._lying.pop(seat.name))
+    def _close_where(self, chosen: Callable[[SessionSlot], bool]) -> None:
+        for slot in [slot for slot in self._idle_slots.values() if chosen(slot)]:
+            self._close(self._idle_slots.pop(slot.name))
 
-    def _close(self, seat: Seat) -> None:
-        self._spawn(self._closed(seat))
+    def _close(self, slot: SessionSlot) -> None:
+        self._spawn(self._closed(slot))
 
-    async def _closed(self, seat: Seat) -> None:
+    async def _closed(self, slot: SessionSlot) -> None:
         """Frees the place once the session is closed, or has taken too long for that."""
         try:
-            if seat.session is not None:
-                await _close(seat.name, seat.session)
+            if slot.session is not None:
+                await _close(slot.name, slot.session)
         finally:
-            self._places.end(seat.claim)
+            self._places.end(slot.claim)
 
     def _spawn(self, closing: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(closing, name="close a session")

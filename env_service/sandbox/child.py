@@ -5,7 +5,7 @@
 Reads one job as JSON from stdin and writes one line of JSON to what was stdout. Before the tenant's code runs, descriptors
 1 and 2 both lead to the output pipe, so a print cannot look like a result. The supervisor runs none of the tenant's code: it
 waits for the end of the other, and kills it on SIGTERM, which the worker sends, or the kernel once the worker is dead.
-Only the standard library, and as little of it as possible: each call imports it anew.
+Only the standard library, and as little of it as possible: each call imports it again.
 
     stage            what it needs                             without it
     namespaces       root, or unprivileged user namespaces     seccomp keeps the network and other processes away
@@ -48,7 +48,7 @@ NOBODY = 65534
 WORK_BYTES, WORK_FILES = 16 * 1024 * 1024, 4096
 """The most that the working folder holds."""
 LOOK_EVERY_S = 0.02
-"""Seconds between the supervisor's looks into a working folder that is no file system of its own."""
+"""Seconds between two looks into a working folder that is no file system of its own."""
 
 
 def main() -> None:
@@ -56,9 +56,8 @@ def main() -> None:
     result_fd = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    os.close(0)
+    os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free: 0
     layers = shut_in(job, set(job["layers"]))
     write = make_reporter(result_fd, job["nonce"], layers)
     run(job, write)
@@ -123,7 +122,7 @@ def check_json(value: object, call: str | None) -> object:
 
 
 def describe(error: BaseException) -> str:
-    """Says in one line what was raised, and in which line."""
+    """One line that says what was raised, and in which line."""
     line = None
     trace = error.__traceback__
     while trace is not None:
@@ -132,10 +131,9 @@ def describe(error: BaseException) -> str:
         trace = trace.tb_next
     if isinstance(error, SyntaxError):
         line, error = error.lineno, SyntaxError(error.msg)
-    try:
-        text = f"{type(error).__name__}: {error}"
-    except Exception:  # the error is the tenant's own: its text may raise anything
-        text = type(error).__name__
+    text = type(error).__name__
+    with contextlib.suppress(Exception):  # the error is the tenant's own: its text may raise anything
+        text = f"{text}: {error}"
     return (text if line is None else f"line {line}: {text}").replace("\n", " ")[:500]
 
 
@@ -154,6 +152,9 @@ def shut_in(job: dict[str, Any], wanted: set[str]) -> set[str]:
     os.umask(0o022)
     libc = ctypes.CDLL(None, use_errno=True)
     layers: set[str] = set()
+    # The order matters. Namespaces and mounts need root, or a user namespace that is entered first. The fork comes after them, since the
+    # first child in a process namespace is its init, with which the kernel ends the others; and before the limits, which the supervisor
+    # must not run into. Root is left when nothing needs it any more. Landlock and seccomp, which refuse most of the calls here, are last.
     if sys.platform == "linux":
         kill_first()
         if "namespaces" in wanted:
@@ -184,13 +185,18 @@ def give_up_rights(libc: Libc, wanted: set[str], program: bytes, *, own_files: b
     Without files of its own its supervisor sees what it has open; other calls, which may have its uid, are kept from /proc.
     """
     layers: set[str] = set()
-    drop_capabilities(libc)
+    # Entering an unprivileged user namespace gave all capabilities: code could change its mounts and its network with them.
+    header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
+    libc.capset(header, ctypes.create_string_buffer(24))
+    # Without this the kernel takes neither landlock's rules nor a seccomp filter from a process that is not root.
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    # After `become`: a change of uid clears it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     if "landlock" in wanted and confine_files(libc, os.getcwd()):
         layers.add("landlock")
         libc.prctl(PR_SET_DUMPABLE, int(not own_files), 0, 0, 0)
+    # Last: the filter refuses most of the calls above.
     if "seccomp" in wanted and program and filter_calls(libc, program):
         layers.add("seccomp")
     return layers
@@ -199,12 +205,15 @@ def give_up_rights(libc: Libc, wanted: set[str], program: bytes, *, own_files: b
 def set_limits(limits: dict[str, int]) -> None:
     cpu, memory = limits["cpu_s"], limits["memory_bytes"]
     pairs = (
-        (resource.RLIMIT_CPU, cpu),
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+        (resource.RLIMIT_CPU, cpu),  # holds even if the supervisor is stopped
+        (resource.RLIMIT_AS, memory),  # the address space: a limit of memory that needs no cgroup
+        (
+            resource.RLIMIT_FSIZE,
+            limits["file_bytes"],
+        ),  # bounds a file between two looks of the supervisor
         (resource.RLIMIT_NOFILE, 32),
-        (resource.RLIMIT_NPROC, 8),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NPROC, 8),  # threads count too
+        (resource.RLIMIT_CORE, 0),  # no copy of a crashed call on the disk
     )
     for name, value in pairs:
         _, hard = resource.getrlimit(name)
@@ -229,12 +238,6 @@ def become(uid: int) -> None:
         except OSError:
             continue
     raise OSError("cannot leave root")
-
-
-def drop_capabilities(libc: Libc) -> None:
-    """Drops all capabilities: entering an unprivileged user namespace gives them."""
-    header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
-    libc.capset(header, ctypes.create_string_buffer(24))
 
 
 # --------------------------------------------------------------------------------------------------- supervisor
@@ -263,17 +266,16 @@ def supervise(child: int, limits: dict[str, int], *, own_files: bool) -> NoRetur
         if full or (received and received.si_signo == signal.SIGTERM):
             os.kill(child, signal.SIGKILL)
             status = 128 + (signal.SIGXFSZ if full else signal.SIGKILL)
-        ended, found, used = os.wait4(child, 0 if status else os.WNOHANG)
+        ended, code, used = os.wait4(child, 0 if status else os.WNOHANG)
         if ended:
-            code = os.waitstatus_to_exitcode(found)
+            code = os.waitstatus_to_exitcode(code)
             if code == -signal.SIGKILL and used.ru_utime + used.ru_stime >= limits["cpu_s"] - 1:
                 code = -signal.SIGXCPU
             os._exit(status or (min(code, 127) if code >= 0 else 128 - code))
 
 
 def is_too_full(child: int, file_bytes: int) -> bool:
-    """Tells whether the working folder, which has no folders in it, and what the child deleted from it and still uses are too many
-    files, or too many bytes."""
+    """Are the files of the working folder, which has no folders in it, and those deleted but still in use, too many or too large?"""
     sizes = deleted_files(child, file_bytes)
     for num, name in enumerate(os.listdir()):
         with contextlib.suppress(FileNotFoundError):
@@ -290,19 +292,21 @@ def deleted_files(child: int, file_bytes: int) -> dict[int, int]:
     One that is mapped and not open counts as the largest that a file may be where only root could measure it. To see them at all
     the supervisor needs the child's uid, or root's rights.
     """
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     threads, here = inside(f"/proc/{child}/task"), os.getcwd() + "/"
     for link in [link for thread in threads for link in inside(f"{thread}/fd")]:  # a thread may have a table of its own
         with contextlib.suppress(OSError):
             status = os.stat(link)
             if status.st_nlink == 0 and os.readlink(link).startswith(here):
-                found[status.st_ino] = status.st_blocks * 512
+                sizes[status.st_ino] = status.st_blocks * 512
     for line in next(filter(None, map(mappings, threads)), []):  # the first thread may have ended
         if f" {here}" in line and line.endswith(" (deleted)"):
             addresses, _, _, _, inode, _ = line.split(maxsplit=5)
-            if int(inode) not in found:
-                found[int(inode)] = mapped_bytes(f"/proc/{child}/map_files/{addresses}", file_bytes)
-    return found
+            if int(inode) not in sizes:
+                sizes[int(inode)] = file_bytes
+                with contextlib.suppress(OSError):
+                    sizes[int(inode)] = os.stat(f"/proc/{child}/map_files/{addresses}").st_blocks * 512
+    return sizes
 
 
 def inside(folder: str) -> list[str]:
@@ -316,13 +320,6 @@ def mappings(thread: str) -> list[str]:
     with contextlib.suppress(OSError), open(f"{thread}/maps", errors="replace") as file:
         return file.read().splitlines()
     return []
-
-
-def mapped_bytes(link: str, otherwise: int) -> int:
-    try:
-        return os.stat(link).st_blocks * 512
-    except OSError:
-        return otherwise
 
 
 # --------------------------------------------------------------------------------------------------- namespaces

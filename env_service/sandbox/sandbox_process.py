@@ -50,14 +50,14 @@ class CallProcess:
             self.stopped = Stopped(ending, reason)
             tell(self._process, signal.SIGTERM)
 
-    async def converse(self, given: bytes, allowance: work.Allowance) -> None:
+    async def converse(self, content: bytes, allowance: work.Allowance) -> None:
         """Gives it what it reads, and collects what it writes, up to its end or that of the allowance."""
         process, result, output = self._process, self._result_bytes, self._output_bytes
         assert process.stdout and process.stderr
         try:
             async with work.time_limit(allowance.left_s):
                 await asyncio.gather(
-                    self._give(given),
+                    self._give(content),
                     self._read(process.stdout, self.result, result, "result", f"returned more than {result} bytes"),
                     self._read(process.stderr, self.output, output, "output", f"printed more than {output} bytes"),
                 )
@@ -74,10 +74,10 @@ class CallProcess:
         if not await self._has_ended():
             structlog.get_logger().error("sandboxed_call_does_not_end", pid=self._process.pid)
 
-    async def _give(self, given: bytes) -> None:
+    async def _give(self, content: bytes) -> None:
         assert self._process.stdin
         with contextlib.suppress(ConnectionError):  # it died before it read all: its end says why
-            self._process.stdin.write(given)
+            self._process.stdin.write(content)
             await self._process.stdin.drain()
         self._process.stdin.close()
 

@@ -8,8 +8,7 @@ A package lives in a Python environment of its own, so `host.py` runs there and 
 
 Its files:
 
-    environment.py      the live environment; operators subclass it, for each package that jobs may name
-    session.py          one trajectory: requests become prompts, turns their answers
+    environment.py      the live environment, which operators subclass for each package, and its sessions
     host.py             the program that runs in the package's Python environment
     host_model.py       its part that answers the package as a model
     package_process.py  starts the hosts, speaks with them, ends those that are idle

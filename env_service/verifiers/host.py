@@ -1,6 +1,6 @@
 """Runs environments of the package `verifiers` in the Python environment that they were installed into: a program of its own.
 
-It needs `verifiers` and the standard library, and imports nothing of MARLaaS but the file beside it. An env worker starts it with a
+It needs `verifiers` and the standard library, and imports nothing of MARLaaS except `host_model.py`. An env worker starts it with a
 socket, over which both send lines of JSON:
 
     worker: {"load": {...}}                             first of all; see `Tasksets` and `Environments`
@@ -40,7 +40,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 
-def beside(name: str) -> Any:
+def load_neighbour(name: str) -> Any:
     """Loads another file of this program, which belongs to no package where it runs."""
     spec: Any = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
@@ -48,19 +48,19 @@ def beside(name: str) -> Any:
     return module
 
 
-model = beside("host_model")
+model = load_neighbour("host_model")
 ModelRefused: Any = model.ModelRefused
 MAX_SENT_BYTES = 4 * 1024 * 1024
 MAX_PARTS = 64
 """Parts of a reward, metrics included."""
 GRACE_S = 2.0
-"""Once the worker is gone, environments have so long to end what they started."""
+"""Seconds that environments have to end what they started once the worker is gone."""
 KEY_VARIABLE = "MARLAAS_HOST_API_KEY"
-"""Holds the model's key, of this process alone; verifiers gives no program of a harness a variable of such a name."""
+"""Holds the model's key, of this process only; verifiers gives no program of a harness a variable of such a name."""
 MAX_TASKS = 10_000
 """Tasks of a taskset without an end."""
-HELD_OUT_EACH = 10
-"""Every so manieth task of a taskset, which has no split of its own, is held out."""
+HELD_OUT_PERIOD = 10
+"""One task in so many is held out of a taskset, which has no split of its own."""
 
 
 class Failed(Exception):
@@ -131,8 +131,8 @@ class Tasksets:
         self._context = clients.ModelContext(model=model.MODEL, client=client)
         taskset = self._env.taskset
         tasks = list(taskset if taskset.bounded else itertools.islice(taskset, MAX_TASKS))
-        held_out = tasks[::HELD_OUT_EACH] if len(tasks) >= 2 * HELD_OUT_EACH else tasks
-        train = [task for i, task in enumerate(tasks) if i % HELD_OUT_EACH] if len(held_out) < len(tasks) else tasks
+        held_out = tasks[::HELD_OUT_PERIOD] if len(tasks) >= 2 * HELD_OUT_PERIOD else tasks
+        train = [task for i, task in enumerate(tasks) if i % HELD_OUT_PERIOD] if len(held_out) < len(tasks) else tasks
         self._tasks, self._train, self._held_out = tasks, train, held_out
         self._by_trace: dict[str, Episode] = {}
 

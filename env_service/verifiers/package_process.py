@@ -35,7 +35,7 @@ _NAMES = """
     HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_HUB_OFFLINE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE
 """
 VARIABLES = frozenset(_NAMES.split())
-"""Variables of the worker that a package's process has too, beside LC_*. None of them is a secret."""
+"""Variables of the worker that a package's process has too, as well as LC_*. None of them is a secret."""
 MAX_LINE_BYTES = 4 * 1024 * 1024 + 1024
 MAX_HOSTS = 8
 """Processes of one worker, and one more of a tenant that has none. Jobs that give a package different arguments have different ones."""
@@ -45,9 +45,9 @@ START_S = 300.0
 """A package may fetch its data meanwhile."""
 STOP_S = 5.0
 AFTER_FAILURE_S = 30.0
-"""So long after a package could not be loaded, it is not tried again."""
+"""Seconds after which a package that could not be loaded is tried again."""
 WAITING_S = 10.0
-"""A tenant that found no room counts as waiting for so long."""
+"""Seconds for which a tenant that found no room counts as waiting."""
 KEPT_BYTES = 2000
 """Bytes of what a process last wrote, for the operator's log."""
 
@@ -202,10 +202,10 @@ class Host:
         finally:
             self._writer.close()
             await _end(process)
-            await asyncio.wait({output}, timeout=STOP_S)  # what it started may hold the other end for ever
-            said = output.result() if output.done() else ""
+            await asyncio.wait({output}, timeout=STOP_S)  # what it started may hold the other end forever
+            last_output = output.result() if output.done() else ""
             await cancel_all([output])
-            log.info("environment_process_ended", status=process.returncode, output=said)
+            log.info("environment_process_ended", status=process.returncode, output=last_output)
 
 
 class Hosts:
@@ -227,7 +227,7 @@ class Hosts:
         self, python: str, load: Mapping[str, Any], item: Mapping[str, Any], variables: Sequence[str] = ()
     ) -> HostedTrajectory:
         """Begins a trajectory of the tenant whose work this is. Raises EnvironmentFailed, and NoRoom if it must wait for a process."""
-        key, tenant = msgspec.json.encode([python, load, variables]), work.tenant()
+        key, tenant = msgspec.json.encode([python, load, variables]), work.current().tenant
         async with self._choosing:
             host = self._hosts.get(key)
             if host is not None and self._gives_back(host):
@@ -254,25 +254,29 @@ class Hosts:
     def _surplus(self, tenant: str) -> bytes | None:
         """The process to end before this tenant gets another: the longest idle one of the tenant with the most; this tenant's own if it
         has half of all. None: it may have one now. Raises NoRoom if all are at work."""
-        held = self._held()
-        if len(self._hosts) < self._most + (0 if held[tenant] else KEPT):
+        counts = self._hosts_by_tenant()
+        if len(self._hosts) < self._most + (0 if counts[tenant] else KEPT):
             return None
         idle = [key for key, host in self._hosts.items() if host.idle]
-        if held[tenant] >= self._half:
+        if counts[tenant] >= self._half:
             idle = [key for key in idle if self._hosts[key].tenant == tenant]
         if not idle:
             self._waited[tenant] = asyncio.get_running_loop().time()
             raise NoRoom(f"this worker's {self._most} processes of environments are all at work")
-        return max(idle, key=lambda key: held[self._hosts[key].tenant])
+        return max(idle, key=lambda key: counts[self._hosts[key].tenant])
 
     def _gives_back(self, host: Host) -> bool:
         """Is it the one that a tenant with too many of them uses no more, so that another tenant gets its place?"""
         since = asyncio.get_running_loop().time() - WAITING_S
         self._waited = {tenant: at for tenant, at in self._waited.items() if at > since}
         first = next(each for each in self._hosts.values() if each.tenant == host.tenant)
-        return first is host and self._held()[host.tenant] > self._half and bool(self._waited.keys() - {host.tenant})
+        return (
+            first is host
+            and self._hosts_by_tenant()[host.tenant] > self._half
+            and bool(self._waited.keys() - {host.tenant})
+        )
 
-    def _held(self) -> Counter[str]:
+    def _hosts_by_tenant(self) -> Counter[str]:
         return Counter(host.tenant for host in self._hosts.values())
 
     @property
@@ -291,10 +295,10 @@ async def _line(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 async def _last_output(process: asyncio.subprocess.Process) -> str:
     assert process.stdout
-    kept = b""
+    end = b""
     while chunk := await process.stdout.read(16384):
-        kept = (kept + chunk)[-KEPT_BYTES:]
-    return kept.decode(errors="replace")
+        end = (end + chunk)[-KEPT_BYTES:]
+    return end.decode(errors="replace")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -316,7 +320,7 @@ def _interpreter(python: str) -> Path:
 
 
 def _variables(python: Path, more: Sequence[str]) -> dict[str, str]:
-    """The worker's own that a package may see; programs that were installed beside the interpreter are found first."""
-    known = VARIABLES.union(more)
-    kept = {name: value for name, value in os.environ.items() if name in known or name.startswith("LC_")}
-    return kept | {"PATH": os.pathsep.join([str(python.parent), kept.get("PATH", os.defpath)])}
+    """The worker's own that a package may see; programs that were installed with the interpreter are found first."""
+    names = VARIABLES.union(more)
+    variables = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
+    return variables | {"PATH": os.pathsep.join([str(python.parent), variables.get("PATH", os.defpath)])}

@@ -44,6 +44,7 @@ from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
+from env_service.live.sessions import Sessions
 from env_service.sandbox.sandbox import Sandbox
 from env_service.trajectory import decode_context
 
@@ -78,7 +79,7 @@ class Run:
             timeout_s=2.0,
         )
         environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=collections_dir)
-        self.handler = EnvHandler(cell=CELL, tokenizer=TOKENIZER, environments=environments)
+        self.handler = EnvHandler(cell=CELL, tokenizer=TOKENIZER, environments=environments, sessions=Sessions("env-0"))
         self.beats = 0
 
     def beat(self) -> None:
@@ -235,33 +236,25 @@ def test_a_truncated_answer_is_graded_as_it_stands(stop: StopReason) -> None:
     assert (scored.reward, scored.stop_reason) == (1.0, stop)
 
 
-def test_a_stop_string_is_cut_from_the_text_but_not_from_the_tokens() -> None:
-    async def go() -> ScoredTrajectory:
-        run = Run()
-        request = await run.first(single())
-        [(_, scored)] = await run.handle(result_of(request, "29842\n\n", stop_string="\n\n"))
-        assert isinstance(scored, ScoredTrajectory)
-        return scored
-
-    scored = asyncio.run(go())
+async def test_a_stop_string_is_cut_from_the_text_but_not_from_the_tokens() -> None:
+    run = Run()
+    request = await run.first(single())
+    [(_, scored)] = await run.handle(result_of(request, "29842\n\n", stop_string="\n\n"))
+    assert isinstance(scored, ScoredTrajectory)
     assert (scored.output_text, scored.reward) == ("29842", 1.0)
     assert int(scored.written.numpy().sum()) == 7
 
 
-def test_a_part_that_was_sampled_before_is_not_counted_twice() -> None:
-    async def go() -> ScoredTrajectory:
-        run = Run()
-        request = await run.first(single())
-        partial = ids_of("298")
-        request = msgspec.structs.replace(
-            request,
-            transcript=request.transcript + wrote(partial, [-1, -1, -1]),
-            num_partial=3,
-        )
-        _, scored = await run.turn(request, "29842<|end|>")
-        return scored
-
-    scored = asyncio.run(go())
+async def test_a_part_that_was_sampled_before_is_not_counted_twice() -> None:
+    run = Run()
+    request = await run.first(single())
+    partial = ids_of("298")
+    request = msgspec.structs.replace(
+        request,
+        transcript=request.transcript + wrote(partial, [-1, -1, -1]),
+        num_partial=3,
+    )
+    _, scored = await run.turn(request, "29842<|end|>")
     assert int(scored.written.numpy().sum()) == 6
     assert scored.logprobs.numpy()[-6:].tolist() == [-0.5] * 6
 
@@ -310,15 +303,13 @@ def test_a_turn_that_failed_becomes_a_failed_trajectory() -> None:
     assert cancelled.failure and cancelled.failure.kind == "cancelled"
 
 
-def test_a_turn_of_another_version_is_an_error() -> None:
-    async def go() -> Any:
-        run = Run()
-        request = await run.first(single())
-        result = result_of(request, "29842<|end|>", adapter=AdapterRef("acme", "job1", 5))
-        [(_, scored)] = await run.handle(result)
-        return scored
-
-    assert "job1@5 instead of job1@4" in asyncio.run(go()).failure.reason
+async def test_a_turn_of_another_version_is_an_error() -> None:
+    run = Run()
+    request = await run.first(single())
+    result = result_of(request, "29842<|end|>", adapter=AdapterRef("acme", "job1", 5))
+    [(_, scored)] = await run.handle(result)
+    assert isinstance(scored, ScoredTrajectory) and scored.failure
+    assert "job1@5 instead of job1@4" in scored.failure.reason
 
 
 # --------------------------------------------------------------------------------------------------- calculator
@@ -352,28 +343,22 @@ def test_a_calculator_trajectory_fits_into_sixty_four_tokens() -> None:
         ("nonsense", "error: "),
     ],
 )
-def test_a_tool_that_answers_with_an_error_has_not_failed(call: str, reply: str) -> None:
-    async def go() -> str:
-        run = Run()
-        stream, request = await run.turn(
-            await run.first(start_of("calculator")), f"<tool_call>{call}</tool_call><|end|>"
-        )
-        assert stream == CELL.rollout_first
-        assert request.id == "job1/11/5/1/0"
-        assert request.turn == 1
-        return TOKENIZER.decode(request.tokens.numpy().tolist(), skip_special=False)
-
-    assert f"<|tool|>{reply}" in asyncio.run(go())
+async def test_a_tool_that_answers_with_an_error_has_not_failed(call: str, reply: str) -> None:
+    run = Run()
+    stream, request = await run.turn(await run.first(start_of("calculator")), f"<tool_call>{call}</tool_call><|end|>")
+    assert stream == CELL.rollout_first
+    assert request.id == "job1/11/5/1/0"
+    assert request.turn == 1
+    assert f"<|tool|>{reply}" in (TOKENIZER.decode(request.tokens.numpy().tolist(), skip_special=False))
 
 
-def test_several_calls_of_one_turn_are_answered_in_order() -> None:
-    async def go() -> str:
-        run = Run()
-        text = "<tool_call>calculator:1+1</tool_call><tool_call>calculator:2+2</tool_call><|end|>"
-        _, request = await run.turn(await run.first(start_of("calculator")), text)
-        return TOKENIZER.decode(request.tokens.numpy().tolist(), skip_special=False)
-
-    assert "<|tool|>2<|end|><|tool|>4<|end|><|assistant|>" in asyncio.run(go())
+async def test_several_calls_of_one_turn_are_answered_in_order() -> None:
+    run = Run()
+    text = "<tool_call>calculator:1+1</tool_call><tool_call>calculator:2+2</tool_call><|end|>"
+    _, request = await run.turn(await run.first(start_of("calculator")), text)
+    assert "<|tool|>2<|end|><|tool|>4<|end|><|assistant|>" in (
+        TOKENIZER.decode(request.tokens.numpy().tolist(), skip_special=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -450,19 +435,15 @@ DOCUMENTS = [
 ]
 
 
-def test_search_finds_and_the_answer_is_graded() -> None:
-    async def go() -> ScoredTrajectory:
-        run = Run()
-        item = {"messages": [{"role": "user", "content": "capital of Italy?"}], "answer": "Rome"}
-        request = await run.first(start_of("search", {"documents": DOCUMENTS, "top_k": 1}, item=item))
-        _, request = await run.turn(request, "<tool_call>search:Italy capital</tool_call><|end|>")
-        assert "[it] Rome is the capital of Italy." in TOKENIZER.decode(request.tokens.numpy().tolist())
-        _, request = await run.turn(request, "<tool_call>search:zebra</tool_call><|end|>")
-        assert "nothing found" in TOKENIZER.decode(request.tokens.numpy().tolist())
-        _, scored = await run.turn(request, "Rome<|end|>")
-        return scored
-
-    scored = asyncio.run(go())
+async def test_search_finds_and_the_answer_is_graded() -> None:
+    run = Run()
+    item = {"messages": [{"role": "user", "content": "capital of Italy?"}], "answer": "Rome"}
+    request = await run.first(start_of("search", {"documents": DOCUMENTS, "top_k": 1}, item=item))
+    _, request = await run.turn(request, "<tool_call>search:Italy capital</tool_call><|end|>")
+    assert "[it] Rome is the capital of Italy." in TOKENIZER.decode(request.tokens.numpy().tolist())
+    _, request = await run.turn(request, "<tool_call>search:zebra</tool_call><|end|>")
+    assert "nothing found" in TOKENIZER.decode(request.tokens.numpy().tolist())
+    _, scored = await run.turn(request, "Rome<|end|>")
     assert (scored.reward, scored.num_turns) == (1.0, 3)
 
 
@@ -485,34 +466,27 @@ def test_without_a_folder_there_are_no_collections() -> None:
         find_collection("wiki", None)
 
 
-def test_collections_used_long_ago_leave_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_collections_used_long_ago_leave_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_collections, "MAX_KEPT_CHARACTERS", 60)
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 15)  # 30 characters
-
-    async def go() -> list[str]:
-        searched = Collections(tmp_path)
-        for name in ("a.txt", "b.txt", "a.txt", "c.txt", "a.txt"):
-            await searched.index(name)
-        kept = [path.stem for path in searched._indexes]  # pyright: ignore[reportPrivateUsage]
-        await searched.close()
-        return kept
-
-    assert asyncio.run(go()) == ["c", "a"]
+    searched = Collections(tmp_path)
+    for name in ("a.txt", "b.txt", "a.txt", "c.txt", "a.txt"):
+        await searched.index(name)
+    kept = [path.stem for path in searched._indexes]  # pyright: ignore[reportPrivateUsage]
+    await searched.close()
+    assert kept == ["c", "a"]
 
 
-def test_python_runs_in_the_sandbox_and_its_errors_are_answers() -> None:
-    async def go() -> str:
-        run = Run()
-        request = await run.first(start_of("python"))
-        _, request = await run.turn(request, "<tool_call>python:print(347*86)</tool_call><|end|>")
-        _, request = await run.turn(request, "<tool_call>python:import socket; socket.socket()</tool_call><|end|>")
-        _, request = await run.turn(request, "<tool_call>python:1/0</tool_call><|end|>")
-        _, scored = await run.turn(request, "It is 29842.<|end|>")
-        assert scored.reward == 1.0
-        return TOKENIZER.decode(scored.tokens.numpy().tolist(), skip_special=False)
-
-    text = asyncio.run(go())
+async def test_python_runs_in_the_sandbox_and_its_errors_are_answers() -> None:
+    run = Run()
+    request = await run.first(start_of("python"))
+    _, request = await run.turn(request, "<tool_call>python:print(347*86)</tool_call><|end|>")
+    _, request = await run.turn(request, "<tool_call>python:import socket; socket.socket()</tool_call><|end|>")
+    _, request = await run.turn(request, "<tool_call>python:1/0</tool_call><|end|>")
+    _, scored = await run.turn(request, "It is 29842.<|end|>")
+    assert scored.reward == 1.0
+    text = TOKENIZER.decode(scored.tokens.numpy().tolist(), skip_special=False)
     assert "<|tool|>29842<|end|>" in text
     assert "error: line 1: ZeroDivisionError" in text
     assert "PermissionError" in text
@@ -526,15 +500,14 @@ def test_a_tool_that_hangs_is_a_tool_error_and_never_an_answer() -> None:
     assert scored.failure and scored.failure.kind == "tool"
 
 
-def test_calls_of_a_turn_run_at_the_same_time() -> None:
-    async def go() -> str:
-        run = Run()
-        code = "import time; began = time.time(); time.sleep(1.5); print(began, time.time(), ';')"
-        request = await run.first(start_of("python", tool_timeout_s=30))
-        _, after = await run.turn(request, f"<tool_call>python:{code}</tool_call>" * 2 + "<|end|>")
-        return TOKENIZER.decode(after.tokens.numpy()[request.num_prompt :].tolist())
-
-    (began, ended), (other_began, other_ended) = re.findall(r"(\d+\.\d+) (\d+\.\d+)", asyncio.run(go()))
+async def test_calls_of_a_turn_run_at_the_same_time() -> None:
+    run = Run()
+    code = "import time; began = time.time(); time.sleep(1.5); print(began, time.time(), ';')"
+    request = await run.first(start_of("python", tool_timeout_s=30))
+    _, after = await run.turn(request, f"<tool_call>python:{code}</tool_call>" * 2 + "<|end|>")
+    (began, ended), (other_began, other_ended) = re.findall(
+        r"(\d+\.\d+) (\d+\.\d+)", (TOKENIZER.decode(after.tokens.numpy()[request.num_prompt :].tolist()))
+    )
     assert max(float(began), float(other_began)) < min(float(ended), float(other_ended))
 
 
@@ -691,16 +664,13 @@ def test_an_installed_environment_plays_and_its_rewards_add_up() -> None:
         ("no number", "environment", "is 'y', not a number"),
     ],
 )
-def test_an_environment_that_fails_masks_the_trajectory(mode: str, kind: str, reason: str) -> None:
-    async def go() -> Any:
-        run = Run()
-        [(stream, message)] = await run.handle(start_of("countdown", {"mode": mode}))
-        if isinstance(message, TurnRequest):
-            stream, message = await run.turn(message, "3<|end|>")
-        assert stream == CELL.scored(3)
-        return message
-
-    scored = asyncio.run(go())
+async def test_an_environment_that_fails_masks_the_trajectory(mode: str, kind: str, reason: str) -> None:
+    run = Run()
+    [(stream, message)] = await run.handle(start_of("countdown", {"mode": mode}))
+    if isinstance(message, TurnRequest):
+        stream, message = await run.turn(message, "3<|end|>")
+    assert stream == CELL.scored(3)
+    scored: Any = message
     assert scored.reward is None
     assert scored.failure.kind == kind
     assert reason in scored.failure.reason
@@ -828,59 +798,47 @@ def test_a_grade_request_that_fails_is_answered_with_the_reason(grader: dict[str
     assert result.failure and result.failure.kind in ("grader", "invalid")
 
 
-def test_a_tenants_weight_stays_with_its_trajectory() -> None:
-    async def go() -> TurnRequest:
-        run = Run()
-        request = await run.first(start_of("calculator", weight=4.0))
-        assert decode_context(request.context).weight == 4.0
-        return (await run.turn(request, CALL))[1]
-
-    assert decode_context(asyncio.run(go()).context).weight == 4.0
+async def test_a_tenants_weight_stays_with_its_trajectory() -> None:
+    run = Run()
+    request = await run.first(start_of("calculator", weight=4.0))
+    assert decode_context(request.context).weight == 4.0
+    assert decode_context(((await run.turn(request, CALL))[1]).context).weight == 4.0
 
 
-def test_a_parked_turn_is_its_request_and_a_parked_start_is_nothing() -> None:
-    async def go() -> None:
-        run = Run()
-        request = await run.first(start_of("calculator"))
-        _, second = await run.turn(request, CALL)
-        [(stream, parked)] = run.handler.park(result_of(second, "29842<|end|>"))
-        assert stream == CELL.scored(3)
-        assert isinstance(parked, Parked)
-        assert parked.request.tokens == second.tokens
-        assert parked.request.usage.sampled_tokens == len(ids_of(CALL)) + 6
-        assert run.handler.park(single()) == []
-        assert run.handler.hand_back(single()) is None
-
-    asyncio.run(go())
+async def test_a_parked_turn_is_its_request_and_a_parked_start_is_nothing() -> None:
+    run = Run()
+    request = await run.first(start_of("calculator"))
+    _, second = await run.turn(request, CALL)
+    [(stream, parked)] = run.handler.park(result_of(second, "29842<|end|>"))
+    assert stream == CELL.scored(3)
+    assert isinstance(parked, Parked)
+    assert parked.request.tokens == second.tokens
+    assert parked.request.usage.sampled_tokens == len(ids_of(CALL)) + 6
+    assert run.handler.park(single()) == []
+    assert run.handler.hand_back(single()) is None
 
 
-def test_a_dead_letter_tells_the_owner_of_each_trajectory() -> None:
-    async def go() -> None:
-        run = Run()
-        failure = Failure("dead_letter", "delivered 11 times")
-        out = run.handler.failed(single(samples=(0, 1)), failure)
-        assert [(s, m.trajectory.sample, m.failure, m.reward) for s, m in out if isinstance(m, ScoredTrajectory)] == [
-            (CELL.scored(3), 0, failure, None),
-            (CELL.scored(3), 1, failure, None),
-        ]
-        request = await run.first(single())
-        [(_, scored)] = run.handler.failed(result_of(request, "1<|end|>"), failure)
-        assert isinstance(scored, ScoredTrajectory)
-        assert (scored.failure, scored.stop_reason, scored.num_turns) == (failure, "failed", 1)
-        [(stream, result)] = run.handler.failed(request_to_grade(EXACT), failure)
-        assert isinstance(result, GradeResult)
-        assert (stream, result.failure) == (CELL.reply("api1"), failure)
-
-    asyncio.run(go())
+async def test_a_dead_letter_tells_the_owner_of_each_trajectory() -> None:
+    run = Run()
+    failure = Failure("dead_letter", "delivered 11 times")
+    out = run.handler.failed(single(samples=(0, 1)), failure)
+    assert [(s, m.trajectory.sample, m.failure, m.reward) for s, m in out if isinstance(m, ScoredTrajectory)] == [
+        (CELL.scored(3), 0, failure, None),
+        (CELL.scored(3), 1, failure, None),
+    ]
+    request = await run.first(single())
+    [(_, scored)] = run.handler.failed(result_of(request, "1<|end|>"), failure)
+    assert isinstance(scored, ScoredTrajectory)
+    assert (scored.failure, scored.stop_reason, scored.num_turns) == (failure, "failed", 1)
+    [(stream, result)] = run.handler.failed(request_to_grade(EXACT), failure)
+    assert isinstance(result, GradeResult)
+    assert (stream, result.failure) == (CELL.reply("api1"), failure)
 
 
-def test_an_unreadable_context_fails_the_trajectory() -> None:
-    async def go() -> Any:
-        run = Run()
-        request = msgspec.structs.replace(await run.first(single()), context=b"\xc1")
-        return await run.turn(request, "1<|end|>")
-
-    assert "cannot be read" in asyncio.run(go())[1].failure.reason
+async def test_an_unreadable_context_fails_the_trajectory() -> None:
+    run = Run()
+    request = msgspec.structs.replace(await run.first(single()), context=b"\xc1")
+    assert "cannot be read" in (await run.turn(request, "1<|end|>"))[1].failure.reason
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -20,6 +20,7 @@ from common.worker.worker import Habits, Inbox, Worker
 from env_service.environment import Step, Turn
 from env_service.environments.catalogue import Catalogue
 from env_service.handler import EnvHandler
+from env_service.live.sessions import Sessions
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 SLOTS = 4
@@ -82,7 +83,13 @@ async def answers(bus: Bus, num: int) -> list[str]:
 @asynccontextmanager
 async def working(bus: Bus, environment: Gated) -> AsyncGenerator[None]:
     tokenizer = ChatTokenizer.load(TINY)
-    handler = EnvHandler(cell=bus.cell, tokenizer=tokenizer, environments=cast("Catalogue", environment), slots=SLOTS)
+    handler = EnvHandler(
+        cell=bus.cell,
+        tokenizer=tokenizer,
+        environments=cast("Catalogue", environment),
+        sessions=Sessions("env-0"),
+        slots=SLOTS,
+    )
     reporter = Reporter("env-1", "env", "tiny", About(slots=SLOTS))
     worker = Worker(bus, handler, [Inbox(bus.cell.env, GROUP_ENV)], reporter, habits=Habits(ahead=16 * SLOTS))
     await bus.ensure_group(bus.cell.reply("test"), "alive")

@@ -13,7 +13,7 @@ from common.cancellation import running
 from common.tasks import environments
 from common.tasks.environments import validate_environment
 from common.wire.codec import decode, encode
-from common.wire.messages import Cancel, EnvSpec, Failure, Message, ScoredTrajectory, Start, TurnRequest, TurnResult
+from common.wire.messages import Cancel, EnvSpec, Failure, Message, Start, TurnRequest, TurnResult
 from env_service.environments.catalogue import Catalogue
 from env_service.environments.openenv_server import Servers
 from env_service.graders.endpoint import Endpoints
@@ -310,11 +310,3 @@ def test_packages_are_walked_through_once_until_one_is_installed(
     assert "late" not in environments.installed()
     install(tmp_path / "late", names=("late",))
     assert "late" in environments.installed()
-
-
-def test_a_worker_without_sessions_says_so() -> None:
-    worker = EnvWorker("a")
-    handler = EnvHandler(cell=CELL, tokenizer=TOKENIZER, environments=worker.handler._environments)  # pyright: ignore[reportPrivateUsage]
-    [(_, scored)] = asyncio.run(handler(live_start(), lambda: None))
-    assert isinstance(scored, ScoredTrajectory)
-    assert scored.failure == Failure("invalid", "this worker holds no live sessions")

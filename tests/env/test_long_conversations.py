@@ -21,6 +21,7 @@ from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.handler import EnvHandler
+from env_service.live.sessions import Sessions
 from env_service.sandbox.sandbox import Sandbox
 from tests.common.test_worker import until
 from tests.env.test_env_handler import CALL, CELL, TINY, TOKENIZER, result_of, single, start_of
@@ -48,7 +49,12 @@ def handler(tmp_path_factory: pytest.TempPathFactory) -> EnvHandler:
 def handler_of(tokenizer: ChatTokenizer) -> EnvHandler:
     sandbox = Sandbox()
     graders = GraderRunner(sandbox=sandbox, endpoints=Endpoints(""), text_comparer=TextComparer(), timeout_s=20.0)
-    return EnvHandler(cell=CELL, tokenizer=tokenizer, environments=Catalogue(graders=graders, sandbox=sandbox))
+    return EnvHandler(
+        cell=CELL,
+        tokenizer=tokenizer,
+        environments=Catalogue(graders=graders, sandbox=sandbox),
+        sessions=Sessions("env-0"),
+    )
 
 
 async def handled(handler: EnvHandler, message: Any) -> tuple[Any, float]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from env_service.graders.answers import final_answer
-from env_service.graders.math import equal, plainly_equal
+from env_service.graders.comparing import equal, plainly_equal
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 STEPS = "Tom has 5 + 4 = 9 apples.\nHe buys 9 more, so 9 + 9 = 18.\n"

@@ -67,43 +67,37 @@ async def asked(run: Run, start: Any, text: str) -> TurnRequest:
 # Models of this service ----------------------------------------------------------------------------------------------
 
 
-def test_a_model_of_this_service_scores_by_a_turn_of_its_own() -> None:
-    async def go() -> None:
-        run = Run()
-        grader = SCORE | {"sampling_params": {"max_completions_tokens": 9, "temperature": 0.5, "top_p": 0.9}}
-        request = await asked(run, judged(grader), "29842<|end|>")
-        shown = TOKENIZER.decode(request.tokens.numpy().tolist(), skip_special=False)
-        assert shown == "<|system|>You compare.<|end|><|user|>29842 or 29842?<|end|><|assistant|>"
-        assert (request.adapter, request.judges) == (BASE, AdapterRef("acme", "job1", 4))
-        assert (request.tenant, request.job, request.epoch, request.turn) == ("acme", "job1", 2, 1)
-        assert request.id == "job1/11/5/1/0" and not request.written.numpy().any()
-        assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.top_p) == (9, 0.5, 0.9)
-        scored = await answer(run, request, "7.5<|end|>")
-        assert isinstance(scored, ScoredTrajectory) and (scored.reward, scored.num_turns, scored.id) == (
-            7.5,
-            1,
-            "job1/11/5/0/0",
-        )
-        assert scored.adapter == AdapterRef("acme", "job1", 4) and scored.output_text == "29842"
-        assert scored.tokens.numpy().tolist()[-6:] == ids_of("29842<|end|>")
-        assert scored.usage.sampled_tokens == 6 + 4
-
-    asyncio.run(go())
+async def test_a_model_of_this_service_scores_by_a_turn_of_its_own() -> None:
+    run = Run()
+    grader = SCORE | {"sampling_params": {"max_completions_tokens": 9, "temperature": 0.5, "top_p": 0.9}}
+    request = await asked(run, judged(grader), "29842<|end|>")
+    shown = TOKENIZER.decode(request.tokens.numpy().tolist(), skip_special=False)
+    assert shown == "<|system|>You compare.<|end|><|user|>29842 or 29842?<|end|><|assistant|>"
+    assert (request.adapter, request.judges) == (BASE, AdapterRef("acme", "job1", 4))
+    assert (request.tenant, request.job, request.epoch, request.turn) == ("acme", "job1", 2, 1)
+    assert request.id == "job1/11/5/1/0" and not request.written.numpy().any()
+    assert (request.sampling.max_tokens, request.sampling.temperature, request.sampling.top_p) == (9, 0.5, 0.9)
+    scored = await answer(run, request, "7.5<|end|>")
+    assert isinstance(scored, ScoredTrajectory) and (scored.reward, scored.num_turns, scored.id) == (
+        7.5,
+        1,
+        "job1/11/5/0/0",
+    )
+    assert scored.adapter == AdapterRef("acme", "job1", 4) and scored.output_text == "29842"
+    assert scored.tokens.numpy().tolist()[-6:] == ids_of("29842<|end|>")
+    assert scored.usage.sampled_tokens == 6 + 4
 
 
-def test_models_in_a_formula_are_asked_one_after_the_other_and_the_rest_runs_once() -> None:
-    async def go() -> None:
-        run = Run()
-        parts = {"code": PYTHON, "style": SCORE, "tone": LABEL}
-        multi = {"type": "multi", "graders": parts, "calculate_output": "code + 10 * tone + style"}
-        first = await asked(run, judged(multi), "29842<|end|>")
-        second = await answer(run, first, "2<|end|>")
-        assert isinstance(second, TurnRequest) and (first.adapter, first.turn) == (BASE, 1)
-        assert (second.adapter, second.turn, second.id) == (AdapterRef("acme", "job7", 3), 2, "job1/11/5/2/0")
-        scored = await answer(run, second, "fair<|end|>")
-        assert (scored.reward, scored.reward_parts) == (112.0, {"code": 100.0, "style": 2.0, "tone": 1.0})
-
-    asyncio.run(go())
+async def test_models_in_a_formula_are_asked_one_after_the_other_and_the_rest_runs_once() -> None:
+    run = Run()
+    parts = {"code": PYTHON, "style": SCORE, "tone": LABEL}
+    multi = {"type": "multi", "graders": parts, "calculate_output": "code + 10 * tone + style"}
+    first = await asked(run, judged(multi), "29842<|end|>")
+    second = await answer(run, first, "2<|end|>")
+    assert isinstance(second, TurnRequest) and (first.adapter, first.turn) == (BASE, 1)
+    assert (second.adapter, second.turn, second.id) == (AdapterRef("acme", "job7", 3), 2, "job1/11/5/2/0")
+    scored = await answer(run, second, "fair<|end|>")
+    assert (scored.reward, scored.reward_parts) == (112.0, {"code": 100.0, "style": 2.0, "tone": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -122,18 +116,15 @@ def test_models_in_a_formula_are_asked_one_after_the_other_and_the_rest_runs_onc
         (SCORE | {"input": [{"role": "user", "content": "{{sample.output_json.x}}"}]}, None, "not JSON|no such field"),
     ],
 )
-def test_a_grader_whose_model_gives_no_score_masks_the_trajectory(
+async def test_a_grader_whose_model_gives_no_score_masks_the_trajectory(
     grader: dict[str, Any], text: str | None, reason: str
 ) -> None:
-    async def go() -> Any:
-        run = Run()
-        message: Any
-        [(_, message)] = await run.handle(judged(grader))
-        if isinstance(message, TurnRequest):
-            message = await answer(run, message, "29842<|end|>")
-        return message if text is None else await answer(run, message, f"{text}<|end|>")
-
-    scored = asyncio.run(go())
+    run = Run()
+    message: Any
+    [(_, message)] = await run.handle(judged(grader))
+    if isinstance(message, TurnRequest):
+        message = await answer(run, message, "29842<|end|>")
+    scored = message if text is None else await answer(run, message, f"{text}<|end|>")
     assert isinstance(scored, ScoredTrajectory) and scored.reward is None and scored.failure is not None
     assert any(part in scored.failure.reason for part in reason.split("|")), scored.failure
 
@@ -150,54 +141,45 @@ def test_a_models_turn_that_failed_masks_the_trajectory_and_one_that_was_cancell
     assert cancelled.failure is not None and cancelled.failure.kind == "cancelled"
 
 
-def test_a_pause_parks_the_models_turn_and_the_trajectory_ends_as_the_attempt_that_went_on() -> None:
-    async def go() -> None:
-        run = Run()
-        request = await asked(run, judged(SCORE), "29842<|end|>")
-        [(stream, parked)] = run.handler.park(result_of(request, "7<|end|>"))
-        assert stream == CELL.scored(3) and isinstance(parked, Parked) and parked.request.judges == request.judges
-        again = msgspec.structs.replace(
-            parked.request,
-            id="job1/11/5/1/1",
-            epoch=4,
-            trajectory=msgspec.structs.replace(request.trajectory, attempt=1),
-        )
-        scored = await answer(run, again, "7<|end|>")
-        assert (scored.reward, scored.epoch, scored.trajectory.attempt, scored.id) == (7.0, 4, 1, "job1/11/5/0/1")
-
-    asyncio.run(go())
+async def test_a_pause_parks_the_models_turn_and_the_trajectory_ends_as_the_attempt_that_went_on() -> None:
+    run = Run()
+    request = await asked(run, judged(SCORE), "29842<|end|>")
+    [(stream, parked)] = run.handler.park(result_of(request, "7<|end|>"))
+    assert stream == CELL.scored(3) and isinstance(parked, Parked) and parked.request.judges == request.judges
+    again = msgspec.structs.replace(
+        parked.request,
+        id="job1/11/5/1/1",
+        epoch=4,
+        trajectory=msgspec.structs.replace(request.trajectory, attempt=1),
+    )
+    scored = await answer(run, again, "7<|end|>")
+    assert (scored.reward, scored.epoch, scored.trajectory.attempt, scored.id) == (7.0, 4, 1, "job1/11/5/0/1")
 
 
-def test_a_dead_letter_or_a_dropped_turn_of_a_model_is_told_as_its_trajectory() -> None:
-    async def go() -> None:
-        run = Run()
-        request = await asked(run, judged(SCORE), "29842<|end|>")
-        for result in (result_of(request, "7"), result_of(msgspec.structs.replace(request, context=b"?"), "7")):
-            for [(stream, scored)] in (
-                run.handler.failed(result, Failure("dead_letter", "x")),
-                run.handler.drop(result),
-            ):
-                assert stream == CELL.scored(3) and isinstance(scored, ScoredTrajectory)
-                assert (scored.adapter.version, scored.trajectory.sample) == (4, 5) and scored.failure is not None
-                assert scored.usage.sampled_tokens == result.usage.sampled_tokens
-
-    asyncio.run(go())
+async def test_a_dead_letter_or_a_dropped_turn_of_a_model_is_told_as_its_trajectory() -> None:
+    run = Run()
+    request = await asked(run, judged(SCORE), "29842<|end|>")
+    for result in (result_of(request, "7"), result_of(msgspec.structs.replace(request, context=b"?"), "7")):
+        for [(stream, scored)] in (
+            run.handler.failed(result, Failure("dead_letter", "x")),
+            run.handler.drop(result),
+        ):
+            assert stream == CELL.scored(3) and isinstance(scored, ScoredTrajectory)
+            assert (scored.adapter.version, scored.trajectory.sample) == (4, 5) and scored.failure is not None
+            assert scored.usage.sampled_tokens == result.usage.sampled_tokens
 
 
-def test_a_grader_is_tried_with_its_model() -> None:
-    async def go() -> None:
-        run = Run()
-        about: Any = {"id": "g", "tenant": "acme", "job": "grade-1", "partition": 3, "weight": 2.0}
-        spec = start_of("single_turn", {"grader": LABEL}).env
-        request = GradeRequest(**about, env=spec, item=ITEM, output_text="x", reply_to="replies")
-        [(stream, question)] = await run.handle(request)
-        assert stream == CELL.rollout_first and isinstance(question, TurnRequest)
-        usage = Usage(prompt_tokens=30, sampled_tokens=4)
-        [(stream, result)] = await run.handle(result_of(question, "bad<|end|>", usage=usage))
-        assert stream == "replies" and isinstance(result, GradeResult)
-        assert (result.id, result.reward, result.usage) == ("g", 0.0, usage)
-
-    asyncio.run(go())
+async def test_a_grader_is_tried_with_its_model() -> None:
+    run = Run()
+    about: Any = {"id": "g", "tenant": "acme", "job": "grade-1", "partition": 3, "weight": 2.0}
+    spec = start_of("single_turn", {"grader": LABEL}).env
+    request = GradeRequest(**about, env=spec, item=ITEM, output_text="x", reply_to="replies")
+    [(stream, question)] = await run.handle(request)
+    assert stream == CELL.rollout_first and isinstance(question, TurnRequest)
+    usage = Usage(prompt_tokens=30, sampled_tokens=4)
+    [(stream, result)] = await run.handle(result_of(question, "bad<|end|>", usage=usage))
+    assert stream == "replies" and isinstance(result, GradeResult)
+    assert (result.id, result.reward, result.usage) == ("g", 0.0, usage)
 
 
 # What is asked, and what an answer means -----------------------------------------------------------------------------
@@ -388,15 +370,12 @@ def test_a_host_that_the_operator_does_not_allow_is_never_asked(api: tuple[str, 
     assert api[1].seen == []
 
 
-def test_so_many_questions_of_a_tenant_are_asked_at_once_and_no_more(api: tuple[str, type[Models]]) -> None:
-    async def go() -> None:
-        asking = asyncio.create_task(ask(api[0], *["slow"] * 6, most=2))
-        while api[1].most[0] < 2:
-            await asyncio.sleep(0.01)
-        api[1].gate.set()
-        assert await asking == (["8"] * 6, 6 * 21)
-
-    asyncio.run(go())
+async def test_so_many_questions_of_a_tenant_are_asked_at_once_and_no_more(api: tuple[str, type[Models]]) -> None:
+    asking = asyncio.create_task(ask(api[0], *["slow"] * 6, most=2))
+    while api[1].most[0] < 2:
+        await asyncio.sleep(0.01)
+    api[1].gate.set()
+    assert await asking == (["8"] * 6, 6 * 21)
     assert api[1].most[1] == 2
 
 
