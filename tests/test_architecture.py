@@ -130,7 +130,6 @@ ALIKE = {
     "Job": "in the client the record of the API, in the manager what it tells of",
     "JobAction": "the client imports no service: the same words in both",
     "Status": "as JobAction",
-    "Seats": "of an engine's turns; of workers at their devices",
 }
 """Names that two classes, or aliases of types, may have, with the reason."""
 

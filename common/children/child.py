@@ -1,6 +1,6 @@
 """Runs a command that dies with the process that started it: `python -IS child.py <parent pid> <command…>`.
 
-Whatever the command writes, this user alone can read.
+Only this user can read what the command writes.
 
 A program of its own with nothing but the standard library, because code between fork and exec (`preexec_fn`) can deadlock
 in a process with threads. The exec keeps the process id.

@@ -26,7 +26,7 @@ class PreforkServer:
     it is not begun again: its commands are executed."""
 
     def __init__(self, commands: Sequence[Command], log: Path) -> None:
-        """Serves those of the commands that can be forked and have the variables of the first, beside their settings."""
+        """Serves those of the commands that can be forked and have the variables of the first, except settings."""
         able = [command for command in commands if can_be_forked(command)]
         self._environment = beside_settings(able[0].environment) if able else {}
         self._modules = sorted({command.argv[2] for command in able if self._is_own(command)})
@@ -82,7 +82,7 @@ class PreforkServer:
         request = msgspec.json.encode(ForkRequest(command.argv[2], settings, str(command.log)))
         with theirs, contextlib.suppress(OSError):  # it has ended, or has no room for so much
             socket.send_fds(self._requests, [request], [theirs.fileno()])
-        pid = await _told(answers)
+        pid = await _next_number(answers)
         if pid is None:
             answers.close()
             return None
@@ -103,7 +103,7 @@ class Forked:
 
     async def wait(self) -> int:
         """Its exit status, or minus the signal that ended it. Whoever kills the prefork server kills it too."""
-        status = await _told(self._answers)
+        status = await _next_number(self._answers)
         self._answers.close()
         self.returncode = -SIGKILL if status is None else status
         return self.returncode
@@ -114,9 +114,9 @@ def can_be_forked(command: Command) -> bool:
     return sys.platform == "linux" and command.argv[:2] == (sys.executable, "-m") and len(command.argv) == 3
 
 
-async def _told(answers: socket.socket) -> int | None:
+async def _next_number(answers: socket.socket) -> int | None:
     """The next number that a prefork server tells; None if it has ended."""
-    said = b""
+    content = b""
     with contextlib.suppress(ConnectionError):
-        said = await asyncio.get_running_loop().sock_recv(answers, 64)
-    return int(said) if said else None
+        content = await asyncio.get_running_loop().sock_recv(answers, 64)
+    return int(content) if content else None

@@ -33,7 +33,7 @@ ARGUMENTS = 45
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """A child to be. It has its prefork server's variables beside its settings."""
+    """A child to start. It has its prefork server's variables, and settings of its own."""
 
     module: str
     settings: dict[str, str]

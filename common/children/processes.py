@@ -23,7 +23,7 @@ from common.errors import REFUSED
 FIRST_DELAY_S = 0.1
 MAX_DELAY_S = 10.0
 STABLE_S = 10.0
-"""A process that lived this long starts again after `FIRST_DELAY_S`, no matter how often it died before."""
+"""A process that lived this long starts again after `FIRST_DELAY_S`, however often it died before."""
 MAX_LOG_BYTES = 16 * 2**20
 WARNING = re.compile(r"^\S+:\d+: \w*Warning: .*\n(  .*\n)?", re.MULTILINE)
 """A warning of Python's, with the line that gave it."""
@@ -74,7 +74,7 @@ StartChild = Callable[[Command], Awaitable[ChildProcess]]
 
 class SupervisedProcess:
     """A command that is started again whenever it ends, until `stop`. Each run leads its own session, so that a
-    Ctrl-C in the terminal reaches the supervisor alone."""
+    Ctrl-C in the terminal reaches only the supervisor."""
 
     def __init__(self, command: Command, notify: Notify, start: StartChild = start_tied) -> None:
         self.command = command

@@ -46,7 +46,7 @@ async def main(settings: ManagerSettings, passes: Passes = PASSES, loggers: Sequ
 
 
 async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[LoggerName] | None) -> None:
-    """Works whenever no other exporter does. Until cancelled."""
+    """Works whenever no other exporter does, until cancelled."""
     folder = settings.data_dir.resolve() / FOLDER
     await recognised_by_service(settings, list(settings.models))
     objects = Objects.open(settings.store)
@@ -82,19 +82,19 @@ async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[Lo
 
 
 async def tell_loggers(receivers: Receivers, bus: Bus, look: Callable[[], Sequence[LoggerName]]) -> None:
-    """Tells the managers which loggers there are, whenever that changes; waits while Redis has no memory for it. Until cancelled."""
-    told: Sequence[LoggerName] | None = None
+    """Tells the managers which loggers there are, whenever that changes, until cancelled. Waits while Redis has no memory for it."""
+    before: Sequence[LoggerName] | None = None
     while True:
-        found = look()
-        if found != told:
-            await bus.retrying(lambda found=found: receivers.tell_installed(found))
-            log.info("loggers", installed=found)
-        told = found
+        loggers = look()
+        if loggers != before:
+            await bus.retrying(lambda loggers=loggers: receivers.tell_installed(loggers))
+            log.info("loggers", installed=loggers)
+        before = loggers
         await asyncio.sleep(LOOK_EVERY_S)
 
 
 def installed() -> list[LoggerName]:
-    """The loggers whose packages are here, those too that were installed a moment ago."""
+    """The loggers whose packages are here, also those that were installed a moment ago."""
     importlib.invalidate_caches()
     return [name for name in get_args(LoggerName) if find_spec(name)]
 

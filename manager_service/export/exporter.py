@@ -2,7 +2,7 @@
 
 reads: exports, job:<job>, events:<job>, logger-keys:<tenant>     writes: exports, by way of writers the loggers
 holds: how far each job is (lost in a crash: all rows are sent again, and the loggers take each once)
-waits for: events, or the time of the next pass     a logger that is away is asked again, ever more seldom, and given up after days
+waits for: events, or the time of the next pass     a logger that is away is asked again, less and less often, and given up after days
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class Export:
     fragment_due: float = 0.0
     num_failures: int = 0
     since: float = 0.0  # seconds since 1970, since when the logger takes nothing; 0: it does
-    told: str = ""  # why it waits, as the job's events say it
+    warning: str = ""  # why it waits, as the job's events say it
     done: bool = False
 
 
@@ -114,8 +114,8 @@ class Exporter:
         """Takes in the jobs that are there, and forgets the others."""
         there: dict[str, list[Export]] = {}
         for cell in self._cells:
-            (found,) = await cell.bus.read_hashes([cell.bus.cell.exports])
-            for job, tenant in ((name.decode(), value.decode()) for name, value in found.items()):
+            (tenants,) = await cell.bus.read_hashes([cell.bus.cell.exports])
+            for job, tenant in ((name.decode(), value.decode()) for name, value in tenants.items()):
                 try:
                     there[job] = await self._of_job(cell, job, tenant)
                 except Unavailable as error:
@@ -181,9 +181,9 @@ class Exporter:
         async with places.one(tenant, 1.0, lambda: None):
             key = await self._key(tenant, logger)
             if (key is not None) != calls:
-                return  # set or deleted meanwhile: the next look begins anew
-            made = [await self._safely(export, self._batch(export, offline=key is None)) for export in exports]
-            batches = [batch for batch in made if batch]
+                return  # set or deleted meanwhile: the next look begins again
+            each = [await self._safely(export, self._batch(export, offline=key is None)) for export in exports]
+            batches = [batch for batch in each if batch]
             if batches:
                 answers = await self._write(tenant, logger, key, [batch.order for batch in batches])
                 for batch in batches:
@@ -254,8 +254,10 @@ class Exporter:
         """Notes that the logger has a batch's rows, or tells the job why not."""
         export = batch.export
         if not error:
+            # Only now, and only in memory: after a crash all rows of the job are sent again. Each has the key of its event, of which the
+            # logger takes one, so what would have to be stored here to send it once is what the logger stores anyway.
             export.read, export.done = batch.read, batch.order.final is not None
-            export.num_failures, export.since, export.told = 0, 0.0, ""
+            export.num_failures, export.since, export.warning = 0, 0.0, ""
             return
         self._wait(export)
         log.warning("export_delayed", job_id=export.job, logger_name=export.logger, reason=error)
@@ -270,9 +272,9 @@ class Exporter:
 
     async def _tell(self, export: Export, reason: str) -> None:
         """Writes a reason into the job's events, once."""
-        if reason != export.told:
+        if reason != export.warning:
             await notes.warn(export.cell, export.tenant, export.job, f"{export.logger}: {reason}", self._limits)
-            export.told = reason
+            export.warning = reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Lets one exporter work at a time, on whatever machine. Two for a moment do no harm: each row and each call of a webhook has a key.
+"""Lets one exporter work at a time, on whatever machine.
 
 marlaas:{@}:exporter   string   the exporter that works, for some seconds after it last said so
 """
@@ -19,6 +19,9 @@ from manager_service.records.keys import GLOBAL
 KEY = GLOBAL + "exporter"
 
 # KEYS: the lease. ARGV: token, milliseconds. Its first write needs no memory, which Redis may be out of.
+# The lease only saves work. An exporter that was stopped for longer than its lease goes on next to the new one for a moment, and nothing
+# fences it: loggers and webhooks are outside of Redis. That does no harm, since what both send has the same keys (a row: job and event;
+# a call: job), by which the receiver drops the second.
 HOLD = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end

@@ -1,4 +1,4 @@
-"""Runs a writer: a process for some jobs of one tenant, which has the key of that tenant alone and dies with this one."""
+"""Runs a writer: a process for some jobs of one tenant, which has only the key of that tenant and dies with this one."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from common.children import child
+from common.children.processes import tied
 from manager_service.export.rows import Row
 from manager_service.records.keys import JSON
 from manager_service.records.receivers import LoggerName
@@ -55,7 +55,7 @@ class Passes:
 
     command: Sequence[str] = WRITER
     timeout_s: float = TIMEOUT_S
-    proxy: str = ""  # where a logger's calls go through; empty: nowhere
+    proxy: str = ""  # where a logger's calls go through; empty: they go out directly
 
     async def write(self, logger: LoggerName, order: Order) -> dict[str, PassAnswer]:
         """Answers for the jobs that the writer has come to: the last of them may be an error that ended it."""
@@ -63,17 +63,16 @@ class Passes:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _home(folder) as home:
             output, ended = await self._run(logger, order, home)
-        found = {answer.job: answer for answer in _answers(output)}
-        for job in order.jobs:
-            if job.job not in found:
-                return found | {job.job: PassAnswer(job.job, error=ended)}
-        return found
+        answers = {answer.job: answer for answer in _answers(output)}
+        if unanswered := next((job.job for job in order.jobs if job.job not in answers), None):
+            answers[unanswered] = PassAnswer(unanswered, error=ended)
+        return answers
 
     async def _run(self, logger: LoggerName, order: Order, home: Path) -> tuple[bytes, str]:
         """The output of the writer, and the reason of its end."""
         output = bytearray()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-IS", str(child.__file__), str(os.getpid()), *self.command, logger),
+            *tied((*self.command, logger)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,  # a library may say a key there

@@ -1,5 +1,5 @@
 """W&B, through its own library. A run's id is the job's, and the step that W&B counts is the event's sequence number: W&B takes
-steps in ascending order alone, and an evaluation may end after a later training step. What it draws is over `train/global_step`.
+steps only in ascending order, and an evaluation may end after a later training step. What it draws is over `train/global_step`.
 
 With a key, the run is on a server, which says when it is opened which step it has last; W&B drops steps up to that one.
 Without one, the run is a folder of offline fragments, each named by its last event, up to which nothing is written again:

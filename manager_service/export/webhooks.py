@@ -84,7 +84,7 @@ class Webhooks:
         self._first_wait_s = first_wait_s
         self._timeout_s = timeout_s
         self._places = Places(lambda: CALLS)
-        self._known: dict[str, WebhookDelivery] = {}  # by entry
+        self._deliveries: dict[str, WebhookDelivery] = {}  # by entry
         self._busy: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -101,20 +101,20 @@ class Webhooks:
         there: dict[str, WebhookDelivery] = {}
         for cell in self._cells:
             key, client = cell.bus.cell.ends, cell.bus.client
-            found: Any = await cell.bus.retrying(
+            entries: Any = await cell.bus.retrying(
                 lambda client=client, key=key: client.zrange(key, 0, -1, withscores=True)
             )
-            for entry, ended_at in ((entry.decode(), at) for entry, at in found):
+            for entry, ended_at in ((entry.decode(), at) for entry, at in entries):
                 tenant, job = entry.split()
-                there[entry] = self._known.get(entry) or WebhookDelivery(cell, tenant, job, ended_at)
-        self._known = there
+                there[entry] = self._deliveries.get(entry) or WebhookDelivery(cell, tenant, job, ended_at)
+        self._deliveries = there
 
     def _begin(self) -> None:
         """Begins what is due, a limited number of each tenant's, oldest first."""
         self._busy = {entry: task for entry, task in self._busy.items() if not task.done()}
-        waiting = Counter(delivery.tenant for delivery in self._known.values())
+        waiting = Counter(delivery.tenant for delivery in self._deliveries.values())
         busy = Counter(entry.split()[0] for entry in self._busy)
-        for entry, delivery in self._known.items():
+        for entry, delivery in self._deliveries.items():
             if waiting[delivery.tenant] > MAX_WAITING:
                 waiting[delivery.tenant] -= 1
                 delivery.excess = True
@@ -145,16 +145,14 @@ class Webhooks:
         found = await cell.job(delivery.tenant, delivery.job) if webhooks else None
         if found is not None:
             kind = f"fine_tuning.job.{found.state.status}"
-            asked = [one for one in webhooks if kind in one.events]
+            listening = [one for one in webhooks if kind in one.events]
             body = JSON.encode(event_of(delivery.job, kind, found.state))
-            if asked and delivery.excess:
-                text = (
-                    f"No webhook hears of this job's end: more than {MAX_WAITING} ends of your jobs wait for webhooks"
-                )
+            if listening and delivery.excess:
+                text = f"No webhook hears of this job's end: more than {MAX_WAITING} ends of your jobs wait for them"
                 await notes.warn(cell, delivery.tenant, delivery.job, text, self._limits)
-                asked.clear()
+                listening.clear()
             delivery.num_tries += 1
-            if [name for one in asked if (name := await self._try(delivery, one, body))]:
+            if [name for one in listening if (name := await self._try(delivery, one, body))]:
                 return self._wait(delivery)
         await cell.bus.retrying(lambda: cell.bus.client.zrem(cell.bus.cell.ends, delivery.entry))
 
@@ -202,7 +200,8 @@ def event_of(job: str, kind: str, state: JobState) -> dict[str, Any]:
 
 
 def _id(job: str) -> str:
-    """The same for every try: a job ends once."""
+    """The same for each try of each exporter, without a record of it: a job ends once. A receiver drops the repeats by it, so that at
+    least once is enough."""
     return f"evt_{hashlib.sha256(job.encode()).hexdigest()[:32]}"
 
 

@@ -4,7 +4,7 @@
     standard output   for each job a line of JSON: `{"job", "error"}`. No error: the logger surely has all of its rows
 
 Rows come at least once. Each has a key, of which the logger takes one: so a row is there once, whenever a process was killed. It needs
-Python and the logger's package alone.
+only Python and the logger's package.
 """
 
 import importlib

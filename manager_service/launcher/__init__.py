@@ -5,9 +5,9 @@
 Its files:
 
     supervisor.py      starts every service, restarts those that end, stops all of them
-    devices.py         says which worker computes on which device
+    devices.py         assigns workers to devices, with their shares of memory
     gpus.py            finds the GPUs, and gives workers theirs
-    settings.py        reads the settings of `marlaas up` alone
+    settings.py        reads the settings that only `marlaas up` has
     plan.py            says what of a base model fits on one device or several
     fitting.py         says what of base models fits in a memory
     engines.py         says what each engine of rollouts takes of a device

@@ -1,4 +1,4 @@
-"""Says which worker computes on which device, with how much of its memory, and what is said of it to whoever starts them."""
+"""Assigns workers to devices, and tells each how much memory it may use."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from manager_service.launcher.gpus import (
     Gpu,
     LocalWorker,
     Needs,
-    Seats,
-    chosen_seats,
-    default_seats,
+    Placement,
+    chosen_placement,
+    default_placement,
     described,
     find_gpus,
     parse_devices,
-    told_of_others,
+    shared_gpus,
     visible,
 )
 from manager_service.launcher.memory_shares import choose
@@ -25,7 +25,7 @@ from manager_service.launcher.settings import LocalSettings
 
 DEVICES = Path("/dev")
 SIZES = {"rollout": "MARLAAS_VLLM_TENSOR_PARALLEL", "trainer": "MARLAAS_TRAINER_RANKS"}
-"""Numbers of GPUs that a worker takes."""
+"""The settings that say how many GPUs one worker takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Arrangement:
     settings: dict[str, str]
     """Variables for all services."""
     of_workers: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
-    """More variables, of each worker by its name."""
+    """More variables, by a worker's name."""
     lines: list[str] = field(default_factory=list[str])
-    """Tell of them."""
+    """Lines about them, for whoever starts the services."""
 
 
 def arrange(environment: Mapping[str, str], workers: Sequence[LocalWorker]) -> Arrangement:
@@ -49,14 +49,13 @@ def arrange(environment: Mapping[str, str], workers: Sequence[LocalWorker]) -> A
     devices = parse_devices(own.devices, len(gpus)) if own.devices else {}
     settings = _on_gpus(environment, devices)
     everything = {**environment, **settings}
-    seats = _seats(everything, workers, devices, gpus)
-    one_each = bool(seats) and (bool(devices) or len(gpus) > 1)
-    of_workers = {name: visible(seat, gpus) for name, seat in seats.items()} if one_each else {}
-    chosen = choose(everything, workers, seats, gpus)
-    taken = {number for seat in seats.values() for number in seat}
-    told = [*told_of_others(gpus, taken), *chosen.lines]
-    lines = [described(seats, len(gpus))] * one_each + told
-    return Arrangement(settings | chosen.settings, of_workers, lines)
+    placement = _placement(everything, workers, devices, gpus)
+    one_each = bool(placement) and (bool(devices) or len(gpus) > 1)
+    of_workers = {name: visible(numbers, gpus) for name, numbers in placement.items()} if one_each else {}
+    chosen = choose(everything, workers, placement, gpus)
+    taken = {number for numbers in placement.values() for number in numbers}
+    lines = [described(placement, len(gpus))] if one_each else []
+    return Arrangement(settings | chosen.settings, of_workers, [*lines, *shared_gpus(gpus, taken), *chosen.lines])
 
 
 def _device(environment: Mapping[str, str], service: str) -> str:
@@ -74,40 +73,34 @@ def _on_gpus(environment: Mapping[str, str], devices: Mapping[str, Sequence[int]
     return dict.fromkeys(names.values(), "cuda")
 
 
-def _numbered(environment: Mapping[str, str]) -> bool:
-    """Has the operator chosen one GPU of several by its number, as in cuda:1?"""
-    return any(_device(environment, service).startswith("cuda:") for service in SERVICES)
-
-
-def _seats(
+def _placement(
     environment: Mapping[str, str],
     workers: Sequence[LocalWorker],
     devices: Mapping[str, Sequence[int]],
     gpus: Sequence[Gpu],
-) -> Seats:
-    """The seats of the workers on GPUs that are known. Raises InvalidInput."""
+) -> Placement:
+    """The GPUs of the workers; none where CUDA chooses, or nvidia-smi finds none. Raises InvalidInput."""
     needs = {
         service: Needs([worker.name for worker in workers if worker.service == service], _size(environment, service))
         for service in SERVICES
         if _device(environment, service).startswith("cuda")
     }
     if devices:
-        return chosen_seats(needs, devices)
-    if not gpus or not needs or _numbered(environment):
+        return chosen_placement(needs, devices)
+    by_number = any(_device(environment, service).startswith("cuda:") for service in SERVICES)  # as in cuda:1
+    if not gpus or not needs or by_number:
         return {}
-    return default_seats(needs, len(gpus))
+    return default_placement(needs, len(gpus))
 
 
 def _size(environment: Mapping[str, str], service: str) -> int:
     """Raises InvalidInput for what is no number."""
-    said = (
-        environment.get(SIZES[service], "1")
-        if service == "trainer" or environment.get("MARLAAS_ENGINE") == "vllm"
-        else "1"
-    )
-    if not said.isdecimal() or int(said) < 1:
-        raise InvalidInput(f"{SIZES[service]}={said}: a number from 1 on")
-    return int(said)
+    if service == "rollout" and environment.get("MARLAAS_ENGINE") != "vllm":
+        return 1
+    size = environment.get(SIZES[service], "1")
+    if not size.isdecimal() or int(size) < 1:
+        raise InvalidInput(f"{SIZES[service]}={size}: a number from 1 on")
+    return int(size)
 
 
 def idle_gpu(environment: Mapping[str, str], devices: Path = DEVICES) -> str | None:

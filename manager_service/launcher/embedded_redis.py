@@ -27,10 +27,10 @@ maxmemory-policy noeviction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedRedis:
-    """Listens on 127.0.0.1 alone and asks for a password, so that other users of the machine cannot connect."""
+    """Listens only on 127.0.0.1 and asks for a password, so that other users of the machine cannot connect."""
 
     folder: Path
-    """Its append-only file and its configuration, which holds the password and is readable by this user alone."""
+    """Its append-only file and its configuration, which holds the password and is readable only by this user."""
     port: int
     password: str
 

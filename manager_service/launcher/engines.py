@@ -1,4 +1,4 @@
-"""Devices to plan for, what each engine of rollouts takes of one, and the rows and tokens that it makes of the rest. Arithmetic alone.
+"""Devices to plan for, what each engine of rollouts takes of one, and the rows and tokens that it makes of the rest. Only arithmetic.
 
 Of vLLM nothing was measured on a GPU: how it shares its memory out is assumed, each part by a constant here.
 """
@@ -97,7 +97,7 @@ class Load(NamedTuple):
 
     @property
     def beside_kv(self) -> float:
-        """Bytes of a device beside keys and values."""
+        """Bytes of a device except keys and values."""
         shape = self.shape
         weights = shape.num_weights * self.itemsize / self.parallel
         scores = self.slots * shape.vocab * BYTES_OF_SCORE

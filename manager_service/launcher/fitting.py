@@ -132,7 +132,7 @@ class SharedMemory:
         return fit.rows >= self.wanted_rows and not too_slow
 
     def at(self, context: int) -> Fit:
-        """Keeps all activations if enough rows fit beside them, else only the inputs of layers."""
+        """Keeps all activations if enough rows fit next to them, else only the inputs of layers."""
         tried = [self._fit(context, again=again) for again in (False, True)]
         return next(filter(self.enough, tried), max(tried, key=lambda fit: (fit.rows, fit.again)))
 
@@ -201,7 +201,7 @@ class SharedMemory:
         return max(LEAST_KV, *(rows * load.context * load.shape.kv_bytes(load.itemsize) for load in loads))
 
     def _cache(self, shape: BaseShape) -> int:
-        """MARLAAS_TRAINER_CACHE_BYTES: states of values and two moments. A trainer alone takes more of what is left."""
+        """MARLAAS_TRAINER_CACHE_BYTES: states of values and two moments. A trainer with a memory of its own takes more."""
         return max(LEAST_CACHE, STATES * 3 * FLOAT32 * shape.adapter_weights(RANK) if self.rollouts else 0)
 
 
@@ -214,7 +214,7 @@ def settings_for(fits: Sequence[tuple[SharedMemory, Fit]]) -> dict[str, str]:
         found["MARLAAS_VLLM_MEMORY_FRACTION"] = f"{math.ceil(1000 * min(parts)) / 1000:g}"
     elif rollouts:
         found["MARLAAS_ROLLOUT_KV_BYTES"] = str(min(fit.kv for _, fit in rollouts))
-    if shared:  # a trainer alone takes half of what it finds free
+    if shared:  # a trainer with a memory of its own takes half of what it finds free
         found["MARLAAS_TRAINER_MEMORY_BYTES"] = str(min(fit.activations for fit in shared))
         found["MARLAAS_TRAINER_CACHE_BYTES"] = str(min(fit.cache for fit in shared))
     if any(memory.device.gpu and memory.trainers for memory, _ in rollouts):

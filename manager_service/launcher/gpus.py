@@ -1,4 +1,4 @@
-"""Finds the machine's GPUs, and says which worker computes on which.
+"""Finds the machine's GPUs, and assigns workers to them.
 
 A worker takes as many GPUs as its tensor-parallel group, or its ranks, have parts. They are numbered as nvidia-smi has them, or from 0 as
 CUDA_VISIBLE_DEVICES has them, where the operator has set that.
@@ -16,7 +16,7 @@ SERVICES = ("rollout", "trainer")
 TIMEOUT_S = 30.0
 MIB = 1 << 20
 UNNOTICED = 0.03
-"""A part of a GPU's memory within what plans leave: less is not reckoned with."""
+"""The part of a GPU's memory that counts as nobody's, such as the driver's."""
 EXAMPLE = "write rollout:0-3,trainer:4-7"
 
 
@@ -48,8 +48,8 @@ class Needs:
         return len(self.workers) * self.size
 
 
-Seats = dict[str, tuple[int, ...]]
-"""LocalWorker -> the numbers of its GPUs."""
+Placement = dict[str, tuple[int, ...]]
+"""Worker -> the numbers of its GPUs."""
 
 
 def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:
@@ -59,24 +59,20 @@ def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:
         return []
     query = [program, "--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
-        rows = [tuple(map(str.strip, line.split(","))) for line in told.splitlines() if line.strip()]
-        found = [(uuid, _gpu(index, float(total), float(free))) for index, uuid, total, free in rows]
-    except (
-        OSError,
-        subprocess.SubprocessError,
-        ValueError,
-    ):  # a driver without a device, or a memory that it does not know
+        output = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
+        rows = [tuple(map(str.strip, line.split(","))) for line in output.splitlines() if line.strip()]
+        gpus = [(uuid, _gpu(index, float(total), float(free))) for index, uuid, total, free in rows]
+    except (OSError, subprocess.SubprocessError, ValueError):  # a driver without a device, or of unknown memory
         return []
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return [gpu for _, gpu in found]
+        return [gpu for _, gpu in gpus]
     names = [name.strip() for name in visible.split(",") if name.strip()]
-    return [gpu for name in names for uuid, gpu in found if name == gpu.name or uuid.startswith(name)]
+    return [gpu for name in names for uuid, gpu in gpus if name == gpu.name or uuid.startswith(name)]
 
 
 def _gpu(index: str, total: float, free: float) -> Gpu:
-    """`total`, `free`: MiB. What the driver keeps for itself is nobody's, and no reason to tell of others."""
+    """`total`, `free`: MiB."""
     held = total - free if total - free > UNNOTICED * total else 0
     return Gpu(index, total * MIB, held * MIB)
 
@@ -105,18 +101,19 @@ def _wrong(text: str, reason: str) -> InvalidInput:
     return InvalidInput(f"MARLAAS_DEVICES={text}: {reason}")
 
 
-def chosen_seats(needs: Mapping[str, Needs], devices: Mapping[str, Sequence[int]]) -> Seats:
+def chosen_placement(needs: Mapping[str, Needs], devices: Mapping[str, Sequence[int]]) -> Placement:
     """Gives workers the GPUs that MARLAAS_DEVICES names, in order. Raises InvalidInput if they are too few."""
+    placement: Placement = {}
     for service, need in needs.items():
-        if need.total > len(devices.get(service, ())):
-            raise InvalidInput(
-                f"MARLAAS_DEVICES gives {service} {len(devices.get(service, ()))} GPUs, and {len(need.workers)} workers of {need.size} take"
-                f" {need.total}"
-            )
-    return {name: seat for service, need in needs.items() for name, seat in _in_order(need, devices[service]).items()}
+        numbers = devices.get(service, ())
+        if need.total > len(numbers):
+            workers = f"{len(need.workers)} workers of {need.size}"
+            raise InvalidInput(f"MARLAAS_DEVICES gives {service} {len(numbers)} GPUs, and {workers} take {need.total}")
+        placement |= _in_order(need, numbers)
+    return placement
 
 
-def default_seats(needs: Mapping[str, Needs], num_gpus: int) -> Seats:
+def default_placement(needs: Mapping[str, Needs], num_gpus: int) -> Placement:
     """Rollouts have the first GPUs and trainers the next. Where these are too few, trainers have the last, and rollouts share what is left
     of them, or all. Raises InvalidInput if one worker takes more than there are."""
     rollout, trainer = (needs.get(service, Needs((), 1)) for service in SERVICES)
@@ -131,28 +128,29 @@ def default_seats(needs: Mapping[str, Needs], num_gpus: int) -> Seats:
     return _in_order(rollout, left if len(left) >= rollout.size else everything) | _in_order(trainer, of_trainers)
 
 
-def _in_order(need: Needs, devices: Sequence[int]) -> Seats:
-    """Begins again with the first GPUs when all are taken."""
+def _in_order(need: Needs, devices: Sequence[int]) -> Placement:
+    """Gives workers GPUs in order. When all are taken, it begins again with the first."""
     groups = [tuple(devices[at : at + need.size]) for at in range(0, len(devices) - need.size + 1, need.size)]
     return {name: groups[number % len(groups)] for number, name in enumerate(need.workers)}
 
 
-def visible(seat: Sequence[int], gpus: Sequence[Gpu]) -> dict[str, str]:
+def visible(numbers: Sequence[int], gpus: Sequence[Gpu]) -> dict[str, str]:
     """The variables of a worker with these GPUs, of which it sees no others."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[number].name for number in seat), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus[number].name for number in numbers),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
 
 
-def described(seats: Seats, num_gpus: int) -> str:
+def described(placement: Placement, num_gpus: int) -> str:
     """A line for whoever starts the services."""
-    told = ", ".join(f"{name} has {' and '.join(map(str, seat))}" for name, seat in seats.items())
-    idle = num_gpus - len({number for seat in seats.values() for number in seat})
-    more = (
-        f"; {idle} of {num_gpus} are idle: --rollout, --trainer or more GPUs for each worker take them" if idle else ""
-    )
-    return f"GPUs: {told}{more}; MARLAAS_DEVICES=rollout:0,trainer:1 chooses"
+    owners = ", ".join(f"{name} has {' and '.join(map(str, numbers))}" for name, numbers in placement.items())
+    idle = num_gpus - len({number for numbers in placement.values() for number in numbers})
+    hint = f"; {idle} of {num_gpus} are idle: --rollout, --trainer or more GPUs for each worker take them"
+    return f"GPUs: {owners}{hint if idle else ''}; MARLAAS_DEVICES=rollout:0,trainer:1 chooses"
 
 
-def told_of_others(gpus: Sequence[Gpu], numbers: Collection[int]) -> list[str]:
+def shared_gpus(gpus: Sequence[Gpu], numbers: Collection[int]) -> list[str]:
     """A line for each of those GPUs on which others hold memory."""
     return [
         f"GPU {number}: others hold {gpu.held / 1e9:.1f} of its {gpu.memory / 1e9:.1f} GB; reckoned with is what is free"

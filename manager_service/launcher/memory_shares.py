@@ -1,6 +1,6 @@
-"""Chooses, for `marlaas up`, the context that is served and the memory of the workers, where nobody has: by the memory at hand.
+"""Chooses, for `marlaas up`, the context that is served and the memory of the workers, where no setting does: by the memory at hand.
 
-A base model whose whole context fits in the default memory for keys and values, and that is small, has the services' own defaults.
+A small base model, whose whole context fits in the default memory for keys and values, has the services' own defaults.
 """
 
 from collections import Counter
@@ -16,13 +16,13 @@ from common.settings import dtype_on, parse_base_models, resolve_config
 from common.text.model_folder import read_config
 from manager_service.launcher.engines import Device
 from manager_service.launcher.fitting import FIRST_CONTEXT, LEAST_KV, Copies, Fit, SharedMemory, settings_for
-from manager_service.launcher.gpus import Gpu, LocalWorker, Seats
+from manager_service.launcher.gpus import Gpu, LocalWorker, Placement
 from manager_service.launcher.settings import LocalSettings
 
 SMALL = 1 << 30
-"""Bytes of all copies of the base models: less is not reckoned with."""
-SIZES = {"MARLAAS_MAX_CONTEXT", "MARLAAS_ROLLOUT_KV_BYTES", "MARLAAS_VLLM_MEMORY_FRACTION"}
-"""Settings by which somebody answers for what fits."""
+"""Bytes of all copies of the base models, up to which the defaults do."""
+SIZE_SETTINGS = {"MARLAAS_MAX_CONTEXT", "MARLAAS_ROLLOUT_KV_BYTES", "MARLAAS_VLLM_MEMORY_FRACTION"}
+"""Whoever sets one of these answers for what fits."""
 CHOOSE = "MARLAAS_MAX_CONTEXT, MARLAAS_ROLLOUT_KV_BYTES and MARLAAS_ROLLOUT_SHARE choose"
 
 
@@ -31,40 +31,40 @@ class Chosen:
     settings: dict[str, str] = field(default_factory=dict[str, str])
     """Variables for all services."""
     lines: list[str] = field(default_factory=list[str])
-    """Tell of them."""
+    """Lines about them, for whoever starts the services."""
 
 
 def choose(
     environment: Mapping[str, str],
     workers: Sequence[LocalWorker],
-    seats: Seats,
+    placement: Placement,
     gpus: Sequence[Gpu],
     free: Callable[[], int] = host_bytes,
 ) -> Chosen:
-    """Chooses what the workers have, each on the GPUs where it is seated, the others on the processor.
+    """Chooses what the workers have, each on the GPUs of its placement, the others on the processor.
 
-    What is wrong with a setting or a base model is left to the service that it is for, whose error says it. Raises InvalidInput where the
-    copies of the base models do not fit beside each other.
+    A wrong setting or base model is left to the service that it is for, whose error says it. Raises InvalidInput where the copies of the
+    base models do not fit together.
     """
     try:
         bases = _read(environment)
         own = max(base.shape.context for base in bases.values())
-        given = int(environment.get("MARLAAS_MAX_CONTEXT", own))
-        memories = list(_memories(environment, workers, seats, gpus, bases, free))
+        wanted = int(environment.get("MARLAAS_MAX_CONTEXT", own))
+        memories = list(_memories(environment, workers, placement, gpus, bases, free))
     except (OSError, ValueError, KeyError, InvalidInput):
         return Chosen()
-    told = [f"MARLAAS_MAX_CONTEXT={given} is above {own}, the base model's own context, which is served"] * (
-        given > own
-    )
-    contexts = [min(given, own)] if "MARLAAS_MAX_CONTEXT" in environment else [*_contexts(own), own]
-    found = [_longest(memory, contexts, chosen=not SIZES.isdisjoint(environment)) for memory in memories]
-    served = min((fit.context if fit else 0 for fit in found), default=0)
+    lines = list[str]()
+    if wanted > own:
+        lines.append(f"MARLAAS_MAX_CONTEXT={wanted} is above {own}, the base model's own context, which is served")
+    contexts = [min(wanted, own)] if "MARLAAS_MAX_CONTEXT" in environment else [*_contexts(own), own]
+    longest = [_longest(memory, contexts, chosen=not SIZE_SETTINGS.isdisjoint(environment)) for memory in memories]
+    served = min((fit.context if fit else 0 for fit in longest), default=0)
     if not served:
-        return Chosen(lines=told)
+        return Chosen(lines=lines)
     fits = [(memory, memory.at(served)) for memory in memories]
     settings = ({"MARLAAS_MAX_CONTEXT": str(served)} if served < own else {}) | settings_for(fits)
-    left = {name: value for name, value in settings.items() if name not in environment}
-    return Chosen(left, [*told, *(_line(memory, fit, own) for memory, fit in fits)])
+    unset = {name: value for name, value in settings.items() if name not in environment}
+    return Chosen(unset, [*lines, *(_line(memory, fit, own) for memory, fit in fits)])
 
 
 def _contexts(end: int) -> list[int]:
@@ -75,28 +75,28 @@ def _contexts(end: int) -> list[int]:
 
 def _read(environment: Mapping[str, str]) -> dict[str, Copies]:
     """The base models by name, as on a processor. Raises ValueError, KeyError or InvalidInput for one whose sizes are not known here."""
-    found: dict[str, Copies] = {}
+    bases: dict[str, Copies] = {}
     backbone = environment.get("MARLAAS_TRAINER_BACKBONE")
     for name, where in parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny")).items():
         config = read_config(resolve_config(where))
         modules = backbone == "transformers" or (backbone != "decoder" and any(unsupported(config)))
-        found[name] = Copies(BaseShape.of(config), modules)
-    return found
+        bases[name] = Copies(BaseShape.of(config), modules)
+    return bases
 
 
 def _memories(
     environment: Mapping[str, str],
     workers: Sequence[LocalWorker],
-    seats: Seats,
+    placement: Placement,
     gpus: Sequence[Gpu],
     bases: Mapping[str, Copies],
     free: Callable[[], int],
 ) -> Iterator[SharedMemory]:
-    """The GPUs that are taken, each with its workers, and the machine with those that compute on the processor; not those with little."""
+    """The GPUs in use, each with its workers, and the machine with those on the processor: the memories that are not plenty."""
     for number, gpu in enumerate(gpus):
-        seated = [worker for worker in workers if number in seats.get(worker.name, ())]
+        placed = [worker for worker in workers if number in placement.get(worker.name, ())]
         device = Device(gpu.free, 0, 0)
-        yield from _reckoned(environment, f"GPU {number}", device, gpu.memory, _copies(seated, bases, gpu=True))
+        yield from _reckoned(environment, f"GPU {number}", device, gpu.memory, _copies(placed, bases, gpu=True))
     on_cpu = [each for each in workers if environment.get(f"MARLAAS_{each.service.upper()}_DEVICE", "cpu") == "cpu"]
     device = Device(free(), 0, 0, gpu=False)
     yield from _reckoned(environment, "this machine", device, device.memory, _copies(on_cpu, bases, gpu=False))
@@ -169,9 +169,10 @@ def _longest(memory: SharedMemory, contexts: Sequence[int], *, chosen: bool) -> 
 
 
 def _line(memory: SharedMemory, fit: Fit, own_context: int) -> str:
-    parts = [f"{fit.rollout / 1e9:.1f} GB a rollout worker ({fit.kv / 1e9:.1f} of keys and values)"] * (
-        memory.rollouts > 0
-    )
-    parts += [f"{fit.trainer / 1e9:.1f} GB a trainer"] * (memory.trainers > 0)
+    parts = list[str]()
+    if memory.rollouts:
+        parts.append(f"{fit.rollout / 1e9:.1f} GB a rollout worker ({fit.kv / 1e9:.1f} of keys and values)")
+    if memory.trainers:
+        parts.append(f"{fit.trainer / 1e9:.1f} GB a trainer")
     context = f"context {fit.context:,}" + (f" of the model's {own_context:,}" if fit.context < own_context else "")
     return f"{context}; of the {memory.device.memory / 1e9:.1f} GB of {memory.name}: {', '.join(parts)}; {CHOOSE}"

@@ -23,7 +23,7 @@ class OwnStore:
         """The reason why the folder is not used yet."""
 
     async def recognise(self, redis_url: str) -> None:
-        """Returns once it may be used. A store in the data folder is then this user's alone."""
+        """Returns once it may be used. A store in the data folder is then only this user's."""
         folder = StoreFolder.of(self._environment.get("MARLAAS_STORE_URL") or self._own.as_uri())
         if folder is None:
             return

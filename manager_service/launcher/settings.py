@@ -1,4 +1,4 @@
-"""Settings of `marlaas up` alone."""
+"""Settings that only `marlaas up` has."""
 
 from collections.abc import Mapping
 
@@ -17,14 +17,14 @@ class LocalSettings(BaseSettings):
     """The GPUs of each kind of worker, by nvidia-smi's numbers: rollout:0-3,trainer:4-7. Empty: rollouts have the first, trainers the
     next."""
     rollout_share: float | None = Field(default=None, gt=0, lt=1)
-    """The part of a memory that rollouts have beside a trainer's. None: by what both take of the base model."""
+    """The part of a memory that rollouts have where a trainer shares it. None: by what both take of the base model."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "LocalSettings":
         """Raises ValueError."""
-        given = {
+        values = {
             name: environment[PREFIX + name.upper()]
             for name in cls.model_fields
             if PREFIX + name.upper() in environment
         }
-        return cls.model_validate(given)
+        return cls.model_validate(values)

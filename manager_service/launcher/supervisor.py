@@ -42,7 +42,7 @@ from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_
 GRACE_S = 4.0
 """Seconds from SIGTERM to SIGKILL."""
 START_TIMEOUT_S = 300.0
-"""Seconds until /readyz: vLLM alone takes a minute where cores are busy."""
+"""Seconds until /readyz: vLLM itself takes a minute where cores are busy."""
 MAX_EXITS_AT_START = 3
 POLL_S = 0.05
 PING_S = 2.0
@@ -138,12 +138,12 @@ class LocalCluster:
         """Waits until /readyz answers 200, or only workers that refuse to join are missing, which `notify` hears of: their jobs
         can still be cancelled. Raises StartError after `timeout_s`, or if a child keeps dying before that.
         """
-        deadline, told = time.monotonic() + timeout_s, list[str]()
+        deadline, announced = time.monotonic() + timeout_s, list[str]()
         options: dict[str, Any] = {"timeout": 5.0, "trust_env": False, "verify": False}  # to itself, without TLS
         async with httpx.AsyncClient(base_url=self.base_url, **options) as client:
             while (refused := await _refused_when_ready(client, starting := list[str]())) is None:
-                if starting and starting != told:  # a download goes on, however long it takes
-                    deadline, told = time.monotonic() + timeout_s, starting
+                if starting and starting != announced:  # a download goes on, however long it takes
+                    deadline, announced = time.monotonic() + timeout_s, starting
                     self._notify("; ".join(starting))
                 self._check_start("manager", late=time.monotonic() > deadline)
                 await asyncio.sleep(POLL_S)
@@ -271,9 +271,9 @@ class LocalCluster:
                 await done_before(self._stopping, self._store.recognise(self.redis_url))
                 for process in self._services.values():
                     group.create_task(process.keep_running())
-                beside = [group.create_task(self._rotate_logs()), group.create_task(self._watch_store())]
+                helpers = [group.create_task(self._rotate_logs()), group.create_task(self._watch_store())]
                 await self._stopping.wait()
-                for task in beside:
+                for task in helpers:
                     task.cancel()
                 for server in self._prefork_servers:
                     server.give_up()
@@ -342,16 +342,16 @@ class LocalCluster:
 
 @dataclass(frozen=True, slots=True)
 class ServiceCommand:
-    """One child beside Redis."""
+    """One child other than Redis."""
 
     name: str
     argv: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict[str, str])
-    """Variables beside those that all children get."""
+    """Variables in addition to those that all children get."""
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment without the variables for the CLI alone."""
+    """This process's environment without the variables that are only for the CLI."""
     return {key: value for key, value in os.environ.items() if key not in ("MARLAAS_URL", "MARLAAS_API_KEY")}
 
 

@@ -148,11 +148,11 @@ def test_rollouts_that_have_a_gpu_alone_serve_more_than_beside_a_trainer(qwen: P
     environment = {"MARLAAS_BASE_MODELS": f"qwen={qwen}"} | ON_GPU
     beside, alone = (
         int(
-            choose(environment, WORKERS, seats, [Gpu("0", 16 * GB), Gpu("1", 16 * GB)]).settings[
+            choose(environment, WORKERS, placement, [Gpu("0", 16 * GB), Gpu("1", 16 * GB)]).settings[
                 "MARLAAS_ROLLOUT_KV_BYTES"
             ]
         )
-        for seats in (BOTH_ON_0, {"rollout-0": (0,), "trainer-0": (1,)})
+        for placement in (BOTH_ON_0, {"rollout-0": (0,), "trainer-0": (1,)})
     )
     assert beside < alone
 

@@ -22,7 +22,7 @@ from manager_service.launcher import engines, fitting
 from manager_service.launcher.commands.main import app
 from manager_service.launcher.commands.plan_command import plan_for, settings_of
 from manager_service.launcher.engines import GPUS, LAUNCH_S, REACHED, Load, max_lora_rank, parse_gpu, trained_flops
-from manager_service.launcher.gpus import Needs, chosen_seats, parse_devices
+from manager_service.launcher.gpus import Needs, chosen_placement, parse_devices
 from manager_service.launcher.plan import DeviceSplit, Plan, PlannedRow, make_plan
 from rollout_service.embedded.pools import EngineLimits, Pools
 from rollout_service.process import vllm_engine
@@ -368,8 +368,8 @@ def test_the_command_prints_how_several_gpus_are_split(qwen: Path) -> None:
         "rollout": Needs([f"rollout-{n}" for n in range(chosen["rollout_workers"])], chosen["tensor_parallel"]),
         "trainer": Needs(["trainer-0"], chosen["trainer_ranks"]),
     }
-    seats = chosen_seats(needs, parse_devices(settings["MARLAAS_DEVICES"], 8))
-    assert sorted(number for seat in seats.values() for number in seat) == list(range(last + 1))
+    placement = chosen_placement(needs, parse_devices(settings["MARLAAS_DEVICES"], 8))
+    assert sorted(number for numbers in placement.values() for number in numbers) == list(range(last + 1))
     assert settings["MARLAAS_TRAINER_RANKS"] == str(chosen["trainer_ranks"])
     assert settings["MARLAAS_VLLM_TENSOR_PARALLEL"] == str(chosen["tensor_parallel"])
     assert (settings["MARLAAS_ENGINE"], settings["MARLAAS_VLLM_MEMORY_FRACTION"]) == ("vllm", "0.9")

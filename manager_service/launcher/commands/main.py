@@ -1,12 +1,37 @@
-"""`marlaas`: the commands of users, and beside them those of operators."""
+"""`marlaas`: the commands of users and those of operators."""
 
 from common.errors import MarlaasError
 from common.settings import refuse_unknown
-from manager_service.launcher.commands import operate, plan_command, pull, up
+from manager_service.launcher.commands import plan_command, pull, up
 from marlaas_client.cli.main import make_app, run
+from marlaas_client.cli.options import Data, Json, Url, connect
+from marlaas_client.cli.output import cells, print_json, print_table, say, table
+from marlaas_client.cli.view import workers_view
 from marlaas_client.errors import ClientError
 
-app = make_app(pull.pull, up.up, plan_command.plan, operate.workers, operate.dead)
+
+def workers(url: Url = None, data: Data = None, as_json: Json = False) -> None:
+    """The workers, and how busy they are (needs the admin key)."""
+    with connect(url, data, admin=True) as client:
+        records = client.get("/v1/cluster/workers")["data"]
+    print_json(records) if as_json else print_table(workers_view(records))
+
+
+def dead(url: Url = None, data: Data = None, as_json: Json = False) -> None:
+    """Messages that no worker could handle (needs the admin key)."""
+    with connect(url, data, admin=True) as client:
+        records = list(client.items("/v1/cluster/dead"))
+    if as_json:
+        return print_json(records)
+    if not records:
+        return say("none")
+    shown = table("job", "stream", "deliveries", "reason", right=["deliveries"])
+    for record in records:
+        shown.add_row(*cells(*(record.get(name) for name in ("job", "stream", "deliveries", "reason"))))
+    print_table(shown)
+
+
+app = make_app(pull.pull, up.up, plan_command.plan, workers, dead)
 
 
 def main() -> None:

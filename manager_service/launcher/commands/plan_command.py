@@ -44,7 +44,7 @@ def plan(
     engine: Annotated[
         EngineName, typer.Option("--engine", envvar="MARLAAS_ENGINE", help="That samples: the embedded one, or vLLM.")
     ] = "torch",
-    context: Annotated[int | None, typer.Option("--context", min=LEAST_CONTEXT, help="This one alone.")] = None,
+    context: Annotated[int | None, typer.Option("--context", min=LEAST_CONTEXT, help="Only this one.")] = None,
     rank: Annotated[int, typer.Option("--rank", min=1, max=LORA_RANKS[-1], help="Of the adapters.")] = 16,
     as_json: Json = False,
 ) -> None:
