@@ -2,6 +2,11 @@
 
     supervisor ─► processes ─► forking ─► prefork (has imported what services need) ─► a service            helpers ─► a helper process
 
+Who dies with whom, by the kernel (Linux), also where the first is killed with SIGKILL:
+
+    the thread that started it ─► an executed child, a helper, a prefork server ─► the children that it forked
+    a child that ends ─► its session, which is all that it started itself: its supervisor kills it
+
 Its files:
 
     processes.py   keeps one child process running

@@ -1,4 +1,4 @@
-"""A process that has imported what services need, and forks them: `python -m common.children.prefork MODULE...`.
+"""A prefork server has imported what services need, and forks them: `python -m common.children.prefork MODULE...`.
 
     import all modules ─► a request, with the socket of its answers ─► fork: the child becomes `python -m MODULE`
                                           process id, later exit status ─► that socket
@@ -51,7 +51,7 @@ def main(modules: Sequence[str]) -> None:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Imports what they import. Collections would only look through what stays, and in a child copy all of it."""
+    """Imports what they import. Without `freeze` each child's collections would write to, and so copy, what it shares with the others."""
     gc.disable()
     for module in modules:
         runpy.run_module(module, run_name="prefork", alter_sys=True)  # leaves what it imports, and not itself
@@ -117,8 +117,8 @@ def _tell(answer: socket.socket, number: int) -> None:
 
 def become(request: ForkRequest, parent: int) -> None:
     """Runs the module as the main program of this process, as `child.py` would. Returns or raises as that ends."""
-    tie_to(parent)
-    os.setsid()
+    tie_to(parent)  # to the server, which is tied to the supervisor: whoever of the two dies, this process does
+    os.setsid()  # so that its supervisor can kill all that it starts, and a Ctrl-C in the terminal does not reach it
     nothing = os.open(os.devnull, os.O_RDONLY)
     with open_log(Path(request.log)) as log:
         for number, file in enumerate((nothing, log.fileno(), log.fileno())):

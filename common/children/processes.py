@@ -146,7 +146,7 @@ class SupervisedProcess:
         try:
             return await process.wait()
         finally:
-            _kill_session(process.pid)  # what it started itself and left behind
+            _kill_session(process.pid)  # what it started itself and left behind: the kernel ends only the child
             self._process = None
 
 
