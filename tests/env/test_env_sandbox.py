@@ -47,11 +47,6 @@ def test_the_standard_library_can_be_imported() -> None:
     assert outcome.ending == "ok", outcome.reason
 
 
-def test_an_error_says_its_line() -> None:
-    outcome = run("x = 1\nraise ValueError('no good')")
-    assert (outcome.ending, outcome.reason) == ("raised", "line 2: ValueError: no good")
-
-
 def test_an_endless_loop_is_killed_at_its_time_limit() -> None:
     outcome = run("while True: pass", timeout_s=0.5)
     assert outcome.ending == "timeout"
@@ -69,12 +64,6 @@ def test_a_gigabyte_printed_is_stopped_early() -> None:
     outcome = run("for _ in range(1024): print('x' * 2**20)", limits=SandboxLimits(output_bytes=10_000))
     assert outcome.ending == "output"
     assert len(outcome.output) == 10_000
-
-
-@pytest.mark.timeout(60)
-def test_a_call_that_prints_too_much_at_once_ends_at_once() -> None:
-    outcome = run("print('x' * 10**7)\nimport time\ntime.sleep(600)", timeout_s=600)
-    assert outcome.ending == "output" and len(outcome.output) == SandboxLimits().output_bytes
 
 
 def test_a_memory_bomb_ends_in_a_memory_error() -> None:
@@ -197,12 +186,6 @@ FORGED = '{"nonce": "", "layers": [], "value": 1.0}'
 )
 def test_a_result_cannot_be_forged_by_writing_one(source: str) -> None:
     assert run(source).ending in ("crashed", "raised")
-
-
-def test_numbers_that_are_none_come_back_as_text() -> None:
-    assert call("def grade(s, i): return float('nan')", {}, {}).value == "nan"
-    assert call("def grade(s, i): return [1]", {}, {}).ending == "raised"
-    assert call("def grade(s, i): return 10**400", {}, {}).ending in ("ok", "crashed", "raised")
 
 
 def test_a_missing_function_is_named() -> None:
