@@ -8,9 +8,8 @@ Its files:
     catalogue.py         finds and makes the environment that a message names, built in or installed
     tool_loop.py         grades one answer, after the tool calls of the turns before it
     tools.py             the tools `calculator`, `python` and `search`
-    openenv.py           gives each trajectory a session at an OpenEnv server
+    openenv.py           gives each trajectory a session at an OpenEnv server; actions and observations
     openenv_server.py    finds those servers, and speaks their protocol
-    openenv_mapping.py   makes actions of turns, and texts of observations
     trl_factory.py       runs what TRL's trainer takes as `environment_factory`
     text_collections.py  indexes and searches the operator's texts, and a job's own
 """

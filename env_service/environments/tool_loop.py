@@ -18,6 +18,14 @@ MAX_CALLS = 8
 """Calls that one turn may make; further ones are answered with an error message."""
 
 
+Definition = Mapping[str, Any]
+
+
+def definition(name: str, description: str, parameters: Mapping[str, Any]) -> Definition:
+    """The definition of a tool, in OpenAI's form."""
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     """A function of one text. The model sees all that it returns, error messages included."""
@@ -32,12 +40,11 @@ class Tool:
     """Seconds that it may wait for its turn on top of the limit, if it keeps the limit itself."""
 
     @property
-    def definition(self) -> dict[str, Any]:
+    def definition(self) -> Definition:
         """The tool in OpenAI's form."""
         properties = {self.argument: {"type": "string"}}
         parameters = {"type": "object", "properties": properties, "required": [self.argument]}
-        function = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {"type": "function", "function": function}
+        return definition(self.name, self.description, parameters)
 
 
 class SingleTurn:

@@ -24,9 +24,8 @@ from common.errors import InvalidInput
 from common.text.tokens import ToolCall
 from env_service import work
 from env_service.environment import Step, Turn
-from env_service.environments.openenv import MAX_SEED
-from env_service.environments.openenv_mapping import MAX_SHOWN, Definition, definition
-from env_service.environments.tool_loop import MAX_CALLS
+from env_service.environments.openenv import MAX_SEED, MAX_SHOWN
+from env_service.environments.tool_loop import MAX_CALLS, Definition, definition
 from env_service.failures import EnvironmentFailed, ToolFailed
 
 NO_TOOLS = ("reset", "get_reward")

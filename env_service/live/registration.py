@@ -1,4 +1,4 @@
-"""An env worker's own stream, to which the turns of its live sessions go, and what becomes of it when the worker is gone.
+"""Registers an env worker, whose own stream gets the turns of its live sessions; passes on the turns of workers that are gone.
 
 reads: -   writes: `env-workers`, and to `env` what lies in the streams of workers that are gone
 waits for: nothing   unblocked by: -   after a crash: the others find it gone after `hold_s`
@@ -46,18 +46,6 @@ class Registration:
 
     async def _register(self, hold_s: float) -> bool:
         """Returns whether others have taken this worker for gone, or it is new."""
-        absent, until_s = False, 0.0
-        more = True
-        while more:
-            first, more, until_s = await self._call(hold_s)
-            absent = absent or first
-        if absent:
-            self._sessions.missed()
-        self._sessions.trusted_until(until_s)
-        return absent
-
-    async def _call(self, hold_s: float) -> tuple[bool, bool, float]:
-        """Says whether it was absent, whether there is more to do, and until when it is there, by the event loop's clock."""
         cell, clock, began_s = self._bus.cell, asyncio.get_running_loop(), 0.0
         words = [self._worker, int(hold_s * 1000), cell.env_worker(""), cell.looked(cell.env_worker("")), GROUP_ENV]
 
@@ -66,5 +54,11 @@ class Registration:
             began_s = clock.time()
             return await self._script(keys=[cell.env_workers, cell.env], args=words)
 
-        absent, more = await self._bus.retrying(call)
-        return bool(absent), bool(more), began_s + hold_s
+        was_absent, more = False, True
+        while more:
+            absent, more = await self._bus.retrying(call)
+            was_absent = was_absent or bool(absent)
+        if was_absent:
+            self._sessions.missed()
+        self._sessions.trusted_until(began_s + hold_s)
+        return was_absent

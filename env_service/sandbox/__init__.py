@@ -7,5 +7,4 @@ Its files:
     sandbox.py          starts a process for each call, and ends it in time
     child.py            gives up what could do harm, then runs the code; its first process keeps watch
     calls.py            lists the calls to the kernel that the code may make
-    sandbox_process.py  one call's process: what it wrote, and who had it end
 """

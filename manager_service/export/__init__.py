@@ -15,9 +15,8 @@ Its files:
     exporter.py      decides which jobs' rows are written when, and remembers how far each is
     rows.py          makes rows of events, with the names of metrics that others use
     passes.py        runs a writer for some jobs of one tenant
-    writer.py        the writer: hands rows to a logger's own library; imports nothing of ours but its two loggers
+    writer.py        the writer: hands rows to a logger's own library, trackio's by itself; imports nothing of ours but `wandb_runs`
     wandb_runs.py    W&B: runs on a server, or fragments of offline runs
-    trackio_runs.py  trackio: its SQLite file
     webhooks.py      tells webhooks of the ends of jobs, signs, tries again
     notes.py         writes warnings into jobs' events
 """

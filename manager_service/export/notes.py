@@ -37,7 +37,9 @@ async def warn(cell: JobCell, tenant: str, job: str, text: str, limits: Limits) 
         if found is None:
             return
         if found.archived is not None:
-            await cell.archive.add_event(found.archived, lambda number: _event(number, text))
+            await cell.archive.add_event(
+                found.archived, lambda number: EventRecord(number, int(time.time()), "warn", text)
+            )
             return
         active = cell.bus.cell.active(partition_of(tenant))
         if await cell.bus.retrying(lambda active=active: cell.bus.client.sismember(active, job)):
@@ -58,10 +60,6 @@ async def _warn(cell: JobCell, found: FoundJob, text: str, limits: Limits) -> by
     script = cell.bus.client.register_script(WARN)
     involved = [keys.job(spec.id), keys.events(spec.id)]
     return await cell.bus.retrying(lambda: script(keys=involved, args=args))
-
-
-def _event(number: int, text: str) -> EventRecord:
-    return EventRecord(number, int(time.time()), "warn", text)
 
 
 def _command(found: FoundJob, text: str) -> JobCommand:

@@ -148,7 +148,8 @@ class Webhooks:
             listening = [one for one in webhooks if kind in one.events]
             body = JSON.encode(event_of(delivery.job, kind, found.state))
             if listening and delivery.excess:
-                text = f"No webhook hears of this job's end: more than {MAX_WAITING} ends of your jobs wait for them"
+                waiting = f"more than {MAX_WAITING} ends of your jobs wait for webhooks"
+                text = f"No webhook hears of this job's end: {waiting}"
                 await notes.warn(cell, delivery.tenant, delivery.job, text, self._limits)
                 listening.clear()
             delivery.num_tries += 1

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 WriterOrder = dict[str, Any]
@@ -34,8 +35,25 @@ def main() -> None:
 
 def opened(logger: str, order: WriterOrder) -> Write:
     """The logger of this name, for an order."""
-    module = importlib.import_module(f"manager_service.export.{logger}_runs")
-    return module.open_runs(order)
+    if logger == "wandb":
+        return importlib.import_module("manager_service.export.wandb_runs").open_runs(order)
+    storage: Any = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+    return lambda job: write_trackio(storage, job)
+
+
+def write_trackio(storage: Any, job: JobFacts) -> None:
+    """Writes a job's rows in one transaction, into one SQLite file a project, in the folder that TRACKIO_DIR names. Each row has an id,
+    the job's and the event's sequence number, which the file takes once."""
+    storage.bulk_log(
+        job["project"],
+        job["name"] or job["job"],
+        [row["metrics"] for row in job["rows"]],
+        steps=[row["step"] for row in job["rows"]],
+        timestamps=[datetime.fromtimestamp(row["at"], UTC).isoformat() for row in job["rows"]],
+        config=job["config"],
+        log_ids=[f"{job['job']}/{row['sequence']:012d}" for row in job["rows"]],
+        run_id=job["job"],
+    )
 
 
 def answered(order: WriterOrder, open_logger: Callable[[], Write]):

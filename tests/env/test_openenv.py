@@ -21,8 +21,7 @@ from common.tasks.environments import OpenEnvArgs, validate_environment
 from common.text.tokens import ToolCall
 from common.wire.messages import EnvSpec, Failure
 from env_service.environment import Turn
-from env_service.environments.openenv import OpenEnv
-from env_service.environments.openenv_mapping import shape_of, shown, shown_result
+from env_service.environments.openenv import OpenEnv, shape_of, shown, shown_result
 from env_service.environments.openenv_server import MAX_TOLD, Schemas, Servers, read_servers
 from env_service.failures import EnvironmentFailed, NoRoom
 from env_service.graders.endpoint import Endpoints

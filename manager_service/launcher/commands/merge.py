@@ -1,6 +1,7 @@
-"""An adapter merged into its base model: W + scale * B A, in float32, a few rows in memory at once.
+"""`pull`: download an adapter, or its base model with the adapter merged into the weights.
 
-The new weights have the files, names and dtypes of the base's, so whatever loads the one loads the other.
+W + scale * B A, in float32, a few rows in memory at once. The new weights have the files, names and dtypes of the base's, so whatever
+loads the one loads the other.
 """
 
 import json
@@ -8,14 +9,19 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
+import typer
 
 from common.errors import InvalidInput
 from common.models.weight_files import StoredTensor, stored_tensors
-from common.settings import TEXT_FILES, parse_base_models, resolve_model
+from common.settings import TEXT_FILES, Settings, parse_base_models, resolve_model
 from common.store.adapters import PEFT_FILES
+from marlaas_client.cli import pull as adapters
+from marlaas_client.cli.options import Data, Json, Url, connect
+from marlaas_client.cli.output import print_json, say
 
 WEIGHTS, CONFIG = PEFT_FILES
 INDEX = "model.safetensors.index.json"
@@ -25,6 +31,38 @@ DTYPES = ("F32", "BF16", "F16")
 ROWS = 1024
 """Rows of a matrix that are merged at once."""
 CHUNK = 16 << 20
+
+
+def pull(
+    job: adapters.Name,
+    version: adapters.Version = None,
+    to: adapters.To = None,
+    merged: Annotated[
+        Path | None,
+        typer.Option("--merged", help="A new folder for the base model's weights with the adapter in them."),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base", help="Of --merged: the base model's folder, or its name on the hub, NAME or NAME@REVISION."
+        ),
+    ] = None,
+    url: Url = None,
+    data: Data = None,
+    as_json: Json = False,
+) -> None:
+    """Download one version of an adapter, of a job or of a run, in the form that PEFT and vLLM load; or merged into its base model."""
+    if not merged:
+        if base:
+            raise InvalidInput("--base goes with --merged FOLDER")
+        return adapters.pull(job, version, to, url, data, as_json)
+    with TemporaryDirectory() as folder, connect(url, data) as client:
+        pulled = client.pull(job, version=version, to=Path(folder))
+        config: dict[str, Any] = json.loads(Path(folder, CONFIG).read_text())
+        files = merge(Path(folder), base_of(config, base, Settings().base_models), merged)
+    if as_json:
+        return print_json({"job": job, "version": pulled.version, "folder": str(merged), "files": files})
+    say(f"{job} version {pulled.version}, merged, is in {merged}: {', '.join(files)}")
 
 
 class Factors(NamedTuple):
