@@ -224,15 +224,9 @@ def test_a_heavy_or_replaceable_package_is_imported_in_the_listed_places_alone(f
 
 
 def imported_files(file: str) -> Iterator[str]:
-    """The product's files that a file imports, but for types alone."""
-    unused = {
-        inner
-        for node in nodes(file)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
+    """The product's files that a file imports, also for types."""
     for node in nodes(file):
-        if isinstance(node, ast.ImportFrom) and node.module and node not in unused:
+        if isinstance(node, ast.ImportFrom) and node.module:
             module = node.module.replace(".", "/")
             names = [f"{module}.py", *(f"{module}/{alias.name}.py" for alias in node.names)]
             yield from (name for name in names if (ROOT / name).is_file())
