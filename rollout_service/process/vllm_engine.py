@@ -1,6 +1,6 @@
 """Runs vLLM, on CPU and CUDA; the only file that imports it. `process_engine.py` does the rest of the engine.
 
-vLLM 0.32 asks for care in some places; docs/vllm.md tells each with its symptom:
+vLLM 0.32 asks for care in some places; docs/real-models.md tells each with its symptom:
 
     every request names an adapter    next to rows with adapters, one without is computed with another's weights
     prompts are prefilled whole on a CPU: there a seeded request whose prompt is prefilled in pieces kills the process
