@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from manager_service.scheduling.policies import POLICIES, Policy, parse_policy
-from manager_service.scheduling.training_queue import DISCIPLINES, Discipline
 from simulator.calibration import Calibration, PolicyRun, read_calibration, read_runs, write
 from simulator.report import Goal, Report, make_table, parser, positive, show
 from simulator.world import simulate
@@ -49,22 +48,21 @@ def sized(calibration: Calibration, given: Any) -> Calibration:
     return msgspec.structs.replace(calibration, size=size, workload=workload)
 
 
-def predict(calibration: Calibration, policy: Policy, n: int, queue: Discipline, tenants: int | None) -> PolicyRun:
+def predict(calibration: Calibration, policy: Policy, n: int, tenants: int | None) -> PolicyRun:
     world = simulate(
         calibration,
         policy=policy,
         num_jobs=n,
-        discipline=queue,
         tenant_of=lambda number: f"tenant-{number % tenants if tenants else number}",
     )
     return world.figures(calibration.workload.name)
 
 
 def matching(measured: list[PolicyRun], run: PolicyRun) -> PolicyRun | None:
-    """The measured run of the same policy, queue, workload, N and steps."""
-    key = (run.policy, run.training_queue, run.workload, run.n, run.steps)
+    """The measured run of the same policy, workload, N and steps."""
+    key = (run.policy, run.workload, run.n, run.steps)
     found = (m for m in measured if m.kind == "measured")
-    return next((m for m in found if (m.policy, m.training_queue, m.workload, m.n, m.steps) == key), None)
+    return next((m for m in found if (m.policy, m.workload, m.n, m.steps) == key), None)
 
 
 def line(run: PolicyRun, measured: PolicyRun | None, took_s: float) -> tuple[Any, ...]:
@@ -94,7 +92,6 @@ def options() -> argparse.ArgumentParser:
     result.add_argument("--calibration", type=Path, required=True, help="as simulator.calibrate writes it")
     result.add_argument("--measured", type=Path, metavar="DIR", help="of measured runs to compare with; default none")
     result.add_argument("--policy", default=",".join(POLICIES), help="comma-separated; default all: %(default)s")
-    result.add_argument("--queue", choices=DISCIPLINES, default="fused", help="of training; default %(default)s")
     result.add_argument(
         "--n", type=numbers, default="1,2,4,8,16,32", help="numbers of jobs, comma-separated; default %(default)s"
     )
@@ -124,7 +121,7 @@ def main() -> None:
     for name, n in itertools.product(policies, list[int](given.n)):
         sys.stderr.write(f"{name}, N = {n} …\n")
         started = time.perf_counter()
-        run = predict(calibration, policies[name], n, given.queue, given.tenants)
+        run = predict(calibration, policies[name], n, given.tenants)
         real = matching(measured, run)
         runs.append(run)
         lines.append(line(run, real, time.perf_counter() - started))

@@ -114,7 +114,6 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["measured", "simulated"]
     policy: str
-    training_queue: str
     workload: str
     n: int  # jobs
     steps: int  # of each job

@@ -41,7 +41,6 @@ from manager_service.records.sample_records import LIMITS, Limits
 from manager_service.records.tenants import Tenants
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS, Policy
-from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 
 READ_COUNT = 512
 BLOCK_MS = 100
@@ -78,7 +77,6 @@ class Owner:
         tenants: Tenants,
         lease_s: float = 10.0,
         policy: Policy = MARLAAS,
-        training_queue: Discipline = "fused",
         archive_after_s: float = ARCHIVE_AFTER_S,
         limits: Limits = LIMITS,
     ) -> None:
@@ -102,7 +100,7 @@ class Owner:
         self._lock = asyncio.Lock()  # while jobs change; to wait for object storage under it would stop every tenant
         self._intake = Intake(self._owned, self._lock, self._decide)
         self._big_steps = BigSteps(bus, objects)
-        self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue), admits=self._big_steps.admits)
+        self._allocator = Allocator(cluster, policy, admits=self._big_steps.admits)
         self._surroundings = Surroundings(bus, tenants, self._allocator, limits)
         self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
 

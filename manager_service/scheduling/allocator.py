@@ -144,8 +144,6 @@ class Allocator:
         for (tenant, _, counter), amount in changes.usage.items():
             if counter in ROLLOUT_COUNTERS:
                 self.charge_rollouts(tenant, amount)
-            elif counter == "train_s":
-                self.queue.measured(amount)
             elif counter == "rollout_s":
                 self._served_s += amount
             if counter not in QUOTA_COUNTERS:
@@ -215,7 +213,7 @@ class Allocator:
             return
         self.queue.fairness.busy(self.demand.active)
         room = Room(slots, self.cluster.num_workers("trainer"), self.demand.handed.copy())
-        for name in self.queue.take(free, now, self._weight, room):
+        for name in self.queue.take(free, self._weight, room):
             self._guarded(self._members[name], now, changes, self._publish_step)
 
     def _publish_step(self, job: Member, now: float, changes: Changes) -> None:
