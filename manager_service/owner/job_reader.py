@@ -3,13 +3,9 @@
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from weakref import WeakValueDictionary
-
-import structlog
 
 from common.bus.bus import Bus
 from common.errors import CorruptObject, NotFound, Unavailable
@@ -22,15 +18,11 @@ from manager_service.records.file_records import file_path
 from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.keys import read_record
 from manager_service.records.sample_records import LIMITS, Limits
-from manager_service.scheduling.members import MemberTable
 
 JobHashes = Sequence[Mapping[bytes, bytes]]
 """A job's hashes at the keys `job`, `open` and `evals`."""
 AT_ONCE = 16
 """Files that are read from object storage at once."""
-DRAW_AGAIN_S = 1.0
-"""Time to the next try when the disk was full."""
-log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -78,8 +70,6 @@ class JobReader:
         except NotFound as error:
             items, missing = [Items(), Items()], f"the job's file is gone: {error}"
         job = self._made(spec, state, records, *items)
-        if not job.orders.has_item(state.next_group):
-            await self._files.draw(job)
         searched = Searched(job.changed_at)
         await self.search(job, searched)
         return Fetched(job, searched, missing)
@@ -120,8 +110,6 @@ class ItemFiles:
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by path; while it is read
         self._places = asyncio.Semaphore(AT_ONCE)
-        self._drawing = ThreadPoolExecutor(1)  # so that memory, a byte or two a row, is taken once
-        self._to_draw = asyncio.Queue[tuple[MemberTable[Job], str]]()
 
     async def items(self, tenant: str, file: str | None) -> Items:
         """The rows of a file; none without one. Raises NotFound, and Unavailable: StoreUnavailable if it is not the disk."""
@@ -135,43 +123,15 @@ class ItemFiles:
                     self._files[path] = items = Items(await download_lines(self._objects, path))
             return items
 
-    async def draw(self, job: Job) -> None:
-        """Finds the order of the items that a job asks for next, beside the event loop. Raises Unavailable if the disk is full."""
-        draw = partial(job.orders.draw, job.state.oldest_group, job.state.next_group)
-        with _told_of_disk():
-            await asyncio.get_running_loop().run_in_executor(self._drawing, draw)
-
-    def draw_soon(self, jobs: "MemberTable[Job]", name: str) -> None:
-        """Lets a job, if it is still there then, find the order of its next items."""
-        self._to_draw.put_nowait((jobs, name))
-
-    async def run(self) -> None:
-        """Does what was asked for by `draw_soon`, until cancelled."""
-        while True:
-            jobs, name = await self._to_draw.get()
-            try:
-                if job := jobs.get(name):
-                    await self.draw(job)
-                    jobs.touch(name)
-            except Unavailable as error:
-                log.warning("order_delayed", job_id=name, reason=str(error))
-                asyncio.get_running_loop().call_later(DRAW_AGAIN_S, self.draw_soon, jobs, name)
-
 
 async def download_lines(objects: Objects, path: str) -> LinesOnDisk:
     """A file's lines, on this machine's disk. Raises NotFound, and Unavailable: StoreUnavailable if it is not the disk."""
-    with _told_of_disk(), contextlib.ExitStack() as stack:
-        rows = stack.enter_context(tempfile.TemporaryFile())
-        await objects.download(path, rows)
-        lines = await asyncio.to_thread(LinesOnDisk, rows)
-        stack.pop_all()  # open as long as the items
-        return lines
-
-
-@contextlib.contextmanager
-def _told_of_disk() -> Generator[None]:
-    """Raises Unavailable for OSError."""
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            rows = stack.enter_context(tempfile.TemporaryFile())
+            await objects.download(path, rows)
+            lines = await asyncio.to_thread(LinesOnDisk, rows)
+            stack.pop_all()  # open as long as the items
+            return lines
     except OSError as error:
         raise Unavailable(f"the manager's disk for temporary files: {error.strerror or error}") from error

@@ -81,8 +81,7 @@ class Owner:
         limits: Limits = LIMITS,
     ) -> None:
         self._bus, self._cell, self._cluster, self._lease_s = bus, bus.cell, cluster, lease_s
-        self._files = ItemFiles(objects)
-        self._reader = JobReader(bus, self._files, store, limits)
+        self._reader = JobReader(bus, ItemFiles(objects), store, limits)
         self._token, self._commits = secrets.token_hex(16), Commits(bus)
         self._leases = Leases(bus, self._token, lease_s)
         self._surplus, self._others = 0, 0  # partitions to give back; other owners
@@ -111,7 +110,7 @@ class Owner:
         for stream, group in self._cell.work:
             await self._bus.ensure_group(stream, group)
         async with running(
-            self._keep_leases(), self._load_taken(), self._watch(), self._intake.run(), self._files.run(),
+            self._keep_leases(), self._load_taken(), self._watch(), self._intake.run(),
             self._payloads.run(), self._passes(), self._big_steps.run(self._written), self._ask_store(),
             self._samples.run(), self._archiver.run(self._archive_now, self._commit_archived),
         ):  # fmt: skip
@@ -347,7 +346,7 @@ class Owner:
         writes = [(self._owned[number][1], self._commands(number, change)) for number, change in changes.items()]
         for (number, change), error in zip(changes.items(), await self._commits.apply(writes), strict=True):
             if error is None:
-                self._committed(self._owned[number][0], change)
+                self._committed(change)
             else:
                 self._forget(number, f"{type(error).__name__}: {error}")
 
@@ -360,14 +359,12 @@ class Owner:
         ]
         return commands(changes, self._cell, number, encoded, time.time())
 
-    def _committed(self, partition: Partition, changes: Changes) -> None:
+    def _committed(self, changes: Changes) -> None:
         self._samples.follow(changes)
         self._payloads.note(message.job for _, message in changes.published if self._big_steps.path(message))
         self._big_steps.forget([message.job for _, message in changes.published if isinstance(message, TrainStep)])
         self._big_steps.forget(changes.finished)
         self._payloads.follow(changes)
-        for name in changes.to_draw:
-            self._files.draw_soon(partition.jobs, name)
 
     def _archive_now(self) -> tuple[list[int], float]:
         """The partitions whose finished jobs are archived, and since when those must have finished: seconds since 1970."""

@@ -217,11 +217,6 @@ class JobState(msgspec.Struct, kw_only=True):
     stepped_at: float | None = None  # when the newest version was committed, or the job went on: seconds since 1970
     step_s: float | None = None  # of a step, averaged over the newest
 
-    @property
-    def oldest_group(self) -> int:
-        """The first group whose item may be asked for again."""
-        return self.training.first_group if self.training else self.window
-
     def move_window(self, first: int) -> None:
         """A batch has used the groups below `first`."""
         self.window = first

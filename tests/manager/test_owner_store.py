@@ -335,7 +335,7 @@ async def test_a_job_whose_files_find_no_room_here_goes_to_an_owner_with_more(
 
     # Given an owner without room, alone: the job waits with it
     await first.start()
-    first.owner._files.items = full  # pyright: ignore[reportPrivateUsage]
+    first.owner._reader._files.items = full  # pyright: ignore[reportPrivateUsage]
     await create(bus, spec)
     await until(lambda: waiting(first, spec.id))
     await asyncio.sleep(LEASE_S)

@@ -66,7 +66,6 @@ class Changes:
     dropped_samples: list[tuple[str, str, range]] = field(default_factory=list)  # tenant, job, versions
     entered: list[str] = field(default_factory=list)  # keys of records read since the last commit, still to be there
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
-    to_draw: list[str] = field(default_factory=list)  # jobs that are to find the order of their next items
     begun: list[str] = field(default_factory=list)  # issued something of their version 0
     ended: list[str] = field(default_factory=list)  # succeeded, failed or cancelled; a step may still be under way
     oldest_in_use: dict[str, int] = field(

@@ -83,7 +83,7 @@ class Job:
         untrained = len(self.open.groups) + (hyper.batch_size if state.training else 0)
         room = capacity(eta=hyper.max_staleness, batch_size=hyper.batch_size, num_untrained=untrained)
         left = (self.num_steps - self.steps_sent) * hyper.batch_size
-        return room > 0 and len(self.open.groups) < left and self.orders.has_item(state.next_group)
+        return room > 0 and len(self.open.groups) < left
 
     def wants_eval(self) -> bool:
         """May a part of an evaluation be issued now?"""
@@ -186,8 +186,6 @@ class Job:
         keys = [TrajectoryKey(number, sample) for sample in range(size)]
         self._sample(self.state.version, keys, changes)
         changes.ledger[self.id, "issued"] += size
-        if self.orders.is_to_draw(number):
-            changes.to_draw.append(self.id)
         self._dirty(changes)
 
     @property

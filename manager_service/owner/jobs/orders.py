@@ -138,22 +138,6 @@ class Orders:
         """The item of a group. None: the environment makes its own."""
         return self._items[self._shuffle.place(group)] if self._shuffle else None
 
-    def has_item(self, group: int) -> bool:
-        """May the item of a group be asked for without waiting?"""
-        return self._shuffle is None or self._shuffle.is_drawn(group)
-
-    def is_to_draw(self, group: int) -> bool:
-        """Is `draw` to be called when this group is issued?"""
-        return self._shuffle is not None and self._shuffle.is_due(group)
-
-    def draw(self, first: int, last: int) -> None:
-        """Finds the order of the items of these groups and those between, which takes a while for a large file. Call it in a thread.
-
-        Raises OSError if the disk is full.
-        """
-        if self._shuffle is not None:
-            self._shuffle.draw(first, last)
-
     def about(self, state: JobState) -> dict[str, Any]:
         """Fields that every message about the job has; see `Message.about`."""
         tenant = self._spec.tenant
