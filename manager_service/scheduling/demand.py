@@ -4,7 +4,6 @@ A pass of the owner changes a few jobs, and must not cost more when there are th
 to a small `View`, and the sums change by the difference between its old view and its new one.
 """
 
-import heapq
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -46,15 +45,13 @@ class TenantDemand:
     """One tenant's jobs that want something issued, in two orders: by urgency (then first come, first served), and by the
     time since their last turn."""
 
-    buckets: dict[Urgency, "OrderedDict[str, None]"] = field(default_factory=dict)
+    by_urgency: dict[Urgency, "OrderedDict[str, None]"] = field(
+        default_factory=dict
+    )  # few, however many jobs there are
     line: "OrderedDict[str, None]" = field(default_factory=OrderedDict)  # longest waiting first
-    _keys: list[Urgency] = field(default_factory=list)  # heap of the buckets' urgencies; some of them may be gone
 
     def add(self, job: str, urgency: Urgency) -> None:
-        if urgency not in self.buckets:
-            self.buckets[urgency] = OrderedDict()
-            heapq.heappush(self._keys, urgency)
-        self.buckets[urgency][job] = None
+        self.by_urgency.setdefault(urgency, OrderedDict())[job] = None
         self.line.setdefault(job)
 
     def remove(self, job: str, urgency: Urgency) -> None:
@@ -64,17 +61,16 @@ class TenantDemand:
     def change(self, job: str, old: Urgency, urgency: Urgency) -> None:
         """Places a job behind those that are as urgent as it is now. In the line it keeps its place."""
         if urgency == old:
-            self.buckets[old].move_to_end(job)
+            self.by_urgency[old].move_to_end(job)
         else:
             self._take_out(job, old)
             self.add(job, urgency)
 
     def _take_out(self, job: str, urgency: Urgency) -> None:
-        bucket = self.buckets[urgency]
-        del bucket[job]
-        if not bucket:
-            del self.buckets[urgency]
-            self._tidy()
+        equals = self.by_urgency[urgency]
+        del equals[job]
+        if not equals:
+            del self.by_urgency[urgency]
 
     def first(self, *, longest_waiting: bool = False) -> str | None:
         """The most urgent job, or the one that has waited longest."""
@@ -82,14 +78,7 @@ class TenantDemand:
             return None
         if longest_waiting:
             return next(iter(self.line))
-        while self._keys[0] not in self.buckets:
-            heapq.heappop(self._keys)
-        return next(iter(self.buckets[self._keys[0]]))
-
-    def _tidy(self) -> None:
-        """Rebuilds the heap when most of its urgencies are gone."""
-        if len(self._keys) > 16 + 2 * len(self.buckets):
-            self._keys = sorted(self.buckets)
+        return next(iter(self.by_urgency[min(self.by_urgency)]))
 
 
 @dataclass(slots=True)
