@@ -48,9 +48,9 @@ class Fetched:
 class JobReader:
     """Reads the jobs of an owner, for its partitions."""
 
-    def __init__(self, bus: Bus, files: "ItemFiles", store: AdapterStore, limits: Limits = LIMITS) -> None:
+    def __init__(self, bus: Bus, objects: Objects, store: AdapterStore, limits: Limits = LIMITS) -> None:
         self._bus, self._cell = bus, bus.cell
-        self._files, self._store = files, store
+        self._files, self._store = ItemFiles(objects), store
         self._limits = limits
 
     async def records(self, job_ids: Sequence[str]) -> list[JobHashes]:

@@ -29,7 +29,7 @@ from common.wire.messages import TrainStep
 from manager_service.owner.archiver import Archiver
 from manager_service.owner.arriving import Intake, Owned
 from manager_service.owner.big_steps import BigSteps, PayloadTidier
-from manager_service.owner.job_reader import ItemFiles, JobReader
+from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes, RedisCommand, commands
 from manager_service.owner.jobs.job import Job
 from manager_service.owner.leases import Absence, Held, Leases
@@ -81,7 +81,7 @@ class Owner:
         limits: Limits = LIMITS,
     ) -> None:
         self._bus, self._cell, self._cluster, self._lease_s = bus, bus.cell, cluster, lease_s
-        self._reader = JobReader(bus, ItemFiles(objects), store, limits)
+        self._reader = JobReader(bus, objects, store, limits)
         self._token, self._commits = secrets.token_hex(16), Commits(bus)
         self._leases = Leases(bus, self._token, lease_s)
         self._surplus, self._others = 0, 0  # partitions to give back; other owners

@@ -31,13 +31,12 @@ Its files:
 
     archive.py         writes and reads the records of finished jobs, by tenant and job
     cluster.py         tells who is alive, and who worked for whom when, from the workers' telemetry
-    data_format.py     refuses a Redis that another version wrote
     file_records.py    records of files, of items and of adapters
     job_records.py     records of jobs
     keys.py            names of the records outside the cells, and how records are read
     receivers.py       records of where a tenant's jobs report to, and who keeps them
     run_records.py     names what Redis keeps of a run
     sample_records.py  records of events, versions and samples, and the bound on what is kept of them
-    tenants.py         records of tenants and keys, and who keeps them
+    tenants.py         records of tenants and keys, and who keeps them; refuses a Redis that another version wrote
     usage.py           names the counters of tenants' usage, and says which of them quotas count
 """

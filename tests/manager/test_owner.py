@@ -27,7 +27,7 @@ from harness.standin import (
     until_status,
 )
 from manager_service.http.quota import count_inference
-from manager_service.owner.job_reader import ItemFiles, JobReader
+from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes, commands
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
@@ -258,7 +258,7 @@ async def test_work_that_redis_lost_is_found_missing_and_done_again(system: Syst
 async def test_nothing_is_written_of_a_job_that_redis_lost_before_its_owner_wrote(bus: Bus, objects: Objects) -> None:
     # Given an owner that has read a new job, in a moment that Redis then loses
     spec, changes = job_spec(), Changes()
-    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
+    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, objects, AdapterStore(objects)))
     await partition.load(1.0, changes)
     await create_job(bus, spec)
     await partition.handle(await anext(deliveries(bus, partition)), 1.0, changes)
@@ -303,7 +303,7 @@ async def test_lost_work_is_found_though_the_owners_clock_has_gone_back(bus: Bus
     state = JSON.encode(JobState(status="running", initialising=True))
     await bus.client.hset(bus.cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": state})
     await bus.client.sadd(bus.cell.active(partition_of(spec.tenant)), spec.id)
-    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
+    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, objects, AdapterStore(objects)))
     await partition.load(10_000.0, changes)
 
     async def nothing_under_way() -> bool:
@@ -592,7 +592,7 @@ def test_a_version_that_groups_are_sampled_by_keeps_its_payloads() -> None:
 
 async def test_a_command_that_waits_for_its_jobs_file_is_not_taken_for_a_lost_one(bus: Bus, objects: Objects) -> None:
     spec, changes = job_spec(), Changes()
-    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
+    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, objects, AdapterStore(objects)))
     await partition.load(1.0, changes)
     await create_job(bus, spec)
     await partition.handle(await anext(deliveries(bus, partition)), 1.0, changes)

@@ -19,11 +19,10 @@ from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.journal import Journal
 from manager_service.owner.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.owner.jobs.orders import Orders
-from manager_service.owner.jobs.retention import droppable
 from manager_service.owner.jobs.stopping import end_of, note_step
 from manager_service.records.job_records import FINAL, MAX_DRAWN, JobError, JobSpec, JobState, Status, Stop, Training
 from manager_service.records.sample_records import LIMITS, CheckpointRecord, Limits
-from manager_service.scheduling.lengths import Lengths
+from manager_service.scheduling.members import Lengths
 from manager_service.scheduling.policies import capacity
 
 
@@ -332,7 +331,7 @@ class Job:
         end = numbers[-1] + 1 if numbers else self.state.next_group
         in_use = (group.version for number, group in self.open.groups.items() if number not in numbers)
         batch = [(number, self.open.groups[number]) for number in numbers]
-        return self.orders.step(self.state, batch, end, droppable(self.spec, self.state, in_use))
+        return self.orders.step(self.state, batch, end, in_use)
 
     def publish_step(self, numbers: list[int], changes: Changes) -> None:
         """Hands a batch to the trainers. The same script acknowledges its scored entries."""
