@@ -9,7 +9,7 @@ from manager_service.scheduling.policies import Policy, parse_policy
 
 
 class ManagerSettings(Settings):
-    """`MARLAAS_*` variables of the manager alone; `common.settings` has those of every service."""
+    """`MARLAAS_*` variables of only the manager; `common.settings` has those of every service."""
 
     model_config = SettingsConfigDict(env_prefix="MARLAAS_", frozen=True, extra="ignore")
 

@@ -1,4 +1,4 @@
-"""Takes jobs in beside an owner's passes, because their files may be long in coming: new ones, and those that a take-over left."""
+"""Takes jobs in outside of an owner's passes, since reading their files may take long: new jobs, and those that a take-over left."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.partition import Partition
 from manager_service.owner.transaction import Fence
 
-AGAIN_S = 1.0
+RETRY_S = 1.0
 """Time between two tries to read a job's files."""
 Owned = tuple[Partition, Fence]
 
@@ -53,7 +53,7 @@ class Intake:
         async with self._lock:
             await self._let_in()
         if failure:
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
             self.wanted.set()
 
     async def _let_in(self) -> None:

@@ -21,27 +21,27 @@ from manager_service.records.sample_records import LIMITS, Limits
 
 JobHashes = Sequence[Mapping[bytes, bytes]]
 """A job's hashes at the keys `job`, `open` and `evals`."""
-AT_ONCE = 16
+MAX_READS = 16
 """Files that are read from object storage at once."""
 
 
 @dataclass(slots=True)
-class Searched:
+class VersionSearch:
     """The store's answer about the next version of a job."""
 
     since: float  # seconds since 1970, when something last happened to the job
-    asked: bool = False  # the store is asked, or has answered
+    begun: bool = False  # the store is asked, or has answered
     done: bool = False
     manifest: Manifest | None = None
     error: CorruptObject | None = None
 
 
 @dataclass(slots=True)
-class Fetched:
+class FetchedJob:
     """A job that was read, before it counts."""
 
     job: Job
-    searched: Searched
+    searched: VersionSearch
     missing: str = ""  # why a file of it is gone
 
 
@@ -56,10 +56,10 @@ class JobReader:
     async def records(self, job_ids: Sequence[str]) -> list[JobHashes]:
         """The record of each job; empty hashes of a job that has none."""
         keys = [key(job) for job in job_ids for key in (self._cell.job, self._cell.open, self._cell.evals)]
-        found = await self._bus.read_hashes(keys)
-        return [found[at : at + 3] for at in range(0, len(found), 3)]
+        hashes = await self._bus.read_hashes(keys)
+        return [hashes[at : at + 3] for at in range(0, len(hashes), 3)]
 
-    async def read(self, job_id: str, records: JobHashes) -> Fetched | None:
+    async def read(self, job_id: str, records: JobHashes) -> FetchedJob | None:
         """A job with its files. None if it has no record that can be read. Raises Unavailable."""
         decoded = self._decoded(job_id, records)
         if decoded is None:
@@ -70,9 +70,9 @@ class JobReader:
         except NotFound as error:
             items, missing = [Items(), Items()], f"the job's file is gone: {error}"
         job = self._made(spec, state, records, *items)
-        searched = Searched(job.changed_at)
+        searched = VersionSearch(job.changed_at)
         await self.search(job, searched)
-        return Fetched(job, searched, missing)
+        return FetchedJob(job, searched, missing)
 
     def without_files(self, job_id: str, records: JobHashes) -> Job | None:
         """A job whose files cannot be read. None if it has no record that can be read."""
@@ -88,8 +88,10 @@ class JobReader:
         job.open.load(state, *records[1:])
         return job
 
-    async def search(self, job: Job, searched: Searched) -> None:
+    async def search(self, job: Job, searched: VersionSearch) -> None:
         """Asks the store for the version that a job waits for. Raises Unavailable."""
+        # A trainer commits a version before it sends the update. If Redis lost that message with its last moment, no worker tells of
+        # the version again, and a second training of the step would find it there. So only the store knows whether it exists
         if job.state.training or job.state.initialising:
             adapter = AdapterRef(job.spec.tenant, job.id, job.state.version + 1)
             try:
@@ -109,7 +111,7 @@ class ItemFiles:
         self._objects = objects
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by path; while it is read
-        self._places = asyncio.Semaphore(AT_ONCE)
+        self._places = asyncio.Semaphore(MAX_READS)
 
     async def items(self, tenant: str, file: str | None) -> Items:
         """The rows of a file; none without one. Raises NotFound, and Unavailable: StoreUnavailable if it is not the disk."""

@@ -1,7 +1,7 @@
 """The manager's records: every key in one place, one file a kind. HTTP routes and owners both read them; all records are JSON.
 
 in the cell (see common.bus.streams)
-job:<job>                  hash     `spec`: JobSpec, written once by the API; `state`: JobState, by the owner alone;
+job:<job>                  hash     `spec`: JobSpec, written once by the API; `state`: JobState, only by the owner;
                                     `deleted`: the user deleted its model; `moving`: it is being archived, and must not change
 unfinished:<tenant>        hash     job -> bytes of `spec` and `state` when it was created, until it has finished
 finished:<p>               zset     jobs to be archived (archive.py) by when they finished, seconds since 1970

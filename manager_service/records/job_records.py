@@ -1,4 +1,4 @@
-"""Records of jobs: what never changes, and the state, which the owner alone writes."""
+"""Records of jobs: what never changes, and the state, which only the owner writes."""
 
 import math
 from collections.abc import Collection
@@ -47,7 +47,7 @@ class Hyper(msgspec.Struct, frozen=True, kw_only=True):
     dynamic_sampling: bool = False
     tool_timeout_s: float = 10.0
     priority: int = 0  # larger first among the tenant's jobs
-    keep_versions: int | None = None  # newest versions that stay in the store, beside the best; None: all
+    keep_versions: int | None = None  # newest versions that stay in the store, with the best; None: all
     max_context: int | None = (
         None  # tokens of a trajectory over all of its turns, the prompt included; None: what is served
     )
@@ -146,7 +146,7 @@ class ScoreProgress(msgspec.Struct):
     step: int = 0
     best: float | None = None  # and the step that it is of
     best_step: int = 0
-    tokens: int = 0  # that the job had used when the newest version was committed, but for evaluations
+    tokens: int = 0  # that the job had used when the newest version was committed, without evaluations
     step_tokens: int = 0  # of a step: the mean, without what was sampled for later ones
     eval_tokens: int = 0  # of all evaluations so far, and their trajectories
     num_evaluated: int = 0

@@ -4,7 +4,7 @@ marlaas:{@}:logger-keys:<tenant>   hash     logger -> LoggerKey
 marlaas:{@}:webhooks:<tenant>      hash     webhook -> Webhook
 marlaas:{@}:loggers                string   names of the loggers that are installed where the exporter runs
 
-Keys and secrets are kept as they are, since loggers and signatures need them. The manager and the exporter alone may read these
+Keys and secrets are kept as they are, since loggers and signatures need them. Only the manager and the exporter may read these
 keys of Redis (deploy/acl.py), and no route answers with one.
 """
 

@@ -138,7 +138,7 @@ class Tenants:
 async def bootstrap(tenants: Tenants, data_dir: Path) -> None:
     """Makes the tenant `default`, its first key and an admin key, unless they exist. Safe to repeat and to race.
 
-    The keys lie in `{data_dir}/api_key` and `admin_key`, readable by their owner alone; if Redis lost them, the same
+    The keys lie in `{data_dir}/api_key` and `admin_key`, readable only by their owner; if Redis lost them, the same
     keys are registered again.
     """
     with contextlib.suppress(AlreadyExists):
@@ -169,14 +169,14 @@ def read_or_make_key(file: Path) -> str:
 
 async def check_format(redis: Any) -> None:
     """Marks an empty Redis. Raises InvalidInput for one of another format."""
-    found = await redis.get(FORMAT_KEY)
-    if found is None and await redis.exists(TENANTS):
-        found = b"1"
-    elif found is None:
+    mark = await redis.get(FORMAT_KEY)
+    if mark is None and await redis.exists(TENANTS):
+        mark = b"1"
+    elif mark is None:
         await redis.set(FORMAT_KEY, FORMAT, nx=True)
-        found = FORMAT.encode()
-    if found != FORMAT.encode():
+        mark = FORMAT.encode()
+    if mark != FORMAT.encode():
         raise InvalidInput(
-            f"this Redis holds data of another version of MARLaaS (format {found.decode()}, this one reads {FORMAT}): run it "
+            f"this Redis holds data of another version of MARLaaS (format {mark.decode()}, this one reads {FORMAT}): run it "
             "with that version, or start with an empty one (marlaas up --data ANOTHER_FOLDER)"
         )

@@ -177,11 +177,11 @@ class Allocator:
         """Starts as many jobs as the policy and each tenant's number of concurrent jobs allow, oldest first."""
         demand = self.demand
         left = may_start(self.policy, num_running=demand.num_running, num_queued=sum(map(len, demand.queued.values())))
-        found: list[Member] = []
+        next_starts: list[Member] = []
         for tenant in list(demand.queued) if left else []:
             free = self._tenant(tenant).max_jobs - demand.active[tenant]
-            found += self._next_starts(tenant, min(free, left))
-        for job in sorted(found, key=_age)[:left]:
+            next_starts += self._next_starts(tenant, min(free, left))
+        for job in sorted(next_starts, key=_age)[:left]:
             self._starts[job.spec.tenant] += 1
             self._guarded(job, now, changes, _start)
 
@@ -190,11 +190,11 @@ class Allocator:
         if num <= 0:
             return []
         waiting = sorted((self._members[name] for name in self.demand.queued[tenant]), key=_age)
-        found: list[Member] = []
-        while waiting and len(found) < num:
-            oldest = is_longest_waiting(self._starts[tenant] + len(found))
-            found.append(waiting.pop(0) if oldest else waiting.pop(_most_urgent(waiting)))
-        return found
+        chosen: list[Member] = []
+        while waiting and len(chosen) < num:
+            oldest = is_longest_waiting(self._starts[tenant] + len(chosen))
+            chosen.append(waiting.pop(0) if oldest else waiting.pop(_most_urgent(waiting)))
+        return chosen
 
     def _follow_quotas(self, now: float) -> None:
         """Takes the runs of tenants whose tokens of today are used up out of the trainers' queue, and puts them back the next day.
@@ -295,14 +295,14 @@ class Allocator:
 
     @property
     def in_env(self) -> float:
-        """This owner's part of the trajectories, but for examples, that env workers work on. Those that wait for an env slot count
+        """This owner's part of the trajectories that env workers work on, without examples. Those that wait for an env slot count
         like those that wait for a rollout."""
         mine = self._active_weight()
         part = mine / (mine + self.other_weight) if mine else 0.0
         return part * min(max(0, self.env_backlog - self.demand.open_examples.total()), self.cluster.slots("env"))
 
     def _fits(self, job: Job, part: OwnPart) -> bool:
-        """Is there room for the keys and values of what the job is issued next? What is alone under way always fits."""
+        """Is there room for the keys and values of what the job is issued next? If nothing else is under way it always fits."""
         demand = self.demand
         at_rollout = max(0.0, 1 - part.in_env / max(1, demand.open_work))
         left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=part.share)

@@ -108,15 +108,15 @@ class Wishes:
 
     def next_job(self, tenant: str) -> str | None:
         """The tenant's job whose turn it is."""
-        wanted = self.tenants.get(tenant)
-        return wanted.first(longest_waiting=is_longest_waiting(self._turns[tenant])) if wanted else None
+        jobs = self.tenants.get(tenant)
+        return jobs.first(longest_waiting=is_longest_waiting(self._turns[tenant])) if jobs else None
 
     def granted(self, tenant: str, job: str) -> None:
         """Moves a job that had its turn to the end of the line."""
         self._turns[tenant] += 1
-        wanted = self.tenants.get(tenant)
-        if wanted is not None and job in wanted.line:
-            wanted.line.move_to_end(job)
+        jobs = self.tenants.get(tenant)
+        if jobs is not None and job in jobs.line:
+            jobs.line.move_to_end(job)
 
     def forget(self, tenant: str) -> None:
         del self._turns[tenant]

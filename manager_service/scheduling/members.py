@@ -18,21 +18,21 @@ SMOOTHING = 0.05
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about one member. What a field says of trajectories concerns jobs alone."""
+    """Facts about one member. What a field says of trajectories concerns only jobs."""
 
     tenant: str
     queued: bool = False
     active: bool = False  # counts towards the tenant's concurrent jobs
     running: bool = False
     behind: bool = False  # samples what it must train next
-    waiting: int = 0  # trajectories under way, but for examples of a supervised job's steps
+    waiting: int = 0  # trajectories under way, without examples of a supervised job's steps
     tokens: float = 0.0  # that the waiting trajectories will use, estimated
     kv_tokens: float = 0.0  # keys and values that they need, in tokens, estimated
     training: bool = False  # a trainer has a message of it
     training_tokens: int = 0  # of that message
     ready: bool = False  # a TrainStep could be published
     urgency: Urgency | None = None  # None: wants nothing issued that rollout workers compute
-    examples: int = 0  # of a supervised job's steps, under way: env workers alone see them
+    examples: int = 0  # of a supervised job's steps, under way: only env workers see them
     example_urgency: Urgency | None = None  # None: wants no example issued
     fresh: bool = False  # wants its first group
 

@@ -50,8 +50,10 @@ async def test_a_job_that_stalls_on_a_full_redis_names_what_fills_it(
     bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "STALL_S", 0.1)
-    monkeypatch.setattr(redis_memory, "EVERY_S", 0.1)
-    monkeypatch.setattr(redis_memory, "SAMPLE", 4096)  # the stall is told once: no key may be missed by chance
+    monkeypatch.setattr(redis_memory, "MEASURE_EVERY_S", 0.1)
+    monkeypatch.setattr(
+        redis_memory, "NUM_SAMPLED_KEYS", 4096
+    )  # the stall is told once: no key may be missed by chance
     await fill(bus)
     used: Any = await bus.client.info("memory")
     await bus.client.config_set("maxmemory", int(used["used_memory"] / 0.8))

@@ -31,7 +31,7 @@ from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes, commands
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
-from manager_service.owner.leases import Held, Leases
+from manager_service.owner.leases import Leases, LeaseState
 from manager_service.owner.partition import Partition
 from manager_service.owner.redis_memory import measured
 from manager_service.owner.surroundings import KEEP_HINTS, Surroundings
@@ -412,17 +412,17 @@ async def test_an_owner_that_slept_through_its_lease_forgets_what_it_knew(system
     ones, others = Fence(system.bus, 3, "one"), Fence(system.bus, 3, "other")
     await system.kill_owner()
     await forget_leases(system.bus)
-    assert (await one.round({})).leases[3] is Held.TAKEN
+    assert (await one.round({})).leases[3] is LeaseState.TAKEN
     await ones.read_stamp()
     # While it sleeps, another takes the lease, writes once, and leaves
     await forget_leases(system.bus)
-    assert (await other.round({})).leases[3] is Held.TAKEN
+    assert (await other.round({})).leases[3] is LeaseState.TAKEN
     await others.read_stamp()
     commits, x = Commits(system.bus), system.bus.cell.key("x")
     assert await commits.apply([(others, [["SET", x, "by the other"]])]) == [None]
     await other.leave()
     # Then the first sees that its lease was not renewed, and its write is refused, not taken for done
-    assert (await one.round({})).leases[3] is Held.TAKEN
+    assert (await one.round({})).leases[3] is LeaseState.TAKEN
     (refused,) = await commits.apply([(ones, [["SET", x, "by the first"]])])
     assert isinstance(refused, Lost)
     assert await system.bus.client.get(x) == b"by the other"
@@ -436,7 +436,7 @@ async def test_a_late_owner_writes_nothing_though_the_next_has_not_written_yet(s
     await one.round({})
     await fence.read_stamp()
     await forget_leases(system.bus)
-    assert (await other.round({})).leases[3] is Held.TAKEN
+    assert (await other.round({})).leases[3] is LeaseState.TAKEN
     x = system.bus.cell.key("x")
     (refused,) = await Commits(system.bus).apply([(fence, [["SET", x, "late"]])])
     assert isinstance(refused, Fenced)
@@ -460,7 +460,7 @@ async def test_a_command_that_redis_refuses_harms_no_other_partition(system: Sys
     await system.kill_owner()
     await forget_leases(system.bus)
     leases = await Leases(system.bus, "one", 60).round({})
-    assert {leases.leases[number] for number in (1, 2, 3)} == {Held.TAKEN}
+    assert {leases.leases[number] for number in (1, 2, 3)} == {LeaseState.TAKEN}
     fences, key = [Fence(system.bus, number, "one") for number in (1, 2, 3)], system.bus.cell.key
     for fence in fences:
         await fence.read_stamp()

@@ -189,7 +189,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """A disk for temporary files without room. The result makes room."""
     opened = partial(Path("/dev/full").open, "rb+", 0)
     monkeypatch.setattr(job_reader.tempfile, "TemporaryFile", opened)
-    monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
+    monkeypatch.setattr(arriving, "RETRY_S", 0.1)
     return monkeypatch.undo
 
 
@@ -217,7 +217,7 @@ async def test_a_new_job_waits_for_a_store_that_is_away_however_long(
 ) -> None:
     # Given a store that is away for longer than a full disk may last
     monkeypatch.setattr(partition, "GIVE_UP_S", 0.0)
-    monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
+    monkeypatch.setattr(arriving, "RETRY_S", 0.1)
     tries = 0
 
     async def away(path: str, file: BinaryIO) -> None:
@@ -254,7 +254,7 @@ async def test_a_started_job_whose_file_finds_no_room_after_a_take_over_waits_an
     # When the next owner's disk is full
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(job_reader.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "rb+", 0))
-        patched.setattr(arriving, "AGAIN_S", 0.1)
+        patched.setattr(arriving, "RETRY_S", 0.1)
         system.start_owner()
         # Then the job says that it waits, and the other one runs meanwhile
         await until(lambda: waiting(system, spec.id))
@@ -325,7 +325,7 @@ async def test_a_job_whose_files_find_no_room_here_goes_to_an_owner_with_more(
     bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "LEAVE_AFTER_S", 0.0)
-    monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
+    monkeypatch.setattr(arriving, "RETRY_S", 0.1)
     await objects.write(f"files/{KEPT}/file-1", ITEMS)
     first, second = System(bus, objects), System(bus, objects)
     spec = _with_file(job_spec("filed", KEPT, num_steps=1, **SMALL))

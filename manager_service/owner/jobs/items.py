@@ -74,7 +74,7 @@ def _bounds(file: BinaryIO, size: int) -> Iterator[np.ndarray]:
 
 
 def _line_ends(block: np.ndarray, *, is_last: bool) -> np.ndarray:
-    """Places behind the lines that end in a block. Some files end lines by a carriage return alone."""
+    """Places behind the lines that end in a block. Some files end lines by only a carriage return."""
     newlines, returns = block == NEWLINE, block == RETURN
     returns[:-1] &= ~newlines[1:]
     ends = np.flatnonzero(newlines | returns) + 1

@@ -79,6 +79,8 @@ class Job:
             return False
         if hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size:
             return False
+        # The version gate (I1). A batch with a trainer still counts: its version is not there yet, so what is issued now would be
+        # one version older when it is trained
         untrained = len(self.open.groups) + (hyper.batch_size if state.training else 0)
         room = capacity(eta=hyper.max_staleness, batch_size=hyper.batch_size, num_untrained=untrained)
         left = (self.num_steps - self.steps_sent) * hyper.batch_size
@@ -127,6 +129,8 @@ class Job:
 
     def _reissue(self, changes: Changes) -> None:
         """Issues every waiting trajectory again, as a new attempt. Results of the old one will be dropped."""
+        # Two numbers: workers drop messages of an older epoch, which only saves work; `attempt_of` refuses late results, which
+        # keeps them from counting twice
         self.state.epoch += 1
         self.state.attempt += 1
         for number, group in self.open.groups.items():
@@ -278,7 +282,7 @@ class Job:
     # ---- batches ----------------------------------------------------------------------------------------------------
 
     def advance(self, now: float, changes: Changes) -> None:
-        """Does all that follows from the state alone: drops groups, finishes evaluations, finishes the job."""
+        """Does what follows from the state: drops groups, finishes evaluations, finishes the job."""
         if self.state.status in FINAL:
             return
         state = self.state
@@ -321,8 +325,8 @@ class Job:
         state, hyper = self.state, self.spec.hyper
         if state.status != "running" or state.training or state.version < 0 or state.version >= self.num_steps:
             return None
-        if (found := self.open.next_batch(state.window, state.next_group)) is not None:
-            return found
+        if (numbers := self.open.next_batch(state.window, state.next_group)) is not None:
+            return numbers
         exhausted = hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size
         return sorted(self.open.groups) if exhausted and len(self.open.decided) == len(self.open.groups) else None
 

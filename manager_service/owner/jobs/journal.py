@@ -193,8 +193,8 @@ class Journal:
     def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
         """Keeps what the batch's first groups wrote, the best and the worst of the others, and what failed since the batch before."""
         others = 0 if self._spec.is_supervised else self._limits.other_samples
-        found = chosen(batch, groups=self._limits.sample_groups, others=others)
-        items = {number: orders.item(number) for number in {number for number, *_ in found}}
+        rows = chosen(batch, groups=self._limits.sample_groups, others=others)
+        items = {number: orders.item(number) for number in {number for number, *_ in rows}}
         compared = advantages([each for each in batch if each[0] in items], self._spec.hyper.loss.name)
         records = [
             record_of(
@@ -205,7 +205,7 @@ class Journal:
                 advantage=compared[number][place],
                 supervised=self._spec.is_supervised,
             )
-            for number, place, scored, kept in found
+            for number, place, scored, kept in rows
         ]
         self._keep_step(self._state.version + 1, records, changes)
 

@@ -6,7 +6,7 @@
 
 Each change is written to both places at once: to this table, and through `Changes` to `open:<job>` (training) and
 `evals:<job>` (evaluation). The trajectories of a batch that a trainer has are
-open in Redis alone; the job's `Training` names them.
+open only in Redis; the job's `Training` names them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -143,7 +143,7 @@ class OpenTrajectories:
             self.wait_for(key, version, attempt)
 
     def wait_for(self, key: TrajectoryKey, version: int, attempt: int) -> None:
-        """Marks as waiting, in memory alone, a trajectory that is open in Redis already."""
+        """Marks as waiting, only in memory, a trajectory that is open in Redis already."""
         if key.group not in self.groups:
             self.groups[key.group] = Group(version)
         waiting = self.groups[key.group].waiting

@@ -152,7 +152,7 @@ def droppable(spec: JobSpec, state: JobState, in_use: Iterable[int]) -> tuple[in
     keep = spec.hyper.keep_versions
     if keep is None:
         return ()
-    # The step carries the list, and the trainer deletes after its commit. A crash in between leaves files that cost space; a list
-    # made later could name a version that a group issued meanwhile still needs
+    # The step carries the list: only its trainer knows that the next version is committed. Groups that are issued until then are
+    # sampled by the newest version, which is never in the list, because `keep_versions` is at least 2
     needed = {state.best_version, *in_use, *map(int, state.evals)}
     return tuple(v for v in state.stored if v <= state.version + 1 - keep and v not in needed)
