@@ -169,9 +169,8 @@ class Owner:
     async def _take_over(self, number: int) -> None:
         fence = Fence(self._bus, number, self._token)
         partition, changes = Partition(number, self._bus, self._reader), Changes()
-        await (
-            fence.read_stamp()
-        )  # before all else: a write of the last owner from here on makes this one's first commit fail
+        # The stamp before the records: if Redis loses any of these from here on, the first commit is refused
+        await fence.read_stamp()
         await partition.load(time.time(), changes)
         async with self._lock:
             if number not in self._to_load:

@@ -13,6 +13,9 @@ from manager_service.scheduling.fairness import is_longest_waiting
 from manager_service.scheduling.members import Urgency, View
 from manager_service.scheduling.training_queue import Handed
 
+GONE = View(tenant="")
+"""The view of a job that is not there."""
+
 
 def view_of(job: Job) -> View:
     status, training, supervised = job.state.status, job.state.training, job.spec.is_supervised
@@ -50,27 +53,18 @@ class TenantDemand:
     )  # few, however many jobs there are
     line: "OrderedDict[str, None]" = field(default_factory=OrderedDict)  # longest waiting first
 
-    def add(self, job: str, urgency: Urgency) -> None:
-        self.by_urgency.setdefault(urgency, OrderedDict())[job] = None
-        self.line.setdefault(job)
-
-    def remove(self, job: str, urgency: Urgency) -> None:
-        self._take_out(job, urgency)
-        del self.line[job]
-
-    def change(self, job: str, old: Urgency, urgency: Urgency) -> None:
-        """Places a job behind those that are as urgent as it is now. In the line it keeps its place."""
-        if urgency == old:
-            self.by_urgency[old].move_to_end(job)
+    def change(self, job: str, old: Urgency | None, urgency: Urgency | None) -> None:
+        """Places a job behind those that are as urgent as it is now. In the line it keeps its place. None: it wants nothing."""
+        if old is not None:
+            equals = self.by_urgency[old]
+            del equals[job]
+            if not equals:
+                del self.by_urgency[old]
+        if urgency is not None:
+            self.by_urgency.setdefault(urgency, OrderedDict())[job] = None
+            self.line.setdefault(job)
         else:
-            self._take_out(job, old)
-            self.add(job, urgency)
-
-    def _take_out(self, job: str, urgency: Urgency) -> None:
-        equals = self.by_urgency[urgency]
-        del equals[job]
-        if not equals:
-            del self.by_urgency[urgency]
+            self.line.pop(job, None)
 
     def first(self, *, longest_waiting: bool = False) -> str | None:
         """The most urgent job, or the one that has waited longest."""
@@ -88,23 +82,13 @@ class Wishes:
     tenants: dict[str, TenantDemand] = field(default_factory=dict)
     _turns: Counter[str] = field(default_factory=Counter)  # tenant -> what it was granted
 
-    def add(self, tenant: str, job: str, urgency: Urgency | None) -> None:
-        if urgency is not None:
-            self.tenants.setdefault(tenant, TenantDemand()).add(job, urgency)
-
-    def remove(self, tenant: str, job: str, urgency: Urgency | None) -> None:
-        if urgency is None:
-            return
-        self.tenants[tenant].remove(job, urgency)
-        if not self.tenants[tenant].line:
-            del self.tenants[tenant]
-
     def change(self, tenant: str, job: str, old: Urgency | None, urgency: Urgency | None) -> None:
-        if old is None or urgency is None:
-            self.remove(tenant, job, old)
-            self.add(tenant, job, urgency)
-        else:
-            self.tenants[tenant].change(job, old, urgency)
+        """See `TenantDemand.change`."""
+        if old is not None or urgency is not None:
+            jobs = self.tenants.setdefault(tenant, TenantDemand())
+            jobs.change(job, old, urgency)
+            if not jobs.line:
+                del self.tenants[tenant]
 
     def next_job(self, tenant: str) -> str | None:
         """The tenant's job whose turn it is."""
@@ -148,15 +132,19 @@ class Demand:
     def update(self, job: str, view: View | None) -> None:
         """Replaces the view of a job. None: the job is gone."""
         old = self._views.pop(job, None)
+        if old is not None:
+            self._count(old, -1)
+            self._unlist(job, old)
         if view is not None:
             self._views[job] = view
-        if old is not None and view is not None and old.tenant == view.tenant:
-            self._change(job, old, view)
-            return
-        if old is not None:
-            self._subtract(job, old)
-        if view is not None:
-            self._add(job, view)
+            self._jobs.setdefault(view.tenant, set()).add(job)
+            self._count(view, 1)
+            self._list(job, view)
+        before, after, tenant = old or GONE, view or GONE, (view or old or GONE).tenant
+        self.rollouts.change(tenant, job, before.urgency, after.urgency)
+        self.examples.change(tenant, job, before.example_urgency, after.example_urgency)
+        if old is not None and view is None:
+            self._leave(job, tenant)
 
     def tenants(self) -> set[str]:
         """Tenants with rollouts under way or wanted."""
@@ -169,30 +157,11 @@ class Demand:
     def jobs_of(self, tenant: str) -> Set[str]:
         return self._jobs.get(tenant, frozenset())
 
-    def _add(self, job: str, view: View) -> None:
-        self._count(view, 1)
-        self._jobs.setdefault(view.tenant, set()).add(job)
-        self._list(job, view)
-        self.rollouts.add(view.tenant, job, view.urgency)
-        self.examples.add(view.tenant, job, view.example_urgency)
-
-    def _change(self, job: str, old: View, view: View) -> None:
-        self._count(old, -1)
-        self._count(view, 1)
-        self._unlist(job, old)
-        self._list(job, view)
-        self.rollouts.change(view.tenant, job, old.urgency, view.urgency)
-        self.examples.change(view.tenant, job, old.example_urgency, view.example_urgency)
-
-    def _subtract(self, job: str, view: View) -> None:
-        tenant = view.tenant
-        self._count(view, -1)
+    def _leave(self, job: str, tenant: str) -> None:
+        """Forgets a job that is gone, and its tenant if that has no other."""
         self._jobs[tenant].discard(job)
         if not self._jobs[tenant]:
             del self._jobs[tenant]
-        self._unlist(job, view)
-        self.rollouts.remove(tenant, job, view.urgency)
-        self.examples.remove(tenant, job, view.example_urgency)
         if not self.active[tenant] and tenant not in self.queued:
             del self.active[tenant], self.waiting[tenant], self.tokens[tenant], self.behind[tenant]
             self.rollouts.forget(tenant)

@@ -148,7 +148,8 @@ class Job:
             self._give_up(changes)
         elif training := self.state.training:  # its groups are sampled again, because their results were lost with it
             self.journal.warn(now, "A training step was lost and is made again", changes)
-            self.open.wait_again(training.keys, self.state.version, self.state.attempt)
+            for key in map(TrajectoryKey.parse, training.keys):
+                self.open.wait_for(key, self.state.version, self.state.attempt)
             self.state.reopen_window(training, self.open.groups.keys())
             self._reissue(changes)
         elif self.state.initialising:

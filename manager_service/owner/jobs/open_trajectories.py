@@ -9,7 +9,7 @@ Each change is written to both places at once: to this table, and through `Chang
 open only in Redis; the job's `Training` names them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import msgspec
@@ -136,11 +136,6 @@ class OpenTrajectories:
         return [other.sample for other in self.evals if other == key._replace(sample=other.sample)]
 
     # ---- transitions ------------------------------------------------------------------------------------------------
-
-    def wait_again(self, keys: Iterable[str], version: int, attempt: int) -> None:
-        """Waits for the trajectories of a lost step, by their keys."""
-        for key in map(TrajectoryKey.parse, keys):
-            self.wait_for(key, version, attempt)
 
     def wait_for(self, key: TrajectoryKey, version: int, attempt: int) -> None:
         """Marks as waiting, only in memory, a trajectory that is open in Redis already."""
