@@ -15,7 +15,7 @@ from common.store.objects import Objects
 from common.wire.messages import Cancel
 from common.worker.handlers import Beat
 from harness.redis_server import RedisServer, find_valkey
-from harness.standin import StandInEnv, create_job, job_spec, state_of, until_status
+from harness.standin import StandInEnv, create_job, job_spec, state_of
 from manager_service.export.lease import Lease
 from manager_service.http.errors import ApiError
 from manager_service.http.sampling.cell_share import CellShare
@@ -66,8 +66,7 @@ async def test_a_full_redis_drains_through_its_owner(
     await system.start()
     # Given a job that has ended, and one whose first groups are under way, when Redis is full
     ended, open_one = job_spec("ended", num_steps=1, **SMALL), job_spec("open", num_steps=1000, **SMALL)
-    await create_job(bus, ended)
-    await until_status(bus, ended.id, "succeeded")
+    await system.run_job(ended)
     env.may.clear()
     env.num_asked = 0
     await create_job(bus, open_one)

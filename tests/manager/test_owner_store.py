@@ -315,8 +315,7 @@ async def test_a_partition_that_an_owner_cannot_load_goes_to_another(
     second.start_owner()
     # Then a job of every partition ends with the second
     spec = job_spec("any", num_steps=1, **SMALL)
-    await create_job(bus, spec)
-    await until_status(bus, spec.id, "succeeded")
+    await second.run_job(spec)
     await first.stop()
     await second.stop()
 

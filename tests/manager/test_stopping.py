@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.tasks.environments import SUPERVISED
 from common.wire.messages import EnvSpec, Start, TrainStep, Usage
-from harness.standin import StandInEnv, create_job, job_spec, ledger_of, until_status
+from harness.standin import StandInEnv, create_job, job_spec, until_status
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
@@ -161,25 +161,12 @@ def test_the_tokens_that_a_job_may_use_bound_its_last_evaluation() -> None:
     assert (dear.job.state.evaluated, dear.job.state.tokens) == (0, 120), "nothing is issued once they are used"
 
 
-async def test_a_job_that_reaches_its_target_succeeds_and_says_why(system: System) -> None:
-    spec = job_spec(num_steps=30, target_reward=0.5)  # what the stand-in trainer says of every step
-    await create_job(system.bus, spec)
-    state = await until_status(system.bus, spec.id, "succeeded", "failed")
-    assert (state.status, state.version) == ("succeeded", COMPARED_STEPS)
-    told = [(event.message, event.data) for event in await system.events(spec.id) if event.type == "message"]
-    said = f"Training ends early, with version {COMPARED_STEPS}: the mean reward of the last 5 steps is 0.5, and target_reward 0.5"
-    assert (said, {"code": "target_reward", "version": COMPARED_STEPS}) in told
-    assert (await ledger_of(system.bus, spec.id))["trained"] == COMPARED_STEPS * 16
-
-
 async def test_a_job_ends_before_it_uses_more_tokens_than_it_may(system: System) -> None:
     spec = job_spec(num_steps=30, max_tokens_total=150)  # a step has 16 trajectories of 3 tokens, and 10 are trained
-    await create_job(system.bus, spec)
-    state = await until_status(system.bus, spec.id, "succeeded")
+    state = await system.run_job(spec)
     assert (state.version, state.tokens) == (2, 116)
     tight = job_spec("job-b", num_steps=30, max_tokens_total=20)
-    await create_job(system.bus, tight)
-    failed = await until_status(system.bus, tight.id, "failed", "succeeded")
+    failed = await system.run_job(tight, "failed", "succeeded")
     assert failed.error and failed.error.code == "max_tokens_total"
     assert "before the first step was trained: it has used" in failed.error.message
 
