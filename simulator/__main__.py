@@ -4,7 +4,7 @@
                                   [--measured DIR] [--rollout 200 --env 200 --trainer 100] [--tenants 500] [--out DIR]
 
 Prints one line for each policy and N, and on stderr how far it is. With `--measured`, a folder of measured runs (`run-*.json`, see
-`simulator.calibration.PolicyRun`), the measured makespan stands beside the simulated one. The goal is 15 %.
+`simulator.calibration.PolicyRun`), the measured makespan stands next to the simulated one. The goal is 15 %.
 """
 
 import argparse
@@ -37,13 +37,11 @@ COLUMNS: Mapping[str, Callable[[PolicyRun], float]] = {
 HEAD = ("run", *COLUMNS, "measured s", "error %", "took s")
 
 
-def sized(calibration: Calibration, given: Any) -> Calibration:
+def sized(calibration: Calibration, args: Any) -> Calibration:
     """The calibration with other numbers of workers, slots or steps, if they are given."""
-    changes = {
-        name: value for name in ("rollout", "env", "trainer", "trainer_slots") if (value := getattr(given, name))
-    }
+    changes = {name: value for name in ("rollout", "env", "trainer", "trainer_slots") if (value := getattr(args, name))}
     size = msgspec.structs.replace(calibration.size, **changes)
-    steps = {"num_steps": given.steps} if given.steps else {}
+    steps = {"num_steps": args.steps} if args.steps else {}
     workload = msgspec.structs.replace(calibration.workload, **steps)
     return msgspec.structs.replace(calibration, size=size, workload=workload)
 
@@ -72,7 +70,7 @@ def line(run: PolicyRun, measured: PolicyRun | None, took_s: float) -> tuple[Any
 
 
 def absent(measured: Sequence[PolicyRun], folder: Path, workload: str) -> list[str]:
-    """Reason why nothing measured stands beside the simulated runs."""
+    """Reason why nothing measured stands next to the simulated runs."""
     names = sorted({run.workload for run in measured})
     if not names or workload in names:
         return []
@@ -107,31 +105,31 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    given = options().parse_args()
+    args = options().parse_args()
     try:
-        calibration = sized(read_calibration(given.calibration), given)
-        measured = read_runs(given.measured, PolicyRun) if given.measured else []
-        policies = {name: parse_policy(name) for name in str(given.policy).split(",")}
+        calibration = sized(read_calibration(args.calibration), args)
+        measured = read_runs(args.measured, PolicyRun) if args.measured else []
+        policies = {name: parse_policy(name) for name in str(args.policy).split(",")}
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {error}")
-    notes = absent(measured, given.measured, calibration.workload.name)
+    notes = absent(measured, args.measured, calibration.workload.name)
     lines: list[tuple[Any, ...]] = []
     goals: list[Goal] = []
     runs: list[PolicyRun] = []
-    for name, n in itertools.product(policies, list[int](given.n)):
+    for name, n in itertools.product(policies, list[int](args.n)):
         sys.stderr.write(f"{name}, N = {n} …\n")
         started = time.perf_counter()
-        run = predict(calibration, policies[name], n, given.tenants)
+        run = predict(calibration, policies[name], n, args.tenants)
         real = matching(measured, run)
         runs.append(run)
         lines.append(line(run, real, time.perf_counter() - started))
         if real is not None:
             error = abs(run.makespan_s / real.makespan_s - 1)
             goals.append(Goal(f"error, {name} {n}", 100 * error, 100 * GOAL, " %", more_is_better=False))
-        if given.out:
-            given.out.mkdir(parents=True, exist_ok=True)
-            write(run, given.out / f"run-{run.workload}-{name}-{n}-simulated.json")
-    show(Report([make_table("Simulated", HEAD, lines)], msgspec.to_builtins(runs), goals, notes), given.json)
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            write(run, args.out / f"run-{run.workload}-{name}-{n}-simulated.json")
+    show(Report([make_table("Simulated", HEAD, lines)], msgspec.to_builtins(runs), goals, notes), args.json)
 
 
 if __name__ == "__main__":
