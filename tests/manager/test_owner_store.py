@@ -1,7 +1,7 @@
 """An owner whose object storage is slow: nothing waits for it but the job whose payload or version it is."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -184,13 +184,10 @@ def _with_file(spec: JobSpec) -> JobSpec:
 ITEMS = b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 4
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A disk for temporary files without room. The result makes room."""
-    opened = partial(Path("/dev/full").open, "rb+", 0)
-    monkeypatch.setattr(job_reader.tempfile, "TemporaryFile", opened)
-    monkeypatch.setattr(arriving, "RETRY_S", 0.1)
-    return monkeypatch.undo
+def fill_disk(patched: pytest.MonkeyPatch) -> None:
+    """Leaves no room on the disk for temporary files."""
+    patched.setattr(job_reader.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "rb+", 0))
+    patched.setattr(arriving, "RETRY_S", 0.1)
 
 
 async def waiting(system: System, job: str) -> bool:
@@ -199,8 +196,9 @@ async def waiting(system: System, job: str) -> bool:
 
 
 async def test_a_job_whose_file_finds_no_room_for_long_fails(
-    system: Owning, objects: Objects, full_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    system: Owning, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fill_disk(monkeypatch)
     monkeypatch.setattr(partition, "GIVE_UP_S", 0.5)
     await objects.write("files/acme/file-1", ITEMS)
     spec = _with_file(job_spec("filed", num_steps=1, **SMALL))
@@ -253,8 +251,7 @@ async def test_a_started_job_whose_file_finds_no_room_after_a_take_over_waits_an
     await system.kill_owner()
     # When the next owner's disk is full
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(job_reader.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "rb+", 0))
-        patched.setattr(arriving, "RETRY_S", 0.1)
+        fill_disk(patched)
         system.start_owner()
         # Then the job says that it waits, and the other one runs meanwhile
         await until(lambda: waiting(system, spec.id))
