@@ -48,7 +48,11 @@ class Intake:
 
     async def _take_in(self, number: int, owned: Owned, job: str) -> None:
         """Reads a job. Who has the lock first lets all that are read enter."""
-        failure = await _fetched(owned[0], job)
+        failure = None
+        try:
+            await owned[0].fetch(job)
+        except Unavailable as error:
+            failure = error
         self._read.append((number, owned, job, failure))
         async with self._lock:
             await self._let_in()
@@ -72,12 +76,3 @@ class Intake:
             await partition.delay(job, failure, time.time(), changes)
         if not failure or job in partition.jobs:
             await partition.take_in(job, time.time(), changes)
-
-
-async def _fetched(partition: Partition, job: str) -> Unavailable | None:
-    """Reads a job's record and files, or returns why they cannot be read now."""
-    try:
-        await partition.fetch(job)
-    except Unavailable as error:
-        return error
-    return None

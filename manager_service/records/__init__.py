@@ -38,5 +38,5 @@ Its files:
     run_records.py     names what Redis keeps of a run
     sample_records.py  records of events, versions and samples, and the bound on what is kept of them
     tenants.py         records of tenants and keys, and who keeps them; refuses a Redis that another version wrote
-    usage.py           names the counters of tenants' usage, and says which of them quotas count
+    usage.py           names the counters of tenants' usage, and lists those that quotas count
 """

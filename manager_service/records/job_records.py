@@ -13,14 +13,8 @@ from manager_service.records.sample_records import Kept
 
 MAX_DRAWN = 3
 """Groups that dynamic sampling draws at most for one step, as a multiple of `batch_size`."""
-
-
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
-
-
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
-
-
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled")
 
 
@@ -166,8 +160,6 @@ class Stop(msgspec.Struct, frozen=True):
 
 MAX_REASONS = 20
 """Different reasons of failures that are counted apart between two steps."""
-
-
 OTHER_REASONS = "other: reasons beyond the first"
 
 

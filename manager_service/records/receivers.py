@@ -76,8 +76,8 @@ class Receivers:
 
     async def installed(self) -> list[LoggerName] | None:
         """The loggers that the exporter can write to; None if there has never been an exporter."""
-        found = await self._redis.get(LOGGERS)
-        return None if found is None else msgspec.json.decode(found, type=list[LoggerName])
+        names = await self._redis.get(LOGGERS)
+        return None if names is None else msgspec.json.decode(names, type=list[LoggerName])
 
     async def tell_installed(self, loggers: Collection[LoggerName]) -> None:
         await self._redis.set(LOGGERS, JSON.encode(sorted(loggers)))

@@ -68,7 +68,7 @@ class Slots(Protocol):
         ...
 
     def waits_for(self, job: str) -> str:
-        """Says what outside of the workers holds up the job, else what holds up a whole worker; else empty."""
+        """What outside of the workers holds up the job, else what holds up a whole worker; else empty."""
         ...
 
 

@@ -108,7 +108,7 @@ class Wishes:
 
 @dataclass(slots=True)
 class Demand:
-    """The sums over all views. Only `update` changes them."""
+    """What all jobs of an owner want, as sums over their views. Only `update` changes them."""
 
     open_work: int = 0
     num_training: int = 0

@@ -108,8 +108,7 @@ class Shuffle:
 
     def __init__(self, seed: int, num_items: int) -> None:
         self._seed, self._n = seed, num_items
-        # Two: groups of one epoch may be issued again after the next has begun
-        self._order = lru_cache(2)(lambda epoch: permutation(seed, epoch, num_items).astype(np.uint32))
+        self._order = lru_cache(2)(self._drawn)  # two: groups of one epoch may be issued again after the next has begun
 
     def place(self, group: int) -> int:
         """The place in the file of a group's item."""
@@ -117,3 +116,6 @@ class Shuffle:
         if self._n > SMALL_FILE:
             return permuted(self._seed, epoch, self._n, at)
         return int(self._order(epoch)[at])
+
+    def _drawn(self, epoch: int) -> np.ndarray:
+        return permutation(self._seed, epoch, self._n).astype(np.uint32)

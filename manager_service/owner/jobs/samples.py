@@ -20,8 +20,6 @@ MAX_TOKENS = 2048
 """Tokens that are kept of a trajectory, from its beginning."""
 DECIMALS = 3
 """Decimals of a log-prob, in nats, and of an advantage."""
-
-
 ChosenSample = tuple[int, int, Scored, KeptAs]
 """A trajectory with the number of its group, its place in it, and why it is kept."""
 
