@@ -79,13 +79,13 @@ class TenantDemand:
 class Wishes:
     """Jobs that want something of one kind issued, by tenant."""
 
-    tenants: dict[str, TenantDemand] = field(default_factory=dict)
+    tenants: defaultdict[str, TenantDemand] = field(default_factory=lambda: defaultdict(TenantDemand))
     _turns: Counter[str] = field(default_factory=Counter)  # tenant -> what it was granted
 
     def change(self, tenant: str, job: str, old: Urgency | None, urgency: Urgency | None) -> None:
         """See `TenantDemand.change`."""
         if old is not None or urgency is not None:
-            jobs = self.tenants.setdefault(tenant, TenantDemand())
+            jobs = self.tenants[tenant]
             jobs.change(job, old, urgency)
             if not jobs.line:
                 del self.tenants[tenant]
