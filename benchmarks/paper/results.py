@@ -59,7 +59,6 @@ def measured(
     return Measured(
         kind="measured",
         policy=policy,
-        training_queue="fused",
         workload=workload,
         n=len(jobs),
         steps=max(len(job.versions_s) for job in jobs) - 1,

@@ -34,9 +34,8 @@ from manager_service.http.tinker.futures.operation_futures import Answered
 from manager_service.http.tinker.futures.sample_futures import Peers, Samples
 from manager_service.records.archive import Archive
 from manager_service.records.cluster import Cluster
-from manager_service.records.data_format import check_format
 from manager_service.records.keys import GLOBAL
-from manager_service.records.tenants import Tenants, bootstrap
+from manager_service.records.tenants import Tenants, bootstrap, check_format
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
 
