@@ -267,7 +267,7 @@ async def test_a_broken_adapter_fails_its_own_rows_alone(running: Running) -> No
         expected = [await one(engine, r) for r in good]
         asked = [r for pair in zip(good, bad, strict=True) for r in pair]
         done = await asyncio.gather(*[one(engine, r) for r in asked], return_exceptions=True)
-        after = await asyncio.gather(*[one(engine, r) for r in good])  # in seats that the broken rows had
+        after = await asyncio.gather(*[one(engine, r) for r in good])  # in slots that the broken rows had
     assert all(isinstance(e, CorruptAdapter) for e in done[1::2])
     for found in (done[::2], after):
         assert all(isinstance(f, Generated) and same(running, f, e) for f, e in zip(found, expected, strict=True))

@@ -14,7 +14,7 @@ from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.prefix import TurnCache
-from rollout_service.embedded.seats import TurnRow
+from rollout_service.embedded.row_states import TurnRow
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
 from tests.support.rollout_cases import adapter_of, decoder, files_of, model, nearly, one, prompt, ref, request, running

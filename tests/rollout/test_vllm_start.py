@@ -69,7 +69,7 @@ async def test_on_a_cpu_prompts_are_prefilled_whole_in_the_memory_that_is_set(st
     assert "gpu_memory_utilization" not in started_with
 
 
-async def test_the_operator_may_have_no_graphs_and_fewer_seats(started_with: dict[str, Any]) -> None:
+async def test_the_operator_may_have_no_graphs_and_fewer_slots(started_with: dict[str, Any]) -> None:
     await start(TINY, rollout_device="cuda", vllm_enforce_eager=True, rollout_slots=16, vllm_max_loras=80)
     assert started_with.items() >= {"enforce_eager": True, "max_num_seqs": 20, "max_cpu_loras": 81}.items()
 
