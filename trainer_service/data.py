@@ -179,7 +179,7 @@ def _numbers(name: str, array: Array | None, num: int, otherwise: float) -> Floa
 
 
 def batch_of_parts(parts: Sequence[OperationRows]) -> Batch:
-    """The batch of a stretch of operations, in order. Rows that neither learn nor answer are not wanted."""
+    """The batch of a segment of operations, in order. Rows that neither learn nor answer are not wanted."""
     rows = [row for part in parts for row in part.rows]
     learned_R = np.array([bool(row.learned_M.any()) for row in rows], bool)
     num_rows = [len(part.rows) for part in parts]

@@ -1,6 +1,6 @@
 """Computes for many jobs and runs together.
 
-waits for: a step (a TrainStep, or a stretch of a run's operations)   unblocked by: the handlers
+waits for: a step (a TrainStep, or a segment of a run's operations)   unblocked by: the handlers
 
 A tenant's steps are served by age. Between tenants the step with the fewest tokens to go is first (shortest remaining processing
 time), so that a small one waits for no large one of another tenant; but a tenant that was served AHEAD micro-batches more, for its

@@ -23,8 +23,7 @@ from trainer_service.__main__ import load_trainer
 from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.choice import load_backbone
 from trainer_service.backbone.device_kernels import kernel_choice, varlen
-from trainer_service.backbone.device_kernels.blocks import compile_blocks
-from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels, refuse_kernels
+from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels, compile_layers, refuse_kernels
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.ranks.leader import begin_of
@@ -186,7 +185,7 @@ def test_blocks_are_compiled_once_for_packs_of_all_kinds(tmp_path: Path) -> None
 
     folder = save_family("gemma3", tmp_path)
     plain, changed = load_modules(folder), load_modules(folder)
-    compile_blocks(changed.layers[:1], traced)  # the other computes with it
+    compile_layers(changed.layers[:1], traced)  # the other computes with it
     ours(changed, cases_of(plain)[:2], SHARING)
     num_graphs = len(graphs)
     assert num_graphs > 5
@@ -246,9 +245,9 @@ def test_unknown_kernels_and_two_for_one_thing_are_refused(names: str) -> None:
     ("others", "reason"),
     [
         ({}, "MARLAAS_TRAINER_KERNELS=flex, liger is for the transformers backbone on CUDA"),
-        ({"trainer_backbone": "transformers"}, "MARLAAS_TRAINER_KERNELS=flex: it runs on CUDA alone"),
+        ({"trainer_backbone": "transformers"}, "MARLAAS_TRAINER_KERNELS=flex: it runs on CUDA only"),
         ({"deterministic": True}, "no trainer_kernels"),
-        ({"trainer_ranks": 2}, "MARLAAS_TRAINER_KERNELS=flex: it runs on CUDA alone"),
+        ({"trainer_ranks": 2}, "MARLAAS_TRAINER_KERNELS=flex: it runs on CUDA only"),
     ],
 )
 def test_kernels_are_refused_where_they_cannot_run(others: dict[str, Any], reason: str) -> None:

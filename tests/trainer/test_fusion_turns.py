@@ -20,7 +20,7 @@ from common.wire.operations import Operations
 from common.worker.telemetry import About, Reporter
 from common.worker.worker import Habits, Inbox, Worker
 from tests.common.test_worker import length, until
-from tests.support.run_cases import forward_backward, make_datum, make_run, optim_step, stretch
+from tests.support.run_cases import forward_backward, make_datum, make_run, optim_step, segment
 from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, nothing
 from trainer_service import run_step
 from trainer_service.backbone.interface import Sequences
@@ -307,7 +307,7 @@ def handler(decoder: Decoder, tmp_path: Path) -> TrainHandler:
 
 def operation(job: str, num_data: int) -> Operations:
     data = [make_datum("cross_entropy", n, num_answer=40) for n in range(num_data)]
-    return stretch(forward_backward(1, "cross_entropy", *data), job=job)
+    return segment(forward_backward(1, "cross_entropy", *data), job=job)
 
 
 def large_operation(number: int) -> Operations:

@@ -36,6 +36,9 @@ class ModulesBackbone:
     """Makes a module's weights whole, outside of its own forward."""
     shortage: Shortage | None = None
     """A shortage of memory, where several processes compute in step: what it notes raises no error, and the results are worthless."""
+    pads: bool = False
+    num_ranks: int = 1
+    concurrent: bool = False
     _current: CurrentLanes = field(default_factory=CurrentLanes)
     _shapes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
@@ -56,18 +59,6 @@ class ModulesBackbone:
     @property
     def device(self) -> torch.device:
         return self._head.device
-
-    @property
-    def pads(self) -> bool:
-        return False
-
-    @property
-    def num_ranks(self) -> int:
-        return 1
-
-    @property
-    def concurrent(self) -> bool:
-        return False
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self._shapes

@@ -30,6 +30,8 @@ class DecoderBackbone:
 
     decoder: Decoder
     run_layer: RunLayer = directly
+    pads: bool = True
+    num_ranks: int = 1
 
     @property
     def vocab(self) -> int:
@@ -42,14 +44,6 @@ class DecoderBackbone:
     @property
     def device(self) -> torch.device:
         return self.decoder.device
-
-    @property
-    def pads(self) -> bool:
-        return True
-
-    @property
-    def num_ranks(self) -> int:
-        return 1
 
     @property
     def concurrent(self) -> bool:

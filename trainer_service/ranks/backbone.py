@@ -40,6 +40,8 @@ class RankedBackbone:
 
     own: ModulesBackbone
     ranks: Ranks
+    pads: bool = False
+    concurrent: bool = False
     _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     @property
@@ -55,16 +57,8 @@ class RankedBackbone:
         return self.own.device
 
     @property
-    def pads(self) -> bool:
-        return self.own.pads
-
-    @property
     def num_ranks(self) -> int:
         return self.ranks.group.num_ranks
-
-    @property
-    def concurrent(self) -> bool:
-        return False
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self.own.linear_shapes()

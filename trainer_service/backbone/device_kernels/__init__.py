@@ -10,6 +10,5 @@ Its files:
     flex.py           attention over a pack with its trees as a block mask
     varlen.py         attention over a pack in one call of flash attention
     liger.py          liger-kernel's norms and gated products
-    blocks.py         transformers' layers, compiled
-    kernel_choice.py  refuses what cannot run here, chooses where nobody has, and switches kernels on
+    kernel_choice.py  refuses what cannot run here, chooses where nobody has, switches kernels on, compiles layers
 """
