@@ -186,14 +186,6 @@ async def test_stop_ids_end_a_turn_instead_of_the_models_own_and_none_at_all_if_
     assert (resumed.tokens, resumed.stop_reason, resumed.num_sampled) == (only_other.tokens, "stop", 0)
 
 
-async def test_the_context_ends_a_turn_with_its_own_reason(running: Running) -> None:
-    async with running(ends=False) as engine:
-        done = await one(engine, request(tokens=[65] * 2043, max_tokens=64))
-        full = await one(engine, request(tokens=[65] * 2048, max_tokens=64))
-    assert (len(done.tokens), done.stop_reason) == (5, "context")
-    assert (full.tokens, full.stop_reason) == ([], "context")
-
-
 async def test_each_trajectory_ends_within_its_own_context(running: Running) -> None:
     async with running(ends=False) as engine:
         prompts = [[65] * 90, [65] * 90, [65] * 100, [65] * 2043]

@@ -101,14 +101,6 @@ def test_later_turns_of_all_lengths_and_ranks_are_computed_without_padding_besid
 
 
 @pytest.mark.asyncio
-async def test_rows_that_go_on_do_not_disturb_each_other() -> None:
-    """Slots for all or for few, so that other rows are computed together: the same tokens, all but the same log-probs."""
-    (many, _), (few, _) = await talks(EngineLimits()), await talks(EngineLimits(slots=3))
-    for mine, theirs in zip(many, few, strict=True):
-        assert [turn.tokens for turn in mine] == [turn.tokens for turn in theirs]
-
-
-@pytest.mark.asyncio
 async def test_other_tokens_than_those_that_were_kept_are_computed_whole() -> None:
     adapters = {ref("a"): files_of(1)}
     asked = [request(ref("a"), group=3, turn=turn, temperature=0.0, max_tokens=4) for turn in (0, 1)]

@@ -26,7 +26,6 @@ from trainer_service.backbone.device_kernels import kernel_choice, varlen
 from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels, compile_layers, refuse_kernels
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
-from trainer_service.ranks.leader import begin_of
 from trainer_service.settings import DEVICE_KERNELS, TrainerSettings
 
 D = 16
@@ -289,16 +288,6 @@ def test_flash_attention_that_fails_when_a_base_model_loads_is_left_out(
     assert isinstance(backbone, ModulesBackbone) and backbone.model.config._attn_implementation == "marlaas_packed"
     (left_out,) = [line for line in logs if line["event"] == "device_kernels_left_out"]
     assert reason in left_out["reason"]
-
-
-def test_a_kernel_that_fails_when_a_base_model_loads_is_named() -> None:
-    with pytest.raises(InvalidInput, match=r"KERNELS=varlen: it does not run here \(.*CPU"):
-        load_modules(TINY, kernels=("varlen",))
-
-
-def test_ranks_do_without_compiled_blocks() -> None:
-    with pytest.raises(InvalidInput, match="no trainer_kernels=compile"):
-        begin_of(TrainerSettings(trainer_kernels="compile", trainer_ranks=2), TINY)
 
 
 @pytest.mark.parametrize(("kernel", "reason"), [("varlen", "TRAINER_DTYPE=bfloat16"), ("liger", "marlaas.liger")])

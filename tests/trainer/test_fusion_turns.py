@@ -84,10 +84,6 @@ class Tenants:
         return self.ends
 
 
-async def test_a_small_step_ends_before_another_tenants_large_one_that_came_first(fusion: Fusion) -> None:
-    assert await Tenants(fusion).all(("a", "large", 20), ("b", "small", 1)) == ["small", "large"]
-
-
 async def test_a_step_that_comes_late_overtakes_at_the_next_micro_batch(fusion: Fusion) -> None:
     tenants, trainer = Tenants(fusion), fusion.trainer
     assert isinstance(trainer, Noting)
@@ -99,15 +95,17 @@ async def test_a_step_that_comes_late_overtakes_at_the_next_micro_batch(fusion: 
     await large
 
 
-async def test_a_tenants_own_steps_are_computed_by_age(fusion: Fusion) -> None:
-    steps = ("a", "large", 6), ("a", "small", 1), ("b", "other", 3)
-    ends = await Tenants(fusion).all(*steps)
-    assert ends == ["other", "large", "small"]
-
-
-async def test_steps_of_one_size_are_computed_by_age(fusion: Fusion) -> None:
-    names = [f"{n}" for n in range(5)]
-    assert await Tenants(fusion).all(*((f"tenant-{name}", name, 4) for name in names)) == names
+@pytest.mark.parametrize(
+    ("sent", "ends"),
+    [
+        ((("a", "large", 20), ("b", "small", 1)), ["small", "large"]),
+        ((("a", "large", 6), ("a", "small", 1), ("b", "other", 3)), ["other", "large", "small"]),
+        (tuple((f"tenant-{n}", f"{n}", 4) for n in range(5)), ["0", "1", "2", "3", "4"]),
+    ],
+    ids=["the small before another tenant's large", "a tenant's own by age", "those of one size by age"],
+)
+async def test_the_order_in_which_steps_end(fusion: Fusion, sent: tuple[Any, ...], ends: list[str]) -> None:
+    assert await Tenants(fusion).all(*sent) == ends
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
@@ -228,19 +226,23 @@ def both(decoder: Decoder) -> Fusion:
     return Fusion(Stopping(DecoderBackbone(decoder), Budget(BUDGET), share_prefixes=False))
 
 
-def stopped(fusion: Fusion) -> Stopping:
-    trainer = fusion.trainer
+async def busy(
+    both: Fusion, num_rows: int = 6, num_answer: int = BUDGET
+) -> "tuple[TrainState, Stopping, asyncio.Task[None]]":
+    """Begins a large step of tenant a, whose first micro-batch waits; with a state to train from."""
+    trainer = both.trainer
     assert isinstance(trainer, Stopping)
-    return trainer
+    state = trainer.init(make_run("run"))
+    large = asyncio.create_task(gradient(both, "a", state, num_rows=num_rows, num_answer=num_answer))
+    await asyncio.to_thread(trainer.began.wait, 60)
+    return state, trainer, large
 
 
 @pytest.mark.parametrize(("num_rows", "num_answer"), [(6, BUDGET), (1, BUDGET // 2)], ids=["large", "its last rows"])
 async def test_a_small_step_ends_while_a_micro_batch_of_anothers_large_one_is_under_way(
     both: Fusion, num_rows: int, num_answer: int
 ) -> None:
-    state, trainer = both.trainer.init(make_run("run")), stopped(both)
-    large = asyncio.create_task(gradient(both, "a", state, num_rows=num_rows, num_answer=num_answer))
-    await asyncio.to_thread(trainer.began.wait, 60)
+    state, trainer, large = await busy(both, num_rows, num_answer)
 
     await gradient(both, "b", state)
     await optimise(both, state)
@@ -251,9 +253,7 @@ async def test_a_small_step_ends_while_a_micro_batch_of_anothers_large_one_is_un
 
 
 async def test_what_would_crowd_the_express_driver_waits_with_the_others(both: Fusion) -> None:
-    state, trainer = both.trainer.init(make_run("run")), stopped(both)
-    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
-    await asyncio.to_thread(trainer.began.wait, 60)
+    state, trainer, large = await busy(both)
 
     too_large = asyncio.create_task(gradient(both, "b", state, num_answer=BUDGET // 2))
     own = asyncio.create_task(gradient(both, "a", state))
@@ -267,9 +267,7 @@ async def test_what_would_crowd_the_express_driver_waits_with_the_others(both: F
 async def test_what_memory_has_no_room_for_beside_the_large_step_waits(decoder: Decoder) -> None:
     budget = Budget(BUDGET, num_bytes=BUDGET, bytes_per_token=10.0)
     both = Fusion(Stopping(DecoderBackbone(decoder), budget, share_prefixes=False))
-    state, trainer = both.trainer.init(make_run("run")), stopped(both)
-    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
-    await asyncio.to_thread(trainer.began.wait, 60)
+    state, trainer, large = await busy(both)
 
     small = asyncio.create_task(gradient(both, "b", state))
     await optimise(both, state)
@@ -280,9 +278,7 @@ async def test_what_memory_has_no_room_for_beside_the_large_step_waits(decoder: 
 
 
 async def test_a_flood_of_small_steps_comes_behind_the_large_one_in_the_end(both: Fusion) -> None:
-    state, trainer = both.trainer.init(make_run("run")), stopped(both)
-    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
-    await asyncio.to_thread(trainer.began.wait, 60)
+    state, trainer, large = await busy(both)
 
     async def flood() -> None:
         while not large.done():

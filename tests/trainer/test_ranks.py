@@ -196,7 +196,13 @@ def test_a_token_takes_as_much_memory_on_its_rank_as_on_one_alone(two: RankedBac
 
 REFUSED: dict[str, dict[str, Any]] = {
     "deterministic mode needs .*trainer_ranks=1": {"deterministic": True},
+    "deterministic mode needs .*trainer_backbone not transformers": {
+        "deterministic": True,
+        "trainer_ranks": 1,
+        "trainer_backbone": "transformers",
+    },
     "trainer_ranks above 1 needs trainer_backbone=transformers": {"trainer_backbone": "decoder"},
+    "no trainer_kernels=compile": {"trainer_kernels": "compile"},
     "trainer_ranks=2 needs trainer_device=cpu or cuda": {"trainer_device": "cuda:1"},
 }
 
