@@ -50,21 +50,6 @@ def on_a_processor(values: Sequence[Tensor]) -> list[Tensor]:
     return [each.detach().cpu().float().requires_grad_(each.requires_grad) for each in values]
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", BY_WINDOW)
-def test_flex_attention_sees_what_the_plain_path_sees(window: int | None, device: str) -> None:
-    from trainer_service.backbone.device_kernels.flex import flex_packed  # here: it imports torch's compiler
-
-    pack = Pack.of(PACK, torch.device(device))
-    given = inputs(pack, torch.float32)
-    learns = device == "cuda"  # it has no backward on a CPU
-    for each in given:
-        each.requires_grad_(learns)
-
-    found = flex_packed(pack, *given, window, 0.3)
-    assert_as_written_out(found, given, window)
-
-
 def by_runs(q: Tensor, k: Tensor, v: Tensor, query_cuts: Tensor, key_cuts: Tensor, *most: int, **about: Any) -> Tensor:
     """Computes what `varlen_attn` does, a run at a time: for a machine without CUDA."""
     before, _ = about["window_size"]
@@ -163,14 +148,6 @@ def test_a_kernel_trains_as_the_plain_path_does(family: str, kernel: str, tmp_pa
     assert_computes_alike(changed, plain)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_a_base_model_loads_with_flex_attention(family: str, tmp_path: Path) -> None:
-    """Loading compares packed rows with transformers."""
-    backbone = load_modules(save_family(family, tmp_path), kernels=("flex",))
-    assert backbone.model.config._attn_implementation == "marlaas_flex"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
@@ -234,24 +211,24 @@ def test_ligers_kernels_stand_in_one_model_alone(family: str, tmp_path: Path) ->
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", ["flash", "flex,varlen", "liger,compile", "flex,flex"])
+@pytest.mark.parametrize("names", ["flash", "liger,compile", "varlen,varlen"])
 def test_unknown_kernels_and_two_for_one_thing_are_refused(names: str) -> None:
-    with pytest.raises(ValueError, match="flex or varlen, and liger or compile"):
+    with pytest.raises(ValueError, match="varlen, and liger or compile"):
         TrainerSettings(trainer_kernels=names)
 
 
 @pytest.mark.parametrize(
     ("others", "reason"),
     [
-        ({}, "MARLAAS_TRAINER_KERNELS=flex, liger is for the transformers backbone on CUDA"),
-        ({"trainer_backbone": "transformers"}, "MARLAAS_TRAINER_KERNELS=flex: it runs on CUDA only"),
+        ({}, "MARLAAS_TRAINER_KERNELS=varlen, liger is for the transformers backbone on CUDA"),
+        ({"trainer_backbone": "transformers"}, "MARLAAS_TRAINER_KERNELS=varlen: it runs on CUDA only"),
         ({"deterministic": True}, "no trainer_kernels"),
-        ({"trainer_ranks": 2}, "MARLAAS_TRAINER_KERNELS=flex: it runs on CUDA only"),
+        ({"trainer_ranks": 2}, "MARLAAS_TRAINER_KERNELS=varlen: it runs on CUDA only"),
     ],
 )
 def test_kernels_are_refused_where_they_cannot_run(others: dict[str, Any], reason: str) -> None:
-    settings = TrainerSettings.model_validate({"trainer_kernels": "flex, liger", **others})
-    assert settings.kernels == ("flex", "liger")
+    settings = TrainerSettings.model_validate({"trainer_kernels": "varlen, liger", **others})
+    assert settings.kernels == ("varlen", "liger")
     with pytest.raises(InvalidInput, match=reason):
         load_trainer(settings)
 
@@ -263,7 +240,7 @@ def test_kernels_are_refused_where_they_cannot_run(others: dict[str, Any], reaso
         ((7, 5), {}, ()),
         ((9, 0), {"trainer_dtype": "float32"}, ()),
         ((9, 0), {"trainer_kernels": ""}, ()),
-        ((9, 0), {"trainer_kernels": "flex"}, ("flex",)),
+        ((9, 0), {"trainer_kernels": "compile"}, ("compile",)),
     ],
 )
 def test_flash_attention_is_chosen_where_it_runs(

@@ -68,7 +68,6 @@ class Pack:
     predictors_M: Tensor  # index in the pack
     spans: Sequence[PackSpan]
     longest: int  # positions of a row
-    trees: Sequence[Tree]
     known: dict[tuple[Any, ...], Any] = field(default_factory=dict[tuple[Any, ...], Any])
     """Things that attention has made for all layers."""
     windows: set[int | None] = field(default_factory=set[int | None])
@@ -89,7 +88,6 @@ class Pack:
             on_device(predictors),
             [PackSpan.of(tree) for tree in trees],
             1 + int(max(map(np.max, positions))),
-            trees,
         )
 
     def once(self, make: Callable[..., T], *about: Hashable) -> T:

@@ -65,10 +65,6 @@ def compile_layers(layers: Sequence[Any], backend: Any = "inductor") -> None:
 
 def _attention(names: Sequence[str]) -> str:
     """The name by which transformers knows the attention."""
-    if "flex" in names:
-        from trainer_service.backbone.device_kernels import flex
-
-        return flex.NAME
     if "varlen" in names:
         from trainer_service.backbone.device_kernels import varlen
 
