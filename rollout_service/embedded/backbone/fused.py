@@ -16,7 +16,7 @@ from torch import Tensor
 from base_model.decoder import Decoder
 from base_model.stacked import NUM_FUSED
 from rollout_service.embedded.backbone.compiling import compiled_for
-from rollout_service.embedded.backbone.interface import ForwardPart, adapt, cut, joined
+from rollout_service.embedded.backbone.interface import ForwardPart, ModelShape, adapt, cut, joined
 
 Norm = Callable[[Tensor], Tensor]
 Rotate = Callable[["FusedLayer", Tensor], None]
@@ -46,11 +46,13 @@ class FusedDecoder:
 
     def __init__(self, decoder: Decoder, *, exact: bool) -> None:
         """`exact`: its bits are those of torch's own norms; otherwise a CPU has quicker ones."""
-        self.config = decoder.config
+        c = decoder.config
+        self.config = ModelShape(c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab, c.context)
+        self._norm_eps = c.norm_eps
         self.embedding, self.head = decoder.embedding, decoder.head
         self._shapes = decoder.linear_shapes()
         quick = not exact and decoder.device.type == "cpu" and decoder.embedding.dtype == torch.float32
-        make_norm = partial(quick_norm if quick else torch_norm, eps=self.config.norm_eps)
+        make_norm = partial(quick_norm if quick else torch_norm, eps=c.norm_eps)
         self.layers = [_fuse_layer(decoder, layer, make_norm) for layer in range(self.config.num_layers)]
         self.final_norm = make_norm(decoder.weights["norm.weight"])
         half = self.config.head_dim // 2
@@ -76,7 +78,7 @@ class FusedDecoder:
         """For rows at these positions [N]: by a compiled function as soon as that is there."""
         num = self.config.num_heads + self.config.num_kv_heads
         if (compiled := self._compiled()) is not None:
-            eps, angles = np.float32(self.config.norm_eps), [each.squeeze(1).numpy() for each in (self._cos, self._sin)]
+            eps, angles = np.float32(self._norm_eps), [each.squeeze(1).numpy() for each in (self._cos, self._sin)]
             at = positions.numpy()
             return lambda layer, qkv: compiled.rotate(qkv.numpy(), num, layer.qk_weight.numpy(), eps, *angles, at)
         cos, sin = self._cos[positions], self._sin[positions]

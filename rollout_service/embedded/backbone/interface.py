@@ -13,28 +13,16 @@ from torch import Tensor
 from base_model.stacked import Product
 
 
-class ModelShape(Protocol):
+@dataclass(frozen=True, slots=True)
+class ModelShape:
     """The sizes of a base model that its rows need to know."""
 
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def context(self) -> int:
-        """Tokens of a sequence at most."""
-        ...
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int  # tokens of a sequence at most
 
 
 class QkvAttend(Protocol):

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from base_model.modules import context_of, passed_on, target_layers
 from base_model.stacked import fused_of
 from common.errors import InvalidInput
-from rollout_service.embedded.backbone.interface import ForwardPart, adapt, cut, joined
+from rollout_service.embedded.backbone.interface import ForwardPart, ModelShape, adapt, cut, joined
 
 NAME = "marlaas_rows"
 """The name by which transformers knows the engine's attention."""
@@ -27,29 +27,17 @@ SHAPES_DIFFER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModulesShape:
-    """See `ModelShape`."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab: int
-    context: int
-
-    @classmethod
-    def of(cls, model: Any, max_context: int | None) -> "ModulesShape":
-        """Raises InvalidInput for a base model whose layers differ in them."""
-        config = model.config.get_text_config()
-        try:
-            heads = config.num_attention_heads
-            kv_heads = getattr(config, "num_key_value_heads", None) or heads
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        except RuntimeError as error:  # of transformers, for a field that layers have for themselves
-            raise InvalidInput(f"{SHAPES_DIFFER}: {error}") from error
-        num_layers = len(model.get_decoder().layers)
-        return cls(num_layers, heads, kv_heads, head_dim, config.vocab_size, context_of(model, max_context))
+def shape_of(model: Any, max_context: int | None) -> ModelShape:
+    """Raises InvalidInput for a base model whose layers differ in it."""
+    config = model.config.get_text_config()
+    try:
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    except RuntimeError as error:  # of transformers, for a field that layers have for themselves
+        raise InvalidInput(f"{SHAPES_DIFFER}: {error}") from error
+    num_layers = len(model.get_decoder().layers)
+    return ModelShape(num_layers, heads, kv_heads, head_dim, config.vocab_size, context_of(model, max_context))
 
 
 class ModulesDecoder:
@@ -57,7 +45,7 @@ class ModulesDecoder:
 
     def __init__(self, model: Any, max_context: int | None = None) -> None:
         """Takes a loaded model. `max_context`: serve no longer context than this."""
-        self.model, self.config = model, ModulesShape.of(model, max_context)
+        self.model, self.config = model, shape_of(model, max_context)
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.windows = set[int | None]()  # that layers have asked attention for
         self._current = CurrentParts()
