@@ -67,10 +67,12 @@ class TrainHandler:
             fingerprints=fingerprints,
         )
         self._fusion = Fusion(trainer)
-        self._runs = RunHandler(self._fusion, self._versions, self._cell, worker=worker, cache_bytes=cache_bytes)
-        self._held: list[int] = []  # tokens of each message
         names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
+        self._runs = RunHandler(
+            self._fusion, self._versions, self._cell, self._counters, worker=worker, cache_bytes=cache_bytes
+        )
+        self._held: list[int] = []  # tokens of each message
 
     async def __call__(self, message: TrainerMessage, beat: Beat) -> list[Out]:
         """Returns the AdapterUpdate (Init, TrainStep), OperationsDone (Operations) or Forgotten (Forget). Messages under way together
@@ -120,7 +122,7 @@ class TrainHandler:
         return sum(min(tokens, large) for tokens in self._held) < MOST_LARGE * large
 
     async def _delete(self, message: Forget, beat: Beat) -> list[Out]:
-        """A version whose manifest cannot be read keeps its files, which costs space alone."""
+        """A version whose manifest cannot be read keeps its files, which costs only space."""
         store = self._versions.store
         for versions, delete in ((message.versions, store.drop_files), (message.optimizers, store.drop_optimizer)):
             for version in versions:
@@ -161,8 +163,7 @@ class TrainHandler:
         clock and of the thread; `trained_tokens`, `forward_tokens` with their `padding_tokens`; `commit_s` in files and manifests; of
         several ranks, `rank_<n>_tokens` and `ranks_s`.
         """
-        totals = {name: amount + self._runs.counters[name] for name, amount in self._counters.items()}
-        return totals | {"compute_s": self._fusion.compute_s} | self._trainer.backbone.counters()
+        return {**self._counters, "compute_s": self._fusion.compute_s, **self._trainer.backbone.counters()}
 
     def hand_back(self, message: TrainerMessage) -> list[Out] | None:
         """Half a step is worth nothing elsewhere: the message goes back as it was, or its owner hears that the gradient is gone."""

@@ -33,15 +33,24 @@ log = structlog.get_logger()
 class RunHandler:
     """Carries out each segment of a run's log, and makes each version once."""
 
-    def __init__(self, fusion: Fusion, versions: Versions, cell: Cell, *, worker: str, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        fusion: Fusion,
+        versions: Versions,
+        cell: Cell,
+        counters: dict[str, float],
+        *,
+        worker: str,
+        cache_bytes: int,
+    ) -> None:
+        """`counters`: totals of the trainer, to which it adds."""
         self._fusion = fusion
         self._versions = versions
         self._cell = cell
         self._worker = worker
         self._gradients: ByteCache[AdapterRef, Gradient] = ByteCache(cache_bytes, lambda gradient: gradient.num_bytes)
         """The newest of each version's log: an older one, or one of a log that was dropped, is never gone on with."""
-        names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
-        self.counters: dict[str, float] = dict.fromkeys(names, 0.0)
+        self._counters = counters
 
     async def __call__(self, message: Operations, beat: Beat) -> list[Out]:
         """Raises Unavailable when the store stays away or full: nothing is lost, deliver the message again."""
@@ -64,7 +73,7 @@ class RunHandler:
         return self._answer(message, tuple(OperationResult(one.seq, failure=failure) for one in open_ones))
 
     def hand_back(self, message: Operations) -> list[Out] | None:
-        """A segment whose gradient is here alone cannot be carried out elsewhere: its owner sends the whole log."""
+        """A segment whose gradient is only here cannot be carried out elsewhere: its owner sends the whole log."""
         return self._answer(message, absent=True) if message.first else None
 
     def _gradient(self, message: Operations) -> Gradient | None:
@@ -106,7 +115,7 @@ class RunHandler:
         since, made = time.monotonic(), self._manifest(message, gradient, computed, usage)
         manifest, committed = await self._versions.commit(made, computed.state, beat)
         if committed:
-            self.counters["commit_s"] += time.monotonic() - since
+            self._counters["commit_s"] += time.monotonic() - since
         else:
             log.info("commit_lost", job=message.job, version=made.adapter.version, wasted_s=computed.seconds)
         self._gradients.pop(message.adapter)
@@ -162,10 +171,10 @@ class RunHandler:
         return [(self._cell.adapters(message.partition), done)]
 
     def _count(self, computed: Computed, usage: Usage) -> None:
-        self.counters["busy_s"] += computed.seconds
-        self.counters["trained_tokens"] += usage.trained_tokens
-        self.counters["forward_tokens"] += computed.forward_tokens
-        self.counters["padding_tokens"] += computed.padding_tokens
+        self._counters["busy_s"] += computed.seconds
+        self._counters["trained_tokens"] += usage.trained_tokens
+        self._counters["forward_tokens"] += computed.forward_tokens
+        self._counters["padding_tokens"] += computed.padding_tokens
 
 
 def _ends(message: Operations) -> bool:
