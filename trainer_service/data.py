@@ -9,7 +9,7 @@
     gspo                 as ppo, with the sequence's ratio                            1 - 3e-4 to 1 + 4e-4
 
 r = p / q, with q the probability at sampling; gspo's ratio is the geometric mean of r over the datum's mask, which each token
-carries with the gradient of its own log p alone (GSPO-token, arXiv 2507.18071, eq. 13).
+carries with only the gradient of its own log p (GSPO-token, arXiv 2507.18071, eq. 13).
 
 Axes: R rows, M targets of one row.
 """

@@ -1,7 +1,7 @@
 """Computes many steps in one thread, micro-batch by micro-batch: a step joins between two and leaves when its own are done.
 
 The error of a step goes to its own caller. An error of a micro-batch that cannot be put down to one step (memory that ran out, a
-fault of ours) makes each step begin again, alone, so that only the step that causes it fails. Where memory ran out, the step's
+fault of ours) makes each step begin again by itself, so that only the step that causes it fails. Where memory ran out, the step's
 micro-batches have half of the tokens from then on, and half again, down to one row.
 """
 
@@ -57,8 +57,8 @@ class FusedStep:
     tokens: int  # that it has to go at its begin; before that, about
     result: "asyncio.Future[Any]"
     step: Opened | None = None
-    alone: bool = False
-    most_tokens: int = sys.maxsize  # of a micro-batch in which it takes part, but for a row that is longer
+    is_alone: bool = False  # it is computed with no other step: one that failed together with others
+    most_tokens: int = sys.maxsize  # of a micro-batch in which it takes part, except a row that is longer
     under_way: int = 0  # tokens that it had left before the micro-batch that is computed now
 
     @property
@@ -109,7 +109,7 @@ class Driver:
                 await self._next_step()
 
     def _awaits_next(self, left: FusedStep) -> bool:
-        """Is the step that follows one that left worth waiting for? Not beside others of its tenant, nor beside smaller ones."""
+        """Is the step that follows one that left worth waiting for? Not with others of its tenant there, nor with smaller ones."""
         larger = [m.tenant != left.tenant and m.step is not None and m.tokens_left > left.tokens for m in self.members]
         return left.goes_on and bool(larger) and all(larger)
 
@@ -146,7 +146,7 @@ class Driver:
         self._hurried = bool(outcomes) and not self._hurried
         if self._hurried or not left:
             return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none; but every other round has one
-        company = left[:1] if left[0].alone else self._in_turn([m for m in left if not m.alone])
+        company = left[:1] if left[0].is_alone else self._in_turn([m for m in left if not m.is_alone])
         return outcomes | self._micro_batch(company) | self._finish(company)
 
     def _begun(self, member: FusedStep) -> Opened:
@@ -162,6 +162,8 @@ class Driver:
             self._shared_at = time.monotonic()
         most = self.most_served(tenants)
         to_go: Counter[str] = Counter()
+        # Shortest remaining time first: a small step waits for no large one. By itself that would starve the large, so a tenant that was
+        # served AHEAD micro-batches more than the least served one, for its weight, goes behind it (weighted fair queueing).
         keys: dict[FusedStep, tuple[float, int]] = {}
         for member in company:
             to_go[member.tenant] += member.tokens_left
@@ -195,9 +197,9 @@ class Driver:
         if isinstance(failed, DoesNotFit):
             give_back_memory()
             ended = self._beyond_memory(failed) if failed.is_least else None
-        outcomes: dict[FusedStep, object] = {m: ended for m in company if m.alone and ended is not None}
+        outcomes: dict[FusedStep, object] = {m: ended for m in company if m.is_alone and ended is not None}
         for member in company:
-            member.alone = True
+            member.is_alone = True
             if isinstance(failed, DoesNotFit):
                 member.most_tokens = max(1, failed.tokens // 2)
         return outcomes
@@ -205,7 +207,7 @@ class Driver:
     def _beyond_memory(self, failed: DoesNotFit) -> InvalidInput:
         free_mb = self.trainer.backbone.free_bytes() / 1e6
         return InvalidInput(
-            f"memory ran out in a row of {failed.tokens} tokens, computed alone, with {free_mb:,.0f} MB free before it "
+            f"memory ran out in a row of {failed.tokens} tokens, computed by itself, with {free_mb:,.0f} MB free before it "
             f"({failed.reason}): make rows shorter (max_tokens, MARLAAS_MAX_CONTEXT), or let them need less on the "
             "trainer (MARLAAS_TRAINER_CHECKPOINTING=true, MARLAAS_TRAINER_DTYPE=bfloat16, a larger MARLAAS_TRAINER_RANKS)"
         )

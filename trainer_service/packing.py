@@ -201,6 +201,9 @@ def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact:
     `exact`: sequences of one kind only, each job's in its own order, so that a job's gradient adds up as if it were alone.
     Sequences that learn and others do not mix.
     """
+    # In deterministic mode a job's gradient must add up in the order and the shapes in which it would without neighbours, so only
+    # sequences of the lead's kind join. Elsewhere a shorter sequence is padded to the lead's width while that costs less than the
+    # fixed cost of one micro-batch more.
     window = _window(queues, WINDOW * budget.tokens)
     lead = window[0][0]
     width = lead.kind[0] if exact else len(lead)

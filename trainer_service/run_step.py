@@ -67,7 +67,7 @@ class OpenRun:
 class Computed:
     """The result of a segment."""
 
-    results: tuple[OperationResult, ...]  # of those that were not answered before, but for what made the next version
+    results: tuple[OperationResult, ...]  # of those that were not answered before, except what made the next version
     gradient: Gradient | None  # of the log up to here; None: it ended
     state: TrainState | None  # the next version, if one was made
     metrics: dict[str, float]  # of the optimiser's step

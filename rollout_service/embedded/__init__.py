@@ -14,7 +14,7 @@ Its files:
     kv.py               computes attention on them
     sampler.py          draws tokens from scores, with exact log-probs
     meter.py            counts forwards, their rows, tokens and seconds
-    selftest.py         checks that a turn's bits do not depend on what runs beside it
+    selftest.py         checks that a turn's bits do not depend on what runs with it
     backbone/           computes the base model
     fault_isolation.py  does row by row what failed for several
 """

@@ -1,6 +1,6 @@
 """Continuous batching: rows join as slots and memory free up, advance one token a step together, and leave when they end.
 
-    admit   give slots to waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, but for its last token
+    admit   give slots to waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, except its last token
     step    one forward with the newest token of every row, each through its own adapter, behind the new tokens of later turns that
             have just joined; sample; see who has ended
 

@@ -1,4 +1,4 @@
-"""Keeps a turn's fault from the turns beside it: what fails for several rows is done again row by row.
+"""Keeps a turn's fault from its neighbours: what fails for several rows is done again row by row.
 
     together ─ fails ─► the first row, the second, … ─► only those that fail by themselves end
 

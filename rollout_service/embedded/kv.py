@@ -204,7 +204,7 @@ class NewTokens(NamedTuple):
 
 class ExtendAttend:
     """Causal attention of new tokens on rows that have keys and values of earlier ones; adds theirs. The tokens of all rows stand
-    end to end, without padding; those of one kind are padded for attention alone."""
+    end to end, without padding; those of one kind are padded for attention only."""
 
     def __init__(self, config: ModelShape, spans: Sequence[NewTokens]) -> None:
         """`spans`: in order of kind."""

@@ -123,6 +123,9 @@ class Pool:
 
     def remove(self, slot: int, lengths: np.ndarray, *, clear: bool = False) -> None:
         """Gives its place to the last row. `lengths`: tokens of the rows, by slot; what lies behind them is not copied."""
+        # Rows stand without gaps, so that a forward reads each pool as one slice. What lies behind a row's tokens is masked by adding
+        # minus infinity to its scores: old numbers there are harmless, NaN is not (0 * NaN is NaN), so a row that may hold one is
+        # cleared before another takes its memory.
         row, last = self.row(slot), len(self.slots) - 1
         num = lengths[self.slots[last]]
         for layer in self.layers:
@@ -134,7 +137,7 @@ class Pool:
         self.slots.pop()
 
     def resize(self, num_rows: int) -> None:
-        """Makes memory for so many rows, one layer after the other: of one layer alone both the old and the new live together."""
+        """Makes memory for so many rows, one layer after the other: only of one layer do the old and the new live together."""
         kept = len(self.slots)
         for number, old in enumerate(self.layers):
             new = old.new_zeros(num_rows, *old.shape[1:])
@@ -164,7 +167,7 @@ class Pools:
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit beside each other; each row takes the length class of the longest that it may become."""
+        """Tokens that fit together; each row takes the length class of the longest that it may become."""
         return self._room // self.token_bytes
 
     def __iter__(self) -> Iterator[Pool]:

@@ -96,7 +96,7 @@ class Prefill:
         self.turns.clear()
 
     def fill(self, rows: Sequence[TurnRow]) -> list[Rest]:
-        """Prefills rows that have their places in the pools; returns what is left to compute, beside the next token or before."""
+        """Prefills rows that have their places in the pools; returns what is left to compute, together with the next token or before."""
         rests: list[Rest] = []
         new: dict[PrefixKey, list[TurnRow]] = {}
         for row in rows:

@@ -63,6 +63,8 @@ class TurnCache:
         self._jobs.move_to_end(request.job)
         if len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
+        # The environment may have changed the conversation meanwhile: keys and values are good only for a sequence that begins with
+        # the very tokens of which they were computed. They go to the caller: nobody else continues this trajectory.
         tokens, cache = self._turns.pop(_turn_key(request)) or (b"", None)
         return cache if request.transcript.ids[:-4].startswith(tokens) else None
 

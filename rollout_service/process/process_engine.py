@@ -268,7 +268,7 @@ class ProcessEngine:
         shape, sampling = self._shape, request.sampling
         check_request(request, vocab=shape.vocab, context=shape.context, max_temperature=shape.max_temperature)
         if sampling.prompt_logprobs and sampling.temperature not in (0, 1):
-            raise InvalidInput("this engine gives prompt_logprobs at temperature 1 (or 0, which counts as 1) alone")
+            raise InvalidInput("this engine gives prompt_logprobs at temperature 1 (or 0, which counts as 1) only")
         return stored
 
     def _turn(self, request: TurnRequest, on_token: OnToken | None, beat: Beat) -> OpenTurn:
@@ -288,7 +288,7 @@ class ProcessEngine:
             raise CorruptAdapter(f"adapter {stored.ref}: {stored.broken}")
         if turn.deaths >= MAX_DEATHS:
             raise InvalidInput(
-                f"the engine's process died {turn.deaths} times under this turn, also when no other turn ran beside it"
+                f"the engine's process died {turn.deaths} times under this turn, also when no other turn was in it"
             )
         async with self._slots_for(turn):
             life, before = await self._running(), turn.num_requests

@@ -2,7 +2,7 @@
 
     Trainer ─► RankedBackbone ─ a command to all ─► split ─► each rank's share of the sequences ─► log-probs, gradients ─► the first rank
 
-The first rank is the worker on the bus. It alone knows messages, losses, steps and optimisers; the others know a `Backbone`, the
+The first rank is the worker on the bus. Only it knows messages, losses, steps and optimisers; the others know a `Backbone`, the
 adapters of the open batches, and their own shares' gradients. Why so: docs/decisions/ranks.md.
 
     backbone.py    the base model as the first rank's trainer sees it

@@ -48,7 +48,7 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 def open_store() -> tuple[Store, int]:
-    """Opens the store in which the ranks of a new group find each other, on this machine alone; with its port."""
+    """Opens the store in which the ranks of a new group find each other, on this machine only; with its port."""
     listening = socket.create_server((HOST, 0))
     port = listening.getsockname()[1]
     return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()), port
@@ -134,6 +134,8 @@ class RankGroup:
     def lacking(self, part: ModulesBackbone) -> list[int]:
         """The ranks on which memory ran out in the pass that each has brought to its end."""
         assert part.shortage
+        # All ranks gather the same weights in the same order, so one that left a pass where memory ran out would leave the others
+        # waiting for it. Each goes on to the end empty-handed, and only here do they agree whether the pass counts.
         lack = torch.zeros(self.num_ranks, dtype=torch.int64)
         lack[self.rank] = bool(part.shortage.reason)
         dist.all_reduce(lack)

@@ -1,4 +1,4 @@
-"""Compiles what a CPU computes faster without torch, beside the engine: no start waits for a compiler."""
+"""Compiles what a CPU computes faster without torch, in a thread next to the engine: no start waits for a compiler."""
 
 import threading
 import time
