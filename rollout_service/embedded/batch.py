@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base_model.device import give_back_memory
+from base_model.device import compute_clock, give_back_memory
 from base_model.stacked import FusedAdapter, LanePlanner, Product
 from common.wire.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
@@ -115,7 +115,7 @@ class RunningRows:
         self._planner = LanePlanner(device, limits.min_rows, wide_rows=wide, budget_bytes=limits.step_lanes)
         self._waiting: deque[TurnRow] = deque()
         self._layout: ForwardLayout | None = None
-        self.meter = Meter.of(device)
+        self.meter = Meter(compute_clock(device))
         self._prefill = Prefill(self._model, self._pools, self.meter, self._spent, limits)
         self._rests: list[Rest] = []  # that the next step computes
         self._ended: list[Ended] = []  # that nobody was told of yet

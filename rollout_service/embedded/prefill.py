@@ -182,7 +182,7 @@ class Prefill:
         """Keeps a row's keys and values for its trajectory's next turn. `tokens`: those of which it has them, i4."""
         num = len(tokens) // 4
         if self.turns.make_room(num * self._pools.token_bytes):
-            self.turns.put(row.request, tokens, self._pools.of(row).kept(row.slot, num))
+            self.turns.keep(row.request, tokens, self._pools.of(row).kept(row.slot, num))
 
     def extension(self, rests: Sequence[Rest]) -> Extension:
         """Puts the rests of rows end to end, all lengths, ranks and pools together."""

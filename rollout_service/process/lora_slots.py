@@ -37,15 +37,9 @@ class Place:
 class LoraSlots:
     """The slots of one life of the process. A `load` that raises fails only those who wait for that adapter."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        load: Callable[[AdapterFolder], Awaitable[None]],
-        unload: Callable[[AdapterFolder], Awaitable[None]],
-    ) -> None:
+    def __init__(self, num_slots: int, known: "KnownAdapters") -> None:
         self._num_slots = num_slots
-        self._load = load
-        self._unload = unload
+        self._known = known
         self._slots: OrderedDict[int, Slot] = OrderedDict()  # by number of the adapter, least recently used first
         self._queue: OrderedDict[int, Place] = OrderedDict()
 
@@ -71,7 +65,7 @@ class LoraSlots:
         if slot is not None and not slot.users:
             del self._slots[adapter.number]
             if await _was_loaded(slot):
-                await self._unload(adapter)
+                self._known.release(adapter)
             self._advance()
 
     async def close(self) -> None:
@@ -130,8 +124,8 @@ class LoraSlots:
 
     async def _exchange(self, old: Slot | None, new: AdapterFolder) -> None:
         if old is not None and await _was_loaded(old):
-            await self._unload(old.adapter)
-        await self._load(new)
+            self._known.release(old.adapter)
+        await self._known.load(new)
 
     def _forget_failed(self, slot: Slot) -> None:
         """Frees the slot of an adapter that could not be loaded; the next user tries again."""
@@ -173,7 +167,7 @@ class KnownAdapters:
             self._known.move_to_end(adapter.number)
             self._in_slots.add(adapter.number)
 
-    async def release(self, adapter: AdapterFolder) -> None:
+    def release(self, adapter: AdapterFolder) -> None:
         self._in_slots.discard(adapter.number)
 
     async def drop(self, adapter: AdapterFolder) -> None:

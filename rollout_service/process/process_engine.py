@@ -60,7 +60,7 @@ class Life:
         self.core = core
         self.base = base  # always loaded, in a slot of its own
         self._known = KnownAdapters(max(shape.max_loras, shape.max_known), self._add, self._remove)
-        self.slots = LoraSlots(shape.max_loras, self._known.load, self._known.release)
+        self.slots = LoraSlots(shape.max_loras, self._known)
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self._watching = asyncio.create_task(self._watch())
 

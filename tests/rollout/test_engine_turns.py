@@ -134,7 +134,7 @@ def test_the_turn_cache_forgets_the_oldest() -> None:
     asked = [request(ref("a"), group=group, turn=1) for group in range(3)]
     assert cache.take(asked[0]) is None and cache.wants(asked[0])
     for each in asked:
-        cache.put(each, each.tokens.data[:-4], torch.zeros(100))
+        cache.keep(each, each.tokens.data[:-4], torch.zeros(100))
     assert cache.num_bytes == 800
     assert cache.take(asked[0]) is None
     assert cache.take(asked[1]) is not None and cache.take(asked[1]) is None and cache.num_bytes == 400

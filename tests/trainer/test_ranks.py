@@ -29,7 +29,7 @@ from trainer_service.backbone.sharding import bytes_held
 from trainer_service.memory import fit
 from trainer_service.packing import Budget, Cost, Tree
 from trainer_service.ranks.backbone import RankedBackbone, load_ranks
-from trainer_service.ranks.shares import split
+from trainer_service.ranks.group import split
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 

@@ -9,6 +9,5 @@ adapters of the open batches, and their own shares' gradients. Why so: docs/deci
     leader.py      starts the other ranks, and ends the trainer with one of them
     __main__.py    one of the other ranks
     commands.py    what the first rank tells the others, as bytes
-    shares.py      splits a micro-batch over ranks
-    group.py       what ranks do together: meet, load, collect, add up
+    group.py       what ranks do together: meet, load, split a micro-batch, collect, add up
 """

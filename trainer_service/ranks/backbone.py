@@ -22,8 +22,8 @@ from trainer_service.backbone.sharding import forget_pass
 from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.packing import Cost
 from trainer_service.ranks.commands import AddUp, Backward, FindFree, NewStack, Put, RankForward, Remove
+from trainer_service.ranks.group import Share, split
 from trainer_service.ranks.leader import Ranks, begin_of
-from trainer_service.ranks.shares import Share, split
 from trainer_service.settings import TrainerSettings
 
 

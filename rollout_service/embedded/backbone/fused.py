@@ -16,7 +16,7 @@ from torch import Tensor
 from base_model.decoder import Decoder
 from base_model.stacked import NUM_FUSED
 from rollout_service.embedded.backbone.compiling import compiled_for
-from rollout_service.embedded.backbone.interface import ForwardPart, ModelShape, adapt, cut, joined
+from rollout_service.embedded.backbone.interface import ForwardPart, ModelShape, adapt, cut, joined, joined_bias
 
 Norm = Callable[[Tensor], Tensor]
 Rotate = Callable[["FusedLayer", Tensor], None]
@@ -99,8 +99,7 @@ class FusedDecoder:
         adapt(qkv, x, number * NUM_FUSED, parts)
         qkv = qkv.view(len(x), -1, c.head_dim)
         rotate(layer, qkv)
-        found = [part.attend(number, own) for part, own in zip(parts, cut(qkv, parts), strict=True)]
-        seen = joined(found)
+        seen = joined([part.attend(number, own) for part, own in zip(parts, cut(qkv, parts), strict=True)])
         out = F.linear(seen, layer.out, layer.out_bias)
         adapt(out, seen, number * NUM_FUSED + 1, parts)
         return out
@@ -143,11 +142,8 @@ def _fuse_layer(decoder: Decoder, layer: int, make_norm: Callable[[Tensor], Norm
         return torch.cat([weights[f"{at}.{name}.weight"] for name in names]).contiguous()
 
     def bias(*names: str) -> Tensor | None:
-        found = [weights.get(f"{at}.{name}.bias") for name in names]
-        if all(b is None for b in found):
-            return None
-        rows = [weights[f"{at}.{name}.weight"] for name in names]
-        return torch.cat([w.new_zeros(len(w)) if b is None else b for b, w in zip(found, rows, strict=True)])
+        own = [weights[f"{at}.{name}.weight"] for name in names]
+        return joined_bias(own, [weights.get(f"{at}.{name}.bias") for name in names])
 
     q_norm, k_norm = (weights.get(f"{at}.self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
     c = decoder.config

@@ -78,6 +78,14 @@ def cut(x: Tensor, parts: Sequence[ForwardPart]) -> Sequence[Tensor]:
     return (x,) if len(parts) == 1 else x.split_with_sizes([part.num for part in parts])
 
 
-def joined(found: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all parts."""
-    return found[0] if len(found) == 1 else torch.cat([*found])
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
+def joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Of layers with these weights [out, in]: zeros for one without a bias, where others have one."""
+    if all(bias is None for bias in biases):
+        return None
+    each = zip(weights, biases, strict=True)
+    return joined([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in each])
