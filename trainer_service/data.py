@@ -30,7 +30,7 @@ from trainer_service.batch import Batch, Bools, Floats, Ints, Terms
 from trainer_service.losses import NUM_OF_TARGETS, MicroTerms
 from trainer_service.packing import common_length
 
-SHARED = 0.5  # data that begin alike for this part of the shorter one are one group
+SHARED_BEGINNING = 0.5  # data that begin alike for this part of the shorter one are one group
 ROW_TERMS = MicroTerms._fields[NUM_OF_TARGETS : MicroTerms._fields.index("has_anchored")]
 
 
@@ -208,5 +208,5 @@ def batch_of_parts(parts: Sequence[OperationRows]) -> Batch:
 
 def _groups(inputs: Sequence[Ints]) -> Ints:
     """Numbers the groups: neighbours that begin alike."""
-    starts = [common_length(pair) < SHARED * min(map(len, pair)) for pair in itertools.pairwise(inputs)]
+    starts = [common_length(pair) < SHARED_BEGINNING * min(map(len, pair)) for pair in itertools.pairwise(inputs)]
     return np.cumsum([0, *starts])[: len(inputs)]

@@ -20,18 +20,18 @@ from base_model.device import compute_clock, give_back_memory
 from common.errors import InvalidInput
 from common.sharing.fairness import Fairness
 from trainer_service.open_step import OpenBatch
-from trainer_service.packing import WINDOW, Budget
+from trainer_service.packing import WINDOW_BATCHES, Budget
 from trainer_service.training import DoesNotFit, Trainer
 
-AHEAD = 8
+MAX_BATCHES_AHEAD = 8
 """Micro-batches that a tenant may be served more than another that waits."""
-LEAST_PART = 1 / 32
+LEAST_CHARGED_PART = 1 / 32
 """The part of a micro-batch's tokens that a tenant is charged for at least, since the smallest takes its time too."""
-FOLLOWS_PART = 0.25
+FOLLOWER_WAIT_PART = 0.25
 """The longest wait for a small step that follows, as a part of a micro-batch's time. It is on its way to its run's owner and back."""
-SHARED_S, SHARED_PART = 10.0, 0.5
-"""For SHARED_S after steps of several tenants met, a micro-batch of a large step takes SHARED_PART of the budget, so that a newcomer
-waits less."""
+TENANTS_MET_S, TENANTS_MET_PART = 10.0, 0.5
+"""For so many seconds after steps of several tenants met, a micro-batch of a large step takes this part of the budget, so that a
+newcomer waits less."""
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -81,7 +81,7 @@ class Driver:
     _came: asyncio.Event = field(default_factory=asyncio.Event)  # a step, since the driver last waited for one
     _waited: bool = False  # after the last round, for a step that follows
     _hurried: bool = False  # the last round had no micro-batch
-    _shared_at: float = -SHARED_S  # when steps of several tenants were last there together, by the monotonic clock
+    _shared_at: float = -TENANTS_MET_S  # when steps of several tenants were last there together, by the monotonic clock
 
     async def run(self, member: FusedStep) -> Any:
         """Returns the member's result. A caller that is cancelled takes its step out before the next micro-batch."""
@@ -114,11 +114,11 @@ class Driver:
         return left.goes_on and bool(larger) and all(larger)
 
     async def _next_step(self) -> None:
-        """Returns when a step comes, or after FOLLOWS_PART of what a micro-batch takes."""
+        """Returns when a step comes, or after FOLLOWER_WAIT_PART of what a micro-batch takes."""
         self._came.clear()
-        micro_batch_s = self.compute_s / max(1, self._forwarded) * self.trainer.budget.tokens * SHARED_PART
+        micro_batch_s = self.compute_s / max(1, self._forwarded) * self.trainer.budget.tokens * TENANTS_MET_PART
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._came.wait(), FOLLOWS_PART * micro_batch_s)
+            await asyncio.wait_for(self._came.wait(), FOLLOWER_WAIT_PART * micro_batch_s)
 
     def _round(self, members: list[FusedStep]) -> dict[FusedStep, object]:
         """Runs one micro-batch, in the computing thread. Returns the members that leave, each with its result or error."""
@@ -163,7 +163,7 @@ class Driver:
         most = self.most_served(tenants)
         to_go: Counter[str] = Counter()
         # Shortest remaining time first: a small step waits for no large one. By itself that would starve the large, so a tenant that was
-        # served AHEAD micro-batches more than the least served one, for its weight, goes behind it (weighted fair queueing).
+        # served MAX_BATCHES_AHEAD micro-batches more than the least served one, for its weight, goes behind it (weighted fair queueing).
         keys: dict[FusedStep, tuple[float, int]] = {}
         for member in company:
             to_go[member.tenant] += member.tokens_left
@@ -174,7 +174,7 @@ class Driver:
     def most_served(self, tenants: Collection[str]) -> float:
         """The virtual time above which a tenant is served last."""
         least = min((self.served.virtual_time(tenant) for tenant in tenants), default=0.0)
-        return least + AHEAD * self.trainer.budget.tokens
+        return least + MAX_BATCHES_AHEAD * self.trainer.budget.tokens
 
     def _micro_batch(self, company: Sequence[FusedStep]) -> dict[FusedStep, object]:
         going = [(m, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
@@ -183,7 +183,7 @@ class Driver:
         for member, one in going:
             member.under_way = one.tokens_left
         failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], budget)) if going else None
-        least = int(LEAST_PART * self.trainer.budget.tokens)
+        least = int(LEAST_CHARGED_PART * self.trainer.budget.tokens)
         for (member, one), num_forward in zip(going, before, strict=True):
             tokens, member.under_way = one.sums.num_forward - num_forward, 0
             self.served.charge(member.tenant, max(tokens, least) if tokens else 0, member.weight)
@@ -216,8 +216,8 @@ class Driver:
         """The budget of the company's next micro-batch. Its first member is first in turn."""
         budget = self.trainer.budget
         tokens_left = company[0].tokens_left if company else 0
-        shared = time.monotonic() - self._shared_at < SHARED_S and tokens_left > WINDOW * budget.tokens
-        tokens = int(budget.tokens * SHARED_PART) if shared else budget.tokens
+        shared = time.monotonic() - self._shared_at < TENANTS_MET_S and tokens_left > WINDOW_BATCHES * budget.tokens
+        tokens = int(budget.tokens * TENANTS_MET_PART) if shared else budget.tokens
         return replace(budget, tokens=min([tokens, *(member.most_tokens for member in company)]))
 
     def _finish(self, company: Sequence[FusedStep]) -> dict[FusedStep, object]:

@@ -3,8 +3,8 @@
 waits for: a step (a TrainStep, or a segment of a run's operations)   unblocked by: the handlers
 
 A tenant's steps are served by age. Between tenants the step with the fewest tokens to go is first (shortest remaining processing
-time), so that a small one waits for no large one of another tenant; but a tenant that was served AHEAD micro-batches more, for its
-weight, than the least served one comes after it, so that none is overtaken without end.
+time), so that a small one waits for no large one of another tenant; but a tenant that was served MAX_BATCHES_AHEAD micro-batches
+more, for its weight, than the least served one comes after it, so that none is overtaken without end.
 
 A micro-batch that is under way cannot be overtaken, and a row of a large step is one at least. So what is small does not wait for
 it, where the base model computes in two threads at once: the *express* driver takes it, next to the main one.

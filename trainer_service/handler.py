@@ -24,15 +24,15 @@ from common.wire.operations import Forget, Forgotten, Operations
 from common.worker.handlers import Beat
 from trainer_service.fusion import Fusion
 from trainer_service.open_step import Trained, TrainState, failure_of
-from trainer_service.packing import WINDOW
+from trainer_service.packing import WINDOW_BATCHES
 from trainer_service.run_handler import RunHandler
 from trainer_service.training import Trainer
 from trainer_service.versions import Versions
 
 TrainerMessage = Init | TrainStep | Operations | Forget
-LARGE = 16
+LARGE_BATCHES = 16
 """Micro-batches, as which a larger message counts among those that a trainer holds."""
-MOST_LARGE = 4
+MAX_LARGE_MESSAGES = 4
 log = structlog.get_logger()
 
 
@@ -114,12 +114,12 @@ class TrainHandler:
 
     def has_room(self) -> bool:
         """Says whether one message more would be worked on soon; if not, it is better left to another trainer."""
-        return sum(self._held) < WINDOW * self._trainer.budget.tokens
+        return sum(self._held) < WINDOW_BATCHES * self._trainer.budget.tokens
 
     def takes_leftovers(self) -> bool:
         """Says whether it takes one message more that no other trainer waits for, so that a small one overtakes the large ones here."""
-        large = LARGE * self._trainer.budget.tokens
-        return sum(min(tokens, large) for tokens in self._held) < MOST_LARGE * large
+        large = LARGE_BATCHES * self._trainer.budget.tokens
+        return sum(min(tokens, large) for tokens in self._held) < MAX_LARGE_MESSAGES * large
 
     async def _delete(self, message: Forget, beat: Beat) -> list[Out]:
         """A version whose manifest cannot be read keeps its files, which costs only space."""

@@ -39,7 +39,7 @@ from rollout_service.turns import first_scored, first_stop
 
 WIDE_LANE_ROWS = 8
 """Rows of a lane where an adapter has a group's rows; measured, wider ones are no faster."""
-MOST_TOGETHER = 256
+MAX_NEW_TOGETHER = 256
 """New tokens of later turns that share attention and adapters' lanes with the newest tokens: more would take many copies of factors."""
 
 
@@ -325,7 +325,7 @@ class RunningRows:
         """Returns one part for all, or one for new tokens of later turns if these are many, or if attention is not compiled. `positions`
         [n]: of rows' newest tokens."""
         compiled = self._compiled()
-        if extension and (compiled is None or extension.num > MOST_TOGETHER):
+        if extension and (compiled is None or extension.num > MAX_NEW_TOGETHER):
             return [self._prefill.part(extension), *self._parts(layout, None, positions)]
         if compiled is not None:
             rows = kv.new_rows(layout.pools, positions.numpy(), extension.spans if extension else ())

@@ -19,7 +19,7 @@ from rollout_service.embedded.pools import Pool, rounded
 MERGED_HEADS = 2
 """Up to so many key heads, a CPU is faster with `_merged_attention`, in spite of its zeros."""
 
-ANY = 1 << 40
+ANY_DISTANCE = 1 << 40
 """A window of all positions."""
 BLOCK = 128
 """Positions of one product of weights and values in deterministic mode."""
@@ -226,7 +226,7 @@ class CompiledAttend:
 
     def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
         out = qkv.new_zeros(len(qkv), self._heads, qkv.shape[2])
-        limits = np.float32(scale or qkv.shape[2] ** -0.5), window or ANY
+        limits = np.float32(scale or qkv.shape[2] ** -0.5), window or ANY_DISTANCE
         for pool, places in self._rows:
             self._kernel(qkv.numpy(), pool.layers[layer].numpy(), places, out.numpy(), *limits)
         return out.flatten(1)

@@ -58,7 +58,7 @@ async def test_a_later_turn_computes_what_is_new_and_gives_the_same(
     most_together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiling().wait()
-    monkeypatch.setattr("rollout_service.embedded.batch.MOST_TOGETHER", most_together)
+    monkeypatch.setattr("rollout_service.embedded.batch.MAX_NEW_TOGETHER", most_together)
     whole, all_tokens = await talks(EngineLimits(turn_bytes=0))
     kept, new_tokens = await talks(EngineLimits())
     for mine, theirs in zip(kept, whole, strict=True):

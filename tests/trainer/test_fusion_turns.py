@@ -25,9 +25,9 @@ from tests.support.trainer_cases import load_shallow, make_init, make_rows, make
 from trainer_service import run_step
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.sequences import DecoderBackbone
-from trainer_service.driver import AHEAD
+from trainer_service.driver import MAX_BATCHES_AHEAD
 from trainer_service.fusion import EXPRESS_PART, Fusion
-from trainer_service.handler import LARGE, MOST_LARGE, TrainHandler
+from trainer_service.handler import LARGE_BATCHES, MAX_LARGE_MESSAGES, TrainHandler
 from trainer_service.open_step import OpenBatch, TrainState
 from trainer_service.packing import Budget
 from trainer_service.run_step import Gradient
@@ -122,10 +122,9 @@ async def test_a_flood_of_small_steps_does_not_starve_a_large_one(fusion: Fusion
     await asyncio.gather(*(flood(f"small-{n}") for n in range(4)))
 
     assert large.done()
-    assert tenants.sent["b"] > weight * AHEAD * BUDGET
-    assert (
-        (weight - 1) * tenants.sent["a"] < tenants.sent["b"] < weight * (2 * tenants.sent["a"] + (AHEAD + 4) * BUDGET)
-    )
+    assert tenants.sent["b"] > weight * MAX_BATCHES_AHEAD * BUDGET
+    most = weight * (2 * tenants.sent["a"] + (MAX_BATCHES_AHEAD + 4) * BUDGET)
+    assert (weight - 1) * tenants.sent["a"] < tenants.sent["b"] < most
 
 
 async def test_a_tenant_that_comes_back_has_not_saved_up_its_turns(fusion: Fusion) -> None:
@@ -179,7 +178,7 @@ async def gradient(fusion: Fusion, tenant: str, state: TrainState, *, num_rows: 
 async def test_a_large_step_waits_for_the_step_that_follows_a_small_one(
     fusion: Fusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.driver.FOLLOWS_PART", 1e9)
+    monkeypatch.setattr("trainer_service.driver.FOLLOWER_WAIT_PART", 1e9)
     trainer, tenants = fusion.trainer, Tenants(fusion)
     assert isinstance(trainer, Noting)
     state = trainer.init(make_run("run"))
@@ -307,14 +306,14 @@ def operation(job: str, num_data: int) -> Operations:
 
 
 def large_operation(number: int) -> Operations:
-    return operation(f"run-{number}", LARGE * BUDGET // 40)
+    return operation(f"run-{number}", LARGE_BATCHES * BUDGET // 40)
 
 
 async def test_a_trainer_takes_leftovers_until_it_holds_some_large_messages(handler: TrainHandler) -> None:
-    for number in range(MOST_LARGE):
+    for number in range(MAX_LARGE_MESSAGES):
         await handler(make_run(f"run-{number}"), nothing)
     held: list[asyncio.Task[Any]] = []
-    for number in range(MOST_LARGE):
+    for number in range(MAX_LARGE_MESSAGES):
         assert handler.takes_leftovers()
         held.append(asyncio.create_task(handler(large_operation(number), nothing)))
         await asyncio.sleep(0)
