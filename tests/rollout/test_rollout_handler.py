@@ -246,7 +246,7 @@ async def test_handing_back_keeps_the_tokens_unless_bits_must_not_change(determi
 
 
 async def handed_back(handler: RolloutHandler, engine: Engine, asked: TurnRequest) -> TurnRequest:
-    """What a worker that stops hands back of a turn after some tokens."""
+    """Stops a turn after some tokens, and returns the request that the worker hands back."""
     task = asyncio.create_task(handler(asked, beat))
     while (partial := engine.partial(asked.id)) is None or len(partial.tokens) < 5:
         await asyncio.sleep(0.001)

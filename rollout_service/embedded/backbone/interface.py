@@ -84,7 +84,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
-    """Of layers with these weights [out, in]: zeros for one without a bias, where others have one."""
+    """Joins the biases of layers with these weights [out, in]: zeros for one without a bias, where others have one."""
     if all(bias is None for bias in biases):
         return None
     each = zip(weights, biases, strict=True)
