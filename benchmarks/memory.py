@@ -25,7 +25,6 @@ LIMIT_MB = 3000
 IDLE_AFTER_S = 3.0
 LOOK_EVERY_S = 1.0
 
-
 Look = Mapping[str, Memory]
 """Process → its memory at one moment."""
 

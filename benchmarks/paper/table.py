@@ -3,8 +3,7 @@
 simul.     the makespan that `simulator` predicts
 TTFS       from submission to the job's first turn at the rollout engine, mean; TPTS: from version to version, mean
 slowed     a job's turnaround over that of the same job alone, mean; worst: the largest of these over that mean
-rollout %  share of the makespan in which the engine computes, by processor seconds: forwards, sampling
-trainer %  the same: forwards, backwards, optimiser
+rollout %  share of the makespan in which the engine computes, by processor seconds; trainer %: in which the trainer does
 control s  processor seconds of all processes beside computing
 wasted     sampled tokens that were never trained
 """
