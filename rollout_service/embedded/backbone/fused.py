@@ -46,13 +46,11 @@ class FusedDecoder:
 
     def __init__(self, decoder: Decoder, *, exact: bool) -> None:
         """`exact`: its bits are those of torch's own norms; otherwise a CPU has quicker ones."""
-        c = decoder.config
-        self.config = ModelShape(c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab, c.context)
-        self._norm_eps = c.norm_eps
+        self.config, self._norm_eps = ModelShape.of(decoder.config), decoder.config.norm_eps
         self.embedding, self.head = decoder.embedding, decoder.head
         self._shapes = decoder.linear_shapes()
         quick = not exact and decoder.device.type == "cpu" and decoder.embedding.dtype == torch.float32
-        make_norm = partial(quick_norm if quick else torch_norm, eps=c.norm_eps)
+        make_norm = partial(quick_norm if quick else torch_norm, eps=self._norm_eps)
         self.layers = [_fuse_layer(decoder, layer, make_norm) for layer in range(self.config.num_layers)]
         self.final_norm = make_norm(decoder.weights["norm.weight"])
         half = self.config.head_dim // 2

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from base_model.decoder import DecoderConfig
 from base_model.stacked import Product
 
 
@@ -23,6 +24,11 @@ class ModelShape:
     head_dim: int
     vocab: int
     context: int  # tokens of a sequence at most
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> "ModelShape":
+        c = config
+        return cls(c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab, c.context)
 
 
 class QkvAttend(Protocol):
