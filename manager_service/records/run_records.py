@@ -12,8 +12,7 @@ What the owner alone writes, beside `state`:
 
     versions:<run>                  hash     version that may be read -> 1 if its optimiser's state is there, else 0
     sampler:<sampler>               string   Sampler, of one that a save made; for as long after its last use as it says
-    retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them; and
-                                             `tenant:<tenant>` of tenants that are crowded, which an API replica adds
+    retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them
     unfinished:<tenant>             hash     see manager_service.records: runs that have not ended, beside jobs
     held:<tenant>                   hash     run -> bytes of its operations that wait, and of its log; a submit writes it too
 
@@ -127,7 +126,6 @@ class RunState(msgspec.Struct):
     num_left: int = 0  # messages to trainers that had them delete versions
     ended_at: int = 0  # seconds since 1970
     erased: bool = False  # the run is forgotten, and the store has nothing of it
-    makes_room: bool = False  # its tenant has so many runs that it is forgotten sooner
 
     def fields(self) -> dict[Any, Any]:
         """The fields of the record, as Redis keeps them."""
@@ -136,10 +134,6 @@ class RunState(msgspec.Struct):
 
 UNNAMED_KEPT_S = 7 * 86_400
 """A run without checkpoints is forgotten, with its versions, so long after its end; one that never had a version after an hour."""
-CROWDED = 9_000
-"""Runs of one tenant in a cell from which on the oldest that have ended without a checkpoint are forgotten an hour after their end."""
-CROWDED_TENANT = "tenant:"
-"""The word before a tenant's name in `retire:<p>`."""
 USED_S = 3600
 """A version is kept for so long after its last use."""
 NUM_SEQS_KEPT = 4096

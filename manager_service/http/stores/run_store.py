@@ -19,8 +19,6 @@ from manager_service.http.stores.tinker_names import Path, parse_path
 from manager_service.records.job_records import has_version, newest_stored
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import (
-    CROWDED,
-    CROWDED_TENANT,
     Checkpoint,
     RunSpec,
     RunState,
@@ -38,21 +36,18 @@ MAX_KEPT = 10_000
 PAGE = 100
 """Runs that are read together: their states have up to a thousand checkpoints each."""
 
-# KEYS: run, seqs, tenant-runs, jobs stream, active, unfinished, retire. ARGV: sha256 of what was asked, run id, score, spec, state, its
-# status, its head, what was asked, most unfinished jobs and runs, most bytes of their records, most runs that are kept, from how many on
-# the tenant is crowded, how `retire` names it, then the fields of the stream entry. Answers `new`, `known`, `other` if something else was
-# asked under the same id, or why there is no room for one more.
+# KEYS: run, seqs, tenant-runs, jobs stream, active, unfinished. ARGV: sha256 of the request, run id, score, spec, state, its status, its
+# head, the kind of request, most unfinished jobs and runs, most bytes of their records, most runs that are kept, then the fields of the
+# stream entry. Answers `new`, `known`, `other` if another request had the same id, or why there is no room for one more.
 _CREATE = """
 local known = redis.call('HGET', KEYS[2], '0')
 if known then return string.sub(known, 1, 64) == ARGV[1] and 'known' or 'other' end
 if redis.call('EXISTS', KEYS[1]) == 1 then return 'other' end
-local kept = redis.call('ZCARD', KEYS[3])
-if kept >= tonumber(ARGV[12]) then redis.call('ZADD', KEYS[7], 'NX', 0, ARGV[13]) end
-if kept >= tonumber(ARGV[11]) then return 'kept' end
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[11]) then return 'kept' end
 local sizes, size, total = redis.call('HVALS', KEYS[6]), #ARGV[4] + #ARGV[5], 0
 for _, each in ipairs(sizes) do total = total + each end
 if #sizes >= tonumber(ARGV[9]) or total + size > tonumber(ARGV[10]) then return 'unfinished ' .. #sizes end
-redis.call('XADD', KEYS[4], '*', unpack(ARGV, 14))
+redis.call('XADD', KEYS[4], '*', unpack(ARGV, 12))
 redis.call('HSET', KEYS[6], ARGV[2], size)
 redis.call('HSET', KEYS[1], 'spec', ARGV[4], 'state', ARGV[5], 'status', ARGV[6], 'head', ARGV[7])
 redis.call('ZADD', KEYS[3], ARGV[3], ARGV[2])
@@ -166,11 +161,10 @@ class RunStore:
             id=f"{spec.id}/create/0", tenant=spec.tenant, job=spec.id, partition=partition, action="create"
         )
         keys = [cell.run(spec.id), cell.seqs(spec.id), cell.tenant_runs(spec.tenant), cell.jobs(partition)]
-        keys += [cell.active(partition), cell.unfinished(spec.tenant), cell.retire(partition)]
+        keys += [cell.active(partition), cell.unfinished(spec.tenant)]
         digest = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
         words = [digest, spec.id, repr(time.time()), JSON.encode(spec), *RunState().fields().values(), kind]
         words += [self._api.settings.max_unfinished_jobs, self._api.limits.max_unfinished_bytes, MAX_KEPT]
-        words += [CROWDED, f"{CROWDED_TENANT}{spec.tenant}"]
         fields = await base.bus.fields(command)
         answer: bytes = await base.redis.register_script(_CREATE)(keys=keys, args=[*words, *fields])
         if answer == b"other":
@@ -224,8 +218,8 @@ def _no_room(answer: str) -> ApiError:
     why, _, num = answer.partition(" ")
     if why == "kept":
         told = (
-            f"you have {MAX_KEPT:,} runs, with those that have ended: delete checkpoints that you need no more; runs without any make"
-            " room, an hour after their end"
+            f"you have {MAX_KEPT:,} runs, with those that have ended: delete checkpoints that you need no more; runs without any are"
+            " forgotten seven days after their end"
         )
         return ApiError(400, told, code="too_many_runs", retry=False)
     told = (

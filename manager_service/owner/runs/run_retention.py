@@ -5,7 +5,7 @@
 A version stays while the run, a name or a reader needs it:
 
     the run         its newest two versions: it goes on from them, and a trainer may have to compute them again; until UNNAMED_KEPT_S
-                    after its end; of a tenant that has very many, the oldest go sooner
+                    after its end
     a checkpoint    that has not expired; `weights/…` keep the optimiser's state too
     a use           `use:<run>:<version>`: a turn, a sampler, a request for a copy, for USED_S after it was noted
     a copy          a run or a job that begins with it, or an operation that loads it, until it is made
@@ -122,15 +122,6 @@ class Retention:
         ends = self._forgotten_at() if not self.state.checkpoints else None
         return min((moment for moment in (*expiries, ends) if moment is not None), default=None)
 
-    def make_room(self, changes: Changes) -> bool:
-        """Lets an ended run go as soon as nobody waits for its results, unless it has a checkpoint. Returns whether it goes."""
-        if self.state.checkpoints:
-            return False
-        if not self.state.makes_room:
-            self.state.makes_room = True
-            self._dirty(changes)
-        return True
-
     def is_over(self, now: float) -> bool:
         """May an ended run leave Redis? Nothing of it is in the store any more, and nobody can come to need it."""
         return self._is_forgotten(now) and not self.versions and self.state.erased
@@ -154,8 +145,7 @@ class Retention:
         """Time at which an ended run without checkpoints is forgotten."""
         if self.state.status != "ended":
             return None
-        is_kept = self.state.version >= 0 and not self.state.makes_room
-        return self.state.ended_at + (UNNAMED_KEPT_S if is_kept else KEEP_RESULTS_S)
+        return self.state.ended_at + (UNNAMED_KEPT_S if self.state.version >= 0 else KEEP_RESULTS_S)
 
     def _mark(self, needs: VersionNeeds, now: float, changes: Changes) -> None:
         """Unlists versions that nobody needs. The last mark of a forgotten run may be empty; then everything left is deleted."""

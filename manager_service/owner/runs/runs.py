@@ -14,7 +14,7 @@ from manager_service.owner.runs.run import Run
 from manager_service.owner.runs.run_retention import LOOK_AGAIN_S, Retention, VersionNeeds, read_versions
 from manager_service.records.job_records import JobError
 from manager_service.records.keys import read_record
-from manager_service.records.run_records import CROWDED, CROWDED_TENANT, RunSpec, RunState, change_name
+from manager_service.records.run_records import RunSpec, RunState, change_name
 from manager_service.records.usage import usage_fields, usage_of
 from manager_service.scheduling.members import MemberTable
 
@@ -24,8 +24,6 @@ RETIRE_EVERY_S = 10.0
 """Time between two looks at the versions of runs."""
 LOAD_COUNT = 200
 """Ended runs whose versions are looked at together."""
-LOOKED_AT = 1000
-"""The oldest of a crowded tenant's ended runs that may make room."""
 READ_COUNT = 1000
 """Keys in one command at most."""
 log = structlog.get_logger()
@@ -195,11 +193,8 @@ class Runs:
         `copies`: versions that jobs will copy, each with whether the optimiser's state goes along.
         """
         self._retired_at = now
-        found = await self._due(now)
-        due = [name for name in found if not name.startswith(CROWDED_TENANT)]
+        due = await self._due(now)
         await self._load_ended(due, now, changes)
-        for name in set(found).difference(due):
-            await self._make_room(name, now, changes)
         for name in due:
             if name not in self._ended:  # unreadable, or lost: it would be among the first ones due for ever
                 log.error("not_retired", run_id=name)
@@ -220,23 +215,6 @@ class Runs:
             if each.state.leaving is None:
                 changes.retire[name] = each.due_at(now, wait_s=LOOK_AGAIN_S)
                 del self._ended[name]
-
-    async def _make_room(self, crowded: str, now: float, changes: Changes) -> None:
-        """Lets the oldest of a tenant's ended runs go that have no checkpoint. `crowded`: as `retire:<p>` names the tenant."""
-        client, key = self._bus.client, self._cell.tenant_runs(crowded.removeprefix(CROWDED_TENANT))
-        too_many: int = await self._bus.retrying(lambda: client.zcard(key)) - CROWDED + 1
-        changes.retire[crowded] = now + RETIRE_EVERY_S if too_many > 0 else None
-        if too_many > 0:
-            of: Any = {key: 0, self._cell.retire(self._number): 1}  # by when they are to be looked at
-            names: Any = await self._bus.retrying(lambda: client.zinter(of))
-            for first in range(0, LOOKED_AT, LOAD_COUNT):
-                found = [name.decode() for name in names[first : first + LOAD_COUNT]]
-                if too_many <= 0 or not found:
-                    break
-                await self._load_ended(found, now, changes)
-                for keeping in (self._ended[name] for name in found if name in self._ended):
-                    if too_many > 0 and keeping.make_room(changes):
-                        too_many -= 1
 
     async def _used_up(self, spec: RunSpec) -> Moved:
         """The whole usage of a run that leaves Redis."""
