@@ -71,22 +71,19 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedOperation:
-    """An operation that a client asked for. With a `failure`, it fails when its turn comes."""
+    """An operation that a client asked for. With a `fault`, it fails when its turn comes."""
 
     seq: int
     action: Action
     payload: bytes = b""
     num_tokens: int = 0
-    failure: Failure | None = None
+    fault: str = ""
     known_by: bytes | None = None  # what is the same in a repeat; None: the payload
 
     @property
     def digest(self) -> str:
-        reason, same = (
-            self.failure.reason if self.failure else "",
-            self.payload if self.known_by is None else self.known_by,
-        )
-        return hashlib.sha256(b"\0".join((self.action.encode(), reason.encode(), same))).hexdigest()
+        same = self.payload if self.known_by is None else self.known_by
+        return hashlib.sha256(b"\0".join((self.action.encode(), self.fault.encode(), same))).hexdigest()
 
 
 def wrong(reason: str) -> Failure:
@@ -131,7 +128,7 @@ async def _submit(run: RunRow, asked: AskedOperation, objects: Objects) -> str:
         action=asked.action,
         payload=asked.payload,
         tokens=asked.num_tokens,
-        failure=asked.failure,
+        failure=wrong(asked.fault) if asked.fault else None,
     )
     seqs = cell.seqs(run.id)
     keys = [seqs, cell.run(run.id), cell.ops(partition), cell.held(run.spec.tenant)]

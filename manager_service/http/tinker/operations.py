@@ -5,6 +5,7 @@ a hole in the run's numbers, and whatever comes behind it would wait.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -12,11 +13,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from common.suggestions import did_you_mean
-from common.wire.messages import Failure, OptimSpec
+from common.wire.messages import OptimSpec
 from common.wire.operations import SaveWeights
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.reading.tasks import ReadPass
-from manager_service.http.stores.operation_store import AskedOperation, submit, wrong
+from manager_service.http.stores.operation_store import AskedOperation, submit
 from manager_service.http.stores.run_store import RunRow
 from manager_service.http.stores.tinker_names import MAX_NUMBER, is_checkpoint_name, sampler_name, ttl_fault
 from manager_service.http.tinker.parts import MAX_PASS_BYTES, PREFIX, Known, answer
@@ -47,17 +48,14 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: 
     given = msgspec.convert(found, CheckedPass)
     run = await known.runs.named(tenant.id, given.model)
     fault = given.fault or _misfit(run.base, given)
-    return await _submitted(
-        api,
-        run,
-        AskedOperation(
-            seq=given.seq,
-            action="forward" if given.forward_only else "forward_backward",
-            payload=b"" if fault else given.payload,
-            num_tokens=given.num_tokens,
-            failure=wrong(fault) if fault else None,
-        ),
+    operation = AskedOperation(
+        seq=given.seq,
+        action="forward" if given.forward_only else "forward_backward",
+        payload=b"" if fault else given.payload,
+        num_tokens=given.num_tokens,
+        fault=fault,
     )
+    return await _submitted(api, run, operation)
 
 
 MAX_POSITIONS = 262_144
@@ -79,26 +77,29 @@ def _misfit(base: Base, given: CheckedPass) -> str:
 async def optim_step(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
     asked = await read(request, StepAsked)
     run = await known.runs.named(tenant.id, asked.model_id)
-    optim = _optim(asked)
-    if isinstance(optim, Failure):
-        return await _submitted(api, run, AskedOperation(seq=asked.seq_id, action="optim_step", failure=optim))
+    fault = _optim_fault(asked)
+    payload = b"" if fault else msgspec.msgpack.encode(_optim(asked.adam_params or {}))
     return await _submitted(
-        api, run, AskedOperation(seq=asked.seq_id, action="optim_step", payload=msgspec.msgpack.encode(optim))
+        api, run, AskedOperation(seq=asked.seq_id, action="optim_step", payload=payload, fault=fault)
     )
 
 
-def _optim(asked: StepAsked) -> OptimSpec | Failure:
+def _optim_fault(asked: StepAsked) -> str:
+    """The fault of a step's parameters; empty if they have none."""
     if asked.optimizer_params is not None:
-        return wrong(f"the optimizer {str(asked.optimizer_params.get('type'))[:64]!r} is not offered: use AdamParams")
-    given: dict[str, Any] = asked.adam_params or {}
-    for name, value in given.items():
+        return f"the optimizer {str(asked.optimizer_params.get('type'))[:64]!r} is not offered: use AdamParams"
+    for name, value in (asked.adam_params or {}).items():
         if name not in ADAM:
-            return wrong(f"adam_params has no {name!r}{did_you_mean(name, ADAM)}")
+            return f"adam_params has no {name!r}{did_you_mean(name, ADAM)}"
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return wrong(f"adam_params: {name} must be a number")
+            return f"adam_params: {name} must be a number"
         if (value < 0 and name != "grad_clip_norm") or (name.startswith("beta") and value >= 1):
-            return wrong(f"adam_params: {name} cannot be {value:g}")
-    values = {name: float(value) for name, value in (ADAM | given).items()}
+            return f"adam_params: {name} cannot be {value:g}"
+    return ""
+
+
+def _optim(params: Mapping[str, float]) -> OptimSpec:
+    values = {name: float(value) for name, value in (ADAM | dict(params)).items()}
     clip = max(0.0, values.pop("grad_clip_norm"))
     return OptimSpec(**values, grad_clip=clip)
 
@@ -141,12 +142,11 @@ def _name(asked: SaveAsked) -> str:
 async def _saved(api: Api, run: RunRow, asked: SaveAsked, action: Any, payload: SaveWeights) -> Response:
     """The SDK gives a sampler another number when it sends the save again, so that a repeat is known by the rest, and answered with the
     first one's."""
-    fault = _save_fault(asked, payload)
     operation = AskedOperation(
         seq=asked.seq_id,
         action=action,
         payload=msgspec.msgpack.encode(payload),
-        failure=wrong(fault) if fault else None,
+        fault=_save_fault(asked, payload),
         known_by=msgspec.msgpack.encode(msgspec.structs.replace(payload, sampler="")),
     )
     return await _submitted(api, run, operation)

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -9,10 +10,10 @@ from starlette.responses import Response
 
 from common.errors import InvalidInput, NotFound
 from common.suggestions import did_you_mean
-from common.wire.messages import AdapterRef, Failure, LoraSpec
+from common.wire.messages import AdapterRef, LoraSpec
 from common.wire.operations import LoadWeights
 from manager_service.http.context import Api, Base, Parts, Tenant
-from manager_service.http.stores.operation_store import AskedOperation, submit, submit_unload, wrong
+from manager_service.http.stores.operation_store import AskedOperation, submit, submit_unload
 from manager_service.http.stores.run_store import RunRow, Source
 from manager_service.http.stores.session_store import check_told
 from manager_service.http.stores.tinker_names import find_base, numbered, parse_path, run_name, tokenizer_id
@@ -76,39 +77,32 @@ async def _check_session(tenant: TenantRecord, known: Records, asked: CreateAske
 async def _load_into(api: Api, tenant: TenantRecord, known: Records, asked: LoadAsked) -> Response:
     """A load into a run that exists is an operation: what is wrong with it is a future that fails, for it has a number."""
     run = await known.runs.named(tenant.id, asked.model_id or "")
-    load = await _find_load(tenant, known, run, asked)
-    if isinstance(load, Failure):
-        operation = AskedOperation(seq=asked.seq_id or 0, action="load", failure=load)
-    else:
-        operation = AskedOperation(seq=asked.seq_id or 0, action="load", payload=msgspec.msgpack.encode(load))
+    payload, fault = b"", ""
+    try:
+        source = await _source(tenant, known, asked)
+        payload = msgspec.msgpack.encode(LoadWeights(asked.path, source.adapter, asked.optimizer))
+        fault = _misfit(run, source, asked.path)
+    except (InvalidInput, NotFound) as error:
+        fault = str(error)
+    operation = AskedOperation(seq=asked.seq_id or 0, action="load", payload=payload, fault=fault)
     return answer({"request_id": await submit(run, operation, api.objects), "model_id": run.spec.public_id})
 
 
-async def _find_load(tenant: TenantRecord, known: Records, run: RunRow, asked: LoadAsked) -> LoadWeights | Failure:
-    try:
-        source = await _source(tenant, known, asked)
-    except (InvalidInput, NotFound) as error:
-        return wrong(str(error))
-    mine, theirs = (_shape(run.base, lora) for lora in (run.spec.lora, source.lora))
-    if source.base is not run.base or mine != theirs:
-        return wrong(
-            f"{asked.path} is of {_told(source.base, theirs)}, and this run of {_told(run.base, mine)}: create a run from it instead"
-        )
-    return LoadWeights(asked.path, source.adapter, asked.optimizer)
+def _misfit(run: RunRow, source: Source, path: str) -> str:
+    """The reason why a run cannot go on from a version; empty if it can."""
+    mine, theirs = _shape(run.base, run.spec.lora), _shape(source.base, source.lora)
+    return "" if mine == theirs else f"{path} is of {theirs}, and this run of {mine}: create a run from it instead"
 
 
-LoraShape = tuple[int, float, tuple[str, ...]]
-"""Rank, alpha and targets of an adapter."""
+def _shape(base: Base, lora: LoraSpec) -> str:
+    """What two adapters must have in common."""
+    targets = ", ".join(sorted(lora.targets or _present(base, ATTENTION + MLP)))
+    return f"{base.name!r} with rank {lora.rank}, alpha {lora.alpha:g} and the targets {targets}"
 
 
-def _shape(base: Base, lora: LoraSpec) -> LoraShape:
-    every = (name for name in ATTENTION + MLP if name in base.linear_layers or not base.linear_layers)
-    return lora.rank, lora.alpha, tuple(sorted(lora.targets or every))
-
-
-def _told(base: Base, shape: LoraShape) -> str:
-    rank, alpha, targets = shape
-    return f"{base.name!r} with rank {rank}, alpha {alpha:g} and the targets {', '.join(targets)}"
+def _present(base: Base, layers: Sequence[str]) -> tuple[str, ...]:
+    """Those of these layers that a base model has; all if its layers are not known."""
+    return tuple(name for name in layers if name in base.linear_layers or not base.linear_layers)
 
 
 async def _source(tenant: TenantRecord, known: Records, asked: LoadAsked) -> Source:
@@ -185,7 +179,7 @@ def _lora(base: Base, asked: LoraAsked) -> LoraSpec:
         raise InvalidInput(
             "LoRA on the unembedding alone is not offered: train_attn or train_mlp too", param="lora_config"
         )
-    there = tuple(name for name in wanted if name in base.linear_layers or not base.linear_layers)
+    there = _present(base, wanted)
     if not there:
         names = ", ".join(sorted(base.linear_layers))
         raise InvalidInput(
