@@ -1,5 +1,7 @@
 """Routes of a client as a whole: its configuration, its session, what the service can do."""
 
+import secrets
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -7,8 +9,10 @@ from starlette.responses import Response
 
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import ApiError
+from manager_service.http.stores.session_store import check_told
 from manager_service.http.tinker.parts import PREFIX, Known, answer
 from manager_service.http.tinker.request_bodies import FinishAsked, SessionAsked, SessionNamed, read
+from manager_service.records.run_records import ClientSession
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
@@ -66,7 +70,17 @@ async def capabilities(api: Parts, tenant: Tenant) -> Response:
 
 @router.post("/create_session")
 async def create_session(request: Request, tenant: Tenant, known: Known) -> Response:
-    session = await known.sessions.create(tenant.id, await read(request, SessionAsked))
+    asked = await read(request, SessionAsked)
+    check_told(user_metadata=asked.user_metadata, display_name=asked.display_name, tags=asked.tags)
+    session = ClientSession(
+        id=f"ses-{secrets.token_hex(8)}",
+        tenant=tenant.id,
+        created_at=int(time.time()),
+        sdk_version=asked.sdk_version[:64],
+        display_name=asked.display_name,
+        user_metadata=asked.user_metadata or {},
+    )
+    await known.sessions.create(session)
     return answer({"type": "create_session", "session_id": session.id, "info_message": UNTRAINED})
 
 
