@@ -56,7 +56,7 @@ async def retrieve_future(request: Request, api: Parts, tenant: Tenant, known: K
 async def cancel_future(request: Request, api: Parts, tenant: Tenant) -> Response:
     """Gives up a request for samples. What is no such request, or is over, is passed over in silence."""
     future = (await read(request, FutureNamed)).request_id
-    replica, name = place_of(future) or ("", "")
+    replica, name = place_of(future)
     if base := api.bases.get(name):
         await base.peers.give_up(replica, tenant.id, future)
     return answer({})
@@ -97,7 +97,7 @@ class Patience:
 async def _operation(api: Api, tenant: TenantRecord, known: Records, future: str) -> Response:
     name, seq = parse_future(future)
     run = await known.runs.find(tenant.id, name)
-    pending, beside = Pending(None), partial(api.helpers.beside, tenant)
+    pending, beside = Pending(""), partial(api.helpers.beside, tenant)
     try:
         async with asyncio.timeout(WAIT_S):
             with run.base.answered.of(run.id, seq) as answered:
@@ -112,7 +112,7 @@ async def _operation(api: Api, tenant: TenantRecord, known: Records, future: str
 
 async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
     """The state of the queue in which an operation waits, and the reason."""
-    if pending.status is None:
+    if not pending.status:
         return "paused_capacity", "the service's memory is away for a moment"
     if pending.missing is not None:
         return (
@@ -141,7 +141,7 @@ async def _base_waits(base: Base, tenant: TenantRecord, service: str) -> tuple[Q
 
 
 async def _samples(api: Api, tenant: TenantRecord, future: str) -> Response:
-    replica, name = place_of(future) or ("", "")
+    replica, name = place_of(future)
     base = api.bases.get(name)
     outcome = GONE if base is None else await base.peers.outcome(replica, tenant.id, future, WAIT_S)
     if base is None or outcome.gone:

@@ -174,6 +174,9 @@ class Run:
         """Ends the run: its versions and their names stay. What is not answered fails."""
         self.state.ended_at = int(now)
         self._drop_log(changes)
+        if self.state.status in ("queued", "creating"):
+            ended = Failure("cancelled", "the run was ended before it was created")
+            self._answer(OperationResult(0, failure=ended), changes)
         for number in sorted(self._waiting):
             self._refuse(number, Failure("cancelled", reason), changes)
         self.state.status, self.state.sent = "ended", 0
