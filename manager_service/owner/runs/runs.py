@@ -50,9 +50,9 @@ class Runs:
         self._silent: dict[str, float] = {}  # session -> when it was first found without a sign of life
 
     @property
-    def held_entries(self) -> set[str]:
+    def pending_entries(self) -> set[str]:
         """Entries of `ops:<p>` that stay pending because a run in memory holds them."""
-        return {entry for run in self.table.values() for entry in run.held_entries}
+        return {entry for run in self.table.values() for entry in run.pending_entries}
 
     @property
     def trainer_streams(self) -> set[str]:
@@ -275,7 +275,7 @@ class Runs:
 
     def _count(self, run: Run, changes: Changes) -> None:
         """Says what of a run counts towards its tenant's limits."""
-        held, num_bytes = self._cell.held(run.spec.tenant), run.held_bytes
+        held, num_bytes = self._cell.held(run.spec.tenant), run.pending_bytes
         changes.open(self._cell.run(run.id), "log", str(run.log_bytes))
         if num_bytes and not run.settled:
             changes.open(held, run.id, str(num_bytes))
