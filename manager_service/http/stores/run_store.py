@@ -1,4 +1,6 @@
-"""Finds runs and their checkpoints, and creates runs by one script. Only the partition's owner writes a run's state."""
+"""Finds runs and their checkpoints, and creates runs by one script. Only the partition's owner writes a run's state: it is asked to
+delete a checkpoint, or to let it expire at another time.
+"""
 
 import asyncio
 import hashlib
@@ -6,12 +8,14 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from common.bus.streams import partition_of
-from common.errors import InvalidInput, NotFound
+from common.errors import InvalidInput, NotFound, Unavailable
 from common.wire.messages import AdapterRef, JobCommand, LoraSpec
+from common.wire.operations import NameChange
 from manager_service.http.context import Api, Base
 from manager_service.http.errors import ApiError
 from manager_service.http.stores.job_store import JobStore
@@ -22,6 +26,7 @@ from manager_service.records.run_records import (
     Checkpoint,
     RunSpec,
     RunState,
+    meant,
     run_of,
     session_of,
     use,
@@ -32,6 +37,9 @@ NUM_KEPT = 10_000
 
 MAX_KEPT = 10_000
 """Runs of one tenant in a cell that Redis keeps, ended ones too."""
+
+WAIT_S = 20.0
+"""Seconds that a request waits for the owner: another takes over within a lease."""
 
 PAGE = 100
 """Runs that are read together: their states have up to a thousand checkpoints each."""
@@ -227,3 +235,58 @@ def _no_room(answer: str) -> ApiError:
         " some jobs have finished"
     )
     return ApiError(400, told, code="too_many_jobs", retry=False)  # after a 429, the SDK would repeat for minutes
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+async def delete_checkpoint(run: RunRow, known: Checkpoint) -> None:
+    """Raises Unavailable."""
+    await _carry_out(run, _change(run, known, deletes=True))
+
+
+async def expire_checkpoint_at(run: RunRow, known: Checkpoint, expires_at: int | None) -> None:
+    """Raises Unavailable, and NotFound if it is gone meanwhile. `expires_at`: seconds since 1970; None: never."""
+    state = await _carry_out(run, change := _change(run, known, expires_at=expires_at))
+    if meant(state, change) is None:
+        raise NotFound(f"the checkpoint {known.kind}/{known.name} was deleted or saved anew at this moment")
+
+
+def _change(run: RunRow, known: Checkpoint, **to: Any) -> NameChange:
+    about = f"{known.kind}/{known.name}@{known.version}"
+    return NameChange(
+        id=f"{run.id}/{about}/{to}",
+        tenant=run.spec.tenant,
+        job=run.id,
+        partition=partition_of(run.spec.tenant),
+        checkpoint=known.kind,
+        name=known.name,
+        version=known.version,
+        created_at=known.created_at,
+        **to,
+    )
+
+
+async def _carry_out(run: RunRow, change: NameChange) -> RunState:
+    """The run's state behind the change."""
+    with run.base.answered.of(run.id, 0) as answered:
+        await _send(run, change)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while not _is_done(state := await run.state(), change):
+                    await answered.wait()
+                    answered.clear()
+                return state
+        except TimeoutError:
+            raise Unavailable("the run's owner is away for a moment: it carries this out when it is back") from None
+
+
+def _is_done(state: RunState, change: NameChange) -> bool:
+    known = meant(state, change)
+    return known is None or (not change.deletes and known.expires_at == change.expires_at)
+
+
+async def _send(run: RunRow, change: NameChange) -> None:
+    fields = await run.base.bus.fields(change)
+    entry = dict(zip(fields[::2], fields[1::2], strict=True))
+    await run.base.redis.xadd(run.base.cell.jobs(change.partition), entry)

@@ -10,8 +10,7 @@ from starlette.responses import Response
 from common.errors import InvalidInput, NotFound
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import ApiError
-from manager_service.http.stores import checkpoint_store
-from manager_service.http.stores.run_store import Source
+from manager_service.http.stores.run_store import Source, delete_checkpoint, expire_checkpoint_at
 from manager_service.http.stores.tinker_names import Path, parse_path, ttl_fault
 from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.http.tinker.request_bodies import TtlAsked, read
@@ -23,10 +22,10 @@ ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
 @router.delete(ONE)
-async def delete_checkpoint(run_id: str, kind: str, name: str, tenant: Tenant, known: Known) -> Response:
+async def delete(run_id: str, kind: str, name: str, tenant: Tenant, known: Known) -> Response:
     """Its version goes when nothing else names it."""
     run, checkpoint = await known.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
-    await checkpoint_store.delete(run, checkpoint)
+    await delete_checkpoint(run, checkpoint)
     return answer({})
 
 
@@ -36,7 +35,7 @@ async def set_ttl(request: Request, run_id: str, kind: str, name: str, tenant: T
     if fault := ttl_fault(ttl_s):
         raise InvalidInput(fault, param="ttl_seconds")
     run, checkpoint = await known.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
-    await checkpoint_store.expire_at(run, checkpoint, None if ttl_s is None else int(time.time()) + ttl_s)
+    await expire_checkpoint_at(run, checkpoint, None if ttl_s is None else int(time.time()) + ttl_s)
     return answer({})
 
 
