@@ -18,7 +18,7 @@ from manager_service.http.operators import admin, cluster_routes, docs_page, hea
 from manager_service.http.sampling import chat, completions, generate
 from manager_service.http.tinker import operations, retrieval, run_routes, sampler_routes, session_routes
 from manager_service.http.tinker.parts import MAX_PASS_BYTES, PREFIX, make_records
-from manager_service.http.tinker.rest import absent, billing, checkpoint_routes, listings, search
+from manager_service.http.tinker.rest import absent, billing, checkpoint_routes, listings
 from manager_service.http.tinker.retrieval import Patience
 
 TITLE = "MARLaaS"
@@ -51,7 +51,6 @@ ROUTERS = (
     operations,
     sampler_routes,
     retrieval,
-    search,
     listings,
     checkpoint_routes,
     billing,

@@ -127,6 +127,10 @@ class RunState(msgspec.Struct):
     ended_at: int = 0  # seconds since 1970
     erased: bool = False  # the run is forgotten, and the store has nothing of it
 
+    def kept(self, now: float) -> list[Checkpoint]:
+        """The checkpoints that have not expired."""
+        return [one for one in self.checkpoints if one.is_kept(now)]
+
     def fields(self) -> dict[Any, Any]:
         """The fields of the record, as Redis keeps them."""
         return {"state": msgspec.json.encode(self), "status": self.status, "head": self.head}
@@ -210,15 +214,14 @@ MAX_CHECKPOINTS = 1000
 
 def give_name(state: RunState, wanted: SaveWeights, kind: Kind, now: float) -> str:
     """Names the newest version; why that cannot be, or empty."""
-    others = [known for known in state.checkpoints if (known.kind, known.name) != (kind, wanted.name)]
-    kept = [known for known in others if known.is_kept(now)]
-    if len(kept) >= MAX_CHECKPOINTS:
+    others = [known for known in state.kept(now) if (known.kind, known.name) != (kind, wanted.name)]
+    if len(others) >= MAX_CHECKPOINTS:
         return (
             f"this run has {MAX_CHECKPOINTS} checkpoints: delete some (`tinker checkpoint delete PATH`), or save with ttl_seconds,"
             " so that they expire"
         )
     expires_at = None if wanted.ttl_s is None else int(now) + wanted.ttl_s
-    state.checkpoints = [*kept, Checkpoint(kind, wanted.name, state.version, int(now), expires_at)]
+    state.checkpoints = [*others, Checkpoint(kind, wanted.name, state.version, int(now), expires_at)]
     return ""
 
 
@@ -234,12 +237,9 @@ def meant(state: RunState, change: NameChange) -> Checkpoint | None:
 def change_name(state: RunState, change: NameChange, now: float) -> None:
     """A repeat changes nothing. What has expired goes too."""
     known = meant(state, change)
-    kept = [each for each in state.checkpoints if each.is_kept(now)]
+    kept = state.kept(now)
     if known is not None and known in kept:
         place = kept.index(known)
-        kept[place : place + 1] = [] if change.deletes else [_until(known, change.expires_at)]
+        changed = msgspec.structs.replace(known, expires_at=change.expires_at)
+        kept[place : place + 1] = [] if change.deletes else [changed]
     state.checkpoints = kept
-
-
-def _until(known: Checkpoint, expires_at: int | None) -> Checkpoint:
-    return msgspec.structs.replace(known, expires_at=expires_at)

@@ -198,9 +198,9 @@ class RunStore:
     async def checkpoint(self, tenant: str, path: Path) -> tuple[RunRow, Checkpoint]:
         """The version that a run's user saved under a name. Raises NotFound, also for another tenant's."""
         run = await self.named(tenant, path.run)
-        for known in (await run.state()).checkpoints:
-            if (known.kind, known.name) == (path.kind, path.name) and known.is_kept(time.time()):
-                return run, known
+        for checkpoint in (await run.state()).kept(time.time()):
+            if (checkpoint.kind, checkpoint.name) == (path.kind, path.name):
+                return run, checkpoint
         raise NotFound(f"there is no checkpoint {path}: it was deleted, it has expired, or nothing was saved under it")
 
     async def _of_run(self, tenant: str, path: Path) -> Source:

@@ -21,8 +21,14 @@ class SessionAsked(msgspec.Struct):
     display_name: str | None = None
 
 
-class SessionNamed(msgspec.Struct):
-    session_id: str
+class Named(msgspec.Struct):
+    """A body that only names something."""
+
+    session_id: str = ""
+    model_id: str = ""
+    tinker_path: str = ""
+    sampling_session_id: str = ""
+    request_id: str = ""
 
 
 class FinishReason(msgspec.Struct, frozen=True):
@@ -67,10 +73,6 @@ class LoadAsked(msgspec.Struct):
     user_metadata: dict[str, Any] | None = None
 
 
-class ModelNamed(msgspec.Struct):
-    model_id: str
-
-
 class StepAsked(msgspec.Struct):
     model_id: str
     seq_id: int = 0
@@ -100,10 +102,6 @@ class SamplerAsked(msgspec.Struct):
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
-
-
-class WeightsNamed(msgspec.Struct):
-    tinker_path: str
 
 
 class OwnerAsked(msgspec.Struct):
@@ -137,14 +135,6 @@ class SearchAsked(msgspec.Struct):
     statuses: list[StatusAsked] | None = None
     limit: int = 50
     cursor: CursorGiven | None = None
-
-
-class JoinAsked(msgspec.Struct):
-    sampling_session_id: str
-
-
-class FutureNamed(msgspec.Struct):
-    request_id: str
 
 
 async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:

@@ -22,7 +22,7 @@ from manager_service.http.tinker.request_bodies import (
     CreateAsked,
     LoadAsked,
     LoraAsked,
-    ModelNamed,
+    Named,
     OptimizerAsked,
     read,
 )
@@ -114,7 +114,7 @@ async def _source(tenant: TenantRecord, known: Records, asked: LoadAsked) -> Sou
 
 @router.post("/get_info")
 async def get_info(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    run = await known.runs.named(tenant.id, (await read(request, ModelNamed)).model_id)
+    run = await known.runs.named(tenant.id, (await read(request, Named)).model_id)
     tokenizer = tokenizer_id(api, run.base)
     return answer(
         {
@@ -131,7 +131,7 @@ async def get_info(request: Request, api: Parts, tenant: Tenant, known: Known) -
 
 @router.post("/unload_model")
 async def unload_model(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    run = await known.runs.named(tenant.id, (await read(request, ModelNamed)).model_id)
+    run = await known.runs.named(tenant.id, (await read(request, Named)).model_id)
     return answer({"request_id": await submit_unload(run, api.objects), "model_id": run.spec.public_id})
 
 

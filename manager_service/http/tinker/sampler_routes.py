@@ -16,7 +16,7 @@ from manager_service.http.sampling.choices import InferenceRequest
 from manager_service.http.stores.sampler_store import NAMED_KEPT_S
 from manager_service.http.stores.tinker_names import find_base, numbered, sampler_name
 from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
-from manager_service.http.tinker.request_bodies import JoinAsked, SamplerAsked, read
+from manager_service.http.tinker.request_bodies import Named, SamplerAsked, read
 from manager_service.http.tinker.wire.sample_requests import CheckedSample
 from manager_service.records.run_records import Sampler
 from manager_service.records.tenants import TenantRecord
@@ -45,7 +45,7 @@ async def create_sampling_session(request: Request, api: Parts, tenant: Tenant, 
 @router.post("/join_sampling_session")
 async def join_sampling_session(request: Request, tenant: Tenant, known: Known) -> Response:
     """Another client of a sampler: its number keeps the numbers of its requests apart from the others'."""
-    base, sampler = await known.samplers.find(tenant.id, (await read(request, JoinAsked)).sampling_session_id)
+    base, sampler = await known.samplers.find(tenant.id, (await read(request, Named)).sampling_session_id)
     return answer({"type": "join_sampling_session", "client_counter": await known.samplers.join(base, sampler)})
 
 

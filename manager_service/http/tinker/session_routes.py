@@ -11,7 +11,7 @@ from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import ApiError
 from manager_service.http.stores.session_store import check_told
 from manager_service.http.tinker.parts import PREFIX, Known, answer
-from manager_service.http.tinker.request_bodies import FinishAsked, SessionAsked, SessionNamed, read
+from manager_service.http.tinker.request_bodies import FinishAsked, Named, SessionAsked, read
 from manager_service.records.run_records import ClientSession
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
@@ -87,7 +87,7 @@ async def create_session(request: Request, tenant: Tenant, known: Known) -> Resp
 @router.post("/session_heartbeat")
 async def session_heartbeat(request: Request, tenant: Tenant, known: Known) -> Response:
     """410 ends the client's signs of life."""
-    session = await known.sessions.find(tenant.id, (await read(request, SessionNamed)).session_id)
+    session = await known.sessions.find(tenant.id, (await read(request, Named)).session_id)
     if session.finished:
         raise ApiError(410, f"the session {session.id} has finished", code="finished")
     await known.sessions.refresh(session)

@@ -131,15 +131,14 @@ class Retention:
     def _needs(self, others: VersionNeeds, now: float) -> VersionNeeds:
         newest = self.state.version
         named = {} if self._is_forgotten(now) else {newest: True, newest - 1: True}
-        for known in self.state.checkpoints:
-            if known.is_kept(now):
-                named[known.version] = named.get(known.version, False) or known.kind == "weights"
+        for checkpoint in self.state.kept(now):
+            named[checkpoint.version] = named.get(checkpoint.version, False) or checkpoint.kind == "weights"
         return _together([named, others])
 
     def _is_forgotten(self, now: float) -> bool:
         """Has the run ended so long ago that its newest versions stay no longer without a name?"""
         ends = self._forgotten_at()
-        return ends is not None and ends <= now and not any(known.is_kept(now) for known in self.state.checkpoints)
+        return ends is not None and ends <= now and not self.state.kept(now)
 
     def _forgotten_at(self) -> float | None:
         """Time at which an ended run without checkpoints is forgotten."""
@@ -173,7 +172,7 @@ class Retention:
             self._list(version, True, changes)
 
     def _forget_expired(self, now: float, changes: Changes) -> None:
-        kept = [known for known in self.state.checkpoints if known.is_kept(now)]
+        kept = self.state.kept(now)
         if len(kept) < len(self.state.checkpoints):
             self.state.checkpoints = kept
             self._dirty(changes)

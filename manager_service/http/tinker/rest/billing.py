@@ -16,6 +16,7 @@ from common.wire.messages import AdapterRef
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.stores.run_store import RunRow
 from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
+from manager_service.http.tinker.rest.listings import shown_metadata
 from manager_service.records.run_records import RunState
 from manager_service.records.tenants import TenantRecord
 from manager_service.records.usage import hour_of
@@ -43,10 +44,7 @@ async def events(starting_on: datetime, ending_before: datetime, api: Parts, ten
     found = [await _used(base, tenant, hours) for base in api.bases.values()]
     rows = sorted((row for rows in found for row in rows.items()), key=lambda row: (row[0][0], -row[1]))
     sessions = await known.sessions.some(tenant.id, sorted({session for (_, _, session, _), _ in rows if session}))
-    told = {
-        one.id: {"user_metadata": {name: str(value) for name, value in one.user_metadata.items()} or None}
-        for one in sessions
-    }
+    told = {one.id: {"user_metadata": shown_metadata(one.user_metadata)} for one in sessions}
     return answer({"data": [_event(tenant, key, num) for key, num in rows], "sessions": told})
 
 
@@ -125,7 +123,7 @@ async def _stored(api: Api, tenant: TenantRecord, known: Records) -> tuple[int, 
 
 async def _size(api: Api, free: asyncio.Semaphore, run: RunRow, state: RunState, now: float) -> tuple[int, int]:
     """The size of a run. Its versions are as large as each other, so one manifest tells of all."""
-    kept = [one for one in state.checkpoints if one.is_kept(now)]
+    kept = state.kept(now)
     if not kept:
         return 0, 0
     async with free:

@@ -1,6 +1,7 @@
-"""Routes that only read: runs, their checkpoints, sessions."""
+"""Routes that only read: lists of runs, their checkpoints and sessions, and a search of sessions."""
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -8,13 +9,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from common.errors import InvalidInput
 from common.wire.operations import Kind
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.stores.run_store import RunRow
-from manager_service.http.tinker.parts import PREFIX, Known, answer
-from manager_service.http.tinker.request_bodies import WeightsNamed, read
+from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
+from manager_service.http.tinker.request_bodies import Named, SearchAsked, StatusAsked, read
 from manager_service.http.tinker.run_routes import ATTENTION, MLP
-from manager_service.records.run_records import Checkpoint, RunSpec, RunState
+from manager_service.records.run_records import Checkpoint, ClientSession, RunSpec, RunState
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
@@ -22,6 +24,11 @@ TYPES: Mapping[Kind, str] = {"weights": "training", "sampler_weights": "sampler"
 """The protocol's names for the kinds of checkpoints."""
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
+MAX_FOUND = 200
+"""Sessions that a search finds at most."""
+NUM_READ = 500
+"""Sessions that a search looks at together."""
+REASONS = ("success", "errored", "interrupted")
 
 
 @router.get("/training_runs")
@@ -58,7 +65,7 @@ async def list_all_checkpoints(tenant: Tenant, known: Known, limit: Limit = 100,
 @router.post("/weights_info")
 async def weights_info(request: Request, tenant: Tenant, known: Known) -> Response:
     """Facts that a client needs of a checkpoint before it loads it."""
-    source = await known.runs.source(tenant.id, (await read(request, WeightsNamed)).tinker_path)
+    source = await known.runs.source(tenant.id, (await read(request, Named)).tinker_path)
     targets = source.lora.targets
     return answer(
         {
@@ -94,11 +101,7 @@ async def get_session(session_id: str, api: Parts, tenant: Tenant, known: Known)
 
 def _shown(spec: RunSpec, state: RunState) -> dict[str, Any]:
     """A TrainingRun."""
-    newest: dict[str, dict[str, Any]] = {}
-    now = time.time()
-    for checkpoint in state.checkpoints:
-        if checkpoint.is_kept(now):
-            newest[checkpoint.kind] = _checkpoint(spec, checkpoint)
+    newest = {one.kind: _checkpoint(spec, one) for one in state.kept(time.time())}
     return {
         "training_run_id": spec.public_id,
         "base_model": spec.asked_model,
@@ -109,13 +112,12 @@ def _shown(spec: RunSpec, state: RunState) -> dict[str, Any]:
         "last_request_time": _time(max([spec.created_at, *(one.created_at for one in state.checkpoints)])),
         "last_checkpoint": newest.get("weights"),
         "last_sampler_checkpoint": newest.get("sampler_weights"),
-        "user_metadata": {name: str(value) for name, value in spec.user_metadata.items()} or None,
+        "user_metadata": shown_metadata(spec.user_metadata),
     }
 
 
 def _checkpoints(run: RunRow, state: RunState) -> list[dict[str, Any]]:
-    now = time.time()
-    return [_checkpoint(run.spec, checkpoint) for checkpoint in state.checkpoints if checkpoint.is_kept(now)]
+    return [_checkpoint(run.spec, checkpoint) for checkpoint in state.kept(time.time())]
 
 
 def _checkpoint(spec: RunSpec, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -130,9 +132,104 @@ def _checkpoint(spec: RunSpec, checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def shown_metadata(metadata: Mapping[str, Any]) -> dict[str, str] | None:
+    return {name: str(value) for name, value in metadata.items()} or None
+
+
 def _time(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _cursor(limit: int, offset: int, num: int) -> dict[str, int]:
     return {"limit": limit, "offset": offset, "total_count": num}
+
+
+# ---- search ---------------------------------------------------------------------------------------------------------
+
+
+@router.post("/sessions/search")
+async def search_sessions(request: Request, tenant: Tenant, known: Known) -> Response:
+    """Newest first. A session is kept for a month after its last sign of life."""
+    asked = _checked(await read(request, SearchAsked))
+    found: list[tuple[ClientSession, bool]] = []
+    before = None if asked.cursor is None else (asked.cursor.created_at, asked.cursor.last_session_id)
+    ids = await known.sessions.ids_before(tenant.id, before) if _is_own(asked, tenant.id) else []
+    for start in range(0, len(ids), NUM_READ):
+        for session, alive in await _read(known, tenant.id, ids[start : start + NUM_READ]):
+            if _fits(asked, session, alive=alive):
+                found.append((session, alive))
+        if len(found) > asked.limit:
+            break
+    shown, more = found[: asked.limit], len(found) > asked.limit
+    nums = await _num_checkpoints(known, tenant.id, {session.id for session, _ in shown})
+    last = shown[-1][0] if shown else None
+    next_cursor = last and {"last_created_at": _time(last.created_at), "last_session_id": last.id}
+    rows = [_summary(session, alive=alive, num_checkpoints=nums[session.id]) for session, alive in shown]
+    return answer({"sessions": rows, "next_cursor": next_cursor if more else None})
+
+
+def _checked(asked: SearchAsked) -> SearchAsked:
+    if not 1 <= asked.limit <= MAX_FOUND:
+        raise InvalidInput(f"limit is between 1 and {MAX_FOUND}", param="limit")
+    if asked.project_ids:
+        raise InvalidInput("there are no projects here: leave project_ids out", param="project_ids")
+    return asked
+
+
+def _is_own(asked: SearchAsked, tenant: str) -> bool:
+    """Does it ask for the tenant's own sessions? Nobody sees another's."""
+    return asked.owner.type != "user" or tenant in asked.owner.owner_urns
+
+
+async def _read(known: Records, tenant: str, ids: list[str]) -> list[tuple[ClientSession, bool]]:
+    """Sessions, and whether each is alive."""
+    sessions = await known.sessions.some(tenant, ids)
+    alive = await known.sessions.alive([session.id for session in sessions])
+    return [(session, session.id in alive) for session in sessions]
+
+
+def _fits(asked: SearchAsked, session: ClientSession, *, alive: bool) -> bool:
+    name = (session.display_name or "").lower()
+    named = [session.id == asked.session_id] if asked.session_id is not None else []
+    named += [all(word in name for word in asked.display_name.lower().split())] if asked.display_name else []
+    if named and not any(named):
+        return False
+    if any(str(session.user_metadata.get(key)) != value for key, value in asked.user_metadata.items()):
+        return False
+    return asked.statuses is None or any(_has_status(each, session, alive=alive) for each in asked.statuses)
+
+
+def _has_status(wanted: StatusAsked, session: ClientSession, *, alive: bool) -> bool:
+    status = _status(session, alive=alive)
+    if status is None or wanted.type != status["type"]:
+        return False
+    return not wanted.reasons or status.get("reason", {}).get("type") in wanted.reasons
+
+
+def _status(session: ClientSession, *, alive: bool) -> dict[str, Any] | None:
+    if session.finished:
+        reason = session.finished if session.finished in REASONS else "interrupted"
+        return {"type": "client_finished", "reason": {"type": reason}}
+    return {"type": "active"} if alive else None
+
+
+def _summary(session: ClientSession, *, alive: bool, num_checkpoints: int) -> dict[str, Any]:
+    return {
+        "session_id": session.id,
+        "created_at": _time(session.created_at),
+        "owner": session.tenant,
+        "project_id": "",
+        "status": _status(session, alive=alive),
+        "checkpoints_count": num_checkpoints,
+        "display_name": session.display_name,
+        "user_metadata": shown_metadata(session.user_metadata),
+    }
+
+
+async def _num_checkpoints(known: Records, tenant: str, sessions: set[str]) -> Counter[str]:
+    """The number of checkpoints of each session."""
+    now, nums = time.time(), Counter[str]()
+    async for page in known.runs.pages(tenant, sessions):
+        for run, state in page:
+            nums[run.spec.session] += len(state.kept(now))
+    return nums
