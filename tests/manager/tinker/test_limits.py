@@ -19,7 +19,7 @@ from manager_service.records.keys import GLOBAL
 from manager_service.records.run_records import run_of
 from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, method, running_api, upload
-from tests.support.owned_runs import owned_runs
+from tests.support.run_world import owned_runs
 from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of
 

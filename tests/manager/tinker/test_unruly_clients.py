@@ -19,7 +19,7 @@ from manager_service.records.run_records import run_of
 from tests.manager.tinker.test_clients import PROMPT
 from tests.manager.tinker.test_fuzz import LOOKS, bodies, routes
 from tests.support.api_server import ApiServer, Script, played
-from tests.support.run_trainer import WEIGHTS, HashingTrainer
+from tests.support.run_world import WEIGHTS, HashingTrainer
 from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of, samples_of
 
 SETTINGS = {"inference_silence_s": 120.0, "inference_timeout_s": 600.0}  # a busy machine is no lost worker
