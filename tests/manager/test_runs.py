@@ -17,7 +17,6 @@ from common.wire.operations import Action, Outputs, Saved, SaveWeights
 from manager_service.owner.job_reader import ItemFiles, JobReader
 from manager_service.owner.jobs.changes import Changes, commands
 from manager_service.owner.partition import Partition
-from manager_service.owner.runs import run as run_module
 from manager_service.owner.runs import runs
 from manager_service.owner.transaction import Commits, Fence, Lost
 from manager_service.records.keys import JSON
@@ -214,17 +213,6 @@ async def test_a_failed_runs_operations_are_answered(world: World) -> None:
         assert await world.failure(run, 3) == "no such layer"
         await world.result(run, 4)
         assert (await world.state(run)).status == "ended"  # no longer counted as unfinished
-
-
-async def test_what_the_api_found_wrong_fails_in_its_turn(world: World) -> None:
-    async with world.hashing_trainer():
-        run = await world.create()
-        await world.send(run, (1, "forward_backward"))
-        await world.send(run, (2, "forward_backward"), failure=Failure("invalid", "unknown loss_fn"))
-        await world.send(run, (3, "optim_step"))
-        assert (await world.result(run, 1)).failure is None
-        assert await world.failure(run, 2) == "unknown loss_fn"
-        assert "operation 2" in await world.failure(run, 3)
 
 
 async def test_an_operation_that_nobody_can_read_fails(world: World) -> None:
@@ -438,27 +426,3 @@ async def test_an_expired_name_goes_with_the_next_save(world: World) -> None:
         await until(lambda: is_named(world, run, [("one", 1), ("two", None)]))
         await world.save(run, 3, SaveWeights("three"), "save_weights")
         assert [name for name, _ in await names(world, run)] == ["two", "three"]
-
-
-async def test_numbers_that_never_come_fail_the_step_by_name_and_the_run_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_module, "HOLE_S", 1e9)
-    async with world.hashing_trainer():
-        run = await world.create()
-        await world.send(run, (8, "optim_step"), (5, "optim_step"), (4, "forward_backward"), (4, "forward_backward"))
-        await world.send(run, (7, "forward_backward"))
-        other = await world.create(1)
-        await world.send(other, (1, "forward"))
-        await world.result(other, 1)  # all of the others were read before
-        assert (await world.state(run)).head == 1, "they may come yet"
-        monkeypatch.setattr(run_module, "HOLE_S", 0.0)
-        assert "operation 1 of this step never came" in await world.failure(run, 5)
-        assert (await world.result(run, 4)).failure is None
-        assert "operation 6 of this step never came" in await world.failure(run, 8)
-        await world.send(run, (3, "forward_backward"), (6, "forward_backward"))  # too late
-        await world.send(run, (9, "forward_backward"), (10, "optim_step"))
-        assert (await world.result(run, 10)).failure is None
-        assert (await world.state(run)).version == 1
-        assert not await world.has(run, 3) and not await world.has(run, 6)
-        await until(lambda: world.open_operations(0))
