@@ -1,6 +1,7 @@
 """Asks a run's owner to delete a checkpoint, or to let it expire at another time, and waits until it has."""
 
 import asyncio
+from contextlib import AbstractContextManager
 from typing import Any
 
 from common.bus.streams import partition_of
@@ -12,15 +13,18 @@ from manager_service.records.run_records import Checkpoint, RunState, meant
 WAIT_S = 20.0
 """Seconds that a request waits for the owner: another takes over within a lease."""
 
+Announcements = AbstractContextManager[asyncio.Event]
+"""Sets its event when the run's owner has carried out a change."""
 
-async def delete(run: RunRow, known: Checkpoint) -> None:
+
+async def delete(run: RunRow, known: Checkpoint, changes: Announcements) -> None:
     """Raises Unavailable."""
-    await _carry_out(run, _change(run, known, deletes=True))
+    await _carry_out(run, _change(run, known, deletes=True), changes)
 
 
-async def expire_at(run: RunRow, known: Checkpoint, expires_at: int | None) -> None:
+async def expire_at(run: RunRow, known: Checkpoint, expires_at: int | None, changes: Announcements) -> None:
     """Raises Unavailable, and NotFound if it is gone meanwhile. `expires_at`: seconds since 1970; None: never."""
-    state = await _carry_out(run, change := _change(run, known, expires_at=expires_at))
+    state = await _carry_out(run, change := _change(run, known, expires_at=expires_at), changes)
     if meant(state, change) is None:
         raise NotFound(f"the checkpoint {known.kind}/{known.name} was deleted or saved anew at this moment")
 
@@ -40,9 +44,9 @@ def _change(run: RunRow, known: Checkpoint, **to: Any) -> NameChange:
     )
 
 
-async def _carry_out(run: RunRow, change: NameChange) -> RunState:
+async def _carry_out(run: RunRow, change: NameChange, changes: Announcements) -> RunState:
     """The run's state behind the change."""
-    with run.base.answered.of(run.id, 0) as answered:
+    with changes as answered:
         await _send(run, change)
         try:
             async with asyncio.timeout(WAIT_S):

@@ -14,7 +14,6 @@ from common.errors import InvalidInput, NotFound
 from manager_service.http.context import Api
 from manager_service.http.errors import ApiError
 from manager_service.http.stores.tinker_names import is_session
-from manager_service.http.tinker.request_bodies import SessionAsked
 from manager_service.records.keys import GLOBAL, JSON
 from manager_service.records.run_records import SESSION_ALIVE_S, SESSION_KEPT_S, ClientSession
 
@@ -51,16 +50,24 @@ class ClientSessions:
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    async def create(self, tenant: str, asked: SessionAsked) -> ClientSession:
+    async def create(
+        self,
+        tenant: str,
+        *,
+        sdk_version: str,
+        display_name: str | None,
+        user_metadata: dict[str, Any] | None,
+        tags: Sequence[str],
+    ) -> ClientSession:
         """Raises InvalidInput, and ApiError if too many are alive."""
-        check_told(user_metadata=asked.user_metadata, display_name=asked.display_name, tags=asked.tags)
+        check_told(user_metadata=user_metadata, display_name=display_name, tags=tags)
         session = ClientSession(
             id=f"ses-{secrets.token_hex(8)}",
             tenant=tenant,
             created_at=int(time.time()),
-            sdk_version=asked.sdk_version[:64],
-            display_name=asked.display_name,
-            user_metadata=asked.user_metadata or {},
+            sdk_version=sdk_version[:64],
+            display_name=display_name,
+            user_metadata=user_metadata or {},
         )
         await self._begin(session)
         await self._write(session)

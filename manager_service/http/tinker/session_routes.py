@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -66,7 +67,8 @@ async def capabilities(api: Parts, tenant: Tenant) -> Response:
 
 @router.post("/create_session")
 async def create_session(request: Request, tenant: Tenant, known: Known) -> Response:
-    session = await known.sessions.create(tenant.id, await read(request, SessionAsked))
+    asked = await read(request, SessionAsked)
+    session = await known.sessions.create(tenant.id, **msgspec.structs.asdict(asked))
     return answer({"type": "create_session", "session_id": session.id, "info_message": UNTRAINED})
 
 
@@ -81,13 +83,13 @@ async def session_heartbeat(request: Request, tenant: Tenant, known: Known) -> R
 
 
 @router.post("/sessions/{session_id}/finish")
-async def finish_session(request: Request, session_id: str, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def finish_session(request: Request, session_id: str, tenant: Tenant, known: Known) -> Response:
     """Ends a session. Its requests end at this replica now, and at others when they look."""
     session = await known.sessions.find(tenant.id, session_id)
     asked = await read(request, FinishAsked)
     await known.sessions.finish(session, asked.reason.type[:32])
-    for base in api.bases.values():
-        base.samples.end_session(session.id)
+    for each in known.futures.values():
+        each.samples.end_session(session.id)
     return answer({})
 
 

@@ -11,7 +11,7 @@ from common.errors import InvalidInput, NotFound
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import ApiError
 from manager_service.http.stores import checkpoint_store
-from manager_service.http.stores.run_store import Source
+from manager_service.http.stores.run_store import RunRow, Source
 from manager_service.http.stores.tinker_names import Path, parse_path, ttl_fault
 from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.http.tinker.request_bodies import TtlAsked, read
@@ -26,7 +26,7 @@ ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 async def delete_checkpoint(run_id: str, kind: str, name: str, tenant: Tenant, known: Known) -> Response:
     """Its version goes when nothing else names it."""
     run, checkpoint = await known.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
-    await checkpoint_store.delete(run, checkpoint)
+    await checkpoint_store.delete(run, checkpoint, _changes(known, run))
     return answer({})
 
 
@@ -36,8 +36,13 @@ async def set_ttl(request: Request, run_id: str, kind: str, name: str, tenant: T
     if fault := ttl_fault(ttl_s):
         raise InvalidInput(fault, param="ttl_seconds")
     run, checkpoint = await known.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
-    await checkpoint_store.expire_at(run, checkpoint, None if ttl_s is None else int(time.time()) + ttl_s)
+    expires_at = None if ttl_s is None else int(time.time()) + ttl_s
+    await checkpoint_store.expire_at(run, checkpoint, expires_at, _changes(known, run))
     return answer({})
+
+
+def _changes(known: Records, run: RunRow) -> checkpoint_store.Announcements:
+    return known.futures[run.base.name].answered.of(run.id, 0)
 
 
 @router.get(f"{ONE}/external_weights_urls")
