@@ -14,6 +14,7 @@ from common.bus.streams import partition_of
 from common.errors import NotFound, Unavailable
 from common.suggestions import quoted
 from common.wire.messages import JobCommand
+from common.wire.operations import NameChange
 from manager_service.http.context import ANSWER_S, Api, Base
 from manager_service.http.errors import ApiError
 from manager_service.http.stores.job_reading import JobRecords, LiveRecords
@@ -217,10 +218,7 @@ class JobStore:
 
     async def send(self, row: JobRow, action: Any) -> None:
         """Sends a command to the job's owner."""
-        message = command(row.spec, action, epoch=row.state.epoch)
-        fields = await row.base.bus.fields(message)
-        entry = dict(zip(fields[::2], fields[1::2], strict=True))
-        await row.base.redis.xadd(row.base.cell.jobs(message.partition), entry)
+        await tell_owner(row.base, command(row.spec, action, epoch=row.state.epoch))
 
     async def mark_deleted(self, row: JobRow) -> None:
         """Notes that the user deleted the tuned model. Raises Unavailable if the job is being archived, and the store is away."""
@@ -254,6 +252,12 @@ def command(spec: JobSpec, action: Any, *, epoch: int) -> JobCommand:
         epoch=epoch,
         action=action,
     )
+
+
+async def tell_owner(base: Base, message: JobCommand | NameChange) -> None:
+    fields = await base.bus.fields(message)
+    entry = dict(zip(fields[::2], fields[1::2], strict=True))
+    await base.redis.xadd(base.cell.jobs(message.partition), entry)
 
 
 def _decoded(base: Base, values: list[bytes | None]) -> JobRow | None:

@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from common.wire.messages import AdapterRef, JobCommand, LoraSpec
 from common.wire.operations import NameChange
 from manager_service.http.context import Api, Base
 from manager_service.http.errors import ApiError
-from manager_service.http.stores.job_store import JobStore
+from manager_service.http.stores.job_store import JobStore, tell_owner
 from manager_service.http.stores.tinker_names import Path, parse_path
 from manager_service.records.job_records import has_version, newest_stored
 from manager_service.records.keys import JSON
@@ -240,53 +241,39 @@ def _no_room(answer: str) -> ApiError:
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-async def delete_checkpoint(run: RunRow, known: Checkpoint) -> None:
-    """Raises Unavailable."""
-    await _carry_out(run, _change(run, known, deletes=True))
+Announcements = AbstractContextManager[asyncio.Event]
+"""Sets its event when the run's owner has carried out a change."""
 
 
-async def expire_checkpoint_at(run: RunRow, known: Checkpoint, expires_at: int | None) -> None:
-    """Raises Unavailable, and NotFound if it is gone meanwhile. `expires_at`: seconds since 1970; None: never."""
-    state = await _carry_out(run, change := _change(run, known, expires_at=expires_at))
-    if meant(state, change) is None:
-        raise NotFound(f"the checkpoint {known.kind}/{known.name} was deleted or saved anew at this moment")
+async def change_checkpoint(run: RunRow, checkpoint: Checkpoint, announced: Announcements, **to: Any) -> None:
+    """Has the owner carry out a change, and waits until it has. `to`: `deletes`, or `expires_at` in seconds since 1970; None: never.
 
-
-def _change(run: RunRow, known: Checkpoint, **to: Any) -> NameChange:
-    about = f"{known.kind}/{known.name}@{known.version}"
-    return NameChange(
-        id=f"{run.id}/{about}/{to}",
+    Raises Unavailable, and NotFound for a new end of what is gone meanwhile.
+    """
+    change = NameChange(
+        id=f"{run.id}/{checkpoint.kind}/{checkpoint.name}@{checkpoint.version}/{to}",
         tenant=run.spec.tenant,
         job=run.id,
         partition=partition_of(run.spec.tenant),
-        checkpoint=known.kind,
-        name=known.name,
-        version=known.version,
-        created_at=known.created_at,
+        checkpoint=checkpoint.kind,
+        name=checkpoint.name,
+        version=checkpoint.version,
+        created_at=checkpoint.created_at,
         **to,
     )
-
-
-async def _carry_out(run: RunRow, change: NameChange) -> RunState:
-    """The run's state behind the change."""
-    with run.base.answered.of(run.id, 0) as answered:
-        await _send(run, change)
+    with announced as event:
+        await tell_owner(run.base, change)
         try:
             async with asyncio.timeout(WAIT_S):
                 while not _is_done(state := await run.state(), change):
-                    await answered.wait()
-                    answered.clear()
-                return state
+                    await event.wait()
+                    event.clear()
         except TimeoutError:
             raise Unavailable("the run's owner is away for a moment: it carries this out when it is back") from None
+    if not change.deletes and meant(state, change) is None:
+        raise NotFound(f"the checkpoint {change.checkpoint}/{change.name} was deleted or saved again at this moment")
 
 
 def _is_done(state: RunState, change: NameChange) -> bool:
-    known = meant(state, change)
-    return known is None or (not change.deletes and known.expires_at == change.expires_at)
-
-
-async def _send(run: RunRow, change: NameChange) -> None:
-    fields = await run.base.bus.fields(change)
-    entry = dict(zip(fields[::2], fields[1::2], strict=True))
-    await run.base.redis.xadd(run.base.cell.jobs(change.partition), entry)
+    checkpoint = meant(state, change)
+    return checkpoint is None or (not change.deletes and checkpoint.expires_at == change.expires_at)

@@ -46,19 +46,19 @@ async def retrieve_future(request: Request, api: Parts, tenant: Tenant, known: K
     future = (await read(request, Named)).request_id
     try:
         if future.startswith(f"{PREFIX_OF_SAMPLES}-"):
-            return await _samples(api, tenant, future)
+            return await _samples(api, tenant, known, future)
         return await _operation(api, tenant, known, future)
     except (Expired, Gone) as error:
         raise ApiError(410, str(error), code="gone") from error
 
 
 @router.post("/cancel_future")
-async def cancel_future(request: Request, api: Parts, tenant: Tenant) -> Response:
+async def cancel_future(request: Request, tenant: Tenant, known: Known) -> Response:
     """Gives up a request for samples. What is no such request, or is over, is passed over in silence."""
     future = (await read(request, Named)).request_id
     replica, name = place_of(future)
-    if base := api.bases.get(name):
-        await base.peers.give_up(replica, tenant.id, future)
+    if futures := known.futures.get(name):
+        await futures.peers.give_up(replica, tenant.id, future)
     return answer({})
 
 
@@ -100,7 +100,7 @@ async def _operation(api: Api, tenant: TenantRecord, known: Records, future: str
     pending, beside = Pending(""), partial(api.helpers.beside, tenant)
     try:
         async with asyncio.timeout(WAIT_S):
-            with run.base.answered.of(run.id, seq) as answered:
+            with known.futures[run.base.name].answered.of(run.id, seq) as answered:
                 while isinstance(found := await look(run.base.bus, run.spec, seq, beside), Pending):
                     pending = found
                     await answered.wait()
@@ -140,10 +140,10 @@ async def _base_waits(base: Base, tenant: TenantRecord, service: str) -> tuple[Q
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
-async def _samples(api: Api, tenant: TenantRecord, future: str) -> Response:
+async def _samples(api: Api, tenant: TenantRecord, known: Records, future: str) -> Response:
     replica, name = place_of(future)
     base = api.bases.get(name)
-    outcome = GONE if base is None else await base.peers.outcome(replica, tenant.id, future, WAIT_S)
+    outcome = GONE if base is None else await known.futures[name].peers.outcome(replica, tenant.id, future, WAIT_S)
     if base is None or outcome.gone:
         raise Gone(f"the request {future[:64]!r} is not here any more, or no worker could sample: ask again")
     if not outcome.done:

@@ -65,7 +65,7 @@ async def asample(request: Request, api: Parts, tenant: Tenant, known: Known) ->
     await check_room(base.gauge)
     once = f"{asked.sampler}/{asked.seq}/{hashlib.sha256(body).hexdigest()}" if asked.sampler else ""
     session = (asked.sampler or "").partition(":")[0]
-    name = base.samples.start(_ask(tenant, base, adapter, asked), once, session)
+    name = known.futures[base.name].samples.start(_ask(tenant, base, adapter, asked), once, session)
     ids = [f"{name}/{sample}@{adapter.version}" for sample in range(asked.num_samples)]
     return answer({"request_id": name, "sample_sequence_ids": ids})
 

@@ -95,13 +95,13 @@ async def session_heartbeat(request: Request, tenant: Tenant, known: Known) -> R
 
 
 @router.post("/sessions/{session_id}/finish")
-async def finish_session(request: Request, session_id: str, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def finish_session(request: Request, session_id: str, tenant: Tenant, known: Known) -> Response:
     """Ends a session. Its requests end at this replica now, and at others when they look."""
     session = await known.sessions.find(tenant.id, session_id)
     asked = await read(request, FinishAsked)
     await known.sessions.finish(session, asked.reason.type[:32])
-    for base in api.bases.values():
-        base.samples.end_session(session.id)
+    for each in known.futures.values():
+        each.samples.end_session(session.id)
     return answer({})
 
 

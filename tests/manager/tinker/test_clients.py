@@ -268,7 +268,7 @@ async def test_a_version_that_is_sampled_is_noted_as_used_and_one_that_is_gone_s
         *({"base_model": None, "sampling_session_id": f"{session}:sample:{number}"} for number in (1, 2)),
         {"base_model": None, "model_path": path},
     ]
-    use, samples = cell.use(name, 0), server.api.bases["tiny"].samples
+    use, samples = cell.use(name, 0), server.tinker.futures["tiny"].samples
     for seq, of in enumerate(samplers):
         await redis.delete(use)
         await asample(client, **of, seq_id=seq)

@@ -56,7 +56,7 @@ async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, cl
     await client.send(pass_over(run, 1))
     waiting = asyncio.create_task(client.retrieve(future(run, 1)))
     async with asyncio.timeout(10):
-        while not server.api.bases["tiny"].answered._waiting:  # pyright: ignore[reportPrivateUsage]
+        while not server.tinker.futures["tiny"].answered._waiting:  # pyright: ignore[reportPrivateUsage]
             await asyncio.sleep(0.01)
         async with standing_in(server.bus):
             found = await waiting
@@ -65,7 +65,7 @@ async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, cl
 
 
 async def test_redis_has_no_more_to_do_while_many_wait(server: ApiServer, client: TinkerClient, run: str) -> None:
-    bus, answered = server.bus, server.api.bases["tiny"].answered
+    bus, answered = server.bus, server.tinker.futures["tiny"].answered
     waiting: dict[Any, Any] = answered._waiting  # pyright: ignore[reportPrivateUsage]
     for seq in range(1, 31):
         await client.send(pass_over(run, seq))
@@ -84,7 +84,7 @@ async def test_redis_has_no_more_to_do_while_many_wait(server: ApiServer, client
 
 
 async def test_an_announcement_wakes_only_those_whose_number_it_names(server: ApiServer) -> None:
-    answered, run = server.api.bases["tiny"].answered, "run-0123456789abcdef-0"
+    answered, run = server.tinker.futures["tiny"].answered, "run-0123456789abcdef-0"
     message = OperationsAnswered(id="x", tenant="default", job=run, partition=0, seqs=(2, 3))
     with answered.of(run, 1) as first, answered.of(run, 2) as second, answered.of("run-0-1", 3) as other:
         await server.bus.broadcast(server.bus.cell.done, message, keep_s=60)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from common.errors import InvalidInput, NotFound
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import ApiError
-from manager_service.http.stores.run_store import Source, delete_checkpoint, expire_checkpoint_at
+from manager_service.http.stores.run_store import Announcements, RunRow, Source, change_checkpoint
 from manager_service.http.stores.tinker_names import Path, parse_path, ttl_fault
 from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
 from manager_service.http.tinker.request_bodies import TtlAsked, read
@@ -22,10 +22,10 @@ ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
 @router.delete(ONE)
-async def delete(run_id: str, kind: str, name: str, tenant: Tenant, known: Known) -> Response:
+async def delete_checkpoint(run_id: str, kind: str, name: str, tenant: Tenant, known: Known) -> Response:
     """Its version goes when nothing else names it."""
     run, checkpoint = await known.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
-    await delete_checkpoint(run, checkpoint)
+    await change_checkpoint(run, checkpoint, _changes(known, run), deletes=True)
     return answer({})
 
 
@@ -35,8 +35,13 @@ async def set_ttl(request: Request, run_id: str, kind: str, name: str, tenant: T
     if fault := ttl_fault(ttl_s):
         raise InvalidInput(fault, param="ttl_seconds")
     run, checkpoint = await known.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
-    await expire_checkpoint_at(run, checkpoint, None if ttl_s is None else int(time.time()) + ttl_s)
+    expires_at = None if ttl_s is None else int(time.time()) + ttl_s
+    await change_checkpoint(run, checkpoint, _changes(known, run), expires_at=expires_at)
     return answer({})
+
+
+def _changes(known: Records, run: RunRow) -> Announcements:
+    return known.futures[run.base.name].answered.of(run.id, 0)
 
 
 @router.get(f"{ONE}/external_weights_urls")
@@ -75,7 +80,7 @@ async def signed_file(request: Request, token: str, api: Parts, known: Known) ->
         raise ApiError(403, "this url has expired: ask for another", code="expired", retry=False)
     source = await known.runs.source(grant.tenant, grant.path)
     if source.adapter.version != grant.version:
-        raise NotFound(f"{grant.path} was saved anew since this url was signed: ask for another")
+        raise NotFound(f"{grant.path} was saved again since this url was signed: ask for another")
     request.scope["is_signed"] = True
     return await download(api, source, grant.file)
 
