@@ -20,7 +20,7 @@ from manager_service.http.reading.tasks import ReadPass
 from manager_service.http.stores.operation_store import AskedOperation, submit
 from manager_service.http.stores.run_store import RunRow
 from manager_service.http.stores.tinker_names import MAX_NUMBER, is_checkpoint_name, sampler_name, ttl_fault
-from manager_service.http.tinker.parts import MAX_PASS_BYTES, PREFIX, Known, answer
+from manager_service.http.tinker.parts import MAX_PASS_BYTES, PREFIX, Tinker, answer
 from manager_service.http.tinker.request_bodies import SaveAsked, StepAsked, read
 from manager_service.http.tinker.wire.learning import CheckedPass
 from manager_service.records.run_records import USED_S
@@ -40,13 +40,13 @@ ADAM = {
 
 @router.post("/forward_backward")
 @router.post("/forward")
-async def forward_backward(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def forward_backward(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     """A pass over data; older clients ask `forward` for one without a gradient, in JSON: it fails in its turn."""
     body, encoding = await request.body(), request.headers.get("content-encoding", "")
     task = ReadPass(body, request.headers.get("content-type", ""), encoding, MAX_PASS_BYTES)
     found = await api.helpers.do(tenant, task, num_bytes=MAX_PASS_BYTES if encoding else len(body))
     given = msgspec.convert(found, CheckedPass)
-    run = await known.runs.named(tenant.id, given.model)
+    run = await tinker.runs.named(tenant.id, given.model)
     fault = given.fault or _misfit(run.base, given)
     operation = AskedOperation(
         seq=given.seq,
@@ -74,9 +74,9 @@ def _misfit(base: Base, given: CheckedPass) -> str:
 
 
 @router.post("/optim_step")
-async def optim_step(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def optim_step(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     asked = await read(request, StepAsked)
-    run = await known.runs.named(tenant.id, asked.model_id)
+    run = await tinker.runs.named(tenant.id, asked.model_id)
     fault = _optim_fault(asked)
     payload = b"" if fault else msgspec.msgpack.encode(_optim(asked.adam_params or {}))
     return await _submitted(
@@ -105,32 +105,32 @@ def _optim(params: Mapping[str, float]) -> OptimSpec:
 
 
 @router.post("/save_weights")
-async def save_weights(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def save_weights(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     asked = await read(request, SaveAsked)
-    run = await known.runs.named(tenant.id, asked.model_id)
+    run = await tinker.runs.named(tenant.id, asked.model_id)
     payload = SaveWeights(_name(asked), ttl_s=asked.ttl_seconds, overwrite=asked.overwrite)
     return await _saved(api, run, asked, "save_weights", payload)
 
 
 @router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def save_weights_for_sampler(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     asked = await read(request, SaveAsked)
-    run = await known.runs.named(tenant.id, asked.model_id)
+    run = await tinker.runs.named(tenant.id, asked.model_id)
     if asked.path is not None or asked.sampling_session_seq_id is None:
         payload = SaveWeights(_name(asked), ttl_s=asked.ttl_seconds, overwrite=asked.overwrite)
         return await _saved(api, run, asked, "save_for_sampler", payload)
     name = sampler_name(run.spec.session, asked.sampling_session_seq_id)
     payload = SaveWeights(sampler=name, inflight=asked.kind == "inflight", ttl_s=asked.ttl_seconds)
     if not _save_fault(asked, payload):
-        await known.samplers.note(run.base, tenant.id, name, USED_S)
+        await tinker.samplers.note(run.base, tenant.id, name, USED_S)
     return await _saved(api, run, asked, "save_for_sampler", payload)
 
 
 @router.post("/save_weights_external")
-async def save_weights_external(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def save_weights_external(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     """The files of any version are those that PEFT loads, so there is nothing to convert."""
     asked = await read(request, SaveAsked)
-    run = await known.runs.named(tenant.id, asked.model_id)
+    run = await tinker.runs.named(tenant.id, asked.model_id)
     return await _saved(api, run, asked, "save_external", SaveWeights(_name(asked), ttl_s=asked.ttl_seconds))
 
 

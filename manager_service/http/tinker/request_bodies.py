@@ -21,7 +21,7 @@ class SessionAsked(msgspec.Struct):
     display_name: str | None = None
 
 
-class Named(msgspec.Struct):
+class NameGiven(msgspec.Struct):
     """A body that only names something."""
 
     session_id: str = ""

@@ -1,4 +1,4 @@
-"""Routes of a run as a whole: create it, anew or from a checkpoint, ask about it, end it."""
+"""Routes of a run as a whole: create it, with new weights or from a checkpoint, ask about it, end it."""
 
 import secrets
 import time
@@ -17,12 +17,12 @@ from manager_service.http.stores.operation_store import AskedOperation, submit, 
 from manager_service.http.stores.run_store import RunRow, Source
 from manager_service.http.stores.session_store import check_told
 from manager_service.http.stores.tinker_names import find_base, numbered, parse_path, run_name, tokenizer_id
-from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
+from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
 from manager_service.http.tinker.request_bodies import (
     CreateAsked,
     LoadAsked,
     LoraAsked,
-    Named,
+    NameGiven,
     OptimizerAsked,
     read,
 )
@@ -38,48 +38,48 @@ ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_pro
 
 
 @router.post("/create_model")
-async def create_model(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def create_model(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     asked = await read(request, CreateAsked)
-    await _check_session(tenant, known, asked)
+    await _check_session(tenant, tinker, asked)
     base = find_base(api, asked.base_model)
     _check_optimizer(asked.optimizer_config)
     lora = asked.lora_config or LoraAsked()
     spec = _spec(tenant, asked, base, lora=_lora(base, lora), seed=lora.seed, asked_model=asked.base_model)
-    await known.runs.create(base, spec, asked=asked, kind="create_model")
+    await tinker.runs.create(base, spec, asked=asked, kind="create_model")
     return answer({"request_id": f"{spec.id}:0", "model_id": spec.public_id})
 
 
 @router.post("/load_weights")
-async def load_weights(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def load_weights(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     asked = await read(request, LoadAsked)
     if asked.session_id is None:
-        return await _load_into(api, tenant, known, asked)
-    await _check_session(tenant, known, asked)
-    source = await _source(tenant, known, asked)
+        return await _load_into(api, tenant, tinker, asked)
+    await _check_session(tenant, tinker, asked)
+    source = await _source(tenant, tinker, asked)
     _check_optimizer(asked.optimizer_config or OptimizerAsked())
     if asked.base_model is not None and find_base(api, asked.base_model) is not source.base:
         raise InvalidInput(f"{asked.path} is of the base model {source.asked_model!r}", param="base_model")
     model = asked.base_model or source.asked_model
     spec = _spec(tenant, asked, source.base, lora=source.lora, asked_model=model, source=source.adapter)
     spec = msgspec.structs.replace(spec, with_optimizer=asked.optimizer)
-    await known.runs.create(source.base, spec, asked=asked, kind="load_weights")
+    await tinker.runs.create(source.base, spec, asked=asked, kind="load_weights")
     return answer({"request_id": f"{spec.id}:0", "model_id": spec.public_id})
 
 
-async def _check_session(tenant: TenantRecord, known: Records, asked: CreateAsked | LoadAsked) -> None:
+async def _check_session(tenant: TenantRecord, tinker: Records, asked: CreateAsked | LoadAsked) -> None:
     """Raises NotFound, InvalidInput unless a run can begin in the session that is asked for."""
-    session = await known.sessions.find(tenant.id, asked.session_id or "")
+    session = await tinker.sessions.find(tenant.id, asked.session_id or "")
     if session.finished:
         raise InvalidInput(f"the session {session.id} has finished: create another", param="session_id")
     check_told(user_metadata=asked.user_metadata)
 
 
-async def _load_into(api: Api, tenant: TenantRecord, known: Records, asked: LoadAsked) -> Response:
+async def _load_into(api: Api, tenant: TenantRecord, tinker: Records, asked: LoadAsked) -> Response:
     """A load into a run that exists is an operation: what is wrong with it is a future that fails, for it has a number."""
-    run = await known.runs.named(tenant.id, asked.model_id or "")
+    run = await tinker.runs.named(tenant.id, asked.model_id or "")
     payload, fault = b"", ""
     try:
-        source = await _source(tenant, known, asked)
+        source = await _source(tenant, tinker, asked)
         payload = msgspec.msgpack.encode(LoadWeights(asked.path, source.adapter, asked.optimizer))
         fault = _misfit(run, source, asked.path)
     except (InvalidInput, NotFound) as error:
@@ -95,26 +95,26 @@ def _misfit(run: RunRow, source: Source, path: str) -> str:
 
 
 def _shape(base: Base, lora: LoraSpec) -> str:
-    """What two adapters must have in common."""
+    """The base, rank, alpha and targets of an adapter, which one that it loads shares."""
     targets = ", ".join(sorted(lora.targets or _present(base, ATTENTION + MLP)))
     return f"{base.name!r} with rank {lora.rank}, alpha {lora.alpha:g} and the targets {targets}"
 
 
 def _present(base: Base, layers: Sequence[str]) -> tuple[str, ...]:
-    """Those of these layers that a base model has; all if its layers are not known."""
+    """The layers of these that a base model has; all if its layers are not known."""
     return tuple(name for name in layers if name in base.linear_layers or not base.linear_layers)
 
 
-async def _source(tenant: TenantRecord, known: Records, asked: LoadAsked) -> Source:
+async def _source(tenant: TenantRecord, tinker: Records, asked: LoadAsked) -> Source:
     """The version that is asked for, noted as used. Raises InvalidInput, NotFound."""
     if asked.optimizer and (kind := parse_path(asked.path).kind) != "weights":
         raise InvalidInput(f"…/{kind}/ have no optimiser state: load …/weights/, or without it", param="optimizer")
-    return await known.runs.source(tenant.id, asked.path, with_optimizer=asked.optimizer)
+    return await tinker.runs.source(tenant.id, asked.path, with_optimizer=asked.optimizer)
 
 
 @router.post("/get_info")
-async def get_info(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    run = await known.runs.named(tenant.id, (await read(request, Named)).model_id)
+async def get_info(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
+    run = await tinker.runs.named(tenant.id, (await read(request, NameGiven)).model_id)
     tokenizer = tokenizer_id(api, run.base)
     return answer(
         {
@@ -130,8 +130,8 @@ async def get_info(request: Request, api: Parts, tenant: Tenant, known: Known) -
 
 
 @router.post("/unload_model")
-async def unload_model(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    run = await known.runs.named(tenant.id, (await read(request, Named)).model_id)
+async def unload_model(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
+    run = await tinker.runs.named(tenant.id, (await read(request, NameGiven)).model_id)
     return answer({"request_id": await submit_unload(run, api.objects), "model_id": run.spec.public_id})
 
 

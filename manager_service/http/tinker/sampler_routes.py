@@ -15,8 +15,8 @@ from manager_service.http.reading.tasks import ReadSample, with_room
 from manager_service.http.sampling.choices import InferenceRequest
 from manager_service.http.stores.sampler_store import NAMED_KEPT_S
 from manager_service.http.stores.tinker_names import find_base, numbered, sampler_name
-from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
-from manager_service.http.tinker.request_bodies import Named, SamplerAsked, read
+from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
+from manager_service.http.tinker.request_bodies import NameGiven, SamplerAsked, read
 from manager_service.http.tinker.wire.sample_requests import CheckedSample
 from manager_service.records.run_records import Sampler
 from manager_service.records.tenants import TenantRecord
@@ -25,11 +25,11 @@ router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
 
 @router.post("/create_sampling_session")
-async def create_sampling_session(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def create_sampling_session(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     asked = await read(request, SamplerAsked)
-    session = await known.sessions.find(tenant.id, asked.session_id)
+    session = await tinker.sessions.find(tenant.id, asked.session_id)
     number = numbered(asked.sampling_session_seq_id, "sampling_session_seq_id")
-    base, model, adapter = await _named(api, tenant, known, asked.base_model, asked.model_path)
+    base, model, adapter = await _named(api, tenant, tinker, asked.base_model, asked.model_path)
     sampler = Sampler(
         id=sampler_name(session.id, number),
         tenant=tenant.id,
@@ -38,52 +38,52 @@ async def create_sampling_session(request: Request, api: Parts, tenant: Tenant, 
         adapter=adapter,
         path=asked.model_path,
     )
-    await known.samplers.create(base, sampler)
+    await tinker.samplers.create(base, sampler)
     return answer({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
 
 @router.post("/join_sampling_session")
-async def join_sampling_session(request: Request, tenant: Tenant, known: Known) -> Response:
+async def join_sampling_session(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     """Another client of a sampler: its number keeps the numbers of its requests apart from the others'."""
-    base, sampler = await known.samplers.find(tenant.id, (await read(request, Named)).sampling_session_id)
-    return answer({"type": "join_sampling_session", "client_counter": await known.samplers.join(base, sampler)})
+    base, sampler = await tinker.samplers.find(tenant.id, (await read(request, NameGiven)).sampling_session_id)
+    return answer({"type": "join_sampling_session", "client_counter": await tinker.samplers.join(base, sampler)})
 
 
 @router.get("/samplers/{sampler_id}")
-async def get_sampler(sampler_id: str, tenant: Tenant, known: Known) -> Response:
-    _, sampler = await known.samplers.find(tenant.id, sampler_id)
+async def get_sampler(sampler_id: str, tenant: Tenant, tinker: Tinker) -> Response:
+    _, sampler = await tinker.samplers.find(tenant.id, sampler_id)
     return answer({"sampler_id": sampler.id, "base_model": sampler.asked_model, "model_path": sampler.path})
 
 
 @router.post("/asample")
-async def asample(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def asample(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     """The version that samples is settled here; the name of every sample says it."""
     body = await request.body()
     found = await api.helpers.do(tenant, ReadSample(body), num_bytes=len(body))
     asked = msgspec.convert(found, CheckedSample)
-    base, adapter = await _adapter(api, tenant, known, asked)
+    base, adapter = await _adapter(api, tenant, tinker, asked)
     await check_room(base.gauge)
     once = f"{asked.sampler}/{asked.seq}/{hashlib.sha256(body).hexdigest()}" if asked.sampler else ""
     session = (asked.sampler or "").partition(":")[0]
-    name = known.futures[base.name].samples.start(_ask(tenant, base, adapter, asked), once, session)
+    name = tinker.futures[base.name].samples.start(_ask(tenant, base, adapter, asked), once, session)
     ids = [f"{name}/{sample}@{adapter.version}" for sample in range(asked.num_samples)]
     return answer({"request_id": name, "sample_sequence_ids": ids})
 
 
-async def _adapter(api: Api, tenant: TenantRecord, known: Records, asked: CheckedSample) -> tuple[Base, AdapterRef]:
+async def _adapter(api: Api, tenant: TenantRecord, tinker: Records, asked: CheckedSample) -> tuple[Base, AdapterRef]:
     if asked.sampler is None:
-        base, _, adapter = await _named(api, tenant, known, asked.base_model, asked.model_path)
+        base, _, adapter = await _named(api, tenant, tinker, asked.base_model, asked.model_path)
         return base, adapter
-    base, sampler = await known.samplers.find(tenant.id, asked.sampler)
-    return base, await known.samplers.adapter(base, sampler)
+    base, sampler = await tinker.samplers.find(tenant.id, asked.sampler)
+    return base, await tinker.samplers.adapter(base, sampler)
 
 
 async def _named(
-    api: Api, tenant: TenantRecord, known: Records, model: str | None, path: str | None
+    api: Api, tenant: TenantRecord, tinker: Records, model: str | None, path: str | None
 ) -> tuple[Base, str, AdapterRef]:
     """(base model, what its user calls it, version) of a base model's name or a checkpoint's path."""
     if path is not None:
-        source = await known.runs.source(tenant.id, path)
+        source = await tinker.runs.source(tenant.id, path)
         return source.base, source.asked_model, source.adapter
     if model is None:
         raise InvalidInput("give base_model or model_path", param="base_model")

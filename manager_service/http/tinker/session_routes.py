@@ -10,8 +10,8 @@ from starlette.responses import Response
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import ApiError
 from manager_service.http.stores.session_store import check_told
-from manager_service.http.tinker.parts import PREFIX, Known, answer
-from manager_service.http.tinker.request_bodies import FinishAsked, Named, SessionAsked, read
+from manager_service.http.tinker.parts import PREFIX, Tinker, answer
+from manager_service.http.tinker.request_bodies import FinishAsked, NameGiven, SessionAsked, read
 from manager_service.records.run_records import ClientSession
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
@@ -69,7 +69,7 @@ async def capabilities(api: Parts, tenant: Tenant) -> Response:
 
 
 @router.post("/create_session")
-async def create_session(request: Request, tenant: Tenant, known: Known) -> Response:
+async def create_session(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     asked = await read(request, SessionAsked)
     check_told(user_metadata=asked.user_metadata, display_name=asked.display_name, tags=asked.tags)
     session = ClientSession(
@@ -80,27 +80,27 @@ async def create_session(request: Request, tenant: Tenant, known: Known) -> Resp
         display_name=asked.display_name,
         user_metadata=asked.user_metadata or {},
     )
-    await known.sessions.create(session)
+    await tinker.sessions.create(session)
     return answer({"type": "create_session", "session_id": session.id, "info_message": UNTRAINED})
 
 
 @router.post("/session_heartbeat")
-async def session_heartbeat(request: Request, tenant: Tenant, known: Known) -> Response:
+async def session_heartbeat(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     """410 ends the client's signs of life."""
-    session = await known.sessions.find(tenant.id, (await read(request, Named)).session_id)
+    session = await tinker.sessions.find(tenant.id, (await read(request, NameGiven)).session_id)
     if session.finished:
         raise ApiError(410, f"the session {session.id} has finished", code="finished")
-    await known.sessions.refresh(session)
+    await tinker.sessions.refresh(session)
     return answer({"type": "session_heartbeat"})
 
 
 @router.post("/sessions/{session_id}/finish")
-async def finish_session(request: Request, session_id: str, tenant: Tenant, known: Known) -> Response:
+async def finish_session(request: Request, session_id: str, tenant: Tenant, tinker: Tinker) -> Response:
     """Ends a session. Its requests end at this replica now, and at others when they look."""
-    session = await known.sessions.find(tenant.id, session_id)
+    session = await tinker.sessions.find(tenant.id, session_id)
     asked = await read(request, FinishAsked)
-    await known.sessions.finish(session, asked.reason.type[:32])
-    for each in known.futures.values():
+    await tinker.sessions.finish(session, asked.reason.type[:32])
+    for each in tinker.futures.values():
         each.samples.end_session(session.id)
     return answer({})
 

@@ -13,8 +13,8 @@ from common.errors import InvalidInput
 from common.wire.operations import Kind
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.stores.run_store import RunRow
-from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
-from manager_service.http.tinker.request_bodies import Named, SearchAsked, StatusAsked, read
+from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
+from manager_service.http.tinker.request_bodies import NameGiven, SearchAsked, StatusAsked, read
 from manager_service.http.tinker.run_routes import ATTENTION, MLP
 from manager_service.records.run_records import Checkpoint, ClientSession, RunSpec, RunState
 
@@ -32,30 +32,30 @@ REASONS = ("success", "errored", "interrupted")
 
 
 @router.get("/training_runs")
-async def list_runs(tenant: Tenant, known: Known, limit: Limit = 20, offset: Offset = 0) -> Response:
-    runs, num = await known.runs.newest_first(tenant.id, limit=limit, offset=offset)
+async def list_runs(tenant: Tenant, tinker: Tinker, limit: Limit = 20, offset: Offset = 0) -> Response:
+    runs, num = await tinker.runs.newest_first(tenant.id, limit=limit, offset=offset)
     return answer(
         {"training_runs": [_shown(run.spec, state) for run, state in runs], "cursor": _cursor(limit, offset, num)}
     )
 
 
 @router.get("/training_runs/{run_id}")
-async def get_run(run_id: str, tenant: Tenant, known: Known) -> Response:
-    run = await known.runs.named(tenant.id, run_id)
+async def get_run(run_id: str, tenant: Tenant, tinker: Tinker) -> Response:
+    run = await tinker.runs.named(tenant.id, run_id)
     return answer(_shown(run.spec, await run.state()))
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
-async def list_checkpoints(run_id: str, tenant: Tenant, known: Known) -> Response:
-    run = await known.runs.named(tenant.id, run_id)
+async def list_checkpoints(run_id: str, tenant: Tenant, tinker: Tinker) -> Response:
+    run = await tinker.runs.named(tenant.id, run_id)
     return answer({"checkpoints": _checkpoints(run, await run.state())})
 
 
 @router.get("/checkpoints")
-async def list_all_checkpoints(tenant: Tenant, known: Known, limit: Limit = 100, offset: Offset = 0) -> Response:
+async def list_all_checkpoints(tenant: Tenant, tinker: Tinker, limit: Limit = 100, offset: Offset = 0) -> Response:
     """Newest runs first."""
     shown, num = list[dict[str, Any]](), 0
-    async for page in known.runs.pages(tenant.id):
+    async for page in tinker.runs.pages(tenant.id):
         rows = [row for run, state in page for row in _checkpoints(run, state)]
         shown += rows[max(0, offset - num) : max(0, offset + limit - num)]
         num += len(rows)
@@ -63,9 +63,9 @@ async def list_all_checkpoints(tenant: Tenant, known: Known, limit: Limit = 100,
 
 
 @router.post("/weights_info")
-async def weights_info(request: Request, tenant: Tenant, known: Known) -> Response:
+async def weights_info(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     """Facts that a client needs of a checkpoint before it loads it."""
-    source = await known.runs.source(tenant.id, (await read(request, Named)).tinker_path)
+    source = await tinker.runs.source(tenant.id, (await read(request, NameGiven)).tinker_path)
     targets = source.lora.targets
     return answer(
         {
@@ -81,18 +81,18 @@ async def weights_info(request: Request, tenant: Tenant, known: Known) -> Respon
 
 
 @router.get("/sessions")
-async def list_sessions(tenant: Tenant, known: Known, limit: Limit = 20, offset: Offset = 0) -> Response:
-    return answer({"sessions": await known.sessions.newest_first(tenant.id, limit=limit, offset=offset)})
+async def list_sessions(tenant: Tenant, tinker: Tinker, limit: Limit = 20, offset: Offset = 0) -> Response:
+    return answer({"sessions": await tinker.sessions.newest_first(tenant.id, limit=limit, offset=offset)})
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(session_id: str, api: Parts, tenant: Tenant, known: Known) -> Response:
-    session = await known.sessions.find(tenant.id, session_id)
-    mine = [run async for page in known.runs.pages(tenant.id, {session.id}) for run, _ in page]
+async def get_session(session_id: str, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
+    session = await tinker.sessions.find(tenant.id, session_id)
+    mine = [run async for page in tinker.runs.pages(tenant.id, {session.id}) for run, _ in page]
     return answer(
         {
             "training_run_ids": [run.spec.public_id for run in mine],
-            "sampler_ids": await known.samplers.of_session(tenant.id, session.id),
+            "sampler_ids": await tinker.samplers.of_session(tenant.id, session.id),
             "user_metadata": session.user_metadata or None,
             "display_name": session.display_name,
         }
@@ -148,20 +148,20 @@ def _cursor(limit: int, offset: int, num: int) -> dict[str, int]:
 
 
 @router.post("/sessions/search")
-async def search_sessions(request: Request, tenant: Tenant, known: Known) -> Response:
+async def search_sessions(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     """Newest first. A session is kept for a month after its last sign of life."""
     asked = _checked(await read(request, SearchAsked))
     found: list[tuple[ClientSession, bool]] = []
     before = None if asked.cursor is None else (asked.cursor.created_at, asked.cursor.last_session_id)
-    ids = await known.sessions.ids_before(tenant.id, before) if _is_own(asked, tenant.id) else []
+    ids = await tinker.sessions.ids_before(tenant.id, before) if _is_own(asked, tenant.id) else []
     for start in range(0, len(ids), NUM_READ):
-        for session, alive in await _read(known, tenant.id, ids[start : start + NUM_READ]):
+        for session, alive in await _read(tinker, tenant.id, ids[start : start + NUM_READ]):
             if _fits(asked, session, alive=alive):
                 found.append((session, alive))
         if len(found) > asked.limit:
             break
     shown, more = found[: asked.limit], len(found) > asked.limit
-    nums = await _num_checkpoints(known, tenant.id, {session.id for session, _ in shown})
+    nums = await _num_checkpoints(tinker, tenant.id, {session.id for session, _ in shown})
     last = shown[-1][0] if shown else None
     next_cursor = last and {"last_created_at": _time(last.created_at), "last_session_id": last.id}
     rows = [_summary(session, alive=alive, num_checkpoints=nums[session.id]) for session, alive in shown]
@@ -181,10 +181,10 @@ def _is_own(asked: SearchAsked, tenant: str) -> bool:
     return asked.owner.type != "user" or tenant in asked.owner.owner_urns
 
 
-async def _read(known: Records, tenant: str, ids: list[str]) -> list[tuple[ClientSession, bool]]:
+async def _read(tinker: Records, tenant: str, ids: list[str]) -> list[tuple[ClientSession, bool]]:
     """Sessions, and whether each is alive."""
-    sessions = await known.sessions.some(tenant, ids)
-    alive = await known.sessions.alive([session.id for session in sessions])
+    sessions = await tinker.sessions.some(tenant, ids)
+    alive = await tinker.sessions.alive([session.id for session in sessions])
     return [(session, session.id in alive) for session in sessions]
 
 
@@ -226,10 +226,10 @@ def _summary(session: ClientSession, *, alive: bool, num_checkpoints: int) -> di
     }
 
 
-async def _num_checkpoints(known: Records, tenant: str, sessions: set[str]) -> Counter[str]:
+async def _num_checkpoints(tinker: Records, tenant: str, sessions: set[str]) -> Counter[str]:
     """The number of checkpoints of each session."""
     now, nums = time.time(), Counter[str]()
-    async for page in known.runs.pages(tenant, sessions):
+    async for page in tinker.runs.pages(tenant, sessions):
         for run, state in page:
             nums[run.spec.session] += len(state.kept(now))
     return nums
