@@ -1,5 +1,5 @@
 """Declares the records of a run, in `run:<run>`: `spec`, written once by the API, and `state`, by the partition's owner. Both are JSON.
-Beside them stand `status` and `head` of the state, and `log`, the bytes of its log, for scripts: they never decode a state.
+Next to them stand `status` and `head` of the state, and `log`, the bytes of its log, for scripts: they never decode a state.
 
 A session is one client; it numbers its runs from 0, and its samplers too. The SDK builds their names itself:
 
@@ -8,15 +8,15 @@ A session is one client; it numbers its runs from 0, and its samplers too. The S
     sampler        <session>:sample:<n>
     operation      <run>:<seq>, also the id of its future; seq 0 is the creation
 
-What the owner alone writes, beside `state`:
+What only the owner writes, next to `state`:
 
     versions:<run>                  hash     version that may be read -> 1 if its optimiser's state is there, else 0
     sampler:<sampler>               string   Sampler, of one that a save made; for as long after its last use as it says
     retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them
-    unfinished:<tenant>             hash     see manager_service.records: runs that have not ended, beside jobs
+    unfinished:<tenant>             hash     see manager_service.records: runs that have not ended, and jobs
     held:<tenant>                   hash     run -> bytes of its operations that wait, and of its log; a submit writes it too
 
-What an API replica alone writes, `use` but for what a save makes:
+What only an API replica writes, except samplers of saves:
 
     marlaas:{@}:session:<session>   string   ClientSession, for SESSION_KEPT_S after its last sign of life
     marlaas:{@}:sessions:<tenant>   zset     session id by creation time
@@ -99,7 +99,7 @@ class Leaving(msgspec.Struct):
 
     id: str  # of the message to the trainer
     versions: dict[int, bool]  # version -> its optimiser's state was there
-    optimizers: list[int]  # versions that lose their optimiser's state alone
+    optimizers: list[int]  # versions that lose only their optimiser's state
     asked: bool = False  # the message is sent: there is no way back
     everything: bool = False  # whatever else the store has of the run is deleted too
 
@@ -226,7 +226,7 @@ def give_name(state: RunState, wanted: SaveWeights, kind: Kind, now: float) -> s
 
 
 def meant(state: RunState, change: NameChange) -> Checkpoint | None:
-    """The checkpoint that a change is about; None if it is gone, or was saved anew since."""
+    """The checkpoint that a change is about; None if it is gone, or was saved again since."""
     about = change.checkpoint, change.name, change.version, change.created_at
     for known in state.checkpoints:
         if (known.kind, known.name, known.version, known.created_at) == about:

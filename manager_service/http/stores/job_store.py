@@ -167,7 +167,7 @@ class JobStore:
         return [found[entry.job] for entry in entries if entry.job in found]
 
     async def present(self, base: Base, jobs: Sequence[str]) -> list[JobRow]:
-        """The jobs of these that are in Redis, whosever they are."""
+        """The jobs of these that are in Redis, of whichever tenant."""
         pipe = base.redis.pipeline(transaction=False)
         for job in jobs:
             pipe.hmget(base.cell.job(job), "spec", "state", DELETED)

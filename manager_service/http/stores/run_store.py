@@ -156,12 +156,12 @@ class RunStore:
                 pipe.hmget(base.cell.run(run), "spec", "state")
             for run, (spec, state) in zip(runs, await pipe.execute(), strict=True):
                 if spec is not None and state is not None:
-                    known = RunRow(base, msgspec.json.decode(spec, type=RunSpec))
-                    found[run] = (known, msgspec.json.decode(state, type=RunState))
+                    row = RunRow(base, msgspec.json.decode(spec, type=RunSpec))
+                    found[run] = (row, msgspec.json.decode(state, type=RunState))
         return [found[run] for run, _ in chosen if run in found]
 
-    async def create(self, base: Base, spec: RunSpec, *, asked: msgspec.Struct, kind: str) -> None:
-        """Writes the run and tells its owner, in one script; once, however often it is asked for. `kind`: which request asked.
+    async def create(self, base: Base, spec: RunSpec, *, body: msgspec.Struct, kind: str) -> None:
+        """Writes the run and tells its owner, in one script; once, however often it is asked for. `kind`: of the request.
 
         Raises InvalidInput if something else was asked under the same id, ApiError if the tenant has too many.
         """
@@ -171,7 +171,7 @@ class RunStore:
         )
         keys = [cell.run(spec.id), cell.seqs(spec.id), cell.tenant_runs(spec.tenant), cell.jobs(partition)]
         keys += [cell.active(partition), cell.unfinished(spec.tenant)]
-        digest = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
+        digest = hashlib.sha256(msgspec.json.encode(body)).hexdigest()
         words = [digest, spec.id, repr(time.time()), JSON.encode(spec), *RunState().fields().values(), kind]
         words += [self._api.settings.max_unfinished_jobs, self._api.limits.max_unfinished_bytes, MAX_KEPT]
         fields = await base.bus.fields(command)
@@ -205,14 +205,14 @@ class RunStore:
         raise NotFound(f"there is no checkpoint {path}: it was deleted, it has expired, or nothing was saved under it")
 
     async def _of_run(self, tenant: str, path: Path) -> Source:
-        run, known = await self.checkpoint(tenant, path)
-        adapter = AdapterRef(tenant, run.id, known.version)
+        run, checkpoint = await self.checkpoint(tenant, path)
+        adapter = AdapterRef(tenant, run.id, checkpoint.version)
         return Source(run.base, adapter, run.spec.lora, run.spec.asked_model)
 
     async def _of_job(self, tenant: str, path: Path) -> Source:
         row = await JobStore(self._api).find(tenant, path.run)
-        known = path.kind == "sampler_weights" and path.name.isascii() and path.name.isdecimal() and len(path.name) <= 8
-        version = int(path.name) if known else -1
+        names_one = path.name.isascii() and path.name.isdecimal() and len(path.name) <= 8
+        version = int(path.name) if path.kind == "sampler_weights" and names_one else -1
         if row.deleted or not has_version(row.spec, row.state, version):
             newest = newest_stored(row.spec, row.state)
             raise NotFound(

@@ -24,7 +24,7 @@ from manager_service.http.tinker.futures.operation_futures import Expired, Pendi
 from manager_service.http.tinker.futures.sample_futures import GONE, Gone, place_of
 from manager_service.http.tinker.futures.sample_futures import PREFIX as PREFIX_OF_SAMPLES
 from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
-from manager_service.http.tinker.request_bodies import NameGiven, read
+from manager_service.http.tinker.request_bodies import NameBody, read
 from manager_service.http.tinker.wire import protobuf
 from manager_service.records.run_records import HOLE_S
 from manager_service.records.tenants import TenantRecord
@@ -43,7 +43,7 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
-    future = (await read(request, NameGiven)).request_id
+    future = (await read(request, NameBody)).request_id
     try:
         if future.startswith(f"{PREFIX_OF_SAMPLES}-"):
             return await _samples(api, tenant, tinker, future)
@@ -55,7 +55,7 @@ async def retrieve_future(request: Request, api: Parts, tenant: Tenant, tinker: 
 @router.post("/cancel_future")
 async def cancel_future(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     """Gives up a request for samples. What is no such request, or is over, is passed over in silence."""
-    future = (await read(request, NameGiven)).request_id
+    future = (await read(request, NameBody)).request_id
     replica, name = place_of(future)
     if futures := tinker.futures.get(name):
         await futures.peers.give_up(replica, tenant.id, future)

@@ -108,7 +108,7 @@ class Retention:
         self._dirty(changes)
 
     def forgotten(self, forget: str, changes: Changes) -> None:
-        """Takes in that a `Forget` was carried out, or that nobody can read it: then the files stay, and cost space alone."""
+        """Takes in that a `Forget` was carried out, or that nobody can read it: then the files stay, and cost only space."""
         if self.state.leaving is not None and self.state.leaving.id == forget:
             self.state.erased = self.state.leaving.everything
             self.state.leaving = None

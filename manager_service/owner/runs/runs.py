@@ -196,7 +196,7 @@ class Runs:
         due = await self._due(now)
         await self._load_ended(due, now, changes)
         for name in due:
-            if name not in self._ended:  # unreadable, or lost: it would be among the first ones due for ever
+            if name not in self._ended:  # unreadable, or lost: it would always be among the first ones due
                 log.error("not_retired", run_id=name)
                 changes.retire[name] = None
         copied: dict[str, VersionNeeds] = {}

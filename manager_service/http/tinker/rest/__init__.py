@@ -1,4 +1,4 @@
-"""Answers the SDK's `RestClient` and its command line: what there is, beside any training.
+"""Answers the SDK's `RestClient` and its command line: what there is, whatever trains.
 
 Its files:
 

@@ -13,7 +13,7 @@ from manager_service.http.errors import ApiError
 from manager_service.http.stores.run_store import Announcements, RunRow, Source, change_checkpoint
 from manager_service.http.stores.tinker_names import Path, parse_path, ttl_fault
 from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
-from manager_service.http.tinker.request_bodies import TtlAsked, read
+from manager_service.http.tinker.request_bodies import TtlBody, read
 from manager_service.http.tinker.rest.file_links import ARCHIVE, VALID_S, Grant, download, file_names, sign, verified
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
@@ -31,7 +31,7 @@ async def delete_checkpoint(run_id: str, kind: str, name: str, tenant: Tenant, t
 
 @router.put(f"{ONE}/ttl")
 async def set_ttl(request: Request, run_id: str, kind: str, name: str, tenant: Tenant, tinker: Tinker) -> Response:
-    ttl_s = (await read(request, TtlAsked)).ttl_seconds
+    ttl_s = (await read(request, TtlBody)).ttl_seconds
     if fault := ttl_fault(ttl_s):
         raise InvalidInput(fault, param="ttl_seconds")
     run, checkpoint = await tinker.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
@@ -102,5 +102,5 @@ def _grant(tenant: str, path: Path, source: Source, file: str, expires: datetime
 async def _url(request: Request, tinker: Records, grant: Grant) -> str:
     """On the host that the client itself has asked. A proxy that ends TLS must pass the header `Host` on, and say `X-Forwarded-Proto`."""
     url = request.url_for("signed_file", token=sign(await tinker.signing_key.get(), grant))
-    ends_tls = request.headers.get("x-forwarded-proto") == "https"  # whoever says so falsely misleads himself alone
+    ends_tls = request.headers.get("x-forwarded-proto") == "https"  # who says so falsely misleads only himself
     return str(url.replace(scheme="https") if ends_tls else url)

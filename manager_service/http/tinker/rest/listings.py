@@ -14,7 +14,7 @@ from common.wire.operations import Kind
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.stores.run_store import RunRow
 from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
-from manager_service.http.tinker.request_bodies import NameGiven, SearchAsked, StatusAsked, read
+from manager_service.http.tinker.request_bodies import NameBody, SearchBody, StatusBody, read
 from manager_service.http.tinker.run_routes import ATTENTION, MLP
 from manager_service.records.run_records import Checkpoint, ClientSession, RunSpec, RunState
 
@@ -65,7 +65,7 @@ async def list_all_checkpoints(tenant: Tenant, tinker: Tinker, limit: Limit = 10
 @router.post("/weights_info")
 async def weights_info(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     """Facts that a client needs of a checkpoint before it loads it."""
-    source = await tinker.runs.source(tenant.id, (await read(request, NameGiven)).tinker_path)
+    source = await tinker.runs.source(tenant.id, (await read(request, NameBody)).tinker_path)
     targets = source.lora.targets
     return answer(
         {
@@ -150,17 +150,17 @@ def _cursor(limit: int, offset: int, num: int) -> dict[str, int]:
 @router.post("/sessions/search")
 async def search_sessions(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     """Newest first. A session is kept for a month after its last sign of life."""
-    asked = _checked(await read(request, SearchAsked))
+    body = _checked(await read(request, SearchBody))
     found: list[tuple[ClientSession, bool]] = []
-    before = None if asked.cursor is None else (asked.cursor.created_at, asked.cursor.last_session_id)
-    ids = await tinker.sessions.ids_before(tenant.id, before) if _is_own(asked, tenant.id) else []
+    before = None if body.cursor is None else (body.cursor.created_at, body.cursor.last_session_id)
+    ids = await tinker.sessions.ids_before(tenant.id, before) if _is_own(body, tenant.id) else []
     for start in range(0, len(ids), NUM_READ):
         for session, alive in await _read(tinker, tenant.id, ids[start : start + NUM_READ]):
-            if _fits(asked, session, alive=alive):
+            if _fits(body, session, alive=alive):
                 found.append((session, alive))
-        if len(found) > asked.limit:
+        if len(found) > body.limit:
             break
-    shown, more = found[: asked.limit], len(found) > asked.limit
+    shown, more = found[: body.limit], len(found) > body.limit
     nums = await _num_checkpoints(tinker, tenant.id, {session.id for session, _ in shown})
     last = shown[-1][0] if shown else None
     next_cursor = last and {"last_created_at": _time(last.created_at), "last_session_id": last.id}
@@ -168,17 +168,17 @@ async def search_sessions(request: Request, tenant: Tenant, tinker: Tinker) -> R
     return answer({"sessions": rows, "next_cursor": next_cursor if more else None})
 
 
-def _checked(asked: SearchAsked) -> SearchAsked:
-    if not 1 <= asked.limit <= MAX_FOUND:
+def _checked(body: SearchBody) -> SearchBody:
+    if not 1 <= body.limit <= MAX_FOUND:
         raise InvalidInput(f"limit is between 1 and {MAX_FOUND}", param="limit")
-    if asked.project_ids:
+    if body.project_ids:
         raise InvalidInput("there are no projects here: leave project_ids out", param="project_ids")
-    return asked
+    return body
 
 
-def _is_own(asked: SearchAsked, tenant: str) -> bool:
+def _is_own(body: SearchBody, tenant: str) -> bool:
     """Does it ask for the tenant's own sessions? Nobody sees another's."""
-    return asked.owner.type != "user" or tenant in asked.owner.owner_urns
+    return body.owner.type != "user" or tenant in body.owner.owner_urns
 
 
 async def _read(tinker: Records, tenant: str, ids: list[str]) -> list[tuple[ClientSession, bool]]:
@@ -188,18 +188,18 @@ async def _read(tinker: Records, tenant: str, ids: list[str]) -> list[tuple[Clie
     return [(session, session.id in alive) for session in sessions]
 
 
-def _fits(asked: SearchAsked, session: ClientSession, *, alive: bool) -> bool:
+def _fits(body: SearchBody, session: ClientSession, *, alive: bool) -> bool:
     name = (session.display_name or "").lower()
-    named = [session.id == asked.session_id] if asked.session_id is not None else []
-    named += [all(word in name for word in asked.display_name.lower().split())] if asked.display_name else []
+    named = [session.id == body.session_id] if body.session_id is not None else []
+    named += [all(word in name for word in body.display_name.lower().split())] if body.display_name else []
     if named and not any(named):
         return False
-    if any(str(session.user_metadata.get(key)) != value for key, value in asked.user_metadata.items()):
+    if any(str(session.user_metadata.get(key)) != value for key, value in body.user_metadata.items()):
         return False
-    return asked.statuses is None or any(_has_status(each, session, alive=alive) for each in asked.statuses)
+    return body.statuses is None or any(_has_status(each, session, alive=alive) for each in body.statuses)
 
 
-def _has_status(wanted: StatusAsked, session: ClientSession, *, alive: bool) -> bool:
+def _has_status(wanted: StatusBody, session: ClientSession, *, alive: bool) -> bool:
     status = _status(session, alive=alive)
     if status is None or wanted.type != status["type"]:
         return False

@@ -1,6 +1,6 @@
 """Reads a pass over data that a client sent, checks it, and makes it a `Forward`. A helper process does so if the body is large.
 
-    loss_fn               inputs beside target_tokens                                      config
+    loss_fn               inputs except target_tokens                                      config
     cross_entropy         weights (without: 1)
     importance_sampling   logprobs, advantages
     ppo, cispo            logprobs, advantages                                             clip_low_threshold, clip_high_threshold
@@ -170,7 +170,7 @@ def _datum(loss: LossFn, given: pb.Datum, where: str) -> Datum:
     kinds = [str(chunk.WhichOneof("chunk")) for chunk in given.model_input]
     for kind in kinds:
         if kind != "encoded_text":
-            raise Wrong(f"{where}: this service takes text alone, not chunks of kind {kind!r}")
+            raise Wrong(f"{where}: this service takes only text, not chunks of kind {kind!r}")
     chunks = b"".join(chunk.encoded_text.tokens for chunk in given.model_input)
     tokens = _ids(_values(chunks, "<i4", f"{where}: model_input"), f"{where}: model_input")
     inputs = dict(given.loss_fn_inputs)
