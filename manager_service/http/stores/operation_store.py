@@ -35,6 +35,7 @@ local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
 if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
 local status, head, log = unpack(redis.call('HMGET', KEYS[2], 'status', 'head', 'log'))
 if not status or status == 'ended' or status == 'failed' and ARGV[3] ~= 'unload' then return status or 'ended' end
+-- A number below the head has its result, or was given up: to take it now would carry it out behind its step.
 head = tonumber(head)
 if seq < head then return 'past' end
 local numbers, bytes = {}, tonumber(ARGV[4])
@@ -55,6 +56,7 @@ for at = 1, #all, 2 do
     if size > mine or size == mine and name < ARGV[5] then most = false end
   end
 end
+-- Were the run that holds the most refused too, runs that wait for room would wait for each other: none would come to its step.
 if has_data and held > tonumber(ARGV[8]) and not most then return 'holds' end
 if bytes > 0 then redis.call('HSET', KEYS[4], ARGV[5], bytes) end
 redis.call('XADD', KEYS[3], '*', unpack(ARGV, 11))

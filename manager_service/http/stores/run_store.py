@@ -49,6 +49,7 @@ PAGE = 100
 # head, the kind of request, most unfinished jobs and runs, most bytes of their records, most runs that are kept, then the fields of the
 # stream entry. Answers `new`, `known`, `other` if another request had the same id, or why there is no room for one more.
 _CREATE = """
+-- Number 0 of the run's operations is its creation: a client that got no answer sends it again, and must not make a second run.
 local known = redis.call('HGET', KEYS[2], '0')
 if known then return string.sub(known, 1, 64) == ARGV[1] and 'known' or 'other' end
 if redis.call('EXISTS', KEYS[1]) == 1 then return 'other' end

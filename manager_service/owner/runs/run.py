@@ -268,6 +268,7 @@ class Run:
         if first.action == "load":
             return [first] if first.failure is None else []
         found: list[Operation] = []
+        # The part of the log that no trainer has goes first: a gradient is the sum of all of it, in the order of the numbers.
         bytes_left, tokens_left = MAX_BYTES, MAX_TOKENS
         known = [pending.operation for pending in self._log.values()][state.in_log :]
         waiting = (pending.operation for pending in self._segment())
@@ -322,6 +323,8 @@ class Run:
         """Takes in a trainer's answer. One that is not waited for changes nothing but the tenant's usage."""
         changes.add_usage(self.spec.tenant, self.id, message.usage)
         state = self.state
+        # A message is sent again when its trainer seems dead. The first trainer may answer all the same: its gradient is not the one
+        # that the next message builds on, so only the answer to the newest attempt counts.
         if not state.sent or message.attempt != state.attempt:
             return
         last, state.sent = state.sent, 0
@@ -363,6 +366,8 @@ class Run:
         """
         state = self.state
         self._waiting_since = {number: self._waiting_since.get(number, now) for number in self._waiting}
+        # Clients send in any order, and try one number for five minutes: it is given up only when others have waited behind it for
+        # longer. These times are in memory only, so another owner waits once more: a hole then costs time, and never an operation.
         if self._waiting and state.head not in self._waiting and now - min(self._waiting_since.values()) > HOLE_S:
             self._pass_over(changes)
         if state.holder and state.holder not in live_trainers:

@@ -75,6 +75,8 @@ class Retention:
     def look(self, needed: Iterable[VersionNeeds], now: float, changes: Changes) -> None:
         """Goes one step on. `needed`: by copies that are to be made, and by uses as read after the last step was committed."""
         needs = self._needs(_together(needed), now)
+        # Two steps with a commit between them, never one: after the mark is committed no use can be noted, so the uses that are read
+        # then are all there will ever be. Who deletes in the step that marks may delete what was noted a moment ago.
         leaving = self.state.leaving
         if leaving is None:
             self._forget_expired(now, changes)
