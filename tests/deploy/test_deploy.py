@@ -401,7 +401,7 @@ IMAGES = {
     "env": ["common", "env_service"],
     "torch": ["common", "base_model", "rollout_service", "trainer_service"],
 }
-ON_THE_USERS_MACHINE = ("cli", "supervisor.py", "embedded_redis.py", "processes.py", "cluster_file.py", "vllm")
+ON_THE_USERS_MACHINE = ("commands", "supervisor.py", "embedded_redis.py", "processes.py", "cluster_file.py", "vllm")
 
 
 def requirements(group: str) -> set[str]:
