@@ -4,8 +4,7 @@
 
 Its files:
 
-    job_reading.py       reads what a job has written, from Redis or the archive
-    job_store.py         reads jobs, and creates them by one script
+    job_store.py         reads jobs and their records, and creates jobs by one script
     model_names.py       finds the adapter that a model's name means
     operation_store.py   puts an operation into its run's stream, once
     run_store.py         finds runs and their checkpoints, creates runs, deletes checkpoints

@@ -29,7 +29,7 @@ READ_COUNT = 1000
 log = structlog.get_logger()
 
 
-class Known(NamedTuple):
+class RunRecords(NamedTuple):
     """The records of a run in Redis."""
 
     spec: RunSpec
@@ -69,15 +69,15 @@ class Runs:
                 run.changed_at = run.retention.asked_at = now
                 self.table.add(run)
 
-    async def _read(self, names: Sequence[str], changes: Changes) -> list[Known]:
+    async def _read(self, names: Sequence[str], changes: Changes) -> list[RunRecords]:
         of = (self._cell.run, self._cell.versions)
         records = await self._bus.read_hashes([key(name) for name in names for key in of])
-        found: list[Known] = []
+        found: list[RunRecords] = []
         for number, name in enumerate(names):
             record, versions = records[2 * number : 2 * number + 2]
             if read := read_record(self._cell.run(name), record, RunSpec, RunState):
-                found.append(Known(*read, read_versions(versions)))
-        changes.entered += [self._cell.run(known.spec.id) for known in found]
+                found.append(RunRecords(*read, read_versions(versions)))
+        changes.entered += [self._cell.run(records.spec.id) for records in found]
         return found
 
     def restore(self, delivery: Delivery, changes: Changes) -> bool:
@@ -122,19 +122,15 @@ class Runs:
     async def _change_name(self, change: NameChange, now: float, changes: Changes) -> None:
         """Changes a name of any run: what one that has ended saved can be deleted too."""
         keeping = self._retention(change.job)
-        state = (
-            keeping.state if keeping else changes.runs.get(change.job) or await self._ended_state(change.job, changes)
-        )
+        state = keeping.state if keeping else changes.runs.get(change.job)
+        if state is None:
+            state = next((record.state for record in await self._read([change.job], changes)), None)
         if state is not None:
             change_name(state, change, now)
             changes.runs[change.job] = state
             self._tell(change.job, [0], changes)
             if state.status == "ended":
                 changes.retire[change.job] = now  # the version may go now, or at another time
-
-    async def _ended_state(self, name: str, changes: Changes) -> RunState | None:
-        found = await self._read([name], changes)
-        return found[0].state if found else None
 
     def _for_nobody(self, message: Message, changes: Changes) -> None:
         """Answers what concerns a run that has ended."""
@@ -239,9 +235,9 @@ class Runs:
 
     async def _load_ended(self, names: Sequence[str], now: float, changes: Changes) -> None:
         """Brings the versions of ended runs into memory."""
-        for known in await self._read([name for name in names if name not in self._ended], changes):
-            if known.state.status == "ended" and known.spec.id not in self.table:
-                self._ended[known.spec.id] = keeping = Retention(self._cell, *known)
+        for records in await self._read([name for name in names if name not in self._ended], changes):
+            if records.state.status == "ended" and records.spec.id not in self.table:
+                self._ended[records.spec.id] = keeping = Retention(self._cell, *records)
                 keeping.asked_at = now
 
     async def _used(self, doubtful: Mapping[str, Sequence[int]]) -> dict[str, VersionNeeds]:
