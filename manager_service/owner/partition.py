@@ -240,7 +240,7 @@ class Partition:
         if stream == self._cell.scored(self.number):
             held |= self._held()
         elif stream == self._cell.ops(self.number):
-            held |= self.runs.held_entries
+            held |= self.runs.pending_entries
         held |= {entry for inbox, entry in self.fetching if inbox == stream}
         while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
             unseen = [entry for entry in entries if entry not in held]
