@@ -265,6 +265,14 @@ def test_the_two_programs_of_the_manager_meet_in_records_and_scheduling_alone(on
     assert wrong == []
 
 
+def test_only_the_wiring_of_the_api_imports_the_tinker_protocol() -> None:
+    """And the helpers, which parse its bodies."""
+    wiring = {f"manager_service/http/{file}" for file in ("app.py", "server.py", "reading/tasks.py")}
+    tinker = "manager_service/http/tinker/"
+    others = [file for file in files("manager_service/http") if not file.startswith(tinker) and file not in wiring]
+    assert [file for file in others if any(name.startswith(tinker) for name in imported_files(file))] == []
+
+
 def test_the_simulator_imports_no_other_benchmark() -> None:
     found = {name for file in files("simulator") for name in imports(file) if name.startswith("benchmarks")}
     assert {name for name in found if not name.startswith("simulator")} == set()
