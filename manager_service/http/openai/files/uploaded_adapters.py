@@ -11,11 +11,11 @@ from manager_service.http.openai.files.file_store import content_of
 from manager_service.http.reading.adapter_uploads import FoundAdapter, check_finite, header_bytes, refuse_pickle
 from manager_service.http.reading.reading_helpers import SLICE_BYTES
 from manager_service.http.reading.tasks import ReadAdapter
-from manager_service.records.file_records import Brought
+from manager_service.records.file_records import UploadedAdapter
 from manager_service.records.tenants import TenantRecord
 
 
-async def check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config: str | None) -> Brought:
+async def check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config: str | None) -> UploadedAdapter:
     """Raises InvalidInput for what is no adapter that a job could start from. `config`: the text of adapter_config.json."""
     if config is None:
         raise InvalidInput(
@@ -34,7 +34,7 @@ async def check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config
     return found.adapter
 
 
-def check_fits(adapter: Brought, base: Base) -> None:
+def check_fits(adapter: UploadedAdapter, base: Base) -> None:
     """Raises InvalidInput if the base has other layers. A manager without the base's weights leaves that to the trainer."""
     there = base.weights.shapes
     if not there:

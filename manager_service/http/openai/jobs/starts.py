@@ -40,7 +40,7 @@ class JobStart:
 async def find_start(api: Api, tenant: TenantRecord, model: str, adapter_file: str | None = None) -> JobStart:
     """Raises InvalidInput, with the nearest name, if there is no such model, or if the adapter does not fit it."""
     if adapter_file is not None:
-        return await _brought(api, tenant, model, adapter_file)
+        return await _uploaded(api, tenant, model, adapter_file)
     if not model.startswith(("ft:", "tinker://")):
         return JobStart(find_base(api, model))
     try:
@@ -51,7 +51,7 @@ async def find_start(api: Api, tenant: TenantRecord, model: str, adapter_file: s
     return JobStart(named.base, pinned, named.adapter, named.lora)
 
 
-async def _brought(api: Api, tenant: TenantRecord, model: str, file: str) -> JobStart:
+async def _uploaded(api: Api, tenant: TenantRecord, model: str, file: str) -> JobStart:
     if model.startswith(("ft:", "tinker://")):
         raise InvalidInput(
             f"model {quoted(model)} is a start already: name a base model beside adapter_file", param="model"
