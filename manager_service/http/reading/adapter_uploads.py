@@ -27,15 +27,8 @@ EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2",
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
-    "init_lora_weights": (
-        None,
-        True,
-        False,
-        "gaussian",
-        "eva",
-        "orthogonal",
-        "mica",
-    ),  # others change the base's weights
+    # others change the base's weights
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
     **dict.fromkeys(("modules_to_save", "target_parameters", "layer_replication", "layers_to_transform"), (None, [])),
     **dict.fromkeys(("rank_pattern", "alpha_pattern", "megatron_config", "loftq_config"), (None, {})),
     **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out"), (None, False)),
