@@ -66,7 +66,7 @@ class BodyLimit:
         if (announced := _announced(scope)) > limit:
             comes = announced <= limit + DRAIN_BYTES and not _asks_first(scope)
             await body.drain(announced if comes else 0)
-            await answer(413, _too_large(limit), code="too_large")(scope, receive, send)
+            await answer(ApiError(413, _too_large(limit), code="too_large"))(scope, receive, send)
             return
         if not uploads and not larger:
             await self._app(scope, body.receive, send)
@@ -136,8 +136,7 @@ class KeyFirst:
         try:
             await authenticate(self._api, scope)
         except (ApiError, MarlaasError, RedisError) as error:
-            ours = translated(error)
-            return answer(ours.status_code, ours.detail, code=ours.code, headers=ours.headers)
+            return answer(translated(error))
         return None
 
 

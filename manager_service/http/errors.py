@@ -94,15 +94,9 @@ def _type(status: int) -> str:
     return names.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def answer(
-    status: int,
-    message: str,
-    *,
-    param: str | None = None,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    return ErrorResponse(error_body(status, message, param=param, code=code), status, headers)
+def answer(error: ApiError) -> Response:
+    body = error_body(error.status_code, error.detail, param=error.param, code=error.code)
+    return ErrorResponse(body, error.status_code, error.headers)
 
 
 # ---- handlers -------------------------------------------------------------------------------------------------------
@@ -163,7 +157,7 @@ async def _handle(request: Request, error: Exception) -> Response:
     ours = translated(error)
     if ours.status_code == 500:
         log.error("internal_error", path=request.url.path, exc_info=error)
-    return answer(ours.status_code, ours.detail, param=ours.param, code=ours.code, headers=ours.headers)
+    return answer(ours)
 
 
 async def _handle_validation(request: Request, error: Exception) -> Response:
@@ -172,7 +166,7 @@ async def _handle_validation(request: Request, error: Exception) -> Response:
     message, param = sentence(found)
     if found["type"] == "extra_forbidden":
         message += did_you_mean(str(found["loc"][-1]), _fields(request, found["loc"][1:-1]))
-    return answer(400, message, param=param, code="invalid_request")
+    return answer(ApiError(400, message, param=param, code="invalid_request"))
 
 
 def sentence(found: Mapping[str, Any]) -> tuple[str, str | None]:

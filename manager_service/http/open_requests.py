@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import MarlaasError
 from manager_service.http.context import Api, authenticate
-from manager_service.http.errors import RETRY_LATER, ApiError, answer
+from manager_service.http.errors import ApiError, answer, too_many
 
 EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests"
 MAX_POLLS = 12_000
@@ -36,7 +36,8 @@ class OpenRequests:
             return
         kind = kind_of(scope["path"])
         if self._open[tenant, kind] >= self._most[kind]:
-            await _too_many(self._most[kind], kind)(scope, receive, send)
+            message = f"{self._most[kind]} of your {kind} are open already: wait until some have ended, or close some"
+            await answer(too_many(message, code="too_many_open"))(scope, receive, send)
             return
         self._open[tenant, kind] += 1
         # The application returns when its last part is sent, and each part waits for the one before (`in_parts`). So a client that
@@ -76,8 +77,3 @@ def kind_of(path: str) -> str:
     if path.startswith("/api/v1/retrieve_future"):
         return POLLS
     return EVENTS if path.rstrip("/").endswith("/events") else OTHERS
-
-
-def _too_many(most: int, kind: str) -> ASGIApp:
-    message = f"{most} of your {kind} are open already: wait until some have ended, or close some"
-    return answer(429, message, code="too_many_open", headers=RETRY_LATER)

@@ -30,20 +30,20 @@ from manager_service.scheduling.fairness import largest_group
 
 async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     """Raises InvalidInput with the wrong name or value, and the nearest valid name."""
-    asked = parse(body)
+    job = parse(body)
     start = await find_start(api, tenant, body)
-    base, asked = start.base, replace(asked, given=start.shaped(asked.given, asked.param))
-    fields = await _grader_fields(api, tenant, asked)
-    _check_environment(api, base, asked)
-    _check_hyperparameters(base, asked)
-    env = await pin_environment(api, tenant, base, asked.env, param=asked.grader_param)
+    base, job = start.base, replace(job, given=start.shaped(job.given, job.param))
+    fields = await _grader_fields(api, tenant, job)
+    _check_environment(api, base, job)
+    _check_hyperparameters(base, job)
+    env = await pin_environment(api, tenant, base, job.env, param=job.grader_param)
     integrations = await _integrations(api, body)
-    training, validation = await _files(api, tenant, asked)
+    training, validation = await _files(api, tenant, job)
     num_items = training.num_items if training else 0
-    hyper = asked.hyper(num_items, rate=base.tokenizer.learning_rate, policy=api.settings.scheduling)
-    await _check_items(api, tenant, training, base, asked, fields, "training_file")
-    await _check_items(api, tenant, validation, base, asked, fields, "validation_file")
-    _check_memory(base, asked, training, validation)
+    hyper = job.hyper(num_items, rate=base.tokenizer.learning_rate, policy=api.settings.scheduling)
+    await _check_items(api, tenant, training, base, job, fields, "training_file")
+    await _check_items(api, tenant, validation, base, job, fields, "validation_file")
+    _check_memory(base, job, training, validation)
     return JobSpec(
         id=f"ftjob-{secrets.token_hex(12)}",
         tenant=tenant.id,
@@ -54,7 +54,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         metadata=body.metadata or {},
         training_file=body.training_file,
         validation_file=body.validation_file,
-        method=asked.shown(hyper),
+        method=job.shown(hyper),
         env=env,
         hyper=hyper,
         num_items=num_items,
@@ -65,7 +65,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         adapter_file=body.adapter_file,
         integrations=integrations,
         webhooks=body.webhooks,
-        notes=(_OF_TEXTS,) if asked.is_supervised and training and training.num_texts else (),
+        notes=(_OF_TEXTS,) if job.is_supervised and training and training.num_texts else (),
     )
 
 
@@ -79,12 +79,12 @@ async def _integrations(api: Api, body: JobGiven) -> tuple[Integration, ...]:
     return checked_integrations(body.integrations, await Receivers(api.redis).installed()) if body.integrations else ()
 
 
-async def _grader_fields(api: Api, tenant: TenantRecord, asked: Submission) -> list[str]:
+async def _grader_fields(api: Api, tenant: TenantRecord, job: Submission) -> list[str]:
     """Fields of an item that the grader needs, after a check of both grader and environment."""
-    if asked.is_supervised:
+    if job.is_supervised:
         return []
-    task = CheckMethod(asked.env.name, asked.env.args, asked.method.get("grader"), METHOD)
-    return await api.helpers.do(tenant, task, num_bytes=asked.num_bytes)
+    task = CheckMethod(job.env.name, job.env.args, job.method.get("grader"), METHOD)
+    return await api.helpers.do(tenant, task, num_bytes=job.num_bytes)
 
 
 # ---- what it starts from --------------------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ def find_base(api: Api, model: str) -> Base:
 # ---- base model and workers -----------------------------------------------------------------------------------------
 
 
-def _check_environment(api: Api, base: Base, asked: Submission) -> None:
+def _check_environment(api: Api, base: Base, job: Submission) -> None:
     """Checks what the environment needs of the base model's chat template, of the workers, and of the service's mode."""
-    env, tokenizer, code = asked.env, base.tokenizer, None
+    env, tokenizer, code = job.env, base.tokenizer, None
     if fault := reply_fault(tokenizer, reply_roles(env)):
         reason = f"cannot answer {base.name!r}: {fault}"
     elif wants_tools(env) and not tokenizer.shows_tools():
@@ -196,27 +196,27 @@ def _check_environment(api: Api, base: Base, asked: Submission) -> None:
     elif api.settings.deterministic and is_live(env):
         reason = "holds its state in a session, and may answer otherwise another time: it cannot be used in deterministic mode"
     else:
-        check_outside(env, base.cluster.outside(), param=asked.grader_param)
+        check_outside(env, base.cluster.outside(), param=job.grader_param)
         return
     raise InvalidInput(f"the environment {env.name!r} {reason}", param=f"{METHOD}.environment", code=code)
 
 
-def _check_hyperparameters(base: Base, asked: Submission) -> None:
-    given = asked.given
+def _check_hyperparameters(base: Base, job: Submission) -> None:
+    given = job.given
     limit = base.cluster.max_lora_rank()
     if limit is not None and given.lora_rank > limit:
         raise InvalidInput(
             f"lora_rank {given.lora_rank} is above {limit}, what the rollout workers take",
-            param=f"{asked.param}.lora_rank",
+            param=f"{job.param}.lora_rank",
         )
     for name in given.lora_targets:
         if base.linear_layers and name not in base.linear_layers:
             has = ", ".join(each for each in LINEAR_LAYERS if each in base.linear_layers)
             raise InvalidInput(
                 f"lora_targets: {base.name!r} has no linear layer {quoted(name)}; it has {has}",
-                param=f"{asked.param}.lora_targets",
+                param=f"{job.param}.lora_targets",
             )
-    if not asked.is_supervised:
+    if not job.is_supervised:
         _check_context(base, given)
 
 
@@ -233,11 +233,11 @@ def _check_context(base: Base, given: Hyperparameters) -> None:
         )
 
 
-def _check_memory(base: Base, asked: Submission, training: FileRecord | None, validation: FileRecord | None) -> None:
+def _check_memory(base: Base, job: Submission, training: FileRecord | None, validation: FileRecord | None) -> None:
     """Raises InvalidInput if the answers to one prompt never fit next to each other into a rollout worker's memory."""
-    if asked.is_supervised:
+    if job.is_supervised:
         return
-    given, most = asked.given, largest_group(base.cluster.least_kv_tokens())
+    given, most = job.given, largest_group(base.cluster.least_kv_tokens())
     groups = [("group_size", given.group_size, training)]
     groups += [("eval_samples", given.eval_samples, validation)] if validation else []
     for name, num, record in groups:
@@ -254,12 +254,12 @@ def _check_memory(base: Base, asked: Submission, training: FileRecord | None, va
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-async def _files(api: Api, tenant: TenantRecord, asked: Submission) -> tuple[FileRecord | None, FileRecord | None]:
+async def _files(api: Api, tenant: TenantRecord, job: Submission) -> tuple[FileRecord | None, FileRecord | None]:
     """The items, and the held-out ones."""
-    training = await _file(api, tenant, asked.body.training_file, "training_file")
-    validation = await _file(api, tenant, asked.body.validation_file, "validation_file")
-    if training is None and not makes_items(asked.env):
-        what = "a supervised job" if asked.is_supervised else f"the environment {asked.env.name!r}"
+    training = await _file(api, tenant, job.body.training_file, "training_file")
+    validation = await _file(api, tenant, job.body.validation_file, "validation_file")
+    if training is None and not makes_items(job.env):
+        what = "a supervised job" if job.is_supervised else f"the environment {job.env.name!r}"
         raise InvalidInput(f"{what} needs a training_file", param="training_file")
     return training, validation
 
@@ -281,7 +281,7 @@ async def _check_items(
     tenant: TenantRecord,
     record: FileRecord | None,
     base: Base,
-    asked: Submission,
+    job: Submission,
     fields: Sequence[str],
     param: str,
 ) -> None:
@@ -290,27 +290,27 @@ async def _check_items(
     """
     if record is None:
         return
-    most = asked.most_tokens(base.tokenizer.context)
-    right_kind = record.num_examples == (record.num_items if asked.is_supervised else 0)
+    most = job.most_tokens(base.tokenizer.context)
+    right_kind = record.num_examples == (record.num_items if job.is_supervised else 0)
     fits = record.longest.get(base.name, most + 1) <= most
     if right_kind and fits and record.fields.issuperset(fields):
         return
     found = LongPrompts()
     async for part in api.files.slices(record):
         limit = None if fits else most
-        task = CheckItems(part, found.num_lines, base.name, asked.is_supervised, list(fields), limit, param)
+        task = CheckItems(part, found.num_lines, base.name, job.is_supervised, list(fields), limit, param)
         found += msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(part)), LongPrompts)
     if found.num_long:
-        raise InvalidInput(_too_long(found, most, asked, base), param=param, code="too_long")
+        raise InvalidInput(_too_long(found, most, job, base), param=param, code="too_long")
 
 
-def _too_long(found: LongPrompts, most: int, asked: Submission, base: Base) -> str:
+def _too_long(found: LongPrompts, most: int, job: Submission, base: Base) -> str:
     named = ", ".join(map(str, found.first_long)) + (", …" if found.num_long > len(found.first_long) else "")
     where = f"(lines {named}; the longest has {found.longest} tokens)"
-    if asked.is_supervised:
+    if job.is_supervised:
         context = base.tokenizer.context
         return f"{found.num_long} of the examples do not fit into the context of {context} tokens {where}: shorten them"
-    given = asked.given
+    given = job.given
     bound = "max_context" if given.max_context else "the context"
     return (
         f"{found.num_long} of the prompts are longer than {most} tokens, which is {bound} of"
