@@ -17,7 +17,7 @@ from manager_service.http.operators import admin, cluster_routes, health, metric
 from manager_service.http.sampling import chat, completions, generate
 from manager_service.http.tinker import operations, retrieval, run_routes, sampler_routes, session_routes
 from manager_service.http.tinker.parts import MAX_PASS_BYTES, PREFIX, Records
-from manager_service.http.tinker.rest import absent, billing, checkpoint_routes, listings, search
+from manager_service.http.tinker.rest import absent, billing, checkpoint_routes, listings
 from manager_service.http.tinker.retrieval import Patience
 
 TITLE = "MARLaaS"
@@ -30,7 +30,7 @@ ROUTERS = (
     *(environments, graders, usage_routes, cluster_routes, receiver_routes),
     *(admin, health, metrics),
     *(session_routes, run_routes, operations, sampler_routes, retrieval),
-    *(search, listings, checkpoint_routes, billing, absent),
+    *(listings, checkpoint_routes, billing, absent),
 )
 
 

@@ -3,7 +3,6 @@ its sessions alive, what each says of itself, and the sessions that are kept.
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -50,34 +49,16 @@ class ClientSessions:
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    async def create(
-        self,
-        tenant: str,
-        *,
-        sdk_version: str,
-        display_name: str | None,
-        user_metadata: dict[str, Any] | None,
-        tags: Sequence[str],
-    ) -> ClientSession:
-        """Raises InvalidInput, and ApiError if too many are alive."""
-        check_told(user_metadata=user_metadata, display_name=display_name, tags=tags)
-        session = ClientSession(
-            id=f"ses-{secrets.token_hex(8)}",
-            tenant=tenant,
-            created_at=int(time.time()),
-            sdk_version=sdk_version[:64],
-            display_name=display_name,
-            user_metadata=user_metadata or {},
-        )
+    async def create(self, session: ClientSession) -> None:
+        """Raises ApiError if too many are alive."""
         await self._begin(session)
         await self._write(session)
         await self._show_alive(session)
-        of = _all(tenant)
+        of = _all(session.tenant)
         await self._api.redis.zadd(of, {session.id: session.created_at})
         await self._api.redis.zremrangebyscore(of, "-inf", session.created_at - SESSION_KEPT_S)
         await self._api.redis.expire(of, SESSION_KEPT_S)
-        await self._forget_oldest(tenant)
-        return session
+        await self._forget_oldest(session.tenant)
 
     async def _begin(self, session: ClientSession) -> None:
         """Raises ApiError if too many are alive."""

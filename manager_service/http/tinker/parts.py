@@ -65,7 +65,7 @@ async def get_records(request: Request) -> Records:
     return request.app.state.tinker
 
 
-Known = Annotated[Records, Depends(get_records)]
+Tinker = Annotated[Records, Depends(get_records)]
 
 
 def answer(content: Any, status: int = 200) -> Response:

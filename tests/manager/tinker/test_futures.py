@@ -11,7 +11,7 @@ from common.wire.messages import f32
 from common.wire.operations import OperationsAnswered, Outputs
 from harness.redis_server import RedisServer
 from manager_service.http.stores import operation_store
-from manager_service.http.tinker import retrieval
+from manager_service.http.tinker import operations, retrieval
 from manager_service.http.tinker.futures import operation_futures
 from manager_service.http.tinker.wire import protobuf, tinker_pb2
 from manager_service.records.run_records import RunState, run_of
@@ -50,23 +50,6 @@ async def test_a_result_that_takes_long_is_asked_for_again(
     await until(server, 1)
     waits = (await client.retrieve(future(run, 1))).json()
     assert waits == told | {"queue_state": "active", "queue_state_reason": None}
-
-
-async def test_a_tenant_whose_tokens_of_the_day_are_used_up_is_told_so(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retrieval, "WAIT_S", SHORT_S)
-    other = await server.new_tenant("poor", max_tokens_per_day=0)
-    client = TinkerClient(server.http, other.api_key)
-    run = await client.run(await client.session())
-    await server.bus.client.hset(
-        server.bus.cell.run(run_of(run) or ""), mapping=RunState(status="ready", version=0).fields()
-    )
-    await tell(server.bus, report("t", "trainer"))
-    await until(server, 1)
-    await client.send(pass_over(run, 1))
-    waits = (await client.retrieve(future(run, 1))).json()
-    assert waits["queue_state"] == "paused_rate_limit" and "goes on at midnight UTC" in waits["queue_state_reason"]
 
 
 async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, client: TinkerClient, run: str) -> None:
@@ -283,13 +266,21 @@ async def test_older_clients_are_told_what_to_install(client: TinkerClient, run:
     assert "metrics" in result_of(await client.retrieve(future(run, 3)))
 
 
-async def test_what_the_model_cannot_read_fails_in_its_turn(client: TinkerClient, run: str, owner: StandInRuns) -> None:
-    for seq, body in ((1, pass_over(run, 1, num_tokens=100_000)), (2, pass_over(run, 2, token=70_000))):
+async def test_what_the_model_cannot_read_fails_in_its_turn(
+    client: TinkerClient, run: str, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "MAX_POSITIONS", 2048)
+    passes = [
+        (pass_over(run, 1, num_tokens=1500, num_data=2), "3,000 positions in one operation are too many"),
+        (pass_over(run, 2, num_tokens=2049), "the context of 'tiny' is 2048"),
+        (pass_over(run, 3, token=70_000), "there is no token 70000"),
+    ]
+    for seq, (body, fault) in enumerate(passes, start=1):
         assert (await client.send(body)).status_code == 200
         told = (await client.retrieve(future(run, seq))).json()
-        assert told["category"] == "user" and ("the context of" in told["error"] or "no token 70000" in told["error"])
-    told = await client.done("optim_step", model_id=run, seq_id=3, adam_params={"learning_rate": 1e-3})
-    assert told["error"] == "operation 2 of this step failed"
+        assert told["category"] == "user" and fault in told["error"]
+    told = await client.done("optim_step", model_id=run, seq_id=4, adam_params={"learning_rate": 1e-3})
+    assert told["error"] == "operation 3 of this step failed"
     assert all(operation.payload == b"" for operation in owner.seen[:2])
 
 

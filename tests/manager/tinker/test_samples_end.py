@@ -138,6 +138,4 @@ async def test_a_request_that_is_given_up_before_it_begins_leaves_its_room(
         with pytest.raises(ApiError, match="under way"):
             samples.start(ask)
         samples.cancel(request)
-        assert request.task is not None
         await cancel_all([request.task])
-        assert request.done.is_set()

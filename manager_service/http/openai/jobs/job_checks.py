@@ -36,8 +36,6 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     fields = await _grader_fields(api, tenant, job)
     _check_environment(api, base, job)
     _check_hyperparameters(base, job)
-    env = await pin_environment(api, tenant, base, job.env, param=job.grader_param)
-    integrations = await _integrations(api, body)
     training, validation = await _files(api, tenant, job)
     num_items = training.num_items if training else 0
     hyper = job.hyper(num_items, rate=base.tokenizer.learning_rate, policy=api.settings.scheduling)
@@ -55,7 +53,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         training_file=body.training_file,
         validation_file=body.validation_file,
         method=job.shown(hyper),
-        env=env,
+        env=await pin_environment(api, tenant, base, job.env, param=job.grader_param),
         hyper=hyper,
         num_items=num_items,
         num_eval_items=validation.num_items if validation else 0,
@@ -63,7 +61,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         model=start.name,
         source=start.source,
         adapter_file=body.adapter_file,
-        integrations=integrations,
+        integrations=await _integrations(api, body),
         webhooks=body.webhooks,
         notes=(_OF_TEXTS,) if job.is_supervised and training and training.num_texts else (),
     )
