@@ -88,7 +88,7 @@ class AdapterStore:
             raise NotFound(f"adapter {adapter} does not exist")
         return {name: await self._read_file(manifest, name) for name in names}
 
-    async def read_brought(self, path: str) -> bytes:
+    async def read_uploaded(self, path: str) -> bytes:
         """The factors that a user has uploaded. Raises NotFound."""
         return await self._objects.get(path)
 

@@ -19,7 +19,7 @@ from harness.standin import StandInEnv, create_job, job_spec, state_of
 from manager_service.export.lease import Lease
 from manager_service.http.errors import ApiError
 from manager_service.http.sampling.cell_share import CellShare
-from manager_service.http.sampling.inference import TimeForRedis
+from manager_service.http.sampling.inference import time_for_redis
 from manager_service.launcher.embedded_redis import find_server
 from manager_service.owner import owner, redis_memory
 from manager_service.owner.leases import Leases
@@ -165,7 +165,7 @@ async def test_a_full_redis_and_a_silent_one_are_told_apart(tmp_path: Path) -> N
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "memory_full")
             assert "is full" in refused.text
             with pytest.raises(ApiError) as late:
-                async with TimeForRedis(api.bus, 1.0):
+                async with time_for_redis(api.bus, 1.0):
                     cancel = Cancel(id="c", tenant="acme", job="job", partition=0)
                     await api.bus.publish([(api.bus.cell.control, cancel)])
             assert (late.value.status_code, late.value.code) == (503, "memory_full")
@@ -176,7 +176,7 @@ async def test_a_full_redis_and_a_silent_one_are_told_apart(tmp_path: Path) -> N
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "redis_away")
                 assert "does not answer" in answer.text
             with pytest.raises(ApiError) as late:
-                async with TimeForRedis(api.bus, 1.0):
+                async with time_for_redis(api.bus, 1.0):
                     await api.bus.retrying(api.bus.client.time)
             assert (late.value.status_code, late.value.code) == (503, "redis_away")
             os.kill(server.pid, signal.SIGCONT)

@@ -61,7 +61,7 @@ async def test_a_job_keeps_to_the_version_of_a_graders_model_that_there_was(serv
 async def test_a_graders_version_stays_while_it_is_asked(server: ApiServer) -> None:
     kept_two: dict[str, Any] = {"grader": score("tiny"), "hyperparameters": {"keep_versions": 2}}
     model, going = await tuned(server, "succeeded", **kept_two), await tuned(server, **kept_two)
-    with pytest.raises(openai.BadRequestError, match="is running and keeps 2 versions alone"):
+    with pytest.raises(openai.BadRequestError, match="is running and keeps only 2 versions"):
         await create(server.openai, grader=score(f"{going}@3"))
     job = await create(server.openai, grader=score(f"{model}@3"))
     with pytest.raises(openai.ConflictError, match=f"graders of the job {job} ask this model"):

@@ -78,7 +78,7 @@ async def delete_logger(api: Parts, tenant: Tenant, logger: WithKey) -> Deleted:
 
 @router.post("/webhooks")
 async def create_webhook(api: Parts, tenant: Tenant, body: WebhookGiven) -> NewWebhookObject:
-    """Have a URL told when a job of yours ends, signed as OpenAI signs. This answer alone shows the secret."""
+    """Have a URL told when a job of yours ends, signed as OpenAI signs. Only this answer shows the secret."""
     _check_host(body.url, api.settings.webhook_hosts, "url", "MARLAAS_WEBHOOK_HOSTS")
     events: tuple[WebhookEvent, ...] = (
         get_args(WebhookEvent) if body.events is None else tuple(dict.fromkeys(body.events))
