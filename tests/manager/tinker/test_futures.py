@@ -269,7 +269,7 @@ async def test_older_clients_are_told_what_to_install(client: TinkerClient, run:
 async def test_what_the_model_cannot_read_fails_in_its_turn(
     client: TinkerClient, run: str, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "MAX_POSITIONS", 2048)
+    monkeypatch.setattr(operations, "MAX_POSITIONS", 2500)
     passes = [
         (pass_over(run, 1, num_tokens=1500, num_data=2), "3,000 positions in one operation are too many"),
         (pass_over(run, 2, num_tokens=2049), "the context of 'tiny' is 2048"),
