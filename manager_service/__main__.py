@@ -21,7 +21,7 @@ async def main(settings: ManagerSettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    log.info("manager_starts", policy=settings.policy, training_queue=settings.training_queue)
+    log.info("manager_starts", policy=settings.policy)
     names, is_known = list(settings.models), False
 
     async def recognise() -> None:
@@ -52,7 +52,6 @@ def make_owner(api: Api, base: Base) -> Owner:
         tenants=api.tenants,
         lease_s=settings.lease_s,
         policy=settings.scheduling,
-        training_queue=settings.training_queue,
         archive_after_s=settings.archive_after_s,
         limits=settings.limits,
     )

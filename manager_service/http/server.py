@@ -33,9 +33,8 @@ from manager_service.http.sampling.inference import Inference
 from manager_service.http.tinker.parts import Records
 from manager_service.records.archive import Archive
 from manager_service.records.cluster import Cluster
-from manager_service.records.data_format import check_format
 from manager_service.records.keys import GLOBAL
-from manager_service.records.tenants import Tenants, bootstrap
+from manager_service.records.tenants import Tenants, bootstrap, check_format
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
 

@@ -14,7 +14,7 @@ from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef, Failure
 from common.wire.operations import Action, Outputs, Saved, SaveWeights
-from manager_service.owner.job_reader import ItemFiles, JobReader
+from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes, commands
 from manager_service.owner.partition import Partition
 from manager_service.owner.runs import runs
@@ -147,7 +147,7 @@ async def test_nothing_is_written_of_a_run_that_redis_lost_before_its_owner_wrot
 ) -> None:
     # Given an owner that reads a run because of a message, in a moment that Redis then loses
     world, changes = World(bus, objects), Changes()
-    partition = Partition(PARTITION, bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
+    partition = Partition(PARTITION, bus, JobReader(bus, objects, AdapterStore(objects)))
     await partition.load(1.0, changes)
     run = await world.create()
     await bus.client.hset(bus.cell.run(run), mapping=RunState(status).fields())
