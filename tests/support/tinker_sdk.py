@@ -67,7 +67,7 @@ def told(future):
         return f"{type(error).__name__}: {error}"
 service = tinker.ServiceClient()
 """
-"""What the programs of `run_program` begin with."""
+"""The beginning of the programs of `run_program`."""
 
 
 async def run_program(server: ApiServer, program: str, **options: Any) -> Any:
