@@ -110,7 +110,7 @@ class RunOperation(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Operations(Message, frozen=True, kw_only=True):
-    """A stretch of a run's log. owner → trainer: any, by `train`, if `first` is 0; else the one with the gradient, by `train:<worker>`.
+    """A segment of a run's log. owner → trainer: any, by `train`, if `first` is 0; else the one with the gradient, by `train:<worker>`.
 
     Carried out in order, one by one, so that one message or three give the same bits. An `optim_step` comes last, if at all.
     """
