@@ -15,8 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from common.cancellation import beating
-from common.sharing.places import Places
-from common.sharing.threads import SharedThreads
+from common.sharing.places import Places, SharedThreads
 
 if TYPE_CHECKING:
     from env_service.live.sessions import Seat

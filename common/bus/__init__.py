@@ -5,8 +5,7 @@
 Its files:
 
     bus.py               publishes, and acknowledges by one script
-    dead_letters.py      makes a dead letter of a message that cannot be worked on
-    deliveries.py        entries of streams as workers hold them
+    deliveries.py        entries of streams as workers hold them, and dead letters of those that cannot be worked on
     fullness.py          says how full Redis is
     histories.py         reads what they refer to
     payloads.py          makes fields of messages; large ones travel by way of object storage

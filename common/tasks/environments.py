@@ -30,10 +30,10 @@ import msgspec
 from pydantic import BaseModel, Field, model_validator
 
 from common.errors import InvalidInput
+from common.outgoing import check_base, check_url
 from common.suggestions import cut, did_you_mean, quoted
 from common.tasks.graders import Declared, Grader, parse, validate_grader
 from common.text.tokens import REPLY_ROLES, ChatTokenizer
-from common.urls import check_base, check_url
 from common.wire.messages import EnvSpec
 
 ENTRY_POINTS = "marlaas.environments"

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common.errors import InvalidInput
+from common.outgoing import check_url
 from common.suggestions import cut, did_you_mean, quoted
 from common.tasks import formula, templates
-from common.urls import check_url
 from common.wire.messages import MAX_REWARD
 
 T = TypeVar("T", bound=BaseModel)

@@ -39,6 +39,7 @@ from common.text.chat_messages import (
 )
 from common.text.chat_template import compile_template, token_variables
 from common.text.model_folder import (
+    OwnSettings,
     positive,
     read_config,
     read_json,
@@ -46,7 +47,6 @@ from common.text.model_folder import (
     read_text,
     usual_learning_rate,
 )
-from common.text.own_settings import OwnSettings
 from common.text.special_tokens import Specials, parse_tokenizer, unused_mark, without_added_tokens
 from common.text.tool_calls import CLOSE, OPEN, ToolCall, ToolFormat, malformed, parse_compact, parse_hermes
 
@@ -85,7 +85,7 @@ class ChatTokenizer:
 
         It holds `tokenizer.json`, `tokenizer_config.json`, `config.json`, the template
         (`chat_template.jinja`, or `chat_template` in the tokenizer's configuration) and, optionally,
-        `generation_config.json` and `marlaas.json` (`own_settings.py`).
+        `generation_config.json` and `marlaas.json` (`OwnSettings`).
 
         Raises InvalidInput, naming the file, for whatever is missing or unusable.
         """

@@ -34,7 +34,7 @@ import structlog
 from msgspec.structs import replace
 
 from common.bus.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable, Unfetched
-from common.bus.dead_letters import dead_letter
+from common.bus.deliveries import dead_letter
 from common.bus.fullness import MAX_MEMORY_USED, Gauge, memory_used
 from common.cancellation import beating, cancel_all, done_before, running
 from common.errors import StoreUnavailable, Unavailable

@@ -13,7 +13,7 @@ import structlog
 from msgspec.structs import replace
 
 from common.bus.bus import Bus, Delivery, Undecodable, Unfetched
-from common.bus.dead_letters import dead_letter
+from common.bus.deliveries import dead_letter
 from common.bus.streams import GROUP_MANAGER, OWNER
 from common.errors import CorruptObject, InvalidInput, StoreUnavailable, Unavailable
 from common.store.adapters import update_of
