@@ -28,7 +28,17 @@ import structlog
 from msgspec.structs import replace
 from redis import exceptions as redis_errors
 
-from common.bus.deliveries import NO_PROGRESS, Delivery, Idle, Out, Progress, Settlement, Undecodable, Unfetched
+from common.bus.deliveries import (
+    NO_PROGRESS,
+    Delivery,
+    Idle,
+    Out,
+    Progress,
+    Settlement,
+    Undecodable,
+    Unfetched,
+    fetched,
+)
 from common.bus.histories import Histories, HistoryItems
 from common.bus.payloads import Payloads, fields_of, plain_of
 from common.bus.redis_connection import make_client, passes
@@ -57,9 +67,8 @@ class Bus:
     def __init__(self, client: "aioredis.Redis", cell: Cell, objects: Objects | None = None) -> None:
         self.client = client
         self.cell = cell
-        self.trouble: tuple[float, Exception] | None = (
-            None  # the last error after which a call was made again, and when
-        )
+        self.trouble: tuple[float, Exception] | None = None
+        """The last error after which a call was made again, and when."""
         self._payloads = Payloads(objects)
         self._histories = Histories(self.pipelined, cell)
         self._keep_s: dict[str, int] = {}  # streams that last only as long as this process
@@ -105,31 +114,27 @@ class Bus:
         *,
         count: int,
         block_ms: int | None = None,
-        fetch: bool = True,
     ) -> list[Delivery]:
         """New entries, at most `count` a stream, in stream order. `block_ms` None: return at once.
 
-        Without `fetch` those whose payload is in object storage are Unfetched, so that no other waits for the storage.
+        Those whose payload is in object storage are Unfetched, here and below, so that no other waits for the storage.
         """
         wanted: dict[Any, Any] = dict.fromkeys(streams, ">")
-        return await self._read_group(wanted, group, consumer, count, block_ms, fetch)
+        return await self._read_group(wanted, group, consumer, count, block_ms)
 
-    async def read_in_order(
-        self, streams: Sequence[str], group: str, consumer: str, *, count: int, fetch: bool = True
-    ) -> list[Delivery]:
-        """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Does not wait
-        for any. `fetch`: see `read`."""
+    async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
+        """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Waits for none."""
         call = partial(self._read_in_order, keys=list(streams), args=[group, consumer, count])
-        return await self._delivered(call, streams, group, consumer, fetch=fetch)
+        return await self._delivered(call, streams, group, consumer)
 
     async def read_pending(
-        self, stream: str, group: str, consumer: str, *, after: str = "0", count: int = 256, fetch: bool = True
+        self, stream: str, group: str, consumer: str, *, after: str = "0", count: int = 256
     ) -> list[Delivery]:
-        """Entries that this consumer was given before and has not settled, after an entry id. `fetch`: see `read`."""
-        return await self._read_group({stream: after}, group, consumer, count, None, fetch)
+        """Entries that this consumer was given before and has not settled, after an entry id."""
+        return await self._read_group({stream: after}, group, consumer, count, None)
 
     async def _read_group(
-        self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None, fetch: bool
+        self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None
     ) -> list[Delivery]:
         waits = [] if block_ms is None else ["BLOCK", block_ms]
         words = ["GROUP", group, consumer, "COUNT", count, *waits, "STREAMS", *wanted, *wanted.values()]
@@ -137,7 +142,7 @@ class Bus:
         async def call() -> Any:
             return (await self.client.execute_command("XREADGROUP", *words) or {}).items()
 
-        return await self._delivered(call, wanted, group, consumer, block_ms=block_ms, fetch=fetch)
+        return await self._delivered(call, wanted, group, consumer, block_ms=block_ms)
 
     async def _delivered(
         self,
@@ -147,7 +152,6 @@ class Bus:
         consumer: str,
         *,
         block_ms: int | None = None,
-        fetch: bool,
     ) -> list[Delivery]:
         found = await self._unless(call, "NOGROUP", block_ms=block_ms)
         if found is None:
@@ -158,11 +162,9 @@ class Bus:
         rows = [
             (_text(stream), entry, _mapping(fields or ())) for stream, entries in found for entry, fields in entries
         ]
-        return await self._opened(rows, group, consumer, fetch)
+        return await self._opened(rows, group, consumer)
 
-    async def _opened(
-        self, rows: Iterable[tuple[str, Any, Any]], group: str, consumer: str, fetch: bool
-    ) -> list[Delivery]:
+    async def _opened(self, rows: Iterable[tuple[str, Any, Any]], group: str, consumer: str) -> list[Delivery]:
         """Makes deliveries of (stream, entry, fields). A pending entry that was deleted has no fields, and is left out; so is one that
         another worker settled before its history was read."""
         deliveries: list[Delivery] = []
@@ -175,9 +177,6 @@ class Bus:
                 deliveries.append(self._delivery(stream, group, entry, fields, payload, items))
                 continue
             opening = partial(self._fetched, stream, group, entry, fields, items, consumer=consumer)
-            if fetch:
-                deliveries.append(await opening())
-                continue
             unfetched, history = Unfetched("not fetched", b"", plain_of(fields), opening), self._histories.of(fields)
             deliveries.append(Delivery(stream, group, _text(entry), unfetched, history=history, is_inline=False))
         return deliveries
@@ -203,9 +202,8 @@ class Bus:
         found: Sequence[Idle],
         *,
         min_idle_ms: int,
-        fetch: bool = True,
     ) -> list[Delivery]:
-        """Takes over what `find_idle` found, with the progress that is kept, unless another was first. `fetch`: see `read`."""
+        """Takes over what `find_idle` found, with the progress that is kept, unless another was first."""
         if not found:
             return []
         known: Any = {idle.entry: idle for idle in found}
@@ -216,7 +214,7 @@ class Bus:
         progress = {_text(entry): found or b"" for (_, entry, _), found in zip(taken, kept, strict=True)}
         return [
             replace(delivery, deliveries=known[delivery.entry].deliveries + 1, progress=progress[delivery.entry])
-            for delivery in await self._opened(taken, group, consumer, fetch)
+            for delivery in await self._opened(taken, group, consumer)
         ]
 
     async def pending(self, stream: str, group: str, *, after: str, count: int = 1000) -> list[str]:
@@ -224,14 +222,12 @@ class Bus:
         call = partial(self.client.xpending_range, stream, group, f"({after}", "+", count)
         return [_text(row["message_id"]) for row in await self.retrying(call)]
 
-    async def reread(
-        self, stream: str, group: str, consumer: str, entries: Sequence[str], *, fetch: bool = True
-    ) -> list[Delivery]:
-        """Reads pending entries that are not gone again, whoever has them, and makes them this consumer's. `fetch`: see `read`."""
+    async def reread(self, stream: str, group: str, consumer: str, entries: Sequence[str]) -> list[Delivery]:
+        """Reads pending entries that are not gone again, whoever has them, and makes them this consumer's."""
         if not entries:
             return []
         found = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, 0, cast(Any, entries)))
-        return await self._opened([(stream, entry, fields) for entry, fields in found], group, consumer, fetch)
+        return await self._opened([(stream, entry, fields) for entry, fields in found], group, consumer)
 
     async def renew(
         self,
@@ -322,10 +318,12 @@ class Bus:
     ) -> list[tuple[str, AnyMessage]]:
         """Entries after a cursor ("0": from the oldest), without a group. Undecodable ones are left out and logged."""
         call = partial(self.client.xread, {stream: after}, count=count, block=block_ms)
-        found = await self.retrying(call, block_ms=block_ms)
-        rows = [(_text(key), entry, fields) for key, entries in _pairs(found) for entry, fields in entries]
+        found: Any = await self.retrying(call, block_ms=block_ms)
+        pages = (found or {}).get(stream.encode(), ())
+        rows = [(stream, entry, fields) for page in pages for entry, fields in page]
         messages: list[tuple[str, AnyMessage]] = []
-        for delivery in await self._opened(rows, "", "", fetch=True):
+        for opened in await self._opened(rows, "", ""):
+            delivery = await fetched(opened)
             if isinstance(delivery.message, Undecodable):
                 log.warning("undecodable_broadcast", stream=stream, entry=delivery.entry)
             else:
@@ -337,11 +335,6 @@ class Bus:
     async def read_hashes(self, keys: Sequence[str]) -> list[dict[bytes, bytes]]:
         """All fields of each hash; none of one that does not exist. One round trip."""
         return await self.pipelined(("HGETALL", key) for key in keys)
-
-    async def read_set(self, key: str) -> set[bytes]:
-        """All members of a set; none if it does not exist."""
-        found: Any = await self.retrying(lambda: self.client.smembers(key))
-        return found
 
     # ---- encoding ---------------------------------------------------------------------------------------------------
 
@@ -437,11 +430,6 @@ def connect(redis_url: str, cell: Cell) -> "aioredis.Redis":
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _pairs(found: Any) -> Iterable[tuple[Any, Any]]:
-    """XREAD's answer, a dict of pages, as (stream, entries)."""
-    return [(stream, [row for page in pages for row in page]) for stream, pages in (found or {}).items()]
 
 
 def _mapping(fields: Sequence[Any]) -> dict[Any, Any]:

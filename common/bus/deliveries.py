@@ -35,6 +35,11 @@ class Unfetched(Undecodable):
     fetch: Callable[[], Awaitable["Delivery"]]
 
 
+async def fetched(delivery: "Delivery") -> "Delivery":
+    """The delivery with its payload, however long object storage is away."""
+    return await delivery.message.fetch() if isinstance(delivery.message, Unfetched) else delivery
+
+
 class Delivery(msgspec.Struct, frozen=True):
     """One entry, held by this consumer until it is settled."""
 

@@ -4,6 +4,7 @@ raise InvalidInput."""
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,21 @@ NUMBERS = ("rms_norm_eps", "rope_theta")
 ROPES = ("rope_scaling", "rope_parameters")
 ROPE_NUMBERS = ("rope_theta", "factor")
 TABLES = ("text_config", "rope_scaling", "rope_parameters", "quantization_config")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldKind:
+    """A condition on a field of a configuration, where it is given."""
+
+    what: str
+    holds: Callable[[Any], bool]
+
+
+TABLE = FieldKind("a table", lambda value: isinstance(value, Mapping))
+SIZE = FieldKind("a positive number", lambda value: type(value) is int and value > 0)
+NUMBER = FieldKind("a positive number", lambda value: type(value) in (int, float) and 0 < value < math.inf)
+NAME = FieldKind("a name", lambda value: isinstance(value, str))
+NAMES = FieldKind("a list of names", lambda value: isinstance(value, list) and all(map(NAME.holds, value)))
 
 
 def read_text(file: Path) -> str:
@@ -63,16 +79,16 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
-    faults = [*_odd(config, TABLES, "a table", _is_table)]
+    faults = [*_odd(config, TABLES, TABLE)]
     yield from faults
     text = config if faults else config.get("text_config") or config
-    odd = [*_odd(text, SIZES, "a positive number", _is_size)]
+    odd = [*_odd(text, SIZES, SIZE)]
     yield from odd
-    yield from _odd(text, NUMBERS, "a positive number", _is_number)
+    yield from _odd(text, NUMBERS, NUMBER)
     for rope in (text.get(name) for name in ROPES):
-        yield from _odd(rope if isinstance(rope, Mapping) else {}, ROPE_NUMBERS, "a positive number", _is_number)
-    yield from _odd(text, ("model_type",), "a name", _is_name)
-    yield from _odd(text, ("layer_types",), "a list of names", _is_list_of_names)
+        yield from _odd(rope if isinstance(rope, Mapping) else {}, ROPE_NUMBERS, NUMBER)
+    yield from _odd(text, ("model_type",), NAME)
+    yield from _odd(text, ("layer_types",), NAMES)
     if not odd:
         yield from _uneven(text)
 
@@ -86,33 +102,11 @@ def _uneven(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"head_dim, or num_attention_heads that divide hidden_size; it gives {heads} and {hidden}"
 
 
-def _odd(
-    config: Mapping[str, Any], names: Iterable[str], wanted: str, is_wanted: Callable[[object], bool]
-) -> Iterator[str]:
+def _odd(config: Mapping[str, Any], names: Iterable[str], wanted: FieldKind) -> Iterator[str]:
     """The fields that a configuration gives otherwise than wanted."""
     for name in names:
-        if (value := config.get(name)) is not None and not is_wanted(value):
-            yield f"{name}, {wanted}; it gives {value!r}"
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_name, value))
+        if (value := config.get(name)) is not None and not wanted.holds(value):
+            yield f"{name}, {wanted.what}; it gives {value!r}"
 
 
 def read_template(folder: Path) -> str:
@@ -127,7 +121,7 @@ def read_template(folder: Path) -> str:
 
 
 def positive(config: Mapping[str, Any], key: str) -> int:
-    if not _is_size(value := config.get(key)):
+    if not SIZE.holds(value := config.get(key)):
         raise ValueError(f"config.json must give {key}, a positive number; it gives {value!r}")
     return config[key]
 

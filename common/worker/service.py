@@ -154,16 +154,16 @@ async def _serve(
     start = _Start(Reporter(parts.worker, name, cell.base_model, About(slots=0)), bus, stop)
     await _fetch_base(settings.models[settings.model_name], start)
     service = await start.during(build(settings, parts), _loading(cell.base_model))
-    membership = _membership(name, settings, service, parts)
-    reporter = Reporter(parts.worker, name, cell.base_model, service.about)
-    worker = Worker(
+    membership = Membership(
         bus,
-        service.handler,
-        service.inboxes,
-        reporter,
-        lease_s=settings.lease_s,
-        habits=service.habits,
+        name,
+        deterministic=settings.deterministic,
+        fingerprint=service.about.fingerprint,
+        fingerprints=parts.fingerprints,
     )
+    reporter = Reporter(parts.worker, name, cell.base_model, service.about)
+    habits = service.habits
+    worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=settings.lease_s, habits=habits)
     try:
         if not is_known:
             await start.during(recognised_by_service(settings, [cell.base_model], objects), _loading(cell.base_model))
@@ -175,16 +175,6 @@ async def _serve(
         for close in service.close:
             await close()
         await bus.close()
-
-
-def _membership(name: str, settings: Settings, service: BuiltService, parts: Parts) -> Membership:
-    return Membership(
-        parts.bus,
-        name,
-        deterministic=settings.deterministic,
-        fingerprint=service.about.fingerprint,
-        fingerprints=parts.fingerprints,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ neighbour, and only then does the worker stop reading.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 
 import structlog
 
 from common.bus.bus import Bus, Delivery, Idle
+from common.cancellation import set_within
 from common.worker.telemetry import Reporter
 from common.worker.underway import Inbox, Underway
 
@@ -48,7 +48,7 @@ class Takeover:
         self._underway = underway
         self._most = most
         self._at_once = max(1, reporter.about.slots // ORPHANS_SHARE)
-        self._lease_s = lease_s
+        self._lease_s, self._lease_ms = lease_s, int(lease_s * 1000)
         self._every_s = min(LOOK_EVERY_S, lease_s / 4)
         self._begin = begin
         self._over = asyncio.Event()
@@ -63,9 +63,7 @@ class Takeover:
 
     async def over(self, timeout_s: float | None = None) -> None:
         """Waits until nothing runs alone, or the time is over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._over.wait()
+        await set_within(self._over, timeout_s)
 
     async def run(self) -> None:
         while True:
@@ -109,16 +107,10 @@ class Takeover:
             self._over.set()
 
     async def _claim(self, inbox: Inbox, found: Sequence[Idle]) -> list[Delivery]:
-        taken = await self._bus.claim(
-            inbox.stream, inbox.group, self._worker, found, min_idle_ms=self._lease_ms, fetch=False
-        )
+        taken = await self._bus.claim(inbox.stream, inbox.group, self._worker, found, min_idle_ms=self._lease_ms)
         for delivery in taken:
             log.warning("taken_over", entry=delivery.entry, deliveries=delivery.deliveries)
         return taken
-
-    @property
-    def _lease_ms(self) -> int:
-        return int(self._lease_s * 1000)
 
 
 def is_suspect(idle: Idle) -> bool:

@@ -5,11 +5,11 @@ renewed, so that another worker takes over what hangs.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from common.bus.bus import Delivery, Unfetched
+from common.cancellation import set_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +109,17 @@ class Underway:
     async def idle(self, timeout_s: float) -> None:
         """Waits until nothing is under way, or the time is over."""
         if timeout_s > 0 and self._active:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
+            await set_within(self._idle, timeout_s)
 
     async def one_ended(self, timeout_s: float | None = None) -> bool:
         """Waits until the next delivery ends, or has its payload. False if the time is over before."""
         self._ended.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._ended.wait()
-        return self._ended.is_set()
+        return await set_within(self._ended, timeout_s)
 
     async def changed(self, timeout_s: float) -> None:
         """Waits until an orphan advances or a delivery ends."""
         self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
+        await set_within(self._changed, timeout_s)
 
     async def all_ended(self, timeout_s: float | None = None) -> bool:
         """Waits until the deliveries under way at the call have ended. Returns whether none is under way now."""

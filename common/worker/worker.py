@@ -220,11 +220,11 @@ class Worker:
         streams, group, free = [inbox.stream for inbox in self._inboxes], self._inboxes[0].group, self._free
         count = min(free, *(inbox.at_once or free for inbox in self._inboxes))
         if len(streams) > 1 and not self._drained:
-            found = await self._bus.read_in_order(streams, group, self.name, count=count, fetch=False)
+            found = await self._bus.read_in_order(streams, group, self.name, count=count)
             self._drained = len(found) < count
             if found or self._takeover.running_alone:
                 return found
-        found = await self._bus.read(streams, group, self.name, count=count, block_ms=500, fetch=False)
+        found = await self._bus.read(streams, group, self.name, count=count, block_ms=500)
         self._drained = len(found) < count
         return found
 
@@ -235,7 +235,7 @@ class Worker:
             await self._underway.one_ended()
             return []
         streams = [inbox.stream for inbox in self._inboxes]
-        found = await self._bus.read_in_order(streams, self._inboxes[0].group, self.name, count=1, fetch=False)
+        found = await self._bus.read_in_order(streams, self._inboxes[0].group, self.name, count=1)
         if not found and self._free <= 0:
             ended = await self._underway.one_ended(self._look_s)
             self._look_s = FIRST_LOOK_S if ended else min(2 * self._look_s, LOOK_EVERY_S)
@@ -420,7 +420,7 @@ class Worker:
         await self._settler.settle()
         for inbox in self._inboxes:
             after = "0"
-            while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after, fetch=False):
+            while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after):
                 await self._bus.settle([Settlement(delivery, None) for delivery in held])
                 after = held[-1].entry
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import redis.asyncio as aioredis
 
-from common.bus.bus import Bus, Delivery, Idle, Progress, Settlement, Undecodable, Unfetched
+from common.bus.bus import Bus, Delivery, Idle, Progress, Settlement, Undecodable, Unfetched, fetched
 from common.bus.payloads import CLAIM_CHECK_BYTES
 from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 from common.errors import InvalidInput
@@ -323,7 +323,7 @@ async def test_a_large_payload_travels_as_a_claim_check(bus: Bus, objects: Objec
     [(_, fields)] = rows
     assert b"payload" not in fields and b"ref" in fields
     (delivery,) = await bus.read([CELL.env], GROUP_ENV, "w", count=1)
-    assert delivery.message == large
+    assert (await fetched(delivery)).message == large
     assert len(await objects.paths("payloads/job")) == 1
 
 
@@ -332,7 +332,7 @@ async def test_an_entry_that_goes_back_as_it_is_can_be_read_again(bus: Bus, obje
     await bus.publish([(CELL.env, start(0)), (CELL.env, start(1, {"text": "x" * (CLAIM_CHECK_BYTES + 1)}))])
     await bus.client.xadd(CELL.env, {"id": "job/2", "payload": b"garbage"})
     before: Any = await bus.client.xrange(CELL.env)
-    held = await bus.read([CELL.env], GROUP_ENV, "w", count=10, fetch=False)
+    held = await bus.read([CELL.env], GROUP_ENV, "w", count=10)
     assert [type(delivery.message) for delivery in held] == [Start, Unfetched, Undecodable]
     assert await bus.settle([Settlement(delivery, None) for delivery in held]) == [True, True, True]
     # Then its fields are the same, and nothing new is in object storage
@@ -351,7 +351,7 @@ async def test_what_is_no_message_is_delivered_as_such(bus: Bus) -> None:
     await bus.client.xadd(CELL.env, {"payload": b"\x93garbage"})
     await bus.client.xadd(CELL.env, {"ref": "payloads/none"})
     found = await bus.read([CELL.env], GROUP_ENV, "w", count=10)
-    assert [type(d.message) for d in found] == [Undecodable, Undecodable]
+    assert [type((await fetched(d)).message) for d in found] == [Undecodable, Undecodable]
 
 
 async def test_reply_streams_are_written_only_while_they_exist(bus: Bus) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from common.bus.bus import Bus, Delivery, Settlement
 from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
-from common.wire.history import MOST_CONTEXT, ShortRequest, ShortResult, restored, shortened
+from common.wire.history import MAX_CHANGED_CONTEXT_BYTES, ShortRequest, ShortResult, restored, shortened
 from common.wire.messages import (
     BASE,
     AdapterRef,
@@ -242,7 +242,7 @@ async def test_what_another_worker_settled_while_it_was_read_is_no_message(
     [
         {"sampling": Sampling(max_tokens=9)},
         {"transcript": shown(range(200))},
-        {"context": b"x" * (MOST_CONTEXT + 1)},
+        {"context": b"x" * (MAX_CHANGED_CONTEXT_BYTES + 1)},
         {"turn": 2},
         {"reply_to": "r"},
     ],
