@@ -124,7 +124,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
             counters=handler.counters,
         ),
         Habits(ahead=AHEAD * settings.env_slots, drain_s=DRAIN_S),
-        beside=[sessions.close_idle, attendance.run],
+        loops=[sessions.close_idle, attendance.run],
         close=[sessions.close, attendance.close, *environments_end],
     )
 

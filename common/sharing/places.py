@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 TELL_EVERY_S = 0.25
 """Least time between two signs to the waiting that the queue moves."""
-KEPT = 1
+SPARE_PLACES = 1
 """Places beyond their number, for tenants that hold none: one tenant's long calls keep no other waiting."""
 
 
@@ -138,7 +138,7 @@ class Places:
         claim.given.set()
 
     def _may_have(self, tenant: str) -> bool:
-        return self._num_held < max(1, self._num()) + (0 if tenant in self._held else KEPT)
+        return self._num_held < max(1, self._num()) + (0 if tenant in self._held else SPARE_PLACES)
 
     def _next(self) -> Claim | None:
         """The claim whose turn it is; None if it must wait."""
@@ -157,7 +157,7 @@ class SharedThreads:
     def __init__(self, num: int = os.cpu_count() or 1) -> None:
         """`num`: calls at once."""
         self._places = Places(lambda: num)
-        self._pool = ThreadPoolExecutor(num + KEPT, "work")
+        self._pool = ThreadPoolExecutor(num + SPARE_PLACES, "work")
 
     async def run(
         self, function: Callable[[], T], tenant: str, weight: float, advanced: Callable[[], None] = lambda: None

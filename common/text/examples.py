@@ -2,7 +2,7 @@
 
     {"messages": [..., {"role": "assistant", "content": "3"}]}     OpenAI's form: all turns of the assistant are learned, but those
                                                                    of `weight` 0; `tools` are rendered
-    {"prompt": [messages], "completion": [messages]}               TRL's: those of the completion alone
+    {"prompt": [messages], "completion": [messages]}               TRL's: only those of the completion
     {"prompt": "add 1+2", "completion": "3"}                       TRL's plain text: no chat template; a token ends the completion
 
 A learned turn has the very tokens that a rollout of it would have, its end-of-turn token included: it begins where the template

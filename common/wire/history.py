@@ -5,7 +5,7 @@
 The *history* of an entry is a list in Redis of the payloads that led to it, oldest first, the trajectory's whole TurnRequest before all
 others. The script that settles an entry moves its payload to the end of the list, if what follows refers to it, and else deletes the list:
 so each list belongs to one pending entry. A reader puts the messages together again, so no handler sees the short forms. Where one
-would not give back the same message, as after a turn that moved to another worker, the whole message is sent and begins a history anew.
+would not give back the same message, as after a turn that moved to another worker, the whole message is sent and begins a new history.
 """
 
 from typing import Any
@@ -89,11 +89,11 @@ def restored(history: list[Message], message: Message) -> Message:
                 whole = _request_after(whole, short)
             case _:
                 raise ValueError(f"no {type(short).__name__} follows on a {type(whole).__name__}")
-    return alone(whole)
+    return without_history(whole)
 
 
-def alone(message: Message) -> Message:
-    """The message of an entry without a history. Raises ValueError if it needs one."""
+def without_history(message: Message) -> Message:
+    """The message of an entry that has no history. Raises ValueError if it needs one."""
     if isinstance(message, (ShortResult, ShortRequest)):
         raise ValueError(f"a {type(message).__name__} without its history")
     return message

@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Takeover:
-    """Begins idle entries: several beside the worker's own work, or a suspect one alone."""
+    """Begins idle entries: several together with the worker's own work, or a suspect one alone."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Takeover:
         )
         return [idle for idle in found if idle.entry not in self._underway]
 
-    async def _take(self, inbox: Inbox, found: Sequence[Idle]) -> None:
-        """Takes what may run in company, else one of the others alone."""
-        innocent = [idle for idle in found if not is_suspect(idle)]
+    async def _take(self, inbox: Inbox, idle: Sequence[Idle]) -> None:
+        """Takes what may run in company, else one of the suspects alone."""
+        innocent = [each for each in idle if not is_suspect(each)]
         if not innocent:
-            await self._run_alone(inbox, found[0])
+            await self._run_alone(inbox, idle[0])
             return
         room = min(self._at_once - self._underway.num_orphans, self._most + self._at_once - len(self._underway))
         self.is_short = room < len(innocent)
@@ -96,8 +96,12 @@ class Takeover:
             self._begin(delivery)
 
     async def _run_alone(self, inbox: Inbox, idle: Idle) -> None:
-        """Holds the entry, lets all other work end, and runs it."""
-        self._over.clear()
+        """Holds the entry, lets all other work end, and runs it.
+
+        If it kills this process too, only this entry is delivered once more: its neighbours, which would count the death as well and
+        become suspects or dead letters without a fault of theirs, are settled.
+        """
+        self._over.clear()  # from now on the worker reads nothing
         try:
             for delivery in await self._claim(inbox, [idle]):
                 while not await self._underway.all_ended(self._lease_s / 3):
@@ -106,13 +110,13 @@ class Takeover:
         finally:
             self._over.set()
 
-    async def _claim(self, inbox: Inbox, found: Sequence[Idle]) -> list[Delivery]:
-        taken = await self._bus.claim(inbox.stream, inbox.group, self._worker, found, min_idle_ms=self._lease_ms)
+    async def _claim(self, inbox: Inbox, idle: Sequence[Idle]) -> list[Delivery]:
+        taken = await self._bus.claim(inbox.stream, inbox.group, self._worker, idle, min_idle_ms=self._lease_ms)
         for delivery in taken:
             log.warning("taken_over", entry=delivery.entry, deliveries=delivery.deliveries)
         return taken
 
 
 def is_suspect(idle: Idle) -> bool:
-    """May it be the entry that ended its workers?"""
+    """May it be the entry that ended its workers? One death proves nothing: all that the worker held is delivered again with it."""
     return idle.deliveries > 1 and not (idle.advanced and idle.deliveries < SUSPECT_AFTER)

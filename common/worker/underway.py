@@ -30,7 +30,7 @@ class Active:
     """Taken over, and not advanced yet."""
     advanced: bool = True
     """Since the last renewal."""
-    kept: int = 0
+    num_saved: int = 0
     """Bytes of its progress that Redis has."""
 
 
@@ -87,10 +87,10 @@ class Underway:
 
     def take_advanced(self, stream: str) -> list[str]:
         """Returns the stream's entries that advanced since the last call."""
-        found = [active for active in self.of(stream) if active.advanced]
-        for active in found:
+        advanced = [active for active in self.of(stream) if active.advanced]
+        for active in advanced:
             active.advanced = False
-        return [active.delivery.entry for active in found]
+        return [active.delivery.entry for active in advanced]
 
     def cancel(self, chosen: Callable[[Delivery], bool] = lambda _: True) -> None:
         """Cancels the tasks of the chosen deliveries; each still ends by `end`."""
