@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import redis.asyncio as aioredis
 
-from common.bus.bus import Bus, Delivery, Idle, Progress, Settlement, Undecodable, Unfetched, fetched
+from common.bus.bus import Bus, Delivery, Progress, Settlement, Undecodable, Unfetched, fetched
 from common.bus.payloads import CLAIM_CHECK_BYTES
 from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 from common.errors import InvalidInput
@@ -146,20 +146,13 @@ async def test_large_outputs_that_finish_together_are_settled_by_several_scripts
     assert await bus.client.xlen(CELL.env) == 0
 
 
-async def test_only_the_holder_renews(bus: Bus) -> None:
-    (held,) = await holding(bus, consumer="a")
-    assert await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry]) == 1
-    assert await bus.renew(CELL.env, GROUP_ENV, "b", [held.entry]) == 0
-    await take_over(bus, "b")
-    assert await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry]) == 0
-
-
-async def test_renewing_is_no_delivery(bus: Bus) -> None:
+async def test_only_the_holder_renews_and_that_is_no_delivery(bus: Bus) -> None:
     (held,) = await holding(bus, consumer="a")
     for _ in range(5):
-        await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry])
-    (again,) = await take_over(bus, "b")
-    assert again.deliveries == 2
+        assert await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry]) == 1
+    assert await bus.renew(CELL.env, GROUP_ENV, "b", [held.entry]) == 0
+    assert [taken.deliveries for taken in await take_over(bus, "b")] == [2]
+    assert await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry]) == 0
 
 
 async def test_what_a_dead_worker_left_is_found_behind_any_number_of_living_entries(bus: Bus) -> None:
@@ -237,12 +230,6 @@ async def test_progress_is_never_written_behind_a_gap(bus: Bus) -> None:
     assert await bus.renew(CELL.env, GROUP_ENV, "a", [held.entry], {held.entry: Progress(b"2.", 6, b"zz")}) == 1
     (taken,) = await take_over(bus, "b")
     assert taken.progress == b"1.xx"
-
-
-async def test_idle_entries_are_looked_for_by_one_at_a_time(bus: Bus) -> None:
-    (held,) = await holding(bus, consumer="a")
-    looks = [await bus.find_idle(CELL.env, GROUP_ENV, min_idle_ms=0, every_ms=60_000) for _ in range(2)]
-    assert looks == [[Idle(held.entry, 1)], []]
 
 
 @pytest.mark.parametrize("num_own", [1, 3])
