@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidInput
 from common.settings import TINY
-from common.text.examples import is_example, read_example
-from common.text.prompts import with_messages
+from common.text.examples import is_example, read_example, with_messages
 from common.text.tokens import ChatTokenizer
 from manager_service.http.openai.files import file_store
 from manager_service.http.reading.item_lines import FoundItems, check_lines

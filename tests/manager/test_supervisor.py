@@ -241,7 +241,7 @@ async def test_a_store_that_does_not_come_ends_the_start_with_what_to_do(tmp_pat
     while not told:
         await asyncio.sleep(0.02)
     # Then it says that the Redis belongs to another store
-    with pytest.raises(StartError, match=r"MARLAAS_REDIS_URL .* begin anew"):
+    with pytest.raises(StartError, match=r"MARLAAS_REDIS_URL .* begin again"):
         await starting.wait_ready(0.1)
     assert starting.pids == {}
     # And Ctrl-C ends it

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from common.errors import InvalidInput, NotFound
+from common.outgoing import check_url
 from common.suggestions import quoted
-from common.urls import check_url
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.paging import page

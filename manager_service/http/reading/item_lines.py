@@ -8,8 +8,7 @@ import msgspec
 
 from common.errors import InvalidInput
 from common.tasks.graders import check_fields
-from common.text.examples import check_example, is_example, is_text, read_example
-from common.text.prompts import with_messages
+from common.text.examples import check_example, is_example, is_text, read_example, with_messages
 from common.text.tokens import ChatTokenizer, check_messages
 from manager_service.http.reading.json_values import parse_json
 

@@ -24,7 +24,7 @@ from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.cancellation import cancel_all, running
 from common.errors import Unavailable
-from common.sharing.threads import SharedThreads
+from common.sharing.places import SharedThreads
 from common.wire.messages import Cancel, GradeRequest, GradeResult, TurnDelta, TurnRequest, TurnResult, Usage
 from manager_service.http.errors import redis_unavailable
 from manager_service.http.sampling.cell_share import BULK, CHAT, CellShare

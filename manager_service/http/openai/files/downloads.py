@@ -13,8 +13,7 @@ from typing import IO
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from common.sharing.places import Places
-from common.sharing.threads import SharedThreads
+from common.sharing.places import Places, SharedThreads
 from manager_service.http.errors import ApiError, too_many
 from manager_service.records.tenants import TenantRecord
 
