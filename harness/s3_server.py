@@ -46,7 +46,7 @@ class S3Server:
 
     def reset(self) -> None:
         """Empty, but for the bucket."""
-        for _ in range(200):
+        for _ in range(600):
             try:
                 self._http.post(f"{self.endpoint}/moto-api/reset").raise_for_status()
                 break

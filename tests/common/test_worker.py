@@ -101,7 +101,7 @@ async def working(
         yield worker
     finally:
         stop.set()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
 
 
 async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -252,7 +252,7 @@ async def test_a_worker_that_takes_one_at_a_time_does_so_from_all_its_inboxes(bu
     assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == 0
     assert handler.seen == [start(9).id]
     stop.set()
-    await asyncio.wait_for(worker, 10)
+    await asyncio.wait_for(worker, 60)
 
 
 async def test_work_that_advances_is_not_taken_over(bus: Bus) -> None:

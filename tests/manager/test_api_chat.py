@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import openai
 import pytest
 
 from common.bus.bus import Bus
+from common.cancellation import cancel_all
 from common.wire.codec import decode
 from common.wire.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, Usage
 from manager_service.records.job_records import JobState
@@ -20,6 +22,7 @@ from tests.support.api_server import (
     method,
     played,
     played_grader,
+    running_api,
     upload,
 )
 
@@ -33,7 +36,7 @@ CALCULATOR = {
 HELLO: Any = [{"role": "user", "content": "add 37+58"}]
 
 
-SETTINGS = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0, "grader_run_timeout_s": 1.0}
+SETTINGS = {"inference_silence_s": 0.4}
 
 
 async def text_of(answer: Any) -> str:
@@ -331,27 +334,26 @@ async def test_a_request_that_waits_in_the_queue_is_not_asked_twice(server: ApiS
     assert len(script.seen) == 1
 
 
-async def test_without_workers_the_answer_is_503_after_the_time_limit(server: ApiServer) -> None:
-    with pytest.raises(openai.APIStatusError, match="no rollout worker answered") as refused:
-        await server.openai.chat.completions.create(model="tiny", messages=HELLO)
-    assert refused.value.status_code == 503
-    stream = await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)
-    with pytest.raises(openai.APIError, match="no rollout worker answered"):
-        async for _ in stream:
-            pass
+async def test_without_workers_the_answer_is_503_after_the_time_limit(redis_url: str, tmp_path: Path) -> None:
+    async with running_api(redis_url, tmp_path / "data", inference_silence_s=0.4, inference_timeout_s=1.0) as server:
+        with pytest.raises(openai.APIStatusError, match="no rollout worker answered") as refused:
+            await server.openai.chat.completions.create(model="tiny", messages=HELLO)
+        assert refused.value.status_code == 503
+        stream = await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+        with pytest.raises(openai.APIError, match="no rollout worker answered"):
+            await text_of(stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_the_workers(server: ApiServer, stream: bool) -> None:
     body = {"model": "tiny", "messages": HELLO, "stream": stream}
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.3):
-            async with server.http.stream("POST", "/v1/chat/completions", json=body) as answer:
-                await answer.aread()
-    async with asyncio.timeout(3):
-        while not (found := await cancels(server)):
-            await asyncio.sleep(0.02)
-    ((_, fields),) = await server.api.redis.xrange(server.bus.cell.rollout_first)
+    asking = asyncio.create_task(server.http.post("/v1/chat/completions", json=body))
+    while not (entries := await server.api.redis.xrange(server.bus.cell.rollout_first)):
+        await asyncio.sleep(0.01)
+    await cancel_all([asking])
+    while not (found := await cancels(server)):
+        await asyncio.sleep(0.01)
+    ((_, fields),) = entries
     request = decode(fields[b"payload"])
     assert isinstance(request, TurnRequest)
     assert (found[0].job, found[0].epoch >= request.epoch) == (request.job, True)
@@ -375,9 +377,9 @@ async def test_the_reply_stream_stays_empty_and_has_a_time_to_live(server: ApiSe
         for _ in range(3):
             await (await server.openai.chat.completions.create(model="tiny", messages=HELLO, stream=True)).close()
             await server.openai.chat.completions.create(model="tiny", messages=HELLO)
-        await asyncio.sleep(0.2)
     (key,) = await server.api.redis.keys("*reply:*")
-    assert await server.api.redis.xlen(key) == 0
+    while await server.api.redis.xlen(key):
+        await asyncio.sleep(0.01)
     assert 0 < await server.api.redis.ttl(key) <= 60
 
 
@@ -408,8 +410,6 @@ async def test_a_grader_is_validated_and_run(server: ApiServer) -> None:
         await graders.run(grader=grader, model_sample="3")
     with pytest.raises(openai.BadRequestError, match="operation"):
         await graders.validate(grader=grader | {"operation": "is"})
-    with pytest.raises(openai.APIStatusError, match="no environment worker answered"):
-        await graders.run(grader=grader, model_sample="3", item={"answer": "3"})
 
 
 @pytest.mark.parametrize("content", ["x" * 3000, "x" * 500_000, [{"type": "text", "text": "x" * 3000}]])

@@ -27,7 +27,7 @@ async def tell(bus: Bus, *reports: WorkerReport) -> None:
 
 
 async def until(server: ApiServer, count: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while len(server.api.bases["tiny"].cluster.workers()) != count:
             await asyncio.sleep(0.02)
 

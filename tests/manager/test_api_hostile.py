@@ -260,8 +260,10 @@ async def env_s(server: ApiServer) -> float:
 
 
 async def test_a_grader_run_whose_client_leaves_is_charged_and_frees_its_place(server: ApiServer) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        await server.http.post(RUN, json=graded(), timeout=0.5)
+    running = asyncio.create_task(server.http.post(RUN, json=graded()))
+    while not await server.api.redis.xlen(server.bus.cell.env):
+        await asyncio.sleep(0.01)
+    await cancel_all([running])
     async with asyncio.timeout(30):  # half of what a run may take
         while not await env_s(server) or num_asking(server) != [0, 0]:
             await asyncio.sleep(0.02)
@@ -269,7 +271,8 @@ async def test_a_grader_run_whose_client_leaves_is_charged_and_frees_its_place(s
 
 async def test_a_grader_run_that_takes_too_long_is_charged_and_frees_its_place(redis_url: str, tmp_path: Path) -> None:
     async with running_api(redis_url, tmp_path / "data", grader_run_timeout_s=1.0) as server:
-        assert (await server.http.post(RUN, json=graded())).status_code == 503
+        answer = await server.http.post(RUN, json=graded())
+        assert answer.status_code == 503 and "no environment worker answered" in answer.text
         assert await env_s(server) > 0.5 and num_asking(server) == [0, 0]
 
 
@@ -382,7 +385,7 @@ async def half_open(server: ApiServer, head: bytes) -> socket.socket:
 async def is_closed(connection: socket.socket) -> bool:
     """True once the server has closed it; whatever it says before that is read."""
     try:
-        while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 5):
+        while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 60):
             pass
     except TimeoutError:
         return False
@@ -426,7 +429,7 @@ async def test_the_oldest_of_too_many_silent_connections_is_closed(
 async def test_what_stands_behind_a_request_without_a_key_is_not_worked_on(server: ApiServer, path: str) -> None:
     with await half_open(server, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 40) as connection:
         answers = b""
-        while more := await asyncio.wait_for(received(connection), 5):
+        while more := await asyncio.wait_for(received(connection), 60):
             answers += more
     assert answers.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answers
 
@@ -440,13 +443,13 @@ async def received(connection: socket.socket) -> bytes:
 
 
 async def test_a_connection_lives_on_only_with_a_key(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "KEYLESS_S", 0.5)
+    monkeypatch.setattr(connections, "KEYLESS_S", 2.0)
     with_key = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n\r\n".encode()
     with await half_open(server, with_key) as known, await half_open(server, b"GET / HTTP/1.1\r\nX: ") as unknown:
         assert await is_closed(unknown)
         assert b"200 OK" in await received(known)
         await asyncio.get_running_loop().sock_sendall(known, with_key)
-        assert b"200 OK" in await asyncio.wait_for(received(known), 5)
+        assert b"200 OK" in await asyncio.wait_for(received(known), 60)
 
 
 async def test_a_client_that_does_not_read_is_closed(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,7 +468,7 @@ async def test_a_client_that_does_not_read_is_closed(server: ApiServer, monkeypa
 async def test_a_body_without_a_key_is_refused_unread(server: ApiServer) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n"
     with await half_open(server, head) as connection:
-        answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 5)
+        answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 60)
     assert b"401 " in answer and b"no API key" in answer
 
 
@@ -545,7 +548,7 @@ async def uploading(server: ApiServer, key: str, content: bytes) -> socket.socke
 
 
 async def answer_of(connection: socket.socket) -> bytes:
-    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 20)
+    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 60)
 
 
 FILE_LIMIT = MAX_FILE_BYTES + (64 << 10)
@@ -574,13 +577,14 @@ async def test_a_client_that_sends_all_before_it_reads_hears_that_its_body_is_to
     assert b" 413 " in answer and f"at most {limit} bytes".encode() in answer
 
 
-async def test_a_body_that_is_too_large_is_read_no_longer_than_it_comes(server: ApiServer) -> None:
-    for more in ("", "Expect: 100-continue\r\n"):
+async def test_a_body_that_is_too_large_is_read_no_longer_than_it_comes(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for more, pause_s in (("", 0.1), ("Expect: 100-continue\r\n", 3600.0)):
+        monkeypatch.setattr(body_limit, "DRAIN_PAUSE_S", pause_s)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n{more}Content-Length: 9000000\r\n\r\n"
-        started = time.monotonic()
         with await half_open(server, head.encode()) as connection:
             assert b" 413 " in await answer_of(connection)
-        assert more == "" or time.monotonic() - started < body_limit.DRAIN_PAUSE_S
 
 
 async def test_a_body_that_drips_is_refused(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from manager_service.records.keys import GLOBAL, JSON
 from manager_service.records.sample_records import CheckpointRecord, EventRecord, Kept, SampleRecord, Written
 from tests.support.api_server import GRADER, ApiServer, item, jsonl, keep_samples, method, running_jobs, upload
 
-SETTINGS = {"command_wait_s": 0.3, "keep_alive_s": 0.3}
+SETTINGS = {"command_wait_s": 60.0, "keep_alive_s": 0.3}
 
 
 async def create(server: ApiServer, **changes: Any) -> FineTuningJob:
@@ -345,7 +345,7 @@ async def test_a_stream_tells_events_in_order_as_they_come_and_ends_with_the_job
             seen.append(event["id"])
 
     following = asyncio.create_task(follow())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while seen != ["1", "2"]:
             await asyncio.sleep(0.02)
         await write_events(server, job, range(3, 5))
@@ -359,7 +359,7 @@ async def test_a_stream_tells_events_in_order_as_they_come_and_ends_with_the_job
 async def test_a_silent_stream_is_kept_alive(server: ApiServer) -> None:
     job = (await create(server)).id
     url = f"/v1/fine_tuning/jobs/{job}/events?stream=true"
-    async with asyncio.timeout(5), server.http.stream("GET", url) as answer:
+    async with asyncio.timeout(60), server.http.stream("GET", url) as answer:
         async for line in answer.aiter_lines():
             assert line == ": keep-alive"
             break

@@ -53,7 +53,7 @@ async def test_no_request_finds_a_server_error_or_an_undeclared_answer(redis_url
 
 
 def explore(server: ApiServer, known: dict[str, str]) -> None:
-    document = requests.get(f"{server.url}/openapi.json", timeout=10).json()
+    document = requests.get(f"{server.url}/openapi.json", timeout=60).json()
     schema = schemathesis.openapi.from_dict(document)
     found: list[Any] = list(schema.get_all_operations())
     operations = [result.ok() for result in found]
@@ -164,7 +164,7 @@ def mutate(server: ApiServer, path: str, valid: list[Any]) -> None:
 
     def answer_to(body: Any) -> tuple[str, requests.Response]:
         content = json.dumps(body)
-        answer = session.post(server.url + path, data=content, headers=headers, timeout=10)
+        answer = session.post(server.url + path, data=content, headers=headers, timeout=60)
         assert answer.status_code != 503 or NOBODY.search(answer.text), f"{content}: {answer.text}"
         return content, answer
 

@@ -56,7 +56,7 @@ class Reader:
 
     async def read(self, num_bytes: int = 1 << 20) -> bytes:
         """Raises ConnectionResetError."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await asyncio.get_running_loop().sock_recv(self._socket, num_bytes)
 
     async def read_all(self) -> bytes:

@@ -29,7 +29,6 @@ from tests.manager.test_api_cluster import report
 
 SLOTS, NUM_ASKING, WARM_UP, MEASURED = 16, 12, 900, 150
 HEAVY, LIGHT = (TenantRecord(id=name, created_at=0, weight=weight) for name, weight in (("heavy", 3.0), ("light", 1.0)))
-pytestmark = pytest.mark.timeout(90)
 
 
 @dataclass
@@ -111,9 +110,9 @@ async def until_both_know(bus: Bus) -> None:
     async def told_again() -> bool:
         return min(ends for ends, _ in await told()) > last
 
-    await until(both_told, 30)
+    await until(both_told)
     last = max(ends for ends, _ in await told())
-    await until(told_again, 30)
+    await until(told_again)
 
 
 @asynccontextmanager

@@ -100,7 +100,7 @@ async def running_api(
                 base_url=url,
                 headers=headers,
                 trust_env=False,
-                timeout=20,
+                timeout=60,
                 verify=False,
                 limits=httpx.Limits(max_connections=None),
             ) as http,
@@ -117,13 +117,13 @@ async def running_api(
 
 
 async def _until_up(http: httpx.AsyncClient) -> None:
-    for _ in range(200):
-        try:
-            await http.get("/healthz")
-            return
-        except httpx.TransportError:
-            await asyncio.sleep(0.02)
-    raise AssertionError("the API does not answer")
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await http.get("/healthz")
+                return
+            except httpx.TransportError:
+                await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from harness.proxy import Proxy
 from harness.s3_server import BUCKET, S3Server, environment
 from tests.support.forked import running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 STEPS = 6
 ROWS = 2 * 4

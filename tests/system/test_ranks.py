@@ -11,7 +11,7 @@ from harness.live import Api, is_balanced
 from manager_service.launcher.supervisor import LocalCluster
 from tests.support.forked import running
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 STEPS = 3
 HYPER: dict[str, Any] = {"max_steps": STEPS, "batch_size": 2, "group_size": 4}

@@ -157,7 +157,6 @@ async def stand_ins(url: str, cell: Cell, objects: Objects) -> AsyncGenerator[No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 async def test_one_base_model_is_served_as_two_cells_on_two_shards(
     cluster: RedisCluster, manager: tuple[str, Path]
 ) -> None:
