@@ -29,7 +29,7 @@ def environment(endpoint: str) -> dict[str, str]:
 class S3Server:
     port: int
     process: "subprocess.Popen[bytes]"
-    _http: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False))
+    _http: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, timeout=60))
 
     @classmethod
     def start(cls) -> "S3Server":
