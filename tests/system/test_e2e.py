@@ -17,6 +17,7 @@ from rollout_service.handler import PROGRESS_BODY, PROGRESS_HEAD
 from tests.common.test_worker import until
 from tests.support.forked import running
 from tests.support.processes import restart
+from tests.support.whole import until_whole, workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -34,9 +35,8 @@ async def test_rewards_rise_usage_is_what_was_spent_and_a_paused_job_goes_on_whe
             assert after > before + 0.15, (before, after)
             assert is_balanced(await api.ledger(job["id"]))
             path = f"/fine_tuning/jobs/{job['id']}/samples"
-            await until(
-                lambda path=path, last=last: newest_is(api, path, last)
-            )  # they are written beside the owner's passes
+            # they are written beside the owner's passes
+            await until(lambda path=path, last=last: newest_is(api, path, last))
             answers = (await api.get(path, evaluation=True))["data"]
             assert [(one["version"], one["item"]) for one in answers] == [(last, item) for item in range(4)]
             whole = await api.get(f"{path}/0/1/0", evaluation=True)
@@ -74,13 +74,6 @@ async def pause_and_resume(cluster: LocalCluster, api: Api) -> None:
     assert (await api.ledger(job))["trained"] == 8 * 2 * 8
 
 
-async def workers(cluster: LocalCluster) -> list[Any]:
-    admin = Api(cluster.base_url, cluster.admin_key)
-    found = (await admin.get("/cluster/workers"))["data"]
-    await admin.close()
-    return found
-
-
 async def test_a_kill_of_every_process_loses_nothing(tmp_path: Path) -> None:
     rng = random.Random(11)
     shape: dict[str, Any] = {"rollout": 2, "env": 1, "trainer": 2}
@@ -93,26 +86,13 @@ async def test_a_kill_of_every_process_loses_nothing(tmp_path: Path) -> None:
         for victim in victims:
             await asyncio.sleep(rng.uniform(0.1, 0.5))
             cluster.kill(victim, signal.SIGKILL)
-        done = await api.until_done(*jobs)
-        assert [job["status"] for job in done] == ["succeeded"] * 2, [job["error"] for job in done]
+        await until_whole(cluster, api, jobs, steps=8, trajectories=8 * 2 * 4)
         assert sum(cluster.num_exits.values()) >= 7
-        admin = Api(cluster.base_url, cluster.admin_key)
-        assert (await admin.get("/cluster/dead"))["data"] == []
-        await admin.close()
         for job in jobs:
-            await check_whole(cluster, api, job, steps=8, trajectories=8 * 2 * 4)
-
-
-async def check_whole(cluster: LocalCluster, api: Api, job: str, *, steps: int, trajectories: int) -> None:
-    """Every version once, every trajectory accounted for, nothing left open."""
-    ledger = await api.ledger(job)
-    assert is_balanced(ledger) and ledger["in_flight"] == 0, ledger
-    assert ledger["trained"] == trajectories, ledger
-    assert await api.steps(job) == list(range(1, steps + 1))
-    checkpoints = await api.get(f"/fine_tuning/jobs/{job}/checkpoints", limit=100)
-    assert sorted(c["step_number"] for c in checkpoints["data"]) == list(range(1, steps + 1))
-    for version in range(steps + 1):
-        assert await adapter_hashes(cluster, "default", job, version)
+            checkpoints = await api.get(f"/fine_tuning/jobs/{job}/checkpoints", limit=100)
+            assert sorted(c["step_number"] for c in checkpoints["data"]) == list(range(1, 9))
+            for version in range(9):
+                assert await adapter_hashes(cluster, "default", job, version)
 
 
 async def test_a_killed_rollout_worker_costs_turns_and_answers_only_what_was_not_kept_of_them(tmp_path: Path) -> None:
