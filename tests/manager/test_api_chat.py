@@ -40,7 +40,8 @@ SETTINGS = {"inference_silence_s": 0.4}
 
 async def ask(server: ApiServer, **changes: Any) -> Any:
     """A completion of HELLO, or the stream of one."""
-    return await server.openai.chat.completions.create(**{"model": "tiny", "messages": HELLO, **changes})
+    body: dict[str, Any] = {"model": "tiny", "messages": HELLO, **changes}
+    return await server.openai.chat.completions.create(**body)
 
 
 async def text_of(answer: Any) -> str:

@@ -117,8 +117,8 @@ def test_a_table_that_grows_is_converted_a_little_at_a_time() -> None:
 
 
 TALK = '"[{""role"": ""user"", ""content"": ""%s""}]"'
-CELLS = [TALK % "hi", TALK % "\\ud800", '"[NaN]"', '"[1e999]"', f'"{"[" * 5000}"']
-CELLS += ['"', '""', "\0", '"a\nb"', "\r", "=1+1", "\ufeff"]
+JSON_CELLS = [TALK % "hi", TALK % "\\ud800", '"[NaN]"', '"[1e999]"', f'"{"[" * 5000}"']
+CELLS = [*JSON_CELLS, '"', '""', "\0", '"a\nb"', "\r", "=1+1", "\ufeff"]
 NAMES = ["prompt", "messages", "tools", "answer", "prompt ", "", '"prompt"', "\ufeffprompt", "x" * 200, "__proto__"]
 ROWS = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(CELLS)), max_size=4).map(",".join)
 
