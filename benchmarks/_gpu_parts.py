@@ -32,7 +32,7 @@ from harness.bases import FIRST_WORD, LAST_WORD, QWEN3_06B, make_random_base
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
-from rollout_service.embedded.seats import TurnRow
+from rollout_service.embedded.row_states import TurnRow
 from rollout_service.embedded.torch_engine import TorchEngine
 from trainer_service.batch import parse_rows
 from trainer_service.open_step import TrainState

@@ -55,15 +55,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Totals of all processes so far, and the numbers of entries in Redis."""
+    """Totals of all processes so far."""
 
     at_s: float
     managers: tuple[Usage, ...]
     redis: Usage
-    versions: int  # committed, of all jobs
-    connections: int
-    entries: int  # in the streams that carry work, results held for half-full batches left out
-    held: int  # results held for half-full batches
 
 
 @dataclass
@@ -138,7 +134,7 @@ class ScaleCluster:
         for start in range(known, known + number, CHUNK):
             await self._create(self.jobs[start : start + CHUNK])
         async with asyncio.timeout(10 * START_S):
-            while (await self._versions())[1] < len(self.jobs):
+            while await self._num_begun() < len(self.jobs):
                 await asyncio.sleep(0.2)
 
     async def _create(self, specs: Sequence[JobSpec]) -> None:
@@ -152,43 +148,25 @@ class ScaleCluster:
         commands = [job_command(spec) for spec in specs]
         await self.bus.publish([(self.bus.cell.jobs(command.partition), command) for command in commands])
 
-    async def _versions(self) -> tuple[int, int]:
-        """Versions committed after the first, and jobs that have one."""
+    async def _num_begun(self) -> int:
+        """The number of jobs that have a version."""
         states: list[Any] = []
         for start in range(0, len(self.jobs), CHUNK):
             pipe = self.bus.client.pipeline(transaction=False)
             for spec in self.jobs[start : start + CHUNK]:
                 pipe.hget(self.bus.cell.job(spec.id), "state")
             states += await pipe.execute()
-        versions = [msgspec.json.decode(state, type=Newest).version for state in states]
-        return sum(max(0, version) for version in versions), sum(version >= 0 for version in versions)
+        return sum(msgspec.json.decode(state, type=Newest).version >= 0 for state in states)
 
     # ---- measuring --------------------------------------------------------------------------------------------------
 
     async def moment(self) -> Moment:
-        versions, _ = await self._versions()
         info = await self.bus.client.info()
-        entries, held = await self._entries()
         return Moment(
             at_s=time.monotonic(),
             managers=tuple(_usage(manager.pid) for manager in self.managers),
             redis=dataclasses.replace(_usage(self.server.pid), memory_mb=info["used_memory"] / 1e6),
-            versions=versions,
-            connections=info["connected_clients"],
-            entries=entries,
-            held=held,
         )
-
-    async def _entries(self) -> tuple[int, int]:
-        cell, pipe = self.bus.cell, self.bus.client.pipeline(transaction=True)
-        inboxes = [stream for number in range(NUM_PARTITIONS) for stream in cell.inboxes(number)]
-        for stream in (*(stream for stream, _ in cell.work), *inboxes):
-            pipe.xlen(stream)
-        for partition in range(NUM_PARTITIONS):
-            pipe.xpending(cell.scored(partition), GROUP_MANAGER)
-        answers = await pipe.execute()
-        held = sum(row["pending"] for row in answers[-NUM_PARTITIONS:])
-        return sum(answers[:-NUM_PARTITIONS]) - held, held
 
     async def owner_handover_ms(self) -> list[float]:
         """Times from publication to reading of results that were published a moment ago. They are Redis' own: an entry's id

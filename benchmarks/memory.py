@@ -5,17 +5,14 @@
 The cluster of `make demo` (Redis, the manager, one rollout, one env, one trainer, and the process that supervises them,
 which is this one) trains one job of each skill of the base model at once, default hyperparameters, evaluations included.
 
-    PSS  proportional set size: a page that n processes share counts 1/n in each, so that a sum counts it once
-    RSS  resident set size: shared pages count in every process
-
-Both are those of a process and its children (the env's sandboxes). `idle` is some seconds after the start; `training` is
+PSS is the proportional set size: a page that n processes share counts 1/n in each, so that a sum counts it once. It is that of a
+process and its children (the env's sandboxes). `idle` is some seconds after the start; `training` is
 the most seen in one look a second. The goal is about the largest sum of all processes' PSS in one look.
 """
 
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from benchmarks._report import Goal, Report, make_table, run
@@ -27,7 +24,6 @@ from manager_service.launcher.supervisor import LocalCluster
 LIMIT_MB = 3000
 IDLE_AFTER_S = 3.0
 LOOK_EVERY_S = 1.0
-
 
 Look = Mapping[str, Memory]
 """Process → its memory at one moment."""
@@ -60,21 +56,12 @@ def report(given: Any) -> Report:
     idle, busy = asyncio.run(measure(given.steps))
     peak = {name: max((each[name] for each in busy), key=lambda m: m.pss_mb) for name in idle}
     fullest = max(map(total, busy), key=lambda m: m.pss_mb)
-    columns = ("process", "idle PSS MB", "idle RSS MB", "training PSS MB", "training RSS MB")
-    lines = [(name, *each(idle[name]), *each(peak[name])) for name in idle]
-    lines.append(("all together, at one moment", *each(total(idle)), *each(fullest)))
-    figures = {
-        "idle": {name: asdict(m) for name, m in idle.items()},
-        "training": {name: asdict(m) for name, m in peak.items()},
-        "all_idle": asdict(total(idle)),
-        "all_training": asdict(fullest),
-    }
+    columns = ("process", "idle PSS MB", "training PSS MB")
+    lines = [(name, idle[name].pss_mb, peak[name].pss_mb) for name in idle]
+    lines.append(("all together, at one moment", total(idle).pss_mb, fullest.pss_mb))
+    figures = {name: {"idle_mb": before, "training_mb": most} for name, before, most in lines}
     goal = Goal("all processes together, training", fullest.pss_mb, LIMIT_MB, " MB", more_is_better=False)
     return Report([make_table("Memory", columns, lines)], figures, [goal])
-
-
-def each(memory: Memory) -> tuple[float, float]:
-    return memory.pss_mb, memory.rss_mb
 
 
 if __name__ == "__main__":

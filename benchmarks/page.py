@@ -15,9 +15,9 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -46,14 +46,8 @@ DRAWN = "(text) => [...document.querySelectorAll('.plot')].some((one) => one.ari
 WATCH = "window.frames_at = []; const note = (now) => { frames_at.push(now); requestAnimationFrame(note); }; requestAnimationFrame(note)"
 
 
-@dataclass
-class Taken:
-    """Times in ms, one for each round; for frames all."""
-
-    first_paint: list[float] = field(default_factory=list[float])
-    jobs: list[float] = field(default_factory=list[float])
-    curves: list[float] = field(default_factory=list[float])
-    frames: list[float] = field(default_factory=list[float])
+Taken = dict[str, list[float]]
+"""Times in ms by the name of what they are of, one for each round; for frames all."""
 
 
 # ---- what is shown --------------------------------------------------------------------------------------------------
@@ -130,22 +124,24 @@ async def frames(page: Page) -> list[float]:
 
 async def one_round(browser: Browser, url: str, key: str, job: str, given: Any, taken: Taken) -> None:
     async with fresh(browser) as page:
-        taken.first_paint.append(await when(page, url, PAINTED))
+        taken["first paint"].append(await when(page, url, PAINTED))
     async with fresh(browser, key) as page:
-        taken.jobs.append(await when(page, url, LISTED, f"{given.jobs} of {given.jobs}"))
+        taken["list of all jobs"].append(await when(page, url, LISTED, f"{given.jobs} of {given.jobs}"))
     async with fresh(browser, key) as page:
-        taken.curves.append(await when(page, f"{url}/#/job/{job}", DRAWN, f"at step {given.steps}"))
-        taken.frames += await frames(page)
+        taken["curves of the long job"].append(await when(page, f"{url}/#/job/{job}", DRAWN, f"at step {given.steps}"))
+        taken["between frames"] += await frames(page)
 
 
 async def measure(given: Any) -> Taken:
-    taken = Taken()
+    taken = defaultdict[str, list[float]](list)
     async with running() as cluster, async_playwright() as playwright:
         await cluster.start_managers(1)
         job = await write_jobs(cluster, given.jobs, given.steps)
         key, url = (cluster.folder / "api_key").read_text().strip(), f"http://127.0.0.1:{cluster.port}"
         browser = await playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
-        await one_round(browser, url, key, job, given, Taken())  # the first looks of a new manager and a new browser
+        await one_round(
+            browser, url, key, job, given, defaultdict(list)
+        )  # the first looks of a new manager and a new browser
         for _ in range(given.rounds):
             await one_round(browser, url, key, job, given, taken)
         await browser.close()
@@ -155,13 +151,7 @@ async def measure(given: Any) -> Taken:
 def report(given: Any) -> Report:
     taken = asyncio.run(measure(given))
     page_kb = sum(file.stat().st_size for file in FOLDER.iterdir()) / 1000
-    lists: list[tuple[str, Sequence[float]]] = [
-        ("first paint", taken.first_paint),
-        (f"list of {given.jobs:,} jobs", taken.jobs),
-        (f"curves of {given.steps:,} steps", taken.curves),
-        ("between frames", taken.frames),
-    ]
-    rows = [(name, statistics.median(ms), float(np.percentile(ms, 95)), max(ms)) for name, ms in lists]
+    rows = [(name, statistics.median(ms), float(np.percentile(ms, 95)), max(ms)) for name, ms in taken.items()]
     table = make_table(f"The web page, {page_kb:.0f} kB", ("ms", "median", "95 %", "most"), rows)
     goals = [
         Goal("first paint", rows[0][1], FIRST_PAINT_MS, " ms", more_is_better=False),

@@ -8,7 +8,7 @@ ranks runs in processes of its own, one number after the other, on the same step
     gradient   distance of the step's gradient from one rank's, over the norm of that
     base       the base model's bytes that a rank holds between two passes, the most of all ranks
     RSS        resident memory of a rank between two passes, the most of all ranks, with what Python, torch and transformers take
-    tokens/s   through the base, prompts once a group, of all ranks and of each: its tokens over the seconds of all passes
+    tokens/s   through the base, prompts once a group, of all ranks and of the slowest: its tokens over the seconds of all passes
 
 Ranks that share cores are no faster than one.
 """
@@ -102,18 +102,8 @@ def report(given: Any) -> Report:
             alone = gradient if number == 1 else alone
             difference = float(np.linalg.norm(gradient - alone) / np.linalg.norm(alone))
             found.append(replace(figures, gradient=difference))
-    rows = [
-        (
-            str(f.ranks),
-            f"{f.gradient:.1e}",
-            f.base_mb,
-            f.rss_mb,
-            f.tokens_per_s,
-            ", ".join(f"{s:.0f}" for s in f.of_ranks),
-        )
-        for f in found
-    ]
-    columns = ("ranks", "gradient", "base MB", "RSS MB", "tokens/s", "of each rank")
+    rows = [(str(f.ranks), f"{f.gradient:.1e}", f.base_mb, f.rss_mb, f.tokens_per_s, min(f.of_ranks)) for f in found]
+    columns = ("ranks", "gradient", "base MB", "RSS MB", "tokens/s", "of the slowest rank")
     goals = [
         goal
         for f in found[1:]

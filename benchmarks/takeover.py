@@ -69,8 +69,6 @@ class Speed:
     """Tokens of the survivors' own turns, and when each orphan went on: seconds since the kill, sorted."""
 
     per_s: float
-    per_cpu_s: float
-    """Measured in this process' processor time: other programs of a busy machine slow the clock's alone."""
     waits_s: list[float]
 
 
@@ -154,11 +152,11 @@ async def _renew(bus: Bus, entries: Sequence[str], lease_s: float) -> None:
 
 
 async def _speed(handlers: Sequence[Counting], seconds: float) -> Speed:
-    since, cpu, before = time.monotonic(), time.process_time(), sum(handler.tokens for handler in handlers)
+    since, before = time.monotonic(), sum(handler.tokens for handler in handlers)
     await asyncio.sleep(seconds)
     num = sum(handler.tokens for handler in handlers) - before
     waits_s = sorted(at - since for handler in handlers for at in handler.orphans_at.values())
-    return Speed(num / (time.monotonic() - since), num / (time.process_time() - cpu), waits_s)
+    return Speed(num / (time.monotonic() - since), waits_s)
 
 
 @asynccontextmanager
@@ -195,32 +193,12 @@ def _worker(bus: Bus, handler: Counting, number: int, case: Case) -> Worker:
 def report(given: Any) -> Report:
     lease_s, rounds = float(given.lease_s), [_round(given) for _ in range(given.rounds)]
     ratio = statistics.median(after.per_s / before.per_s for before, after in rounds)
-    cpu_ratio = statistics.median(after.per_cpu_s / before.per_cpu_s for before, after in rounds)
     in_time = [sum(wait <= lease_s + 2 for wait in after.waits_s) for _, after in rounds]
     rows = [
-        (
-            before.per_s,
-            after.per_s,
-            before.per_cpu_s,
-            after.per_cpu_s,
-            len(after.waits_s),
-            max(after.waits_s, default=0.0),
-        )
-        for before, after in rounds
+        (before.per_s, after.per_s, len(after.waits_s), max(after.waits_s, default=0.0)) for before, after in rounds
     ]
-    columns = (
-        "without a kill",
-        "with one",
-        "per processor second",
-        "with one",
-        "orphans that went on",
-        "the last after s",
-    )
-    figures = {
-        "rounds": [[asdict(speed) for speed in both] for both in rounds],
-        "token_ratio": ratio,
-        "token_ratio_cpu": cpu_ratio,
-    }
+    columns = ("without a kill", "with one", "orphans that went on", "the last after s")
+    figures = {"rounds": [[asdict(speed) for speed in both] for both in rounds], "token_ratio": ratio}
     goals = [
         Goal("orphans that go on within a lease and 2 s, the fewest", 100 * min(in_time) / given.orphans, 100, " %"),
         Goal("survivors' own tokens", 100 * ratio, 90, " %"),

@@ -3,14 +3,14 @@
 Philox 4x32 with 10 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), vectorised in numpy.
 """
 
+import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-BLOCK, PART = 1 << 16, 1 << 18
-"""Numbers that are drawn together, and sorted together, where there are many."""
+FEISTEL_ROUNDS = 6
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = np.uint64(0xFFFFFFFF)
@@ -48,39 +48,25 @@ def uniform(seed: int, purpose: str, *coordinates: Any) -> np.ndarray:
 
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """The order of a training file's n items in one epoch: int64 [n]."""
-    return np.concatenate(list(permutation_parts(seed, epoch, n)))
+    return np.argsort(bits(seed, "data_order", epoch, np.arange(n)), kind="stable")
 
 
-def permutation_parts(seed: int, epoch: int, n: int) -> Iterator[np.ndarray]:
-    """Gives `permutation` part by part. Takes a byte or two an item meanwhile, and some MB."""
-    num_bits = (n // PART).bit_length()
-    part_of = _leading_bits(seed, epoch, n, num_bits)
-    for part in range(1 << num_bits):
-        places = _places_of(part_of, part)
-        yield places[np.argsort(_numbers(seed, epoch, places), kind="stable")]
+def permuted(seed: int, epoch: int, n: int, place: int) -> int:
+    """The item at one place of such an order, by itself: for files too large to draw the whole order. Not the order of `permutation`.
 
-
-def _leading_bits(seed: int, epoch: int, n: int, num_bits: int) -> np.ndarray:
-    """The first bits of each item's number: uint8 or uint16 [n]."""
-    found = np.zeros(n, np.uint8 if num_bits <= 8 else np.uint16)
-    for start in range(0, n if num_bits else 0, BLOCK):
-        block = found[start : start + BLOCK]
-        block[:] = _numbers(seed, epoch, np.arange(start, start + len(block))) >> np.uint64(64 - num_bits)
-    return found
-
-
-def _places_of(part_of: np.ndarray, part: int) -> np.ndarray:
-    """The items of one part, in order: int64."""
-    blocks = ((start, part_of[start : start + BLOCK]) for start in range(0, len(part_of), BLOCK))
-    return np.concatenate([start + np.flatnonzero(block == part) for start, block in blocks])
-
-
-def _numbers(seed: int, epoch: int, places: np.ndarray) -> np.ndarray:
-    """The numbers by whose size the items at these places are ordered, and by place where they are equal: uint64."""
-    drawn = np.empty(len(places), np.uint64)
-    for start in range(0, len(places), BLOCK):
-        drawn[start : start + BLOCK] = bits(seed, "data_order", epoch, places[start : start + BLOCK])
-    return drawn
+    A Feistel network permutes all numbers below a power of 4. What it takes beyond n it permutes again until it is below (cycle
+    walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    """
+    half_bits = ((n - 1).bit_length() + 1) // 2
+    mask = (1 << half_bits) - 1
+    while True:
+        left, right = place >> half_bits, place & mask
+        for turn in range(FEISTEL_ROUNDS):
+            digest = hashlib.blake2b(b"%d %d %d %d" % (seed, epoch, turn, right), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest) & mask)
+        place = left << half_bits | right
+        if place < n:
+            return place
 
 
 def key_of(seed: int, purpose: str) -> tuple[int, int]:

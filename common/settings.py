@@ -16,7 +16,7 @@ _KNOWN = (
     # all services
     "redis_url data_dir store_url base_models base_model max_context lease_s deterministic log_level heartbeat_file "
     # the manager
-    "host port policy training_queue inference_timeout_s archive_after_s "
+    "host port policy inference_timeout_s archive_after_s "
     "max_open_requests max_unfinished_jobs max_stored_bytes max_kept_bytes "
     "logger_hosts webhook_hosts export_proxy export_every_s export_processes max_logger_bytes webhook_give_up_s "
     # env workers

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROTO = Path(__file__).resolve().parent.parent / "manager_service" / "tinker" / "wire" / "tinker.proto"
+PROTO = Path(__file__).resolve().parent.parent / "manager_service" / "http" / "tinker" / "wire" / "tinker.proto"
 
 
 def compile_into(folder: Path) -> None:

@@ -130,37 +130,42 @@ class StandInTrainer(StandIn):
         return [(self.cell.adapters(message.partition), update_of(manifest, message.about()))]
 
     async def _commit(self, target: AdapterRef, batch: str, seed: int) -> Manifest:
-        manifest = Manifest(
-            adapter=target,
-            base_model=self.cell.base_model,
-            attempt="",
-            files={},
-            parent=None,
-            batch=batch,
-            seed=seed,
-            next_group=0,
-            metrics={"reward_mean": 0.5, "reward_std": 0.5, "loss": 0.0},
-            usage=Usage(trained_tokens=10),
-        )
-        try:
-            return await self.store.commit(manifest, {"adapter_model.safetensors": b"1"})
-        except AlreadyExists:
-            found = await self.store.manifest(target)
-            assert found is not None
-            return found
+        metrics = {"reward_mean": 0.5, "reward_std": 0.5, "loss": 0.0}
+        more: dict[str, Any] = {"batch": batch, "seed": seed, "metrics": metrics, "usage": Usage(trained_tokens=10)}
+        return await commit(self.store, self.cell.base_model, target, {"adapter_model.safetensors": b"1"}, **more)
 
     def _refused(self, message: Init | TrainStep, failure: Failure) -> Out:
-        update = AdapterUpdate(
-            id=f"{message.id}/failed",
-            **message.about(),
-            adapter=message.adapter if isinstance(message, Init) else message.adapter.next(),
-            batch=message.id,
-            failure=failure,
-        )
-        return self.cell.adapters(message.partition), update
+        target = message.adapter if isinstance(message, Init) else message.adapter.next()
+        return self.cell.adapters(message.partition), refused(message, target, failure)
 
     def failed(self, message: Init | TrainStep, failure: Failure) -> list[Out]:
         return [self._refused(message, failure)]
+
+
+async def commit(
+    store: AdapterStore,
+    base: str,
+    target: AdapterRef,
+    files: dict[str, bytes],
+    *,
+    batch: str,
+    seed: int = 0,
+    **more: Any,
+) -> Manifest:
+    """The manifest of a version, which is made unless it is there."""
+    about: dict[str, Any] = {"adapter": target, "base_model": base, "batch": batch, "seed": seed, **more}
+    try:
+        return await store.commit(Manifest(attempt="", files={}, parent=None, next_group=0, **about), files)
+    except AlreadyExists:
+        found = await store.manifest(target)
+        assert found is not None
+        return found
+
+
+def refused(message: Init | TrainStep, target: AdapterRef, failure: Failure) -> AdapterUpdate:
+    """A trainer's answer that it makes no version."""
+    about: dict[str, Any] = {"id": f"{message.id}/failed", **message.about()}
+    return AdapterUpdate(**about, adapter=target, batch=message.id, failure=failure)
 
 
 NUM_PROMPT, NUM_TOKENS = 24, 64

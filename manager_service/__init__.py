@@ -8,7 +8,12 @@ imports the other. What both read is in records/.
 
     which group is issued next     `Allocator.decide` (scheduling/) picks the tenant, `next_job` (scheduling/demand.py) its job, and
                                    `Job.issue_group` (owner/jobs/) makes that job's next group
-    which batch is trained next    `TrainingQueue.take` (scheduling/)
+    which batch is trained next    `TrainingQueue.take` (scheduling/); its groups are those of `next_batch` (owner/jobs/groups.py)
+    a version is committed         by the trainer, in object storage (trainer_service/versions.py). Then `Job.on_adapter` counts it, and
+                                   the owner's own writes are committed by `COMMIT` (owner/transaction.py)
+    an owner that dies             another one takes its leases (owner/leases.py) and rebuilds its partitions: `Partition.load` (owner/)
+    a trainer that dies            another one takes over its message (common/worker/takeover.py). If it had committed the version, the
+                                   other finds it in the store; if the message is lost too, the owner does (`Partition.reconcile`)
     a turn whose worker dies       another rollout worker takes it over (common/worker/takeover.py), and the owner hears nothing of it until
                                    the tenth delivery has failed too; then `Job.on_scored` gets a failed trajectory, and its group goes on
                                    without it, as long as two others are scored. A streamed turn of a chat is asked for again by

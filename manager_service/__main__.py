@@ -10,6 +10,7 @@ from common.store.known_store import recognised_at_once, recognised_by_service
 from common.worker.service import run_with, spare_collections
 from manager_service.http.context import Api, Base
 from manager_service.http.server import keep_keys, make_api, serve
+from manager_service.http.tinker.parts import make_records
 from manager_service.owner.owner import Owner
 from manager_service.settings import ManagerSettings
 
@@ -20,7 +21,7 @@ async def main(settings: ManagerSettings) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    log.info("manager_starts", policy=settings.policy, training_queue=settings.training_queue)
+    log.info("manager_starts", policy=settings.policy)
     names, is_known = list(settings.models), False
 
     async def recognise() -> None:
@@ -32,11 +33,11 @@ async def main(settings: ManagerSettings) -> None:
     async with make_api(settings) as api:
         if not (is_known or await done_before(stop, recognised_by_service(settings, names, api.objects))):
             return
-        bases = api.bases.values()
+        bases, tinker = api.bases.values(), make_records(api)
         owners = [make_owner(api, base).run(stop) for base in bases]
-        async with running(*owners, *(base.run() for base in bases), keep_keys(api)) as tasks:
+        async with running(*owners, *(base.run() for base in bases), tinker.run(), keep_keys(api)) as tasks:
             spare_collections()
-            await serve(api, stop)
+            await serve(api, tinker, stop)
             stop.set()
             await asyncio.wait(tasks[: len(owners)])
 
@@ -51,7 +52,6 @@ def make_owner(api: Api, base: Base) -> Owner:
         tenants=api.tenants,
         lease_s=settings.lease_s,
         policy=settings.scheduling,
-        training_queue=settings.training_queue,
         archive_after_s=settings.archive_after_s,
         limits=settings.limits,
     )

@@ -6,11 +6,10 @@ from pydantic_settings import SettingsConfigDict
 from common.settings import Settings
 from manager_service.records.sample_records import Limits
 from manager_service.scheduling.policies import Policy, parse_policy
-from manager_service.scheduling.training_queue import Discipline
 
 
 class ManagerSettings(Settings):
-    """`MARLAAS_*` variables of the manager alone; `common.settings` has those of every service."""
+    """`MARLAAS_*` variables of only the manager; `common.settings` has those of every service."""
 
     model_config = SettingsConfigDict(env_prefix="MARLAAS_", frozen=True, extra="ignore")
 
@@ -19,8 +18,6 @@ class ManagerSettings(Settings):
     policy: str = "marlaas"
     """The times at which jobs may sample and train: sequential, synchronous, naive, marlaas, bounded or bounded:ETA. See
     `manager_service.scheduling.policies`."""
-    training_queue: Discipline = "fused"
-    """The order in which complete batches go to the trainers. See `manager_service.scheduling.training_queue`."""
     max_stored_bytes: int = Field(default=16 << 30, ge=1)
     """Bytes of all files that a tenant keeps."""
     max_open_requests: int = Field(default=1024, ge=1)

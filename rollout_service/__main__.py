@@ -22,7 +22,7 @@ from rollout_service.embedded.selftest import selftest
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.handler import RolloutHandler
 from rollout_service.process.process_engine import ProcessEngine
-from rollout_service.process.vllm_engine import VllmOptions, vllm_engine
+from rollout_service.process.vllm_engine import vllm_engine
 from rollout_service.settings import RolloutSettings
 
 SELFTEST = "rollout_service.embedded.selftest"
@@ -63,21 +63,7 @@ def load_vllm(settings: RolloutSettings, folder: Path) -> ProcessEngine:
     """Loads nothing yet: the engine's process does when it starts."""
     if settings.deterministic:
         raise InvalidInput("deterministic mode needs MARLAAS_ENGINE=torch: vLLM's bits depend on what shares a batch")
-    options = VllmOptions(
-        folder=folder,
-        device=settings.rollout_device,
-        dtype=settings.dtype,
-        slots=settings.engine_slots,
-        max_loras=settings.vllm_max_loras,
-        max_known=settings.vllm_max_known_loras,
-        max_lora_rank=settings.vllm_max_lora_rank,
-        tensor_parallel=settings.vllm_tensor_parallel,
-        memory_fraction=settings.vllm_memory_fraction,
-        kv_bytes=settings.rollout_kv_bytes,
-        enforce_eager=settings.vllm_enforce_eager,
-        idle_adapter_bytes=settings.rollout_idle_adapter_bytes,
-    )
-    return vllm_engine(options, ChatTokenizer.load(folder, settings.max_context))
+    return vllm_engine(settings, folder, ChatTokenizer.load(folder, settings.max_context))
 
 
 async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:

@@ -12,8 +12,8 @@ from common.worker.handlers import Beat
 
 OnToken = Callable[[Sequence[int], Sequence[float]], None]
 """Called with the tokens and log-probs that are new since the last call, the resumed ones not included."""
-"""Called every BEAT_EVERY_S or so while a turn gets nearer to its end."""
 BEAT_EVERY_S = 0.25
+"""The time, or so, between two calls of a turn's `beat` while it gets nearer to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Engine(Protocol):
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens whose keys and values fit into its memory at once, beside the cache of prompts; None: not known."""
+        """Tokens whose keys and values fit into its memory at once, next to the cache of prompts; None: not known."""
         ...
 
     async def start(self) -> None:
@@ -97,8 +97,8 @@ class Engine(Protocol):
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
         """Samples one turn, from `request.num_partial` on. Cancelling it takes it out of the batch at once.
 
-        The request alone decides the tokens: its base, adapter, tokens, sampling and trajectory, never its neighbours,
-        attempt or time. `torch` keeps that to the bit, but for the last digits where an earlier turn's keys and
+        Only the request decides the tokens: its base, adapter, tokens, sampling and trajectory, never its neighbours,
+        attempt or time. `torch` keeps that to the bit, except the last digits where an earlier turn's keys and
         values were kept (`EngineLimits.turns`); on `vllm` scores differ in their last digits with what else is in
         the batch, and a resumed turn draws other numbers. `beat` is called now and then while tokens come.
 
@@ -111,5 +111,5 @@ class Engine(Protocol):
         ...
 
     def partial(self, request_id: str) -> Partial | None:
-        """The progress of a turn that is under way or was cancelled lately; None if nothing is known of it."""
+        """The progress of a turn that is under way or was cancelled a short time ago; None if nothing is known of it."""
         ...

@@ -162,9 +162,9 @@ class RolloutHandler:
             pump.cancel()
 
     def _restarts(self, message: TurnRequest) -> bool:
-        """True for a turn that begins anew when it moves; alternatives to its tokens are in no request, so they would be lost."""
-        alone = self._deterministic and not message.reply_to
-        return alone or bool(message.sampling.num_top_logprobs)
+        """True for a turn that begins again when it moves; alternatives to its tokens are in no request, so they would be lost."""
+        must_keep_bits = self._deterministic and not message.reply_to
+        return must_keep_bits or bool(message.sampling.num_top_logprobs)
 
     def _restarted(self, message: TurnRequest) -> TurnRequest:
         return _without_partial(message) if self._restarts(message) else message

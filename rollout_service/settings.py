@@ -65,7 +65,7 @@ class RolloutSettings(Settings):
 
     @property
     def engine_slots(self) -> int:
-        """Turns that the engine may generate at once: those of a dead worker run beside a full load. Not in deterministic mode,
+        """Turns that the engine may generate at once: those of a dead worker run next to a full load. Not in deterministic mode,
         whose self-test has seen `rollout_slots`."""
         return self.rollout_slots if self.deterministic else self.rollout_slots + self.rollout_slots // ORPHANS_SHARE
 

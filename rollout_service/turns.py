@@ -1,4 +1,4 @@
-"""Checks a request, and keeps the turns under way: the same for every engine. Used from one event loop."""
+"""Checks a request, finds stop strings, and keeps the turns under way: the same for every engine. Used from one event loop."""
 
 import asyncio
 import contextlib
@@ -13,9 +13,11 @@ from common.errors import InvalidInput
 from common.wire.messages import BASE, AdapterRef, Array, Sampling, TurnRequest, f32
 from rollout_service.engine import Partial
 
-KEPT_PARTIALS = 1024
+MAX_KEPT_PARTIALS = 1024
 MAX_STOP_IDS = 128
 """Each step of the torch engine compares with as many ids as some turn has had."""
+STOP_MARGIN = 4
+"""Tokens decoded beyond a stop string's bytes in the search for it: one character may need so many."""
 
 T = TypeVar("T")
 
@@ -66,8 +68,19 @@ def prompt_array(request: TurnRequest, scores: Sequence[float] | np.ndarray) -> 
     return f32(whole)
 
 
+def first_stop(stops: Sequence[str], tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+    """The stop string that the last token completes, the first of several; "" for none. The tokens that complete it are kept; the reader
+    cuts the text. `decode` gives the text of some ids, special tokens included.
+    """
+    if not stops:
+        return ""
+    reach = max(len(stop.encode()) for stop in stops) + STOP_MARGIN
+    text = decode(tokens[-reach:])
+    return next((stop for stop in stops if stop and stop in text), "")
+
+
 class TurnsUnderWay(Generic[T]):
-    """The turns of one engine by id of their request, and the partials of those that were cancelled lately."""
+    """The turns of one engine by id of their request, and the partials of those that were cancelled last."""
 
     def __init__(self, partial_of: Callable[[T], Partial | None]) -> None:
         """`partial_of`: reports how far a turn has come; None if it has ended."""
@@ -103,5 +116,5 @@ class TurnsUnderWay(Generic[T]):
     def _keep(self, request_id: str, partial: Partial | None) -> None:
         if partial is not None:
             self._cancelled[request_id] = partial
-        if len(self._cancelled) > KEPT_PARTIALS:
+        if len(self._cancelled) > MAX_KEPT_PARTIALS:
             self._cancelled.popitem(last=False)

@@ -4,7 +4,7 @@
                                   [--measured DIR] [--rollout 200 --env 200 --trainer 100] [--tenants 500] [--out DIR]
 
 Prints one line for each policy and N, and on stderr how far it is. With `--measured`, a folder of measured runs (`run-*.json`, see
-`simulator.calibration.PolicyRun`), the measured makespan stands beside the simulated one. The goal is 15 %.
+`simulator.calibration.PolicyRun`), the measured makespan stands next to the simulated one. The goal is 15 %.
 """
 
 import argparse
@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from manager_service.scheduling.policies import POLICIES, Policy, parse_policy
-from manager_service.scheduling.training_queue import DISCIPLINES, Discipline
 from simulator.calibration import Calibration, PolicyRun, read_calibration, read_runs, write
 from simulator.report import Goal, Report, make_table, parser, positive, show
 from simulator.world import simulate
@@ -38,33 +37,30 @@ COLUMNS: Mapping[str, Callable[[PolicyRun], float]] = {
 HEAD = ("run", *COLUMNS, "measured s", "error %", "took s")
 
 
-def sized(calibration: Calibration, given: Any) -> Calibration:
+def sized(calibration: Calibration, args: Any) -> Calibration:
     """The calibration with other numbers of workers, slots or steps, if they are given."""
-    changes = {
-        name: value for name in ("rollout", "env", "trainer", "trainer_slots") if (value := getattr(given, name))
-    }
+    changes = {name: value for name in ("rollout", "env", "trainer", "trainer_slots") if (value := getattr(args, name))}
     size = msgspec.structs.replace(calibration.size, **changes)
-    steps = {"num_steps": given.steps} if given.steps else {}
+    steps = {"num_steps": args.steps} if args.steps else {}
     workload = msgspec.structs.replace(calibration.workload, **steps)
     return msgspec.structs.replace(calibration, size=size, workload=workload)
 
 
-def predict(calibration: Calibration, policy: Policy, n: int, queue: Discipline, tenants: int | None) -> PolicyRun:
+def predict(calibration: Calibration, policy: Policy, n: int, tenants: int | None) -> PolicyRun:
     world = simulate(
         calibration,
         policy=policy,
         num_jobs=n,
-        discipline=queue,
         tenant_of=lambda number: f"tenant-{number % tenants if tenants else number}",
     )
     return world.figures(calibration.workload.name)
 
 
 def matching(measured: list[PolicyRun], run: PolicyRun) -> PolicyRun | None:
-    """The measured run of the same policy, queue, workload, N and steps."""
-    key = (run.policy, run.training_queue, run.workload, run.n, run.steps)
+    """The measured run of the same policy, workload, N and steps."""
+    key = (run.policy, run.workload, run.n, run.steps)
     found = (m for m in measured if m.kind == "measured")
-    return next((m for m in found if (m.policy, m.training_queue, m.workload, m.n, m.steps) == key), None)
+    return next((m for m in found if (m.policy, m.workload, m.n, m.steps) == key), None)
 
 
 def line(run: PolicyRun, measured: PolicyRun | None, took_s: float) -> tuple[Any, ...]:
@@ -74,7 +70,7 @@ def line(run: PolicyRun, measured: PolicyRun | None, took_s: float) -> tuple[Any
 
 
 def absent(measured: Sequence[PolicyRun], folder: Path, workload: str) -> list[str]:
-    """Reason why nothing measured stands beside the simulated runs."""
+    """Reason why nothing measured stands next to the simulated runs."""
     names = sorted({run.workload for run in measured})
     if not names or workload in names:
         return []
@@ -94,7 +90,6 @@ def options() -> argparse.ArgumentParser:
     result.add_argument("--calibration", type=Path, required=True, help="as simulator.calibrate writes it")
     result.add_argument("--measured", type=Path, metavar="DIR", help="of measured runs to compare with; default none")
     result.add_argument("--policy", default=",".join(POLICIES), help="comma-separated; default all: %(default)s")
-    result.add_argument("--queue", choices=DISCIPLINES, default="fused", help="of training; default %(default)s")
     result.add_argument(
         "--n", type=numbers, default="1,2,4,8,16,32", help="numbers of jobs, comma-separated; default %(default)s"
     )
@@ -110,31 +105,31 @@ def options() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    given = options().parse_args()
+    args = options().parse_args()
     try:
-        calibration = sized(read_calibration(given.calibration), given)
-        measured = read_runs(given.measured, PolicyRun) if given.measured else []
-        policies = {name: parse_policy(name) for name in str(given.policy).split(",")}
+        calibration = sized(read_calibration(args.calibration), args)
+        measured = read_runs(args.measured, PolicyRun) if args.measured else []
+        policies = {name: parse_policy(name) for name in str(args.policy).split(",")}
     except (OSError, ValueError) as error:
         sys.exit(f"simulate: {error}")
-    notes = absent(measured, given.measured, calibration.workload.name)
+    notes = absent(measured, args.measured, calibration.workload.name)
     lines: list[tuple[Any, ...]] = []
     goals: list[Goal] = []
     runs: list[PolicyRun] = []
-    for name, n in itertools.product(policies, list[int](given.n)):
+    for name, n in itertools.product(policies, list[int](args.n)):
         sys.stderr.write(f"{name}, N = {n} …\n")
         started = time.perf_counter()
-        run = predict(calibration, policies[name], n, given.queue, given.tenants)
+        run = predict(calibration, policies[name], n, args.tenants)
         real = matching(measured, run)
         runs.append(run)
         lines.append(line(run, real, time.perf_counter() - started))
         if real is not None:
             error = abs(run.makespan_s / real.makespan_s - 1)
             goals.append(Goal(f"error, {name} {n}", 100 * error, 100 * GOAL, " %", more_is_better=False))
-        if given.out:
-            given.out.mkdir(parents=True, exist_ok=True)
-            write(run, given.out / f"run-{run.workload}-{name}-{n}-simulated.json")
-    show(Report([make_table("Simulated", HEAD, lines)], msgspec.to_builtins(runs), goals, notes), given.json)
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            write(run, args.out / f"run-{run.workload}-{name}-{n}-simulated.json")
+    show(Report([make_table("Simulated", HEAD, lines)], msgspec.to_builtins(runs), goals, notes), args.json)
 
 
 if __name__ == "__main__":

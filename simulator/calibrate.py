@@ -60,15 +60,15 @@ def main() -> None:
     options.add_argument(
         "--name", default="measured", help="of the workload, as in the runs of --measured; default measured"
     )
-    given = options.parse_args()
+    args = options.parse_args()
     try:
-        recording = asyncio.run(recording_of(given.run, given.base_model))
-        if given.keep:
-            write_recording(recording, given.keep)
-        found = calibrate(recording, cores=given.cores or None, control_s=given.control_us / 1e6, name=given.name)
+        recording = asyncio.run(recording_of(args.run, args.base_model))
+        if args.keep:
+            write_recording(recording, args.keep)
+        calibration = calibrate(recording, cores=args.cores or None, control_s=args.control_us / 1e6, name=args.name)
     except ValueError as error:
         sys.exit(f"calibrate: {error}")
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(calibration), indent=2).decode() + "\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-STANDARD = NormalDist()
+STANDARD_NORMAL = NormalDist()
 
 
 class LogNormal(msgspec.Struct, frozen=True):
@@ -30,11 +30,11 @@ class LogNormal(msgspec.Struct, frozen=True):
 
     def at(self, uniform: float) -> float:
         """The value below which this share of all lies. `uniform` in (0, 1)."""
-        return math.exp(self.mu + self.sigma * STANDARD.inv_cdf(uniform)) if self.sigma else math.exp(self.mu)
+        return math.exp(self.mu + self.sigma * STANDARD_NORMAL.inv_cdf(uniform)) if self.sigma else math.exp(self.mu)
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Service times. Seconds of a processor that nobody else wants, but for those "by the clock"."""
+    """Service times. Seconds of a processor that nobody else wants, except those "by the clock"."""
 
     decode_step_s: float  # one forward of the engine, whatever its rows
     decode_row_s: float  # and for each row under way
@@ -46,9 +46,9 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     grade_s: float = 0.0  # by the clock: the environment's answer to a trajectory's last turn
     hop_s: float = 0.005  # by the clock: from a message's publication to whoever works on it, queues apart
     start_s: float = 0.0  # of the env worker for a group's first prompts
-    engine_loop_s: float = 0.0  # of a rollout worker beside its engine, for each turn
+    engine_loop_s: float = 0.0  # of a rollout worker without its engine, for each turn
     env_loop_s: float = 0.0  # of an env worker for each turn
-    trainer_loop_s: float = 0.0  # of a trainer beside its computing, for each operation, while it computes the next
+    trainer_loop_s: float = 0.0  # of a trainer without its computing, for each operation, while it computes the next
     control_s: float = 0.0  # of manager and Redis for each turn
     cores: int | None = None  # that all processes share; None: each has one of its own
 
@@ -114,7 +114,6 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Literal["measured", "simulated"]
     policy: str
-    training_queue: str
     workload: str
     n: int  # jobs
     steps: int  # of each job

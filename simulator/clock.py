@@ -92,22 +92,22 @@ class SimulatedHost:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A process's loop: it does what it is given, one after another."""
+    """A process's loop: it does its tasks one after another."""
 
     host: SimulatedHost
-    _given: deque[tuple[float, Act]] = field(default_factory=deque[tuple[float, Act]])  # the first is computed
+    _tasks: deque[tuple[float, Act]] = field(default_factory=deque[tuple[float, Act]])  # the first is computed
 
     def do(self, seconds: float, then: Act) -> None:
-        """`then` happens when all that was given before and these seconds are computed."""
-        self._given.append((seconds, then))
-        if len(self._given) == 1:
+        """`then` happens when the tasks before and these seconds are computed."""
+        self._tasks.append((seconds, then))
+        if len(self._tasks) == 1:
             self.host.began()
             self.host.after(seconds, self._done)
 
     def _done(self) -> None:
-        _, then = self._given.popleft()
-        if self._given:
-            self.host.after(self._given[0][0], self._done)
+        _, then = self._tasks.popleft()
+        if self._tasks:
+            self.host.after(self._tasks[0][0], self._done)
         else:
             self.host.ended()
         then()

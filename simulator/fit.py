@@ -23,7 +23,7 @@ CounterDeltas = list[dict[str, float]]
 
 SERVICES = ("rollout", "env", "trainer")
 SAME_SIZE = 0.05
-"""Steps whose tokens differ relatively less than this say nothing about what a step costs beside its tokens."""
+"""Steps whose tokens differ relatively less than this say nothing about what a step costs besides its tokens."""
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -154,7 +154,7 @@ def fit_training(found: CounterDeltas) -> tuple[float, float]:
 
 
 def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
-    """Constant and slope of y over x, weighted; where one would be negative it is 0 and the other fits alone."""
+    """Constant and slope of y over x, weighted; where one would be negative it is 0 and only the other is fitted."""
     mean_x, mean_y = np.average(x, weights=weight), np.average(y, weights=weight)
     variance = np.average((x - mean_x) ** 2, weights=weight)
     slope = np.average((x - mean_x) * (y - mean_y), weights=weight) / variance if variance > 0 else 0.0
@@ -166,7 +166,7 @@ def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, floa
 
 
 def beside_s(found: CounterDeltas, *computing: str) -> float:
-    """Processor seconds of a service beside some of them, while it settled anything: those of an idle loop are nobody's."""
+    """Processor seconds of a service besides some of them, while it settled anything: those of an idle loop are nobody's."""
     working = [d for d in found if d.get("settled", 0) > 0]
     return max(0.0, sum(d["cpu_s"] - sum(d.get(name, 0.0) for name in computing) for d in working))
 

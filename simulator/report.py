@@ -1,4 +1,4 @@
-"""Shows figures: options, tables, goals, and the state of the machine beside them."""
+"""Shows figures: options, tables, goals, and the state of the machine with them."""
 
 import argparse
 import json

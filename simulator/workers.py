@@ -26,7 +26,7 @@ def uniform(state: int) -> float:
 
 
 LENGTH, LATENCY, CALLS, REWARD = range(4)
-"""Random draws. Each is a function of job, group, sample and turn alone: neither the policy nor the order of work changes a
+"""Random draws. Each is a function of job, group, sample and turn only: neither the policy nor the order of work changes a
 length or a latency."""
 
 

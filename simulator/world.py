@@ -33,7 +33,6 @@ from manager_service.records.tenants import TenantRecord
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import Policy
-from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 from simulator.calibration import Calibration, PolicyRun, Spread, Workload, jain
 from simulator.clock import Clock, Process, SimulatedHost
 from simulator.workers import REWARD, EngineTurns, Flight, SimulatedEngine, SimulatedEnvironment, TrainerWorker
@@ -58,7 +57,6 @@ class World:
 
     calibration: Calibration
     policy: Policy
-    discipline: Discipline = "fused"
     clock: Clock = field(default_factory=Clock)
     jobs: MemberTable[Job] = field(default_factory=MemberTable[Job])
     progress: dict[str, RunProgress] = field(default_factory=dict[str, RunProgress])
@@ -91,7 +89,7 @@ class World:
             engine.list_free()
         loops = deque(Process(self.host) for _ in range(size.env))
         self.env = SimulatedEnvironment(self.host, machine, loops, size.env * size.env_slots, self._answered)
-        self.allocator = Allocator(self, self.policy, TrainingQueue(self.discipline))
+        self.allocator = Allocator(self, self.policy)
 
     # ---- what the Allocator asks ------------------------------------------------------------------------------------
 
@@ -253,7 +251,6 @@ class World:
         return PolicyRun(
             kind="simulated",
             policy=self.policy.name,
-            training_queue=self.discipline,
             workload=workload,
             n=len(jobs),
             steps=max(len(job.versions_s) for job in jobs),
@@ -274,12 +271,11 @@ def simulate(
     *,
     policy: Policy,
     num_jobs: int,
-    discipline: Discipline = "fused",
     workload: Workload | None = None,
     tenant_of: Callable[[int], str] = lambda number: f"tenant-{number}",
 ) -> World:
     """All jobs are submitted at once, each of another tenant unless told otherwise. Returns the world at its end."""
-    world = World(calibration, policy, discipline)
+    world = World(calibration, policy)
     chosen = workload or calibration.workload
     staleness = policy.max_staleness(None)
     for number in range(num_jobs):

@@ -272,6 +272,14 @@ def test_the_two_programs_of_the_manager_meet_in_records_and_scheduling_alone(on
     assert wrong == []
 
 
+def test_only_the_wiring_of_the_api_imports_the_tinker_protocol() -> None:
+    """And the helpers, which parse its bodies."""
+    wiring = {f"manager_service/http/{file}" for file in ("app.py", "server.py", "reading/tasks.py")}
+    tinker = "manager_service/http/tinker/"
+    others = [file for file in files("manager_service/http") if not file.startswith(tinker) and file not in wiring]
+    assert [file for file in others if any(name.startswith(tinker) for name in imported_files(file))] == []
+
+
 def test_the_simulator_imports_no_other_benchmark() -> None:
     found = {name for file in files("simulator") for name in imports(file) if name.startswith("benchmarks")}
     assert {name for name in found if not name.startswith("simulator")} == set()
@@ -411,7 +419,7 @@ def test_packages_stay_within_their_budget_of_lines() -> None:
     assert num_lines(files(*SIZED)) <= MAX_SIZED
     lines = {folders: num_lines(files(*folders.split())) for folders in BUDGET}
     assert {folders: num for folders, num in lines.items() if num > BUDGET[folders]} == {}
-    scripts = (ROOT / "manager_service" / "page").glob("*.js")
+    scripts = (ROOT / "manager_service" / "http" / "page").glob("*.js")
     assert num_lines(str(script) for script in scripts if ".min." not in script.name) <= MAX_PAGE
 
 

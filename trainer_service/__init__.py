@@ -13,11 +13,11 @@ name to `LossFn` (`common/wire/operations.py`), a row to `RUN_RULES` (data.py), 
     handler.py      answers Init and TrainStep; makes each version once
     run_handler.py  answers Operations of runs; keeps their gradients
     versions.py     reads and commits versions; keeps the last states
-    fusion.py       chooses who computes a step: the main driver, or one for small steps beside it
-    driver.py       lets steps of many jobs join, leave and fail alone, in one thread
+    fusion.py       chooses who computes a step: the main driver, or one for small steps next to it
+    driver.py       lets steps of many jobs join, leave and fail one by one, in one thread
     training.py     runs steps of many jobs micro-batch by micro-batch
     open_step.py    holds one adapter's batch while it is under way
-    run_step.py     carries out a stretch of a run's operations
+    run_step.py     carries out a segment of a run's operations
     batch.py        holds a batch, and parses a job's rows
     data.py         parses the data of a run's operations; the losses of runs, with their defaults
     packing.py      packs rows into sequences and micro-batches

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from base_model.device import keep_freed_memory, prepare_cpu
+from base_model.device import free_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import choose
 from base_model.loading_turn import alone_on
 from common.bus.streams import GROUP_TRAINER
@@ -67,7 +67,8 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     keep_freed_memory()  # before the thread that loads has a heap of its own
     trainer, bits = await asyncio.to_thread(load_trainer, settings)  # in a thread that stays, for ranks end with it
     prepare_cpu(settings.trainer_threads)  # for this thread
-    base, cached = parts.cell.base_model, settings.trainer_cache_bytes or cache_bytes(trainer)
+    base, backbone = parts.cell.base_model, trainer.backbone
+    cached = settings.trainer_cache_bytes or cache_bytes(backbone.linear_shapes(), free_bytes(backbone.device))
     handler = TrainHandler(
         trainer, parts.store, base, worker=parts.worker, cache_bytes=cached, fingerprints=parts.fingerprints
     )

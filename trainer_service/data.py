@@ -9,7 +9,7 @@
     gspo                 as ppo, with the sequence's ratio                            1 - 3e-4 to 1 + 4e-4
 
 r = p / q, with q the probability at sampling; gspo's ratio is the geometric mean of r over the datum's mask, which each token
-carries with the gradient of its own log p alone (GSPO-token, arXiv 2507.18071, eq. 13).
+carries with only the gradient of its own log p (GSPO-token, arXiv 2507.18071, eq. 13).
 
 Axes: R rows, M targets of one row.
 """
@@ -30,7 +30,7 @@ from trainer_service.batch import Batch, Bools, Floats, Ints, Terms
 from trainer_service.losses import NUM_OF_TARGETS, MicroTerms
 from trainer_service.packing import common_length
 
-SHARED = 0.5  # data that begin alike for this part of the shorter one are one group
+SHARED_BEGINNING = 0.5  # data that begin alike for this part of the shorter one are one group
 ROW_TERMS = MicroTerms._fields[NUM_OF_TARGETS : MicroTerms._fields.index("has_anchored")]
 
 
@@ -179,7 +179,7 @@ def _numbers(name: str, array: Array | None, num: int, otherwise: float) -> Floa
 
 
 def batch_of_parts(parts: Sequence[OperationRows]) -> Batch:
-    """The batch of a stretch of operations, in order. Rows that neither learn nor answer are not wanted."""
+    """The batch of a segment of operations, in order. Rows that neither learn nor answer are not wanted."""
     rows = [row for part in parts for row in part.rows]
     learned_R = np.array([bool(row.learned_M.any()) for row in rows], bool)
     num_rows = [len(part.rows) for part in parts]
@@ -208,5 +208,5 @@ def batch_of_parts(parts: Sequence[OperationRows]) -> Batch:
 
 def _groups(inputs: Sequence[Ints]) -> Ints:
     """Numbers the groups: neighbours that begin alike."""
-    starts = [common_length(pair) < SHARED * min(map(len, pair)) for pair in itertools.pairwise(inputs)]
+    starts = [common_length(pair) < SHARED_BEGINNING * min(map(len, pair)) for pair in itertools.pairwise(inputs)]
     return np.cumsum([0, *starts])[: len(inputs)]

@@ -1,7 +1,7 @@
 """Computes many steps in one thread, micro-batch by micro-batch: a step joins between two and leaves when its own are done.
 
 The error of a step goes to its own caller. An error of a micro-batch that cannot be put down to one step (memory that ran out, a
-fault of ours) makes each step begin again, alone, so that only the step that causes it fails. Where memory ran out, the step's
+fault of ours) makes each step begin again by itself, so that only the step that causes it fails. Where memory ran out, the step's
 micro-batches have half of the tokens from then on, and half again, down to one row.
 """
 
@@ -20,18 +20,18 @@ from base_model.device import compute_clock, give_back_memory
 from common.errors import InvalidInput
 from common.sharing.fairness import Fairness
 from trainer_service.open_step import OpenBatch
-from trainer_service.packing import WINDOW, Budget
+from trainer_service.packing import WINDOW_BATCHES, Budget
 from trainer_service.training import DoesNotFit, Trainer
 
-AHEAD = 8
+MAX_BATCHES_AHEAD = 8
 """Micro-batches that a tenant may be served more than another that waits."""
-LEAST_PART = 1 / 32
+LEAST_CHARGED_PART = 1 / 32
 """The part of a micro-batch's tokens that a tenant is charged for at least, since the smallest takes its time too."""
-FOLLOWS_PART = 0.25
+FOLLOWER_WAIT_PART = 0.25
 """The longest wait for a small step that follows, as a part of a micro-batch's time. It is on its way to its run's owner and back."""
-SHARED_S, SHARED_PART = 10.0, 0.5
-"""For SHARED_S after steps of several tenants met, a micro-batch of a large step takes SHARED_PART of the budget, so that a newcomer
-waits less."""
+TENANTS_MET_S, TENANTS_MET_PART = 10.0, 0.5
+"""For so many seconds after steps of several tenants met, a micro-batch of a large step takes this part of the budget, so that a
+newcomer waits less."""
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -57,8 +57,8 @@ class FusedStep:
     tokens: int  # that it has to go at its begin; before that, about
     result: "asyncio.Future[Any]"
     step: Opened | None = None
-    alone: bool = False
-    most_tokens: int = sys.maxsize  # of a micro-batch in which it takes part, but for a row that is longer
+    is_alone: bool = False  # it is computed with no other step: one that failed together with others
+    most_tokens: int = sys.maxsize  # of a micro-batch in which it takes part, except a row that is longer
     under_way: int = 0  # tokens that it had left before the micro-batch that is computed now
 
     @property
@@ -81,7 +81,7 @@ class Driver:
     _came: asyncio.Event = field(default_factory=asyncio.Event)  # a step, since the driver last waited for one
     _waited: bool = False  # after the last round, for a step that follows
     _hurried: bool = False  # the last round had no micro-batch
-    _shared_at: float = -SHARED_S  # when steps of several tenants were last there together, by the monotonic clock
+    _shared_at: float = -TENANTS_MET_S  # when steps of several tenants were last there together, by the monotonic clock
 
     async def run(self, member: FusedStep) -> Any:
         """Returns the member's result. A caller that is cancelled takes its step out before the next micro-batch."""
@@ -109,16 +109,16 @@ class Driver:
                 await self._next_step()
 
     def _awaits_next(self, left: FusedStep) -> bool:
-        """Is the step that follows one that left worth waiting for? Not beside others of its tenant, nor beside smaller ones."""
+        """Is the step that follows one that left worth waiting for? Not with others of its tenant there, nor with smaller ones."""
         larger = [m.tenant != left.tenant and m.step is not None and m.tokens_left > left.tokens for m in self.members]
         return left.goes_on and bool(larger) and all(larger)
 
     async def _next_step(self) -> None:
-        """Returns when a step comes, or after FOLLOWS_PART of what a micro-batch takes."""
+        """Returns when a step comes, or after FOLLOWER_WAIT_PART of what a micro-batch takes."""
         self._came.clear()
-        micro_batch_s = self.compute_s / max(1, self._forwarded) * self.trainer.budget.tokens * SHARED_PART
+        micro_batch_s = self.compute_s / max(1, self._forwarded) * self.trainer.budget.tokens * TENANTS_MET_PART
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._came.wait(), FOLLOWS_PART * micro_batch_s)
+            await asyncio.wait_for(self._came.wait(), FOLLOWER_WAIT_PART * micro_batch_s)
 
     def _round(self, members: list[FusedStep]) -> dict[FusedStep, object]:
         """Runs one micro-batch, in the computing thread. Returns the members that leave, each with its result or error."""
@@ -146,7 +146,7 @@ class Driver:
         self._hurried = bool(outcomes) and not self._hurried
         if self._hurried or not left:
             return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none; but every other round has one
-        company = left[:1] if left[0].alone else self._in_turn([m for m in left if not m.alone])
+        company = left[:1] if left[0].is_alone else self._in_turn([m for m in left if not m.is_alone])
         return outcomes | self._micro_batch(company) | self._finish(company)
 
     def _begun(self, member: FusedStep) -> Opened:
@@ -162,6 +162,8 @@ class Driver:
             self._shared_at = time.monotonic()
         most = self.most_served(tenants)
         to_go: Counter[str] = Counter()
+        # Shortest remaining time first: a small step waits for no large one. By itself that would starve the large, so a tenant that was
+        # served MAX_BATCHES_AHEAD micro-batches more than the least served one, for its weight, goes behind it (weighted fair queueing).
         keys: dict[FusedStep, tuple[float, int]] = {}
         for member in company:
             to_go[member.tenant] += member.tokens_left
@@ -172,7 +174,7 @@ class Driver:
     def most_served(self, tenants: Collection[str]) -> float:
         """The virtual time above which a tenant is served last."""
         least = min((self.served.virtual_time(tenant) for tenant in tenants), default=0.0)
-        return least + AHEAD * self.trainer.budget.tokens
+        return least + MAX_BATCHES_AHEAD * self.trainer.budget.tokens
 
     def _micro_batch(self, company: Sequence[FusedStep]) -> dict[FusedStep, object]:
         going = [(m, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]
@@ -181,7 +183,7 @@ class Driver:
         for member, one in going:
             member.under_way = one.tokens_left
         failed = _tried(lambda: self.trainer.micro_batch([one for _, one in going], budget)) if going else None
-        least = int(LEAST_PART * self.trainer.budget.tokens)
+        least = int(LEAST_CHARGED_PART * self.trainer.budget.tokens)
         for (member, one), num_forward in zip(going, before, strict=True):
             tokens, member.under_way = one.sums.num_forward - num_forward, 0
             self.served.charge(member.tenant, max(tokens, least) if tokens else 0, member.weight)
@@ -195,9 +197,9 @@ class Driver:
         if isinstance(failed, DoesNotFit):
             give_back_memory()
             ended = self._beyond_memory(failed) if failed.is_least else None
-        outcomes: dict[FusedStep, object] = {m: ended for m in company if m.alone and ended is not None}
+        outcomes: dict[FusedStep, object] = {m: ended for m in company if m.is_alone and ended is not None}
         for member in company:
-            member.alone = True
+            member.is_alone = True
             if isinstance(failed, DoesNotFit):
                 member.most_tokens = max(1, failed.tokens // 2)
         return outcomes
@@ -205,7 +207,7 @@ class Driver:
     def _beyond_memory(self, failed: DoesNotFit) -> InvalidInput:
         free_mb = self.trainer.backbone.free_bytes() / 1e6
         return InvalidInput(
-            f"memory ran out in a row of {failed.tokens} tokens, computed alone, with {free_mb:,.0f} MB free before it "
+            f"memory ran out in a row of {failed.tokens} tokens, computed by itself, with {free_mb:,.0f} MB free before it "
             f"({failed.reason}): make rows shorter (max_tokens, MARLAAS_MAX_CONTEXT), or let them need less on the "
             "trainer (MARLAAS_TRAINER_CHECKPOINTING=true, MARLAAS_TRAINER_DTYPE=bfloat16, a larger MARLAAS_TRAINER_RANKS)"
         )
@@ -214,8 +216,8 @@ class Driver:
         """The budget of the company's next micro-batch. Its first member is first in turn."""
         budget = self.trainer.budget
         tokens_left = company[0].tokens_left if company else 0
-        shared = time.monotonic() - self._shared_at < SHARED_S and tokens_left > WINDOW * budget.tokens
-        tokens = int(budget.tokens * SHARED_PART) if shared else budget.tokens
+        shared = time.monotonic() - self._shared_at < TENANTS_MET_S and tokens_left > WINDOW_BATCHES * budget.tokens
+        tokens = int(budget.tokens * TENANTS_MET_PART) if shared else budget.tokens
         return replace(budget, tokens=min([tokens, *(member.most_tokens for member in company)]))
 
     def _finish(self, company: Sequence[FusedStep]) -> dict[FusedStep, object]:

@@ -1,16 +1,16 @@
 """Computes for many jobs and runs together.
 
-waits for: a step (a TrainStep, or a stretch of a run's operations)   unblocked by: the handlers
+waits for: a step (a TrainStep, or a segment of a run's operations)   unblocked by: the handlers
 
 A tenant's steps are served by age. Between tenants the step with the fewest tokens to go is first (shortest remaining processing
-time), so that a small one waits for no large one of another tenant; but a tenant that was served AHEAD micro-batches more, for its
-weight, than the least served one comes after it, so that none is overtaken for ever.
+time), so that a small one waits for no large one of another tenant; but a tenant that was served MAX_BATCHES_AHEAD micro-batches
+more, for its weight, than the least served one comes after it, so that none is overtaken without end.
 
 A micro-batch that is under way cannot be overtaken, and a row of a large step is one at least. So what is small does not wait for
-it, where the base model computes in two threads at once: the *express* driver takes it, beside the main one.
+it, where the base model computes in two threads at once: the *express* driver takes it, next to the main one.
 
     step ─┬─► main driver      a thread: all that is there, fused
-          └─► express driver   another: at most EXPRESS_PART of a micro-batch at a time, beside another tenant's larger step
+          └─► express driver   another: at most EXPRESS_PART of a micro-batch at a time, next to another tenant's larger step
 
 Elsewhere, after a small step that another one of its tenant follows at once, as an optimiser's follows a gradient, the driver waits
 for that one for a moment before it goes on with larger ones (anticipatory scheduling: Iyer and Druschel, SOSP 2001).
@@ -82,7 +82,7 @@ class Fusion:
         goes_on: bool = False,
         halvings: int = 0,
     ) -> T:
-        """Opens a tenant's step, computes it beside the others and returns what `finish` makes of it; raises as these two, which run
+        """Opens a tenant's step, computes it together with the others and returns what `finish` makes of it; raises as these two, which run
         in a computing thread. `finish` closes the step. `beat` is called after every micro-batch. `tokens`: that it brings, about.
         `weight`: the tenant's. `goes_on`: another step of the tenant follows once this one's result is known. `halvings`: of the tokens
         of its micro-batches, from its begin.
@@ -102,6 +102,9 @@ class Fusion:
 
         Its tenant's own are served by age, and one that was served much more than those that wait goes behind them.
         """
+        # The two drivers share the base model's weights and nothing else, and torch computes in both threads at once. The express driver
+        # has a part of the memory set aside (`_part`), so it holds only what fits there; and it takes a step only if the main driver
+        # would keep it waiting: for everything else one fused micro-batch is cheaper than two.
         waiting = self._main.members
         return (
             express.trainer.budget.holds(1, new.tokens + sum(m.tokens_left for m in express.members), branched=False)

@@ -24,15 +24,15 @@ from common.wire.operations import Forget, Forgotten, Operations
 from common.worker.handlers import Beat
 from trainer_service.fusion import Fusion
 from trainer_service.open_step import Trained, TrainState, failure_of
-from trainer_service.packing import WINDOW
+from trainer_service.packing import WINDOW_BATCHES
 from trainer_service.run_handler import RunHandler
 from trainer_service.training import Trainer
 from trainer_service.versions import Versions
 
 TrainerMessage = Init | TrainStep | Operations | Forget
-LARGE = 16
+LARGE_BATCHES = 16
 """Micro-batches, as which a larger message counts among those that a trainer holds."""
-MOST_LARGE = 4
+MAX_LARGE_MESSAGES = 4
 log = structlog.get_logger()
 
 
@@ -67,10 +67,12 @@ class TrainHandler:
             fingerprints=fingerprints,
         )
         self._fusion = Fusion(trainer)
-        self._runs = RunHandler(self._fusion, self._versions, self._cell, worker=worker, cache_bytes=cache_bytes)
-        self._held: list[int] = []  # tokens of each message
         names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
+        self._runs = RunHandler(
+            self._fusion, self._versions, self._cell, self._counters, worker=worker, cache_bytes=cache_bytes
+        )
+        self._held: list[int] = []  # tokens of each message
 
     async def __call__(self, message: TrainerMessage, beat: Beat) -> list[Out]:
         """Returns the AdapterUpdate (Init, TrainStep), OperationsDone (Operations) or Forgotten (Forget). Messages under way together
@@ -112,15 +114,15 @@ class TrainHandler:
 
     def has_room(self) -> bool:
         """Says whether one message more would be worked on soon; if not, it is better left to another trainer."""
-        return sum(self._held) < WINDOW * self._trainer.budget.tokens
+        return sum(self._held) < WINDOW_BATCHES * self._trainer.budget.tokens
 
     def takes_leftovers(self) -> bool:
         """Says whether it takes one message more that no other trainer waits for, so that a small one overtakes the large ones here."""
-        large = LARGE * self._trainer.budget.tokens
-        return sum(min(tokens, large) for tokens in self._held) < MOST_LARGE * large
+        large = LARGE_BATCHES * self._trainer.budget.tokens
+        return sum(min(tokens, large) for tokens in self._held) < MAX_LARGE_MESSAGES * large
 
     async def _delete(self, message: Forget, beat: Beat) -> list[Out]:
-        """A version whose manifest cannot be read keeps its files, which costs space alone."""
+        """A version whose manifest cannot be read keeps its files, which costs only space."""
         store = self._versions.store
         for versions, delete in ((message.versions, store.drop_files), (message.optimizers, store.drop_optimizer)):
             for version in versions:
@@ -161,8 +163,7 @@ class TrainHandler:
         clock and of the thread; `trained_tokens`, `forward_tokens` with their `padding_tokens`; `commit_s` in files and manifests; of
         several ranks, `rank_<n>_tokens` and `ranks_s`.
         """
-        totals = {name: amount + self._runs.counters[name] for name, amount in self._counters.items()}
-        return totals | {"compute_s": self._fusion.compute_s} | self._trainer.backbone.counters()
+        return {**self._counters, "compute_s": self._fusion.compute_s, **self._trainer.backbone.counters()}
 
     def hand_back(self, message: TrainerMessage) -> list[Out] | None:
         """Half a step is worth nothing elsewhere: the message goes back as it was, or its owner hears that the gradient is gone."""

@@ -93,7 +93,7 @@ class MicroTerms(NamedTuple):
     averaged_RW: Tensor  # 1: counts in the mean of an anchored ratio
     limit_R1: Tensor  # the largest ratio
     is_sequence_R1: Tensor  # 1: the ratio is the row's geometric mean
-    is_anchored_R1: Tensor  # 1: it is too, but each token has the gradient of its own log-prob alone
+    is_anchored_R1: Tensor  # 1: it is too, but each token has only the gradient of its own log-prob
     is_weight_R1: Tensor  # 1: the bounded ratio is a weight through which no gradient flows
     kl_coefs_R1: Tensor
     betas_R1: Tensor  # coefficient of half the squared log-ratio

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from base_model.device import free_bytes, give_back_memory
+from base_model.device import give_back_memory
 from common.models.footprint import FLOAT32
 from common.wire.messages import AdapterRef, Init, LoraSpec, LossSpec, OptimSpec, TrainStep
 from trainer_service.packing import Budget
@@ -40,13 +40,8 @@ def fit(trainer: Trainer, num_bytes: int, *, most_tokens: int = 0) -> None:
     trainer.budget = _bounded(trainer, probed, num_bytes)
 
 
-def cache_bytes(trainer: Trainer) -> int:
-    """Bytes for adapters with optimiser states, where nobody has said how many."""
-    return cache_for(trainer.backbone.linear_shapes(), free_bytes(trainer.backbone.device))
-
-
-def cache_for(shapes: Mapping[str, tuple[int, int]], free: int) -> int:
-    """`shapes`: (out, in) of the linear layers. `free`: bytes."""
+def cache_bytes(shapes: Mapping[str, tuple[int, int]], free: int) -> int:
+    """Bytes for adapters with optimiser states, where nobody has said how many. `shapes`: (out, in) of the linear layers. `free`: bytes."""
     state = 3 * FLOAT32 * CACHED_RANK * sum(out + width for out, width in shapes.values())  # values and two moments
     return max(LEAST_CACHE, min(CACHED_STATES * state, free // CACHE_SHARE))
 

@@ -19,7 +19,7 @@ import numpy as np
 from trainer_service.batch import Batch, Bools, Ints
 
 PAD_MULTIPLE = 32  # of a sequence's length in deterministic mode
-WINDOW = 2  # a micro-batch is chosen from work for so many
+WINDOW_BATCHES = 2  # a micro-batch is chosen from work for so many
 COMPUTED_AGAIN = 1.3  # time of attention whose forward the backward repeats, over attention
 ATTENTION_COST = 4  # time of a multiply-add in attention over one in a linear layer, as on a CPU
 PADDING_SHARE = 1 / 16  # of a micro-batch's tokens: padding as dear as the overhead of one micro-batch more
@@ -196,12 +196,15 @@ def in_order(sequences: Iterable[Tree], *, exact: bool) -> list[Tree]:
 def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact: bool) -> list[list[Tree]]:
     """Chooses the next of each job's open sequences, jobs by age, sequences as `in_order`; at least one of the oldest job.
 
-    The oldest jobs whose work fills WINDOW micro-batches take part: the others would only delay them. The oldest job's
+    The oldest jobs whose work fills WINDOW_BATCHES micro-batches take part: the others would only delay them. The oldest job's
     longest sequence gives the width, and the others follow by length while padding is cheaper than a micro-batch more.
     `exact`: sequences of one kind only, each job's in its own order, so that a job's gradient adds up as if it were alone.
     Sequences that learn and others do not mix.
     """
-    window = _window(queues, WINDOW * budget.tokens)
+    # In deterministic mode a job's gradient must add up in the order and the shapes in which it would without neighbours, so only
+    # sequences of the lead's kind join. Elsewhere a shorter sequence is padded to the lead's width while that costs less than the
+    # fixed cost of one micro-batch more.
+    window = _window(queues, WINDOW_BATCHES * budget.tokens)
     lead = window[0][0]
     width = lead.kind[0] if exact else len(lead)
     if exact:

@@ -1,9 +1,9 @@
 """Operations of a run in, an OperationsDone out.
 
-The gradient that a run's log adds up to is kept here between two messages: whoever sends the next stretch names this trainer. It
+The gradient that a run's log adds up to is kept here between two messages: whoever sends the next segment names this trainer. It
 is a cache. A trainer that does not have it says so (`absent`), and gets the whole log.
 
-    redelivery before the commit    the same stretch once more: the gradient before it is kept until the next one stands
+    redelivery before the commit    the same segment once more: the gradient before it is kept until the next one stands
     redelivery after the commit     the manifest tells the metrics; outputs that were not published are a forward of v
     two trainers, one log           the manifest is create-only, the loser adopts it
 """
@@ -31,17 +31,26 @@ log = structlog.get_logger()
 
 
 class RunHandler:
-    """Carries out each stretch of a run's log, and makes each version once."""
+    """Carries out each segment of a run's log, and makes each version once."""
 
-    def __init__(self, fusion: Fusion, versions: Versions, cell: Cell, *, worker: str, cache_bytes: int) -> None:
+    def __init__(
+        self,
+        fusion: Fusion,
+        versions: Versions,
+        cell: Cell,
+        counters: dict[str, float],
+        *,
+        worker: str,
+        cache_bytes: int,
+    ) -> None:
+        """`counters`: totals of the trainer, to which it adds."""
         self._fusion = fusion
         self._versions = versions
         self._cell = cell
         self._worker = worker
         self._gradients: ByteCache[AdapterRef, Gradient] = ByteCache(cache_bytes, lambda gradient: gradient.num_bytes)
         """The newest of each version's log: an older one, or one of a log that was dropped, is never gone on with."""
-        names = ("busy_s", "trained_tokens", "forward_tokens", "padding_tokens", "commit_s")
-        self.counters: dict[str, float] = dict.fromkeys(names, 0.0)
+        self._counters = counters
 
     async def __call__(self, message: Operations, beat: Beat) -> list[Out]:
         """Raises Unavailable when the store stays away or full: nothing is lost, deliver the message again."""
@@ -58,17 +67,17 @@ class RunHandler:
             return self.failed(message, failure_of(error))
 
     def failed(self, message: Operations, failure: Failure) -> list[Out]:
-        """Messages to publish when a stretch is given up."""
+        """Messages to publish when a segment is given up."""
         self._gradients.pop(message.adapter)
         open_ones = [operation for operation in message.operations if not operation.answered]
         return self._answer(message, tuple(OperationResult(one.seq, failure=failure) for one in open_ones))
 
     def hand_back(self, message: Operations) -> list[Out] | None:
-        """A stretch whose gradient is here alone cannot be carried out elsewhere: its owner sends the whole log."""
+        """A segment whose gradient is only here cannot be carried out elsewhere: its owner sends the whole log."""
         return self._answer(message, absent=True) if message.first else None
 
     def _gradient(self, message: Operations) -> Gradient | None:
-        """The gradient from which the stretch goes on; None: it is not here."""
+        """The gradient from which the segment goes on; None: it is not here."""
         if not message.first:
             return Gradient(message.operations[0].seq, 0)
         held = self._gradients.get(message.adapter)
@@ -106,7 +115,7 @@ class RunHandler:
         since, made = time.monotonic(), self._manifest(message, gradient, computed, usage)
         manifest, committed = await self._versions.commit(made, computed.state, beat)
         if committed:
-            self.counters["commit_s"] += time.monotonic() - since
+            self._counters["commit_s"] += time.monotonic() - since
         else:
             log.info("commit_lost", job=message.job, version=made.adapter.version, wasted_s=computed.seconds)
         self._gradients.pop(message.adapter)
@@ -126,7 +135,7 @@ class RunHandler:
         )
 
     async def _recovered(self, message: Operations, manifest: Manifest, beat: Beat) -> list[Out]:
-        """The answer of a stretch whose version exists: outputs that were not published come from a forward of v."""
+        """The answer of a segment whose version exists: outputs that were not published come from a forward of v."""
         missing = tuple(replace(one, action="forward") for one in message.operations[:-1] if not one.answered)
         results: tuple[OperationResult, ...] = ()
         try:
@@ -162,10 +171,10 @@ class RunHandler:
         return [(self._cell.adapters(message.partition), done)]
 
     def _count(self, computed: Computed, usage: Usage) -> None:
-        self.counters["busy_s"] += computed.seconds
-        self.counters["trained_tokens"] += usage.trained_tokens
-        self.counters["forward_tokens"] += computed.forward_tokens
-        self.counters["padding_tokens"] += computed.padding_tokens
+        self._counters["busy_s"] += computed.seconds
+        self._counters["trained_tokens"] += usage.trained_tokens
+        self._counters["forward_tokens"] += computed.forward_tokens
+        self._counters["padding_tokens"] += computed.padding_tokens
 
 
 def _ends(message: Operations) -> bool:

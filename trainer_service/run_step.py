@@ -1,6 +1,6 @@
-"""Carries out a stretch of a run's operations: outputs, and a gradient that the next stretch goes on with or that is applied.
+"""Carries out a segment of a run's operations: outputs, and a gradient that the next segment goes on with or that is applied.
 
-Operations add to the gradient one after the other, in order of their numbers and never merged: one stretch, three, or a replay
+Operations add to the gradient one after the other, in order of their numbers and never merged: one segment, three, or a replay
 give the same bits.
 """
 
@@ -56,7 +56,7 @@ class Parsed:
 
 @dataclass(slots=True, eq=False)
 class OpenRun:
-    """A stretch of a run's operations under way."""
+    """A segment of a run's operations under way."""
 
     operations: Sequence[Parsed]
     gradient: Gradient  # before them
@@ -65,9 +65,9 @@ class OpenRun:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The result of a stretch."""
+    """The result of a segment."""
 
-    results: tuple[OperationResult, ...]  # of those that were not answered before, but for what made the next version
+    results: tuple[OperationResult, ...]  # of those that were not answered before, except what made the next version
     gradient: Gradient | None  # of the log up to here; None: it ended
     state: TrainState | None  # the next version, if one was made
     metrics: dict[str, float]  # of the optimiser's step
@@ -106,14 +106,14 @@ def _parse_optim(payload: bytes) -> OptimSpec:
 
 
 def begin(trainer: Trainer, operations: Sequence[RunOperation], state: TrainState, gradient: Gradient) -> OpenRun:
-    """Opens a stretch whose operations add to `gradient`."""
+    """Opens a segment whose operations add to `gradient`."""
     parsed = [parse(operation, trainer) for operation in operations]
     batch = batch_of_parts([operation.part for operation in parsed])
     return OpenRun(parsed, gradient, trainer.open(state, batch, gradient.grad_P))
 
 
 def finish(trainer: Trainer, run: OpenRun) -> Computed:
-    """Closes a stretch."""
+    """Closes a segment."""
     try:
         return _finish(trainer, run)
     finally:

@@ -1,4 +1,4 @@
-"""Checks at start-up that on this machine a training step's bits depend on its job's batch alone.
+"""Checks at start-up that on this machine a training step's bits depend on its job's batch only.
 
 Steps of several jobs, of ranks, losses and lengths of every kind, are trained one by one and together, in micro-batches of
 many sequences and of one, with shared prefixes and without: weights and moments must be the same bits.
@@ -53,7 +53,7 @@ def selftest(trainer: Trainer) -> str:
 def _compare(expected: list[TrainState], found: list[Trained]) -> None:
     for one, other in zip(expected, found, strict=True):
         if _bytes(one) != _bytes(other.state):
-            raise NotDeterministic("a training step's bits depend on what is trained beside it, or in how many parts")
+            raise NotDeterministic("a training step's bits depend on what is trained with it, or in how many parts")
 
 
 def _bytes(state: TrainState) -> bytes:

@@ -7,7 +7,6 @@ from pydantic import Field, field_validator
 from common.settings import Settings, dtype_on
 
 DEVICE_KERNELS = {
-    "flex": "attention",
     "varlen": "attention",
     "liger": "what stands between products",
     "compile": "what stands between products",
@@ -47,9 +46,9 @@ class TrainerSettings(Settings):
     """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time. The transformers
     backbone does so by itself for as many layers as memory demands; this makes it all."""
     trainer_kernels: str = "auto"
-    """Kernels with which the transformers backbone computes on CUDA, comma-separated: `flex` or `varlen` for attention, `liger` or
-    `compile` for what stands between the products. Empty: its plain path. auto: `varlen` on one GPU of capability 8.0 or newer, in
-    bfloat16; elsewhere the plain path."""
+    """Kernels with which the transformers backbone computes on CUDA, comma-separated: `varlen` for attention, `liger` or `compile` for
+    what stands between the products. Empty: its plain path. auto: `varlen` on one GPU of capability 8.0 or newer, in bfloat16;
+    elsewhere the plain path."""
     trainer_cache_bytes: int = Field(default=0, ge=0)
     """Memory for adapters with optimiser state, kept between their steps, and as much again for gradients of runs; the least
     recently used are dropped first. 0: for four adapters of rank 32, at most an eighth of what is free at the start, at
@@ -62,7 +61,7 @@ class TrainerSettings(Settings):
             return value
         computed = [DEVICE_KERNELS.get(name) for name in _names(value)]
         if None in computed or len(set(computed)) < len(computed):
-            raise ValueError("auto, or flex or varlen, and liger or compile, comma-separated")
+            raise ValueError("auto, or varlen, and liger or compile, comma-separated")
         return value
 
     @property

@@ -4,7 +4,7 @@
     begin ─────────── of a TrainStep: all of it ─────────────────► finish
 
 Rows of all open batches go through the base model in the same forward and backward, each through its own adapter. Jobs
-share the base model alone: factors, gradients, clipping and optimiser state are each job's own, every product has
+share only the base model: factors, gradients, clipping and optimiser state are each job's own, every product has
 the rows of one job, and no number of one job ever meets a number of another's, so that a NaN stays where it is.
 
 Axes: R rows and M targets of a micro-batch, T its positions, W places for the targets of a row.
@@ -113,7 +113,7 @@ class Trainer:
     # ---- a TrainStep ------------------------------------------------------------------------------------------------
 
     def step(self, message: TrainStep, state: TrainState, beat: Callable[[], None]) -> Trained:
-        """Runs one step alone; `beat` is called after every micro-batch. Raises as `begin` and `finish`."""
+        """Runs one step by itself; `beat` is called after every micro-batch. Raises as `begin` and `finish`."""
         step = self.begin(message, state)
         while not step.done:
             self.micro_batch([step.opened])

@@ -92,6 +92,9 @@ class Versions:
         """
         manifest = replace(manifest, base_model=self._base_model, fingerprints=dict(self._fingerprints))
         files = await beating(beat, asyncio.to_thread(self._save, state))
+        # The store writes the files first, under a name of this attempt's own, and then the manifest that names them, which can be
+        # created only once. So a trainer that dies on the way leaves files that nobody names, a version is whole or absent, and of
+        # two trainers with one message the second adopts what the first has committed: whose message it was does not matter.
         try:
             committed = await beating(beat, self._patiently(partial(self.store.commit, manifest, files)))
         except AlreadyExists:
@@ -107,7 +110,7 @@ class Versions:
         self._cache.pop(adapter)
 
     def _keep(self, adapter: AdapterRef, state: TrainState) -> None:
-        """Keeps a state in memory, unless it alone is more than all may take, which the log says once."""
+        """Keeps a state in memory, unless it is more by itself than all may take, which the log says once."""
         budget = self._cache.budget_bytes
         if state.num_bytes > budget and not self._told:
             self._told = True

@@ -59,11 +59,11 @@ WATCHED = (
 
 
 def background(number: int) -> tuple[Job, ...]:
-    """Jobs that train beside the watched ones, three a tenant."""
-    return tuple(_beside(index) for index in range(number))
+    """Jobs that train next to the watched ones, three a tenant."""
+    return tuple(map(_neighbour, range(number)))
 
 
-def _beside(index: int) -> Job:
+def _neighbour(index: int) -> Job:
     skill = ("add", "sort", "reverse", "max", "count", "calc")[index % 6]
     hyper = {
         "batch_size": 2 + index % 5,

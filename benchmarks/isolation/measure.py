@@ -118,11 +118,6 @@ async def watch(theirs: Tenants, job: Job, num_steps: int, seed: int) -> JobRun:
     seconds = time.monotonic() - began
     metrics = [event["data"] for event in await api.events(id) if event["type"] == "metrics"]
     steps = [each for each in metrics if "loss" in each]
-    rows = [
-        (version, row)
-        for version in range(1, len(steps) + 1)
-        for row in (await api.get(f"{JOBS}/{id}/samples", version=version))["data"]
-    ]
     evals = [each["eval_reward_mean"] for each in metrics if "eval_reward_mean" in each]
     return JobRun(
         name=job.name,
@@ -132,7 +127,6 @@ async def watch(theirs: Tenants, job: Job, num_steps: int, seed: int) -> JobRun:
         seconds=seconds,
         steps=steps,
         held_out=evals[-1] if evals else None,
-        texts={f"{version}/{row['group']}/{row['sample']}": row["text"] for version, row in rows},
         sha256=[await adapter_hashes(theirs.cluster, job.tenant, id, v) for v in range(len(steps) + 1)],
     )
 

@@ -42,12 +42,6 @@ class Pair:
         """Version 0 included."""
         return max(len(self.alone.sha256), len(self.among.sha256))
 
-    @property
-    def same_texts(self) -> float:
-        """Share of the kept trajectories with the same text."""
-        shared = self.alone.texts.keys() & self.among.texts.keys()
-        return sum(self.alone.texts[key] == self.among.texts[key] for key in shared) / max(1, len(shared))
-
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
@@ -109,7 +103,7 @@ FIGURES: Mapping[str, Figure] = {
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A figure over pairs: means, the mean difference with half of its interval (nan for a single pair), p of the sign-flip test."""
+    """A figure over pairs: means, the mean difference with its standard error (nan for a single pair), p of the sign-flip test."""
 
     alone: float
     among: float
@@ -118,8 +112,8 @@ class Compared:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        half = statistics.interval(self.differences)
-        shown = f"{np.mean(self.differences):+.2g}" + ("" if math.isnan(half) else f" ± {half:.2g}")
+        error = statistics.standard_error(self.differences)
+        shown = f"{np.mean(self.differences):+.2g}" + ("" if math.isnan(error) else f" ± {error:.2g}")
         return (number(self.alone), number(self.among), shown, number(self.p))
 
     @property
@@ -183,7 +177,7 @@ def section(mode: Mode, pairs: Sequence[Pair]) -> str:
     slow = {
         name: float(np.mean([p.among.seconds / p.alone.seconds for p in own])) for name, own in by_job(pairs).items()
     }
-    head = ("alone", "among", "difference, 95 %", "p")
+    head = ("alone", "among", "difference ± standard error", "p")
     pooled = [(name, *row.cells) for name, figure in FIGURES.items() if (row := compare(pairs, figure))]
     jobs = [
         (name, *row.cells, number(row.equal_p)) for name, own in by_job(pairs).items() if (row := compare(own, REWARD))
@@ -191,8 +185,7 @@ def section(mode: Mode, pairs: Sequence[Pair]) -> str:
     answer = "No" if same == versions else "**Yes, which breaks invariant I8**" if mode == "deterministic" else "Yes"
     return f"""## {mode.capitalize()} mode, {len(pairs)} pairs of job and seed
 
-- Does another tenant change a bit of my adapter? {answer}: {same} of {versions} versions are the same bytes, and
-  {100 * np.mean([pair.same_texts for pair in pairs]):.1f} % of the kept trajectories have the same text.
+- Does another tenant change a bit of my adapter? {answer}: {same} of {versions} versions are the same bytes.
 - Is training less on-policy? {stale} of {len(steps)} steps used another version's trajectory.
 - Who pays? A job takes {min(slow.values()):.1f} to {max(slow.values()):.1f} times as long as alone; Jain's index of the speeds
   relative to alone is {jain([1 / value for value in slow.values()]):.3f}.

@@ -49,8 +49,6 @@ class JobRun:
     steps: list[Metrics] = field(default_factory=list[Metrics])
     held_out: float | None = None
     """Mean sampled reward on held-out items at the end."""
-    texts: dict[str, str] = field(default_factory=dict[str, str])
-    """STEP/GROUP/SAMPLE -> text of the trajectories that are kept of each step."""
     sha256: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     """Files of each version from 0: name -> sha256."""
 

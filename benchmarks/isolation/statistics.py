@@ -24,24 +24,9 @@ def t_cdf(t: float, dof: int) -> float:
     return 0.5 + scale * half * float((_WEIGHTS * np.cos(half * (_NODES + 1)) ** (dof - 1)).sum())
 
 
-def t_quantile(probability: float, dof: int) -> float:
-    """The t with P(T ≤ t) = probability, for 0 < probability < 1; by bisection of the angle."""
-    low, high = -math.pi / 2, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(math.sqrt(dof) * math.tan(middle), dof) < probability else (low, middle)
-    return math.sqrt(dof) * math.tan((low + high) / 2)
-
-
 def standard_error(values: Sequence[float]) -> float:
     """Standard error of their mean; nan for fewer than two."""
     return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-
-
-def interval(values: Sequence[float], confidence: float = 0.95) -> float:
-    """Half of the mean's confidence interval; nan for fewer than two values."""
-    n = len(values)
-    return math.nan if n < 2 else t_quantile((1 + confidence) / 2, n - 1) * standard_error(values)
 
 
 def sign_flip_p(differences: Sequence[float], seed: int = 0) -> float:

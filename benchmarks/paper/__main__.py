@@ -9,7 +9,7 @@ One rollout worker and one trainer of one thread each, one env worker; engine, b
 the same under every policy. For each N the policies take turns, so that a change of the machine's load meets all of them.
 Each run writes FOLDER/run-WORKLOAD-POLICY-N.json, with the times at which each job's versions were committed (`versions_s`).
 
-What the columns mean is printed beneath the tables. `simul.` is what `simulator` predicts, calibrated for each N on the
+table.py says what the columns mean. `simul.` is what `simulator` predicts, calibrated for each N on the
 telemetry of the `marlaas` run of as many jobs, at most 8.
 """
 
@@ -24,8 +24,7 @@ import msgspec
 from benchmarks._report import Report, console, empty, make_table, positive, show, sweep_parser, write_json
 from benchmarks.paper import table
 from benchmarks.paper.measure import measure
-from benchmarks.paper.predict import calibrates, predictions, recording_file
-from benchmarks.paper.results import Measured
+from benchmarks.paper.results import Measured, calibrates, predictions, recording_file
 from benchmarks.paper.workloads import WORKLOADS, Workload
 from manager_service.scheduling.policies import POLICIES
 from simulator.calibration import read_runs
@@ -70,7 +69,7 @@ def report(folder: Path, to: Path | None) -> None:
 
 
 def main() -> None:
-    options = sweep_parser("\n".join([__doc__ or "", *table.legend()]), OUT, "N = 1 and 4, three policies")
+    options = sweep_parser(__doc__, OUT, "N = 1 and 4, three policies")
     options.add_argument("--jobs", type=positive, nargs="+", metavar="N", help="default: 1 2 4 8 16 32")
     options.add_argument("--policies", nargs="+", choices=list(POLICIES))
     options.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))

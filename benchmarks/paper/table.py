@@ -1,12 +1,19 @@
-"""The figures as a table, and the goals."""
+"""The figures as a table, and the goals. Columns:
+
+simul.     the makespan that `simulator` predicts
+TTFS       from submission to the job's first turn at the rollout engine, mean; TPTS: from version to version, mean
+slowed     a job's turnaround over that of the same job alone, mean; worst: the largest of these over that mean
+rollout %  share of the makespan in which the engine computes, by processor seconds; trainer %: in which the trainer does
+control s  processor seconds of all processes beside computing
+wasted     sampled tokens that were never trained
+"""
 
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks._report import Goal
-from benchmarks.paper.predict import Key, key_of
-from benchmarks.paper.results import Measured
+from benchmarks.paper.results import Key, Measured, key_of
 from manager_service.scheduling.policies import POLICIES
 from simulator.calibration import PolicyRun
 
@@ -17,17 +24,6 @@ COLUMNS = (
     "run", "makespan s", "simul.", "tokens/s", "TTFS s", "p95", "TPTS s", "p95", "Jain", "slowed", "worst",
     "rollout %", "trainer %", "control s", "wasted",
 )  # fmt: skip
-LEGEND = {
-    "simul.": "the makespan that `simulator` predicts",
-    "TTFS": "from submission to the job's first turn at the rollout engine, mean",
-    "TPTS": "from version to version, mean",
-    "slowed": "a job's turnaround over that of the same job alone, mean; `worst`: the largest of these over that mean",
-    "rollout %": "share of the makespan in which the engine computes, by processor seconds: forwards, sampling",
-    "trainer %": "the same: forwards, backwards, optimiser",
-    "control s": "processor seconds of all processes beside computing",
-    "wasted": "sampled tokens that were never trained",
-}
-"""Meaning of the columns."""
 
 
 class Found:
@@ -59,15 +55,10 @@ def line(found: Found, run: Measured, simulated: PolicyRun | None) -> tuple[Any,
     )  # fmt: skip
 
 
-def legend() -> list[str]:
-    """A line for each column that does not explain itself."""
-    return [f"    {column:<14}{meaning}" for column, meaning in LEGEND.items()]
-
-
 def notes(found: Found, predicted: Mapping[Key, PolicyRun]) -> list[str]:
     """Lines beneath the table."""
     both = near(found, predicted)
-    result = [*legend(), f"simulator: {sum(both)} of {len(both)} makespans within {100 * ERROR:g} % of the measured"]
+    result = [f"simulator: {sum(both)} of {len(both)} makespans within {100 * ERROR:g} % of the measured"]
     if not found.judged:
         result.append(f"the goals are for N = {GOAL_JOBS} under marlaas, which was not run: `make bench-paper` runs it")
     return result

@@ -124,13 +124,11 @@ def main() -> None:
     settings = read_settings(folder)
     jobs = [read_job(folder, name) for name in names]
     python, rows, rank = Path(sys.executable), settings.rows, settings.lora_rank
-    with serving(python, folder, MODEL, jobs=len(jobs), rows=rows, rank=rank) as server:
-        run_all(server.url, folder, jobs, settings)
-
-
-def run_all(url: str, folder: Path, jobs: list[Job], settings: Settings) -> None:
-    with ThreadPoolExecutor(len(jobs)) as clients:
-        for done in [clients.submit(run, url, folder, job, settings) for job in jobs]:
+    with (
+        serving(python, folder, MODEL, jobs=len(jobs), rows=rows, rank=rank) as server,
+        ThreadPoolExecutor(len(jobs)) as clients,
+    ):
+        for done in [clients.submit(run, server.url, folder, job, settings) for job in jobs]:
             done.result()
 
 

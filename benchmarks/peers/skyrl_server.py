@@ -36,7 +36,7 @@ def serving(
     """Starts the server with the interpreter of SkyRL's virtual environment; `folder` takes what it writes.
 
     `rows`: sequences of one job's step. As SkyRL's documentation has it, that many are sampled and trained at a time, so that shapes do
-    not change with who else is there: XLA compiles each of them anew, for seconds. It starts its engine by `uv run`; both use the
+    not change with who else is there: XLA compiles each of them again, for seconds. It starts its engine by `uv run`; both use the
     same environment here.
     """
     uv, port = python.parent / "uv", free_port()

@@ -1,10 +1,16 @@
 """Fair sharing between tenants by weight. All of it compares virtual times: what a tenant was charged, over its weight.
 
-    what is shared                         by whom                    where
-    rollout slots, groups to issue         tenants of a cell          manager_service/scheduling, corrected by correction.py
-    trainers' steps                        tenants of a cell          trainer_service/fusion.py, by fairness.py
-    places for completions and graders     tenants of a replica       places.py, manager_service/http/sampling
-    threads for long computations          tenants of a process       threads.py
+    what is shared                          among                          where
+    an owner's part of the rollout slots    owners, replicas with chats    manager_service/owner/leases.py, by correction.py
+    groups to issue, examples to measure    tenants of an owner            manager_service/scheduling/allocator.py, by fairness.py
+    complete batches for the trainers       tenants of an owner            manager_service/scheduling/training_queue.py, by fairness.py
+    micro-batches of a trainer              tenants with steps there       trainer_service/fusion.py and driver.py, by fairness.py
+    places of a cell, for chats and graders replicas                       manager_service/http/sampling/cell_share.py, by correction.py
+    places of a replica                     its tenants                    manager_service/http/sampling/places.py, by places.py
+    sandboxes, graders, sessions, webhooks  tenants of a process           places.py
+    threads for long computations           tenants of a process           threads.py
+
+What a tenant's own jobs share is no matter of weights: priorities and deadlines decide (manager_service/scheduling/demand.py).
 
 Its files:
 

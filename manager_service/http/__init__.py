@@ -21,5 +21,5 @@ Its files:
     openai/           OpenAI's API: jobs, files, models, graders
     operators/        tenants, workers, metrics, health; the web page
     stores/           finds jobs, runs and versions in Redis, and creates them
-    tinker/           the Tinker protocol
+    tinker/           the Tinker protocol; only app.py and server.py import it
 """

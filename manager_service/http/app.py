@@ -17,8 +17,8 @@ from manager_service.http.openai.jobs import curves, estimates, events, jobs, re
 from manager_service.http.operators import admin, cluster_routes, docs_page, health, metrics, page_routes
 from manager_service.http.sampling import chat, completions, generate
 from manager_service.http.tinker import operations, retrieval, run_routes, sampler_routes, session_routes
-from manager_service.http.tinker.parts import MAX_PASS_BYTES, PREFIX, make_records
-from manager_service.http.tinker.rest import absent, billing, checkpoint_routes, listings, search
+from manager_service.http.tinker.parts import MAX_PASS_BYTES, PREFIX, Records
+from manager_service.http.tinker.rest import absent, billing, checkpoint_routes, listings
 from manager_service.http.tinker.retrieval import Patience
 
 TITLE = "MARLaaS"
@@ -51,7 +51,6 @@ ROUTERS = (
     operations,
     sampler_routes,
     retrieval,
-    search,
     listings,
     checkpoint_routes,
     billing,
@@ -59,8 +58,8 @@ ROUTERS = (
 )
 
 
-def create_app(api: Api) -> FastAPI:
-    """The HTTP API over these parts. Whoever calls this also runs the cells' loops."""
+def create_app(api: Api, tinker: Records) -> FastAPI:
+    """The HTTP API over these parts, those of the Tinker protocol included."""
     app = FastAPI(
         title=TITLE,
         description=DESCRIPTION,
@@ -71,7 +70,7 @@ def create_app(api: Api) -> FastAPI:
         separate_input_output_schemas=False,
     )
     app.state.api = api
-    app.state.tinker = make_records(api)
+    app.state.tinker = tinker
     # the routes as they are: `include_router` makes each anew, a quarter of a second in all
     for router in (*(noun.router for noun in ROUTERS), jobs.hyperparameters):
         app.router.routes += router.routes

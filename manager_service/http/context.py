@@ -32,8 +32,6 @@ from manager_service.http.openai.files.table_uploads import Tables
 from manager_service.http.reading.reading_helpers import Helpers
 from manager_service.http.sampling.feed import Feed
 from manager_service.http.sampling.inference import Inference
-from manager_service.http.tinker.futures.operation_futures import Answered
-from manager_service.http.tinker.futures.sample_futures import Peers, Samples
 from manager_service.records.archive import Archive
 from manager_service.records.cluster import Cluster
 from manager_service.records.tenants import ADMIN, KeyRecord, TenantRecord, Tenants
@@ -77,9 +75,6 @@ class Base:
     tokenizer: ChatTokenizer
     inference: Inference
     feed: Feed
-    answered: Answered
-    samples: Samples
-    peers: Peers
     archive: Archive
     where: str  # it was found: a folder, or a name of the hub
     weights: Weights
@@ -96,8 +91,7 @@ class Base:
 
     async def run(self) -> None:
         """Runs the loops that its requests need, until cancelled."""
-        loops = (self.cluster, self.inference, self.feed, self.answered, self.samples, self.peers)
-        async with running(*(loop.run() for loop in loops)) as tasks:
+        async with running(self.cluster.run(), self.inference.run(), self.feed.run()) as tasks:
             await asyncio.wait(tasks)
 
 

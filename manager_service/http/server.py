@@ -30,13 +30,11 @@ from manager_service.http.reading.reading_helpers import Helpers
 from manager_service.http.sampling.cell_share import BULK
 from manager_service.http.sampling.feed import Feed
 from manager_service.http.sampling.inference import Inference
-from manager_service.http.tinker.futures.operation_futures import Answered
-from manager_service.http.tinker.futures.sample_futures import Peers, Samples
+from manager_service.http.tinker.parts import Records
 from manager_service.records.archive import Archive
 from manager_service.records.cluster import Cluster
-from manager_service.records.data_format import check_format
 from manager_service.records.keys import GLOBAL
-from manager_service.records.tenants import Tenants, bootstrap
+from manager_service.records.tenants import Tenants, bootstrap, check_format
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
 
@@ -102,7 +100,6 @@ async def make_base(
         slots=lambda kind: _places(kind, cluster),
         most_for_chat=INFERENCE_SHARE,
     )
-    samples = Samples(bus, inference, api_id)
     redis = connect_impatiently(settings.redis_url, bus.cell.key(""))
 
     async def used() -> float:
@@ -118,9 +115,6 @@ async def make_base(
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder, settings.max_context),
         inference=inference,
         feed=Feed(bus),
-        answered=Answered(bus),
-        samples=samples,
-        peers=Peers(bus, samples, api_id),
         archive=Archive(objects, name),
         where=where,
         weights=await asyncio.to_thread(weights_of, folder),
@@ -154,11 +148,11 @@ def weights_of(folder: Path) -> Weights:
         return found
 
 
-async def serve(api: Api, stop: asyncio.Event) -> None:
-    """Answers requests until `stop`, then lets open ones finish for a few seconds."""
+async def serve(api: Api, tinker: Records, stop: asyncio.Event) -> None:
+    """Answers requests until `stop`, then lets open ones finish for a few seconds. The caller runs the loops of bases and futures."""
     settings = api.settings
     config = uvicorn.Config(
-        create_app(api),
+        create_app(api, tinker),
         host=settings.host,
         port=settings.port,
         log_config=None,

@@ -16,7 +16,7 @@ Its files:
     transaction.py    writes a pass's changes by one script that first compares the lease
     jobs/             one job: a state machine of events in, Changes out
     runs/             jobs whose loop their user keeps, through the Tinker protocol
-    archiver.py       reads a finished job's records in Redis, and says what the owner deletes there
+    archiver.py       copies a finished job's records to the archive, and tells the owner what to delete in Redis
     job_reader.py     reads jobs: records, files on this machine's disk, versions that only the store knows
     redis_memory.py   measures what fills Redis
 """

@@ -1,8 +1,4 @@
-"""Reads finished jobs' records in Redis and writes them to the archive. Their partition's owner then deletes them in Redis.
-
-The owner marks a job first (`moving`), so that nobody changes its record while it is copied. A crash in between leaves the
-mark and, perhaps, the copy; the next owner copies again.
-"""
+"""Copies finished jobs' records from Redis to the archive. Their partition's owner then deletes them in Redis."""
 
 import asyncio
 import math
@@ -21,7 +17,7 @@ from manager_service.records.keys import read_record
 from manager_service.records.sample_records import Kept
 from manager_service.records.usage import usage_fields, usage_of
 
-BATCH = 20
+BATCH_JOBS = 20
 """Jobs that are moved together."""
 
 log = structlog.get_logger()
@@ -56,6 +52,8 @@ class Archiver:
     async def _some(self, partition: int, before_s: float, commit: Callable[[int, Changes], Awaitable[bool]]) -> bool:
         """False: nothing is left to be archived, or the partition is another's now."""
         jobs = await self.due(partition, before_s)
+        # Mark, copy, delete, each write fenced. A record that changed between copy and deletion would lose the change; the mark keeps
+        # the API from changing it. A crash before the deletion repeats the copy, to the same names
         if not jobs or not await commit(partition, Changes(moving=jobs)):
             return False
         return await commit(partition, Changes(moved=await self.copy(jobs)))
@@ -63,10 +61,10 @@ class Archiver:
     async def due(self, partition: int, before_s: float) -> list[str]:
         """Jobs of a partition that finished before a moment, the first of them first, a batch at most."""
         key, client = self._cell.finished(partition), self._bus.client
-        found: Any = await self._bus.retrying(
-            lambda: client.zrange(key, "-inf", before_s, byscore=True, offset=0, num=BATCH)
+        jobs: Any = await self._bus.retrying(
+            lambda: client.zrange(key, "-inf", before_s, byscore=True, offset=0, num=BATCH_JOBS)
         )
-        return [job.decode() for job in found]
+        return [job.decode() for job in jobs]
 
     async def copy(self, jobs: Sequence[str]) -> list[Moved]:
         """Writes marked jobs to the archive. Raises Unavailable when the store is away: then nothing may be deleted."""
@@ -75,8 +73,8 @@ class Archiver:
     async def _copy(self, job: str) -> Moved:
         key = self._cell.job(job)
         (record,) = await self._bus.read_hashes([key])
-        found = read_record(key, record, JobSpec, JobState)
-        return await self._write(*found, deleted=DELETED.encode() in record) if found else Moved(job)
+        decoded = read_record(key, record, JobSpec, JobState)
+        return await self._write(*decoded, deleted=DELETED.encode() in record) if decoded else Moved(job)
 
     async def _write(self, spec: JobSpec, state: JobState, *, deleted: bool) -> Moved:
         cell, job = self._cell, spec.id

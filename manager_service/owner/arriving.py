@@ -1,4 +1,4 @@
-"""Takes jobs in beside an owner's passes, because their files may be long in coming: new ones, and those that a take-over left."""
+"""Takes jobs in outside of an owner's passes, since reading their files may take long: new jobs, and those that a take-over left."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.partition import Partition
 from manager_service.owner.transaction import Fence
 
-AGAIN_S = 1.0
+RETRY_S = 1.0
 """Time between two tries to read a job's files."""
 Owned = tuple[Partition, Fence]
 
@@ -48,12 +48,16 @@ class Intake:
 
     async def _take_in(self, number: int, owned: Owned, job: str) -> None:
         """Reads a job. Who has the lock first lets all that are read enter."""
-        failure = await _fetched(owned[0], job)
+        failure = None
+        try:
+            await owned[0].fetch(job)
+        except Unavailable as error:
+            failure = error
         self._read.append((number, owned, job, failure))
         async with self._lock:
             await self._let_in()
         if failure:
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
             self.wanted.set()
 
     async def _let_in(self) -> None:
@@ -72,12 +76,3 @@ class Intake:
             await partition.delay(job, failure, time.time(), changes)
         if not failure or job in partition.jobs:
             await partition.take_in(job, time.time(), changes)
-
-
-async def _fetched(partition: Partition, job: str) -> Unavailable | None:
-    """Reads a job's record and files, or returns why they cannot be read now."""
-    try:
-        await partition.fetch(job)
-    except Unavailable as error:
-        return error
-    return None

@@ -2,7 +2,7 @@
 
     a batch is complete ─► admits: no, it is written ─► the storage has it ─► admits: yes ─► published with its path ─► forget
 
-Until it is published, the batch's results are pending entries: an owner that dies meanwhile costs the written payload alone,
+Until it is published, the batch's results are pending entries: an owner that dies meanwhile costs only the written payload,
 which is deleted with all of its job's.
 """
 
@@ -24,7 +24,7 @@ from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.job import Job
 
 TOKEN_BYTES, ROW_BYTES, REST_BYTES = 9, 512, 16 << 10
-"""At most so many bytes of a TrainStep stand for a token, for a row beside its tokens, and for everything else."""
+"""Most bytes of a TrainStep for a token, for the rest of a row, and for everything else."""
 
 log = structlog.get_logger()
 
@@ -53,16 +53,16 @@ class BigSteps:
         if not numbers or _most_bytes(job, numbers) <= CLAIM_CHECK_BYTES:
             return True
         step = job.next_step(numbers)
-        known, head = self._by_job.get(job.id), _head(step)
-        if known is None or known.head != head:
-            known = self._by_job[job.id] = BigStep(step, head)
-            self._unwritten.put_nowait((job.id, known))
-        return bool(known.path)
+        big, head = self._by_job.get(job.id), _head(step)
+        if big is None or big.head != head:
+            big = self._by_job[job.id] = BigStep(step, head)
+            self._unwritten.put_nowait((job.id, big))
+        return bool(big.path)
 
     def path(self, message: Message) -> str:
         """The path of a message that was written; empty if it was not, so that it travels as it is."""
-        known = self._by_job.get(message.job)
-        return known.path if known and isinstance(message, TrainStep) and known.head == _head(message) else ""
+        big = self._by_job.get(message.job)
+        return big.path if big and isinstance(message, TrainStep) and big.head == _head(message) else ""
 
     def forget(self, jobs: Iterable[str]) -> None:
         """Forgets steps that are published, or whose jobs this owner has lost. They stay in the storage."""
@@ -99,9 +99,6 @@ def _most_bytes(job: Job, numbers: Iterable[int]) -> int:
 def _head(step: TrainStep) -> bytes:
     """All of a step but its rows, which its trajectories' ids determine."""
     return msgspec.msgpack.encode((step.id, step.epoch, step.loss, step.trajectories, step.next_group, step.drops))
-
-
-log = structlog.get_logger()
 
 
 class PayloadTidier:

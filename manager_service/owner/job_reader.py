@@ -3,13 +3,9 @@
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from weakref import WeakValueDictionary
-
-import structlog
 
 from common.bus.bus import Bus
 from common.errors import CorruptObject, NotFound, Unavailable
@@ -22,52 +18,48 @@ from manager_service.records.file_records import file_path
 from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.keys import read_record
 from manager_service.records.sample_records import LIMITS, Limits
-from manager_service.scheduling.members import MemberTable
 
 JobHashes = Sequence[Mapping[bytes, bytes]]
 """A job's hashes at the keys `job`, `open` and `evals`."""
-AT_ONCE = 16
+MAX_READS = 16
 """Files that are read from object storage at once."""
-DRAW_AGAIN_S = 1.0
-"""Time to the next try when the disk was full."""
-log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class Searched:
+class VersionSearch:
     """The store's answer about the next version of a job."""
 
     since: float  # seconds since 1970, when something last happened to the job
-    asked: bool = False  # the store is asked, or has answered
+    begun: bool = False  # the store is asked, or has answered
     done: bool = False
     manifest: Manifest | None = None
     error: CorruptObject | None = None
 
 
 @dataclass(slots=True)
-class Fetched:
+class FetchedJob:
     """A job that was read, before it counts."""
 
     job: Job
-    searched: Searched
+    searched: VersionSearch
     missing: str = ""  # why a file of it is gone
 
 
 class JobReader:
     """Reads the jobs of an owner, for its partitions."""
 
-    def __init__(self, bus: Bus, files: "ItemFiles", store: AdapterStore, limits: Limits = LIMITS) -> None:
+    def __init__(self, bus: Bus, objects: Objects, store: AdapterStore, limits: Limits = LIMITS) -> None:
         self._bus, self._cell = bus, bus.cell
-        self._files, self._store = files, store
+        self._files, self._store = ItemFiles(objects), store
         self._limits = limits
 
     async def records(self, job_ids: Sequence[str]) -> list[JobHashes]:
         """The record of each job; empty hashes of a job that has none."""
         keys = [key(job) for job in job_ids for key in (self._cell.job, self._cell.open, self._cell.evals)]
-        found = await self._bus.read_hashes(keys)
-        return [found[at : at + 3] for at in range(0, len(found), 3)]
+        hashes = await self._bus.read_hashes(keys)
+        return [hashes[at : at + 3] for at in range(0, len(hashes), 3)]
 
-    async def read(self, job_id: str, records: JobHashes) -> Fetched | None:
+    async def read(self, job_id: str, records: JobHashes) -> FetchedJob | None:
         """A job with its files. None if it has no record that can be read. Raises Unavailable."""
         decoded = self._decoded(job_id, records)
         if decoded is None:
@@ -78,11 +70,9 @@ class JobReader:
         except NotFound as error:
             items, missing = [Items(), Items()], f"the job's file is gone: {error}"
         job = self._made(spec, state, records, *items)
-        if not job.orders.has_item(state.next_group):
-            await self._files.draw(job)
-        searched = Searched(job.changed_at)
+        searched = VersionSearch(job.changed_at)
         await self.search(job, searched)
-        return Fetched(job, searched, missing)
+        return FetchedJob(job, searched, missing)
 
     def without_files(self, job_id: str, records: JobHashes) -> Job | None:
         """A job whose files cannot be read. None if it has no record that can be read."""
@@ -98,8 +88,10 @@ class JobReader:
         job.open.load(state, *records[1:])
         return job
 
-    async def search(self, job: Job, searched: Searched) -> None:
+    async def search(self, job: Job, searched: VersionSearch) -> None:
         """Asks the store for the version that a job waits for. Raises Unavailable."""
+        # A trainer commits a version before it sends the update. If Redis lost that message with its last moment, no worker tells of
+        # the version again, and a second training of the step would find it there. So only the store knows whether it exists
         if job.state.training or job.state.initialising:
             adapter = AdapterRef(job.spec.tenant, job.id, job.state.version + 1)
             try:
@@ -119,9 +111,7 @@ class ItemFiles:
         self._objects = objects
         self._files: WeakValueDictionary[str, Items] = WeakValueDictionary()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by path; while it is read
-        self._places = asyncio.Semaphore(AT_ONCE)
-        self._drawing = ThreadPoolExecutor(1)  # so that memory, a byte or two a row, is taken once
-        self._to_draw = asyncio.Queue[tuple[MemberTable[Job], str]]()
+        self._places = asyncio.Semaphore(MAX_READS)
 
     async def items(self, tenant: str, file: str | None) -> Items:
         """The rows of a file; none without one. Raises NotFound, and Unavailable: StoreUnavailable if it is not the disk."""
@@ -135,43 +125,15 @@ class ItemFiles:
                     self._files[path] = items = Items(await download_lines(self._objects, path))
             return items
 
-    async def draw(self, job: Job) -> None:
-        """Finds the order of the items that a job asks for next, beside the event loop. Raises Unavailable if the disk is full."""
-        draw = partial(job.orders.draw, job.state.oldest_group, job.state.next_group)
-        with _told_of_disk():
-            await asyncio.get_running_loop().run_in_executor(self._drawing, draw)
-
-    def draw_soon(self, jobs: "MemberTable[Job]", name: str) -> None:
-        """Lets a job, if it is still there then, find the order of its next items."""
-        self._to_draw.put_nowait((jobs, name))
-
-    async def run(self) -> None:
-        """Does what was asked for by `draw_soon`, until cancelled."""
-        while True:
-            jobs, name = await self._to_draw.get()
-            try:
-                if job := jobs.get(name):
-                    await self.draw(job)
-                    jobs.touch(name)
-            except Unavailable as error:
-                log.warning("order_delayed", job_id=name, reason=str(error))
-                asyncio.get_running_loop().call_later(DRAW_AGAIN_S, self.draw_soon, jobs, name)
-
 
 async def download_lines(objects: Objects, path: str) -> LinesOnDisk:
     """A file's lines, on this machine's disk. Raises NotFound, and Unavailable: StoreUnavailable if it is not the disk."""
-    with _told_of_disk(), contextlib.ExitStack() as stack:
-        rows = stack.enter_context(tempfile.TemporaryFile())
-        await objects.download(path, rows)
-        lines = await asyncio.to_thread(LinesOnDisk, rows)
-        stack.pop_all()  # open as long as the items
-        return lines
-
-
-@contextlib.contextmanager
-def _told_of_disk() -> Generator[None]:
-    """Raises Unavailable for OSError."""
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            rows = stack.enter_context(tempfile.TemporaryFile())
+            await objects.download(path, rows)
+            lines = await asyncio.to_thread(LinesOnDisk, rows)
+            stack.pop_all()  # open as long as the items
+            return lines
     except OSError as error:
         raise Unavailable(f"the manager's disk for temporary files: {error.strerror or error}") from error

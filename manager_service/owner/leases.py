@@ -72,7 +72,7 @@ LONGEST_ABSENCE_S = 3600.0
 """The longest `Absence`, and the time after one within which the next is longer."""
 
 
-class Held(Enum):
+class LeaseState(Enum):
     """The state of a lease after a round."""
 
     BY_ANOTHER = 0  # or by nobody, if the owner has its share
@@ -84,7 +84,7 @@ class Held(Enum):
 class Round:
     """The result of one round."""
 
-    leases: Mapping[int, Held]  # every partition
+    leases: Mapping[int, LeaseState]  # every partition
     others: int  # live owners that take partitions, without this one
     share: int  # partitions that one owner should hold at most
     other_weight: float  # of active tenants in partitions that this owner does not work for
@@ -94,13 +94,13 @@ class Round:
     @property
     def surplus(self) -> int:
         """Number of partitions to give back."""
-        return max(0, sum(held is not Held.BY_ANOTHER for held in self.leases.values()) - self.share)
+        return max(0, sum(state is not LeaseState.BY_ANOTHER for state in self.leases.values()) - self.share)
 
 
 @dataclass
 class Absence:
-    """Times in which an owner leaves free partitions to others: each twice as long as the last one, if that was lately. So owners
-    none of which has room pass a partition to and fro ever more rarely."""
+    """Times in which an owner leaves free partitions to others. Each is twice as long as the last one, if that is less than an hour
+    ago: owners none of which has room pass a partition to and fro ever more rarely."""
 
     first_s: float
     _length_s: float = field(default=0.0, init=False)
@@ -140,15 +140,16 @@ class Leases:
         rollout engines that its jobs got since the last round. `leaves`: it takes none while there are others, who share them.
         """
         began_s = time.monotonic()
-        told = [repr(float(weights[p])) if p in weights else "" for p in range(NUM_PARTITIONS)]
+        own_weights = [repr(float(weights[p])) if p in weights else "" for p in range(NUM_PARTITIONS)]
         cell = self.bus.cell
         keys = [cell.owners, cell.weights, cell.sampling, cell.served, *self._leases]
-        arguments = [self.token, int(self.lease_s * 1000), repr(float(served_s)), int(leaves), *told]
+        arguments = [self.token, int(self.lease_s * 1000), repr(float(served_s)), int(leaves), *own_weights]
         answer: list[Any] = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
-        others, share, total, sampling, served, *held = answer
+        others, share, total, sampling, served, *states = answer
+        # From before the call: Redis counts the lease from a later moment, so this owner stops before another can begin
         self.valid_until_s = began_s + self.lease_s
-        mine = sum(weight for partition, weight in weights.items() if held[partition] == Held.RENEWED.value)
-        leases = {partition: Held(value) for partition, value in enumerate(held)}
+        mine = sum(weight for partition, weight in weights.items() if states[partition] == LeaseState.RENEWED.value)
+        leases = {partition: LeaseState(value) for partition, value in enumerate(states)}
         return Round(leases, others, share, max(0.0, float(total) - mine), float(sampling), numbers(served))
 
     def surely_held(self, margin_s: float) -> bool:

@@ -4,7 +4,7 @@
     waits for: a result, a command, or room for more work   unblocked by: env, trainers, API replicas, live workers
     after a crash: another replica takes the leases when they run out, and rebuilds each partition from Redis
 
-What waits for object storage is done beside the passes: new jobs' files, big payloads, samples, versions that Redis may have lost.
+Tasks of their own wait for object storage: for new jobs' files, big payloads, samples, versions that Redis may have lost.
 One pass reads the messages that are there, lets the jobs change, decides what follows (scheduling.allocator), and commits
 each partition's changes by one fenced script. A partition whose commit is refused is forgotten at once.
 """
@@ -29,19 +29,18 @@ from common.wire.messages import TrainStep
 from manager_service.owner.archiver import Archiver
 from manager_service.owner.arriving import Intake, Owned
 from manager_service.owner.big_steps import BigSteps, PayloadTidier
-from manager_service.owner.job_reader import ItemFiles, JobReader
+from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes, RedisCommand, commands
 from manager_service.owner.jobs.job import Job
-from manager_service.owner.leases import Absence, Held, Leases
+from manager_service.owner.leases import Absence, Leases, LeaseState
 from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.sample_writer import SampleWriter
-from manager_service.owner.surroundings import Seen, Surroundings, whereabouts
+from manager_service.owner.surroundings import ObservedCluster, Surroundings, whereabouts
 from manager_service.owner.transaction import Commits, Fence
 from manager_service.records.sample_records import LIMITS, Limits
 from manager_service.records.tenants import Tenants
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS, Policy
-from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 
 READ_COUNT = 512
 BLOCK_MS = 100
@@ -54,8 +53,8 @@ MAX_FETCHES = 8
 LOAD_TRIES = 3
 """Tries to load a partition, before it is left to another owner."""
 LEAVE_AFTER_S = 3.0
-"""A partition is left to another owner if a job's files have found no room on this machine's disk for so long."""
-LEAVES_LEASES = 6.0
+"""A partition is left to another owner once a job's files have found no room on this machine's disk for so long."""
+ABSENCE_LEASES = 6.0
 """Time for which its owner then takes no others, if others are there, in leases. The next times it is longer: see `Absence`."""
 STALL_S = 30.0
 ARCHIVE_AFTER_S = 3600.0
@@ -72,23 +71,21 @@ class Owner:
         self,
         *,
         bus: Bus,
-        cluster: Seen,
+        cluster: ObservedCluster,
         store: AdapterStore,
         objects: Objects,
         tenants: Tenants,
         lease_s: float = 10.0,
         policy: Policy = MARLAAS,
-        training_queue: Discipline = "fused",
         archive_after_s: float = ARCHIVE_AFTER_S,
         limits: Limits = LIMITS,
     ) -> None:
         self._bus, self._cell, self._cluster, self._lease_s = bus, bus.cell, cluster, lease_s
-        self._files = ItemFiles(objects)
-        self._reader = JobReader(bus, self._files, store, limits)
+        self._reader = JobReader(bus, objects, store, limits)
         self._token, self._commits = secrets.token_hex(16), Commits(bus)
         self._leases = Leases(bus, self._token, lease_s)
         self._surplus, self._others = 0, 0  # partitions to give back; other owners
-        self._absence = Absence(LEAVES_LEASES * lease_s)
+        self._absence = Absence(ABSENCE_LEASES * lease_s)
         self._to_load: set[int] = set()  # leases that were taken, of partitions that are not in memory yet
         self._taken = asyncio.Event()  # something is to be loaded
         self._owned: dict[int, Owned] = {}
@@ -102,7 +99,7 @@ class Owner:
         self._lock = asyncio.Lock()  # while jobs change; to wait for object storage under it would stop every tenant
         self._intake = Intake(self._owned, self._lock, self._decide)
         self._big_steps = BigSteps(bus, objects)
-        self._allocator = Allocator(cluster, policy, TrainingQueue(training_queue), admits=self._big_steps.admits)
+        self._allocator = Allocator(cluster, policy, admits=self._big_steps.admits)
         self._surroundings = Surroundings(bus, tenants, self._allocator, limits)
         self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
 
@@ -113,7 +110,7 @@ class Owner:
         for stream, group in self._cell.work:
             await self._bus.ensure_group(stream, group)
         async with running(
-            self._keep_leases(), self._load_taken(), self._watch(), self._intake.run(), self._files.run(),
+            self._keep_leases(), self._load_taken(), self._watch(), self._intake.run(),
             self._payloads.run(), self._passes(), self._big_steps.run(self._written), self._ask_store(),
             self._samples.run(), self._archiver.run(self._archive_now, self._commit_archived),
         ):  # fmt: skip
@@ -123,22 +120,22 @@ class Owner:
     async def _keep_leases(self) -> None:
         """Renews leases and takes free ones. Partitions are loaded elsewhere, so that no lease runs out meanwhile."""
         while True:
-            found = await self._leases.round(
+            lease_round = await self._leases.round(
                 self._allocator.active_weights(self._owned),
                 self._allocator.take_served_s(),
                 leaves=self._absence.lasts(time.monotonic()),
             )
-            self._allocator.hear_of_others(found.other_weight, found.sampling_weight, found.served)
-            self._surplus, self._others = found.surplus, found.others
-            for number, held in found.leases.items():
-                await self._follow_lease(number, held)
+            self._allocator.hear_of_others(lease_round.other_weight, lease_round.sampling_weight, lease_round.served)
+            self._surplus, self._others = lease_round.surplus, lease_round.others
+            for number, state in lease_round.leases.items():
+                await self._follow_lease(number, state)
             await asyncio.sleep(self._lease_s * ROUND_SHARE)
 
-    async def _follow_lease(self, number: int, held: Held) -> None:
-        if number in self._owned and held is not Held.RENEWED:  # it ran out: another may have written since
+    async def _follow_lease(self, number: int, state: LeaseState) -> None:
+        if number in self._owned and state is not LeaseState.RENEWED:  # it ran out: another may have written since
             async with self._lock:
                 self._forget(number, "lease lost")
-        if held is Held.BY_ANOTHER:
+        if state is LeaseState.BY_ANOTHER:
             self._to_load.discard(number)
         elif number not in self._owned:
             self._to_load.add(number)
@@ -172,6 +169,7 @@ class Owner:
     async def _take_over(self, number: int) -> None:
         fence = Fence(self._bus, number, self._token)
         partition, changes = Partition(number, self._bus, self._reader), Changes()
+        # The stamp before the records: if Redis loses any of these from here on, the first commit is refused
         await fence.read_stamp()
         await partition.load(time.time(), changes)
         async with self._lock:
@@ -201,9 +199,9 @@ class Owner:
         for number, (partition, _) in list(self._owned.items()):
             if self._others and partition.lacks_room(time.time() - LEAVE_AFTER_S):
                 await self._leave(number)
-        while self._surplus > 0 and (held := self._to_load | self._owned.keys()):
+        while self._surplus > 0 and (leased := self._to_load | self._owned.keys()):
             self._surplus -= 1
-            await self._release(max(held))
+            await self._release(max(leased))
 
     async def _leave(self, number: int) -> None:
         """Leaves to others a partition with which this owner cannot work."""
@@ -242,8 +240,8 @@ class Owner:
         if not streams:
             await asyncio.sleep(BLOCK_MS / 2000)
             return []
-        found = await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS, fetch=False)
-        return [delivery for delivery in found if not self._fetched_later(owned, delivery)]
+        read = await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS, fetch=False)
+        return [delivery for delivery in read if not self._fetched_later(owned, delivery)]
 
     async def _reconcile(self) -> None:
         """Finds what was lost, one partition after the other, each once a lease. Call while no read is under way."""
@@ -268,7 +266,7 @@ class Owner:
             await self._commit({number: changes})
         self._wanted.set()
 
-    # ---- beside the passes: what waits for object storage -----------------------------------------------------------
+    # ---- tasks that wait for object storage -------------------------------------------------------------------------
 
     def _written(self, job_id: str) -> None:
         """Lets the next pass publish a step that object storage has now."""
@@ -349,7 +347,7 @@ class Owner:
         writes = [(self._owned[number][1], self._commands(number, change)) for number, change in changes.items()]
         for (number, change), error in zip(changes.items(), await self._commits.apply(writes), strict=True):
             if error is None:
-                self._committed(self._owned[number][0], change)
+                self._committed(change)
             else:
                 self._forget(number, f"{type(error).__name__}: {error}")
 
@@ -362,14 +360,12 @@ class Owner:
         ]
         return commands(changes, self._cell, number, encoded, time.time())
 
-    def _committed(self, partition: Partition, changes: Changes) -> None:
+    def _committed(self, changes: Changes) -> None:
         self._samples.follow(changes)
         self._payloads.note(message.job for _, message in changes.published if self._big_steps.path(message))
         self._big_steps.forget([message.job for _, message in changes.published if isinstance(message, TrainStep)])
         self._big_steps.forget(changes.finished)
         self._payloads.follow(changes)
-        for name in changes.to_draw:
-            self._files.draw_soon(partition.jobs, name)
 
     def _archive_now(self) -> tuple[list[int], float]:
         """The partitions whose finished jobs are archived, and since when those must have finished: seconds since 1970."""

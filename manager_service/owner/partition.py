@@ -18,7 +18,7 @@ from common.bus.streams import GROUP_MANAGER, OWNER
 from common.errors import CorruptObject, InvalidInput, StoreUnavailable, Unavailable
 from common.store.adapters import update_of
 from common.wire.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
-from manager_service.owner.job_reader import Fetched, JobHashes, JobReader, Searched
+from manager_service.owner.job_reader import FetchedJob, JobHashes, JobReader, VersionSearch
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.job import Job
 from manager_service.owner.runs.runs import Runs
@@ -31,13 +31,13 @@ LOAD_COUNT = 200
 FILES_S = 2.0
 """Time for which a partition that is taken over waits for its jobs' files and versions. Jobs whose come later enter later."""
 GIVE_UP_S = 600.0
-"""A job that has not begun fails if this machine's disk has no room for its files for so long. For the store it waits without limit."""
+"""A new job fails if this machine's disk has no room for its files for so long. For the store it waits without limit."""
 
 Fetch = Callable[[], Awaitable[Delivery]]
 log = structlog.get_logger()
 
 
-class Delayed(NamedTuple):
+class DelayedJob(NamedTuple):
     """A job that waits for its files."""
 
     since: float  # seconds since 1970, when errors of this kind began
@@ -57,11 +57,11 @@ class Partition:
         self.inboxes = bus.cell.inboxes(number)
         self._reader = reader
         self._arriving: dict[str, dict[tuple[str, str], Delivery]] = {}  # job -> stream and entry -> what waits for it
-        self._delayed: dict[str, Delayed] = {}  # arriving jobs
-        self._fetched: dict[str, Fetched] = {}  # arriving jobs that were read
+        self._delayed: dict[str, DelayedJob] = {}  # arriving jobs
+        self._fetched: dict[str, FetchedJob] = {}  # arriving jobs that were read
         self._reading: dict[str, asyncio.Task[None]] = {}  # jobs whose files `load` began to read
         self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
-        self._searched: dict[str, Searched] = {}  # job -> the version that the store has or has not
+        self._searched: dict[str, VersionSearch] = {}  # job -> the version that the store has or has not
         self.fetching: set[tuple[str, str]] = set()
         """Streams and entries whose payloads are to be fetched from the store. They stay pending meanwhile."""
         self._unfetched: list[tuple[str, str, Fetch]] = []
@@ -71,7 +71,7 @@ class Partition:
     async def load(self, now: float, changes: Changes) -> None:
         """Rebuilds memory from the records, the pending entries of the last owner, and versions that only the store knows.
 
-        A job whose records cannot be read fails alone. One whose files or version cannot be had now is `arriving`, as a new job is.
+        A job whose records cannot be read fails, and only it. One whose files or version cannot be read now is `arriving`, as a new job is.
         """
         for stream in self.inboxes:
             await self._bus.ensure_group(stream, GROUP_MANAGER)
@@ -80,19 +80,21 @@ class Partition:
         await self._load_jobs([name for name in names if not is_run(name)])
         read = [job_id for job_id in self._fetched if job_id not in self._arriving]
         entered = {job_id: searched for job_id in read if (searched := self._add(job_id, now, changes))}
+        # An entry that the last owner has read and not acknowledged is delivered to nobody again. Results of half-full batches are
+        # among them: the records only count these, the entries hold what they say. So all pending entries are read here
         for stream in self.inboxes:
             await self._replay(stream, now, changes)
         self.runs.advance_all(now, changes)
         for job_id, searched in entered.items():
             await self._catch_up(job_id, searched, now, changes)
 
-    async def _catch_up(self, job_id: str, searched: Searched, now: float, changes: Changes) -> None:
+    async def _catch_up(self, job_id: str, searched: VersionSearch, now: float, changes: Changes) -> None:
         """Brings a job that has just entered in line. Call when its pending entries are handled."""
         job = self.jobs[job_id]
         await self._isolated(job_id, now, changes, self._reconcile(job, searched, now, changes, lost=False))
 
     async def _isolated(self, job_id: str, now: float, changes: Changes, work: Awaitable[object]) -> None:
-        """Does the work on one job; its error fails that job alone. Raises Unavailable."""
+        """Does the work on one job; its error fails only that job. Raises Unavailable."""
         try:
             await work
         except Unavailable:
@@ -111,8 +113,8 @@ class Partition:
         """Reads jobs, many at a time; jobs without a record are left out."""
         for start in range(0, len(job_ids), LOAD_COUNT):
             some = job_ids[start : start + LOAD_COUNT]
-            found = zip(some, await self._reader.records(some), strict=True)
-            await asyncio.gather(*(self._load_job(job_id, records) for job_id, records in found))
+            records = zip(some, await self._reader.records(some), strict=True)
+            await asyncio.gather(*(self._load_job(job_id, hashes) for job_id, hashes in records))
 
     async def _load_job(self, job_id: str, records: JobHashes) -> None:
         """Reads a job, or leaves it arriving: `fetch` then waits for what was begun here."""
@@ -131,7 +133,7 @@ class Partition:
         if fetched := await self._reader.read(job_id, records):
             self._fetched[job_id] = fetched
 
-    def _add(self, job_id: str, now: float, changes: Changes) -> Searched | None:
+    def _add(self, job_id: str, now: float, changes: Changes) -> VersionSearch | None:
         """Lets a job count from now on that was read. None if it was not."""
         fetched = self._fetched.pop(job_id, None)
         if fetched is None:
@@ -170,7 +172,7 @@ class Partition:
 
         `load` looks for the first three of every job. Later, each job has its own clock: only one that waits and has been
         quiet for `quiet_s` is looked at. Call while no read is under way, so that all that was delivered is known here.
-        It waits for Redis alone: a job is found quiet once, `search` asks the store, and the next call brings the job in line.
+        It waits only for Redis: a job is found quiet once, `search` asks the store, and the next call brings the job in line.
         """
         for stream in self.inboxes:
             await self._handle_unseen(stream, now, changes)
@@ -182,18 +184,18 @@ class Partition:
             return
         self.runs.resend_quiet(now - quiet_s, now, changes)
         for job in quiet:
-            known = searched.get(job.id)
-            if known is None or known.since != job.changed_at:
-                self._searched[job.id] = Searched(job.changed_at)
-            elif known.done:
-                await self._isolated(job.id, now, changes, self._reconcile(job, known, now, changes, lost=True))
+            search = searched.get(job.id)
+            if search is None or search.since != job.changed_at:
+                self._searched[job.id] = VersionSearch(job.changed_at)
+            elif search.done:
+                await self._isolated(job.id, now, changes, self._reconcile(job, search, now, changes, lost=True))
             else:
-                self._searched[job.id] = known
+                self._searched[job.id] = search
 
     @property
     def to_search(self) -> bool:
         """Does `search` have anything to do?"""
-        return any(not searched.asked for searched in self._searched.values())
+        return any(not searched.begun for searched in self._searched.values())
 
     async def look_after_runs(
         self, live_trainers: Collection[str], silent: Collection[str], now: float, changes: Changes
@@ -207,19 +209,19 @@ class Partition:
             await self.runs.retire([(source, False) for source in begun + delayed if source], now, changes)
 
     async def search(self) -> None:
-        """Asks the store for the versions that quiet jobs wait for, however long it takes. Call beside the passes.
+        """Asks the store for the versions that quiet jobs wait for, however long it takes. Call outside of the passes.
 
         The next `reconcile` uses what it finds, of jobs that have been quiet since. Raises Unavailable.
         """
         for name, searched in list(self._searched.items()):
-            if not searched.asked and (job := self.jobs.get(name)):
-                searched.asked = True
+            if not searched.begun and (job := self.jobs.get(name)):
+                searched.begun = True
                 try:
                     await self._reader.search(job, searched)
                 finally:
-                    searched.asked = searched.done
+                    searched.begun = searched.done
 
-    async def _reconcile(self, job: Job, searched: Searched, now: float, changes: Changes, *, lost: bool) -> None:
+    async def _reconcile(self, job: Job, searched: VersionSearch, now: float, changes: Changes, *, lost: bool) -> None:
         """Brings one job in line. `lost`: nothing of it is in any stream. Raises CorruptObject."""
         job.open.expect_counted()
         if job.state.status == "validating_files":
@@ -238,7 +240,7 @@ class Partition:
         if stream == self._cell.scored(self.number):
             held |= self._held()
         elif stream == self._cell.ops(self.number):
-            held |= self.runs.held_entries
+            held |= self.runs.pending_entries
         held |= {entry for inbox, entry in self.fetching if inbox == stream}
         while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
             unseen = [entry for entry in entries if entry not in held]
@@ -256,7 +258,7 @@ class Partition:
         self._unfetched.append((stream, entry, fetch))
 
     def take_unfetched(self) -> list[tuple[str, str, Fetch]]:
-        """Entries that `fetch_later` took in since the last call. The owner fetches it beside the passes, then calls `handle`."""
+        """Entries that `fetch_later` took in since the last call. The owner fetches them outside of the passes, then calls `handle`."""
         unfetched, self._unfetched = self._unfetched, []
         return unfetched
 
@@ -352,7 +354,7 @@ class Partition:
         return list(self._arriving)
 
     async def fetch(self, job_id: str) -> None:
-        """Reads a job's record and files, however long that takes. Call beside the passes, not in one.
+        """Reads a job's record and files, however long that takes. Call outside of the passes.
 
         Raises Unavailable if store or disk do not let it: then call `delay`, and this again later.
         """
@@ -370,7 +372,7 @@ class Partition:
             return
         before = self._delayed.get(job_id)
         since = before.since if before and type(before.error) is type(error) else now
-        self._delayed[job_id] = Delayed(since, error, job.spec.source)
+        self._delayed[job_id] = DelayedJob(since, error, job.spec.source)
         is_new = job.state.started_at is None
         gives_up = is_new and now - since >= GIVE_UP_S and not isinstance(error, StoreUnavailable)
         if before and str(before.error) == str(error) and not gives_up:
@@ -379,8 +381,8 @@ class Partition:
             job.journal.warn(now, f"The job waits, because its files cannot be read: {error}", changes)
             return
         self.jobs.add(job)
-        waited = f"the job's files could not be read for {GIVE_UP_S:.0f} s: {error}; create it again later"
-        job.fail(JobError("files_unavailable", waited), now, changes)
+        reason = f"the job's files could not be read for {GIVE_UP_S:.0f} s: {error}; create it again later"
+        job.fail(JobError("files_unavailable", reason), now, changes)
 
     def lacks_room(self, since: float) -> bool:
         """Has this machine's disk had no room for a job's files since then?"""

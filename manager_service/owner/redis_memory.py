@@ -12,8 +12,8 @@ from common.bus.bus import Bus
 from common.bus.streams import NUM_PARTITIONS
 from manager_service.records.cluster import env_streams
 
-EVERY_S = 30.0
-SAMPLE = 256
+MEASURE_EVERY_S = 30.0
+NUM_SAMPLED_KEYS = 256
 """Keys that are drawn at random at a time, whatever the number of keys."""
 PREFIX = "marlaas:{"
 
@@ -31,7 +31,7 @@ redis.call('HINCRBY', KEYS[2], ARGV[2], num)
 
 
 class RedisMemory:
-    """Bytes of Redis' memory by kind of key, at most `EVERY_S` old."""
+    """Bytes of Redis' memory by kind of key, at most `MEASURE_EVERY_S` old."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -43,7 +43,7 @@ class RedisMemory:
         """Renews the figures, if they are old. `measures`: this owner measures; the others read what it wrote."""
         if time.monotonic() < self._due_s:
             return
-        self._due_s = time.monotonic() + EVERY_S
+        self._due_s = time.monotonic() + MEASURE_EVERY_S
         if measures:
             self.by_kind = await measured(self._bus)
             await self._write()
@@ -96,7 +96,7 @@ def kind_of(key: str) -> str:
 
 
 async def _drawn(bus: Bus) -> list[str]:
-    return [key.decode() for key in await bus.pipelined([("RANDOMKEY",)] * SAMPLE) if key is not None]
+    return [key.decode() for key in await bus.pipelined([("RANDOMKEY",)] * NUM_SAMPLED_KEYS) if key is not None]
 
 
 async def _usages(bus: Bus, keys: Sequence[str]) -> list[int]:

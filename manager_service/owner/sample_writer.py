@@ -1,4 +1,4 @@
-"""Writes samples to object storage, as best it can, beside the passes of an owner: an object a step, and one an evaluation.
+"""Writes samples to object storage, at best effort and outside of an owner's passes: one object a step, one an evaluation.
 
     a step's or an evaluation's script is committed ─► follow ─► run: write the object, delete those of dropped versions
 
@@ -19,7 +19,7 @@ from manager_service.owner.jobs.changes import Changes
 from manager_service.records.archive import SampleFiles
 from manager_service.records.sample_records import SampleKind
 
-AT_ONCE = 8
+MAX_CALLS = 8
 """Calls of the storage under way at once, so that slow ones hold up few others."""
 MAX_WAITING_BYTES = 64 << 20
 """Bytes of samples that wait at most; what comes beyond them is lost."""
@@ -51,7 +51,7 @@ class SampleWriter:
 
     async def run(self) -> None:
         """Works until cancelled."""
-        async with running(*(self._work() for _ in range(AT_ONCE))):
+        async with running(*(self._work() for _ in range(MAX_CALLS))):
             await asyncio.Event().wait()
 
     async def _work(self) -> None:

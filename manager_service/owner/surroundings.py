@@ -1,6 +1,6 @@
-"""Follows what changes slowly around an owner's jobs: tenants, quotas, use, Redis' memory; and trims the broadcasts.
+"""Follows what changes slowly around an owner's jobs: tenants, quotas, use, Redis' memory. Trims the broadcasts.
 
-Says who has the work of a job that stalls.
+Names who has the work of a job that stalls.
 """
 
 import time
@@ -27,7 +27,7 @@ KEEP_CANCELS, KEEP_HINTS, KEEP_ANSWERS = 10_000, 1_000, 10_000
 """Messages that the streams `control`, `adapters:new` and `done` keep at most."""
 
 
-class Seen(Slots, Protocol):
+class ObservedCluster(Slots, Protocol):
     """The cluster as the workers' telemetry shows it."""
 
     def working(self, service: str | None = None) -> Sequence[WorkerReport]:
@@ -68,8 +68,8 @@ class Surroundings:
         tenants = sorted(self._allocator.demand.active)
         fields = [f"{INFERENCE}/{counter}" for counter in ROLLOUT_COUNTERS]
         used = await self._bus.pipelined(("HMGET", self._cell.usage(tenant), *fields) for tenant in tenants)
-        found = zip(tenants, used, strict=True)
-        totals = {tenant: sum(float(amount or 0) for amount in amounts) for tenant, amounts in found}
+        by_tenant = zip(tenants, used, strict=True)
+        totals = {tenant: sum(float(amount or 0) for amount in amounts) for tenant, amounts in by_tenant}
         for tenant, total in totals.items():
             self._allocator.charge_rollouts(tenant, max(0.0, total - self._completed.get(tenant, total)))
         self._completed = totals
@@ -91,12 +91,12 @@ class Surroundings:
         """
         own = await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))
         streams = [*(stream for stream, _ in self._cell.work), *trainers, *own, *inboxes]
-        asked: list[Sequence[Any]] = [("XLEN", stream) for stream in streams]
-        asked += [("XPENDING", stream, GROUP_MANAGER) for stream in inboxes]
-        asked.append(("ZRANGE", self._cell.env_workers, 0, -1))
-        *answers, workers = await self._bus.pipelined(asked, transaction=True)
-        lengths, held = answers[: len(streams)], answers[len(streams) :]
-        return named(workers, self._cell) == own and sum(lengths) <= sum(row["pending"] for row in held)
+        commands: list[Sequence[Any]] = [("XLEN", stream) for stream in streams]
+        commands += [("XPENDING", stream, GROUP_MANAGER) for stream in inboxes]
+        commands.append(("ZRANGE", self._cell.env_workers, 0, -1))
+        *answers, workers = await self._bus.pipelined(commands, transaction=True)
+        lengths, pending = answers[: len(streams)], answers[len(streams) :]
+        return named(workers, self._cell) == own and sum(lengths) <= sum(row["pending"] for row in pending)
 
     async def silent_sessions(self, sessions: Collection[str]) -> set[str]:
         """The sessions of these whose client has said nothing for too long."""
@@ -128,27 +128,27 @@ class Surroundings:
         await bound(self._bus, self._cell.dead, self._limits.dead)
 
 
-def whereabouts(job: Job, cluster: Seen) -> str:
-    """Says which services have what a job waits for, and whose work those had by their workers' last reports."""
+def whereabouts(job: Job, cluster: ObservedCluster) -> str:
+    """Names the services that have what a job waits for, and whose work they had by their workers' last reports."""
     state, kind = job.state, "examples" if job.spec.is_supervised else "trajectories"
     samplers = ["env"] if job.spec.is_supervised else ["rollout", "env"]
-    said, services = list[str](), list[str]()
+    places, services = list[str](), list[str]()
     if state.training or state.initialising:
-        said.append(f"{'a step' if state.training else 'its first version'} is with the trainers")
+        places.append(f"{'a step' if state.training else 'its first version'} is with the trainers")
         services.append("trainer")
-    if job.num_waiting or not said:
-        said.append(f"{job.num_waiting or 'no'} {kind} are with the {' and '.join(samplers)} workers")
+    if job.num_waiting or not places:
+        places.append(f"{job.num_waiting or 'no'} {kind} are with the {' and '.join(samplers)} workers")
         services += samplers
-    told = [f"{service} workers have {_whose(cluster.working(service), job.spec)}" for service in services]
-    return f"{', and '.join(said)}; {', '.join(told)}; if this lasts, look at their logs"
+    owners = [f"{service} workers have {_whose(cluster.working(service), job.spec)}" for service in services]
+    return f"{', and '.join(places)}; {', '.join(owners)}; if this lasts, look at their logs"
 
 
 def _whose(workers: Sequence[WorkerReport], spec: JobSpec) -> str:
     spans = [span for worker in workers for span in worker.spans]
-    found = {
+    present = {
         "of this job": any(span.job == spec.id for span in spans),
         "of others of yours": any(span.tenant == spec.tenant and span.job != spec.id for span in spans),
         "of other tenants": any(span.tenant != spec.tenant for span in spans),
     }
-    whose = [words for words, has in found.items() if has]
+    whose = [words for words, has in present.items() if has]
     return f"work {' and '.join(whose)}" if whose else "no work"

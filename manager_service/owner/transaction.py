@@ -1,7 +1,7 @@
 """Writes an owner's changes by one script for all of its partitions, which first compares the lease of each.
 
-A stamp beside the lease names the last write by its number and a random part. The script can be repeated after a lost
-reply, because a stamp is written once. An owner sees by the stamp if another one wrote, or if Redis lost its last moment.
+A stamp next to the lease names the last write by its number and a random part. The script can be repeated after a lost
+reply, because a stamp is written once. By the stamp an owner sees that another one wrote, or that Redis lost its last moment.
 """
 
 import secrets
@@ -16,10 +16,15 @@ from common.errors import Fenced, Unavailable
 from manager_service.owner.jobs.changes import RedisCommand
 
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV, for each partition: lease, rev, token, stamp of the
-# write before, stamp of this one, number of commands, then the commands, each as its length and its words. Answers for each; a command
-# that Redis refuses ends its own partition's write alone. Above its memory limit Redis refuses a script's first write if that needs
-# memory, and none after it: so the first is a DEL of nothing, and what an owner has done makes room in a full Redis too. HEXISTS is
-# no write but a condition: a field that its owner has read, and that is gone, was lost with a last moment in which no owner wrote.
+# write before, stamp of this one, number of commands, then the commands, each as its length and its words. Answers for each.
+#
+# Fencing: the lease is compared here and not before the call, because an owner that was frozen, or whose call was delayed, still
+# believes that it holds the lease. Only Redis can decide it at the moment of the write.
+# Outputs stand before acks: a command that Redis refuses ends its own partition's write, and whatever precedes it stays. Work that is
+# sent twice is harmless, since its id follows from its cause; an entry that was acknowledged without its effect would be lost.
+# HEXISTS is no write but a condition: a record that its owner has read, and that is gone, was lost with Redis' last moment.
+# Above its memory limit Redis refuses a script's first write if that needs memory, and none after it. So the first is a DEL of
+# nothing: what an owner has finished makes room in a full Redis too.
 COMMIT = """
 local at, answers = 1, {}
 local function take() at = at + 1; return ARGV[at - 1] end
@@ -42,7 +47,7 @@ end
 return answers
 """
 
-CHUNK = 4000
+MAX_COMMAND_WORDS = 4000
 """Words in one command at most; Lua's unpack has a limit of about 8,000."""
 
 
@@ -109,9 +114,9 @@ def _chunked(commands: list[RedisCommand]) -> list[RedisCommand]:
     result: list[RedisCommand] = []
     for command in commands:
         head = {"XACK": 3, "XDEL": 2, "HDEL": 2, "HSET": 2}.get(command[0])
-        if head is None or len(command) <= CHUNK:
+        if head is None or len(command) <= MAX_COMMAND_WORDS:
             result.append(command)
             continue
         rest = command[head:]
-        result += [command[:head] + rest[at : at + CHUNK] for at in range(0, len(rest), CHUNK)]
+        result += [command[:head] + rest[at : at + MAX_COMMAND_WORDS] for at in range(0, len(rest), MAX_COMMAND_WORDS)]
     return result

@@ -1,7 +1,7 @@
 """The manager's records: every key in one place, one file a kind. HTTP routes and owners both read them; all records are JSON.
 
 in the cell (see common.bus.streams)
-job:<job>                  hash     `spec`: JobSpec, written once by the API; `state`: JobState, by the owner alone;
+job:<job>                  hash     `spec`: JobSpec, written once by the API; `state`: JobState, only by the owner;
                                     `deleted`: the user deleted its model; `moving`: it is being archived, and must not change
 unfinished:<tenant>        hash     job -> bytes of `spec` and `state` when it was created, until it has finished
 finished:<p>               zset     jobs to be archived (archive.py) by when they finished, seconds since 1970
@@ -31,13 +31,12 @@ Its files:
 
     archive.py         writes and reads the records of finished jobs, by tenant and job
     cluster.py         tells who is alive, and who worked for whom when, from the workers' telemetry
-    data_format.py     refuses a Redis that another version wrote
     file_records.py    records of files, of items and of adapters
     job_records.py     records of jobs
     keys.py            names of the records outside the cells, and how records are read
     receivers.py       records of where a tenant's jobs report to, and who keeps them
     run_records.py     names what Redis keeps of a run
     sample_records.py  records of events, versions and samples, and the bound on what is kept of them
-    tenants.py         records of tenants and keys, and who keeps them
-    usage.py           names the counters of tenants' usage, and says which of them quotas count
+    tenants.py         records of tenants and keys, and who keeps them; refuses a Redis that another version wrote
+    usage.py           names the counters of tenants' usage, and lists those that quotas count
 """

@@ -198,7 +198,7 @@ class Archive:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedRecords:
-    """The records that a finished job has written, as `JobRecords` (api/job_records.py) tells them."""
+    """The records that a finished job has written, as `LiveRecords` (http/stores/job_store.py) tells them."""
 
     archive: Archive
     job: Archived

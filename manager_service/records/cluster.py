@@ -1,4 +1,4 @@
-"""Tells from the workers' telemetry who is alive, and who worked for whom when.
+"""Reads from the workers' telemetry who is alive, and who worked for whom when.
 
 reads: telemetry   holds: last reports, spans of the last hour (lost on a crash, read again from the stream)
 waits for: a worker's report   unblocked by: every worker, once a second
@@ -174,11 +174,10 @@ class Cluster:
         return self._capacity().gap_bound or min(GAP_BOUNDS.values())
 
     def waits_for(self, job: str) -> str:
-        """Says what outside of the workers holds up the job, else what holds up a whole worker; else empty."""
-        told = (worker.waiting.get(job) for worker in self.working())
-        return next(filter(None, told), "") or next(
-            (f"workers wait: {w.reason}" for w in self.working() if w.reason), ""
-        )
+        """What outside of the workers holds up the job, else what holds up a whole worker; else empty."""
+        reasons = [worker.waiting.get(job, "") for worker in self.working()]
+        reasons += [f"workers wait: {worker.reason}" for worker in self.working() if worker.reason]
+        return next(filter(None, reasons), "")
 
     def timeline(self, since_s: float) -> list[WorkerSpan]:
         """Busy spans that end after `since_s` (seconds since 1970), by start."""

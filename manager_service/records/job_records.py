@@ -1,4 +1,4 @@
-"""Records of jobs: what never changes, and the state, which the owner alone writes."""
+"""Records of jobs: what never changes, and the state, which only the owner writes."""
 
 import math
 from collections.abc import Collection
@@ -13,14 +13,8 @@ from manager_service.records.sample_records import Kept
 
 MAX_DRAWN = 3
 """Groups that dynamic sampling draws at most for one step, as a multiple of `batch_size`."""
-
-
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
-
-
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
-
-
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled")
 
 
@@ -47,7 +41,7 @@ class Hyper(msgspec.Struct, frozen=True, kw_only=True):
     dynamic_sampling: bool = False
     tool_timeout_s: float = 10.0
     priority: int = 0  # larger first among the tenant's jobs
-    keep_versions: int | None = None  # newest versions that stay in the store, beside the best; None: all
+    keep_versions: int | None = None  # newest versions that stay in the store, with the best; None: all
     max_context: int | None = (
         None  # tokens of a trajectory over all of its turns, the prompt included; None: what is served
     )
@@ -146,7 +140,7 @@ class ScoreProgress(msgspec.Struct):
     step: int = 0
     best: float | None = None  # and the step that it is of
     best_step: int = 0
-    tokens: int = 0  # that the job had used when the newest version was committed, but for evaluations
+    tokens: int = 0  # that the job had used when the newest version was committed, without evaluations
     step_tokens: int = 0  # of a step: the mean, without what was sampled for later ones
     eval_tokens: int = 0  # of all evaluations so far, and their trajectories
     num_evaluated: int = 0
@@ -166,8 +160,6 @@ class Stop(msgspec.Struct, frozen=True):
 
 MAX_REASONS = 20
 """Different reasons of failures that are counted apart between two steps."""
-
-
 OTHER_REASONS = "other: reasons beyond the first"
 
 
@@ -216,11 +208,6 @@ class JobState(msgspec.Struct, kw_only=True):
     stop: Stop | None = None  # training ends early
     stepped_at: float | None = None  # when the newest version was committed, or the job went on: seconds since 1970
     step_s: float | None = None  # of a step, averaged over the newest
-
-    @property
-    def oldest_group(self) -> int:
-        """The first group whose item may be asked for again."""
-        return self.training.first_group if self.training else self.window
 
     def move_window(self, first: int) -> None:
         """A batch has used the groups below `first`."""

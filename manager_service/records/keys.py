@@ -7,14 +7,8 @@ import msgspec
 import structlog
 
 S = TypeVar("S")
-
-
 T = TypeVar("T")
-
-
 log = structlog.get_logger()
-
-
 GLOBAL = "marlaas:{@}:"
 """Prefix of the records outside the cells, all on one shard of a Redis Cluster. No base model can have this name."""
 

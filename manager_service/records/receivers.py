@@ -4,7 +4,7 @@ marlaas:{@}:logger-keys:<tenant>   hash     logger -> LoggerKey
 marlaas:{@}:webhooks:<tenant>      hash     webhook -> Webhook
 marlaas:{@}:loggers                string   names of the loggers that are installed where the exporter runs
 
-Keys and secrets are kept as they are, since loggers and signatures need them. The manager and the exporter alone may read these
+Keys and secrets are kept as they are, since loggers and signatures need them. Only the manager and the exporter may read these
 keys of Redis (deploy/acl.py), and no route answers with one.
 """
 
@@ -76,8 +76,8 @@ class Receivers:
 
     async def installed(self) -> list[LoggerName] | None:
         """The loggers that the exporter can write to; None if there has never been an exporter."""
-        found = await self._redis.get(LOGGERS)
-        return None if found is None else msgspec.json.decode(found, type=list[LoggerName])
+        names = await self._redis.get(LOGGERS)
+        return None if names is None else msgspec.json.decode(names, type=list[LoggerName])
 
     async def tell_installed(self, loggers: Collection[LoggerName]) -> None:
         await self._redis.set(LOGGERS, JSON.encode(sorted(loggers)))

@@ -1,5 +1,5 @@
 """Declares the records of a run, in `run:<run>`: `spec`, written once by the API, and `state`, by the partition's owner. Both are JSON.
-Beside them stand `status` and `head` of the state, and `log`, the bytes of its log, for scripts: they never decode a state.
+Next to them stand `status` and `head` of the state, and `log`, the bytes of its log, for scripts: they never decode a state.
 
 A session is one client; it numbers its runs from 0, and its samplers too. The SDK builds their names itself:
 
@@ -8,16 +8,15 @@ A session is one client; it numbers its runs from 0, and its samplers too. The S
     sampler        <session>:sample:<n>
     operation      <run>:<seq>, also the id of its future; seq 0 is the creation
 
-What the owner alone writes, beside `state`:
+What only the owner writes, next to `state`:
 
     versions:<run>                  hash     version that may be read -> 1 if its optimiser's state is there, else 0
     sampler:<sampler>               string   Sampler, of one that a save made; for as long after its last use as it says
-    retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them; and
-                                             `tenant:<tenant>` of tenants that are crowded, which an API replica adds
-    unfinished:<tenant>             hash     see manager_service.records: runs that have not ended, beside jobs
+    retire:<p>                      zset     ended runs of which something may be deleted, by when to look at them
+    unfinished:<tenant>             hash     see manager_service.records: runs that have not ended, and jobs
     held:<tenant>                   hash     run -> bytes of its operations that wait, and of its log; a submit writes it too
 
-What an API replica alone writes, `use` but for what a save makes:
+What only an API replica writes, except samplers of saves:
 
     marlaas:{@}:session:<session>   string   ClientSession, for SESSION_KEPT_S after its last sign of life
     marlaas:{@}:sessions:<tenant>   zset     session id by creation time
@@ -100,7 +99,7 @@ class Leaving(msgspec.Struct):
 
     id: str  # of the message to the trainer
     versions: dict[int, bool]  # version -> its optimiser's state was there
-    optimizers: list[int]  # versions that lose their optimiser's state alone
+    optimizers: list[int]  # versions that lose only their optimiser's state
     asked: bool = False  # the message is sent: there is no way back
     everything: bool = False  # whatever else the store has of the run is deleted too
 
@@ -127,7 +126,10 @@ class RunState(msgspec.Struct):
     num_left: int = 0  # messages to trainers that had them delete versions
     ended_at: int = 0  # seconds since 1970
     erased: bool = False  # the run is forgotten, and the store has nothing of it
-    makes_room: bool = False  # its tenant has so many runs that it is forgotten sooner
+
+    def kept(self, now: float) -> list[Checkpoint]:
+        """The checkpoints that have not expired."""
+        return [one for one in self.checkpoints if one.is_kept(now)]
 
     def fields(self) -> dict[Any, Any]:
         """The fields of the record, as Redis keeps them."""
@@ -136,10 +138,6 @@ class RunState(msgspec.Struct):
 
 UNNAMED_KEPT_S = 7 * 86_400
 """A run without checkpoints is forgotten, with its versions, so long after its end; one that never had a version after an hour."""
-CROWDED = 9_000
-"""Runs of one tenant in a cell from which on the oldest that have ended without a checkpoint are forgotten an hour after their end."""
-CROWDED_TENANT = "tenant:"
-"""The word before a tenant's name in `retire:<p>`."""
 USED_S = 3600
 """A version is kept for so long after its last use."""
 NUM_SEQS_KEPT = 4096
@@ -216,20 +214,19 @@ MAX_CHECKPOINTS = 1000
 
 def give_name(state: RunState, wanted: SaveWeights, kind: Kind, now: float) -> str:
     """Names the newest version; why that cannot be, or empty."""
-    others = [known for known in state.checkpoints if (known.kind, known.name) != (kind, wanted.name)]
-    kept = [known for known in others if known.is_kept(now)]
-    if len(kept) >= MAX_CHECKPOINTS:
+    others = [known for known in state.kept(now) if (known.kind, known.name) != (kind, wanted.name)]
+    if len(others) >= MAX_CHECKPOINTS:
         return (
             f"this run has {MAX_CHECKPOINTS} checkpoints: delete some (`tinker checkpoint delete PATH`), or save with ttl_seconds,"
             " so that they expire"
         )
     expires_at = None if wanted.ttl_s is None else int(now) + wanted.ttl_s
-    state.checkpoints = [*kept, Checkpoint(kind, wanted.name, state.version, int(now), expires_at)]
+    state.checkpoints = [*others, Checkpoint(kind, wanted.name, state.version, int(now), expires_at)]
     return ""
 
 
 def meant(state: RunState, change: NameChange) -> Checkpoint | None:
-    """The checkpoint that a change is about; None if it is gone, or was saved anew since."""
+    """The checkpoint that a change is about; None if it is gone, or was saved again since."""
     about = change.checkpoint, change.name, change.version, change.created_at
     for known in state.checkpoints:
         if (known.kind, known.name, known.version, known.created_at) == about:
@@ -240,12 +237,9 @@ def meant(state: RunState, change: NameChange) -> Checkpoint | None:
 def change_name(state: RunState, change: NameChange, now: float) -> None:
     """A repeat changes nothing. What has expired goes too."""
     known = meant(state, change)
-    kept = [each for each in state.checkpoints if each.is_kept(now)]
+    kept = state.kept(now)
     if known is not None and known in kept:
         place = kept.index(known)
-        kept[place : place + 1] = [] if change.deletes else [_until(known, change.expires_at)]
+        changed = msgspec.structs.replace(known, expires_at=change.expires_at)
+        kept[place : place + 1] = [] if change.deletes else [changed]
     state.checkpoints = kept
-
-
-def _until(known: Checkpoint, expires_at: int | None) -> Checkpoint:
-    return msgspec.structs.replace(known, expires_at=expires_at)

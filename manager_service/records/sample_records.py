@@ -39,8 +39,6 @@ class Written(msgspec.Struct, frozen=True):
 
 SampleKind = Literal["samples", "answers"]
 """`samples`: what a step was trained on. `answers`: what an evaluation was answered."""
-
-
 KeptAs = Literal["first", "best", "worst", "failed", "evaluation"]
 """Reason to keep a sample: it is of a step's first groups, or one of the others, or an evaluation's answer to one of its first items."""
 

@@ -1,4 +1,4 @@
-"""Keeps tenants and their API keys. Only the sha256 of a key is stored; the key itself is shown once.
+"""Keeps tenants and their API keys; refuses a Redis that another version wrote.
 
 marlaas:{@}:tenants     hash   tenant -> TenantRecord
 marlaas:{@}:keys        hash   sha256 of the key -> KeyRecord
@@ -42,6 +42,11 @@ TENANTS, KEYS = GLOBAL + "tenants", GLOBAL + "keys"
 DEFAULT_TENANT = "default"
 ADMIN = "admin"
 """The owner of admin keys. It is no tenant: it has no files and no jobs."""
+FORMAT = "5"
+"""Raised when a message or record of before cannot be read any more. 2: `Step` became `TrainStep`. 3: what a run's
+samplers sample with left its state, and the bytes of files are counted. 4: tokens travel as transcripts that refer to histories.
+5: samples are objects in the storage, and records of runs moved."""
+FORMAT_KEY = GLOBAL + "format"
 
 _TENANT_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 _RESERVED = (ADMIN, "other", "-", "day")
@@ -133,7 +138,7 @@ class Tenants:
 async def bootstrap(tenants: Tenants, data_dir: Path) -> None:
     """Makes the tenant `default`, its first key and an admin key, unless they exist. Safe to repeat and to race.
 
-    The keys lie in `{data_dir}/api_key` and `admin_key`, readable by their owner alone; if Redis lost them, the same
+    The keys lie in `{data_dir}/api_key` and `admin_key`, readable only by their owner; if Redis lost them, the same
     keys are registered again.
     """
     with contextlib.suppress(AlreadyExists):
@@ -160,3 +165,18 @@ def read_or_make_key(file: Path) -> str:
     if not key.startswith("sk-"):
         raise InvalidInput(f"{file} does not hold an API key; remove it to have a new one made")
     return key
+
+
+async def check_format(redis: Any) -> None:
+    """Marks an empty Redis. Raises InvalidInput for one of another format."""
+    mark = await redis.get(FORMAT_KEY)
+    if mark is None and await redis.exists(TENANTS):
+        mark = b"1"
+    elif mark is None:
+        await redis.set(FORMAT_KEY, FORMAT, nx=True)
+        mark = FORMAT.encode()
+    if mark != FORMAT.encode():
+        raise InvalidInput(
+            f"this Redis holds data of another version of MARLaaS (format {mark.decode()}, this one reads {FORMAT}): run it "
+            "with that version, or start with an empty one (marlaas up --data ANOTHER_FOLDER)"
+        )

@@ -1,4 +1,4 @@
-"""Names and reads the counters of `usage:<tenant>`, and says which of them quotas count."""
+"""Names and reads the counters of `usage:<tenant>`, and lists those that quotas count."""
 
 import time
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ def usage_fields(job: str) -> list[str]:
 
 def usage_of(amounts: Sequence[bytes | None]) -> dict[str, float]:
     """Counter -> amount, for the values of `usage_fields` that are there."""
-    found = zip(USAGE_COUNTERS, amounts, strict=True)
-    return {name: float(amount) for name, amount in found if amount is not None}
+    counters = zip(USAGE_COUNTERS, amounts, strict=True)
+    return {name: float(amount) for name, amount in counters if amount is not None}
 
 
 def day_field(now: float) -> str:

@@ -10,9 +10,8 @@ Its files:
 
     allocator.py       decides which job starts, which gets a group, and whose batch trains
     fairness.py        computes how much room there is, and the order of tenants
-    members.py         says what decisions need to know of a job or a run, and lists them
+    members.py         lists jobs and runs, with what decisions need to know of each, and estimates trajectories' lengths
     demand.py          sums up what all of them want, by difference, and says which job of a tenant is next
-    lengths.py         estimates how long a job's trajectories under way will be, from those that ended
-    policies.py        says what each scheduling policy does differently, as one row of data
+    policies.py        has a row of data for each scheduling policy: what it does differently
     training_queue.py  orders the complete batches for the trainers
 """

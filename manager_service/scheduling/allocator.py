@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -67,7 +68,7 @@ class Slots(Protocol):
         ...
 
     def waits_for(self, job: str) -> str:
-        """Says what outside of the workers holds up the job, else what holds up a whole worker; else empty."""
+        """What outside of the workers holds up the job, else what holds up a whole worker; else empty."""
         ...
 
 
@@ -144,8 +145,6 @@ class Allocator:
         for (tenant, _, counter), amount in changes.usage.items():
             if counter in ROLLOUT_COUNTERS:
                 self.charge_rollouts(tenant, amount)
-            elif counter == "train_s":
-                self.queue.measured(amount)
             elif counter == "rollout_s":
                 self._served_s += amount
             if counter not in QUOTA_COUNTERS:
@@ -179,24 +178,24 @@ class Allocator:
         """Starts as many jobs as the policy and each tenant's number of concurrent jobs allow, oldest first."""
         demand = self.demand
         left = may_start(self.policy, num_running=demand.num_running, num_queued=sum(map(len, demand.queued.values())))
-        found: list[Member] = []
+        next_starts: list[Member] = []
         for tenant in list(demand.queued) if left else []:
             free = self._tenant(tenant).max_jobs - demand.active[tenant]
-            found += self._next_starts(tenant, min(free, left))
-        for job in sorted(found, key=_age)[:left]:
+            next_starts += self._next_starts(tenant, min(free, left))
+        for job in sorted(next_starts, key=_age)[:left]:
             self._starts[job.spec.tenant] += 1
-            self._guarded(job, now, changes, _start)
+            self._guarded(job, now, changes, partial(job.start, now))
 
     def _next_starts(self, tenant: str, num: int) -> list[Member]:
         """The tenant's queued jobs and runs that start next: the most urgent ones, and every fourth time the oldest."""
         if num <= 0:
             return []
         waiting = sorted((self._members[name] for name in self.demand.queued[tenant]), key=_age)
-        found: list[Member] = []
-        while waiting and len(found) < num:
-            oldest = is_longest_waiting(self._starts[tenant] + len(found))
-            found.append(waiting.pop(0) if oldest else waiting.pop(_most_urgent(waiting)))
-        return found
+        chosen: list[Member] = []
+        while waiting and len(chosen) < num:
+            oldest = is_longest_waiting(self._starts[tenant] + len(chosen))
+            chosen.append(waiting.pop(0) if oldest else waiting.pop(_most_urgent(waiting)))
+        return chosen
 
     def _follow_quotas(self, now: float) -> None:
         """Takes the runs of tenants whose tokens of today are used up out of the trainers' queue, and puts them back the next day.
@@ -215,8 +214,9 @@ class Allocator:
             return
         self.queue.fairness.busy(self.demand.active)
         room = Room(slots, self.cluster.num_workers("trainer"), self.demand.handed.copy())
-        for name in self.queue.take(free, now, self._weight, room):
-            self._guarded(self._members[name], now, changes, self._publish_step)
+        for name in self.queue.take(free, self._weight, room):
+            member = self._members[name]
+            self._guarded(member, now, changes, partial(self._publish_step, member, now))
 
     def _publish_step(self, job: Member, now: float, changes: Changes) -> None:
         if isinstance(job, Run):
@@ -269,7 +269,7 @@ class Allocator:
             return None
         job, before = self._members[name], self.demand.open_examples[tenant]
         assert isinstance(job, Job)
-        self._guarded(job, now, changes, _issue_group)
+        self._guarded(job, now, changes, job.issue_group)
         self.demand.examples.granted(tenant, name)
         issued = max(0, self.demand.open_examples[tenant] - before)
         self._examples.charge(tenant, issued * job.lengths.tokens, self._weight(tenant))
@@ -297,14 +297,14 @@ class Allocator:
 
     @property
     def in_env(self) -> float:
-        """This owner's part of the trajectories, but for examples, that env workers work on. Those that wait for an env slot count
+        """This owner's part of the trajectories that env workers work on, without examples. Those that wait for an env slot count
         like those that wait for a rollout."""
         mine = self._active_weight()
         part = mine / (mine + self.other_weight) if mine else 0.0
         return part * min(max(0, self.env_backlog - self.demand.open_examples.total()), self.cluster.slots("env"))
 
     def _fits(self, job: Job, part: OwnPart) -> bool:
-        """Is there room for the keys and values of what the job is issued next? What is alone under way always fits."""
+        """Is there room for the keys and values of what the job is issued next? If nothing else is under way it always fits."""
         demand = self.demand
         at_rollout = max(0.0, 1 - part.in_env / max(1, demand.open_work))
         left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=part.share)
@@ -322,29 +322,29 @@ class Allocator:
         job, before = self._members[name], self.demand.open_work
         assert isinstance(job, Job), "runs want nothing issued"
         if job.next_kv_tokens > largest_group(self.cluster.least_kv_tokens()):
-            self._guarded(job, now, changes, self._fail_as_too_large)
+            self._guarded(job, now, changes, partial(self._fail_as_too_large, job, now))
             return 0.0, 0
         if not self._fits(job, part):
             return 0.0, sys.maxsize
-        self._guarded(job, now, changes, _issue_one)
+        is_for_training = job.wants_group() and not job.spec.is_supervised
+        self._guarded(job, now, changes, job.issue_group if is_for_training else job.issue_eval)
         self.demand.rollouts.granted(tenant, name)
         issued = self.demand.open_work - before
         return issued * job.lengths.tokens / self._weight(tenant), max(issued, 0)
 
-    def _fail_as_too_large(self, job: Member, now: float, changes: Changes) -> None:
+    def _fail_as_too_large(self, job: Job, now: float, changes: Changes) -> None:
         most = largest_group(self.cluster.least_kv_tokens())
-        assert isinstance(job, Job)
         reason = (
             f"a group needs keys and values for {job.next_kv_tokens:.0f} tokens at once, and the rollout workers take at most"
             f" {most:.0f} since one with less memory joined: lower group_size, eval_samples or max_tokens"
         )
         job.fail(JobError("group_too_large", reason), now, changes)
 
-    def _guarded(self, job: Member, now: float, changes: dict[int, Changes], act: "ActOn") -> None:
+    def _guarded(self, job: Member, now: float, changes: dict[int, Changes], act: Callable[[Changes], None]) -> None:
         """Acts on a job. An error of ours fails it, and only it."""
         change = changes[job.partition]
         try:
-            act(job, now, change)
+            act(change)
         except Exception as error:  # the boundary: one job's trouble must not stop the other tenants' owner
             log.exception("decision_failed", job_id=job.id)
             job.fail(JobError("internal_error", f"{type(error).__name__}: {error}"), now, change)
@@ -413,31 +413,11 @@ class Allocator:
         return max(1e-6, self._tenant(tenant).weight)
 
 
-ActOn = Callable[[Member, float, Changes], None]
-
-
-def _start(member: Member, now: float, changes: Changes) -> None:
-    member.start(now, changes)
-
-
 def _ready_tokens(member: Member) -> int:
     """Tokens of what is handed to the trainers next."""
     if isinstance(member, Run):
         return member.ready_tokens()
     return num_tokens(member.open.groups[number] for number in member.next_batch() or ())
-
-
-def _issue_one(job: Member, _now: float, changes: Changes) -> None:
-    assert isinstance(job, Job)
-    if job.wants_group() and not job.spec.is_supervised:
-        job.issue_group(changes)
-    else:
-        job.issue_eval(changes)
-
-
-def _issue_group(job: Member, _now: float, changes: Changes) -> None:
-    assert isinstance(job, Job)
-    job.issue_group(changes)
 
 
 def _age(job: Member) -> tuple[int, str]:

@@ -4,7 +4,6 @@ A pass of the owner changes a few jobs, and must not cost more when there are th
 to a small `View`, and the sums change by the difference between its old view and its new one.
 """
 
-import heapq
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -13,6 +12,9 @@ from manager_service.owner.jobs.job import Job
 from manager_service.scheduling.fairness import is_longest_waiting
 from manager_service.scheduling.members import Urgency, View
 from manager_service.scheduling.training_queue import Handed
+
+GONE = View(tenant="")
+"""The view of a job that is not there."""
 
 
 def view_of(job: Job) -> View:
@@ -46,35 +48,23 @@ class TenantDemand:
     """One tenant's jobs that want something issued, in two orders: by urgency (then first come, first served), and by the
     time since their last turn."""
 
-    buckets: dict[Urgency, "OrderedDict[str, None]"] = field(default_factory=dict)
+    by_urgency: dict[Urgency, "OrderedDict[str, None]"] = field(
+        default_factory=dict
+    )  # few, however many jobs there are
     line: "OrderedDict[str, None]" = field(default_factory=OrderedDict)  # longest waiting first
-    _keys: list[Urgency] = field(default_factory=list)  # heap of the buckets' urgencies; some of them may be gone
 
-    def add(self, job: str, urgency: Urgency) -> None:
-        if urgency not in self.buckets:
-            self.buckets[urgency] = OrderedDict()
-            heapq.heappush(self._keys, urgency)
-        self.buckets[urgency][job] = None
-        self.line.setdefault(job)
-
-    def remove(self, job: str, urgency: Urgency) -> None:
-        self._take_out(job, urgency)
-        del self.line[job]
-
-    def change(self, job: str, old: Urgency, urgency: Urgency) -> None:
-        """Places a job behind those that are as urgent as it is now. In the line it keeps its place."""
-        if urgency == old:
-            self.buckets[old].move_to_end(job)
+    def change(self, job: str, old: Urgency | None, urgency: Urgency | None) -> None:
+        """Places a job behind those that are as urgent as it is now. In the line it keeps its place. None: it wants nothing."""
+        if old is not None:
+            equals = self.by_urgency[old]
+            del equals[job]
+            if not equals:
+                del self.by_urgency[old]
+        if urgency is not None:
+            self.by_urgency.setdefault(urgency, OrderedDict())[job] = None
+            self.line.setdefault(job)
         else:
-            self._take_out(job, old)
-            self.add(job, urgency)
-
-    def _take_out(self, job: str, urgency: Urgency) -> None:
-        bucket = self.buckets[urgency]
-        del bucket[job]
-        if not bucket:
-            del self.buckets[urgency]
-            self._tidy()
+            self.line.pop(job, None)
 
     def first(self, *, longest_waiting: bool = False) -> str | None:
         """The most urgent job, or the one that has waited longest."""
@@ -82,52 +72,35 @@ class TenantDemand:
             return None
         if longest_waiting:
             return next(iter(self.line))
-        while self._keys[0] not in self.buckets:
-            heapq.heappop(self._keys)
-        return next(iter(self.buckets[self._keys[0]]))
-
-    def _tidy(self) -> None:
-        """Rebuilds the heap when most of its urgencies are gone."""
-        if len(self._keys) > 16 + 2 * len(self.buckets):
-            self._keys = sorted(self.buckets)
+        return next(iter(self.by_urgency[min(self.by_urgency)]))
 
 
 @dataclass(slots=True)
 class Wishes:
     """Jobs that want something of one kind issued, by tenant."""
 
-    tenants: dict[str, TenantDemand] = field(default_factory=dict)
+    tenants: defaultdict[str, TenantDemand] = field(default_factory=lambda: defaultdict(TenantDemand))
     _turns: Counter[str] = field(default_factory=Counter)  # tenant -> what it was granted
 
-    def add(self, tenant: str, job: str, urgency: Urgency | None) -> None:
-        if urgency is not None:
-            self.tenants.setdefault(tenant, TenantDemand()).add(job, urgency)
-
-    def remove(self, tenant: str, job: str, urgency: Urgency | None) -> None:
-        if urgency is None:
-            return
-        self.tenants[tenant].remove(job, urgency)
-        if not self.tenants[tenant].line:
-            del self.tenants[tenant]
-
     def change(self, tenant: str, job: str, old: Urgency | None, urgency: Urgency | None) -> None:
-        if old is None or urgency is None:
-            self.remove(tenant, job, old)
-            self.add(tenant, job, urgency)
-        else:
-            self.tenants[tenant].change(job, old, urgency)
+        """See `TenantDemand.change`."""
+        if old is not None or urgency is not None:
+            jobs = self.tenants[tenant]
+            jobs.change(job, old, urgency)
+            if not jobs.line:
+                del self.tenants[tenant]
 
     def next_job(self, tenant: str) -> str | None:
         """The tenant's job whose turn it is."""
-        wanted = self.tenants.get(tenant)
-        return wanted.first(longest_waiting=is_longest_waiting(self._turns[tenant])) if wanted else None
+        jobs = self.tenants.get(tenant)
+        return jobs.first(longest_waiting=is_longest_waiting(self._turns[tenant])) if jobs else None
 
     def granted(self, tenant: str, job: str) -> None:
         """Moves a job that had its turn to the end of the line."""
         self._turns[tenant] += 1
-        wanted = self.tenants.get(tenant)
-        if wanted is not None and job in wanted.line:
-            wanted.line.move_to_end(job)
+        jobs = self.tenants.get(tenant)
+        if jobs is not None and job in jobs.line:
+            jobs.line.move_to_end(job)
 
     def forget(self, tenant: str) -> None:
         del self._turns[tenant]
@@ -135,7 +108,7 @@ class Wishes:
 
 @dataclass(slots=True)
 class Demand:
-    """The sums over all views. Only `update` changes them."""
+    """What all jobs of an owner want, as sums over their views. Only `update` changes them."""
 
     open_work: int = 0
     num_training: int = 0
@@ -159,15 +132,19 @@ class Demand:
     def update(self, job: str, view: View | None) -> None:
         """Replaces the view of a job. None: the job is gone."""
         old = self._views.pop(job, None)
+        if old is not None:
+            self._count(old, -1)
+            self._unlist(job, old)
         if view is not None:
             self._views[job] = view
-        if old is not None and view is not None and old.tenant == view.tenant:
-            self._change(job, old, view)
-            return
-        if old is not None:
-            self._subtract(job, old)
-        if view is not None:
-            self._add(job, view)
+            self._jobs.setdefault(view.tenant, set()).add(job)
+            self._count(view, 1)
+            self._list(job, view)
+        before, after, tenant = old or GONE, view or GONE, (view or old or GONE).tenant
+        self.rollouts.change(tenant, job, before.urgency, after.urgency)
+        self.examples.change(tenant, job, before.example_urgency, after.example_urgency)
+        if old is not None and view is None:
+            self._leave(job, tenant)
 
     def tenants(self) -> set[str]:
         """Tenants with rollouts under way or wanted."""
@@ -180,30 +157,11 @@ class Demand:
     def jobs_of(self, tenant: str) -> Set[str]:
         return self._jobs.get(tenant, frozenset())
 
-    def _add(self, job: str, view: View) -> None:
-        self._count(view, 1)
-        self._jobs.setdefault(view.tenant, set()).add(job)
-        self._list(job, view)
-        self.rollouts.add(view.tenant, job, view.urgency)
-        self.examples.add(view.tenant, job, view.example_urgency)
-
-    def _change(self, job: str, old: View, view: View) -> None:
-        self._count(old, -1)
-        self._count(view, 1)
-        self._unlist(job, old)
-        self._list(job, view)
-        self.rollouts.change(view.tenant, job, old.urgency, view.urgency)
-        self.examples.change(view.tenant, job, old.example_urgency, view.example_urgency)
-
-    def _subtract(self, job: str, view: View) -> None:
-        tenant = view.tenant
-        self._count(view, -1)
+    def _leave(self, job: str, tenant: str) -> None:
+        """Forgets a job that is gone, and its tenant if that has no other."""
         self._jobs[tenant].discard(job)
         if not self._jobs[tenant]:
             del self._jobs[tenant]
-        self._unlist(job, view)
-        self.rollouts.remove(tenant, job, view.urgency)
-        self.examples.remove(tenant, job, view.example_urgency)
         if not self.active[tenant] and tenant not in self.queued:
             del self.active[tenant], self.waiting[tenant], self.tokens[tenant], self.behind[tenant]
             self.rollouts.forget(tenant)

@@ -58,17 +58,17 @@ POLICIES: Mapping[str, Policy] = {
 
 def parse_policy(text: str) -> Policy:
     """Reads `marlaas`, or `bounded:4` for another eta than 1. Raises ValueError, which lists the known names."""
-    found = _NAME.fullmatch(text)
-    policy = POLICIES.get(found[1]) if found else None
-    if found is None or policy is None:
+    match = _NAME.fullmatch(text)
+    policy = POLICIES.get(match[1]) if match else None
+    if match is None or policy is None:
         raise ValueError(f"unknown policy {text!r}: use {', '.join(POLICIES)}, or bounded:ETA such as bounded:4")
-    if found[2] is None:
+    if match[2] is None:
         return policy
     if policy.eta is None:
-        raise ValueError(f"the policy {policy.name!r} takes no number; bounded:{found[2]} does")
-    if not 1 <= int(found[2]) <= MAX_ETA:
-        raise ValueError(f"bounded:{found[2]}: eta must be between 1 and {MAX_ETA}")
-    return replace(policy, eta=int(found[2]))
+        raise ValueError(f"the policy {policy.name!r} takes no number; bounded:{match[2]} does")
+    if not 1 <= int(match[2]) <= MAX_ETA:
+        raise ValueError(f"bounded:{match[2]}: eta must be between 1 and {MAX_ETA}")
+    return replace(policy, eta=int(match[2]))
 
 
 def may_start(policy: Policy, *, num_running: int, num_queued: int) -> int:

@@ -1,12 +1,11 @@
-"""Continuous batching: rows join as seats and memory free up, advance one token a step together, and leave when they end.
+"""Continuous batching: rows join as slots and memory free up, advance one token a step together, and leave when they end.
 
-    admit   seat waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, but for its last token
+    admit   give slots to waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, except its last token
     step    one forward with the newest token of every row, each through its own adapter, behind the new tokens of later turns that
             have just joined; sample; see who has ended
 
-Where the computing of either fails for several rows, it is done again for each alone, and only those that fail alone end (`alone.py`).
-A failed attempt leaves no trace: it draws no numbers, and the keys and values that it may have written are written again before they
-are read.
+Where either fails for several rows, it is done again row by row, and only rows that fail by themselves end (`fault_isolation.py`). A failed
+attempt leaves no trace: it draws no numbers, and the keys and values that it may have written are written again before they are read.
 
 Forwards have 4, 8, 16 or 32 rows, then multiples of 8, in deterministic mode 48, 64, then multiples of 64; at least `min_rows`;
 and prefills of prompts a multiple of 16 positions. In deterministic mode a row's bits do not depend on its neighbours then (`selftest.py`
@@ -23,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from base_model.device import give_back_memory
+from base_model.device import compute_clock, give_back_memory
 from base_model.stacked import FusedAdapter, LanePlanner, Product
 from common.wire.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
@@ -33,15 +32,14 @@ from rollout_service.embedded.fault_isolation import FailedTurn, outcomes, tried
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
 from rollout_service.embedded.prefill import Extension, Prefill, Rest
+from rollout_service.embedded.row_states import RowStates, TurnRow
 from rollout_service.embedded.sampler import Sampled, SamplingPlan, sample
-from rollout_service.embedded.seats import Seats, TurnRow
 from rollout_service.engine import Partial
-from rollout_service.stops import first_stop
-from rollout_service.turns import first_scored
+from rollout_service.turns import first_scored, first_stop
 
 WIDE_LANE_ROWS = 8
 """Rows of a lane where an adapter has a group's rows; measured, wider ones are no faster."""
-MOST_TOGETHER = 256
+MAX_NEW_TOGETHER = 256
 """New tokens of later turns that share attention and adapters' lanes with the newest tokens: more would take many copies of factors."""
 
 
@@ -60,7 +58,7 @@ class ForwardLayout:
     """The places of the rows under way in a forward; remade only when rows come or go."""
 
     pools: list[Pool]
-    seats: np.ndarray  # [n] seat of each row of the forward
+    slots: np.ndarray  # [n] slot of each row of the forward
     size: int  # rows of the forward, rounded up
     adapters: list[FusedAdapter | None]  # [n]
     products: list[Product] | None  # None: not planned, or another plan came after it
@@ -111,13 +109,13 @@ class RunningRows:
         self._limits = limits
         self._rounded = exact_rows if limits.exact else rounded_rows
         self._compiled = compiled_for(model.embedding, exact=limits.exact)
-        self._seats = Seats(limits.slots, end_ids, config.context, self._compiled)
+        self._states = RowStates(limits.slots, end_ids, config.context, self._compiled)
         self._pools = Pools(config, model.embedding, limits.pools)
         wide = None if limits.exact else WIDE_LANE_ROWS
         self._planner = LanePlanner(device, limits.min_rows, wide_rows=wide, budget_bytes=limits.step_lanes)
         self._waiting: deque[TurnRow] = deque()
         self._layout: ForwardLayout | None = None
-        self.meter = Meter.of(device)
+        self.meter = Meter(compute_clock(device))
         self._prefill = Prefill(self._model, self._pools, self.meter, self._spent, limits)
         self._rests: list[Rest] = []  # that the next step computes
         self._ended: list[Ended] = []  # that nobody was told of yet
@@ -128,7 +126,7 @@ class RunningRows:
 
     @property
     def num_active(self) -> int:
-        return self._limits.slots - len(self._seats.free)
+        return self._limits.slots - len(self._states.free)
 
     @property
     def busy_s(self) -> float:
@@ -145,7 +143,7 @@ class RunningRows:
         return bool(self._waiting) or self.num_active > 0
 
     def active(self) -> list[TurnRow]:
-        return [row for row in self._seats.rows if row is not None]
+        return [row for row in self._states.rows if row is not None]
 
     def rows(self) -> list[TurnRow]:
         return [*self.active(), *self._waiting]
@@ -155,7 +153,7 @@ class RunningRows:
 
     def abort(self, row: TurnRow) -> None:
         """Removes the row; does nothing if it has ended."""
-        if self._is_seated(row):
+        if self._has_slot(row):
             self._remove(row, clear=True)
         elif row in self._waiting:
             self._waiting.remove(row)
@@ -165,21 +163,21 @@ class RunningRows:
 
         May be called from another thread: a row's count is raised after its tokens are written.
         """
-        seats, seat, request = self._seats, row.seat, row.request
-        if seat < 0:
+        states, slot, request = self._states, row.slot, row.request
+        if slot < 0:
             tokens, logprobs = (
                 each.numpy()[request.num_prompt :].tolist() for each in (request.tokens, request.logprobs)
             )
             return Partial(tokens, logprobs, 0, 0.0)
-        tokens, logprobs = seats.sampled(seat)
-        busy_s = float(seats.busy_s[seat])
-        if seats.rows[seat] is not row:
+        tokens, logprobs = states.sampled(slot)
+        busy_s = float(states.busy_s[slot])
+        if states.rows[slot] is not row:
             return None
         return Partial(tokens, logprobs, len(tokens) - request.num_partial, busy_s)
 
     def sampled_since(self, row: TurnRow, first: int) -> tuple[list[int], list[float]]:
-        """Tokens and log-probs of a seated row from the turn's token `first` on."""
-        return self._seats.sampled(row.seat, first)
+        """Tokens and log-probs of a row under way from the turn's token `first` on."""
+        return self._states.sampled(row.slot, first)
 
     def forget(self, adapter: AdapterRef) -> None:
         """Drops what is cached under an adapter's name."""
@@ -194,7 +192,7 @@ class RunningRows:
         self._prefill.clear()
         self._rests.clear()
         for row in self.active():
-            self._seats.leave(row)
+            self._states.leave(row)
         self._layout = None
         return lost
 
@@ -215,23 +213,23 @@ class RunningRows:
 
     def _admit(self) -> None:
         joined: list[TurnRow] = []
-        while self._waiting and self._seats.free and self._fits(self._waiting[0]):
+        while self._waiting and self._states.free and self._fits(self._waiting[0]):
             row = self._waiting.popleft()
-            seat = tried(lambda row=row: self._seats.take(row))
-            if isinstance(seat, Exception):
+            slot = tried(lambda row=row: self._states.take(row))
+            if isinstance(slot, Exception):
                 self._pools.release(row)
-                self._ended.append(Ended(row, None, Partial([], [], 0, 0.0), seat))
+                self._ended.append(Ended(row, None, Partial([], [], 0, 0.0), slot))
             else:
                 joined.append(row)
         if not joined:
             return
-        done = [row for row in joined if self._seats.stop_reason(row.seat)]  # nothing left to sample
+        done = [row for row in joined if self._states.stop_reason(row.slot)]  # nothing left to sample
         unread = [row for row in done if not row.request.sampling.prompt_logprobs]
         for row in unread:
-            self._end(row, self._seats.stop_reason(row.seat), in_pool=False)
-        self._seat_all([row for row in joined if row not in unread])
+            self._end(row, self._states.stop_reason(row.slot), in_pool=False)
+        self._join([row for row in joined if row not in unread])
         for row in done:
-            if self._is_seated(row):
+            if self._has_slot(row):
                 self._finish(row, _sum_of_scores(row))
 
     def _fits(self, row: TurnRow) -> bool:
@@ -240,10 +238,10 @@ class RunningRows:
         longest = min(context, request.num_prompt + request.sampling.max_tokens)
         return self._pools.reserve(row, max(longest, len(request.transcript)))
 
-    def _seat_all(self, joined: list[TurnRow]) -> None:
+    def _join(self, joined: list[TurnRow]) -> None:
         if not joined:
             return
-        self._seats.draw(np.array([row.seat for row in joined]))
+        self._states.draw(np.array([row.slot for row in joined]))
         self._layout = None
         for row in joined:
             self._pools.add(row)
@@ -262,10 +260,10 @@ class RunningRows:
         def together() -> ComputedStep:
             return self._compute(self._lay_out_all, rests)
 
-        def alone(row: TurnRow) -> ComputedStep:
-            return self._compute(lambda: self._lay_out_alone(row), [rest for rest in rests if rest.row is row])
+        def single(row: TurnRow) -> ComputedStep:
+            return self._compute(lambda: self._lay_out_single(row), [rest for rest in rests if rest.row is row])
 
-        for outcome in outcomes(self.active(), together, alone):
+        for outcome in outcomes(self.active(), together, single):
             if isinstance(outcome, FailedTurn):
                 self._end(outcome.row, None, error=outcome.error)
             else:
@@ -283,10 +281,10 @@ class RunningRows:
 
     def _settle(self, step: ComputedStep) -> None:
         """Gives the rows their tokens, and removes those that have ended."""
-        layout, seats = step.layout, step.layout.seats
-        ended = self._seats.append(seats, step.tokens, step.logprobs)
+        layout, slots = step.layout, step.layout.slots
+        ended = self._states.append(slots, step.tokens, step.logprobs)
         for place in layout.watched:
-            row = self._row(int(seats[place]))
+            row = self._row(int(slots[place]))
             has_stopped = tried(lambda row=row, place=place: self._watch(row, place, step.sampled))
             if isinstance(has_stopped, Exception):
                 self._end(row, None, error=has_stopped)
@@ -295,7 +293,7 @@ class RunningRows:
                 ended[place] |= has_stopped
         self._count(layout, step.extension, self.meter.now() - step.since, time.perf_counter() - step.started)
         for place in np.flatnonzero(ended):
-            self._finish(self._row(int(seats[place])), float(step.logprobs[place]))
+            self._finish(self._row(int(slots[place])), float(step.logprobs[place]))
 
     def _count(self, layout: ForwardLayout, extension: Extension | None, computed_s: float, seconds: float) -> None:
         """Counts a step's time, of the meter's clock and of the wall's: each position costs alike."""
@@ -305,34 +303,34 @@ class RunningRows:
             computed_s, seconds = (1 - share) * computed_s, (1 - share) * seconds
         self.meter.stepped(layout.size, computed_s)
         self._step_s += seconds
-        self.sampled_tokens += len(layout.seats)
-        self._seats.busy_s[layout.seats] += seconds / len(layout.seats)
+        self.sampled_tokens += len(layout.slots)
+        self._states.busy_s[layout.slots] += seconds / len(layout.slots)
 
     def _forward(self, layout: ForwardLayout, extension: Extension | None) -> Sampled:
         """One forward of all rows' newest tokens, behind those of `extension`, whose keys and values they see."""
-        num, seats = len(layout.seats), self._seats
+        num, states = len(layout.slots), self._states
         inputs = np.zeros((2, layout.size), np.int64)
-        inputs[0, :num] = seats.last[layout.seats]
-        inputs[1, :num] = seats.length[layout.seats] - 1
+        inputs[0, :num] = states.last[layout.slots]
+        inputs[1, :num] = states.length[layout.slots] - 1
         before = extension.num if extension else 0
         if extension:
             inputs = np.concatenate([[extension.tokens, extension.positions], inputs], axis=1)
         tokens, positions = torch.from_numpy(inputs).to(self._device)
         parts = self._parts(layout, extension, positions[before : before + num])
         hidden = self._model.forward(tokens, positions, parts)[before:]
-        uniforms = torch.from_numpy(seats.uniforms(layout.seats)).to(self._device)
+        uniforms = torch.from_numpy(states.uniforms(layout.slots)).to(self._device)
         return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling)
 
     def _parts(self, layout: ForwardLayout, extension: Extension | None, positions: Tensor) -> list[ForwardPart]:
         """Returns one part for all, or one for new tokens of later turns if these are many, or if attention is not compiled. `positions`
         [n]: of rows' newest tokens."""
         compiled = self._compiled()
-        if extension and (compiled is None or extension.num > MOST_TOGETHER):
+        if extension and (compiled is None or extension.num > MAX_NEW_TOGETHER):
             return [self._prefill.part(extension), *self._parts(layout, None, positions)]
         if compiled is not None:
             rows = kv.new_rows(layout.pools, positions.numpy(), extension.spans if extension else ())
             return [self._one_part(layout, extension, kv.CompiledAttend(self._config, compiled.attend, rows))]
-        longest = [int(self._seats.length[pool.seats].max()) for pool in layout.pools]
+        longest = [int(self._states.length[pool.slots].max()) for pool in layout.pools]
         places = kv.slices(layout.pools, positions, longest)
         return [self._one_part(layout, None, kv.DecodeAttend(self._config, places, exact=self._limits.exact))]
 
@@ -346,45 +344,28 @@ class RunningRows:
         return ForwardPart(layout.size, attend, layout.products)
 
     def _lay_out_all(self) -> ForwardLayout:
-        self._layout = self._layout or self._lay_out([pool for pool in self._pools if pool.seats])
+        self._layout = self._layout or self._lay_out([pool for pool in self._pools if pool.slots])
         return self._layout
 
-    def _lay_out_alone(self, row: TurnRow) -> ForwardLayout:
+    def _lay_out_single(self, row: TurnRow) -> ForwardLayout:
         self._layout = None  # its products end with the next plan
-        return self._lay_out([self._pools.of(row).only(row.seat)])
+        return self._lay_out([self._pools.of(row).only(row.slot)])
 
     def _lay_out(self, pools: list[Pool]) -> ForwardLayout:
-        seats = np.array([seat for pool in pools for seat in pool.seats])
-        rows = [self._row(seat) for seat in seats]
+        slots = np.array([slot for pool in pools for slot in pool.slots])
+        rows = [self._row(slot) for slot in slots]
         size = self._rounded(len(rows), self._limits.min_rows)
         adapters = [row.adapter for row in rows]
         watched = [i for i, row in enumerate(rows) if _is_watched(row)]
-        return ForwardLayout(pools, seats, size, adapters, None, self._sampling(rows), watched)
+        plan = SamplingPlan.of([row.request.sampling for row in rows], self._config.vocab, self._device)
+        return ForwardLayout(pools, slots, size, adapters, None, plan, watched)
 
-    def _sampling(self, rows: Sequence[TurnRow]) -> SamplingPlan:
-        asked = [row.request.sampling for row in rows]
-        greedy = [s.temperature == 0 for s in asked]
-        temperature = [s.temperature or 1.0 for s in asked]
-        top_p = [s.top_p for s in asked]
-        top_k = [min(s.top_k or self._config.vocab, self._config.vocab) for s in asked]
-        return SamplingPlan(
-            temperature=None if set(temperature) == {1.0} else self._column(temperature, torch.float32),
-            greedy=torch.tensor(greedy, device=self._device) if any(greedy) else None,
-            all_greedy=all(greedy),
-            top_p=None if min(top_p) >= 1 else self._column(top_p, torch.float64),
-            num_top=max(s.num_top_logprobs for s in asked),
-            top_k=None if min(top_k) == self._config.vocab else self._column(top_k, torch.int64),
-        )
+    def _has_slot(self, row: TurnRow) -> bool:
+        return row.slot >= 0 and self._states.rows[row.slot] is row
 
-    def _column(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device).unsqueeze(1)
-
-    def _is_seated(self, row: TurnRow) -> bool:
-        return row.seat >= 0 and self._seats.rows[row.seat] is row
-
-    def _row(self, seat: int) -> TurnRow:
-        row = self._seats.rows[seat]
-        assert row is not None, "a row of the forward has no seat"
+    def _row(self, slot: int) -> TurnRow:
+        row = self._states.rows[slot]
+        assert row is not None, "a row of the forward has no slot"
         return row
 
     # ---- after a token -------------------------------------------------------------------------------------
@@ -396,11 +377,11 @@ class RunningRows:
             values, tokens = (part[place, :num_top].tolist() for part in sampled.top)
             row.top_logprobs.append(list(zip(tokens, values, strict=True)))
         if stops := row.request.sampling.stop:
-            row.stop_string = first_stop(stops, self._seats.sampled(row.seat)[0], self._decode)
+            row.stop_string = first_stop(stops, self._states.sampled(row.slot)[0], self._decode)
         return bool(row.stop_string)
 
     def _finish(self, row: TurnRow, logprob: float) -> None:
-        stopped = "stop" if row.stop_string else self._seats.stop_reason(row.seat)
+        stopped = "stop" if row.stop_string else self._states.stop_reason(row.slot)
         self._end(row, None if np.isnan(logprob) else stopped)
 
     def _end(
@@ -418,17 +399,17 @@ class RunningRows:
         """Keeps keys and values for the trajectory's next turn: of all but the last token, which no forward has seen."""
         if not self._prefill.turns.wants(row.request):
             return
-        num = int(self._seats.length[row.seat]) - 1
+        num = int(self._states.length[row.slot]) - 1
         prompt = row.request.transcript.ids[: 4 * row.request.num_prompt]
-        self._prefill.keep(row, prompt + self._seats.tokens[row.seat, : num - row.request.num_prompt].tobytes())
+        self._prefill.keep(row, prompt + self._states.tokens[row.slot, : num - row.request.num_prompt].tobytes())
 
     def _spent(self, row: TurnRow, seconds: float) -> None:
-        self._seats.busy_s[row.seat] += seconds
+        self._states.busy_s[row.slot] += seconds
 
     def _remove(self, row: TurnRow, *, clear: bool = False, in_pool: bool = True) -> None:
         if in_pool:
-            self._pools.of(row).remove(row.seat, self._seats.length, clear=clear)
-        self._seats.leave(row)
+            self._pools.of(row).remove(row.slot, self._states.length, clear=clear)
+        self._states.leave(row)
         self._pools.release(row)
         self._layout = None
 

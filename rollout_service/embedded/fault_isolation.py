@@ -1,6 +1,6 @@
-"""Keeps a turn's fault from the turns beside it: what fails for several rows is done for each alone.
+"""Keeps a turn's fault from its neighbours: what fails for several rows is done again row by row.
 
-    together ─ fails ─► the first row alone, the second alone, … ─► only those that fail alone end
+    together ─ fails ─► the first row, the second, … ─► only those that fail by themselves end
 
 A failed attempt must leave nothing that the next one reads.
 """
@@ -12,7 +12,7 @@ from typing import TypeVar
 import structlog
 
 from base_model.device import is_out_of_memory
-from rollout_service.embedded.seats import TurnRow
+from rollout_service.embedded.row_states import TurnRow
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -20,16 +20,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class FailedTurn:
-    """A turn that failed alone, with the reason."""
+    """A turn that failed by itself, with the reason."""
 
     row: TurnRow
     error: Exception
 
 
 def outcomes(
-    rows: Sequence[TurnRow], together: Callable[[], T], alone: Callable[[TurnRow], T]
+    rows: Sequence[TurnRow], together: Callable[[], T], single: Callable[[TurnRow], T]
 ) -> Iterator[T | FailedTurn]:
-    """Gives the outcome for all rows together or, if that fails, for each alone, one after the other.
+    """Gives the outcome for all rows together or, if that fails, for each by itself, one after the other.
 
     Raises the error when memory ran out, which is no row's fault.
     """
@@ -41,7 +41,7 @@ def outcomes(
     else:
         log.warning("forward_failed", num_turns=len(rows), reason=f"{type(found).__name__}: {found}")
         for row in rows:
-            own = tried(lambda row=row: alone(row))
+            own = tried(lambda row=row: single(row))
             yield FailedTurn(row, own) if isinstance(own, Exception) else own
 
 

@@ -19,10 +19,7 @@ from rollout_service.embedded.pools import Pool, rounded
 MERGED_HEADS = 2
 """Up to so many key heads, a CPU is faster with `_merged_attention`, in spite of its zeros."""
 
-
-Kernel = Callable[..., None]
-"""See `backbone/decode_kernel.py`."""
-ANY = 1 << 40
+ANY_DISTANCE = 1 << 40
 """A window of all positions."""
 BLOCK = 128
 """Positions of one product of weights and values in deterministic mode."""
@@ -66,7 +63,7 @@ def slices(pools: Sequence[Pool], positions: Tensor, lengths: Sequence[int]) -> 
     first = 0
     found: list[Slice] = []
     for pool, longest in zip(pools, lengths, strict=True):
-        num = len(pool.seats)
+        num = len(pool.slots)
         at = positions[first : first + num]
         places = torch.arange(num, device=at.device).mul_(pool.length).add_(at)
         found.append(Slice(pool, first, at, places, rounded(longest)))
@@ -207,7 +204,7 @@ class NewTokens(NamedTuple):
 
 class ExtendAttend:
     """Causal attention of new tokens on rows that have keys and values of earlier ones; adds theirs. The tokens of all rows stand
-    end to end, without padding; those of one kind are padded for attention alone."""
+    end to end, without padding; those of one kind are padded for attention only."""
 
     def __init__(self, config: ModelShape, spans: Sequence[NewTokens]) -> None:
         """`spans`: in order of kind."""
@@ -222,14 +219,14 @@ class ExtendAttend:
 class CompiledAttend:
     """The same as `ExtendAttend` and, for rows with one new token, as `DecodeAttend`, by a compiled function."""
 
-    def __init__(self, config: ModelShape, kernel: Kernel, rows: Sequence["NewRows"]) -> None:
+    def __init__(self, config: ModelShape, kernel: Callable[..., None], rows: Sequence["NewRows"]) -> None:
         """`rows`: none twice; rows of the forward that none of them names get zeros."""
         self._heads, self._kernel = config.num_heads, kernel
         self._rows = rows
 
     def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
         out = qkv.new_zeros(len(qkv), self._heads, qkv.shape[2])
-        limits = np.float32(scale or qkv.shape[2] ** -0.5), window or ANY
+        limits = np.float32(scale or qkv.shape[2] ** -0.5), window or ANY_DISTANCE
         for pool, places in self._rows:
             self._kernel(qkv.numpy(), pool.layers[layer].numpy(), places, out.numpy(), *limits)
         return out.flatten(1)
@@ -250,7 +247,7 @@ def new_rows(pools: Sequence[Pool], positions: np.ndarray, spans: Sequence[NewTo
         at = np.arange(span.num)
         places.setdefault(span.pool, []).append(_placed(first + at, span.row, span.start + at))
         first += span.num
-    ends = list(itertools.accumulate(len(pool.seats) for pool in pools))
+    ends = list(itertools.accumulate(len(pool.slots) for pool in pools))
     for pool, own in zip(pools, np.split(positions, ends), strict=False):
         places.setdefault(pool, []).append(_placed(first + np.arange(len(own)), np.arange(len(own)), own))
         first += len(own)

@@ -1,19 +1,15 @@
 """Counts what an engine has done since its start, for telemetry and for predictions of its speed."""
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-
-from torch import device
-
-from base_model.device import compute_clock
 
 
 @dataclass(slots=True)
 class Meter:
     """Totals. Seconds are of the engine's thread on a processor, without waiting for a core; on a GPU, of the clock."""
 
+    now: Callable[[], float]
     decode_steps: int = 0  # forwards of one token a row
     decode_rows: int = 0  # in them, those that only fill up a forward included
     decode_s: float = 0.0  # in them, sampling included
@@ -23,14 +19,6 @@ class Meter:
     turns: int = 0  # ended
     sum_log_turn_tokens: float = 0.0  # over turns, of the logarithm of the tokens sampled, and of its square
     sum_squared_log_turn_tokens: float = 0.0
-    _now: Callable[[], float] = time.thread_time
-
-    @classmethod
-    def of(cls, where: device) -> "Meter":
-        return cls(_now=compute_clock(where))
-
-    def now(self) -> float:
-        return self._now()
 
     def stepped(self, rows: int, seconds: float) -> None:
         self.decode_steps += 1
@@ -49,4 +37,4 @@ class Meter:
         self.sum_squared_log_turn_tokens += log * log
 
     def counters(self) -> dict[str, float]:
-        return {name: float(value) for name, value in asdict(self).items() if not name.startswith("_")}
+        return {name: float(value) for name, value in asdict(self).items() if name != "now"}

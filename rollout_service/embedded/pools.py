@@ -24,7 +24,7 @@ from base_model.kernels import DEFAULT
 from common.errors import InvalidInput
 from common.models.footprint import cache_room, fitting_context
 from rollout_service.embedded.backbone.interface import ModelShape
-from rollout_service.embedded.seats import TurnRow
+from rollout_service.embedded.row_states import TurnRow
 
 MIN_LENGTH = 64
 FIRST_ROWS = 4
@@ -79,12 +79,12 @@ def length_class(length: int, context: int) -> int:
 
 
 class Pool:
-    """The rows of one length class. `seats[r]` is the seat of row r."""
+    """The rows of one length class. `slots[r]` is the slot of row r."""
 
-    def __init__(self, length: int, layers: list[Tensor], seats: list[int]) -> None:
+    def __init__(self, length: int, layers: list[Tensor], slots: list[int]) -> None:
         self.length = length
         self.layers = layers
-        self.seats = seats
+        self.slots = slots
 
     @classmethod
     def empty(cls, config: ModelShape, length: int, like: Tensor) -> "Pool":
@@ -96,46 +96,49 @@ class Pool:
         """Rows that there is memory for."""
         return len(self.layers[0])
 
-    def row(self, seat: int) -> int:
-        return self.seats.index(seat)
+    def row(self, slot: int) -> int:
+        return self.slots.index(slot)
 
-    def only(self, seat: int) -> "Pool":
+    def only(self, slot: int) -> "Pool":
         """One row as a pool of its own, in the same memory; it counts until rows come or go."""
-        row = self.row(seat)
-        return Pool(self.length, [layer[row : row + 1] for layer in self.layers], [seat])
+        row = self.row(slot)
+        return Pool(self.length, [layer[row : row + 1] for layer in self.layers], [slot])
 
-    def put(self, seat: int, past: Tensor) -> None:
+    def put(self, slot: int, past: Tensor) -> None:
         """Gives a row the keys and values of its first T tokens, [layers, T, 2K, D]."""
-        row = self.row(seat)
+        row = self.row(slot)
         for layer, values in zip(self.layers, past, strict=True):
             layer[row, : len(values)] = values
 
-    def copy(self, seat: int, other: "Pool", to_seat: int, num_tokens: int) -> None:
+    def copy(self, slot: int, other: "Pool", to_slot: int, num_tokens: int) -> None:
         """Gives a row of `other` the keys and values of this row's first tokens."""
-        row, to_row = self.row(seat), other.row(to_seat)
+        row, to_row = self.row(slot), other.row(to_slot)
         for layer, target in zip(self.layers, other.layers, strict=True):
             target[to_row, :num_tokens] = layer[row, :num_tokens]
 
-    def kept(self, seat: int, num_tokens: int) -> Tensor:
+    def kept(self, slot: int, num_tokens: int) -> Tensor:
         """A copy of the keys and values of a row's first tokens, [layers, T, 2K, D]."""
-        row = self.row(seat)
+        row = self.row(slot)
         return torch.stack([layer[row, :num_tokens] for layer in self.layers])
 
-    def remove(self, seat: int, lengths: np.ndarray, *, clear: bool = False) -> None:
-        """Gives its place to the last row. `lengths`: tokens of the rows, by seat; what lies behind them is not copied."""
-        row, last = self.row(seat), len(self.seats) - 1
-        num = lengths[self.seats[last]]
+    def remove(self, slot: int, lengths: np.ndarray, *, clear: bool = False) -> None:
+        """Gives its place to the last row. `lengths`: tokens of the rows, by slot; what lies behind them is not copied."""
+        # Rows stand without gaps, so that a forward reads each pool as one slice. What lies behind a row's tokens is masked by adding
+        # minus infinity to its scores: old numbers there are harmless, NaN is not (0 * NaN is NaN), so a row that may hold one is
+        # cleared before another takes its memory.
+        row, last = self.row(slot), len(self.slots) - 1
+        num = lengths[self.slots[last]]
         for layer in self.layers:
             if row != last:
                 layer[row, :num] = layer[last, :num]
             if clear:
                 layer[row, num:] = layer[last] = 0
-        self.seats[row] = self.seats[last]
-        self.seats.pop()
+        self.slots[row] = self.slots[last]
+        self.slots.pop()
 
     def resize(self, num_rows: int) -> None:
-        """Makes memory for so many rows, one layer after the other: of one layer alone both the old and the new live together."""
-        kept = len(self.seats)
+        """Makes memory for so many rows, one layer after the other: only of one layer do the old and the new live together."""
+        kept = len(self.slots)
         for number, old in enumerate(self.layers):
             new = old.new_zeros(num_rows, *old.shape[1:])
             new[:kept] = old[:kept]
@@ -164,7 +167,7 @@ class Pools:
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit beside each other; each row takes the length class of the longest that it may become."""
+        """Tokens that fit together; each row takes the length class of the longest that it may become."""
         return self._room // self.token_bytes
 
     def __iter__(self) -> Iterator[Pool]:
@@ -189,9 +192,9 @@ class Pools:
         pool = self._pools.get(row.length_class)
         if pool is None:
             pool = self._pools[row.length_class] = Pool.empty(self._config, row.length_class, self._like)
-        if len(pool.seats) == pool.num_rows:
+        if len(pool.slots) == pool.num_rows:
             self._grow(pool)
-        pool.seats.append(row.seat)
+        pool.slots.append(row.slot)
         return pool
 
     def clear(self) -> None:
@@ -206,8 +209,8 @@ class Pools:
         """Makes room for a row or more: where all others' spare rows are in the way, they are given back."""
         if not (more := self._rows_left(pool)):
             for other in self._pools.values():
-                if other is not pool and other.num_rows > len(other.seats):
-                    other.resize(len(other.seats))
+                if other is not pool and other.num_rows > len(other.slots):
+                    other.resize(len(other.slots))
             more = self._rows_left(pool)
         assert more, "a row without a reservation"
         pool.resize(pool.num_rows + min(max(FIRST_ROWS, pool.num_rows), more))

@@ -26,8 +26,8 @@ from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardP
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pools, rounded
 from rollout_service.embedded.prefix import PrefixCache, PrefixKey, TurnCache
+from rollout_service.embedded.row_states import TurnRow
 from rollout_service.embedded.sampler import score
-from rollout_service.embedded.seats import TurnRow
 from rollout_service.turns import first_scored, prompt_array
 
 PREFILL_BLOCK = 16
@@ -96,7 +96,7 @@ class Prefill:
         self.turns.clear()
 
     def fill(self, rows: Sequence[TurnRow]) -> list[Rest]:
-        """Prefills rows that have their places in the pools; returns what is left to compute, beside the next token or before."""
+        """Prefills rows that have their places in the pools; returns what is left to compute, together with the next token or before."""
         rests: list[Rest] = []
         new: dict[PrefixKey, list[TurnRow]] = {}
         for row in rows:
@@ -105,10 +105,10 @@ class Prefill:
                 row.prompt_logprobs = prompt_array(row.request, ())
                 new.setdefault(key, []).append(row)
             elif past is not None:
-                pool.put(row.seat, past)
+                pool.put(row.slot, past)
                 rests.append(Rest(row, past.shape[1]))
             elif (cached := self._prefixes.get(key)) is not None:
-                pool.put(row.seat, cached)
+                pool.put(row.slot, cached)
             else:
                 new.setdefault(key, []).append(row)
         self._prefill({key: same for key, same in new.items() if key[1]})
@@ -136,7 +136,7 @@ class Prefill:
             for own, num, key in zip(tokens, nums, keys, strict=True):
                 own[:num] = np.frombuffer(key[1], "<i4")
             positions = np.tile(np.minimum(np.arange(width), self._model.config.context - 1), len(keys))
-            firsts = [(pool := self._pools.of(same[0]), pool.row(same[0].seat)) for same in sharing]
+            firsts = [(pool := self._pools.of(same[0]), pool.row(same[0].slot)) for same in sharing]
             attend = kv.PrefillAttend(self._model.config, firsts, nums, width)
             adapters = [same[0].adapter for same in sharing]
             named = [a for a in adapters if a is not None]  # all or none: these are of one rank class
@@ -148,9 +148,9 @@ class Prefill:
 
     def _share(self, key: PrefixKey, same: list[TurnRow]) -> None:
         """Gives the first row's keys and values to the others, and keeps them for later rows."""
-        pool, first, num = self._pools.of(same[0]), same[0].seat, len(key[1]) // 4
+        pool, first, num = self._pools.of(same[0]), same[0].slot, len(key[1]) // 4
         for row in same[1:]:
-            pool.copy(first, self._pools.of(row), row.seat, num)
+            pool.copy(first, self._pools.of(row), row.slot, num)
         if self._prefixes.make_room(num * self._pools.token_bytes):
             self._prefixes.put(key, pool.kept(first, num))
 
@@ -182,7 +182,7 @@ class Prefill:
         """Keeps a row's keys and values for its trajectory's next turn. `tokens`: those of which it has them, i4."""
         num = len(tokens) // 4
         if self.turns.make_room(num * self._pools.token_bytes):
-            self.turns.put(row.request, tokens, self._pools.of(row).kept(row.seat, num))
+            self.turns.keep(row.request, tokens, self._pools.of(row).kept(row.slot, num))
 
     def extension(self, rests: Sequence[Rest]) -> Extension:
         """Puts the rests of rows end to end, all lengths, ranks and pools together."""
@@ -203,7 +203,7 @@ class Prefill:
 
     def _span(self, rest: Rest) -> kv.NewTokens:
         pool = self._pools.of(rest.row)
-        return kv.NewTokens(pool, pool.row(rest.row.seat), rest.start, rest.num)
+        return kv.NewTokens(pool, pool.row(rest.row.slot), rest.start, rest.num)
 
     def _extend(self, rests: Sequence[Rest]) -> None:
         with self._metered([(rest.row, rest.num) for rest in rests], sum(rest.num for rest in rests)):

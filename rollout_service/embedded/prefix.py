@@ -5,6 +5,7 @@ Axes: T tokens, K key/value heads, D head size.
 """
 
 from collections import OrderedDict
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,13 +17,12 @@ PrefixKey = tuple[AdapterRef, bytes]
 TurnKey = tuple[AdapterRef, str, TrajectoryRef]
 """Adapter, job, and trajectory."""
 MAX_JOBS = 10_000
+K = TypeVar("K", bound=tuple[Any, ...])
+V = TypeVar("V")
 
 
-class PrefixCache(ByteCache[PrefixKey, Tensor]):
-    """The most recently used prefixes, [layers, T, 2K, D] each."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        super().__init__(budget_bytes, _size)
+class CacheByAdapter(ByteCache[K, V]):
+    """A cache whose keys begin with an adapter."""
 
     def drop(self, adapter: AdapterRef) -> None:
         for key in self:
@@ -30,49 +30,42 @@ class PrefixCache(ByteCache[PrefixKey, Tensor]):
                 self.pop(key)
 
 
-class TurnCache:
+class PrefixCache(CacheByAdapter[PrefixKey, Tensor]):
+    """The most recently used prefixes, [layers, T, 2K, D] each."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        super().__init__(budget_bytes, _size)
+
+
+class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
     """The turns that ended last, up to `budget_bytes`. A job's turns are kept once one of its trajectories has had a second one.
 
     Keys and values computed piece by piece differ in their bits from those of a whole prefill: deterministic mode has budget 0.
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self._turns: ByteCache[TurnKey, tuple[bytes, Tensor]] = ByteCache(budget_bytes, lambda turn: _size(turn[1]))
+        super().__init__(budget_bytes, lambda turn: _size(turn[1]))
         self._jobs: OrderedDict[str, None] = OrderedDict()  # with more than one turn
-
-    @property
-    def num_bytes(self) -> int:
-        return self._turns.num_bytes
 
     def wants(self, request: TurnRequest) -> bool:
         return request.job in self._jobs and not request.reply_to
 
-    def make_room(self, num_bytes: int) -> bool:
-        """Makes room for keys and values of so many bytes, before they are copied; False: they are too large."""
-        return self._turns.make_room(num_bytes)
-
-    def put(self, request: TurnRequest, tokens: bytes, cache: Tensor) -> None:
+    def keep(self, request: TurnRequest, tokens: bytes, cache: Tensor) -> None:
         """`tokens`: of the prompt and all turns so far, i4; `cache` [layers, T, 2K, D]: their keys and values."""
-        self._turns.put(_turn_key(request), (tokens, cache))
+        self.put(_turn_key(request), (tokens, cache))
 
     def take(self, request: TurnRequest) -> Tensor | None:
         """Gives the caller what was kept of this trajectory, [layers, T, 2K, D], if the request goes on from there."""
-        if request.reply_to or not request.turn or not self._turns.budget_bytes:
+        if request.reply_to or not request.turn or not self.budget_bytes:
             return None
         self._jobs[request.job] = None
         self._jobs.move_to_end(request.job)
         if len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
-        tokens, cache = self._turns.pop(_turn_key(request)) or (b"", None)
+        # The environment may have changed the conversation meanwhile: keys and values are good only for a sequence that begins with
+        # the very tokens of which they were computed. They go to the caller: nobody else continues this trajectory.
+        tokens, cache = self.pop(_turn_key(request)) or (b"", None)
         return cache if request.transcript.ids[:-4].startswith(tokens) else None
-
-    def drop(self, adapter: AdapterRef) -> None:
-        for key in self._turns:
-            if key[0] == adapter:
-                self._turns.pop(key)
-
-    def clear(self) -> None:
-        self._turns.clear()
 
 
 def _turn_key(request: TurnRequest) -> TurnKey:

@@ -4,11 +4,13 @@ Says how likely given tokens were.
 Axes: B rows, V vocabulary, T tokens of a prompt, E hidden.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from common.wire.messages import Sampling
 
 
 @dataclass(slots=True)
@@ -21,6 +23,24 @@ class SamplingPlan:
     top_p: Tensor | None  # [B, 1] float64; None: 1 for all
     num_top: int  # log-probs of that many best tokens, for all rows
     top_k: Tensor | None = None  # [B, 1], the vocabulary's size for all tokens; None: all for all
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling], vocab: int, device: torch.device) -> "SamplingPlan":
+        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+        greedy = [row.temperature == 0 for row in rows]
+        temperature = [row.temperature or 1.0 for row in rows]
+        top_p = [row.top_p for row in rows]
+        top_k = [min(row.top_k or vocab, vocab) for row in rows]
+        return cls(
+            temperature=None if set(temperature) == {1.0} else column(temperature, torch.float32),
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            all_greedy=all(greedy),
+            top_p=None if min(top_p) >= 1 else column(top_p, torch.float64),
+            num_top=max(row.num_top_logprobs for row in rows),
+            top_k=None if min(top_k) == vocab else column(top_k, torch.int64),
+        )
 
 
 @dataclass(slots=True)
@@ -64,13 +84,16 @@ def score(
 
 def _draw(logprobs: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Tensor:
     """Inverse CDF: the first token whose cumulative probability exceeds u. [B]"""
+    # The number u of a row follows from its trajectory, turn and position (`row_states.py`), not from a generator that rows share: a
+    # turn that is sampled again elsewhere, or among other rows, draws the same tokens. Sums are float64, or the last tokens of a large
+    # vocabulary would round away; u is scaled by the whole sum, so that weights cut by top_p or top_k need no division.
     weights = logprobs.exp()
     if plan.top_k is not None or plan.top_p is not None:
         weights = _best(weights, plan.top_k, plan.top_p)
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
-    found = torch.searchsorted(cumulative, target, right=True)
-    return found.squeeze(1).clamp_(max=logprobs.shape[1] - 1)
+    drawn = torch.searchsorted(cumulative, target, right=True)
+    return drawn.squeeze(1).clamp_(max=logprobs.shape[1] - 1)
 
 
 def _best(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
-"""Checks at start-up that on this machine a turn's bits do not depend on what runs beside it.
+"""Checks at start-up that on this machine a turn's bits do not depend on what runs with it.
 
-The same turns are generated alone, then among others of mixed adapters and lengths, in another order, and in an engine whose
+The same turns are generated one at a time, then among others of mixed adapters and lengths, in another order, and in an engine whose
 slots are all taken: tokens, log-probs and prompt log-probs must be the same bits.
 `python -m rollout_service.embedded.selftest FOLDER MIN_ROWS [SLOTS]` checks in a process of its own.
 """
@@ -21,12 +21,12 @@ from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import Ended, RunningRows
 from rollout_service.embedded.pools import EngineLimits
-from rollout_service.embedded.seats import TurnRow
+from rollout_service.embedded.row_states import TurnRow
 
 RANKS = (8, 3, 16)
 LENGTHS = (5, 40, 70, 1, 33, 12)
 LONG = {3: 300, 8: 410}
-"""Row -> its length. Two that differ attend to different numbers of positions, alone and together."""
+"""Row -> its length. Two that differ attend to different numbers of positions, one at a time and together."""
 MAX_TOKENS = (6, 3, 9)
 PROMPT_LOGPROBS = (-1, 0, 20, -1, 0)
 CROWD = 60

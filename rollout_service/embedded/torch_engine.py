@@ -5,7 +5,7 @@ The thread owns the running rows; the event loop sees it through commands and re
     event loop ─ commands (add, abort, drop) ─► thread: running.advance() ─ ended rows, new tokens ─► event loop
 
     waits for: a command, when no row is under way   unblocked by: generate
-    after an error of a row: it ends with it, and the others go on (`alone.py`)
+    after an error of a row: it ends with it, and the others go on (`fault_isolation.py`)
     after any other, such as memory that ran out: every row under way fails with it, and the next ones start afresh
 """
 
@@ -25,7 +25,7 @@ from common.wire.messages import AdapterRef, TurnRequest
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import Ended, RunningRows
 from rollout_service.embedded.pools import EngineLimits
-from rollout_service.embedded.seats import TurnRow
+from rollout_service.embedded.row_states import TurnRow
 from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
 from rollout_service.turns import TurnsUnderWay, check_request, weights_of
 
@@ -205,7 +205,7 @@ class TorchEngine:
     def _post(self, results: list[tuple[Ticket, Generated | Exception]], beats: list[Beat]) -> None:
         """Makes one call into the event loop a step, and none when there is nothing to say."""
         ended = {ticket for ticket, _ in results}
-        deltas = [self._delta(row) for row in self._streaming if row.handle not in ended and row.seat >= 0]
+        deltas = [self._delta(row) for row in self._streaming if row.handle not in ended and row.slot >= 0]
         for row in [row for row in self._streaming if row.handle in ended]:
             self._streaming.discard(row)
         if not (results or beats or deltas) or self._loop is None:
@@ -234,7 +234,7 @@ class TorchEngine:
 
 def _result(end: Ended) -> Generated | Exception:
     if end.error is not None:
-        return RuntimeError(f"a turn of job {end.row.request.job} failed alone: {end.error!r}")
+        return RuntimeError(f"a turn of job {end.row.request.job} failed by itself: {end.error!r}")
     if end.stop_reason is None:
         return CorruptAdapter(f"adapter {end.row.request.adapter} gives scores that are not numbers")
     return Generated(

@@ -1,7 +1,7 @@
 """Gives adapters the process's slots in order of arrival.
 
     hold(a)   a has a slot and nobody waits: at once
-              somebody waits: behind them, also if a has a slot, so that a busy adapter cannot keep its slot for ever
+              somebody waits: behind them, also if a has a slot, so that a busy adapter does not keep its slot
     a slot comes free when nobody holds its adapter any more; the adapter stays in it until another one needs the slot
 
 Used from one event loop.
@@ -37,15 +37,9 @@ class Place:
 class LoraSlots:
     """The slots of one life of the process. A `load` that raises fails only those who wait for that adapter."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        load: Callable[[AdapterFolder], Awaitable[None]],
-        unload: Callable[[AdapterFolder], Awaitable[None]],
-    ) -> None:
+    def __init__(self, num_slots: int, known: "KnownAdapters") -> None:
         self._num_slots = num_slots
-        self._load = load
-        self._unload = unload
+        self._known = known
         self._slots: OrderedDict[int, Slot] = OrderedDict()  # by number of the adapter, least recently used first
         self._queue: OrderedDict[int, Place] = OrderedDict()
 
@@ -71,7 +65,7 @@ class LoraSlots:
         if slot is not None and not slot.users:
             del self._slots[adapter.number]
             if await _was_loaded(slot):
-                await self._unload(adapter)
+                self._known.release(adapter)
             self._advance()
 
     async def close(self) -> None:
@@ -105,7 +99,7 @@ class LoraSlots:
         """Lets in all who can be, in order."""
         while self._queue:
             place = next(iter(self._queue.values()))
-            slot = self._slots.get(place.adapter.number) or self._seat(place.adapter)
+            slot = self._slots.get(place.adapter.number) or self._give_slot(place.adapter)
             if slot is None:
                 return
             del self._queue[place.adapter.number]
@@ -115,7 +109,7 @@ class LoraSlots:
                     slot.users += 1
                     waiting.set_result(slot)
 
-    def _seat(self, adapter: AdapterFolder) -> Slot | None:
+    def _give_slot(self, adapter: AdapterFolder) -> Slot | None:
         """Gives the adapter a slot that is free or that nobody uses; None: all are in use."""
         idle = None
         if len(self._slots) >= self._num_slots:
@@ -130,8 +124,8 @@ class LoraSlots:
 
     async def _exchange(self, old: Slot | None, new: AdapterFolder) -> None:
         if old is not None and await _was_loaded(old):
-            await self._unload(old.adapter)
-        await self._load(new)
+            self._known.release(old.adapter)
+        await self._known.load(new)
 
     def _forget_failed(self, slot: Slot) -> None:
         """Frees the slot of an adapter that could not be loaded; the next user tries again."""
@@ -140,6 +134,50 @@ class LoraSlots:
         if self._slots.get(slot.adapter.number) is slot:
             del self._slots[slot.adapter.number]
             self._advance()
+
+
+class KnownAdapters:
+    """Adapters in the memory of one life of the process: those in slots, and some that wait for their next turn.
+
+    One without a slot stays until another needs its place, so that it has a slot again without a file being read.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        add: Callable[[AdapterFolder], Awaitable[None]],
+        remove: Callable[[AdapterFolder], Awaitable[None]],
+    ) -> None:
+        """`most`: how many the process knows at once; at least as many as there are slots."""
+        self._most = most
+        self._add = add
+        self._remove = remove
+        self._known: OrderedDict[int, AdapterFolder] = OrderedDict()  # by number, least recently used first
+        self._in_slots: set[int] = set()
+        self._one_by_one = asyncio.Lock()
+
+    async def load(self, adapter: AdapterFolder) -> None:
+        """Raises what `add` raised; the adapter is not known then."""
+        async with self._one_by_one:
+            if adapter.number not in self._known:
+                while len(self._known) >= self._most:
+                    await self._forget(next(number for number in self._known if number not in self._in_slots))
+                await self._add(adapter)
+                self._known[adapter.number] = adapter
+            self._known.move_to_end(adapter.number)
+            self._in_slots.add(adapter.number)
+
+    def release(self, adapter: AdapterFolder) -> None:
+        self._in_slots.discard(adapter.number)
+
+    async def drop(self, adapter: AdapterFolder) -> None:
+        """Removes an adapter that has no slot, if the process knows it."""
+        async with self._one_by_one:
+            if adapter.number in self._known and adapter.number not in self._in_slots:
+                await self._forget(adapter.number)
+
+    async def _forget(self, number: int) -> None:
+        await self._remove(self._known.pop(number))
 
 
 async def _was_loaded(slot: Slot) -> bool:

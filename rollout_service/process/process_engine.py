@@ -1,19 +1,20 @@
 """Runs turns in a process of its own, which may die: it is started again, and turns go on.
 
-    generate ─► [alone?] ─► a seat ─► a slot for its adapter ─► Core.sample ─► tokens
+    generate ─► a slot (a suspect turn: all) ─► a slot for its adapter ─► Core.sample ─► tokens
                                 ▲  if the process dies: once more, from the tokens so far
 
-    holds: turns under way, with their tokens; folders of adapters   waits for: a seat, a slot, a running process
+    holds: turns under way, with their tokens; folders of adapters   waits for: slots, a running process
     after the process dies: `_keep` starts another, in which every turn goes on; turns that saw two deaths run one by one
 
 A log-prob that is not a number may come from the turn's own adapter, or from what another one left in memory that the
-process reuses. So the process is given up, and the turn runs once more, alone in a fresh one: if it fails again its
+process reuses. So the process is given up, and the turn runs once more, with no other turn in a fresh one: if it fails again its
 adapter is to blame, and nobody else is harmed.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,16 +25,13 @@ from common.errors import CorruptObject, InvalidInput, NotFound
 from common.wire.messages import AdapterRef, TurnRequest
 from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, Stored
-from rollout_service.process.busy import BusyClock
 from rollout_service.process.core import AdapterFolder, Core, CoreDied, TokenChunk, UnreadableAdapter
-from rollout_service.process.gate import Gate
-from rollout_service.process.known_adapters import KnownAdapters
-from rollout_service.process.lora_slots import LoraSlots
+from rollout_service.process.lora_slots import KnownAdapters, LoraSlots
 from rollout_service.process.turn import NotFinite, OpenTurn
 from rollout_service.turns import TurnsUnderWay, check_request, weights_of
 
 MAX_DEATHS = 4
-"""A turn is given up when so many processes have died under it, the last two while it ran alone."""
+"""A turn is given up when so many processes have died under it, the last two with no other turn in them."""
 SILENCE_S = 120.0
 """A process is taken for dead when it owes tokens and gives none for so long."""
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 20.0, 60.0)
@@ -62,7 +60,7 @@ class Life:
         self.core = core
         self.base = base  # always loaded, in a slot of its own
         self._known = KnownAdapters(max(shape.max_loras, shape.max_known), self._add, self._remove)
-        self.slots = LoraSlots(shape.max_loras, self._known.load, self._known.release)
+        self.slots = LoraSlots(shape.max_loras, self._known)
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self._watching = asyncio.create_task(self._watch())
 
@@ -110,6 +108,46 @@ class Life:
 
 
 @dataclass(slots=True)
+class BusyClock:
+    """Splits the engine's time evenly among the turns running at each moment, of which only beginnings and ends are seen.
+
+    Processor sharing: a virtual clock runs at 1 / n while n turns are under way, and a turn's share is the clock's advance between its
+    beginning and its end. All shares add up to the time in which anything was under way. Generalised processor sharing: Parekh and
+    Gallager 1993, doi 10.1109/90.234856.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    num_under_way: int = 0
+    busy_s: float = 0.0  # with anything under way, since the start
+    _share_s: float = 0.0
+    _last_s: float = 0.0
+
+    def enter(self) -> float:
+        """Begins a turn; its result is what `share_s` and `leave` take."""
+        self._advance()
+        self.num_under_way += 1
+        return self._share_s
+
+    def share_s(self, entered: float) -> float:
+        """Seconds so far of a turn under way."""
+        self._advance()
+        return self._share_s - entered
+
+    def leave(self, entered: float) -> float:
+        """Ends a turn; returns its seconds."""
+        seconds = self.share_s(entered)
+        self.num_under_way -= 1
+        return seconds
+
+    def _advance(self) -> None:
+        now = self.now()
+        if self.num_under_way:
+            self.busy_s += now - self._last_s
+            self._share_s += (now - self._last_s) / self.num_under_way
+        self._last_s = now
+
+
+@dataclass(slots=True)
 class Counts:
     """Totals since the start."""
 
@@ -136,8 +174,8 @@ class ProcessEngine:
         self._files = files
         self._shape = shape
         self._tokenizer = tokenizer
-        self._seats = asyncio.Semaphore(shape.slots)
-        self._gate = Gate()
+        self._free_slots = asyncio.Semaphore(shape.slots)
+        self._entrance = asyncio.Lock()  # both wake those who wait in order of arrival
         self._busy = BusyClock()
         self._counts = Counts()
         self._turns = TurnsUnderWay(OpenTurn.partial)
@@ -230,7 +268,7 @@ class ProcessEngine:
         shape, sampling = self._shape, request.sampling
         check_request(request, vocab=shape.vocab, context=shape.context, max_temperature=shape.max_temperature)
         if sampling.prompt_logprobs and sampling.temperature not in (0, 1):
-            raise InvalidInput("this engine gives prompt_logprobs at temperature 1 (or 0, which counts as 1) alone")
+            raise InvalidInput("this engine gives prompt_logprobs at temperature 1 (or 0, which counts as 1) only")
         return stored
 
     def _turn(self, request: TurnRequest, on_token: OnToken | None, beat: Beat) -> OpenTurn:
@@ -249,8 +287,10 @@ class ProcessEngine:
         if stored.broken:
             raise CorruptAdapter(f"adapter {stored.ref}: {stored.broken}")
         if turn.deaths >= MAX_DEATHS:
-            raise InvalidInput(f"the engine's process died {turn.deaths} times under this turn, also when it ran alone")
-        async with self._gate.enter(alone=turn.is_suspect), self._seats:
+            raise InvalidInput(
+                f"the engine's process died {turn.deaths} times under this turn, also when no other turn was in it"
+            )
+        async with self._slots_for(turn):
             life, before = await self._running(), turn.num_requests
             try:
                 await life.unless_over(self._sample(turn, stored, life))
@@ -263,8 +303,26 @@ class ProcessEngine:
             except UnreadableAdapter as error:
                 stored.broken = f"the engine cannot read it: {error}"
 
+    @contextlib.asynccontextmanager
+    async def _slots_for(self, turn: OpenTurn) -> AsyncGenerator[None]:
+        """Holds a slot inside, in order of arrival.
+
+        A suspect turn holds all slots: no other turn is in the process if it dies again. It keeps the entrance while it waits for them,
+        so that a stream of newcomers cannot delay it without end.
+        """
+        num_slots, taken = self._shape.slots if turn.is_suspect else 1, 0
+        try:
+            async with self._entrance:
+                while taken < num_slots:
+                    await self._free_slots.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._free_slots.release()
+
     def _blame(self, turn: OpenTurn, stored: Stored, why: str) -> None:
-        """Blames the adapter at the second time: at the first a neighbour may be the cause, then the turn ran alone in a fresh process."""
+        """Blames the adapter at the second time: the first time a neighbour may be the cause; then no other turn was in the process."""
         turn.not_finite += 1
         if turn.not_finite > 1:
             stored.broken = f"its scores are not numbers: {why}"
@@ -364,7 +422,7 @@ class ProcessEngine:
                 log.error("engine_not_restarted", attempt=attempt, reason=repr(error))
 
     async def _beat_all(self) -> None:
-        """Beats for all turns while the process gives tokens: those that wait for a slot or a seat get nearer too."""
+        """Beats for all turns while the process gives tokens: those that wait for a slot get nearer too."""
         seen = 0
         while True:
             await asyncio.sleep(BEAT_EVERY_S)

@@ -9,8 +9,7 @@ from common.rng import bits
 from common.wire.messages import EMPTY_F32, Array, StopReason, TurnRequest
 from rollout_service.engine import Beat, Generated, OnToken, Partial
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk
-from rollout_service.stops import first_stop
-from rollout_service.turns import first_scored, prompt_array
+from rollout_service.turns import first_scored, first_stop, prompt_array
 
 ALL_TOKENS = 2**31 - 1
 """A `top_k` that keeps all tokens of any vocabulary: engines take no larger number."""
@@ -60,7 +59,7 @@ class OpenTurn:
 
     @property
     def is_suspect(self) -> bool:
-        """Says whether it may be the one that harms the process: it runs alone from now on."""
+        """Says whether it may be the one that harms the process: it runs with no other turn from now on."""
         return self.deaths >= 2 or self.not_finite >= 1
 
     def next_request(self, name: str, adapter: AdapterFolder) -> SamplingRequest:

@@ -1,6 +1,6 @@
 """Runs vLLM, on CPU and CUDA; the only file that imports it. `process_engine.py` does the rest of the engine.
 
-vLLM 0.32 asks for care in some places; docs/vllm.md tells each with its symptom:
+vLLM 0.32 asks for care in some places; docs/real-models.md tells each with its symptom:
 
     every request names an adapter    next to rows with adapters, one without is computed with another's weights
     prompts are prefilled whole on a CPU: there a seeded request whose prompt is prefilled in pieces kills the process
@@ -15,7 +15,6 @@ import os
 import secrets
 import signal
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +29,7 @@ from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk, UnreadableAdapter
 from rollout_service.process.process_engine import ProcessEngine, Shape
+from rollout_service.settings import RolloutSettings
 
 MAX_TEMPERATURE = 2.0
 """vLLM's own limit."""
@@ -37,33 +37,11 @@ MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0
 """Stands for the log-prob of a token that top_p or top_k excludes, minus infinity, which JSON cannot say."""
 CHUNK_TOKENS = 8192
-"""The most tokens of a step on CUDA; longer prompts are prefilled in pieces, beside rows that decode."""
+"""The most tokens of a step on CUDA; longer prompts are prefilled in pieces, together with rows that decode."""
 IN_THE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Computes in the engine core's process. On a CPU vLLM would start another one, and both would spin while they wait for each other."""
 STOP_S = 1.0
 """The time that vLLM gets to stop before its processes are killed; nobody waits for its answers any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class VllmOptions:
-    """The operator's choices; `settings.py` explains each."""
-
-    folder: Path  # the base model
-    device: str
-    dtype: str
-    slots: int
-    max_loras: int
-    max_known: int  # adapters in its memory
-    max_lora_rank: int
-    tensor_parallel: int
-    memory_fraction: float
-    kv_bytes: int  # on the CPU
-    enforce_eager: bool
-    idle_adapter_bytes: int  # for which their files need room
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.device == "cpu"
 
 
 class BaseTokenizer(Tokenizer, Protocol):
@@ -73,25 +51,32 @@ class BaseTokenizer(Tokenizer, Protocol):
     vocab_size: int
 
 
-def vllm_engine(options: VllmOptions, tokenizer: BaseTokenizer) -> ProcessEngine:
-    """Makes an engine, not started yet. Raises InvalidInput if vLLM is not installed, or not for this device or base model."""
-    check_installed(options)
-    _check_base(options)
-    parent = roomy(options.idle_adapter_bytes)
-    files = AdapterFiles(linear_shapes(options.folder), options.max_lora_rank, parent=parent)
+def vllm_engine(settings: RolloutSettings, folder: Path, tokenizer: BaseTokenizer) -> ProcessEngine:
+    """Makes an engine for the base model in a folder, not started yet.
+
+    Raises InvalidInput if vLLM is not installed, or not for this device or base model.
+    """
+    check_installed(settings)
+    _check_base(settings, folder)
+    parent = roomy(settings.rollout_idle_adapter_bytes)
+    files = AdapterFiles(linear_shapes(folder), settings.vllm_max_lora_rank, parent=parent)
     shape = Shape(
-        tokenizer.vocab_size, tokenizer.context, options.slots, options.max_loras, options.max_known, MAX_TEMPERATURE
+        tokenizer.vocab_size,
+        tokenizer.context,
+        settings.engine_slots,
+        settings.vllm_max_loras,
+        settings.vllm_max_known_loras,
+        MAX_TEMPERATURE,
     )
-    turn = partial(alone_on, options.device, options.tensor_parallel)
-    return ProcessEngine(lambda: VllmCore(options, tokenizer.context), files, tokenizer, shape, turn)
+    turn = partial(alone_on, settings.rollout_device, settings.vllm_tensor_parallel)
+    return ProcessEngine(lambda: VllmCore(settings, folder, tokenizer.context), files, tokenizer, shape, turn)
 
 
 class VllmCore:
     """Implements `Core`: one `AsyncLLM` and the processes that it starts."""
 
-    def __init__(self, options: VllmOptions, context: int) -> None:
-        self._options = options
-        self._context = context
+    def __init__(self, settings: RolloutSettings, folder: Path, context: int) -> None:
+        self._choices = settings, folder, context
         self._llm: Any = None
         self._pid = 0
         self._dead = asyncio.Event()
@@ -109,7 +94,7 @@ class VllmCore:
     async def start(self) -> None:
         """Raises Unavailable if vLLM does not come up."""
         try:
-            self._llm = await asyncio.to_thread(_launch, self._options, self._context)
+            self._llm = await asyncio.to_thread(_launch, *self._choices)
         except Exception as error:  # the boundary: vLLM raises many kinds
             raise Unavailable(f"vLLM did not start, its own log says why: {error!r}") from error
         self._watch(self._llm.engine_core.resources.engine_manager.processes[0].pid)
@@ -173,7 +158,7 @@ class VllmCore:
 
     async def _warm_up(self) -> None:
         """Samples a little: the first requests of a process compile and allocate."""
-        bare = AdapterFolder(0, "", self._options.folder)
+        bare = AdapterFolder(0, "", self._choices[1])
         self._loras[0] = None
         for temperature in (0.0, 1.0):
             request = SamplingRequest(f"warm-up-{temperature}", [0, 0], bare, "warm-up", temperature, 1.0, 1, 4, (), 0)
@@ -181,35 +166,40 @@ class VllmCore:
                 pass
 
 
-def check_installed(options: VllmOptions) -> None:
+def check_installed(settings: RolloutSettings) -> None:
     """Prepares this process's environment for vLLM. Raises InvalidInput if it is missing, or is for another device."""
-    _set_environment(options)
+    _set_environment(settings)
     try:
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InvalidInput(
             f"MARLAAS_ENGINE=vllm needs vLLM, install it with: make vllm, or from a wheel: marlaas[vllm] ({error})"
         ) from error
-    found = current_platform.device_type
-    if found != options.device.partition(":")[0]:
+    device_type = current_platform.device_type
+    if device_type != settings.rollout_device.partition(":")[0]:
         raise InvalidInput(
-            f"this vLLM computes on {found}, not on MARLAAS_ROLLOUT_DEVICE={options.device}: set that, or run make vllm"
+            f"this vLLM computes on {device_type}, not on MARLAAS_ROLLOUT_DEVICE={settings.rollout_device}: "
+            "set that, or run make vllm"
         )
 
 
-def _check_base(options: VllmOptions) -> None:
+def _check_base(settings: RolloutSettings, folder: Path) -> None:
     """Raises InvalidInput for a base model that vLLM does not compute on this device."""
-    config = read_config(options.folder)
-    if options.is_cpu and (refused := [*unsupported_on_cpu(config)]):
+    config = read_config(folder)
+    if _on_a_cpu(settings) and (refused := [*unsupported_on_cpu(config)]):
         raise InvalidInput(
-            f"{options.folder}: on a CPU vLLM does not compute {', nor '.join(refused)}: set MARLAAS_ENGINE=torch"
+            f"{folder}: on a CPU vLLM does not compute {', nor '.join(refused)}: set MARLAAS_ENGINE=torch"
         )
 
 
-def _set_environment(options: VllmOptions) -> None:
-    """Sets what vLLM takes from the environment alone, unless the operator has set it; its processes inherit it."""
+def _on_a_cpu(settings: RolloutSettings) -> bool:
+    return settings.rollout_device == "cpu"
+
+
+def _set_environment(settings: RolloutSettings) -> None:
+    """Sets what vLLM takes from the environment only, unless the operator has set it; its processes inherit it."""
     chosen = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    if options.is_cpu:
+    if _on_a_cpu(settings):
         # The first compiles small helpers for half a minute in each process; the second binds threads to cores that
         # other workers use too.
         chosen |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -217,39 +207,40 @@ def _set_environment(options: VllmOptions) -> None:
         os.environ.setdefault(name, value)
 
 
-def _launch(options: VllmOptions, context: int) -> Any:
+def _launch(settings: RolloutSettings, folder: Path, context: int) -> Any:
     """Starts an AsyncLLM and its processes. Blocks for many seconds."""
     from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(options, context)))
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**_arguments(settings, folder, context)))
 
 
-def _arguments(options: VllmOptions, context: int) -> dict[str, Any]:
+def _arguments(settings: RolloutSettings, folder: Path, context: int) -> dict[str, Any]:
+    is_cpu = _on_a_cpu(settings)
     memory: Mapping[str, Any] = (
-        {"kv_cache_memory_bytes": options.kv_bytes}
-        if options.is_cpu
-        else {"gpu_memory_utilization": options.memory_fraction}
+        {"kv_cache_memory_bytes": settings.rollout_kv_bytes}
+        if is_cpu
+        else {"gpu_memory_utilization": settings.vllm_memory_fraction}
     )
     return {
         **memory,
-        "model": str(options.folder),
+        "model": str(folder),
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "generation_config": "vllm",  # not the base model's own sampling defaults
-        "dtype": options.dtype,
-        "tensor_parallel_size": options.tensor_parallel,
-        "distributed_executor_backend": IN_THE_CORE if options.is_cpu and options.tensor_parallel == 1 else None,
-        "enforce_eager": options.enforce_eager or options.is_cpu,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.vllm_tensor_parallel,
+        "distributed_executor_backend": IN_THE_CORE if is_cpu and settings.vllm_tensor_parallel == 1 else None,
+        "enforce_eager": settings.vllm_enforce_eager or is_cpu,
         "max_model_len": context,
-        "max_num_seqs": options.slots,
-        "max_num_batched_tokens": max(context, 2048) if options.is_cpu else CHUNK_TOKENS,
-        "enable_chunked_prefill": not options.is_cpu,
+        "max_num_seqs": settings.engine_slots,
+        "max_num_batched_tokens": max(context, 2048) if is_cpu else CHUNK_TOKENS,
+        "enable_chunked_prefill": not is_cpu,
         "seed": secrets.randbits(31),  # or all workers draw the same
         "enable_prefix_caching": True,
         "enable_lora": True,
-        "max_loras": options.max_loras + 1,  # and the one that stands for the bare base model
-        "max_cpu_loras": max(options.max_loras, options.max_known) + 1,
-        "max_lora_rank": options.max_lora_rank,
+        "max_loras": settings.vllm_max_loras + 1,  # and the one that stands for the bare base model
+        "max_cpu_loras": max(settings.vllm_max_loras, settings.vllm_max_known_loras) + 1,
+        "max_lora_rank": settings.vllm_max_lora_rank,
         "lora_target_modules": list(LINEAR_LAYERS),  # not the head, whose wrapper fails on log-probs of prompts
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_TOP_LOGPROBS,

@@ -19,14 +19,7 @@ from manager_service.http.openai.jobs.hyperparameters import parse_hyperparamete
     [(0.975, 1, 12.7062), (0.975, 4, 2.77645), (0.95, 39, 1.68488), (0.5, 7, 0.0), (0.01, 10, -2.76377)],
 )
 def test_students_t_is_that_of_the_tables(probability: float, dof: int, t: float) -> None:
-    assert statistics.t_quantile(probability, dof) == pytest.approx(t, abs=1e-4)
     assert statistics.t_cdf(t, dof) == pytest.approx(probability, abs=1e-6)
-
-
-def test_a_mean_has_the_interval_of_the_t_distribution() -> None:
-    half = statistics.interval([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert half == pytest.approx(2.77645 * math.sqrt(2.5 / 5), abs=1e-4)
-    assert math.isnan(statistics.interval([1.0]))
 
 
 def test_sign_flips_of_few_pairs_are_all_tried() -> None:
@@ -39,13 +32,6 @@ def test_sign_flips_of_many_pairs_find_what_is_there_and_nothing_else() -> None:
     noise = np.random.default_rng(1).normal(0, 1, 40)
     assert statistics.sign_flip_p((noise + 1).tolist()) < 0.001
     assert statistics.sign_flip_p((noise - noise.mean() + 0.1).tolist()) > 0.2
-
-
-def test_the_sign_flip_test_keeps_its_level() -> None:
-    """Lets no more than a twentieth of many experiments without a difference give p ≤ 0.05, except by chance."""
-    random = np.random.default_rng(2)
-    found = [statistics.sign_flip_p(random.normal(0, 1, 8).tolist()) for _ in range(400)]
-    assert 0.02 <= np.mean(np.array(found) <= 0.05) <= 0.08
 
 
 def test_holm_multiplies_by_the_tests_that_are_left() -> None:

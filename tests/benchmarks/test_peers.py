@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers.__main__ import Result, difference, line, make_jobs, write_data
+from benchmarks.peers.__main__ import make_jobs, write_data
 from benchmarks.peers.judge import with_adapter
 from benchmarks.peers.marlaas_jobs import hyperparameters
 from benchmarks.peers.measure import RunFailed, environment, run
@@ -98,17 +97,3 @@ def test_an_adapter_is_judged_with_all_its_tensors(tmp_path: Path) -> None:
     write_adapter(tmp_path, range(3))
     with pytest.warns(UserWarning, match="missing adapter keys"), pytest.raises(ValueError, match="without a place"):
         with_adapter(AutoModelForCausalLM.from_pretrained(MODEL), tmp_path)
-
-
-def test_a_line_says_how_much_more_a_peer_takes() -> None:
-    def result(system: str, wall_s: float, peak_mb: float, sampled: float) -> Result:
-        after = {"a": (1.0, sampled), "b": (1.0, sampled + 0.02)}
-        result = Result(system=system, num_jobs=2, before={"a": (0.9, 0.5)}, after=after)
-        return replace(result, wall_s=wall_s, cpu_s=2 * wall_s, peak_mb=peak_mb)
-
-    ours, theirs = result("marlaas", 10, 500, 0.8), result("trl-1", 45, 1000, 0.9)
-    costs = ["45.0", "4.50", "90", "4.50", "1,000", "2.00"]
-    assert line(theirs, ours)[2:] == [*costs, "0.90→1.00", "0.50→0.91", "+0.100 ± 0.000"]
-    assert difference(ours, theirs) == pytest.approx((0.1, 0.0))
-    failed = Result(system="skyrl", num_jobs=2, failed="QueuePool limit reached")
-    assert line(failed, ours)[2] == "failed: QueuePool limit reached"

@@ -1,11 +1,11 @@
 """Random numbers are functions of their coordinates, and the generator is the published one."""
 
-import tracemalloc
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from common.rng import PART, bits, key_of, permutation, permutation_parts, philox, uniform, uniform_rows
+from common.rng import bits, key_of, permutation, permuted, philox, uniform, uniform_rows
 
 
 def words(*values: int) -> list[np.ndarray]:
@@ -60,24 +60,25 @@ def test_more_than_four_coordinates_are_refused() -> None:
 @pytest.mark.parametrize("n", [1, 2, 97, 5000])
 def test_an_epoch_visits_every_item_once(n: int) -> None:
     assert sorted(permutation(5, 0, n).tolist()) == list(range(n))
+    assert sorted(permuted(5, 0, n, place) for place in range(n)) == list(range(n))
 
 
-def test_an_order_found_in_parts_is_that_of_all_numbers_together() -> None:
-    n = 2 * PART + 3
-    together = np.argsort(bits(5, "data_order", 1, np.arange(n)), kind="stable")
-    assert np.array_equal(permutation(5, 1, n), together)
+def whole_order(seed: int, epoch: int) -> list[int]:
+    return permutation(seed, epoch, 100).tolist()
 
 
-def test_an_order_takes_little_more_memory_than_a_byte_an_item() -> None:
-    tracemalloc.start()
-    for _ in permutation_parts(5, 0, 3_000_000):
-        pass
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 3_000_000 + (16 << 20)
+def order_by_place(seed: int, epoch: int) -> list[int]:
+    return [permuted(seed, epoch, 100, place) for place in range(100)]
 
 
-def test_epochs_and_seeds_differ_in_their_order_and_repeat_themselves() -> None:
-    orders = [permutation(seed, epoch, 100).tolist() for seed in (0, 1) for epoch in (0, 1, 2)]
-    assert len({tuple(order) for order in orders}) == 6
-    assert orders[0] == permutation(0, 0, 100).tolist()
+@pytest.mark.parametrize("order", [whole_order, order_by_place])
+def test_epochs_and_seeds_differ_in_their_order_and_repeat_themselves(order: Callable[[int, int], list[int]]) -> None:
+    orders = [order(seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)]
+    assert len({tuple(each) for each in orders}) == 6
+    assert orders[0] == order(0, 0)
+
+
+def test_where_an_item_stands_in_a_large_files_order_says_nothing_about_its_place_in_the_file() -> None:
+    n = 100_000
+    found = [permuted(5, 1, n, place) for place in range(2000)]
+    assert abs(float(np.mean(found)) / n - 0.5) < 0.03 and abs(float(np.corrcoef(found, range(2000))[0, 1])) < 0.1

@@ -181,9 +181,9 @@ def test_a_full_disk_is_unavailable_and_leaves_no_half_object(tmp_path: Path) ->
     # Given a process that may write files of at most 1,000 bytes, which a write sees as it sees a full disk
     code = f"""
 import asyncio, resource
-from common.adapters import AdapterStore
+from common.store.adapters import AdapterStore
 from common.errors import Unavailable
-from common.objects import Objects
+from common.store.objects import Objects
 from tests.common.test_store import FILES, V1, manifest
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 

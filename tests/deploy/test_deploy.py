@@ -383,7 +383,7 @@ def test_what_the_docs_tell_an_operator_to_set_reaches_the_containers() -> None:
     passed = {name for service in COMPOSE["services"].values() for name in service.get("environment", {})}
     told = {
         name
-        for page in ("operations.md", "loggers.md", "vllm.md")
+        for page in ("operations.md", "real-models.md")
         for line in (ROOT / "docs" / page).read_text().splitlines()
         for name in re.findall(r"`(MARLAAS_[A-Z_]+[A-Z])\b", line)
     }
@@ -401,7 +401,7 @@ IMAGES = {
     "env": ["common", "env_service"],
     "torch": ["common", "base_model", "rollout_service", "trainer_service"],
 }
-ON_THE_USERS_MACHINE = ("cli", "supervisor.py", "embedded_redis.py", "processes.py", "cluster_file.py", "vllm")
+ON_THE_USERS_MACHINE = ("commands", "supervisor.py", "embedded_redis.py", "processes.py", "cluster_file.py", "vllm")
 
 
 def requirements(group: str) -> set[str]:

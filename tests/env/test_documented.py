@@ -19,7 +19,7 @@ def defined(page: str, file: str) -> dict[str, Any]:
 
 
 async def test_the_one_of_two_methods() -> None:
-    guessing = defined("api.md", "guessing.py")["Guessing"](largest=4)
+    guessing = defined("environments.md", "guessing.py")["Guessing"](largest=4)
     item = guessing.make_item(8, held_out=False)
     state, messages = guessing.reset(item, 1)
     assert messages == [{"role": "user", "content": "guess 0 to 4"}]

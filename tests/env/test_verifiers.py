@@ -353,7 +353,7 @@ async def test_a_package_ends_with_its_worker(python: Path, tmp_path: Path) -> N
     wrapper.chmod(0o755)
     script = f"""
 import asyncio
-from env_service.verifiers.process import Hosts
+from env_service.verifiers.package_process import Hosts
 asyncio.run(Hosts().begin({str(wrapper)!r}, {{"environment": "guess", "args": {{}}}}, {{"task": 0}}))
 """
     worker = await asyncio.create_subprocess_exec(sys.executable, "-c", script)

@@ -17,7 +17,7 @@ from manager_service.records.sample_records import LIMITS
 from manager_service.records.tenants import TenantRecord
 from tests.manager.tinker.test_checkpoints import external
 from tests.support.api_server import ApiServer, large_samples
-from tests.support.owned_runs import owned_runs
+from tests.support.run_world import owned_runs
 from tests.support.tinker_client import client_of
 
 LARGE = 8 << 20

@@ -172,13 +172,6 @@ async def test_without_a_store_nothing_is_deleted_in_redis(server: ApiServer, mo
     assert await answers(server, jobs) == before
 
 
-async def test_the_payloads_that_a_crash_left_go_with_the_job(server: ApiServer) -> None:
-    (job,) = await finished_jobs(server, 1)
-    await server.api.objects.write(f"payloads/{job}/00000001/left", b"by a crash")
-    await archived(server)
-    assert await server.api.objects.paths(f"payloads/{job}") == []
-
-
 async def test_a_full_redis_archives_at_once(server: ApiServer) -> None:
     await finished_jobs(server, 2)
     client = server.bus.client

@@ -138,7 +138,7 @@ async def test_a_datasets_folder_is_converted_by_its_splits(
 SUBMIT = """
 import json, sys
 from typer.testing import CliRunner
-from manager_service.cli.main import app
+from manager_service.launcher.commands.main import app
 
 for words in sys.argv[1:]:
     ended = CliRunner().invoke(app, json.loads(words))

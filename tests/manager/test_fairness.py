@@ -87,11 +87,6 @@ def test_open_work_never_comes_to_more_than_the_workers_can_hold(
 def test_a_share_below_one_trajectory_starts_nevertheless() -> None:
     assert room(slots=8, open_work=0, share=0.01, memory_used=0.0) == 1
     assert room(slots=8, open_work=1, share=0.01, memory_used=0.0) == 0
-    assert (
-        room(slots=0, open_work=0, share=1.0, memory_used=0.0)
-        == room(slots=8, open_work=0, share=1.0, memory_used=0.9)
-        == 0
-    )
 
 
 def test_keys_and_values_are_limited_where_the_engines_say_how_many_they_hold() -> None:

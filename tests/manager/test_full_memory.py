@@ -15,13 +15,13 @@ from common.store.objects import Objects
 from common.wire.messages import Cancel
 from common.worker.handlers import Beat
 from harness.redis_server import RedisServer, find_valkey
-from harness.standin import StandInEnv, create_job, job_spec, state_of, until_status
+from harness.standin import StandInEnv, create_job, job_spec, state_of
 from manager_service.export.lease import Lease
 from manager_service.http.errors import ApiError
 from manager_service.http.sampling.cell_share import CellShare
 from manager_service.http.sampling.inference import TimeForRedis
 from manager_service.launcher.embedded_redis import find_server
-from manager_service.owner import owner
+from manager_service.owner import owner, redis_memory
 from manager_service.owner.leases import Leases
 from manager_service.owner.redis_memory import RedisMemory, bound
 from tests.common.test_worker import until
@@ -59,6 +59,7 @@ async def test_a_full_redis_drains_through_its_owner(
     bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "STALL_S", 0.1)
+    monkeypatch.setattr(redis_memory, "MEASURE_EVERY_S", 0.1)
     system, cell = System(bus, objects), bus.cell
     system.env = env = GatedEnv(cell)
     env.may = asyncio.Event()
@@ -66,8 +67,7 @@ async def test_a_full_redis_drains_through_its_owner(
     await system.start()
     # Given a job that has ended, and one whose first groups are under way, when Redis is full
     ended, open_one = job_spec("ended", num_steps=1, **SMALL), job_spec("open", num_steps=1000, **SMALL)
-    await create_job(bus, ended)
-    await until_status(bus, ended.id, "succeeded")
+    await system.run_job(ended)
     env.may.clear()
     env.num_asked = 0
     await create_job(bus, open_one)
@@ -78,7 +78,7 @@ async def test_a_full_redis_drains_through_its_owner(
         # Then they are trained, and their results go
         await until(lambda: _has_version(bus, open_one.id, 1))
         # And the job says what it waits for
-        await until(lambda: _says(system, open_one.id, "nothing is issued"))
+        await until(lambda: _says(system, open_one.id, "nothing is issued; give it more memory (most of it: "))
         # And what has ended goes to the archive
         await until(lambda: _gone(bus, cell.job(ended.id)))
         # And the next owner takes over and keeps its leases

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import NotFound
 from common.store.objects import PART_BYTES, Objects
 from manager_service.owner.jobs import items
-from manager_service.owner.jobs.items import Items, LinesOnDisk
+from manager_service.owner.jobs.items import Items, LinesOnDisk, Shuffle
 
 
 @pytest.mark.parametrize("block", [2, 3, 1 << 18])
@@ -56,3 +56,14 @@ async def test_an_object_is_downloaded_in_place_of_what_was_there(tmp_path: Path
         assert file.read() == b"0123456789" * (size // 10)
         with pytest.raises(NotFound):
             await objects.download("y", io.BytesIO())
+
+
+@pytest.mark.parametrize("small", [0, 64])
+def test_each_epoch_visits_every_row_once_in_an_order_of_its_own(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items, "SMALL_FILE", small)
+    order = Shuffle(7, 64)
+    epochs = [tuple(order.place(group) for group in range(start, start + 64)) for start in (0, 64, 128)]
+    assert len({*epochs}) == 3 and all(sorted(epoch) == list(range(64)) for epoch in epochs)
+    assert tuple(Shuffle(7, 64).place(group) for group in range(64)) == epochs[0], (
+        "another owner goes on in the same order"
+    )

@@ -35,7 +35,7 @@ from manager_service.owner.jobs.groups import sound
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
 from manager_service.owner.jobs.journal import Journal
-from manager_service.owner.jobs.retention import droppable
+from manager_service.owner.jobs.orders import droppable
 from manager_service.records.job_records import EvalTally, JobError, JobState, Training, has_version
 from manager_service.records.sample_records import LIMITS
 

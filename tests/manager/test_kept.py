@@ -15,7 +15,7 @@ from common.cancellation import running
 from common.errors import StoreUnavailable
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
-from harness.standin import create_job, held_out, job_spec, state_of, until_status
+from harness.standin import held_out, job_spec, state_of
 from manager_service.owner import sample_writer
 from manager_service.owner.archiver import Archiver
 from manager_service.owner.jobs.changes import Changes, KeptSamples
@@ -79,8 +79,7 @@ async def test_a_job_keeps_its_newest_events_and_samples_and_says_how_many_it_dr
     system, spec = Bounded(bus, objects), job_spec(num_steps=30, batch_size=2, group_size=2, eval_interval=1)
     spec = await held_out(objects, spec, 1)
     await system.start()
-    await create_job(bus, spec)
-    state = await until_status(bus, spec.id, "succeeded", seconds=60)
+    state = await system.run_job(spec, seconds=60)
     rows: Any = await bus.client.xrange(bus.cell.events(spec.id))
 
     first = state.kept["samples"].first
@@ -106,8 +105,7 @@ async def test_samples_are_objects_which_stay_when_their_job_is_archived(bus: Bu
     spec = await held_out(objects, spec, LIMITS.sample_items + 2)
     files, answers = SampleFiles(objects, "tiny"), SampleFiles(objects, "tiny", "answers")
     await system.start()
-    await create_job(bus, spec)
-    await until_status(bus, spec.id, "succeeded", seconds=60)
+    await system.run_job(spec, seconds=60)
     await until(lambda: has_versions(files, spec, range(1, 9)))
     await until(lambda: has_versions(answers, spec, [0, 4, 8]))
     await system.stop()

@@ -4,12 +4,12 @@ from itertools import pairwise
 
 from common.bus.bus import Bus
 from common.bus.streams import NUM_PARTITIONS
-from manager_service.owner.leases import LONGEST_ABSENCE_S, Absence, Held, Leases, Round
+from manager_service.owner.leases import LONGEST_ABSENCE_S, Absence, Leases, LeaseState, Round
 from tests.common.test_worker import until
 
 
 def mine(found: Round) -> set[int]:
-    return {partition for partition, held in found.leases.items() if held is not Held.BY_ANOTHER}
+    return {partition for partition, held in found.leases.items() if held is not LeaseState.BY_ANOTHER}
 
 
 async def share(*owners: Leases) -> None:
@@ -22,9 +22,9 @@ async def share(*owners: Leases) -> None:
 
 async def test_one_owner_takes_everything_and_renews_it(bus: Bus) -> None:
     owner = Leases(bus, "one", 60)
-    assert set((await owner.round({})).leases.values()) == {Held.TAKEN}
+    assert set((await owner.round({})).leases.values()) == {LeaseState.TAKEN}
     again = await owner.round({})
-    assert set(again.leases.values()) == {Held.RENEWED} and again.surplus == 0
+    assert set(again.leases.values()) == {LeaseState.RENEWED} and again.surplus == 0
 
 
 async def test_owners_that_come_get_their_share_and_those_that_go_leave_it(bus: Bus) -> None:
@@ -89,7 +89,7 @@ async def test_a_lease_that_was_not_renewed_is_anothers(bus: Bus) -> None:
     await one.round({})
     await until(lambda: _free(bus))
     # Then another has all of them, and the first holds nothing
-    assert set((await two.round({})).leases.values()) == {Held.TAKEN}
+    assert set((await two.round({})).leases.values()) == {LeaseState.TAKEN}
     assert not one.surely_held(0)
     assert mine(await one.round({})) == set()
 

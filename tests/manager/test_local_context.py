@@ -16,6 +16,7 @@ from manager_service.launcher.devices import arrange
 from manager_service.launcher.engines import parse_gpu
 from manager_service.launcher.gpus import Gpu, LocalWorker
 from manager_service.launcher.memory_shares import Chosen, choose
+from rollout_service.embedded.backbone.interface import ModelShape
 from rollout_service.embedded.pools import EngineLimits, Pools
 
 GIB = 1 << 30
@@ -31,7 +32,7 @@ def qwen(tmp_path: Path) -> Path:
 
 def pools(folder: Path, kv_bytes: int, context: int | None, dtype: torch.dtype = torch.float32) -> Pools:
     limits = EngineLimits(kv_bytes=kv_bytes)
-    return Pools(DecoderConfig.load(folder, context), torch.zeros(1, dtype=dtype), limits.pools)
+    return Pools(ModelShape.of(DecoderConfig.load(folder, context)), torch.zeros(1, dtype=dtype), limits.pools)
 
 
 def told(bases: str, context: str) -> list[str]:

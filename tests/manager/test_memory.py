@@ -1,18 +1,10 @@
 """Redis' memory is measured by kind of key, and shown where an operator looks."""
 
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from common.bus.bus import Bus
-from common.store.objects import Objects
-from harness.standin import create_job, job_spec
-from manager_service.owner import owner, redis_memory
 from manager_service.owner.redis_memory import RedisMemory, measured
-from tests.common.test_worker import until
 from tests.support.api_server import running_api
-from tests.support.owning import System
 
 MIB = 1 << 20
 
@@ -44,26 +36,3 @@ async def test_one_owner_measures_and_the_others_and_the_metrics_read_it(redis_u
         name = 'marlaas_redis_bytes{base_model="tiny",kind="dead"} '
         (line,) = [line for line in text.splitlines() if line.startswith(name)]
         assert float(line.removeprefix(name)) == measuring.by_kind["dead"]
-
-
-async def test_a_job_that_stalls_on_a_full_redis_names_what_fills_it(
-    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, "STALL_S", 0.1)
-    monkeypatch.setattr(redis_memory, "EVERY_S", 0.1)
-    monkeypatch.setattr(redis_memory, "SAMPLE", 4096)  # the stall is told once: no key may be missed by chance
-    await fill(bus)
-    used: Any = await bus.client.info("memory")
-    await bus.client.config_set("maxmemory", int(used["used_memory"] / 0.8))
-    system, spec = System(bus, objects), job_spec()
-    await system.start()
-    try:
-        await create_job(bus, spec)
-        await until(lambda: _said(system, spec.id))
-    finally:
-        await bus.client.config_set("maxmemory", 0)
-        await system.stop()
-
-
-async def _said(system: System, job: str) -> bool:
-    return any("most of it: checkpoints" in e.message and "dead" in e.message for e in await system.events(job))

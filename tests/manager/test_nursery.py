@@ -149,7 +149,7 @@ async def test_a_start_that_is_given_up_waits_for_no_import(
 STARTER = """
 import asyncio, json, sys
 from pathlib import Path
-from manager_service.local.children.forking import Nursery
+from common.children.forking import Nursery
 from tests.manager.test_nursery import program
 async def main():
     command = program(Path(sys.argv[1]), json.loads(sys.argv[2]))

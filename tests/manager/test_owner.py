@@ -27,11 +27,11 @@ from harness.standin import (
     until_status,
 )
 from manager_service.http.quota import count_inference
-from manager_service.owner.job_reader import ItemFiles, JobReader
+from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes, commands
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
-from manager_service.owner.leases import Held, Leases
+from manager_service.owner.leases import Leases, LeaseState
 from manager_service.owner.partition import Partition
 from manager_service.owner.redis_memory import measured
 from manager_service.owner.surroundings import KEEP_HINTS, Surroundings
@@ -41,15 +41,13 @@ from manager_service.records.keys import JSON
 from manager_service.records.sample_records import LIMITS
 from manager_service.records.tenants import TENANTS, TenantRecord, Tenants
 from manager_service.scheduling.allocator import Allocator
-from manager_service.scheduling.policies import parse_policy
 from tests.common.test_worker import length, until
 from tests.support.owning import System
 
 
 async def test_a_job_trains_its_steps_and_the_ledger_balances(system: System) -> None:
     spec = job_spec(num_steps=5)
-    await create_job(system.bus, spec)
-    state = await until_status(system.bus, spec.id, "succeeded", "failed")
+    state = await system.run_job(spec, "succeeded", "failed")
     assert (state.status, state.version) == ("succeeded", 5)
     ledger = await ledger_of(system.bus, spec.id)
     assert ledger == {"issued": 80, "trained": 80, "in_flight": 0}
@@ -59,33 +57,10 @@ async def test_a_job_trains_its_steps_and_the_ledger_balances(system: System) ->
         assert await system.bus.client.scard(key) == 0
 
 
-async def test_a_new_job_samples_while_no_trainer_answers(system: System) -> None:
-    go, seen = asyncio.Event(), asyncio.Event()
-    work = StandInTrainer.__call__
-
-    class Late(StandInTrainer):
-        async def __call__(self, message: Any, beat: Any) -> Any:
-            seen.set()
-            await go.wait()
-            return await work(self, message, beat)
-
-    system.trainer.__class__ = Late
-    spec = job_spec(num_steps=2)
-    await create_job(system.bus, spec)
-    await seen.wait()
-    assert await ledger_of(system.bus, spec.id) == {"issued": 16, "in_flight": 16}, (
-        "its first step is all that it asks for"
-    )
-    go.set()
-    await until_status(system.bus, spec.id, "succeeded")
-    assert [step.untrained for step in system.trainer.seen] == [True, False]
-
-
 @pytest.mark.parametrize("staleness", [0, 2])
 async def test_lag_never_exceeds_the_jobs_staleness(system: System, staleness: int) -> None:
     spec = job_spec(num_steps=8, max_staleness=staleness)
-    await create_job(system.bus, spec)
-    await until_status(system.bus, spec.id, "succeeded")
+    await system.run_job(spec)
     lags = [step.adapter.version - int(v) for step in system.trainer.seen for v in step.rows.versions.numpy()]
     assert max(lags) <= staleness
     assert (max(lags) > 0) == (staleness > 0), "groups are issued ahead where they may be"
@@ -100,8 +75,7 @@ async def test_a_masked_trajectory_is_left_out_and_a_failed_group_replaced(syste
 
     system.env.reward = reward
     spec = job_spec(num_steps=1)
-    await create_job(system.bus, spec)
-    await until_status(system.bus, spec.id, "succeeded")
+    await system.run_job(spec)
     (step,) = system.trainer.seen
     assert sorted(set(step.rows.groups.numpy().tolist())) == [0, 2, 3, 4]
     assert await ledger_of(system.bus, spec.id) == {"issued": 20, "trained": 15, "failed": 5, "in_flight": 0}
@@ -122,8 +96,7 @@ async def test_a_job_that_no_grader_can_score_fails_with_the_commonest_reason(
 ) -> None:
     system.env.reward = reward
     spec = job_spec()
-    await create_job(system.bus, spec)
-    state = await until_status(system.bus, spec.id, "failed")
+    state = await system.run_job(spec, "failed")
     assert state.error is not None and said in state.error.message and state.error.code == "grader"
     ledger = await ledger_of(system.bus, spec.id)
     assert balanced(ledger) and ledger["in_flight"] == 0
@@ -132,8 +105,7 @@ async def test_a_job_that_no_grader_can_score_fails_with_the_commonest_reason(
 async def test_a_refused_step_fails_the_job_and_keeps_its_last_version(system: System) -> None:
     system.trainer.refuse = lambda step: Failure("non_finite", "loss is nan") if step.adapter.version == 1 else None
     spec = job_spec()
-    await create_job(system.bus, spec)
-    state = await until_status(system.bus, spec.id, "failed")
+    state = await system.run_job(spec, "failed")
     assert state.version == 1 and state.error is not None and "loss is nan" in state.error.message
     await until(lambda: _balanced(system.bus, spec.id))
     assert (await ledger_of(system.bus, spec.id))["in_flight"] == 0
@@ -146,8 +118,7 @@ async def _balanced(bus: Bus, job: str) -> bool:
 async def test_dynamic_sampling_draws_on_and_stops_at_three_batches(system: System) -> None:
     system.env.reward = lambda start, sample: 1.0 if start.group % 2 else float(sample % 2)
     spec = job_spec(num_steps=1, dynamic_sampling=True)
-    await create_job(system.bus, spec)
-    await until_status(system.bus, spec.id, "succeeded")
+    await system.run_job(spec)
     (step,) = system.trainer.seen
     assert sorted(set(step.rows.groups.numpy().tolist())) == [0, 2, 4, 6]
     ledger = await ledger_of(system.bus, spec.id)
@@ -157,8 +128,7 @@ async def test_dynamic_sampling_draws_on_and_stops_at_three_batches(system: Syst
 async def test_without_any_signal_the_version_is_committed_unchanged(system: System) -> None:
     system.env.reward = lambda start, sample: 1.0
     spec = job_spec(num_steps=1, dynamic_sampling=True)
-    await create_job(system.bus, spec)
-    await until_status(system.bus, spec.id, "succeeded")
+    await system.run_job(spec)
     (step,) = system.trainer.seen
     assert len(step.rows.lengths) == 0
     ledger = await ledger_of(system.bus, spec.id)
@@ -258,7 +228,7 @@ async def test_work_that_redis_lost_is_found_missing_and_done_again(system: Syst
 async def test_nothing_is_written_of_a_job_that_redis_lost_before_its_owner_wrote(bus: Bus, objects: Objects) -> None:
     # Given an owner that has read a new job, in a moment that Redis then loses
     spec, changes = job_spec(), Changes()
-    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
+    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, objects, AdapterStore(objects)))
     await partition.load(1.0, changes)
     await create_job(bus, spec)
     await partition.handle(await anext(deliveries(bus, partition)), 1.0, changes)
@@ -303,7 +273,7 @@ async def test_lost_work_is_found_though_the_owners_clock_has_gone_back(bus: Bus
     state = JSON.encode(JobState(status="running", initialising=True))
     await bus.client.hset(bus.cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": state})
     await bus.client.sadd(bus.cell.active(partition_of(spec.tenant)), spec.id)
-    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
+    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, objects, AdapterStore(objects)))
     await partition.load(10_000.0, changes)
 
     async def nothing_under_way() -> bool:
@@ -330,8 +300,7 @@ async def test_a_step_that_redis_lost_is_sampled_and_trained_again(system: Syste
 
     system.trainer.__class__ = Losing
     spec = job_spec(num_steps=2)
-    await create_job(system.bus, spec)
-    await until_status(system.bus, spec.id, "succeeded")
+    await system.run_job(spec)
     assert lost == 1
     assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
 
@@ -365,8 +334,7 @@ async def test_what_an_owner_cannot_work_on_is_kept_as_a_dead_letter(system: Sys
     # Given a job at work
     spec, bus = job_spec(num_steps=3), system.bus
     system.env.delay_s = 0.05
-    await create_job(bus, spec)
-    await until_status(bus, spec.id, "running")
+    await system.run_job(spec, "running")
     # When its owner reads a message of a kind that is not for it, and one that is none
     partition = partition_of(spec.tenant)
     stray = Cancel(id="stray", tenant=spec.tenant, job=spec.id, partition=partition)
@@ -407,71 +375,63 @@ async def test_a_corrupt_manifest_fails_its_own_job(system: System) -> None:
     waiting.set()
 
 
-async def test_an_owner_that_slept_through_its_lease_forgets_what_it_knew(system: System) -> None:
-    one, other = Leases(system.bus, "one", 60), Leases(system.bus, "other", 60)
-    ones, others = Fence(system.bus, 3, "one"), Fence(system.bus, 3, "other")
-    await system.kill_owner()
-    await forget_leases(system.bus)
-    assert (await one.round({})).leases[3] is Held.TAKEN
+async def test_an_owner_that_slept_through_its_lease_forgets_what_it_knew(bus: Bus) -> None:
+    one, other = Leases(bus, "one", 60), Leases(bus, "other", 60)
+    ones, others = Fence(bus, 3, "one"), Fence(bus, 3, "other")
+    assert (await one.round({})).leases[3] is LeaseState.TAKEN
     await ones.read_stamp()
     # While it sleeps, another takes the lease, writes once, and leaves
-    await forget_leases(system.bus)
-    assert (await other.round({})).leases[3] is Held.TAKEN
+    await forget_leases(bus)
+    assert (await other.round({})).leases[3] is LeaseState.TAKEN
     await others.read_stamp()
-    commits, x = Commits(system.bus), system.bus.cell.key("x")
+    commits, x = Commits(bus), bus.cell.key("x")
     assert await commits.apply([(others, [["SET", x, "by the other"]])]) == [None]
     await other.leave()
     # Then the first sees that its lease was not renewed, and its write is refused, not taken for done
-    assert (await one.round({})).leases[3] is Held.TAKEN
+    assert (await one.round({})).leases[3] is LeaseState.TAKEN
     (refused,) = await commits.apply([(ones, [["SET", x, "by the first"]])])
     assert isinstance(refused, Lost)
-    assert await system.bus.client.get(x) == b"by the other"
+    assert await bus.client.get(x) == b"by the other"
 
 
-async def test_a_late_owner_writes_nothing_though_the_next_has_not_written_yet(system: System) -> None:
-    one, other = Leases(system.bus, "one", 60), Leases(system.bus, "other", 60)
-    fence = Fence(system.bus, 3, "one")
-    await system.kill_owner()
-    await forget_leases(system.bus)
+async def test_a_late_owner_writes_nothing_though_the_next_has_not_written_yet(bus: Bus) -> None:
+    one, other = Leases(bus, "one", 60), Leases(bus, "other", 60)
+    fence = Fence(bus, 3, "one")
     await one.round({})
     await fence.read_stamp()
-    await forget_leases(system.bus)
-    assert (await other.round({})).leases[3] is Held.TAKEN
-    x = system.bus.cell.key("x")
-    (refused,) = await Commits(system.bus).apply([(fence, [["SET", x, "late"]])])
+    await forget_leases(bus)
+    assert (await other.round({})).leases[3] is LeaseState.TAKEN
+    x = bus.cell.key("x")
+    (refused,) = await Commits(bus).apply([(fence, [["SET", x, "late"]])])
     assert isinstance(refused, Fenced)
-    assert await system.bus.client.get(x) is None
+    assert await bus.client.get(x) is None
 
 
-async def test_a_commit_that_is_sent_twice_is_applied_once(system: System) -> None:
-    await system.kill_owner()
-    await forget_leases(system.bus)
-    await Leases(system.bus, "one", 60).round({})
-    fence, x = Fence(system.bus, 3, "one"), system.bus.cell.key("x")
+async def test_a_commit_that_is_sent_twice_is_applied_once(bus: Bus) -> None:
+    await Leases(bus, "one", 60).round({})
+    fence, x = Fence(bus, 3, "one"), bus.cell.key("x")
     await fence.read_stamp()
     _, words = fence.words([["INCR", x]])
-    commit = system.bus.client.register_script(COMMIT)
+    commit = bus.client.register_script(COMMIT)
     assert [await commit(keys=[words[0]], args=words) for _ in range(2)] == [[b"done"], [b"done"]]
-    assert await system.bus.client.get(x) == b"1"
+    assert await bus.client.get(x) == b"1"
 
 
-async def test_a_command_that_redis_refuses_harms_no_other_partition(system: System) -> None:
+async def test_a_command_that_redis_refuses_harms_no_other_partition(bus: Bus) -> None:
     # Given an owner of three partitions
-    await system.kill_owner()
-    await forget_leases(system.bus)
-    leases = await Leases(system.bus, "one", 60).round({})
-    assert {leases.leases[number] for number in (1, 2, 3)} == {Held.TAKEN}
-    fences, key = [Fence(system.bus, number, "one") for number in (1, 2, 3)], system.bus.cell.key
+    leases = await Leases(bus, "one", 60).round({})
+    assert {leases.leases[number] for number in (1, 2, 3)} == {LeaseState.TAKEN}
+    fences, key = [Fence(bus, number, "one") for number in (1, 2, 3)], bus.cell.key
     for fence in fences:
         await fence.read_stamp()
-    commits, good = Commits(system.bus), ["SET", key("x"), "1"]
+    commits, good = Commits(bus), ["SET", key("x"), "1"]
     # When Redis refuses the second command for one of them
     bad = [["SET", key("y"), "1"], ["LPUSH", key("x"), "1"], ["SET", key("z"), "1"]]
     first, refused, last = await commits.apply(list(zip(fences, ([good], bad, [["SET", key("v"), "1"]]), strict=True)))
     # Then it is refused for that one alone, and what stands behind it is not written
     assert (first, last) == (None, None)
     assert isinstance(refused, Lost) and "WRONGTYPE" in str(refused)
-    assert await system.bus.client.mget([key("x"), key("y"), key("z"), key("v")]) == [b"1", b"1", None, b"1"]
+    assert await bus.client.mget([key("x"), key("y"), key("z"), key("v")]) == [b"1", b"1", None, b"1"]
     # And the others go on writing, where it may not
     assert await commits.apply([(fences[0], [good]), (fences[2], [good])]) == [None, None]
 
@@ -519,8 +479,7 @@ async def test_a_step_lost_for_a_cancelled_job_is_given_up(system: System) -> No
 
     system.trainer.__class__ = Losing
     spec = job_spec(num_steps=2)
-    await create_job(system.bus, spec)
-    await until_status(system.bus, spec.id, "cancelled")
+    await system.run_job(spec, "cancelled")
     await until(lambda: _settled(system.bus, spec.id))
     assert len(system.env.seen) == 4, "nothing was issued again"
 
@@ -592,7 +551,7 @@ def test_a_version_that_groups_are_sampled_by_keeps_its_payloads() -> None:
 
 async def test_a_command_that_waits_for_its_jobs_file_is_not_taken_for_a_lost_one(bus: Bus, objects: Objects) -> None:
     spec, changes = job_spec(), Changes()
-    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
+    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, objects, AdapterStore(objects)))
     await partition.load(1.0, changes)
     await create_job(bus, spec)
     await partition.handle(await anext(deliveries(bus, partition)), 1.0, changes)
@@ -604,35 +563,3 @@ async def test_a_command_that_waits_for_its_jobs_file_is_not_taken_for_a_lost_on
     with capture_logs() as logs:
         await partition.reconcile(2.0, changes, quiet_s=1.0, nothing_under_way=nothing_under_way)
     assert "entry_unseen" not in {line["event"] for line in logs}
-
-
-async def test_under_sequential_the_steps_of_jobs_do_not_mix(bus: Bus, objects: Objects) -> None:
-    system = System(bus, objects, policy=parse_policy("sequential"))
-    specs = [job_spec(f"job-{n}", f"tenant-{n}", created_at=1 + n) for n in range(3)]
-    for spec in specs:
-        await create_job(bus, spec)
-    await system.start()
-    for spec in specs:
-        await until_status(bus, spec.id, "succeeded")
-    order = [step.job for step in system.trainer.seen]
-    assert order == sorted(order, key=order.index) and len(order) == 9
-    await system.stop()
-
-
-async def test_bounded_jobs_do_not_burst_when_their_owner_is_killed(system: System) -> None:
-    """AReaL's recovery bug: a counter that starts again at 0 lets everything be issued a second time."""
-    eta, spec = 2, job_spec(num_steps=12, max_staleness=2)
-    system.env.delay_s = 0.02
-    await create_job(system.bus, spec)
-    for version in (3, 6):
-
-        async def reached(version: int = version) -> bool:
-            return (await state_of(system.bus, spec.id)).version >= version
-
-        await until(reached)
-        await system.kill_owner()
-        await asyncio.sleep(0)
-        system.start_owner()
-    await until_status(system.bus, spec.id, "succeeded")
-    batch_size = spec.hyper.batch_size
-    assert all(start.group < (start.adapter.version + eta + 1) * batch_size for start in system.env.seen)

@@ -1,4 +1,4 @@
-"""An owner that dies between any two Redis commands loses nothing and does nothing twice.
+"""An owner that dies at a Redis command of any kind loses nothing and does nothing twice.
 
 Each life is a job of stand-in workers in a cell of its own. Its first owner dies before a command is sent, or after Redis
 has done it and before the answer is looked at; from then on nothing more of it reaches Redis, as of a process that was
@@ -84,25 +84,19 @@ class Died(BaseException):
 
 @dataclass
 class Fate:
-    """The end of an owner's life: before or after the `at`-th command, of this name or of any."""
+    """The end of an owner's life: before or after the `at`-th command of this name."""
 
     at: int = 0  # 0: never
     name: str = ""
     after: bool = False
     seen: Counter[str] = field(default_factory=Counter)
-    order: list[str] = field(default_factory=list[str])  # of the commands' names
     dead: bool = False
-    met: str = ""  # the name of the command at which it ended
     last: Any = None  # the connection on which the last command was sent
 
     def meets(self, name: str) -> bool:
         """Count a command; True if it is the one."""
         self.seen[name] += 1
-        self.order.append(name)
-        if self.at != (self.seen[self.name] if self.name else self.seen.total()) or self.name not in ("", name):
-            return False
-        self.met = name
-        return True
+        return name == self.name and self.seen[name] == self.at
 
     def die(self) -> None:
         self.dead = True
@@ -269,18 +263,3 @@ async def test_an_owner_that_dies_at_a_command_of_any_kind_loses_nothing(
     first = Fate(1, "SCRIPT", after)
     await Life(redis_url, objects, Cell("first"), first).run()
     assert first.dead
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-async def test_an_owner_that_dies_at_any_command_loses_nothing(redis_url: str, objects: Objects) -> None:
-    whole = Fate()
-    await Life(redis_url, objects, Cell("whole"), whole).run()
-    # all but the 53 that make groups, one like the other: the test before dies at some of them. Of the others each eighth one,
-    # in turn before and after
-    places = [at for at, name in enumerate(whole.order, start=1) if name != "CREATE_GROUP"]
-    fates = [Fate(at, "", after=bool(number % 2)) for number, at in enumerate(places[::8])]
-    await live(redis_url, objects, fates)
-    died = [fate.met for fate in fates if fate.dead]
-    assert len(died) > len(fates) // 2
-    assert set(died) >= {"COMMIT", "XREADGROUP"}, "what changes anything, and is sent often"

@@ -1,7 +1,7 @@
 """An owner whose object storage is slow: nothing waits for it but the job whose payload or version it is."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -184,13 +184,10 @@ def _with_file(spec: JobSpec) -> JobSpec:
 ITEMS = b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 4
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """A disk for temporary files without room. The result makes room."""
-    opened = partial(Path("/dev/full").open, "rb+", 0)
-    monkeypatch.setattr(job_reader.tempfile, "TemporaryFile", opened)
-    monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
-    return monkeypatch.undo
+def fill_disk(patched: pytest.MonkeyPatch) -> None:
+    """Leaves no room on the disk for temporary files."""
+    patched.setattr(job_reader.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "rb+", 0))
+    patched.setattr(arriving, "RETRY_S", 0.1)
 
 
 async def waiting(system: System, job: str) -> bool:
@@ -199,8 +196,9 @@ async def waiting(system: System, job: str) -> bool:
 
 
 async def test_a_job_whose_file_finds_no_room_for_long_fails(
-    system: Owning, objects: Objects, full_disk: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    system: Owning, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fill_disk(monkeypatch)
     monkeypatch.setattr(partition, "GIVE_UP_S", 0.5)
     await objects.write("files/acme/file-1", ITEMS)
     spec = _with_file(job_spec("filed", num_steps=1, **SMALL))
@@ -217,7 +215,7 @@ async def test_a_new_job_waits_for_a_store_that_is_away_however_long(
 ) -> None:
     # Given a store that is away for longer than a full disk may last
     monkeypatch.setattr(partition, "GIVE_UP_S", 0.0)
-    monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
+    monkeypatch.setattr(arriving, "RETRY_S", 0.1)
     tries = 0
 
     async def away(path: str, file: BinaryIO) -> None:
@@ -253,8 +251,7 @@ async def test_a_started_job_whose_file_finds_no_room_after_a_take_over_waits_an
     await system.kill_owner()
     # When the next owner's disk is full
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(job_reader.tempfile, "TemporaryFile", partial(Path("/dev/full").open, "rb+", 0))
-        patched.setattr(arriving, "AGAIN_S", 0.1)
+        fill_disk(patched)
         system.start_owner()
         # Then the job says that it waits, and the other one runs meanwhile
         await until(lambda: waiting(system, spec.id))
@@ -315,8 +312,7 @@ async def test_a_partition_that_an_owner_cannot_load_goes_to_another(
     second.start_owner()
     # Then a job of every partition ends with the second
     spec = job_spec("any", num_steps=1, **SMALL)
-    await create_job(bus, spec)
-    await until_status(bus, spec.id, "succeeded")
+    await second.run_job(spec)
     await first.stop()
     await second.stop()
 
@@ -325,7 +321,7 @@ async def test_a_job_whose_files_find_no_room_here_goes_to_an_owner_with_more(
     bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, "LEAVE_AFTER_S", 0.0)
-    monkeypatch.setattr(arriving, "AGAIN_S", 0.1)
+    monkeypatch.setattr(arriving, "RETRY_S", 0.1)
     await objects.write(f"files/{KEPT}/file-1", ITEMS)
     first, second = System(bus, objects), System(bus, objects)
     spec = _with_file(job_spec("filed", KEPT, num_steps=1, **SMALL))
@@ -335,7 +331,7 @@ async def test_a_job_whose_files_find_no_room_here_goes_to_an_owner_with_more(
 
     # Given an owner without room, alone: the job waits with it
     await first.start()
-    first.owner._files.items = full  # pyright: ignore[reportPrivateUsage]
+    first.owner._reader._files.items = full  # pyright: ignore[reportPrivateUsage]
     await create(bus, spec)
     await until(lambda: waiting(first, spec.id))
     await asyncio.sleep(LEASE_S)

@@ -24,6 +24,7 @@ from manager_service.launcher.commands.plan_command import plan_for, settings_of
 from manager_service.launcher.engines import GPUS, LAUNCH_S, REACHED, Load, max_lora_rank, parse_gpu, trained_flops
 from manager_service.launcher.gpus import Needs, chosen_seats, parse_devices
 from manager_service.launcher.plan import DeviceSplit, Plan, PlannedRow, make_plan
+from rollout_service.embedded.backbone.interface import ModelShape
 from rollout_service.embedded.pools import EngineLimits, Pools
 from rollout_service.process import vllm_engine
 from rollout_service.settings import LORA_RANKS, RolloutSettings
@@ -105,7 +106,7 @@ def test_the_engine_takes_the_rows_that_are_planned(qwen: Path) -> None:
     rows = [row for row in plan_of(qwen, "24GB") if row.rows]
     assert len(rows) > 3
     for row in rows:
-        config = DecoderConfig.load(qwen, row.context)
+        config = ModelShape.of(DecoderConfig.load(qwen, row.context))
         pools = Pools(config, torch.zeros(1, dtype=torch.bfloat16), EngineLimits(kv_bytes=row.rollout.kv).pools)
         assert pools.tokens >= row.rows * row.context
 

@@ -40,7 +40,6 @@ def test_a_wrong_name_is_refused_with_what_there_is(text: str) -> None:
 
 def test_the_setting_is_checked_when_the_manager_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MARLAAS_POLICY", "bounded:3")
-    monkeypatch.setenv("MARLAAS_TRAINING_QUEUE", "hrrn")
     assert ManagerSettings().scheduling.eta == 3
     monkeypatch.setenv("MARLAAS_POLICY", "fifo")
     with pytest.raises(ValidationError, match="sequential, synchronous, naive, marlaas, bounded"):

@@ -17,8 +17,8 @@ from manager_service.launcher.commands.main import app
 from manager_service.records.run_records import run_of
 from marlaas_client.adapters import CONFIG, name_base, unpack
 from tests.support.api_server import ApiServer, running_api
-from tests.support.owned_runs import owned_runs
 from tests.support.rollout_cases import files_of
+from tests.support.run_world import owned_runs
 from tests.support.tinker_client import client_of
 
 

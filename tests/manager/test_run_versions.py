@@ -21,8 +21,7 @@ from manager_service.records.keys import JSON
 from manager_service.records.run_records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, use
 from manager_service.records.tenants import TENANTS, TenantRecord
 from tests.common.test_worker import until
-from tests.support.run_trainer import WEIGHTS
-from tests.support.run_world import SESSION, TENANT, World
+from tests.support.run_world import SESSION, TENANT, WEIGHTS, World
 
 STORED = {"whole": True, "bare": False}
 
@@ -66,7 +65,7 @@ async def until_stored(world: World, run: str, expected: dict[int, str]) -> None
 
 
 async def test_only_the_newest_two_the_named_and_the_used_versions_stay(world: World) -> None:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create()
         await world.save(run, 1, SaveWeights("begin"), "save_weights")
         await step(world, run, 2)
@@ -95,7 +94,7 @@ async def test_only_the_newest_two_the_named_and_the_used_versions_stay(world: W
 
 
 async def test_a_name_that_expires_keeps_its_version_no_longer_also_when_its_run_has_ended(world: World) -> None:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create()
         await world.save(run, 1, SaveWeights("live", ttl_s=1), "save_weights")
         seq = await step(world, run, 2, num=3)
@@ -122,7 +121,7 @@ async def test_runs_that_cannot_be_read_do_not_stop_those_behind_them(
 
 
 async def test_a_version_goes_with_the_name_that_is_deleted_also_when_its_run_has_ended(world: World) -> None:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create()
         await world.save(run, 1, SaveWeights("one"), "save_weights")
         await step(world, run, 2)
@@ -153,7 +152,7 @@ async def _nothing_to_retire(world: World) -> bool:
 
 
 async def test_a_run_that_ends_while_its_versions_go_loses_the_rest_of_them(world: World) -> None:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create()
         seq = await step(world, run, 1)
         await world.save(run, seq, SaveWeights(sampler="s:0"))
@@ -167,7 +166,7 @@ async def test_a_run_that_ends_while_its_versions_go_loses_the_rest_of_them(worl
 
 @pytest.mark.parametrize("owner", ["the same", "the next"])
 async def test_the_answer_for_a_run_that_has_ended_meanwhile_is_taken_in(world: World, owner: str) -> None:
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         run = await world.create()
         trainer.hold_forget = asyncio.Event()
         seq = await step(world, run, 1, num=2)
@@ -192,7 +191,7 @@ async def _ended(world: World, run: str) -> bool:
 async def test_a_version_stays_until_the_run_that_begins_with_it_has_its_copy(world: World) -> None:
     record = TenantRecord(id=TENANT, created_at=0, max_jobs=1)
     await world.bus.client.hset(TENANTS, TENANT, JSON.encode(record))
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create()
         await step(world, run, 1, num=2)
         source = AdapterRef(TENANT, run, 1)
@@ -206,7 +205,7 @@ async def test_a_version_stays_until_the_run_that_begins_with_it_has_its_copy(wo
 
 
 async def test_a_version_stays_until_it_is_loaded(world: World) -> None:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run, second = await world.create(), await world.create(1)
         await world.result(second, 0)
         seq = await step(world, run, 1, num=2)
@@ -238,7 +237,7 @@ async def _queued(world: World, run: str) -> bool:
 async def test_what_is_to_be_deleted_is_deleted_whatever_is_lost(
     world: World, dies: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         run = await world.create()
         trainer.hold_forget = asyncio.Event()
         if dies == "when marked":
@@ -277,7 +276,7 @@ async def _answered(world: World) -> bool:
 async def test_what_may_be_used_is_there_whatever_happens_at_the_same_time(world: World) -> None:
     """Readers come and go at random while versions are made, named and deleted as fast as can be."""
     rng, named, used, refused = random.Random(5), dict[str, int](), set[int](), 0
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create()
         seq = 1
         for version in range(1, 40):

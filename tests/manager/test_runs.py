@@ -14,10 +14,9 @@ from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef, Failure
 from common.wire.operations import Action, Outputs, Saved, SaveWeights
-from manager_service.owner.job_reader import ItemFiles, JobReader
+from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes, commands
 from manager_service.owner.partition import Partition
-from manager_service.owner.runs import run as run_module
 from manager_service.owner.runs import runs
 from manager_service.owner.transaction import Commits, Fence, Lost
 from manager_service.records.keys import JSON
@@ -25,7 +24,8 @@ from manager_service.records.run_records import USED_S, Checkpoint, RunState, Ru
 from manager_service.records.tenants import TENANTS, TenantRecord
 from manager_service.records.usage import day_field
 from tests.common.test_worker import until
-from tests.support.run_world import LEASE_S, PARTITION, SESSION, TENANT, World
+from tests.support.owning import LEASE_S
+from tests.support.run_world import PARTITION, SESSION, TENANT, World
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ async def world(bus: Bus, objects: Objects) -> AsyncIterator[World]:
 
 
 async def test_an_optim_step_commits_a_version_and_every_operation_has_a_result(world: World) -> None:
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         run = await world.create()
         await world.send(run, (1, "forward_backward"), (2, "forward"), (3, "forward_backward"), (4, "optim_step"))
         outputs = msgspec.msgpack.decode((await world.result(run, 4)).outputs, type=Outputs)
@@ -51,7 +51,7 @@ async def test_an_optim_step_commits_a_version_and_every_operation_has_a_result(
 
 
 async def test_operations_are_carried_out_in_the_order_of_their_numbers_and_once(world: World) -> None:
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         run = await world.create()
         await world.send(run, (3, "optim_step"), (2, "forward_backward"), (2, "forward_backward"))
         await world.result(run, 0)
@@ -65,7 +65,7 @@ async def test_operations_are_carried_out_in_the_order_of_their_numbers_and_once
 
 
 async def test_a_gradient_stays_with_its_trainer_and_its_operations_stay_pending(world: World) -> None:
-    async with world.trainer() as first, world.trainer() as second:
+    async with world.hashing_trainer() as first, world.hashing_trainer() as second:
         run = await world.create()
         for seq in (1, 2, 3):
             await world.send(run, (seq, "forward_backward"))
@@ -80,7 +80,7 @@ async def test_a_gradient_stays_with_its_trainer_and_its_operations_stay_pending
 
 
 async def _weights_after_two_steps(world: World) -> bytes:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create(9)
         for seq, action in enumerate(SCRIPT, start=1):
             await world.send(run, (seq, action))
@@ -98,14 +98,14 @@ SCRIPT: tuple[Action, ...] = (
 async def test_a_killed_trainers_gradient_is_begun_again_elsewhere(world: World, killed_after: int) -> None:
     undisturbed = await _weights_after_two_steps(world)
     run = await world.create()
-    async with world.trainer() as doomed:
+    async with world.hashing_trainer() as doomed:
         for seq, action in enumerate(SCRIPT[:killed_after], start=1):
             await world.send(run, (seq, action))
             await world.result(run, seq)
         doomed.hold = asyncio.Event()
         await world.send(run, *enumerate(SCRIPT[killed_after:], start=killed_after + 1))
         await until(lambda: world.sent(run))
-    async with world.trainer():
+    async with world.hashing_trainer():
         await world.result(run, len(SCRIPT))
         assert await world.weights(run, 2) == undisturbed
         await until(lambda: world.open_operations(0))
@@ -114,7 +114,7 @@ async def test_a_killed_trainers_gradient_is_begun_again_elsewhere(world: World,
 @pytest.mark.parametrize("killed_after", range(len(SCRIPT)))
 async def test_a_killed_owners_runs_go_on(world: World, killed_after: int) -> None:
     undisturbed = await _weights_after_two_steps(world)
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create()
         for seq, action in enumerate(SCRIPT[:killed_after], start=1):
             await world.send(run, (seq, action))
@@ -128,7 +128,7 @@ async def test_a_killed_owners_runs_go_on(world: World, killed_after: int) -> No
 
 
 async def test_a_lost_message_to_a_trainer_is_sent_again(world: World) -> None:
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         run = await world.create()
         await world.send(run, (1, "forward_backward"))
         await world.result(run, 1)
@@ -147,7 +147,7 @@ async def test_nothing_is_written_of_a_run_that_redis_lost_before_its_owner_wrot
 ) -> None:
     # Given an owner that reads a run because of a message, in a moment that Redis then loses
     world, changes = World(bus, objects), Changes()
-    partition = Partition(PARTITION, bus, JobReader(bus, ItemFiles(objects), AdapterStore(objects)))
+    partition = Partition(PARTITION, bus, JobReader(bus, objects, AdapterStore(objects)))
     await partition.load(1.0, changes)
     run = await world.create()
     await bus.client.hset(bus.cell.run(run), mapping=RunState(status).fields())
@@ -167,7 +167,7 @@ async def test_nothing_is_written_of_a_run_that_redis_lost_before_its_owner_wrot
 
 async def test_a_failed_operation_fails_its_step_by_name_and_nothing_else(world: World) -> None:
     broken = Failure("invalid", "a token is outside the vocabulary")
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         trainer.refuse = lambda operation: broken if operation.seq == 2 else None
         run = await world.create()
         await world.send(run, (1, "forward_backward"), (2, "forward_backward"), (3, "forward_backward"))
@@ -189,7 +189,7 @@ async def test_a_failed_operation_fails_its_step_by_name_and_nothing_else(world:
 
 async def test_a_gradient_that_its_trainer_gave_up_is_begun_again(world: World) -> None:
     """The trainer answers, and holds nothing any more, when a stretch without a part of it is refused as a whole."""
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         run = await world.create()
         await world.send(run, (1, "forward_backward"))
         await world.result(run, 1)
@@ -203,7 +203,7 @@ async def test_a_gradient_that_its_trainer_gave_up_is_begun_again(world: World) 
 
 
 async def test_a_failed_runs_operations_are_answered(world: World) -> None:
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         trainer.refuses_init = True
         run = await world.create()
         await world.send(run, (1, "forward"), (2, "optim_step"))
@@ -215,19 +215,8 @@ async def test_a_failed_runs_operations_are_answered(world: World) -> None:
         assert (await world.state(run)).status == "ended"  # no longer counted as unfinished
 
 
-async def test_what_the_api_found_wrong_fails_in_its_turn(world: World) -> None:
-    async with world.trainer():
-        run = await world.create()
-        await world.send(run, (1, "forward_backward"))
-        await world.send(run, (2, "forward_backward"), failure=Failure("invalid", "unknown loss_fn"))
-        await world.send(run, (3, "optim_step"))
-        assert (await world.result(run, 1)).failure is None
-        assert await world.failure(run, 2) == "unknown loss_fn"
-        assert "operation 2" in await world.failure(run, 3)
-
-
 async def test_an_operation_that_nobody_can_read_fails(world: World) -> None:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create()
         fields = {"id": f"{run}:1", "job": run, "partition": PARTITION, "epoch": 0, "kind": "Operation"}
         await world.bus.client.xadd(world.bus.cell.ops(PARTITION), {**fields, "payload": b"\xc1"})
@@ -237,7 +226,7 @@ async def test_an_operation_that_nobody_can_read_fails(world: World) -> None:
 
 
 async def test_saves_name_the_newest_version(world: World) -> None:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create()
         assert await world.save(run, 1, SaveWeights("begin", ttl_s=3600), "save_weights") == Saved(0, "begin")
         assert await world.save(run, 2, SaveWeights(sampler="s:0", inflight=True)) == Saved(0, "", "s:0")
@@ -255,7 +244,7 @@ async def test_saves_name_the_newest_version(world: World) -> None:
 
 
 async def test_a_load_makes_the_next_version_a_copy_in_its_order(world: World) -> None:
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         first, run = await world.create(1), await world.create()
         await world.send(first, (1, "forward_backward"), (2, "optim_step"))
         await world.result(first, 2)
@@ -275,7 +264,7 @@ async def test_a_load_makes_the_next_version_a_copy_in_its_order(world: World) -
 
 
 async def test_a_load_that_cannot_be_had_fails_and_leaves_the_run_as_it_was(world: World) -> None:
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         first, run = await world.create(1), await world.create()
         await world.send(run, (1, "forward_backward"))
         await world.result(run, 1)
@@ -290,7 +279,7 @@ async def test_a_load_that_cannot_be_had_fails_and_leaves_the_run_as_it_was(worl
 @pytest.mark.parametrize("dies", ["owner", "trainer", "message"])
 async def test_a_load_outlives_whoever_dies(world: World, dies: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        trainer = await stack.enter_async_context(world.trainer())
+        trainer = await stack.enter_async_context(world.hashing_trainer())
         first, run = await world.create(1), await world.create()
         await world.result(first, 0)
         await world.result(run, 0)
@@ -306,7 +295,7 @@ async def test_a_load_outlives_whoever_dies(world: World, dies: str) -> None:
             await world.bus.ensure_group(world.bus.cell.train, "trainer")
         else:
             await stack.aclose()
-            await stack.enter_async_context(world.trainer())
+            await stack.enter_async_context(world.hashing_trainer())
         trainer.hold.set()
         assert (await world.result(run, 3)).failure is None
         assert (await world.state(run)).version == 2
@@ -315,7 +304,7 @@ async def test_a_load_outlives_whoever_dies(world: World, dies: str) -> None:
 
 async def test_a_run_ends_with_its_session(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "GRACE_S", 0.5)
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         run = await world.create()
         await world.send(run, (1, "forward_backward"))
         await world.result(run, 1)
@@ -339,7 +328,7 @@ async def test_a_run_ends_with_its_session(world: World, monkeypatch: pytest.Mon
 async def test_a_session_that_is_back_in_time_loses_no_run(world: World) -> None:
     """Redis may have been away for longer than a session counts as alive."""
     key = world.bus.cell.session(SESSION)
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await world.create()
         await world.result(run, 0)
         await world.bus.client.delete(key)
@@ -353,7 +342,7 @@ async def test_no_more_runs_are_active_than_the_tenant_may_have(world: World) ->
     record = TenantRecord(id=TENANT, created_at=0, max_jobs=1)
     await world.bus.client.hset(TENANTS, TENANT, JSON.encode(record))
     await asyncio.sleep(2 * LEASE_S)  # owners look at tenants so often
-    async with world.trainer():
+    async with world.hashing_trainer():
         first, second = await world.create(0), await world.create(1)
         await world.result(first, 0)
         assert (await world.state(second)).status == "queued"
@@ -366,7 +355,7 @@ async def test_runs_stand_still_while_the_tokens_of_the_day_are_used_up(world: W
     record = TenantRecord(id=TENANT, created_at=0, max_tokens_per_day=1)
     await world.bus.client.hset(TENANTS, TENANT, JSON.encode(record))
     await asyncio.sleep(2 * LEASE_S)  # owners look at tenants so often
-    async with world.trainer() as trainer:
+    async with world.hashing_trainer() as trainer:
         run, other = await world.create(), await world.create(1)
         await world.send(run, (1, "forward_backward"))
         await world.result(run, 1)
@@ -400,7 +389,7 @@ async def names(world: World, run: str) -> list[tuple[str, int | None]]:
 
 
 async def test_a_change_of_a_name_outlives_the_owner(world: World) -> None:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await named(world)
         one, two = (await world.state(run)).checkpoints
         await world.kill_owner()
@@ -419,7 +408,7 @@ async def is_named(world: World, run: str, expected: list[tuple[str, int | None]
 
 
 async def test_a_change_leaves_a_name_alone_that_was_saved_anew(world: World) -> None:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await named(world)
         one, two = (await world.state(run)).checkpoints
         await world.send(run, (3, "optim_step"))
@@ -430,34 +419,10 @@ async def test_a_change_leaves_a_name_alone_that_was_saved_anew(world: World) ->
 
 
 async def test_an_expired_name_goes_with_the_next_save(world: World) -> None:
-    async with world.trainer():
+    async with world.hashing_trainer():
         run = await named(world)
         one, _ = (await world.state(run)).checkpoints
         await world.change_name(run, one, expires_at=1)
         await until(lambda: is_named(world, run, [("one", 1), ("two", None)]))
         await world.save(run, 3, SaveWeights("three"), "save_weights")
         assert [name for name, _ in await names(world, run)] == ["two", "three"]
-
-
-async def test_numbers_that_never_come_fail_the_step_by_name_and_the_run_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_module, "HOLE_S", 1e9)
-    async with world.trainer():
-        run = await world.create()
-        await world.send(run, (8, "optim_step"), (5, "optim_step"), (4, "forward_backward"), (4, "forward_backward"))
-        await world.send(run, (7, "forward_backward"))
-        other = await world.create(1)
-        await world.send(other, (1, "forward"))
-        await world.result(other, 1)  # all of the others were read before
-        assert (await world.state(run)).head == 1, "they may come yet"
-        monkeypatch.setattr(run_module, "HOLE_S", 0.0)
-        assert "operation 1 of this step never came" in await world.failure(run, 5)
-        assert (await world.result(run, 4)).failure is None
-        assert "operation 6 of this step never came" in await world.failure(run, 8)
-        await world.send(run, (3, "forward_backward"), (6, "forward_backward"))  # too late
-        await world.send(run, (9, "forward_backward"), (10, "optim_step"))
-        assert (await world.result(run, 10)).failure is None
-        assert (await world.state(run)).version == 1
-        assert not await world.has(run, 3) and not await world.has(run, 6)
-        await until(lambda: world.open_operations(0))

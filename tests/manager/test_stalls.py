@@ -11,6 +11,7 @@ from common.wire.messages import Span
 from harness.standin import FixedSlots, create_job, job_spec
 from manager_service.owner import owner
 from manager_service.records.cluster import Cluster
+from manager_service.records.job_records import JobSpec
 from tests.common.test_worker import until
 from tests.manager.test_api_cluster import report, tell
 from tests.support.owning import System
@@ -43,8 +44,6 @@ async def test_a_job_names_what_its_own_work_waits_for(
 async def test_a_job_whose_step_stalls_says_that_trainers_have_it_and_blames_nobody(
     bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, "STALL_S", 0.1)
-
     async def hang(_adapter: object, _batch: str, _seed: int) -> Manifest:
         await asyncio.sleep(3600)
         raise AssertionError
@@ -52,38 +51,36 @@ async def test_a_job_whose_step_stalls_says_that_trainers_have_it_and_blames_nob
     spec, system = job_spec(max_staleness=0), System(bus, objects)
     monkeypatch.setattr(system.trainer, "_commit", hang)
     system.slots = FixedSlots(workers=[report("trainer", "trainer")])
-    await system.start()
-    try:
-        await create_job(bus, spec)
-        await until(lambda: _stalled(system, spec.id))
-        said = await _stalled(system, spec.id)
-        assert ": a step is with the trainers; trainer workers have no work; if this lasts, look at their logs" in said
-    finally:
-        await system.stop()
+    event = await stalled_event(system, spec, monkeypatch)
+    assert ": a step is with the trainers; trainer workers have no work; if this lasts, look at their logs" in event
 
 
 @pytest.mark.parametrize(
-    "job,said",
+    ("job", "holders"),
     [
         ("another", "env workers have work of this job and of other tenants"),
         ("ours", "env workers have work of others of yours and of other tenants"),
     ],
 )
 async def test_a_job_whose_trajectories_are_out_says_whose_work_the_workers_have(
-    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch, job: str, said: str
+    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch, job: str, holders: str
 ) -> None:
-    monkeypatch.setattr(owner, "STALL_S", 0.1)
-    spec = job_spec(job)
+    spec, system = job_spec(job), System(bus, objects)
     spans = (Span(1.0, 2.0, spec.tenant, "another", "env"), Span(1.0, 2.0, "other", "theirs", "env"))
-    system = System(bus, objects)
     system.slots = FixedSlots(workers=[report("rollout", "rollout"), report("env", "env", spans=spans)])
     system.env.delay_s = 60
+    event = await stalled_event(system, spec, monkeypatch)
+    assert "trajectories are with the rollout and env workers; rollout workers have no work, " + holders in event
+
+
+async def stalled_event(system: System, spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a job until it says that it stalls."""
+    monkeypatch.setattr(owner, "STALL_S", 0.1)
     await system.start()
     try:
-        await create_job(bus, spec)
+        await create_job(system.bus, spec)
         await until(lambda: _stalled(system, spec.id))
-        told = await _stalled(system, spec.id)
-        assert "trajectories are with the rollout and env workers; rollout workers have no work, " + said in told
+        return await _stalled(system, spec.id)
     finally:
         await system.stop()
 

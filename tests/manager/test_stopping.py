@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from common.tasks.environments import SUPERVISED
 from common.wire.messages import EnvSpec, Start, TrainStep, Usage
-from harness.standin import StandInEnv, create_job, job_spec, ledger_of, until_status
+from harness.standin import StandInEnv, create_job, job_spec, until_status
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
-from manager_service.owner.jobs.stopping import WINDOW, end_of, note_evaluation, note_step
+from manager_service.owner.jobs.stopping import COMPARED_STEPS, end_of, note_evaluation, note_step
 from manager_service.records.job_records import JobSpec, JobState
 from tests.common.test_worker import until
 from tests.manager.test_job import CELL, World
@@ -39,16 +39,18 @@ def reason_after(spec: JobSpec, rewards: Sequence[float | None]) -> tuple[str, i
 def test_the_mean_of_the_last_steps_is_compared_with_the_target() -> None:
     spec = job_spec(num_steps=100, target_reward=0.75)
     assert reason_after(spec, [0.5, 1.0] * 20) == ("target_reward", 6)
-    assert reason_after(spec, [1.0] * (WINDOW - 1)) is None, "too few steps to say"
+    assert reason_after(spec, [1.0] * (COMPARED_STEPS - 1)) is None, "too few steps to say"
     assert reason_after(spec, [0.5, None, 0.5, 1.0, None, 1.0, 1.0]) == ("target_reward", 7), "no signal is no reward"
-    assert reason_after(job_spec(num_steps=WINDOW, target_reward=0.75), [1.0] * WINDOW) is None, "it ends anyway"
+    assert reason_after(job_spec(num_steps=COMPARED_STEPS, target_reward=0.75), [1.0] * COMPARED_STEPS) is None, (
+        "it ends anyway"
+    )
 
 
 def test_a_plateau_is_so_many_steps_without_a_better_mean() -> None:
     rising = [n / 100 for n in range(20)]
     assert reason_after(job_spec(num_steps=100, plateau_steps=4), [*rising, *[0.1] * 30]) == ("plateau", 24)
     slow = job_spec(num_steps=100, plateau_steps=4, plateau_delta=0.1)
-    assert reason_after(slow, rising) == ("plateau", WINDOW + 4), "it rises by 0.01 a step"
+    assert reason_after(slow, rising) == ("plateau", COMPARED_STEPS + 4), "it rises by 0.01 a step"
     assert reason_after(job_spec(num_steps=100, plateau_steps=50), [0.1] * 40) is None
 
 
@@ -56,7 +58,7 @@ def test_a_loss_is_better_when_it_is_smaller() -> None:
     spec = msgspec.structs.replace(job_spec(num_steps=100, plateau_steps=4), env=EnvSpec(SUPERVISED))
     falling = [5 - n / 10 for n in range(40)]
     assert reason_after(spec, falling) is None
-    assert reason_after(spec, falling[::-1]) == ("plateau", WINDOW + 4)
+    assert reason_after(spec, falling[::-1]) == ("plateau", COMPARED_STEPS + 4)
 
 
 def test_evaluations_are_compared_where_there_are_some_between_steps() -> None:
@@ -64,7 +66,7 @@ def test_evaluations_are_compared_where_there_are_some_between_steps() -> None:
         job_spec(num_steps=100, target_reward=0.75, plateau_steps=4, eval_interval=2), num_eval_items=1
     )
     state = JobState(status="running", version=2, last_reward=1.0)
-    for _ in range(WINDOW):
+    for _ in range(COMPARED_STEPS):
         note_step(spec, state)
     note_evaluation(spec, state, 0, 0.9)
     assert end_of(spec, state, 3) is None, "neither steps nor the base model's evaluation count"
@@ -159,27 +161,12 @@ def test_the_tokens_that_a_job_may_use_bound_its_last_evaluation() -> None:
     assert (dear.job.state.evaluated, dear.job.state.tokens) == (0, 120), "nothing is issued once they are used"
 
 
-async def test_a_job_that_reaches_its_target_succeeds_and_says_why(system: System) -> None:
-    spec = job_spec(num_steps=30, target_reward=0.5)  # what the stand-in trainer says of every step
-    await create_job(system.bus, spec)
-    state = await until_status(system.bus, spec.id, "succeeded", "failed")
-    assert (state.status, state.version) == ("succeeded", WINDOW)
-    told = [(event.message, event.data) for event in await system.events(spec.id) if event.type == "message"]
-    said = (
-        f"Training ends early, with version {WINDOW}: the mean reward of the last 5 steps is 0.5, and target_reward 0.5"
-    )
-    assert (said, {"code": "target_reward", "version": WINDOW}) in told
-    assert (await ledger_of(system.bus, spec.id))["trained"] == WINDOW * 16
-
-
 async def test_a_job_ends_before_it_uses_more_tokens_than_it_may(system: System) -> None:
     spec = job_spec(num_steps=30, max_tokens_total=150)  # a step has 16 trajectories of 3 tokens, and 10 are trained
-    await create_job(system.bus, spec)
-    state = await until_status(system.bus, spec.id, "succeeded")
+    state = await system.run_job(spec)
     assert (state.version, state.tokens) == (2, 116)
     tight = job_spec("job-b", num_steps=30, max_tokens_total=20)
-    await create_job(system.bus, tight)
-    failed = await until_status(system.bus, tight.id, "failed", "succeeded")
+    failed = await system.run_job(tight, "failed", "succeeded")
     assert failed.error and failed.error.code == "max_tokens_total"
     assert "before the first step was trained: it has used" in failed.error.message
 

@@ -60,8 +60,7 @@ async def test_each_step_has_the_next_examples_whatever_is_killed_paused_and_res
 async def test_a_file_of_which_nothing_can_be_learned_fails_with_the_reason(system: System) -> None:
     system.env.reward = lambda start, sample: Failure("invalid", "the template refuses it")
     spec = supervised()
-    await create_job(system.bus, spec)
-    state = await until_status(system.bus, spec.id, "failed")
+    state = await system.run_job(spec, "failed")
     assert state.error and state.error.code == "invalid" and "the template refuses it" in state.error.message
 
 

@@ -320,7 +320,7 @@ async def test_no_process_outlives_a_supervisor_that_is_killed(tmp_path: Path) -
 UP = """
 import asyncio, signal, sys
 from pathlib import Path
-from manager_service.cli.up import run_until_told
+from manager_service.launcher.commands.up import run_until_told
 from tests.manager.test_supervisor import cluster
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 asyncio.run(run_until_told(cluster(Path(sys.argv[1])), as_json=True))

@@ -1,8 +1,7 @@
-"""The training queue: each discipline keeps its order, wastes no slot, and, where it promises so, starves nobody."""
+"""The training queue: tenants share it by weight, it wastes no slot and starves nobody."""
 
 import random
 from collections import Counter
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,18 +14,10 @@ from manager_service.owner.jobs.job import Job
 from manager_service.records.job_records import JobState
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.members import MemberTable
-from manager_service.scheduling.training_queue import (
-    DISCIPLINES,
-    Discipline,
-    ReadyBatch,
-    Room,
-    TrainingQueue,
-    response_ratio,
-)
+from manager_service.scheduling.training_queue import ReadyBatch, Room, TrainingQueue
 from tests.support.owner_world import CELL, World
 
 SIZES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000)), min_size=1, max_size=12)
-STARVES_NOBODY: tuple[Discipline, ...] = ("fused", "fifo", "drr", "hrrn")
 
 
 def same(tenant: str) -> float:
@@ -37,85 +28,66 @@ def batch(job: str, tenant: str = "a", since: float = 0.0, tokens: int = 100, *u
     return ReadyBatch(job, tenant, since, tokens, urgency)
 
 
-def queue_of(discipline: Discipline, *batches: ReadyBatch) -> TrainingQueue:
-    queue = TrainingQueue(discipline)
+def queue_of(*batches: ReadyBatch) -> TrainingQueue:
+    queue = TrainingQueue()
     for each in batches:
         queue.put(each)
     return queue
 
 
-def taken(queue: TrainingQueue, now: float = 100.0, **weights: float) -> list[str]:
+def taken(queue: TrainingQueue) -> list[str]:
     """All of them, one at a time."""
     found: list[str] = []
     while queue.batches:
-        found += queue.take(1, now, lambda tenant: weights.get(tenant, 1.0))
+        found += queue.take(1, same)
     return found
 
 
-@pytest.mark.parametrize(
-    ("discipline", "order"),
-    [("fifo", "xyz"), ("shortest", "zxy"), ("hrrn", "zxy"), ("fused", "xyz"), ("drr", "xyz")],
-)
-def test_the_order_of_one_tenants_batches(discipline: Discipline, order: str) -> None:
-    batches = batch("x", since=1, tokens=300), batch("y", since=2, tokens=900), batch("z", since=3, tokens=20)
-    assert "".join(taken(queue_of(discipline, *batches))) == order
-
-
-def test_a_long_batch_that_waits_overtakes_short_ones_by_its_response_ratio() -> None:
-    long, short = batch("long", since=0, tokens=4000), batch("short", since=99.9, tokens=400)
-    assert response_ratio(long, 100, 5000) > response_ratio(short, 100, 5000)
-    assert taken(queue_of("hrrn", short, long)) == ["long", "short"]
-    assert response_ratio(short, 0, 5000) == 1
-
-
-@given(st.sampled_from(DISCIPLINES), SIZES, st.lists(st.integers(0, 5), max_size=30))
+@given(SIZES, st.lists(st.integers(0, 5), max_size=30))
 def test_every_batch_is_handed_over_once_and_no_slot_is_left_empty(
-    discipline: Discipline, sizes: list[tuple[str, int]], asks: list[int]
+    sizes: list[tuple[str, int]], asks: list[int]
 ) -> None:
-    queue = queue_of(discipline, *(batch(str(n), tenant, n, size) for n, (tenant, size) in enumerate(sizes)))
+    queue = queue_of(*(batch(str(n), tenant, n, size) for n, (tenant, size) in enumerate(sizes)))
     seen: list[str] = []
     for num in [*asks, len(sizes)]:
         before = len(queue.batches)
-        found = queue.take(num, 50.0, same)
+        found = queue.take(num, same)
         assert len(found) == min(num, before)
         seen += found
     assert sorted(seen) == sorted(str(n) for n in range(len(sizes)))
 
 
 @settings(max_examples=30)
-@given(st.sampled_from(STARVES_NOBODY), SIZES, st.integers(0, 10**9))
+@given(SIZES, st.integers(0, 10**9))
 def test_who_is_ready_again_and_again_is_served_within_a_bounded_number_of_others(
-    discipline: Discipline, sizes: list[tuple[str, int]], seed: int
+    sizes: list[tuple[str, int]], seed: int
 ) -> None:
     """A closed system: a job's next batch is complete one step after the last was taken. Urgencies are the worst case:
     one job is always more urgent than its tenant's others."""
-    rng, queue = random.Random(seed), TrainingQueue(discipline)
+    rng, queue = random.Random(seed), TrainingQueue()
     waits, longest = Counter[str](), 0
     for turn in range(40 * len(sizes)):
         for n, (tenant, size) in enumerate(sizes):
             queue.put(batch(str(n), tenant, turn, size, n))
-        num = rng.randint(1, 2)
-        found = queue.take(num, float(turn), same)
+        found = queue.take(rng.randint(1, 2), same)
         for n in range(len(sizes)):
             waits[str(n)] = 0 if str(n) in found else waits[str(n)] + 1
         longest = max(longest, *waits.values())
-    # Shares are by tokens: beside batches of 1 token one of 5,000 waits for as many of them. In between nobody is passed over
+    # Shares are by tokens: next to batches of 1 token one of 5,000 waits for as many of them. In between nobody is passed over
     ratio = max(size for _, size in sizes) / min(size for _, size in sizes)
     assert longest <= 4 * len(sizes) * (1 + ratio)
 
 
 @settings(max_examples=30)
-@given(st.sampled_from(["fused", "drr"]), st.dictionaries(st.sampled_from("abcd"), st.floats(0.5, 4), min_size=2))
-def test_tenants_share_the_trainers_by_weight_whatever_their_batches_cost(
-    discipline: Discipline, weights: dict[str, float]
-) -> None:
+@given(st.dictionaries(st.sampled_from("abcd"), st.floats(0.5, 4), min_size=2))
+def test_tenants_share_the_trainers_by_weight_whatever_their_batches_cost(weights: dict[str, float]) -> None:
     sizes = {tenant: 100 * (1 + n) for n, tenant in enumerate(weights)}
-    queue, got, since = TrainingQueue(discipline), Counter[str](), 0
+    queue, got, since = TrainingQueue(), Counter[str](), 0
     for _ in range(600):
         for tenant, size in sizes.items():
             for each in range(2):
                 queue.put(batch(f"{tenant}{each}", tenant, since := since + 1, size))
-        for job in queue.take(1, float(since), weights.__getitem__):
+        for job in queue.take(1, weights.__getitem__):
             got[job[0]] += sizes[job[0]]
     shares = [got[tenant] / weight for tenant, weight in weights.items()]
     assert max(shares) - min(shares) <= 4 * max(sizes.values()) * (1 + max(weights.values())) / min(weights.values())
@@ -123,42 +95,31 @@ def test_tenants_share_the_trainers_by_weight_whatever_their_batches_cost(
 
 def test_priorities_and_deadlines_order_a_tenants_own_batches_and_no_others() -> None:
     own = [batch("late", "a", 1, 100, 0, 900.0), batch("soon", "a", 2, 100, 0, 100.0), batch("high", "a", 3, 100, -5)]
-    assert taken(queue_of("fused", *own)) == ["high", "soon", "late"]
-    both = queue_of("fused", *own, *(batch(f"b{n}", "b", n, 100, 9) for n in range(3)))
+    assert taken(queue_of(*own)) == ["high", "soon", "late"]
+    both = queue_of(*own, *(batch(f"b{n}", "b", n, 100, 9) for n in range(3)))
     assert [name[0] == "b" for name in taken(both)] == [False, True] * 3
 
 
-FAIR: tuple[Discipline, ...] = ("fused", "drr")
-
-
-@pytest.mark.parametrize("discipline", FAIR)
-def test_a_tenant_hands_over_few_large_batches_beside_others(discipline: Discipline) -> None:
+def test_a_tenant_hands_over_few_large_batches_next_to_others() -> None:
     large = [batch(f"a{n}", "a", n, 45_000) for n in range(32)]
     small = [batch(f"b{n}", "b", 40 + n, 500) for n in range(8)]
-    queue, room = queue_of(discipline, *large, *small), Room(slots=64, workers=2)
-    assert sorted(queue.take(128, 0.0, same, room)) == ["a0", "a1", *(f"b{n}" for n in range(8))]
-    assert queue.take(128, 0.0, same, room) == []
+    queue, room = queue_of(*large, *small), Room(slots=64, workers=2)
+    assert sorted(queue.take(128, same, room)) == ["a0", "a1", *(f"b{n}" for n in range(8))]
+    assert queue.take(128, same, room) == []
     room.handed.remove("a", 45_000)
-    assert queue.take(128, 0.0, same, room) == ["a2"]
+    assert queue.take(128, same, room) == ["a2"]
 
 
-@pytest.mark.parametrize("discipline", FAIR)
 @pytest.mark.parametrize(("tokens", "most"), [(45_000, 4), (20_000, 4), (4_000, 17), (500, 64)])
-def test_a_tenant_alone_hands_over_enough_that_no_trainer_waits(discipline: Discipline, tokens: int, most: int) -> None:
+def test_the_only_tenant_hands_over_enough_that_no_trainer_waits(tokens: int, most: int) -> None:
     """65,536 tokens, and always one batch that is computed by each trainer and one that waits."""
-    queue = queue_of(discipline, *(batch(f"{n}", "a", n, tokens) for n in range(100)))
-    assert len(queue.take(64, 0.0, same, Room(slots=64, workers=2))) == most
+    queue = queue_of(*(batch(f"{n}", "a", n, tokens) for n in range(100)))
+    assert len(queue.take(64, same, Room(slots=64, workers=2))) == most
 
 
 def test_without_a_trainer_a_tenant_waits_with_one_batch_and_one_more() -> None:
-    queue = queue_of("fused", *(batch(f"{n}", "a", n) for n in range(5)))
-    assert len(queue.take(5, 0.0, same, Room(slots=0, workers=0))) == 2
-
-
-@pytest.mark.parametrize("discipline", ["fifo", "shortest", "hrrn"])
-def test_disciplines_that_do_not_look_at_tenants_have_no_bound(discipline: Discipline) -> None:
-    queue = queue_of(discipline, *(batch(f"{n}", "a", n, 45_000) for n in range(9)))
-    assert len(queue.take(9, 0.0, same, Room(slots=1))) == 9
+    queue = queue_of(*(batch(f"{n}", "a", n) for n in range(5)))
+    assert len(queue.take(5, same, Room(slots=0, workers=0))) == 2
 
 
 def test_what_trainers_have_of_a_tenant_is_bounded_and_known_to_the_next_owner() -> None:
@@ -188,12 +149,12 @@ def heir_of(world: World) -> Allocator:
 
 
 @settings(max_examples=6, deadline=None)
-@given(st.integers(0, 10**9), st.sampled_from(DISCIPLINES))
-def test_under_every_discipline_every_job_is_trained_to_its_end(seed: int, discipline: Discipline) -> None:
-    world = World(random.Random(seed), discipline=discipline, cluster=FixedSlots(rollout=32, trainer=1, env=8))
+@given(st.integers(0, 10**9))
+def test_every_job_is_trained_to_its_end_and_no_trainer_is_left_without_a_step(seed: int) -> None:
+    world = World(random.Random(seed), cluster=FixedSlots(rollout=32, trainer=1, env=8))
     for n in range(6):
-        how: dict[str, Any] = {"batch_size": 1 + n % 3, "group_size": 2, "num_steps": 3, "priority": n}
-        world.add(job_spec(f"job-{n}", f"tenant-{n % 2}", created_at=1 + n, **how))
+        spec = {"batch_size": 1 + n % 3, "group_size": 2, "num_steps": 3, "priority": n}
+        world.add(job_spec(f"job-{n}", f"tenant-{n % 2}", created_at=1 + n, **spec))
     most = 0
     while world.jobs:
         world.turn()

@@ -186,14 +186,6 @@ async def test_stop_ids_end_a_turn_instead_of_the_models_own_and_none_at_all_if_
     assert (resumed.tokens, resumed.stop_reason, resumed.num_sampled) == (only_other.tokens, "stop", 0)
 
 
-async def test_the_context_ends_a_turn_with_its_own_reason(running: Running) -> None:
-    async with running(ends=False) as engine:
-        done = await one(engine, request(tokens=[65] * 2043, max_tokens=64))
-        full = await one(engine, request(tokens=[65] * 2048, max_tokens=64))
-    assert (len(done.tokens), done.stop_reason) == (5, "context")
-    assert (full.tokens, full.stop_reason) == ([], "context")
-
-
 async def test_each_trajectory_ends_within_its_own_context(running: Running) -> None:
     async with running(ends=False) as engine:
         prompts = [[65] * 90, [65] * 90, [65] * 100, [65] * 2043]
@@ -267,7 +259,7 @@ async def test_a_broken_adapter_fails_its_own_rows_alone(running: Running) -> No
         expected = [await one(engine, r) for r in good]
         asked = [r for pair in zip(good, bad, strict=True) for r in pair]
         done = await asyncio.gather(*[one(engine, r) for r in asked], return_exceptions=True)
-        after = await asyncio.gather(*[one(engine, r) for r in good])  # in seats that the broken rows had
+        after = await asyncio.gather(*[one(engine, r) for r in good])  # in slots that the broken rows had
     assert all(isinstance(e, CorruptAdapter) for e in done[1::2])
     for found in (done[::2], after):
         assert all(isinstance(f, Generated) and same(running, f, e) for f, e in zip(found, expected, strict=True))

@@ -146,17 +146,6 @@ def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
         RunningRows(model(), end_ids=(), decode=lambda _: "", limits=EngineLimits(kv_bytes=1000))
 
 
-@pytest.mark.exact
-@pytest.mark.asyncio
-async def test_rows_that_do_not_fit_into_memory_wait_and_then_run(min_rows: int) -> None:
-    one_context = exact_limits(min_rows, slots=8, kv_bytes=8 << 20)
-    async with running(limits=one_context) as engine:
-        asked = [request(sample=i, max_tokens=1500) for i in range(4)]
-        done = await asyncio.gather(*[one(engine, r) for r in asked])
-    async with running(limits=exact_limits(min_rows)) as engine:
-        assert [bits(g) for g in done] == [bits(await one(engine, r)) for r in asked]
-
-
 @pytest.mark.parametrize("wide_rows", [None, 2 * LANE_ROWS])
 def test_stacked_products_equal_each_adapters_own(wide_rows: int | None) -> None:
     shapes, layers = decoder().linear_shapes(), decoder().config.num_layers

@@ -14,7 +14,7 @@ from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.prefix import TurnCache
-from rollout_service.embedded.seats import TurnRow
+from rollout_service.embedded.row_states import TurnRow
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
 from tests.support.rollout_cases import adapter_of, decoder, files_of, model, nearly, one, prompt, ref, request, running
@@ -56,7 +56,7 @@ async def test_a_later_turn_computes_what_is_new_and_gives_the_same(
     most_together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiling().wait()
-    monkeypatch.setattr("rollout_service.embedded.batch.MOST_TOGETHER", most_together)
+    monkeypatch.setattr("rollout_service.embedded.batch.MAX_NEW_TOGETHER", most_together)
     whole, all_tokens = await talks(EngineLimits(turn_bytes=0))
     kept, new_tokens = await talks(EngineLimits())
     for mine, theirs in zip(kept, whole, strict=True):
@@ -99,14 +99,6 @@ def test_later_turns_of_all_lengths_and_ranks_are_computed_without_padding_besid
 
 
 @pytest.mark.asyncio
-async def test_rows_that_go_on_do_not_disturb_each_other() -> None:
-    """Slots for all or for few, so that other rows are computed together: the same tokens, all but the same log-probs."""
-    (many, _), (few, _) = await talks(EngineLimits()), await talks(EngineLimits(slots=3))
-    for mine, theirs in zip(many, few, strict=True):
-        assert [turn.tokens for turn in mine] == [turn.tokens for turn in theirs]
-
-
-@pytest.mark.asyncio
 async def test_other_tokens_than_those_that_were_kept_are_computed_whole() -> None:
     adapters = {ref("a"): files_of(1)}
     asked = [request(ref("a"), group=3, turn=turn, temperature=0.0, max_tokens=4) for turn in (0, 1)]
@@ -140,7 +132,7 @@ def test_the_turn_cache_forgets_the_oldest() -> None:
     asked = [request(ref("a"), group=group, turn=1) for group in range(3)]
     assert cache.take(asked[0]) is None and cache.wants(asked[0])
     for each in asked:
-        cache.put(each, each.tokens.data[:-4], torch.zeros(100))
+        cache.keep(each, each.tokens.data[:-4], torch.zeros(100))
     assert cache.num_bytes == 800
     assert cache.take(asked[0]) is None
     assert cache.take(asked[1]) is not None and cache.take(asked[1]) is None and cache.num_bytes == 400

@@ -13,7 +13,7 @@ from common.wire.messages import TurnRequest
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
-from rollout_service.embedded.seats import TurnRow
+from rollout_service.embedded.row_states import TurnRow
 from tests.support.kv_bytes import KvBytes
 from tests.support.rollout_cases import adapter_of, exact_limits, ref, request
 from tests.support.trainer_cases import load_shallow

@@ -276,9 +276,9 @@ async def test_cancelling_aborts_the_turn_in_the_process_wherever_it_is() -> Non
         running = asyncio.create_task(one(engine, request(ref("a"), max_tokens=1000, name="running")))
         await until(lambda: cores.last.running)
         for_slot = asyncio.create_task(one(engine, request(ref("b"), name="for a slot")))
-        for_seat = asyncio.create_task(one(engine, request(ref("a"), sample=1, name="for a seat")))
+        for_turn_slot = asyncio.create_task(one(engine, request(ref("a"), sample=1, name="for a slot")))
         await until(lambda: engine.counters()["adapter_waiting"])
-        for task in (for_seat, for_slot, running):
+        for task in (for_turn_slot, for_slot, running):
             task.cancel()
             await asyncio.wait([task])
         await until(lambda: not cores.last.running)

@@ -245,18 +245,25 @@ async def test_handing_back_keeps_the_tokens_unless_bits_must_not_change(determi
     assert (handed.usage.sampled_tokens, handed.usage.rollout_s) == (1, 0.25)
 
 
+async def handed_back(handler: RolloutHandler, engine: Engine, asked: TurnRequest) -> TurnRequest:
+    """Stops a turn after some tokens, and returns the request that the worker hands back."""
+    task = asyncio.create_task(handler(asked, beat))
+    while (partial := engine.partial(asked.id)) is None or len(partial.tokens) < 5:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    await asyncio.wait([task])
+    ((_, handed),) = handler.hand_back(asked)
+    assert isinstance(handed, TurnRequest)
+    return handed
+
+
 async def test_a_turn_handed_back_halfway_ends_as_if_nothing_had_happened() -> None:
     store, _ = await store_with(ref("a"))
     asked = request(ref("a"), max_tokens=300)
     async with running(ends=False, limits=EngineLimits(slots=2)) as engine, serving(engine, store) as (handler, _):
         _, whole = await turn(handler, asked)
-        task = asyncio.create_task(handler(asked, beat))
-        while (partial := engine.partial(asked.id)) is None or len(partial.tokens) < 5:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        await asyncio.wait([task])
-        ((_, handed),) = handler.hand_back(asked)
-        assert isinstance(handed, TurnRequest) and 5 <= handed.num_partial < 300
+        handed = await handed_back(handler, engine, asked)
+        assert 5 <= handed.num_partial < 300
         _, moved = await turn(handler, handed)
     assert moved.tokens == whole.tokens
     assert np.allclose(moved.logprobs.numpy(), whole.logprobs.numpy(), atol=1e-4)
@@ -267,13 +274,7 @@ async def test_a_turn_handed_back_halfway_has_the_alternatives_to_each_of_its_to
     store, _ = await store_with()
     asked = request(BASE, reply_to="reply:x", temperature=0.0, max_tokens=40, num_top_logprobs=2)
     async with running(ends=False) as engine, serving(engine, store) as (handler, _):
-        task = asyncio.create_task(handler(asked, beat))
-        while (partial := engine.partial(asked.id)) is None or len(partial.tokens) < 5:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        await asyncio.wait([task])
-        ((_, handed),) = handler.hand_back(asked)
-        assert isinstance(handed, TurnRequest)
+        handed = await handed_back(handler, engine, asked)
         _, moved = await turn(handler, handed)
     assert [top[0][0] for top in moved.top_logprobs] == moved.tokens.numpy().tolist()
 

@@ -1,4 +1,4 @@
-"""Traps of the real vLLM, each once: docs/vllm.md tells their symptoms. Its contract is in `test_engine_contract.py`."""
+"""Traps of the real vLLM, each once: docs/real-models.md tells their symptoms. Its contract is in `test_engine_contract.py`."""
 
 import asyncio
 import json

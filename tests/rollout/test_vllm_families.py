@@ -16,7 +16,8 @@ from rollout_service.engine import Generated
 from rollout_service.process import vllm_engine
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.process_engine import ProcessEngine, Shape
-from rollout_service.process.vllm_engine import VllmCore, VllmOptions, check_installed
+from rollout_service.process.vllm_engine import VllmCore, check_installed
+from rollout_service.settings import RolloutSettings
 from tests.support.engines_under_test import needs_vllm
 from tests.support.families import VOCAB, save_family
 from tests.support.rollout_cases import NoEnd, one, peft_model, ref, request
@@ -40,24 +41,18 @@ def files_of(folder: Path, seed: int) -> dict[str, bytes]:
 
 @asynccontextmanager
 async def running(folder: Path) -> AsyncGenerator[ProcessEngine]:
-    options = VllmOptions(
-        folder=folder,
-        device="cpu",
-        dtype="float32",
-        slots=8,
-        max_loras=MAX_LORAS,
-        max_known=MAX_LORAS,
-        max_lora_rank=RANK,
-        tensor_parallel=1,
-        memory_fraction=0.9,
-        kv_bytes=1 << 26,
-        enforce_eager=True,
-        idle_adapter_bytes=0,
+    settings = RolloutSettings(
+        engine="vllm",
+        rollout_slots=8,
+        rollout_kv_bytes=1 << 26,
+        vllm_max_loras=MAX_LORAS,
+        vllm_max_known_loras=MAX_LORAS,
+        vllm_max_lora_rank=RANK,
     )
-    check_installed(options)
-    shape = Shape(VOCAB, CONTEXT, options.slots, MAX_LORAS, MAX_LORAS, max_temperature=2.0)
+    check_installed(settings)
+    shape = Shape(VOCAB, CONTEXT, settings.engine_slots, MAX_LORAS, MAX_LORAS, max_temperature=2.0)
     files = AdapterFiles(linear_shapes(folder), RANK)
-    engine = ProcessEngine(lambda: VllmCore(options, CONTEXT), files, NoEnd(), shape)
+    engine = ProcessEngine(lambda: VllmCore(settings, folder, CONTEXT), files, NoEnd(), shape)
     await engine.start()
     try:
         yield engine
@@ -106,7 +101,7 @@ def compute_experts_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments: Any = vllm_engine._arguments  # pyright: ignore[reportPrivateUsage]
     extended = {"worker_extension_cls": "tests.support.experts_on_cpu.ExpertsOnCpu"}
 
-    def asked(options: VllmOptions, context: int) -> dict[str, Any]:
-        return {**arguments(options, context), **extended}
+    def asked(*choices: Any) -> dict[str, Any]:
+        return {**arguments(*choices), **extended}
 
     monkeypatch.setattr(vllm_engine, "_arguments", asked)

@@ -13,7 +13,6 @@ from common.models.families import HEAD_DIMS
 from common.settings import TINY
 from rollout_service.__main__ import load_vllm
 from rollout_service.process import vllm_engine
-from rollout_service.process.vllm_engine import VllmOptions
 from rollout_service.settings import RolloutSettings
 from tests.support.families import save_family
 
@@ -23,11 +22,11 @@ def started_with(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Fills with the arguments of the next vLLM that is started, which does not come up."""
     given: dict[str, Any] = {}
 
-    def launch(options: VllmOptions, context: int) -> None:
-        given.update(vllm_engine._arguments(options, context))  # pyright: ignore[reportPrivateUsage]
+    def launch(*choices: Any) -> None:
+        given.update(vllm_engine._arguments(*choices))  # pyright: ignore[reportPrivateUsage]
         raise RuntimeError("that is all")
 
-    monkeypatch.setattr(vllm_engine, "check_installed", lambda options: None)  # pyright: ignore
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda settings: None)  # pyright: ignore
     monkeypatch.setattr(vllm_engine, "_launch", launch)
     return given
 
@@ -69,7 +68,7 @@ async def test_on_a_cpu_prompts_are_prefilled_whole_in_the_memory_that_is_set(st
     assert "gpu_memory_utilization" not in started_with
 
 
-async def test_the_operator_may_have_no_graphs_and_fewer_seats(started_with: dict[str, Any]) -> None:
+async def test_the_operator_may_have_no_graphs_and_fewer_slots(started_with: dict[str, Any]) -> None:
     await start(TINY, rollout_device="cuda", vllm_enforce_eager=True, rollout_slots=16, vllm_max_loras=80)
     assert started_with.items() >= {"enforce_eager": True, "max_num_seqs": 20, "max_cpu_loras": 81}.items()
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from common.wire.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
 from manager_service.records.job_records import Hyper
 from manager_service.scheduling.policies import POLICIES, parse_policy
-from manager_service.scheduling.training_queue import DISCIPLINES
 from simulator.__main__ import options
 from simulator.calibration import (
     Calibration,
@@ -63,7 +62,6 @@ def test_two_runs_are_the_same_to_the_last_digit(policy: str) -> None:
 @settings(max_examples=5, deadline=None)
 @given(
     st.sampled_from(list(POLICIES)),
-    st.sampled_from(DISCIPLINES),
     st.integers(1, 6),
     st.sampled_from([SINGLE, AGENTIC, TAIL]),
     st.builds(
@@ -75,10 +73,10 @@ def test_two_runs_are_the_same_to_the_last_digit(policy: str) -> None:
     ),
 )
 def test_every_trajectory_that_is_issued_is_trained_whoever_decides(
-    policy: str, discipline: str, num_jobs: int, workload: Workload, size: Size
+    policy: str, num_jobs: int, workload: Workload, size: Size
 ) -> None:
     calibration = Calibration(machine=MACHINE, workload=workload, size=size)
-    world = simulate(calibration, policy=parse_policy(policy), num_jobs=num_jobs, discipline=discipline)  # type: ignore[arg-type]
+    world = simulate(calibration, policy=parse_policy(policy), num_jobs=num_jobs)
     expected = num_jobs * workload.num_steps * workload.batch_size * workload.group_size
     assert world.issued == world.settled == expected
     found = world.figures(workload.name)

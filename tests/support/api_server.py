@@ -37,6 +37,7 @@ from harness.redis_server import free_port
 from harness.standin import StandInEnv
 from manager_service.http.context import Api, ApiLimits
 from manager_service.http.server import make_api, serve
+from manager_service.http.tinker.parts import Records, make_records
 from manager_service.owner.jobs.journal import MAX_TEXT
 from manager_service.records.archive import SampleFiles
 from manager_service.records.job_records import JobSpec, JobState
@@ -51,6 +52,7 @@ class ApiServer:
     """A running API and how to reach it."""
 
     api: Api
+    tinker: Records
     url: str
     key: str
     admin_key: str
@@ -94,9 +96,9 @@ async def running_api(
     own = ManagerSettings(redis_url=redis_url, data_dir=folder, port=port, **given)
     async with forked_api(own, limits) if forks else make_api(own, limits) as api:
         stop = asyncio.Event()
-        base = api.bases["tiny"]
-        loops = [asyncio.create_task(base.run())]
-        serving = asyncio.create_task(serve(api, stop))
+        tinker = make_records(api)
+        loops = [asyncio.create_task(each.run()) for each in (api.bases["tiny"], tinker)]
+        serving = asyncio.create_task(serve(api, tinker, stop))
         url, key = f"http://127.0.0.1:{port}", (folder / "api_key").read_text().strip()
         headers = {"Authorization": f"Bearer {key}"}
         async with (
@@ -111,7 +113,7 @@ async def running_api(
             openai_client(url, key) as client,
         ):
             await _until_up(http)
-            running = ApiServer(api, url, key, (folder / "admin_key").read_text().strip(), http, client)
+            running = ApiServer(api, tinker, url, key, (folder / "admin_key").read_text().strip(), http, client)
             yield running
             for other in running.clients:
                 await other.close()

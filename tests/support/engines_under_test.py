@@ -18,6 +18,7 @@ from rollout_service.engine import Engine
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, Core, CoreDied, SamplingRequest, TokenChunk
 from rollout_service.process.process_engine import LoadingTurn, ProcessEngine, Shape
+from rollout_service.settings import RolloutSettings
 from tests.support.fake_core import FakeCore
 from tests.support.rollout_cases import TINY, NoEnd, exact_limits, running, tokenizer
 
@@ -126,24 +127,18 @@ def fake_core(**told: Any) -> FakeCore:
 
 def vllm_core(tensor_parallel: int = 1) -> Core:
     """A vLLM that is not started yet."""
-    from rollout_service.process.vllm_engine import VllmCore, VllmOptions, check_installed
+    from rollout_service.process.vllm_engine import VllmCore, check_installed
 
-    options = VllmOptions(
-        folder=TINY,
-        device="cpu",
-        dtype="float32",
-        slots=64,
-        max_loras=MAX_LORAS,
-        max_known=64,
-        max_lora_rank=16,
-        tensor_parallel=tensor_parallel,
-        memory_fraction=0.9,
-        kv_bytes=1 << 28,
-        enforce_eager=True,
-        idle_adapter_bytes=0,
+    settings = RolloutSettings(
+        engine="vllm",
+        rollout_slots=64,
+        rollout_kv_bytes=1 << 28,
+        vllm_max_loras=MAX_LORAS,
+        vllm_max_lora_rank=16,
+        vllm_tensor_parallel=tensor_parallel,
     )
-    check_installed(options)
-    return VllmCore(options, tokenizer().context)
+    check_installed(settings)
+    return VllmCore(settings, TINY, tokenizer().context)
 
 
 class SharedVllm:

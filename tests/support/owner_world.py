@@ -18,7 +18,6 @@ from manager_service.records.job_records import JobSpec, JobState
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy
-from manager_service.scheduling.training_queue import Discipline, TrainingQueue
 
 CELL = Cell("tiny")
 
@@ -29,7 +28,6 @@ class World:
 
     rng: random.Random
     policy: Policy = MARLAAS
-    discipline: Discipline = "fused"
     cluster: FixedSlots = field(default_factory=lambda: FixedSlots(rollout=8, trainer=1, env=8))
     jobs: MemberTable[Job] = field(default_factory=MemberTable[Job])
     in_env: list[Any] = field(default_factory=list)  # scored trajectories that still wait for their grader
@@ -43,7 +41,7 @@ class World:
     now: float = 0.0
 
     def __post_init__(self) -> None:
-        self.allocator = Allocator(self.cluster, self.policy, TrainingQueue(self.discipline))
+        self.allocator = Allocator(self.cluster, self.policy)
 
     def add(self, spec: JobSpec) -> Job:
         job = Job(CELL, spec, JobState(), Items(), Items([b"{}"] * spec.num_eval_items))

@@ -11,8 +11,9 @@ from common.bus.streams import GROUP_ENV, GROUP_TRAINER
 from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.worker.worker import Inbox
-from harness.standin import FixedSlots, StandInEnv, StandInTrainer, stand_in_worker
+from harness.standin import FixedSlots, StandInEnv, StandInTrainer, create_job, stand_in_worker, until_status
 from manager_service.owner.owner import Owner
+from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.sample_records import EventRecord
 from manager_service.records.tenants import Tenants
 
@@ -69,6 +70,11 @@ class System:
         living = [self.owner_task] if self.owner_task and not self.owner_task.done() else []
         async with asyncio.timeout(30):
             await asyncio.gather(*self._tasks, *living)
+
+    async def run_job(self, spec: JobSpec, *statuses: str, seconds: float = 60.0) -> JobState:
+        """Creates a job, and waits until it has succeeded, or has one of these statuses."""
+        await create_job(self.bus, spec)
+        return await until_status(self.bus, spec.id, *(statuses or ("succeeded",)), seconds=seconds)
 
     async def events(self, job: str) -> list[EventRecord]:
         rows: Any = await self.bus.client.xrange(self.bus.cell.events(job))

@@ -56,7 +56,7 @@ def make_run(job: str = "run-1", lora: LoraSpec = RUN_LORA, **changes: Any) -> I
     return Init(id=f"{job}/0", tenant="t", job=job, partition=3, adapter=ref, seed=11, lora=lora, **changes)
 
 
-def stretch(
+def segment(
     *operations: RunOperation, version: int = 0, job: str = "run-1", first: int = 0, attempt: int = 0
 ) -> Operations:
     return Operations(
@@ -88,7 +88,7 @@ def noisy(trainer: Trainer, job: str = "run-1", lora: LoraSpec = RUN_LORA) -> Tr
 def carry_out(
     trainer: Trainer, operations: Sequence[RunOperation], state: TrainState, gradient: Gradient | None = None
 ) -> Computed:
-    """A stretch alone."""
+    """A segment alone."""
     run = run_step.begin(trainer, operations, state, gradient or Gradient(operations[0].seq, 0))
     while not run.opened.done:
         trainer.micro_batch([run.opened])

@@ -1,77 +1,163 @@
-"""An owner and trainers of runs on one bus, and a user who sends operations."""
+"""An owner and trainers of runs on one bus, and a user who sends operations. The trainers compute hashes: the version after a step is
+the hash of the one before and of all that its gradient saw.
+"""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+import hashlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from common.bus.bus import Bus
-from common.bus.streams import partition_of
-from common.store.adapters import AdapterStore
-from common.store.objects import Objects
-from common.wire.messages import AdapterRef, Failure, JobCommand, LoraSpec
-from common.wire.operations import Action, LoadWeights, NameChange, Operation, OperationResult, Saved, SaveWeights
-from harness.standin import FixedSlots
-from manager_service.owner.owner import Owner
+from common.bus.bus import Bus, Out
+from common.bus.streams import GROUP_TRAINER, Cell, partition_of
+from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest, update_of
+from common.wire.messages import AdapterRef, Failure, Init, JobCommand, LoraSpec, Usage
+from common.wire.operations import (
+    Action,
+    Forget,
+    Forgotten,
+    LoadWeights,
+    NameChange,
+    Operation,
+    OperationResult,
+    Operations,
+    OperationsDone,
+    Outputs,
+    RunOperation,
+    Saved,
+    SaveWeights,
+)
+from common.worker.handlers import Beat
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Inbox, Worker, worker_id
+from harness.standin import StandIn, commit, refused
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import Checkpoint, RunSpec, RunState, Sampler, run_of
-from manager_service.records.tenants import Tenants
 from tests.common.test_worker import length, until
-from tests.support.run_trainer import WEIGHTS, HashingTrainer, hashing_trainer
+from tests.manager.test_api_cluster import report
+from tests.support.api_server import ApiServer
+from tests.support.owning import System
 
-LEASE_S = 0.6
+WEIGHTS, CONFIG = PEFT_FILES
 TENANT = "acme"
 SESSION = "ses-0123456789abcdef"
 PARTITION = partition_of(TENANT)
 
 
-class World:
+@dataclass(slots=True)
+class HashingTrainer(StandIn):
+    cell: Cell
+    store: AdapterStore
+    name: str
+    gradients: dict[tuple[AdapterRef, int], bytes] = field(default_factory=dict[tuple[AdapterRef, int], bytes])
+    seen: list[Operations] = field(default_factory=list[Operations])
+    refuse: Callable[[RunOperation], Failure | None] = lambda operation: None
+    gives_up: bool = False
+    """Stretches fail as a whole, and their gradients go."""
+    refuses_init: bool = False
+    hold: asyncio.Event | None = None
+    """While it is there and not set, nothing is answered."""
+    hold_forget: asyncio.Event | None = None
+    """While it is there and not set, no version is deleted."""
+
+    async def __call__(self, message: Init | Operations | Forget, beat: Beat) -> list[Out]:
+        if self.hold:
+            await self.hold.wait()
+        stream = self.cell.adapters(message.partition)
+        if isinstance(message, Init) and self.refuses_init:
+            failure = Failure("invalid", "no such layer")
+            return [(stream, refused(message, message.adapter, failure))]
+        if isinstance(message, Init):
+            content = b"%d" % message.seed
+            if message.source:
+                content = (await self.store.read(message.source, (WEIGHTS,)))[WEIGHTS]
+            manifest = await self._commit(message.adapter, content, message.id)
+            return [(stream, update_of(manifest, message.about()))]
+        if isinstance(message, Forget):
+            if self.hold_forget:
+                await self.hold_forget.wait()
+            for version in message.versions:
+                await self.store.drop_files(msgspec.structs.replace(message.adapter, version=version))
+            for version in message.optimizers:
+                await self.store.drop_optimizer(msgspec.structs.replace(message.adapter, version=version))
+            if message.everything:
+                await self.store.delete_job(message.tenant, message.job)
+            return [(stream, Forgotten(id=f"{message.id}/done", **message.about(), forget=message.id))]
+        self.seen.append(message)
+        return [(stream, await self._done(message))]
+
+    async def _done(self, message: Operations) -> OperationsDone:
+        def answer(adapter: AdapterRef, **fields: object) -> OperationsDone:
+            about = {**message.about(), "id": f"{message.id}/done", "attempt": message.attempt}
+            return msgspec.convert({**about, "adapter": adapter, "kind": "OperationsDone", **fields}, OperationsDone)
+
+        if self.gives_up:
+            given_up = Failure("infrastructure", "given up")
+            results = [OperationResult(one.seq, failure=given_up) for one in message.operations if not one.answered]
+            return answer(message.adapter, results=results, holder=self.name)
+        gradient = self.gradients.pop((message.adapter, message.first), b"") if message.first else b""
+        if message.first and not gradient:
+            return answer(message.adapter, absent=True)
+        results: list[OperationResult] = []
+        adapter, held = message.adapter, message.first
+        for operation in message.operations:
+            failure = self.refuse(operation)
+            if operation.action == "optim_step" and any(result.failure for result in results):
+                failure = Failure("invalid", "the gradient is not whole")
+            if failure is None and operation.action == "optim_step":
+                files = await self.store.read(message.adapter, (WEIGHTS,))
+                content = hashlib.sha256(files[WEIGHTS] + gradient + operation.payload).digest()
+                await self._commit(message.adapter.next(), content, message.id)
+                adapter, held = message.adapter.next(), 0
+            elif operation.action == "forward_backward":
+                gradient, held = gradient + operation.payload, held + 1
+            if not operation.answered:
+                outputs = msgspec.msgpack.encode(Outputs(metrics={"loss:sum": float(operation.seq)}))
+                results.append(OperationResult(operation.seq, b"" if failure else outputs, failure))
+        if held:
+            self.gradients[message.adapter, held] = gradient
+        return answer(adapter, results=results, held=held, holder=self.name, usage=Usage(trained_tokens=1))
+
+    async def _commit(self, adapter: AdapterRef, content: bytes, batch: str) -> Manifest:
+        files = {WEIGHTS: content, CONFIG: b"{}", OPTIMIZER_FILE: b"moments"}
+        return await commit(self.store, self.cell.base_model, adapter, files, batch=batch)
+
+
+@contextlib.asynccontextmanager
+async def hashing_trainer(bus: Bus, store: AdapterStore, *, lease_s: float) -> AsyncGenerator[HashingTrainer]:
+    """A worker that trains until the context ends; then it is gone without a goodbye."""
+    name = worker_id("trainer")
+    handler = HashingTrainer(bus.cell, store, name)
+    inboxes = [Inbox(stream, GROUP_TRAINER, at_once=1) for stream in (bus.cell.trainer(name), bus.cell.train)]
+    reporter = Reporter(name, "trainer", bus.cell.base_model, About(slots=1))
+    worker = Worker(bus, handler, inboxes, reporter, lease_s=lease_s)
+    task = asyncio.create_task(worker.run(asyncio.Event()))
+    try:
+        yield handler
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+class World(System):
     """An owner and trainers on one bus, and a user who sends operations."""
 
     partition = PARTITION
 
-    def __init__(self, bus: Bus, objects: Objects) -> None:
-        self.bus = bus
-        self.objects = objects
-        self.store = AdapterStore(objects)
-        self.slots = FixedSlots()
-        self._stop = asyncio.Event()
-        self._owner: asyncio.Task[None] | None = None
-
-    def start_owner(self) -> None:
-        owner = Owner(
-            bus=self.bus,
-            cluster=self.slots,
-            store=self.store,
-            objects=self.objects,
-            tenants=Tenants(self.bus.client),
-            lease_s=LEASE_S,
-        )
-        self._owner = asyncio.create_task(owner.run(self._stop))
-
-    async def kill_owner(self) -> None:
-        assert self._owner is not None
-        self._owner.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._owner
-
     @contextlib.asynccontextmanager
-    async def trainer(self) -> AsyncGenerator[HashingTrainer]:
+    async def hashing_trainer(self) -> AsyncGenerator[HashingTrainer]:
         """A trainer that is alive until the context ends."""
-        async with hashing_trainer(self.bus, self.store, lease_s=LEASE_S) as trainer:
-            report = trainer.report()
-            self.slots.workers.append(report)
+        async with hashing_trainer(self.bus, self.store, lease_s=self.lease_s) as trainer:
+            alive = report(trainer.name, "trainer")
+            self.slots.workers.append(alive)
             try:
                 yield trainer
             finally:
-                self.slots.workers.remove(report)
-
-    async def stop(self) -> None:
-        self._stop.set()
-        if self._owner:
-            await self._owner
+                self.slots.workers.remove(alive)
 
     # ---- a user -------------------------------------------------------------------------------------------------
 
@@ -149,3 +235,15 @@ class World:
 
     async def open_operations(self, number: int) -> bool:
         return await length(self.bus, self.bus.cell.ops(PARTITION), number)
+
+
+@contextlib.asynccontextmanager
+async def owned_runs(server: ApiServer) -> AsyncGenerator[HashingTrainer]:
+    """Runs behind the API of a test: the real owner, and a trainer that computes hashes."""
+    world = World(server.bus, server.api.objects, lease_s=1.0, tenants=server.api.tenants)
+    world.start_owner()
+    try:
+        async with world.hashing_trainer() as trainer:
+            yield trainer
+    finally:
+        await world.stop()

@@ -76,7 +76,8 @@ class StandInRuns:
         held.state.status, held.state.version = "ready", 0
         if self.refuses:
             held.state.status, held.state.version = "failed", -1
-            held.state.failure = Failure("invalid", self.refuses)
+        result = OperationResult(0, failure=Failure("invalid", self.refuses) if self.refuses else None)
+        await self.bus.client.hset(self.bus.cell.results(run), "0", msgspec.msgpack.encode(result))
         await self._write(held)
         await self._tell(held, [0])
 

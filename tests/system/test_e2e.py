@@ -20,6 +20,13 @@ from tests.support.processes import restart
 from tests.support.whole import until_whole, workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+USED = {
+    "sampled_tokens": ("rollout", "sampled_tokens"),
+    "trained_tokens": ("trainer", "trained_tokens"),
+    "rollout_s": ("rollout", "busy_s"),
+    "train_s": ("trainer", "busy_s"),
+}
+"""A figure of the usage -> the service and the counter that tell of it."""
 
 
 async def test_rewards_rise_usage_is_what_was_spent_and_a_paused_job_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -41,14 +48,18 @@ async def test_rewards_rise_usage_is_what_was_spent_and_a_paused_job_goes_on_whe
             assert [(one["version"], one["item"]) for one in answers] == [(last, item) for item in range(4)]
             whole = await api.get(f"{path}/0/1/0", evaluation=True)
             assert whole["sample"]["prompt"] == answers[1]["prompt"], "the same items for every version"
-        await asyncio.sleep(2.5)
-        spent = {worker["service"]: worker["counters"] for worker in await workers(cluster)}
         usage = [row for row in (await api.get("/usage"))["data"] if row["job"] in jobs]
+        used = {name: sum(row[name] for row in usage) for name in USED}
+        await until(lambda: is_spent(cluster, used))
         await pause_and_resume(cluster, api)
-    assert sum(row["sampled_tokens"] for row in usage) == spent["rollout"]["sampled_tokens"]
-    assert sum(row["trained_tokens"] for row in usage) == spent["trainer"]["trained_tokens"]
-    assert sum(row["rollout_s"] for row in usage) == pytest.approx(spent["rollout"]["busy_s"], rel=0.01)
-    assert sum(row["train_s"] for row in usage) == pytest.approx(spent["trainer"]["busy_s"], rel=0.01)
+
+
+async def is_spent(cluster: LocalCluster, used: dict[str, Any]) -> bool:
+    """Have the workers told of all that was used, and of nothing else?"""
+    spent = {worker["service"]: worker["counters"] for worker in await workers(cluster)}
+    told = {name: spent[service].get(counter, 0) for name, (service, counter) in USED.items()}
+    tokens = [name for name in USED if name.endswith("tokens")]
+    return [told[name] for name in tokens] == [used[name] for name in tokens] and told == pytest.approx(used, rel=0.01)
 
 
 async def newest_is(api: Api, samples: str, version: int) -> bool:
@@ -61,17 +72,24 @@ async def pause_and_resume(cluster: LocalCluster, api: Api) -> None:
     job = await api.submit("calc", max_steps=8, batch_size=2)
     while not await api.steps(job):
         await asyncio.sleep(0.05)
-    assert (await api.post(f"/fine_tuning/jobs/{job}/pause"))["status"] == "paused"
-    await asyncio.sleep(1.5)
-    found = await workers(cluster)
-    assert {worker["state"] for worker in found} == {"idle"}, found
+    await api.post(f"/fine_tuning/jobs/{job}/pause")
+    await until(lambda: has_status(api, job, "paused"))
+    await until(lambda: all_are_idle(cluster))
     before = await api.steps(job)
     assert is_balanced(await api.ledger(job))
-    assert (await api.post(f"/fine_tuning/jobs/{job}/resume"))["status"] == "running"
+    await api.post(f"/fine_tuning/jobs/{job}/resume")
     (done,) = await api.until_done(job)
     assert done["status"] == "succeeded"
     assert before == list(range(1, len(before) + 1)) and await api.steps(job) == list(range(1, 9))
     assert (await api.ledger(job))["trained"] == 8 * 2 * 8
+
+
+async def has_status(api: Api, job: str, status: str) -> bool:
+    return (await api.get(f"/fine_tuning/jobs/{job}"))["status"] == status
+
+
+async def all_are_idle(cluster: LocalCluster) -> bool:
+    return {worker["state"] for worker in await workers(cluster)} == {"idle"}
 
 
 async def test_a_kill_of_every_process_loses_nothing(tmp_path: Path) -> None:
@@ -137,10 +155,17 @@ async def kill_under_answers(cluster: LocalCluster, api: Api, bus: Bus) -> None:
 
 async def tokens_sampled(cluster: LocalCluster) -> int:
     """Tokens that the rollout worker has sampled since it started."""
-    await asyncio.sleep(2.5)
-    found = [w["counters"]["sampled_tokens"] for w in await workers(cluster) if w["pid"] == cluster.pids["rollout-0"]]
-    (sampled,) = found
-    return sampled
+    before = -1.0
+    while before != (sampled := await told_sampled(cluster)) or not sampled:
+        before = sampled
+        await asyncio.sleep(2.5)
+    return int(sampled)
+
+
+async def told_sampled(cluster: LocalCluster) -> float:
+    """0 before its first report."""
+    pid = cluster.pids["rollout-0"]
+    return sum(w["counters"].get("sampled_tokens", 0) for w in await workers(cluster) if w["pid"] == pid)
 
 
 async def tokens_kept(bus: Bus, stream: str) -> int:

@@ -114,7 +114,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[RedisCluster]:
     cluster = RedisCluster(tmp_path)
     try:
         cluster.form()
-        await until(cluster.is_whole, seconds=30)
+        await until(cluster.is_whole)
         yield cluster
     finally:
         cluster.stop()

@@ -23,11 +23,9 @@ from trainer_service.__main__ import load_trainer
 from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.choice import load_backbone
 from trainer_service.backbone.device_kernels import kernel_choice, varlen
-from trainer_service.backbone.device_kernels.blocks import compile_blocks
-from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels, refuse_kernels
+from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels, compile_layers, refuse_kernels
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
-from trainer_service.ranks.leader import begin_of
 from trainer_service.settings import DEVICE_KERNELS, TrainerSettings
 
 D = 16
@@ -50,21 +48,6 @@ def inputs(pack: Pack, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 def on_a_processor(values: Sequence[Tensor]) -> list[Tensor]:
     return [each.detach().cpu().float().requires_grad_(each.requires_grad) for each in values]
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("window", BY_WINDOW)
-def test_flex_attention_sees_what_the_plain_path_sees(window: int | None, device: str) -> None:
-    from trainer_service.backbone.device_kernels.flex import flex_packed  # here: it imports torch's compiler
-
-    pack = Pack.of(PACK, torch.device(device))
-    given = inputs(pack, torch.float32)
-    learns = device == "cuda"  # it has no backward on a CPU
-    for each in given:
-        each.requires_grad_(learns)
-
-    found = flex_packed(pack, *given, window, 0.3)
-    assert_as_written_out(found, given, window)
 
 
 def by_runs(q: Tensor, k: Tensor, v: Tensor, query_cuts: Tensor, key_cuts: Tensor, *most: int, **about: Any) -> Tensor:
@@ -165,14 +148,6 @@ def test_a_kernel_trains_as_the_plain_path_does(family: str, kernel: str, tmp_pa
     assert_computes_alike(changed, plain)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_a_base_model_loads_with_flex_attention(family: str, tmp_path: Path) -> None:
-    """Loading compares packed rows with transformers."""
-    backbone = load_modules(save_family(family, tmp_path), kernels=("flex",))
-    assert backbone.model.config._attn_implementation == "marlaas_flex"
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
@@ -186,7 +161,7 @@ def test_blocks_are_compiled_once_for_packs_of_all_kinds(tmp_path: Path) -> None
 
     folder = save_family("gemma3", tmp_path)
     plain, changed = load_modules(folder), load_modules(folder)
-    compile_blocks(changed.layers[:1], traced)  # the other computes with it
+    compile_layers(changed.layers[:1], traced)  # the other computes with it
     ours(changed, cases_of(plain)[:2], SHARING)
     num_graphs = len(graphs)
     assert num_graphs > 5
@@ -236,24 +211,24 @@ def test_ligers_kernels_stand_in_one_model_alone(family: str, tmp_path: Path) ->
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", ["flash", "flex,varlen", "liger,compile", "flex,flex"])
+@pytest.mark.parametrize("names", ["flash", "liger,compile", "varlen,varlen"])
 def test_unknown_kernels_and_two_for_one_thing_are_refused(names: str) -> None:
-    with pytest.raises(ValueError, match="flex or varlen, and liger or compile"):
+    with pytest.raises(ValueError, match="varlen, and liger or compile"):
         TrainerSettings(trainer_kernels=names)
 
 
 @pytest.mark.parametrize(
     ("others", "reason"),
     [
-        ({}, "MARLAAS_TRAINER_KERNELS=flex, liger is for the transformers backbone on CUDA"),
-        ({"trainer_backbone": "transformers"}, "MARLAAS_TRAINER_KERNELS=flex: it runs on CUDA alone"),
+        ({}, "MARLAAS_TRAINER_KERNELS=varlen, liger is for the transformers backbone on CUDA"),
+        ({"trainer_backbone": "transformers"}, "MARLAAS_TRAINER_KERNELS=varlen: it runs on CUDA only"),
         ({"deterministic": True}, "no trainer_kernels"),
-        ({"trainer_ranks": 2}, "MARLAAS_TRAINER_KERNELS=flex: it runs on CUDA alone"),
+        ({"trainer_ranks": 2}, "MARLAAS_TRAINER_KERNELS=varlen: it runs on CUDA only"),
     ],
 )
 def test_kernels_are_refused_where_they_cannot_run(others: dict[str, Any], reason: str) -> None:
-    settings = TrainerSettings.model_validate({"trainer_kernels": "flex, liger", **others})
-    assert settings.kernels == ("flex", "liger")
+    settings = TrainerSettings.model_validate({"trainer_kernels": "varlen, liger", **others})
+    assert settings.kernels == ("varlen", "liger")
     with pytest.raises(InvalidInput, match=reason):
         load_trainer(settings)
 
@@ -265,7 +240,7 @@ def test_kernels_are_refused_where_they_cannot_run(others: dict[str, Any], reaso
         ((7, 5), {}, ()),
         ((9, 0), {"trainer_dtype": "float32"}, ()),
         ((9, 0), {"trainer_kernels": ""}, ()),
-        ((9, 0), {"trainer_kernels": "flex"}, ("flex",)),
+        ((9, 0), {"trainer_kernels": "compile"}, ("compile",)),
     ],
 )
 def test_flash_attention_is_chosen_where_it_runs(
@@ -290,16 +265,6 @@ def test_flash_attention_that_fails_when_a_base_model_loads_is_left_out(
     assert isinstance(backbone, ModulesBackbone) and backbone.model.config._attn_implementation == "marlaas_packed"
     (left_out,) = [line for line in logs if line["event"] == "device_kernels_left_out"]
     assert reason in left_out["reason"]
-
-
-def test_a_kernel_that_fails_when_a_base_model_loads_is_named() -> None:
-    with pytest.raises(InvalidInput, match=r"KERNELS=varlen: it does not run here \(.*CPU"):
-        load_modules(TINY, kernels=("varlen",))
-
-
-def test_ranks_do_without_compiled_blocks() -> None:
-    with pytest.raises(InvalidInput, match="no trainer_kernels=compile"):
-        begin_of(TrainerSettings(trainer_kernels="compile", trainer_ranks=2), TINY)
 
 
 @pytest.mark.parametrize(("kernel", "reason"), [("varlen", "TRAINER_DTYPE=bfloat16"), ("liger", "marlaas.liger")])

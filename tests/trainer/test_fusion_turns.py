@@ -20,14 +20,14 @@ from common.wire.operations import Operations
 from common.worker.telemetry import About, Reporter
 from common.worker.worker import Habits, Inbox, Worker
 from tests.common.test_worker import length, until
-from tests.support.run_cases import forward_backward, make_datum, make_run, optim_step, stretch
+from tests.support.run_cases import forward_backward, make_datum, make_run, optim_step, segment
 from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, nothing
 from trainer_service import run_step
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.sequences import DecoderBackbone
-from trainer_service.driver import AHEAD
+from trainer_service.driver import MAX_BATCHES_AHEAD
 from trainer_service.fusion import EXPRESS_PART, Fusion
-from trainer_service.handler import LARGE, MOST_LARGE, TrainHandler
+from trainer_service.handler import LARGE_BATCHES, MAX_LARGE_MESSAGES, TrainHandler
 from trainer_service.open_step import OpenBatch, TrainState
 from trainer_service.packing import Budget
 from trainer_service.run_step import Gradient
@@ -84,10 +84,6 @@ class Tenants:
         return self.ends
 
 
-async def test_a_small_step_ends_before_another_tenants_large_one_that_came_first(fusion: Fusion) -> None:
-    assert await Tenants(fusion).all(("a", "large", 20), ("b", "small", 1)) == ["small", "large"]
-
-
 async def test_a_step_that_comes_late_overtakes_at_the_next_micro_batch(fusion: Fusion) -> None:
     tenants, trainer = Tenants(fusion), fusion.trainer
     assert isinstance(trainer, Noting)
@@ -99,15 +95,17 @@ async def test_a_step_that_comes_late_overtakes_at_the_next_micro_batch(fusion: 
     await large
 
 
-async def test_a_tenants_own_steps_are_computed_by_age(fusion: Fusion) -> None:
-    steps = ("a", "large", 6), ("a", "small", 1), ("b", "other", 3)
-    ends = await Tenants(fusion).all(*steps)
-    assert ends == ["other", "large", "small"]
-
-
-async def test_steps_of_one_size_are_computed_by_age(fusion: Fusion) -> None:
-    names = [f"{n}" for n in range(5)]
-    assert await Tenants(fusion).all(*((f"tenant-{name}", name, 4) for name in names)) == names
+@pytest.mark.parametrize(
+    ("sent", "ends"),
+    [
+        ((("a", "large", 20), ("b", "small", 1)), ["small", "large"]),
+        ((("a", "large", 6), ("a", "small", 1), ("b", "other", 3)), ["other", "large", "small"]),
+        (tuple((f"tenant-{n}", f"{n}", 4) for n in range(5)), ["0", "1", "2", "3", "4"]),
+    ],
+    ids=["the small before another tenant's large", "a tenant's own by age", "those of one size by age"],
+)
+async def test_the_order_in_which_steps_end(fusion: Fusion, sent: tuple[Any, ...], ends: list[str]) -> None:
+    assert await Tenants(fusion).all(*sent) == ends
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
@@ -124,10 +122,9 @@ async def test_a_flood_of_small_steps_does_not_starve_a_large_one(fusion: Fusion
     await asyncio.gather(*(flood(f"small-{n}") for n in range(4)))
 
     assert large.done()
-    assert tenants.sent["b"] > weight * AHEAD * BUDGET
-    assert (
-        (weight - 1) * tenants.sent["a"] < tenants.sent["b"] < weight * (2 * tenants.sent["a"] + (AHEAD + 4) * BUDGET)
-    )
+    assert tenants.sent["b"] > weight * MAX_BATCHES_AHEAD * BUDGET
+    most = weight * (2 * tenants.sent["a"] + (MAX_BATCHES_AHEAD + 4) * BUDGET)
+    assert (weight - 1) * tenants.sent["a"] < tenants.sent["b"] < most
 
 
 async def test_a_tenant_that_comes_back_has_not_saved_up_its_turns(fusion: Fusion) -> None:
@@ -181,7 +178,7 @@ async def gradient(fusion: Fusion, tenant: str, state: TrainState, *, num_rows: 
 async def test_a_large_step_waits_for_the_step_that_follows_a_small_one(
     fusion: Fusion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_service.driver.FOLLOWS_PART", 1e9)
+    monkeypatch.setattr("trainer_service.driver.FOLLOWER_WAIT_PART", 1e9)
     trainer, tenants = fusion.trainer, Tenants(fusion)
     assert isinstance(trainer, Noting)
     state = trainer.init(make_run("run"))
@@ -228,19 +225,23 @@ def both(decoder: Decoder) -> Fusion:
     return Fusion(Stopping(DecoderBackbone(decoder), Budget(BUDGET), share_prefixes=False))
 
 
-def stopped(fusion: Fusion) -> Stopping:
-    trainer = fusion.trainer
+async def busy(
+    both: Fusion, num_rows: int = 6, num_answer: int = BUDGET
+) -> "tuple[TrainState, Stopping, asyncio.Task[None]]":
+    """Begins a large step of tenant a, whose first micro-batch waits; with a state to train from."""
+    trainer = both.trainer
     assert isinstance(trainer, Stopping)
-    return trainer
+    state = trainer.init(make_run("run"))
+    large = asyncio.create_task(gradient(both, "a", state, num_rows=num_rows, num_answer=num_answer))
+    await asyncio.to_thread(trainer.began.wait, 60)
+    return state, trainer, large
 
 
 @pytest.mark.parametrize(("num_rows", "num_answer"), [(6, BUDGET), (1, BUDGET // 2)], ids=["large", "its last rows"])
 async def test_a_small_step_ends_while_a_micro_batch_of_anothers_large_one_is_under_way(
     both: Fusion, num_rows: int, num_answer: int
 ) -> None:
-    state, trainer = both.trainer.init(make_run("run")), stopped(both)
-    large = asyncio.create_task(gradient(both, "a", state, num_rows=num_rows, num_answer=num_answer))
-    await asyncio.to_thread(trainer.began.wait, 60)
+    state, trainer, large = await busy(both, num_rows, num_answer)
 
     await gradient(both, "b", state)
     await optimise(both, state)
@@ -251,9 +252,7 @@ async def test_a_small_step_ends_while_a_micro_batch_of_anothers_large_one_is_un
 
 
 async def test_what_would_crowd_the_express_driver_waits_with_the_others(both: Fusion) -> None:
-    state, trainer = both.trainer.init(make_run("run")), stopped(both)
-    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
-    await asyncio.to_thread(trainer.began.wait, 60)
+    state, trainer, large = await busy(both)
 
     too_large = asyncio.create_task(gradient(both, "b", state, num_answer=BUDGET // 2))
     own = asyncio.create_task(gradient(both, "a", state))
@@ -267,9 +266,7 @@ async def test_what_would_crowd_the_express_driver_waits_with_the_others(both: F
 async def test_what_memory_has_no_room_for_beside_the_large_step_waits(decoder: Decoder) -> None:
     budget = Budget(BUDGET, num_bytes=BUDGET, bytes_per_token=10.0)
     both = Fusion(Stopping(DecoderBackbone(decoder), budget, share_prefixes=False))
-    state, trainer = both.trainer.init(make_run("run")), stopped(both)
-    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
-    await asyncio.to_thread(trainer.began.wait, 60)
+    state, trainer, large = await busy(both)
 
     small = asyncio.create_task(gradient(both, "b", state))
     await optimise(both, state)
@@ -280,9 +277,7 @@ async def test_what_memory_has_no_room_for_beside_the_large_step_waits(decoder: 
 
 
 async def test_a_flood_of_small_steps_comes_behind_the_large_one_in_the_end(both: Fusion) -> None:
-    state, trainer = both.trainer.init(make_run("run")), stopped(both)
-    large = asyncio.create_task(gradient(both, "a", state, num_rows=6, num_answer=BUDGET))
-    await asyncio.to_thread(trainer.began.wait, 60)
+    state, trainer, large = await busy(both)
 
     async def flood() -> None:
         while not large.done():
@@ -307,18 +302,18 @@ def handler(decoder: Decoder, tmp_path: Path) -> TrainHandler:
 
 def operation(job: str, num_data: int) -> Operations:
     data = [make_datum("cross_entropy", n, num_answer=40) for n in range(num_data)]
-    return stretch(forward_backward(1, "cross_entropy", *data), job=job)
+    return segment(forward_backward(1, "cross_entropy", *data), job=job)
 
 
 def large_operation(number: int) -> Operations:
-    return operation(f"run-{number}", LARGE * BUDGET // 40)
+    return operation(f"run-{number}", LARGE_BATCHES * BUDGET // 40)
 
 
 async def test_a_trainer_takes_leftovers_until_it_holds_some_large_messages(handler: TrainHandler) -> None:
-    for number in range(MOST_LARGE):
+    for number in range(MAX_LARGE_MESSAGES):
         await handler(make_run(f"run-{number}"), nothing)
     held: list[asyncio.Task[Any]] = []
-    for number in range(MOST_LARGE):
+    for number in range(MAX_LARGE_MESSAGES):
         assert handler.takes_leftovers()
         held.append(asyncio.create_task(handler(large_operation(number), nothing)))
         await asyncio.sleep(0)

@@ -206,17 +206,6 @@ def test_equal_rewards_and_lone_rows_have_no_advantage(kind: AdvantageKind) -> N
     assert got.tolist() == [0.0] * 8
 
 
-def test_a_truncated_row_counts_in_its_groups_mean_but_not_in_the_loss() -> None:
-    case = Case(0)
-    case.truncated = [True] + [False] * 15
-    case.rewards[:4] = [0.0, 1.0, 1.0, 1.0]
-
-    terms = row_terms(case.batch(), LossSpec(mask_truncated=True))
-
-    assert not terms.active_R[0] and terms.weights_R[0] == 0
-    assert (terms.advantages_R[1:4] > 0).all()
-
-
 def lone_rows(spec: LossSpec, advantages_: list[float], sampled_R1: torch.Tensor, *, lag: int = 0) -> MicroTerms:
     """Rows of one token with these advantages and log-probs at sampling, `lag` versions ago."""
     num = len(advantages_)
@@ -278,13 +267,6 @@ def test_an_absurd_ratio_gives_a_finite_loss_and_gradient(name: str, advantage: 
     loss_RW.sum().backward()
 
     assert torch.isfinite(loss_RW).all() and logprobs_RW.grad is not None and torch.isfinite(logprobs_RW.grad).all()
-
-
-def test_k3_is_never_negative_and_zero_at_equality() -> None:
-    policy = torch.tensor([-1.0, -2.0, -0.5])
-
-    assert k3(policy, policy).tolist() == [0.0] * 3
-    assert (k3(policy, policy + torch.tensor([0.5, -0.5, 2.0])) > 0).all()
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "ppo", "cispo", "gspo"])

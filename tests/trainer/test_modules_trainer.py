@@ -12,7 +12,6 @@ from common.errors import InvalidInput
 from tests.support.families import NUM_LAYERS, save_family
 from tests.support.trainer_cases import TINY, load_tiny, measured, nothing
 from tests.trainer.test_trainer_fused import assert_each_learned_alone, job, together
-from trainer_service.__main__ import load_trainer
 from trainer_service.backbone.choice import load_backbone
 from trainer_service.backbone.interface import Backbone
 from trainer_service.backbone.loading import load_modules
@@ -115,15 +114,6 @@ def test_rows_that_share_a_long_beginning_keep_no_more_a_token_than_rows_alone(b
     assert kept == pytest.approx(len(tree) * per_token, rel=0.1)
 
 
-def test_a_bfloat16_base_trains_float32_adapters(backbone: Backbone) -> None:
-    half = load_modules(TINY, dtype=torch.bfloat16)
-    jobs = [job(Trainer(backbone), number) for number in (0, 3)]
-
-    for one, other in zip(together(Trainer(backbone), jobs), together(Trainer(half), jobs), strict=True):
-        assert other.state.values_P.dtype == torch.float32
-        assert other.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=0.1)
-
-
 def test_on_a_cpu_the_decoder_computes_the_families_that_it_knows(tmp_path: Path) -> None:
     gemma = save_family("gemma3", tmp_path / "gemma3")
     assert isinstance(load_backbone(TrainerSettings(), TINY), DecoderBackbone)
@@ -133,8 +123,3 @@ def test_on_a_cpu_the_decoder_computes_the_families_that_it_knows(tmp_path: Path
     assert found.num_checkpointed == NUM_LAYERS and found.context == 64
     with pytest.raises(InvalidInput, match="model_type 'gemma3_text'"):
         load_backbone(TrainerSettings(trainer_backbone="decoder"), gemma)
-
-
-def test_transformers_is_refused_where_only_the_decoder_will_do() -> None:
-    with pytest.raises(InvalidInput, match="trainer_backbone"):
-        load_trainer(TrainerSettings(deterministic=True, trainer_backbone="transformers"))

@@ -76,5 +76,5 @@ def test_masks_grow_with_the_length_of_a_row_and_not_with_its_square() -> None:
     pack = Pack.of([tree(100, 2000, 2000), tree(3000)], torch.device("cpu"))
     packed_attention(pack, *inputs(pack), 64, None)
     packed_attention(pack, *inputs(pack), None, None)
-    masks: list[Tensor] = list(pack.known.values())
+    masks: list[Tensor] = list(pack.of_all_layers.values())
     assert len(masks) == 2 and all(mask.numel() <= MASK_QUERIES * (3000 + ALIGNED) for mask in masks)

@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -30,8 +29,7 @@ from trainer_service.backbone.sharding import bytes_held
 from trainer_service.memory import fit
 from trainer_service.packing import Budget, Cost, Tree
 from trainer_service.ranks.backbone import RankedBackbone, load_ranks
-from trainer_service.ranks.leader import Ranks, begin_of
-from trainer_service.ranks.shares import split
+from trainer_service.ranks.group import split
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
@@ -122,25 +120,6 @@ def test_ranks_compute_the_log_probs_and_gradients_of_one_with_a_part_of_the_bas
         assert bytes_held(backbone.own) == backbone.ranks.bytes_held[0]
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_ranks_compute_with_kernels(tmp_path: Path) -> None:
-    """Compares log-probs alone: on a CPU flex attention has no backward."""
-    folder = save_family("gemma3", tmp_path)
-    begin = begin_of(TrainerSettings(trainer_ranks=2), folder)
-    with forked_ranks():
-        ranks, part = Ranks.start(msgspec.structs.replace(begin, kernels=("flex",)))
-    sequences = replace(sequences_of([7, 30, 2, 9]), temperatures=[1.0] * 4)
-    try:
-        with torch.no_grad():
-            found_M = RankedBackbone(part, ranks).logprobs(sequences, None)
-    finally:
-        ranks.close()
-    assert part.model.config._attn_implementation == "marlaas_flex"
-    expected_M = load_modules(folder).logprobs(sequences, None)
-    torch.testing.assert_close(found_M, expected_M, atol=CLOSE, rtol=CLOSE)
-
-
 def assert_alike(found: RankedBackbone, expected: ModulesBackbone, cases: Sequence[Case], cost: Cost | None) -> None:
     for (logprobs, grads), (their_logprobs, their_grads) in zip(
         ours(found, cases, cost), ours(expected, cases, cost), strict=True
@@ -194,7 +173,13 @@ def test_a_token_takes_as_much_memory_on_its_rank_as_on_one_alone(two: RankedBac
 
 REFUSED: dict[str, dict[str, Any]] = {
     "deterministic mode needs .*trainer_ranks=1": {"deterministic": True},
+    "deterministic mode needs .*trainer_backbone not transformers": {
+        "deterministic": True,
+        "trainer_ranks": 1,
+        "trainer_backbone": "transformers",
+    },
     "trainer_ranks above 1 needs trainer_backbone=transformers": {"trainer_backbone": "decoder"},
+    "no trainer_kernels=compile": {"trainer_kernels": "compile"},
     "trainer_ranks=2 needs trainer_device=cpu or cuda": {"trainer_device": "cuda:1"},
 }
 

@@ -53,11 +53,6 @@ def test_a_pack_fits_on_the_fullest_rank(lengths: list[int], num_ranks: int, roo
             assert sum(10 * len(taken[number]) for number in share) <= room
 
 
-def test_two_sequences_that_fill_a_rank_each_go_together() -> None:
-    queue = [row_of(50) for _ in range(4)]
-    assert [len(taken) for taken in next_pack([queue], Budget(1000, 500.0, 10.0), 2)] == [2]
-
-
 # ---- two ranks ------------------------------------------------------------------------------------------------------
 
 
@@ -163,16 +158,3 @@ async def test_a_rank_to_which_the_kernel_gives_no_more_ends_nothing(
 
     torch.testing.assert_close(found.state.values_P, made[0].state.values_P, atol=1e-5, rtol=1e-5)
     assert two.ranks.processes[0].poll() is None
-
-
-async def test_a_step_in_which_a_rank_runs_out_of_memory_is_trained_in_smaller_micro_batches(
-    two: RankedBackbone, alone: ModulesBackbone
-) -> None:
-    fusion = Fusion(Trainer(two, Budget(2048)))
-    one = job(fusion.trainer, 0, num_groups=6)
-    (expected,) = together(Trainer(alone), [one])
-
-    with narrow(two.own.layers[1], 80, backward=True):
-        found = await fusion.train(*one, lambda: None)
-
-    torch.testing.assert_close(found.state.values_P, expected.state.values_P, atol=1e-5, rtol=1e-5)

@@ -21,7 +21,7 @@ from tests.support.run_cases import (
     make_run,
     noisy,
     optim_step,
-    stretch,
+    segment,
 )
 from tests.support.trainer_cases import load_shallow, make_init, make_rows, make_step, nothing
 from tests.trainer.test_trainer_fused import same_bytes
@@ -53,8 +53,8 @@ def decoder() -> Decoder:
     return load_shallow()
 
 
-def in_stretches(trainer: Trainer, cuts: Sequence[int], state: TrainState) -> tuple[TrainState, list[OperationResult]]:
-    """The log sent in stretches that end before these operations, and the results of all."""
+def in_segments(trainer: Trainer, cuts: Sequence[int], state: TrainState) -> tuple[TrainState, list[OperationResult]]:
+    """The log sent in segments that end before these operations, and the results of all."""
     results: list[OperationResult] = []
     gradient, ends = None, [*cuts, len(LOG)]
     for start, stop in zip([0, *cuts], ends, strict=True):
@@ -68,12 +68,12 @@ def in_stretches(trainer: Trainer, cuts: Sequence[int], state: TrainState) -> tu
 
 @pytest.mark.parametrize("cuts", [(3,), (1, 2, 3, 4, 5), (5,)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 150, 4096])
-def test_one_stretch_or_several_give_the_same_bits(decoder: Decoder, cuts: Sequence[int], tokens: int) -> None:
+def test_one_segment_or_several_give_the_same_bits(decoder: Decoder, cuts: Sequence[int], tokens: int) -> None:
     trainer = Trainer(DecoderBackbone(decoder), deterministic=True)
     state = noisy(trainer)
-    whole, expected = in_stretches(trainer, (), state)
+    whole, expected = in_segments(trainer, (), state)
 
-    parts, results = in_stretches(Trainer(DecoderBackbone(decoder), Budget(tokens), deterministic=True), cuts, state)
+    parts, results = in_segments(Trainer(DecoderBackbone(decoder), Budget(tokens), deterministic=True), cuts, state)
 
     assert same_bytes(whole, parts)
     assert results == expected
@@ -83,7 +83,7 @@ def test_one_stretch_or_several_give_the_same_bits(decoder: Decoder, cuts: Seque
 def test_a_replay_of_what_was_answered_gives_the_same_bits(decoder: Decoder, num_answered: int) -> None:
     trainer = Trainer(DecoderBackbone(decoder), Budget(100), deterministic=True)
     state = noisy(trainer)
-    whole, expected = in_stretches(trainer, (), state)
+    whole, expected = in_segments(trainer, (), state)
     replayed = [replace(one, answered=one.seq <= num_answered) for one in LOG]
 
     computed = carry_out(trainer, replayed, state)
@@ -133,14 +133,14 @@ async def versions(store: AdapterStore, job: str) -> list[dict[str, bytes]]:
 def log_of(version: int, operations: Sequence[RunOperation], job: str = "run-1") -> Operations:
     """The log as one message, moved on by as many numbers as the versions before took."""
     moved = [replace(one, seq=one.seq + 6 * version) for one in operations]
-    return stretch(*moved, version=version, job=job)
+    return segment(*moved, version=version, job=job)
 
 
 async def test_handlers_give_the_same_versions_however_the_log_was_sent_and_beside_whom(
     decoder: Decoder, tmp_path: Path
 ) -> None:
     found: list[tuple[list[dict[str, bytes]], dict[str, bytes]]] = []
-    for kind in ("whole", "in stretches, by two trainers, beside others"):
+    for kind in ("whole", "in segments, by two trainers, beside others"):
         (tmp_path / kind).mkdir()
         store = AdapterStore(Objects.open((tmp_path / kind).as_uri()))
         one, other = (
@@ -155,12 +155,12 @@ async def test_handlers_give_the_same_versions_however_the_log_was_sent_and_besi
         else:
             beside = [other(make_step(0, make_rows()), nothing)]
             beside += [other(log_of(0, LOG, "run-2"), nothing)]
-            await asyncio.gather(one(stretch(*LOG[:2]), nothing), *beside)
-            [(_, absent)] = await other(stretch(*LOG[2:], first=2), nothing)
+            await asyncio.gather(one(segment(*LOG[:2]), nothing), *beside)
+            [(_, absent)] = await other(segment(*LOG[2:], first=2), nothing)
             assert isinstance(absent, OperationsDone) and absent.absent
             replayed = [replace(each, answered=each.seq <= 2) for each in LOG]
             await asyncio.gather(
-                other(stretch(*replayed), nothing),
+                other(segment(*replayed), nothing),
                 one(log_of(1, LOG, "run-2"), nothing),
             )
             await other(log_of(1, LOG), nothing)
@@ -176,6 +176,6 @@ async def test_outputs_after_the_commit_are_the_bits_that_were_lost(decoder: Dec
     )
     await first(make_run(), nothing)
 
-    answers = [await handler(stretch(*LOG), nothing) for handler in (first, again)]
+    answers = [await handler(segment(*LOG), nothing) for handler in (first, again)]
 
     assert answers[0] == answers[1]

@@ -25,7 +25,7 @@ from tests.support.run_cases import (
     make_run,
     optim_step,
     outputs,
-    stretch,
+    segment,
 )
 from tests.support.trainer_cases import FullDisk, load_shallow, nothing
 from trainer_service.backbone.sequences import DecoderBackbone
@@ -88,7 +88,7 @@ async def system(decoder: Decoder, tmp_path: Path) -> System:
 
 async def test_operations_are_answered_one_by_one_and_an_optim_step_commits_a_version(system: System) -> None:
     done = await system.run(
-        stretch(forward_backward(1), forward(2), forward_backward(3, "ppo"), optim_step(4), attempt=2)
+        segment(forward_backward(1), forward(2), forward_backward(3, "ppo"), optim_step(4), attempt=2)
     )
 
     assert (done.adapter, done.attempt, done.held, done.absent) == (replace(RUN, version=1), 2, 0, False)
@@ -104,24 +104,24 @@ async def test_operations_are_answered_one_by_one_and_an_optim_step_commits_a_ve
 
 
 async def test_a_gradient_goes_on_in_the_trainer_that_has_it(system: System) -> None:
-    first = await system.run(stretch(forward_backward(1), forward(2)))
+    first = await system.run(segment(forward_backward(1), forward(2)))
     assert (first.adapter, first.held, first.holder) == (RUN, 2, "first")
 
-    second = await system.run(stretch(forward_backward(3), first=2))
-    last = await system.run(stretch(optim_step(5), first=3))
+    second = await system.run(segment(forward_backward(3), first=2))
+    last = await system.run(segment(optim_step(5), first=3))
 
     assert second.held == 3 and (last.adapter.version, last.held) == (1, 0)
     assert (await system.manifest(1)).batch == "run-1:1-5"
 
 
 async def test_a_trainer_without_the_gradient_says_so_and_gets_the_whole_log(system: System) -> None:
-    await system.run(stretch(forward_backward(1)))
-    rest = stretch(forward_backward(2), optim_step(3), first=1)
+    await system.run(segment(forward_backward(1)))
+    rest = segment(forward_backward(2), optim_step(3), first=1)
 
     absent = await system.run(rest, system.handler())
     assert absent.absent and absent.results == () and await system.store.manifest(replace(RUN, version=1)) is None
 
-    whole = stretch(forward_backward(1, answered=True), forward_backward(2), optim_step(3), attempt=1)
+    whole = segment(forward_backward(1, answered=True), forward_backward(2), optim_step(3), attempt=1)
     done = await system.run(whole, system.handler())
     assert [result.seq for result in done.results] == [2, 3] and done.adapter.version == 1
     assert done.usage.trained_tokens == 42, "what was answered was charged before"
@@ -129,9 +129,9 @@ async def test_a_trainer_without_the_gradient_says_so_and_gets_the_whole_log(sys
 
 @pytest.mark.parametrize("first", [2, 4])
 async def test_a_gradient_of_another_length_of_the_log_is_absent(system: System, first: int) -> None:
-    await system.run(stretch(forward_backward(1), forward_backward(2), forward_backward(3)))
+    await system.run(segment(forward_backward(1), forward_backward(2), forward_backward(3)))
 
-    assert (await system.run(stretch(optim_step(9), first=first))).absent
+    assert (await system.run(segment(optim_step(9), first=first))).absent
 
 
 async def test_gradients_are_bounded_and_one_that_went_is_absent(system: System) -> None:
@@ -139,11 +139,11 @@ async def test_gradients_are_bounded_and_one_that_went_is_absent(system: System)
     handler = system.handler(cache_bytes=size)
     await system.begin(make_run("run-2"))
 
-    await system.run(stretch(forward_backward(1)), handler)
-    await system.run(stretch(forward_backward(1), job="run-2"), handler)
+    await system.run(segment(forward_backward(1)), handler)
+    await system.run(segment(forward_backward(1), job="run-2"), handler)
 
-    assert (await system.run(stretch(optim_step(2), first=1), handler)).absent
-    assert not (await system.run(stretch(optim_step(2), job="run-2", first=1), handler)).absent
+    assert (await system.run(segment(optim_step(2), first=1), handler)).absent
+    assert not (await system.run(segment(optim_step(2), job="run-2", first=1), handler)).absent
 
 
 def values_of(files: dict[str, bytes]) -> list[torch.Tensor]:
@@ -155,15 +155,15 @@ async def test_a_log_without_gradient_takes_room_too(system: System) -> None:
     handler = system.handler(cache_bytes=1024)
     await system.begin(make_run("run-2"))
 
-    await system.run(stretch(forward(1)), handler)
-    await system.run(stretch(forward(1), job="run-2"), handler)
+    await system.run(segment(forward(1)), handler)
+    await system.run(segment(forward(1), job="run-2"), handler)
 
-    assert (await system.run(stretch(forward(2), first=1), handler)).absent
-    assert not (await system.run(stretch(forward(2), job="run-2", first=1), handler)).absent
+    assert (await system.run(segment(forward(2), first=1), handler)).absent
+    assert not (await system.run(segment(forward(2), job="run-2", first=1), handler)).absent
 
 
 async def test_redelivery_after_the_commit_is_answered_from_the_manifest_and_a_forward(system: System) -> None:
-    message = stretch(forward_backward(1), forward(2), forward_backward(3, "gspo"), optim_step(4))
+    message = segment(forward_backward(1), forward(2), forward_backward(3, "gspo"), optim_step(4))
     first = await system.run(message)
     files = await system.files(1)
 
@@ -181,28 +181,28 @@ async def test_redelivery_after_the_commit_is_answered_from_the_manifest_and_a_f
 
 
 async def test_two_trainers_with_one_log_commit_once_and_the_loser_adopts(system: System) -> None:
-    message, other = stretch(forward_backward(1), optim_step(2)), system.handler()
+    message, other = segment(forward_backward(1), optim_step(2)), system.handler()
 
     one, two = await asyncio.gather(system.run(message), system.run(message, other))
 
     assert one.results[-1] == two.results[-1] and one.adapter == two.adapter == replace(RUN, version=1)
-    follow = [await system.run(stretch(forward_backward(3), version=1), handler) for handler in (system.first, other)]
+    follow = [await system.run(segment(forward_backward(3), version=1), handler) for handler in (system.first, other)]
     assert np.allclose(*(outputs(done.results[0]).logprobs[0].numpy() for done in follow), atol=1e-5)
 
 
 async def test_a_version_that_another_log_led_to_is_no_result_of_this_one(system: System) -> None:
-    await system.run(stretch(forward_backward(1), optim_step(2)))
+    await system.run(segment(forward_backward(1), optim_step(2)))
 
-    done = await system.run(stretch(forward_backward(3), optim_step(4)))
+    done = await system.run(segment(forward_backward(3), optim_step(4)))
 
     failure = done.results[-1].failure
     assert failure is not None and "operations 1-2" in failure.reason and done.adapter.version == 1
 
 
 async def test_a_full_disk_loses_neither_the_gradient_nor_the_step(system: System) -> None:
-    await system.run(stretch(forward_backward(1)))
+    await system.run(segment(forward_backward(1)))
     system.objects.num_failures = 3
-    message = stretch(forward_backward(2), optim_step(3), first=1)
+    message = segment(forward_backward(2), optim_step(3), first=1)
 
     with pytest.raises(Unavailable):
         await system.run(message)
@@ -230,31 +230,31 @@ async def test_a_datum_that_cannot_be_trained_fails_its_operation_and_the_step_b
     expected, changes = BAD[kind]
     wrong = forward_backward(2, "ppo", make_datum("ppo", 1), make_datum("ppo", 0, **changes))
 
-    done = await system.run(stretch(forward_backward(1), wrong, forward_backward(3), optim_step(4)))
+    done = await system.run(segment(forward_backward(1), wrong, forward_backward(3), optim_step(4)))
 
     good, failed, later, step = done.results
     assert outputs(good).logprobs and outputs(later).logprobs
     assert failed.failure is not None and failed.failure.kind == expected
     assert step.failure is not None and "operation 2" in step.failure.reason
     assert (done.adapter, done.held) == (RUN, 0) and await system.store.manifest(replace(RUN, version=1)) is None
-    assert (await system.run(stretch(optim_step(5), first=4))).absent
-    assert (await system.run(stretch(forward_backward(5), optim_step(6)))).adapter.version == 1
+    assert (await system.run(segment(optim_step(5), first=4))).absent
+    assert (await system.run(segment(forward_backward(5), optim_step(6)))).adapter.version == 1
 
 
 async def test_a_datum_longer_than_the_context_fails_its_operation(system: System) -> None:
     datum = make_datum("ppo", 1, num_prompt=2040, num_answer=9)
 
-    done = await system.run(stretch(forward_backward(1, "ppo", datum)))
+    done = await system.run(segment(forward_backward(1, "ppo", datum)))
 
     failure = done.results[0].failure
     assert failure is not None and "2049 tokens" in failure.reason and "context" in failure.reason
 
 
-async def test_a_failure_in_an_earlier_stretch_fails_the_step_too(system: System) -> None:
-    await system.run(stretch(forward_backward(1, "ppo", make_datum("ppo", 0, advantages=None))))
-    await system.run(stretch(forward_backward(2), first=1))
+async def test_a_failure_in_an_earlier_segment_fails_the_step_too(system: System) -> None:
+    await system.run(segment(forward_backward(1, "ppo", make_datum("ppo", 0, advantages=None))))
+    await system.run(segment(forward_backward(2), first=1))
 
-    done = await system.run(stretch(optim_step(3), first=2))
+    done = await system.run(segment(optim_step(3), first=2))
 
     assert done.results[0].failure is not None and "operation 1" in done.results[0].failure.reason
 
@@ -262,7 +262,7 @@ async def test_a_failure_in_an_earlier_stretch_fails_the_step_too(system: System
 async def test_a_forward_that_fails_does_not_harm_the_step(system: System) -> None:
     wrong = forward(2, "ppo", make_datum("ppo", 0, advantages=None))
 
-    done = await system.run(stretch(forward_backward(1), wrong, optim_step(3)))
+    done = await system.run(segment(forward_backward(1), wrong, optim_step(3)))
 
     assert done.results[1].failure is not None and done.adapter.version == 1
 
@@ -271,7 +271,7 @@ async def test_a_forward_that_fails_does_not_harm_the_step(system: System) -> No
     "optim", [OptimSpec(float("nan")), OptimSpec(-1.0), OptimSpec(1e-3, beta1=1.0), OptimSpec(1e-3, grad_clip=-1.0)]
 )
 async def test_an_optim_step_that_makes_no_sense_fails_and_drops_the_gradient(system: System, optim: OptimSpec) -> None:
-    done = await system.run(stretch(forward_backward(1), optim_step(2, optim)))
+    done = await system.run(segment(forward_backward(1), optim_step(2, optim)))
 
     assert done.results[1].failure is not None and done.results[1].failure.kind == "invalid"
     assert (done.adapter, done.held) == (RUN, 0)
@@ -280,16 +280,16 @@ async def test_an_optim_step_that_makes_no_sense_fails_and_drops_the_gradient(sy
 async def test_a_payload_that_nobody_can_read_fails_its_operation(system: System) -> None:
     broken = replace(forward_backward(1), payload=b"\xc1")
 
-    done = await system.run(stretch(broken, forward_backward(2)))
+    done = await system.run(segment(broken, forward_backward(2)))
 
     assert done.results[0].failure is not None and outputs(done.results[1]).logprobs
 
 
 async def test_an_optim_step_without_gradient_is_adamw_with_none(system: System) -> None:
-    await system.run(stretch(forward_backward(1), optim_step(2)))
+    await system.run(segment(forward_backward(1), optim_step(2)))
     before = load_moments((await system.files(1))[OPTIMIZER_FILE], await num_values(system), torch.device("cpu"))
 
-    done = await system.run(stretch(optim_step(3), version=1))
+    done = await system.run(segment(optim_step(3), version=1))
 
     after = load_moments((await system.files(2))[OPTIMIZER_FILE], await num_values(system), torch.device("cpu"))
     assert outputs(done.results[0]).metrics["grad_norm"] == 0 and after.num_steps == 2
@@ -303,7 +303,7 @@ async def num_values(system: System) -> int:
 
 async def test_what_its_owner_has_forgotten_is_deleted_and_is_not_made_again(system: System) -> None:
     for version in range(3):
-        await system.run(stretch(optim_step(version + 1), version=version))
+        await system.run(segment(optim_step(version + 1), version=version))
     forget = Forget(
         id="run-1/forget-1",
         tenant="t",
@@ -325,13 +325,13 @@ async def test_what_its_owner_has_forgotten_is_deleted_and_is_not_made_again(sys
         await system.files(1)
     await system.files(2)
     assert "run-1@0" not in system.first.resident()
-    again = await system.run(stretch(optim_step(1)))
+    again = await system.run(segment(optim_step(1)))
     assert again.adapter.version == 1 and (await system.manifest(1)).batch == "run-1:1-1"
 
 
 async def test_nothing_is_left_of_a_forgotten_run(system: System) -> None:
     for version in range(2):
-        await system.run(stretch(optim_step(version + 1), version=version))
+        await system.run(segment(optim_step(version + 1), version=version))
     about: dict[str, Any] = {"tenant": "t", "job": "run-1", "partition": 3}
     forget = Forget(id="f", **about, adapter=replace(RUN, version=2), versions=(1, 2), everything=True)
     for _ in range(2):
@@ -341,7 +341,7 @@ async def test_nothing_is_left_of_a_forgotten_run(system: System) -> None:
 
 
 async def test_a_version_with_a_strange_manifest_keeps_its_files(system: System, tmp_path: Path) -> None:
-    await system.run(stretch(optim_step(1)))
+    await system.run(segment(optim_step(1)))
     forget = Forget(
         id="f", tenant="t", job="run-1", partition=3, adapter=replace(RUN, version=1), versions=(0,), optimizers=(1,)
     )
@@ -355,7 +355,7 @@ async def test_a_version_with_a_strange_manifest_keeps_its_files(system: System,
 
 async def test_operations_drop_no_version(system: System) -> None:
     for version in range(4):
-        await system.run(stretch(optim_step(version + 1), version=version))
+        await system.run(segment(optim_step(version + 1), version=version))
 
     for version in range(5):
         await system.files(version)
@@ -366,14 +366,14 @@ async def test_a_corrupt_version_fails_the_operations_alone(system: System, tmp_
     path = tmp_path / RUN.path() / manifest.attempt / PEFT_FILES[0]
     path.write_bytes(path.read_bytes()[:-1] + b"!")
 
-    done = await system.run(stretch(forward_backward(1), optim_step(2)), system.handler())
+    done = await system.run(segment(forward_backward(1), optim_step(2)), system.handler())
 
     assert [result.failure and result.failure.kind for result in done.results] == ["corrupt_adapter"] * 2
     assert done.adapter == RUN
 
 
 async def test_what_is_given_up_says_so_and_a_gradient_cannot_be_handed_on(system: System) -> None:
-    message = stretch(forward_backward(1, answered=True), forward_backward(2), first=3)
+    message = segment(forward_backward(1, answered=True), forward_backward(2), first=3)
 
     [(_, failed)] = system.first.failed(message, Failure("dead_letter", "why"))
     [(stream, absent)] = system.first.hand_back(message) or []
@@ -381,7 +381,7 @@ async def test_what_is_given_up_says_so_and_a_gradient_cannot_be_handed_on(syste
     assert isinstance(failed, OperationsDone) and isinstance(absent, OperationsDone)
     assert [(result.seq, result.failure) for result in failed.results] == [(2, Failure("dead_letter", "why"))]
     assert stream == Cell("tiny").adapters(3) and absent.absent
-    assert system.first.hand_back(stretch(forward_backward(1))) is None
+    assert system.first.hand_back(segment(forward_backward(1))) is None
 
 
 # ---- where a run starts ---------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ async def test_what_is_given_up_says_so_and_a_gradient_cannot_be_handed_on(syste
 
 @pytest.mark.parametrize("with_optimizer", [False, True])
 async def test_a_run_starts_from_another_version(system: System, with_optimizer: bool) -> None:
-    await system.run(stretch(forward_backward(1), optim_step(2)))
+    await system.run(segment(forward_backward(1), optim_step(2)))
     source = replace(RUN, version=1)
 
     await system.begin(make_run("run-2", source=source, with_optimizer=with_optimizer))
@@ -400,7 +400,7 @@ async def test_a_run_starts_from_another_version(system: System, with_optimizer:
 
 
 async def test_a_run_goes_on_from_what_it_loads(system: System) -> None:
-    await system.run(stretch(forward_backward(1), optim_step(2)))
+    await system.run(segment(forward_backward(1), optim_step(2)))
     await system.begin(make_run("run-2"))
     load = replace(make_run("run-2", source=replace(RUN, version=1), with_optimizer=True), id="run-2:1/1")
     load = replace(load, adapter=AdapterRef("t", "run-2", 1))
@@ -410,8 +410,8 @@ async def test_a_run_goes_on_from_what_it_loads(system: System) -> None:
         assert isinstance(update, AdapterUpdate) and (update.batch, update.adapter) == (load.id, load.adapter)
 
     assert await system.files(1, "run-2") == await system.files(1)
-    await system.run(stretch(forward_backward(3), optim_step(4), version=1))
-    done = await system.run(stretch(forward_backward(3), optim_step(4), version=1, job="run-2"))
+    await system.run(segment(forward_backward(3), optim_step(4), version=1))
+    done = await system.run(segment(forward_backward(3), optim_step(4), version=1, job="run-2"))
     assert done.adapter.version == 2
     assert await system.files(2, "run-2") == await system.files(2)
 

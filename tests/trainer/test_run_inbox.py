@@ -14,7 +14,7 @@ from common.store.objects import Objects
 from common.wire.operations import OperationsDone
 from common.worker.telemetry import About, Reporter
 from common.worker.worker import Inbox, Worker
-from tests.support.run_cases import forward_backward, make_run, optim_step, stretch
+from tests.support.run_cases import forward_backward, make_run, optim_step, segment
 from tests.support.trainer_cases import load_shallow, nothing
 from trainer_service.__main__ import KEEP_INBOX_S
 from trainer_service.backbone.sequences import DecoderBackbone
@@ -64,9 +64,9 @@ async def test_what_follows_a_gradient_goes_to_the_trainer_that_has_it(bus: Bus,
     await handlers["a"](make_run(), nothing)
     async with training(bus, handlers["a"], "a"), training(bus, handlers["b"], "b"):
         # When a log's beginning goes to any of them, and its end to the one that answered
-        await bus.publish([(bus.cell.train, stretch(forward_backward(1)))])
+        await bus.publish([(bus.cell.train, segment(forward_backward(1)))])
         first = await answer(bus)
-        await bus.publish([(bus.cell.trainer(first.holder), stretch(optim_step(2), first=first.held))])
+        await bus.publish([(bus.cell.trainer(first.holder), segment(optim_step(2), first=first.held))])
 
         # Then that one commits the version
         last = await answer(bus)
@@ -78,9 +78,9 @@ async def test_a_trainer_that_stops_says_that_the_gradient_is_gone(bus: Bus, sto
     # Given a trainer that has a gradient, and is told to stop while it goes on from it
     handler = TrainHandler(Trainer(DecoderBackbone(load_shallow()), Budget(1)), store, "tiny", worker="a")
     await handler(make_run(), nothing)
-    await handler(stretch(forward_backward(1)), nothing)
+    await handler(segment(forward_backward(1)), nothing)
     async with training(bus, handler, "a"):
-        await bus.publish([(bus.cell.trainer("a"), stretch(*map(forward_backward, range(2, 60)), first=1))])
+        await bus.publish([(bus.cell.trainer("a"), segment(*map(forward_backward, range(2, 60)), first=1))])
         async with asyncio.timeout(60):
             while handler.has_room():
                 await asyncio.sleep(0.001)

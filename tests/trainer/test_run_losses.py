@@ -34,6 +34,7 @@ from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.open_step import TrainState
 from trainer_service.optimiser import Moments, update
 from trainer_service.packing import Budget
+from trainer_service.run_step import Computed
 from trainer_service.training import Trainer
 
 LOSSES: tuple[LossFn, ...] = get_args(LossFn)
@@ -136,6 +137,22 @@ def near_policy(loop: Loop, datum: Datum, seed: int) -> Datum:
     return msgspec.structs.replace(datum, logprobs=f32(logprobs + moved))
 
 
+def begun(decoder: Decoder, folder: Path) -> tuple[Trainer, TrainState, Loop]:
+    """A trainer, a run, and a plain loop at the same place."""
+    trainer = Trainer(DecoderBackbone(decoder))
+    state = noisy(trainer)
+    return trainer, state, Loop(state, folder / "adapter")
+
+
+def grad_of(computed: Computed) -> Tensor:
+    assert computed.gradient is not None and computed.gradient.grad_P is not None
+    return computed.gradient.grad_P
+
+
+def assert_near(ours_P: Tensor, theirs_P: Tensor) -> None:
+    assert float((ours_P - theirs_P).norm() / theirs_P.norm()) < 1e-5
+
+
 def assert_outputs(computed: Any, index: int, expected: tuple[float, list[Tensor]]) -> None:
     found, (loss, logprobs) = outputs(computed.results[index]), expected
     assert found.metrics == {"loss:sum": pytest.approx(loss, rel=1e-5, abs=1e-5)}
@@ -147,9 +164,7 @@ def assert_outputs(computed: Any, index: int, expected: tuple[float, list[Tensor
 def test_each_loss_has_the_outputs_and_the_gradient_of_its_formula(
     decoder: Decoder, tmp_path: Path, loss: LossFn, config: dict[str, float]
 ) -> None:
-    trainer = Trainer(DecoderBackbone(decoder))
-    state = noisy(trainer)
-    loop = Loop(state, tmp_path / "adapter")
+    trainer, state, loop = begun(decoder, tmp_path)
     data = [make_datum(loss, i, num_prompt=4 + i, num_answer=9 - i) for i in range(3)]
     if loss != "cross_entropy":
         data = [near_policy(loop, datum, i) for i, datum in enumerate(data)]
@@ -158,14 +173,11 @@ def test_each_loss_has_the_outputs_and_the_gradient_of_its_formula(
     computed = carry_out(trainer, [operation], state)
 
     assert_outputs(computed, 0, loop.forward_backward(operation))
-    assert computed.gradient is not None and computed.gradient.grad_P is not None
-    assert float((computed.gradient.grad_P - loop.gradient).norm() / loop.gradient.norm()) < 1e-5
+    assert_near(grad_of(computed), loop.gradient)
 
 
 def test_gspo_takes_bounds_by_token_and_a_mask_of_its_own(decoder: Decoder, tmp_path: Path) -> None:
-    trainer = Trainer(DecoderBackbone(decoder))
-    state = noisy(trainer)
-    loop = Loop(state, tmp_path / "adapter")
+    trainer, state, loop = begun(decoder, tmp_path)
     mask = f32([1.0, 0.0] * 6 + [1.0])
     datum = near_policy(loop, make_datum("gspo", 3, mask=mask, advantages=f32(np.linspace(-1, 1, 13)), **FAR), 3)
     operation = forward_backward(1, "gspo", datum)
@@ -173,8 +185,7 @@ def test_gspo_takes_bounds_by_token_and_a_mask_of_its_own(decoder: Decoder, tmp_
     computed = carry_out(trainer, [operation], state)
 
     assert_outputs(computed, 0, loop.forward_backward(operation))
-    assert computed.gradient is not None and computed.gradient.grad_P is not None
-    assert float((computed.gradient.grad_P - loop.gradient).norm() / loop.gradient.norm()) < 1e-5
+    assert_near(grad_of(computed), loop.gradient)
 
 
 @pytest.mark.parametrize(
@@ -224,21 +235,18 @@ def test_one_gradient_gives_the_step_that_torchs_adamw_gives(eps: float) -> None
 
 
 def test_a_forward_gives_outputs_and_no_gradient(decoder: Decoder, tmp_path: Path) -> None:
-    trainer = Trainer(DecoderBackbone(decoder))
-    state = noisy(trainer)
+    trainer, state, loop = begun(decoder, tmp_path)
     operation = forward(1, "importance_sampling")
 
     computed = carry_out(trainer, [operation], state)
 
-    assert_outputs(computed, 0, Loop(state, tmp_path / "adapter").forward_backward(operation))
+    assert_outputs(computed, 0, loop.forward_backward(operation))
     assert computed.gradient is not None and computed.gradient.grad_P is None
 
 
 def test_targets_without_weight_have_log_probs_and_no_gradient(decoder: Decoder, tmp_path: Path) -> None:
     # Given data whose targets are no next tokens, one of them without any weight, as a client's own loss asks for
-    trainer = Trainer(DecoderBackbone(decoder))
-    state = noisy(trainer)
-    loop = Loop(state, tmp_path / "adapter")
+    trainer, state, loop = begun(decoder, tmp_path)
     none = make_datum("cross_entropy", 1, weights=f32([0.0] * 13))
     some = make_datum("cross_entropy", 2, targets=make_datum("cross_entropy", 3).tokens)
 
@@ -246,9 +254,7 @@ def test_targets_without_weight_have_log_probs_and_no_gradient(decoder: Decoder,
 
     assert_outputs(computed, 0, loop.forward_backward(forward_backward(1, "cross_entropy", none, some)))
     alone = carry_out(trainer, [forward_backward(1, "cross_entropy", some)], state)
-    assert computed.gradient is not None and alone.gradient is not None
-    assert computed.gradient.grad_P is not None and alone.gradient.grad_P is not None
-    assert torch.allclose(computed.gradient.grad_P, alone.gradient.grad_P, rtol=1e-5, atol=1e-7)
+    assert torch.allclose(grad_of(computed), grad_of(alone), rtol=1e-5, atol=1e-7)
     nothing_learned = carry_out(trainer, [forward_backward(1, "cross_entropy", none)], state)
     assert nothing_learned.gradient is not None and nothing_learned.gradient.grad_P is None
     weightless = make_datum("cross_entropy", 2, weights=None)
@@ -272,9 +278,7 @@ def test_data_that_begin_alike_share_their_beginning(decoder: Decoder) -> None:
     one, other = (carry_out(trainer, [operation], state) for trainer in (sharing, plain))
 
     assert one.forward_tokens < other.forward_tokens / 2
-    assert one.gradient is not None and other.gradient is not None
-    assert one.gradient.grad_P is not None and other.gradient.grad_P is not None
-    assert float((one.gradient.grad_P - other.gradient.grad_P).norm() / other.gradient.grad_P.norm()) < 1e-5
+    assert_near(grad_of(one), grad_of(other))
 
 
 def changed(array: Array, last: int) -> Array:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 
 from base_model.decoder import Decoder
 from common.errors import InvalidInput, TrainingFailed
-from common.store.adapters import PEFT_FILES, AdapterStore
+from common.store.adapters import AdapterStore
 from common.store.objects import Objects
-from common.wire.messages import AdapterRef, AdapterUpdate, LoraSpec, LossSpec, OptimSpec, Rows, TrainStep, f32
+from common.wire.messages import LoraSpec, LossSpec, OptimSpec, TrainStep
 from tests.support.trainer_cases import (
     load_shallow,
     load_tiny,
@@ -93,22 +93,6 @@ def assert_each_learned_alone(jobs: list[tuple[TrainStep, TrainState]], found: l
             assert nearly(result.metrics[name], alone.metrics[name]), name
 
 
-@pytest.mark.parametrize(("tokens", "share"), [(100, True), (2048, False)])
-def test_jobs_together_learn_what_each_learns_alone(decoder: Decoder, tokens: int, share: bool) -> None:
-    trainer = Trainer(DecoderBackbone(decoder), Budget(tokens), share_prefixes=share)
-    jobs = [job(trainer, number) for number in range(10)]
-
-    alone = [trainer.step(*one, nothing) for one in jobs]
-    fused = together(trainer, jobs)
-
-    for (_, start), one, other in zip(jobs, alone, fused, strict=True):
-        change = (one.state.values_P - start.values_P).norm()
-        assert float((one.state.values_P - other.state.values_P).norm() / change) < 2e-3
-        names = ("loss", "kl", "grad_norm", "clip_fraction", "reward_mean", "trained_tokens")
-        for name in (*names, "sampling_gap", "sampling_kl", "ess_share"):
-            assert nearly(one.metrics[name], other.metrics[name]), name
-
-
 @pytest.mark.exact
 @settings(max_examples=8, deadline=None)
 @given(
@@ -134,21 +118,6 @@ def poisoned(trainer: Trainer) -> tuple[TrainStep, TrainState]:
     """Its adapter is finite, its logits are not."""
     step, state = job(trainer, 0)
     return step, replace(state, values_P=torch.full_like(state.values_P, 1e30))
-
-
-@pytest.mark.exact
-def test_a_job_whose_numbers_overflow_fails_alone(decoder: Decoder) -> None:
-    trainer = Trainer(DecoderBackbone(decoder), deterministic=True)
-    healthy = [job(trainer, number) for number in (5, 2, 0)]  # 0 and 5 are of the poisoned job's shape
-
-    opened = [trainer.begin(*one) for one in (healthy[0], poisoned(trainer), *healthy[1:])]
-    while open_steps := [step for step in opened if not step.done]:
-        trainer.micro_batch([step.opened for step in open_steps])
-
-    with pytest.raises(TrainingFailed):
-        trainer.finish(opened.pop(1))
-    for step, one in zip(opened, healthy, strict=True):
-        assert same_bytes(trainer.finish(step).state, trainer.step(*one, nothing).state)
 
 
 @pytest.mark.exact
@@ -243,41 +212,6 @@ async def test_a_caller_that_is_cancelled_takes_its_step_out(decoder: Decoder) -
     (stack,) = fusion.trainer._stacks.values()  # pyright: ignore[reportPrivateUsage]
     while not stack.empty:
         await asyncio.sleep(0.001)
-
-
-@pytest.mark.exact
-async def test_a_handler_trains_messages_together_and_commits_each_once(decoder: Decoder, tmp_path: Path) -> None:
-    def poison(number: int, rows: Rows) -> Rows:
-        return replace_rewards(rows) if number == 2 else rows
-
-    for folder, at_once in (("alone", False), ("fused", True)):
-        store = AdapterStore(Objects.open((tmp_path / folder).as_uri()))
-        handler = TrainHandler(Trainer(DecoderBackbone(decoder), deterministic=True), store, "tiny")
-        names = [f"job{number}" for number in range(4)]
-        for name in names:
-            await handler(make_init(name), nothing)
-        steps = [make_step(0, poison(n, make_rows(n)), name) for n, name in enumerate(names)]
-        if at_once:
-            outs = await asyncio.gather(*(handler(step, nothing) for step in steps))
-        else:
-            outs = [await handler(step, nothing) for step in steps]
-        updates = [out for [(_, out)] in outs if isinstance(out, AdapterUpdate)]
-        assert [update.failure is None for update in updates] == [True, True, False, True]
-        counters = handler.counters()
-        assert counters["trained_tokens"] == sum(update.usage.trained_tokens for update in updates)
-        assert counters["busy_s"] == pytest.approx(sum(update.usage.train_s for update in updates))
-    for name in ("job0", "job1", "job3"):
-        weights = [
-            (await AdapterStore(Objects.open((tmp_path / folder).as_uri())).read(AdapterRef("t", name, 1)))[
-                PEFT_FILES[0]
-            ]
-            for folder in ("alone", "fused")
-        ]
-        assert weights[0] == weights[1]
-
-
-def replace_rewards(rows: Rows) -> Rows:
-    return make_rows(rewards=f32([NAN] * len(rows.lengths)))
 
 
 def test_a_handler_has_room_until_two_micro_batches_wait(decoder: Decoder, tmp_path: Path) -> None:

@@ -68,8 +68,7 @@ class Pack:
     predictors_M: Tensor  # index in the pack
     spans: Sequence[PackSpan]
     longest: int  # positions of a row
-    trees: Sequence[Tree]
-    known: dict[tuple[Any, ...], Any] = field(default_factory=dict[tuple[Any, ...], Any])
+    of_all_layers: dict[tuple[Any, ...], Any] = field(default_factory=dict[tuple[Any, ...], Any])
     """Things that attention has made for all layers."""
     windows: set[int | None] = field(default_factory=set[int | None])
     """Windows that layers have asked for."""
@@ -89,15 +88,14 @@ class Pack:
             on_device(predictors),
             [PackSpan.of(tree) for tree in trees],
             1 + int(max(map(np.max, positions))),
-            trees,
         )
 
     def once(self, make: Callable[..., T], *about: Hashable) -> T:
         """Calls `make(pack, *about)` when it is first asked for; all layers share what comes of it."""
         key = (make, *about)
-        if key not in self.known:
-            self.known[key] = make(self, *about)
-        return self.known[key]
+        if key not in self.of_all_layers:
+            self.of_all_layers[key] = make(self, *about)
+        return self.of_all_layers[key]
 
 
 def corner_mask(pack: Pack, window: int | None, dtype: torch.dtype) -> Tensor:

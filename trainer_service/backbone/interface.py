@@ -106,5 +106,5 @@ class Backbone(Protocol):
         ...
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start that it alone can count."""
+        """Totals since the start that only it can count."""
         ...

@@ -30,12 +30,15 @@ class ModulesBackbone:
 
     model: Any
     context: int
-    num_checkpointed: int = 0  # of the first layers: they keep their input alone for the backward
+    num_checkpointed: int = 0  # of the first layers: they keep only their input for the backward
     max_scores: int = MAX_SCORES
     whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     """Makes a module's weights whole, outside of its own forward."""
     shortage: Shortage | None = None
     """A shortage of memory, where several processes compute in step: what it notes raises no error, and the results are worthless."""
+    pads: bool = False
+    num_ranks: int = 1
+    concurrent: bool = False
     _current: CurrentLanes = field(default_factory=CurrentLanes)
     _shapes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
@@ -56,18 +59,6 @@ class ModulesBackbone:
     @property
     def device(self) -> torch.device:
         return self._head.device
-
-    @property
-    def pads(self) -> bool:
-        return False
-
-    @property
-    def num_ranks(self) -> int:
-        return 1
-
-    @property
-    def concurrent(self) -> bool:
-        return False
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self._shapes
@@ -96,7 +87,7 @@ class ModulesBackbone:
         return replace(self, num_checkpointed=0)
 
     def checkpointing(self, num_layers: int) -> "ModulesBackbone":
-        """The same base model; its first layers keep their input alone for the backward, and are computed again in it."""
+        """The same base model; its first layers keep only their input for the backward, and are computed again in it."""
         return replace(self, num_checkpointed=min(num_layers, len(self.layers)))
 
     def kept_per_token(self, keeping_all: float) -> float:
@@ -149,7 +140,7 @@ def scores_on(device: torch.device) -> int:
 def _let_checkpoint(layer: Any, wanted: bool, again: Any) -> None:
     """Sets how transformers' layer is called. `again`: what its second computation needs around it.
 
-    It checkpoints only while it trains, which is said of the layer alone, and not while it computes: it would drop out.
+    It checkpoints only while it trains, which is said of the layer itself, and not while it computes: it would drop out.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -26,10 +26,12 @@ from trainer_service.packing import Cost
 
 @dataclass(frozen=True, slots=True)
 class DecoderBackbone:
-    """See `Backbone`. `run_layer`: `directly` keeps a layer's activations for the backward, `checkpointed` its input alone."""
+    """See `Backbone`. `run_layer`: `directly` keeps a layer's activations for the backward, `checkpointed` only its input."""
 
     decoder: Decoder
     run_layer: RunLayer = directly
+    pads: bool = True
+    num_ranks: int = 1
 
     @property
     def vocab(self) -> int:
@@ -42,14 +44,6 @@ class DecoderBackbone:
     @property
     def device(self) -> torch.device:
         return self.decoder.device
-
-    @property
-    def pads(self) -> bool:
-        return True
-
-    @property
-    def num_ranks(self) -> int:
-        return 1
 
     @property
     def concurrent(self) -> bool:
@@ -143,5 +137,5 @@ def _attend(decoder: Decoder, bias_BTT: Tensor | None) -> Attend:
 
 
 def checkpointed(layer: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Keeps the layer's input alone and computes the layer again in the backward (Chen et al. 2016, arXiv 1604.06174)."""
+    """Keeps only the layer's input and computes the layer again in the backward (Chen et al. 2016, arXiv 1604.06174)."""
     return checkpoint(layer, *args, use_reentrant=False)  # pyright: ignore

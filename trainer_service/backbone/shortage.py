@@ -2,7 +2,7 @@
 
 All processes gather the same weights in the same order, so one that left a pass in the middle would leave the others waiting for it.
 A layer in which memory runs out gives back what it was given, and so do those after it, which compute nothing: they gather
-weights alone. The same in the backward. Afterwards the processes tell one another, and the pass counts nowhere.
+only weights. The same in the backward. Afterwards the processes tell one another, and the pass counts nowhere.
 
     gather weights ─► guarded layer: forward, or its input as it is ─► give weights up        (in the backward likewise)
 

@@ -2,13 +2,12 @@
 
     Trainer ─► RankedBackbone ─ a command to all ─► split ─► each rank's share of the sequences ─► log-probs, gradients ─► the first rank
 
-The first rank is the worker on the bus. It alone knows messages, losses, steps and optimisers; the others know a `Backbone`, the
+The first rank is the worker on the bus. Only it knows messages, losses, steps and optimisers; the others know a `Backbone`, the
 adapters of the open batches, and their own shares' gradients. Why so: docs/decisions/ranks.md.
 
     backbone.py    the base model as the first rank's trainer sees it
     leader.py      starts the other ranks, and ends the trainer with one of them
     __main__.py    one of the other ranks
     commands.py    what the first rank tells the others, as bytes
-    shares.py      splits a micro-batch over ranks
-    group.py       what ranks do together: meet, load, collect, add up
+    group.py       what ranks do together: meet, load, split a micro-batch, collect, add up
 """

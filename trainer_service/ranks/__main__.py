@@ -19,8 +19,7 @@ from trainer_service.backbone.sharding import forget_pass
 from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.ranks import commands
 from trainer_service.ranks.commands import AddUp, Backward, FindFree, NewStack, Put, RankCommand, RankForward, Remove
-from trainer_service.ranks.group import Begin, RankGroup, find_store
-from trainer_service.ranks.shares import split
+from trainer_service.ranks.group import Begin, RankGroup, find_store, split
 
 
 @dataclass(slots=True)

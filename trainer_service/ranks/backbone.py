@@ -22,8 +22,8 @@ from trainer_service.backbone.sharding import forget_pass
 from trainer_service.lora import AdapterLayout, AdapterStack
 from trainer_service.packing import Cost
 from trainer_service.ranks.commands import AddUp, Backward, FindFree, NewStack, Put, RankForward, Remove
+from trainer_service.ranks.group import Share, split
 from trainer_service.ranks.leader import Ranks, begin_of
-from trainer_service.ranks.shares import Share, split
 from trainer_service.settings import TrainerSettings
 
 
@@ -40,6 +40,8 @@ class RankedBackbone:
 
     own: ModulesBackbone
     ranks: Ranks
+    pads: bool = False
+    concurrent: bool = False
     _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
 
     @property
@@ -55,16 +57,8 @@ class RankedBackbone:
         return self.own.device
 
     @property
-    def pads(self) -> bool:
-        return self.own.pads
-
-    @property
     def num_ranks(self) -> int:
         return self.ranks.group.num_ranks
-
-    @property
-    def concurrent(self) -> bool:
-        return False
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self.own.linear_shapes()

@@ -1,15 +1,17 @@
-"""The processes of one trainer, its ranks, as a group that computes in step.
+"""The processes of one trainer, its ranks, as a group that computes in step, and the share of a micro-batch that each has.
 
 Axes: P all values of an adapter, M log-probs of a rank.
 """
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,11 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from base_model.device import give_back_memory
 from trainer_service.backbone.device_kernels.kernel_choice import use_kernels
+from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sharding import bytes_held, shard
+from trainer_service.batch import Ints
+from trainer_service.packing import spread
 
 HOST = "127.0.0.1"
+A = TypeVar("A")
 LOADING = timedelta(hours=2)
 """Seconds that the others may take to start, and to load the base model one after the other."""
 
@@ -48,7 +54,7 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 def open_store() -> tuple[Store, int]:
-    """Opens the store in which the ranks of a new group find each other, on this machine alone; with its port."""
+    """Opens the store in which the ranks of a new group find each other, on this machine only; with its port."""
     listening = socket.create_server((HOST, 0))
     port = listening.getsockname()[1]
     return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()), port
@@ -134,6 +140,8 @@ class RankGroup:
     def lacking(self, part: ModulesBackbone) -> list[int]:
         """The ranks on which memory ran out in the pass that each has brought to its end."""
         assert part.shortage
+        # All ranks gather the same weights in the same order, so one that left a pass where memory ran out would leave the others
+        # waiting for it. Each goes on to the end empty-handed, and only here do they agree whether the pass counts.
         lack = torch.zeros(self.num_ranks, dtype=torch.int64)
         lack[self.rank] = bool(part.shortage.reason)
         dist.all_reduce(lack)
@@ -162,3 +170,47 @@ class RankGroup:
 
 def _padded(values_M: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(values_M, (0, size - len(values_M)))
+
+
+@dataclass(frozen=True, slots=True)
+class Share(Generic[A]):
+    """One rank's part of a micro-batch."""
+
+    sequences: Sequences
+    adapters: Sequence[A] | None  # of each sequence
+    places: Ints  # of its targets among all of the micro-batch; empty if nobody wants the share's results
+    num_tokens: int  # 0 in the same case
+
+    @property
+    def num_targets(self) -> int:
+        return sum(map(len, self.sequences.targets))
+
+
+def split(sequences: Sequences, adapters: Sequence[A] | None, num_ranks: int) -> list[Share[A]]:
+    """Splits a micro-batch's sequences over ranks as `spread` says, about as many tokens each; a share keeps the micro-batch's order.
+
+    Every rank splits alike, so none needs to be told. A rank for which no sequence is left computes the shortest one too, and its result
+    counts nowhere: each layer's weights are gathered by all ranks.
+    """
+    lengths = [*map(len, sequences.trees)]
+    shortest = lengths.index(min(lengths))
+    ends = np.cumsum([0, *map(len, sequences.targets)])
+    rows = np.cumsum([0, *(len(tree.rows) for tree in sequences.trees)])
+
+    def share(numbers: list[int]) -> Share[A]:
+        own = [row for number in numbers or [shortest] for row in range(rows[number], rows[number + 1])]
+        places = [np.arange(ends[row], ends[row + 1]) for row in own if numbers]
+        return Share(
+            replace(
+                sequences,
+                trees=[sequences.trees[number] for number in numbers or [shortest]],
+                targets=[sequences.targets[row] for row in own],
+                temperatures=[sequences.temperatures[row] for row in own],
+                learned=[sequences.learned[row] for row in own] if sequences.learned else (),
+            ),
+            None if adapters is None else [adapters[number] for number in numbers or [shortest]],
+            np.concatenate([np.zeros(0, np.int64), *places]),
+            sum(lengths[number] for number in numbers),
+        )
+
+    return [share(sorted(numbers)) for numbers in spread(lengths, num_ranks)]

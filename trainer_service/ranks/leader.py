@@ -137,7 +137,7 @@ def _spawned(begin: Begin) -> "subprocess.Popen[bytes]":
 
 
 def _environment() -> dict[str, str]:
-    """This process's variables, for it and the others: gloo takes the interface from there alone."""
+    """This process's variables, for it and the others: gloo takes the interface only from there."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

@@ -14,7 +14,7 @@ from manager_service.http.reading.adapter_uploads import read_adapter
 from manager_service.http.reading.csv_tables import convert_csv
 from manager_service.http.reading.item_lines import check_kind, check_lengths, check_lines, check_rows
 from manager_service.http.reading.json_values import parse_json
-from manager_service.http.tinker.wire.pass_reading import read_pass
+from manager_service.http.tinker.wire.learning import read_pass
 from manager_service.http.tinker.wire.sample_requests import read_sample
 
 Ids = TypeVar("Ids", bound=Sequence[int])

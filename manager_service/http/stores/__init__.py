@@ -4,12 +4,10 @@
 
 Its files:
 
-    checkpoint_store.py  deletes checkpoints, and changes when they expire
-    job_reading.py       reads what a job has written, from Redis or the archive
-    job_store.py         reads jobs, and creates them by one script
+    job_store.py         reads jobs and their records, and creates jobs by one script
     model_names.py       finds the adapter that a model's name means
     operation_store.py   puts an operation into its run's stream, once
-    run_store.py         finds runs and their checkpoints, and creates runs
+    run_store.py         finds runs and their checkpoints, creates runs, deletes checkpoints
     sampler_store.py     keeps what each sampler samples with
     session_store.py     keeps sessions, and says which are alive
     tinker_names.py      says what names mean: base models, paths, samplers, futures

@@ -14,12 +14,14 @@ from common.bus.streams import partition_of
 from common.errors import NotFound, Unavailable
 from common.suggestions import quoted
 from common.wire.messages import JobCommand
+from common.wire.operations import NameChange
 from manager_service.http.context import ANSWER_S, Api, Base
 from manager_service.http.errors import ApiError
-from manager_service.http.stores.job_reading import JobRecords, LiveRecords
-from manager_service.records.archive import Archived
-from manager_service.records.job_records import DELETED, FINAL, MOVING, JobSpec, JobState
+from manager_service.records.archive import Archived, ArchivedRecords
+from manager_service.records.job_records import DELETED, FINAL, LEDGER, MOVING, JobSpec, JobState
 from manager_service.records.keys import JSON
+from manager_service.records.sample_records import CheckpointRecord, EventRecord
+from manager_service.records.usage import USAGE_COUNTERS, usage_fields, usage_of
 
 # KEYS: job, tenant-jobs, jobs-all, active, jobs stream, unfinished, idempotency record (or the job again: none), exports (the same).
 # ARGV: job id, score, spec, state, fingerprint, seconds to remember, most jobs, most bytes, tenant, then the fields of the stream
@@ -56,6 +58,8 @@ POLL_S = 0.05
 IDEMPOTENCY_S = 86_400
 """Seconds for which an Idempotency-Key is remembered."""
 
+EVENTS_AT_ONCE = 500
+"""Events that are read, and decoded, before others have their turn."""
 T = TypeVar("T")
 
 
@@ -65,6 +69,59 @@ class ListedJob(NamedTuple):
     created_ms: int
     job: str
     base: Base
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRecords:
+    """The records that a job in Redis has written so far."""
+
+    base: Base
+    tenant: str
+    job: str
+
+    async def events(self, *, before: int | None, limit: int) -> list[EventRecord]:
+        """The newest with a sequence number below `before`, newest first."""
+        if before == 0:
+            return []
+        highest = "+" if before is None else f"({before}-0"
+        found = await self.base.redis.xrevrange(self.base.cell.events(self.job), max=highest, count=limit)
+        return _events(found)
+
+    async def stretches(self, starts: Sequence[int], length: int) -> list[list[EventRecord]]:
+        """For each start, ascending, the events that have this sequence number or one of the next, `length` at most."""
+        found: list[list[EventRecord]] = []
+        at_once = max(1, EVENTS_AT_ONCE // length)
+        for first in range(0, len(starts), at_once):
+            pipe = self.base.redis.pipeline(transaction=False)
+            for start in starts[first : first + at_once]:
+                pipe.xrange(self.base.cell.events(self.job), f"{start}-0", f"{start + length - 1}-0")
+            found += [_events(entries) for entries in await pipe.execute()]
+        return found
+
+    async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
+        """The newest of a version below `before`, newest first."""
+        key = self.base.cell.checkpoints(self.job)
+        versions = sorted((int(v) for v in await self.base.redis.hkeys(key)), reverse=True)
+        wanted = [version for version in versions if before is None or version < before][:limit]
+        values = await self.base.redis.hmget(key, wanted) if wanted else []
+        return [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
+
+    async def ledger(self) -> dict[str, int]:
+        """Its counts and `in_flight`, of one moment."""
+        pipe = self.base.redis.pipeline(transaction=True)
+        pipe.hmget(self.base.cell.ledger(self.job), LEDGER)
+        pipe.hlen(self.base.cell.open(self.job))
+        counts, in_flight = await pipe.execute()
+        return {name: int(value or 0) for name, value in zip(LEDGER, counts, strict=True)} | {"in_flight": in_flight}
+
+    async def usage(self) -> dict[str, float]:
+        """Counter -> amount."""
+        amounts: list[Any] = await self.base.redis.hmget(self.base.cell.usage(self.tenant), usage_fields(self.job))
+        return dict.fromkeys(USAGE_COUNTERS, 0.0) | usage_of(amounts)
+
+
+JobRecords = LiveRecords | ArchivedRecords
+"""The records that a job has written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +223,7 @@ class JobStore:
         return [found[entry.job] for entry in entries if entry.job in found]
 
     async def present(self, base: Base, jobs: Sequence[str]) -> list[JobRow]:
-        """The jobs of these that are in Redis, whosever they are."""
+        """The jobs of these that are in Redis, of whichever tenant."""
         pipe = base.redis.pipeline(transaction=False)
         for job in jobs:
             pipe.hmget(base.cell.job(job), "spec", "state", DELETED)
@@ -217,10 +274,7 @@ class JobStore:
 
     async def send(self, row: JobRow, action: Any) -> None:
         """Sends a command to the job's owner."""
-        message = command(row.spec, action, epoch=row.state.epoch)
-        fields = await row.base.bus.fields(message)
-        entry = dict(zip(fields[::2], fields[1::2], strict=True))
-        await row.base.redis.xadd(row.base.cell.jobs(message.partition), entry)
+        await tell_owner(row.base, command(row.spec, action, epoch=row.state.epoch))
 
     async def mark_deleted(self, row: JobRow) -> None:
         """Notes that the user deleted the tuned model. Raises Unavailable if the job is being archived, and the store is away."""
@@ -232,6 +286,10 @@ class JobStore:
             await asyncio.sleep(POLL_S)
         if answer == b"archived" and (archived := await row.base.archive.find(row.spec.tenant, row.spec.id)):
             await row.base.archive.mark_deleted(archived)
+
+
+def _events(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> list[EventRecord]:
+    return [msgspec.json.decode(fields[b"event"], type=EventRecord) for _, fields in entries]
 
 
 def _too_many(num_jobs: int, num_bytes: int, most_jobs: int, most_bytes: int) -> ApiError:
@@ -254,6 +312,12 @@ def command(spec: JobSpec, action: Any, *, epoch: int) -> JobCommand:
         epoch=epoch,
         action=action,
     )
+
+
+async def tell_owner(base: Base, message: JobCommand | NameChange) -> None:
+    fields = await base.bus.fields(message)
+    entry = dict(zip(fields[::2], fields[1::2], strict=True))
+    await base.redis.xadd(base.cell.jobs(message.partition), entry)
 
 
 def _decoded(base: Base, values: list[bytes | None]) -> JobRow | None:

@@ -23,7 +23,7 @@ MAX_OPEN_BYTES = 64 << 20
 """Bytes of their payloads."""
 MAX_HELD_BYTES = 256 << 20
 """Bytes of the payloads of all operations of a tenant that wait, or whose gradient waits for its step. The run that holds the most may
-go on, or runs that all hold something could wait for each other for ever."""
+go on, or runs that all hold something could wait for each other without end."""
 
 # KEYS: seqs, run, ops, held. ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most open operations, most bytes of
 # them, most bytes of all of the tenant's, numbers to remember, whether Redis has no room for data (1 or 0), then the entry's fields.
@@ -35,6 +35,7 @@ local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
 if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
 local status, head, log = unpack(redis.call('HMGET', KEYS[2], 'status', 'head', 'log'))
 if not status or status == 'ended' or status == 'failed' and ARGV[3] ~= 'unload' then return status or 'ended' end
+-- A number below the head has its result, or was given up: to take it now would carry it out behind its step.
 head = tonumber(head)
 if seq < head then return 'past' end
 local numbers, bytes = {}, tonumber(ARGV[4])
@@ -55,6 +56,7 @@ for at = 1, #all, 2 do
     if size > mine or size == mine and name < ARGV[5] then most = false end
   end
 end
+-- Were the run that holds the most refused too, runs that wait for room would wait for each other: none would come to its step.
 if has_data and held > tonumber(ARGV[8]) and not most then return 'holds' end
 if bytes > 0 then redis.call('HSET', KEYS[4], ARGV[5], bytes) end
 redis.call('XADD', KEYS[3], '*', unpack(ARGV, 11))
@@ -70,23 +72,20 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedOperation:
-    """An operation that a client asked for. With a `failure`, it fails when its turn comes."""
+class NewOperation:
+    """An operation that a client asked for. With a `fault`, it fails when its turn comes."""
 
     seq: int
     action: Action
     payload: bytes = b""
     num_tokens: int = 0
-    failure: Failure | None = None
+    fault: str = ""
     known_by: bytes | None = None  # what is the same in a repeat; None: the payload
 
     @property
     def digest(self) -> str:
-        reason, same = (
-            self.failure.reason if self.failure else "",
-            self.payload if self.known_by is None else self.known_by,
-        )
-        return hashlib.sha256(b"\0".join((self.action.encode(), reason.encode(), same))).hexdigest()
+        same = self.payload if self.known_by is None else self.known_by
+        return hashlib.sha256(b"\0".join((self.action.encode(), self.fault.encode(), same))).hexdigest()
 
 
 def wrong(reason: str) -> Failure:
@@ -94,13 +93,13 @@ def wrong(reason: str) -> Failure:
     return Failure("invalid", reason)
 
 
-async def submit(run: RunRow, asked: AskedOperation, objects: Objects) -> str:
+async def submit(run: RunRow, new: NewOperation, objects: Objects) -> str:
     """The id of the operation's future. Raises ApiError: 400 if another operation has this number, 404 if the run has ended, 429 if
     too many are open, 503 for data behind other operations while Redis is too full."""
-    answer = await _submit(run, asked, objects)
+    answer = await _submit(run, new, objects)
     if answer not in ("new", "known"):
-        raise _refusal(answer, run, asked.seq)
-    return f"{run.id}:{asked.seq}"
+        raise _refusal(answer, run, new.seq)
+    return f"{run.id}:{new.seq}"
 
 
 async def submit_unload(run: RunRow, objects: Objects) -> str:
@@ -111,34 +110,34 @@ async def submit_unload(run: RunRow, objects: Objects) -> str:
         if known is not None:
             return f"{run.id}:{int(known)}"
         seq = max(int(last or 0) + 1, (await run.state()).head)
-        answer = await _submit(run, AskedOperation(seq=seq, action="unload"), objects)
+        answer = await _submit(run, NewOperation(seq=seq, action="unload"), objects)
         if answer in ("new", "known"):
             return f"{run.id}:{seq}"
         if answer not in ("other", "past"):  # these two: another operation was faster
             raise _refusal(answer, run, seq)
 
 
-async def _submit(run: RunRow, asked: AskedOperation, objects: Objects) -> str:
-    if not 0 < asked.seq <= MAX_SEQ:
+async def _submit(run: RunRow, new: NewOperation, objects: Objects) -> str:
+    if not 0 < new.seq <= MAX_SEQ:
         raise ApiError(400, f"seq_id is between 1 and {MAX_SEQ}", param="seq_id", retry=False)
     cell, partition = run.base.cell, partition_of(run.spec.tenant)
     operation = Operation(
-        id=f"{run.id}:{asked.seq}",
+        id=f"{run.id}:{new.seq}",
         tenant=run.spec.tenant,
         job=run.id,
         partition=partition,
-        seq=asked.seq,
-        action=asked.action,
-        payload=asked.payload,
-        tokens=asked.num_tokens,
-        failure=asked.failure,
+        seq=new.seq,
+        action=new.action,
+        payload=new.payload,
+        tokens=new.num_tokens,
+        failure=wrong(new.fault) if new.fault else None,
     )
     seqs = cell.seqs(run.id)
     keys = [seqs, cell.run(run.id), cell.ops(partition), cell.held(run.spec.tenant)]
     limits = [MAX_OPEN, MAX_OPEN_BYTES, MAX_HELD_BYTES, NUM_SEQS_KEPT]
     fields = await run.base.bus.fields(operation)
     no_room = int(await run.base.gauge.used() > MAX_USED_FOR_NEW)
-    words = [asked.seq, asked.digest, asked.action, len(asked.payload), run.id, *limits, no_room, *fields]
+    words = [new.seq, new.digest, new.action, len(new.payload), run.id, *limits, no_room, *fields]
     answer: bytes = await run.base.redis.register_script(_SUBMIT)(keys=keys, args=words)
     if answer not in (b"new", b"known"):  # "known" may be this one's: Redis' answer to the first try was lost
         await _tidy(fields, objects)

@@ -1,29 +1,33 @@
-"""Finds runs and their checkpoints, and creates runs by one script. Only the partition's owner writes a run's state."""
+"""Finds runs and their checkpoints, and creates runs by one script. Only the partition's owner writes a run's state: it is asked to
+delete a checkpoint, or to let it expire at another time.
+"""
 
 import asyncio
 import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from common.bus.streams import partition_of
-from common.errors import InvalidInput, NotFound
+from common.errors import InvalidInput, NotFound, Unavailable
 from common.wire.messages import AdapterRef, JobCommand, LoraSpec
+from common.wire.operations import NameChange
 from manager_service.http.context import Api, Base
 from manager_service.http.errors import ApiError
-from manager_service.http.stores.job_store import JobStore
+from manager_service.http.stores.job_store import JobStore, tell_owner
 from manager_service.http.stores.tinker_names import Path, parse_path
 from manager_service.records.job_records import has_version, newest_stored
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import (
-    CROWDED,
-    CROWDED_TENANT,
     Checkpoint,
     RunSpec,
     RunState,
+    meant,
     run_of,
     session_of,
     use,
@@ -35,24 +39,25 @@ NUM_KEPT = 10_000
 MAX_KEPT = 10_000
 """Runs of one tenant in a cell that Redis keeps, ended ones too."""
 
+WAIT_S = 20.0
+"""Seconds that a request waits for the owner: another takes over within a lease."""
+
 PAGE = 100
 """Runs that are read together: their states have up to a thousand checkpoints each."""
 
-# KEYS: run, seqs, tenant-runs, jobs stream, active, unfinished, retire. ARGV: sha256 of what was asked, run id, score, spec, state, its
-# status, its head, what was asked, most unfinished jobs and runs, most bytes of their records, most runs that are kept, from how many on
-# the tenant is crowded, how `retire` names it, then the fields of the stream entry. Answers `new`, `known`, `other` if something else was
-# asked under the same id, or why there is no room for one more.
+# KEYS: run, seqs, tenant-runs, jobs stream, active, unfinished. ARGV: sha256 of the request, run id, score, spec, state, its status, its
+# head, the kind of request, most unfinished jobs and runs, most bytes of their records, most runs that are kept, then the fields of the
+# stream entry. Answers `new`, `known`, `other` if another request had the same id, or why there is no room for one more.
 _CREATE = """
+-- Number 0 of the run's operations is its creation: a client that got no answer sends it again, and must not make a second run.
 local known = redis.call('HGET', KEYS[2], '0')
 if known then return string.sub(known, 1, 64) == ARGV[1] and 'known' or 'other' end
 if redis.call('EXISTS', KEYS[1]) == 1 then return 'other' end
-local kept = redis.call('ZCARD', KEYS[3])
-if kept >= tonumber(ARGV[12]) then redis.call('ZADD', KEYS[7], 'NX', 0, ARGV[13]) end
-if kept >= tonumber(ARGV[11]) then return 'kept' end
+if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[11]) then return 'kept' end
 local sizes, size, total = redis.call('HVALS', KEYS[6]), #ARGV[4] + #ARGV[5], 0
 for _, each in ipairs(sizes) do total = total + each end
 if #sizes >= tonumber(ARGV[9]) or total + size > tonumber(ARGV[10]) then return 'unfinished ' .. #sizes end
-redis.call('XADD', KEYS[4], '*', unpack(ARGV, 14))
+redis.call('XADD', KEYS[4], '*', unpack(ARGV, 12))
 redis.call('HSET', KEYS[6], ARGV[2], size)
 redis.call('HSET', KEYS[1], 'spec', ARGV[4], 'state', ARGV[5], 'status', ARGV[6], 'head', ARGV[7])
 redis.call('ZADD', KEYS[3], ARGV[3], ARGV[2])
@@ -152,12 +157,12 @@ class RunStore:
                 pipe.hmget(base.cell.run(run), "spec", "state")
             for run, (spec, state) in zip(runs, await pipe.execute(), strict=True):
                 if spec is not None and state is not None:
-                    known = RunRow(base, msgspec.json.decode(spec, type=RunSpec))
-                    found[run] = (known, msgspec.json.decode(state, type=RunState))
+                    row = RunRow(base, msgspec.json.decode(spec, type=RunSpec))
+                    found[run] = (row, msgspec.json.decode(state, type=RunState))
         return [found[run] for run, _ in chosen if run in found]
 
-    async def create(self, base: Base, spec: RunSpec, *, asked: msgspec.Struct, kind: str) -> None:
-        """Writes the run and tells its owner, in one script; once, however often it is asked for. `kind`: which request asked.
+    async def create(self, base: Base, spec: RunSpec, *, body: msgspec.Struct, kind: str) -> None:
+        """Writes the run and tells its owner, in one script; once, however often it is asked for. `kind`: of the request.
 
         Raises InvalidInput if something else was asked under the same id, ApiError if the tenant has too many.
         """
@@ -166,11 +171,10 @@ class RunStore:
             id=f"{spec.id}/create/0", tenant=spec.tenant, job=spec.id, partition=partition, action="create"
         )
         keys = [cell.run(spec.id), cell.seqs(spec.id), cell.tenant_runs(spec.tenant), cell.jobs(partition)]
-        keys += [cell.active(partition), cell.unfinished(spec.tenant), cell.retire(partition)]
-        digest = hashlib.sha256(msgspec.json.encode(asked)).hexdigest()
+        keys += [cell.active(partition), cell.unfinished(spec.tenant)]
+        digest = hashlib.sha256(msgspec.json.encode(body)).hexdigest()
         words = [digest, spec.id, repr(time.time()), JSON.encode(spec), *RunState().fields().values(), kind]
         words += [self._api.settings.max_unfinished_jobs, self._api.limits.max_unfinished_bytes, MAX_KEPT]
-        words += [CROWDED, f"{CROWDED_TENANT}{spec.tenant}"]
         fields = await base.bus.fields(command)
         answer: bytes = await base.redis.register_script(_CREATE)(keys=keys, args=[*words, *fields])
         if answer == b"other":
@@ -196,20 +200,20 @@ class RunStore:
     async def checkpoint(self, tenant: str, path: Path) -> tuple[RunRow, Checkpoint]:
         """The version that a run's user saved under a name. Raises NotFound, also for another tenant's."""
         run = await self.named(tenant, path.run)
-        for known in (await run.state()).checkpoints:
-            if (known.kind, known.name) == (path.kind, path.name) and known.is_kept(time.time()):
-                return run, known
+        for checkpoint in (await run.state()).kept(time.time()):
+            if (checkpoint.kind, checkpoint.name) == (path.kind, path.name):
+                return run, checkpoint
         raise NotFound(f"there is no checkpoint {path}: it was deleted, it has expired, or nothing was saved under it")
 
     async def _of_run(self, tenant: str, path: Path) -> Source:
-        run, known = await self.checkpoint(tenant, path)
-        adapter = AdapterRef(tenant, run.id, known.version)
+        run, checkpoint = await self.checkpoint(tenant, path)
+        adapter = AdapterRef(tenant, run.id, checkpoint.version)
         return Source(run.base, adapter, run.spec.lora, run.spec.asked_model)
 
     async def _of_job(self, tenant: str, path: Path) -> Source:
         row = await JobStore(self._api).find(tenant, path.run)
-        known = path.kind == "sampler_weights" and path.name.isascii() and path.name.isdecimal() and len(path.name) <= 8
-        version = int(path.name) if known else -1
+        names_one = path.name.isascii() and path.name.isdecimal() and len(path.name) <= 8
+        version = int(path.name) if path.kind == "sampler_weights" and names_one else -1
         if row.deleted or not has_version(row.spec, row.state, version):
             newest = newest_stored(row.spec, row.state)
             raise NotFound(
@@ -224,8 +228,8 @@ def _no_room(answer: str) -> ApiError:
     why, _, num = answer.partition(" ")
     if why == "kept":
         told = (
-            f"you have {MAX_KEPT:,} runs, with those that have ended: delete checkpoints that you need no more; runs without any make"
-            " room, an hour after their end"
+            f"you have {MAX_KEPT:,} runs, with those that have ended: delete checkpoints that you need no more; runs without any are"
+            " forgotten seven days after their end"
         )
         return ApiError(400, told, code="too_many_runs", retry=False)
     told = (
@@ -233,3 +237,44 @@ def _no_room(answer: str) -> ApiError:
         " some jobs have finished"
     )
     return ApiError(400, told, code="too_many_jobs", retry=False)  # after a 429, the SDK would repeat for minutes
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+Announcements = AbstractContextManager[asyncio.Event]
+"""Sets its event when the run's owner has carried out a change."""
+
+
+async def change_checkpoint(run: RunRow, checkpoint: Checkpoint, announced: Announcements, **to: Any) -> None:
+    """Has the owner carry out a change, and waits until it has. `to`: `deletes`, or `expires_at` in seconds since 1970; None: never.
+
+    Raises Unavailable, and NotFound for a new end of what is gone meanwhile.
+    """
+    change = NameChange(
+        id=f"{run.id}/{checkpoint.kind}/{checkpoint.name}@{checkpoint.version}/{to}",
+        tenant=run.spec.tenant,
+        job=run.id,
+        partition=partition_of(run.spec.tenant),
+        checkpoint=checkpoint.kind,
+        name=checkpoint.name,
+        version=checkpoint.version,
+        created_at=checkpoint.created_at,
+        **to,
+    )
+    with announced as event:
+        await tell_owner(run.base, change)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while not _is_done(state := await run.state(), change):
+                    await event.wait()
+                    event.clear()
+        except TimeoutError:
+            raise Unavailable("the run's owner is away for a moment: it carries this out when it is back") from None
+    if not change.deletes and meant(state, change) is None:
+        raise NotFound(f"the checkpoint {change.checkpoint}/{change.name} was deleted or saved again at this moment")
+
+
+def _is_done(state: RunState, change: NameChange) -> bool:
+    checkpoint = meant(state, change)
+    return checkpoint is None or (not change.deletes and checkpoint.expires_at == change.expires_at)

@@ -3,7 +3,6 @@ its sessions alive, what each says of itself, and the sessions that are kept.
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from common.errors import InvalidInput, NotFound
 from manager_service.http.context import Api
 from manager_service.http.errors import ApiError
 from manager_service.http.stores.tinker_names import is_session
-from manager_service.http.tinker.request_bodies import SessionAsked
 from manager_service.records.keys import GLOBAL, JSON
 from manager_service.records.run_records import SESSION_ALIVE_S, SESSION_KEPT_S, ClientSession
 
@@ -51,26 +49,16 @@ class ClientSessions:
     def __init__(self, api: Api) -> None:
         self._api = api
 
-    async def create(self, tenant: str, asked: SessionAsked) -> ClientSession:
-        """Raises InvalidInput, and ApiError if too many are alive."""
-        check_told(user_metadata=asked.user_metadata, display_name=asked.display_name, tags=asked.tags)
-        session = ClientSession(
-            id=f"ses-{secrets.token_hex(8)}",
-            tenant=tenant,
-            created_at=int(time.time()),
-            sdk_version=asked.sdk_version[:64],
-            display_name=asked.display_name,
-            user_metadata=asked.user_metadata or {},
-        )
+    async def create(self, session: ClientSession) -> None:
+        """Raises ApiError if too many are alive."""
         await self._begin(session)
         await self._write(session)
         await self._show_alive(session)
-        of = _all(tenant)
+        of = _all(session.tenant)
         await self._api.redis.zadd(of, {session.id: session.created_at})
         await self._api.redis.zremrangebyscore(of, "-inf", session.created_at - SESSION_KEPT_S)
         await self._api.redis.expire(of, SESSION_KEPT_S)
-        await self._forget_oldest(tenant)
-        return session
+        await self._forget_oldest(session.tenant)
 
     async def _begin(self, session: ClientSession) -> None:
         """Raises ApiError if too many are alive."""

@@ -1,4 +1,4 @@
-"""The Tinker protocol, as the `tinker` SDK speaks it: beside OpenAI's, over the same runs, workers and tenants.
+"""The Tinker protocol, as the `tinker` SDK speaks it: next to OpenAI's, over the same runs, workers and tenants.
 
     SDK ─► routes ─┬─ a run's operations ─► store ─► ops:<p> ─► the owner (runs/) ─► trainers
                    │       results ◄─ futures ◄─ done, results:<run> ◄─┘

@@ -1,4 +1,4 @@
-"""The JSON bodies of the protocol, but for those with data or prompts, which `wire/` reads. Fields that are not named are not used."""
+"""The JSON bodies of the protocol, except those with data or prompts, which `wire/` reads. Fields that are not named are not used."""
 
 from datetime import datetime
 from typing import Annotated, Any, TypeVar
@@ -14,46 +14,52 @@ MAX_BYTES = 64 << 10
 T = TypeVar("T")
 
 
-class SessionAsked(msgspec.Struct):
+class SessionBody(msgspec.Struct):
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
     display_name: str | None = None
 
 
-class SessionNamed(msgspec.Struct):
-    session_id: str
+class NameBody(msgspec.Struct):
+    """A body that only names something."""
+
+    session_id: str = ""
+    model_id: str = ""
+    tinker_path: str = ""
+    sampling_session_id: str = ""
+    request_id: str = ""
 
 
 class FinishReason(msgspec.Struct, frozen=True):
     type: str = "success"
 
 
-class FinishAsked(msgspec.Struct):
+class FinishBody(msgspec.Struct):
     reason: FinishReason = FinishReason()
 
 
-class LoraAsked(msgspec.Struct):
+class LoraBody(msgspec.Struct):
     rank: int = 32
     seed: int | None = None
     train_mlp: bool = True
     train_attn: bool = True
 
 
-class OptimizerAsked(msgspec.Struct, frozen=True):
+class OptimizerBody(msgspec.Struct, frozen=True):
     type: str = "adamw"
 
 
-class CreateAsked(msgspec.Struct):
+class CreateBody(msgspec.Struct):
     session_id: str
     model_seq_id: int
     base_model: str
-    lora_config: LoraAsked | None = None
-    optimizer_config: OptimizerAsked = OptimizerAsked()
+    lora_config: LoraBody | None = None
+    optimizer_config: OptimizerBody = OptimizerBody()
     user_metadata: dict[str, Any] | None = None
 
 
-class LoadAsked(msgspec.Struct):
+class LoadBody(msgspec.Struct):
     """A run that begins with a checkpoint (`session_id`, `model_seq_id`), or a load into a run (`model_id`, `seq_id`)."""
 
     path: str
@@ -63,22 +69,18 @@ class LoadAsked(msgspec.Struct):
     model_id: str | None = None
     seq_id: int | None = None
     base_model: str | None = None
-    optimizer_config: OptimizerAsked | None = None
+    optimizer_config: OptimizerBody | None = None
     user_metadata: dict[str, Any] | None = None
 
 
-class ModelNamed(msgspec.Struct):
-    model_id: str
-
-
-class StepAsked(msgspec.Struct):
+class StepBody(msgspec.Struct):
     model_id: str
     seq_id: int = 0
     adam_params: dict[str, Any] | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveAsked(msgspec.Struct):
+class SaveBody(msgspec.Struct):
     """All kinds of saves."""
 
     model_id: str
@@ -91,32 +93,28 @@ class SaveAsked(msgspec.Struct):
     age_encryption_recipients: list[str] | None = None
 
 
-class TtlAsked(msgspec.Struct):
+class TtlBody(msgspec.Struct):
     ttl_seconds: int | None
 
 
-class SamplerAsked(msgspec.Struct):
+class SamplerBody(msgspec.Struct):
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
 
 
-class WeightsNamed(msgspec.Struct):
-    tinker_path: str
-
-
-class OwnerAsked(msgspec.Struct):
+class OwnerBody(msgspec.Struct):
     type: str = "own"
     owner_urns: list[str] = []
 
 
-class StatusAsked(msgspec.Struct):
+class StatusBody(msgspec.Struct):
     type: str
     reasons: list[str] | None = None  # of `client_finished`; None: any
 
 
-class CursorGiven(msgspec.Struct):
+class CursorBody(msgspec.Struct):
     last_created_at: Annotated[datetime, msgspec.Meta(tz=True)]
     last_session_id: str
 
@@ -126,25 +124,17 @@ class CursorGiven(msgspec.Struct):
         return int(self.last_created_at.timestamp())
 
 
-class SearchAsked(msgspec.Struct):
+class SearchBody(msgspec.Struct):
     """A search of sessions."""
 
     session_id: str | None = None
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = {}
     display_name: str | None = None
-    owner: OwnerAsked = msgspec.field(default_factory=OwnerAsked)
-    statuses: list[StatusAsked] | None = None
+    owner: OwnerBody = msgspec.field(default_factory=OwnerBody)
+    statuses: list[StatusBody] | None = None
     limit: int = 50
-    cursor: CursorGiven | None = None
-
-
-class JoinAsked(msgspec.Struct):
-    sampling_session_id: str
-
-
-class FutureNamed(msgspec.Struct):
-    request_id: str
+    cursor: CursorBody | None = None
 
 
 async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:

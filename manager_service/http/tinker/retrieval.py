@@ -23,8 +23,8 @@ from manager_service.http.stores.tinker_names import parse_future
 from manager_service.http.tinker.futures.operation_futures import Expired, Pending, ReadyResult, failed, look
 from manager_service.http.tinker.futures.sample_futures import GONE, Gone, place_of
 from manager_service.http.tinker.futures.sample_futures import PREFIX as PREFIX_OF_SAMPLES
-from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
-from manager_service.http.tinker.request_bodies import FutureNamed, read
+from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
+from manager_service.http.tinker.request_bodies import NameBody, read
 from manager_service.http.tinker.wire import protobuf
 from manager_service.records.run_records import HOLE_S
 from manager_service.records.tenants import TenantRecord
@@ -42,23 +42,23 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 @router.post("/retrieve_future")
-async def retrieve_future(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    future = (await read(request, FutureNamed)).request_id
+async def retrieve_future(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
+    future = (await read(request, NameBody)).request_id
     try:
         if future.startswith(f"{PREFIX_OF_SAMPLES}-"):
-            return await _samples(api, tenant, future)
-        return await _operation(api, tenant, known, future)
+            return await _samples(api, tenant, tinker, future)
+        return await _operation(api, tenant, tinker, future)
     except (Expired, Gone) as error:
         raise ApiError(410, str(error), code="gone") from error
 
 
 @router.post("/cancel_future")
-async def cancel_future(request: Request, api: Parts, tenant: Tenant) -> Response:
+async def cancel_future(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     """Gives up a request for samples. What is no such request, or is over, is passed over in silence."""
-    future = (await read(request, FutureNamed)).request_id
-    replica, name = place_of(future) or ("", "")
-    if base := api.bases.get(name):
-        await base.peers.give_up(replica, tenant.id, future)
+    future = (await read(request, NameBody)).request_id
+    replica, name = place_of(future)
+    if futures := tinker.futures.get(name):
+        await futures.peers.give_up(replica, tenant.id, future)
     return answer({})
 
 
@@ -94,13 +94,13 @@ class Patience:
 # ---- operations -----------------------------------------------------------------------------------------------------
 
 
-async def _operation(api: Api, tenant: TenantRecord, known: Records, future: str) -> Response:
+async def _operation(api: Api, tenant: TenantRecord, tinker: Records, future: str) -> Response:
     name, seq = parse_future(future)
-    run = await known.runs.find(tenant.id, name)
-    pending, beside = Pending(None), partial(api.helpers.beside, tenant)
+    run = await tinker.runs.find(tenant.id, name)
+    pending, beside = Pending(""), partial(api.helpers.beside, tenant)
     try:
         async with asyncio.timeout(WAIT_S):
-            with run.base.answered.of(run.id, seq) as answered:
+            with tinker.futures[run.base.name].answered.of(run.id, seq) as answered:
                 while isinstance(found := await look(run.base.bus, run.spec, seq, beside), Pending):
                     pending = found
                     await answered.wait()
@@ -112,7 +112,7 @@ async def _operation(api: Api, tenant: TenantRecord, known: Records, future: str
 
 async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
     """The state of the queue in which an operation waits, and the reason."""
-    if pending.status is None:
+    if not pending.status:
         return "paused_capacity", "the service's memory is away for a moment"
     if pending.missing is not None:
         return (
@@ -140,10 +140,10 @@ async def _base_waits(base: Base, tenant: TenantRecord, service: str) -> tuple[Q
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
-async def _samples(api: Api, tenant: TenantRecord, future: str) -> Response:
-    replica, name = place_of(future) or ("", "")
+async def _samples(api: Api, tenant: TenantRecord, tinker: Records, future: str) -> Response:
+    replica, name = place_of(future)
     base = api.bases.get(name)
-    outcome = GONE if base is None else await base.peers.outcome(replica, tenant.id, future, WAIT_S)
+    outcome = GONE if base is None else await tinker.futures[name].peers.outcome(replica, tenant.id, future, WAIT_S)
     if base is None or outcome.gone:
         raise Gone(f"the request {future[:64]!r} is not here any more, or no worker could sample: ask again")
     if not outcome.done:

@@ -1,7 +1,8 @@
-"""Routes of a run as a whole: create it, anew or from a checkpoint, ask about it, end it."""
+"""Routes of a run as a whole: create it, with new weights or from a checkpoint, ask about it, end it."""
 
 import secrets
 import time
+from collections.abc import Sequence
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -9,20 +10,20 @@ from starlette.responses import Response
 
 from common.errors import InvalidInput, NotFound
 from common.suggestions import did_you_mean
-from common.wire.messages import AdapterRef, Failure, LoraSpec
+from common.wire.messages import AdapterRef, LoraSpec
 from common.wire.operations import LoadWeights
 from manager_service.http.context import Api, Base, Parts, Tenant
-from manager_service.http.stores.operation_store import AskedOperation, submit, submit_unload, wrong
+from manager_service.http.stores.operation_store import NewOperation, submit, submit_unload
 from manager_service.http.stores.run_store import RunRow, Source
 from manager_service.http.stores.session_store import check_told
 from manager_service.http.stores.tinker_names import find_base, numbered, parse_path, run_name, tokenizer_id
-from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
+from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
 from manager_service.http.tinker.request_bodies import (
-    CreateAsked,
-    LoadAsked,
-    LoraAsked,
-    ModelNamed,
-    OptimizerAsked,
+    CreateBody,
+    LoadBody,
+    LoraBody,
+    NameBody,
+    OptimizerBody,
     read,
 )
 from manager_service.records.run_records import RunSpec
@@ -37,90 +38,83 @@ ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_pro
 
 
 @router.post("/create_model")
-async def create_model(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    asked = await read(request, CreateAsked)
-    await _check_session(tenant, known, asked)
-    base = find_base(api, asked.base_model)
-    _check_optimizer(asked.optimizer_config)
-    lora = asked.lora_config or LoraAsked()
-    spec = _spec(tenant, asked, base, lora=_lora(base, lora), seed=lora.seed, asked_model=asked.base_model)
-    await known.runs.create(base, spec, asked=asked, kind="create_model")
+async def create_model(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
+    body = await read(request, CreateBody)
+    await _check_session(tenant, tinker, body)
+    base = find_base(api, body.base_model)
+    _check_optimizer(body.optimizer_config)
+    lora = body.lora_config or LoraBody()
+    spec = _spec(tenant, body, base, lora=_lora(base, lora), seed=lora.seed, asked_model=body.base_model)
+    await tinker.runs.create(base, spec, body=body, kind="create_model")
     return answer({"request_id": f"{spec.id}:0", "model_id": spec.public_id})
 
 
 @router.post("/load_weights")
-async def load_weights(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    asked = await read(request, LoadAsked)
-    if asked.session_id is None:
-        return await _load_into(api, tenant, known, asked)
-    await _check_session(tenant, known, asked)
-    source = await _source(tenant, known, asked)
-    _check_optimizer(asked.optimizer_config or OptimizerAsked())
-    if asked.base_model is not None and find_base(api, asked.base_model) is not source.base:
-        raise InvalidInput(f"{asked.path} is of the base model {source.asked_model!r}", param="base_model")
-    model = asked.base_model or source.asked_model
-    spec = _spec(tenant, asked, source.base, lora=source.lora, asked_model=model, source=source.adapter)
-    spec = msgspec.structs.replace(spec, with_optimizer=asked.optimizer)
-    await known.runs.create(source.base, spec, asked=asked, kind="load_weights")
+async def load_weights(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
+    body = await read(request, LoadBody)
+    if body.session_id is None:
+        return await _load_into(api, tenant, tinker, body)
+    await _check_session(tenant, tinker, body)
+    source = await _source(tenant, tinker, body)
+    _check_optimizer(body.optimizer_config or OptimizerBody())
+    if body.base_model is not None and find_base(api, body.base_model) is not source.base:
+        raise InvalidInput(f"{body.path} is of the base model {source.asked_model!r}", param="base_model")
+    model = body.base_model or source.asked_model
+    spec = _spec(tenant, body, source.base, lora=source.lora, asked_model=model, source=source.adapter)
+    spec = msgspec.structs.replace(spec, with_optimizer=body.optimizer)
+    await tinker.runs.create(source.base, spec, body=body, kind="load_weights")
     return answer({"request_id": f"{spec.id}:0", "model_id": spec.public_id})
 
 
-async def _check_session(tenant: TenantRecord, known: Records, asked: CreateAsked | LoadAsked) -> None:
+async def _check_session(tenant: TenantRecord, tinker: Records, body: CreateBody | LoadBody) -> None:
     """Raises NotFound, InvalidInput unless a run can begin in the session that is asked for."""
-    session = await known.sessions.find(tenant.id, asked.session_id or "")
+    session = await tinker.sessions.find(tenant.id, body.session_id or "")
     if session.finished:
         raise InvalidInput(f"the session {session.id} has finished: create another", param="session_id")
-    check_told(user_metadata=asked.user_metadata)
+    check_told(user_metadata=body.user_metadata)
 
 
-async def _load_into(api: Api, tenant: TenantRecord, known: Records, asked: LoadAsked) -> Response:
+async def _load_into(api: Api, tenant: TenantRecord, tinker: Records, body: LoadBody) -> Response:
     """A load into a run that exists is an operation: what is wrong with it is a future that fails, for it has a number."""
-    run = await known.runs.named(tenant.id, asked.model_id or "")
-    load = await _find_load(tenant, known, run, asked)
-    if isinstance(load, Failure):
-        operation = AskedOperation(seq=asked.seq_id or 0, action="load", failure=load)
-    else:
-        operation = AskedOperation(seq=asked.seq_id or 0, action="load", payload=msgspec.msgpack.encode(load))
+    run = await tinker.runs.named(tenant.id, body.model_id or "")
+    payload, fault = b"", ""
+    try:
+        source = await _source(tenant, tinker, body)
+        payload = msgspec.msgpack.encode(LoadWeights(body.path, source.adapter, body.optimizer))
+        fault = _misfit(run, source, body.path)
+    except (InvalidInput, NotFound) as error:
+        fault = str(error)
+    operation = NewOperation(seq=body.seq_id or 0, action="load", payload=payload, fault=fault)
     return answer({"request_id": await submit(run, operation, api.objects), "model_id": run.spec.public_id})
 
 
-async def _find_load(tenant: TenantRecord, known: Records, run: RunRow, asked: LoadAsked) -> LoadWeights | Failure:
-    try:
-        source = await _source(tenant, known, asked)
-    except (InvalidInput, NotFound) as error:
-        return wrong(str(error))
-    mine, theirs = (_shape(run.base, lora) for lora in (run.spec.lora, source.lora))
-    if source.base is not run.base or mine != theirs:
-        return wrong(
-            f"{asked.path} is of {_told(source.base, theirs)}, and this run of {_told(run.base, mine)}: create a run from it instead"
-        )
-    return LoadWeights(asked.path, source.adapter, asked.optimizer)
+def _misfit(run: RunRow, source: Source, path: str) -> str:
+    """The reason why a run cannot go on from a version; empty if it can."""
+    mine, theirs = _shape(run.base, run.spec.lora), _shape(source.base, source.lora)
+    return "" if mine == theirs else f"{path} is of {theirs}, and this run of {mine}: create a run from it instead"
 
 
-LoraShape = tuple[int, float, tuple[str, ...]]
-"""Rank, alpha and targets of an adapter."""
+def _shape(base: Base, lora: LoraSpec) -> str:
+    """The base, rank, alpha and targets of an adapter, which one that it loads shares."""
+    targets = ", ".join(sorted(lora.targets or _present(base, ATTENTION + MLP)))
+    return f"{base.name!r} with rank {lora.rank}, alpha {lora.alpha:g} and the targets {targets}"
 
 
-def _shape(base: Base, lora: LoraSpec) -> LoraShape:
-    every = (name for name in ATTENTION + MLP if name in base.linear_layers or not base.linear_layers)
-    return lora.rank, lora.alpha, tuple(sorted(lora.targets or every))
+def _present(base: Base, layers: Sequence[str]) -> tuple[str, ...]:
+    """The layers of these that a base model has; all if its layers are not known."""
+    return tuple(name for name in layers if name in base.linear_layers or not base.linear_layers)
 
 
-def _told(base: Base, shape: LoraShape) -> str:
-    rank, alpha, targets = shape
-    return f"{base.name!r} with rank {rank}, alpha {alpha:g} and the targets {', '.join(targets)}"
-
-
-async def _source(tenant: TenantRecord, known: Records, asked: LoadAsked) -> Source:
+async def _source(tenant: TenantRecord, tinker: Records, body: LoadBody) -> Source:
     """The version that is asked for, noted as used. Raises InvalidInput, NotFound."""
-    if asked.optimizer and (kind := parse_path(asked.path).kind) != "weights":
+    if body.optimizer and (kind := parse_path(body.path).kind) != "weights":
         raise InvalidInput(f"…/{kind}/ have no optimiser state: load …/weights/, or without it", param="optimizer")
-    return await known.runs.source(tenant.id, asked.path, with_optimizer=asked.optimizer)
+    return await tinker.runs.source(tenant.id, body.path, with_optimizer=body.optimizer)
 
 
 @router.post("/get_info")
-async def get_info(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    run = await known.runs.named(tenant.id, (await read(request, ModelNamed)).model_id)
+async def get_info(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
+    run = await tinker.runs.named(tenant.id, (await read(request, NameBody)).model_id)
     tokenizer = tokenizer_id(api, run.base)
     return answer(
         {
@@ -136,14 +130,14 @@ async def get_info(request: Request, api: Parts, tenant: Tenant, known: Known) -
 
 
 @router.post("/unload_model")
-async def unload_model(request: Request, api: Parts, tenant: Tenant, known: Known) -> Response:
-    run = await known.runs.named(tenant.id, (await read(request, ModelNamed)).model_id)
+async def unload_model(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
+    run = await tinker.runs.named(tenant.id, (await read(request, NameBody)).model_id)
     return answer({"request_id": await submit_unload(run, api.objects), "model_id": run.spec.public_id})
 
 
 def _spec(
     tenant: TenantRecord,
-    asked: CreateAsked | LoadAsked,
+    body: CreateBody | LoadBody,
     base: Base,
     *,
     lora: LoraSpec,
@@ -151,9 +145,9 @@ def _spec(
     seed: int | None = None,
     source: AdapterRef | None = None,
 ) -> RunSpec:
-    session = asked.session_id or ""
+    session = body.session_id or ""
     return RunSpec(
-        id=run_name(session, numbered(asked.model_seq_id, "model_seq_id")),
+        id=run_name(session, numbered(body.model_seq_id, "model_seq_id")),
         tenant=tenant.id,
         session=session,
         base_model=base.name,
@@ -162,12 +156,12 @@ def _spec(
         seed=secrets.randbits(53) if seed is None else seed % 2**53,
         created_at=int(time.time()),
         source=source,
-        user_metadata=asked.user_metadata or {},
+        user_metadata=body.user_metadata or {},
         weight=tenant.weight,
     )
 
 
-def _check_optimizer(optimizer: OptimizerAsked) -> None:
+def _check_optimizer(optimizer: OptimizerBody) -> None:
     if optimizer.type != "adamw":
         hint = did_you_mean(optimizer.type, ["adamw"])
         raise InvalidInput(
@@ -175,20 +169,20 @@ def _check_optimizer(optimizer: OptimizerAsked) -> None:
         )
 
 
-def _lora(base: Base, asked: LoraAsked) -> LoraSpec:
+def _lora(base: Base, body: LoraBody) -> LoraSpec:
     """Raises InvalidInput. `train_unembed` is true in every request of the SDK: it is accepted, and not trained."""
     limit = min(MAX_RANK, base.cluster.max_lora_rank() or MAX_RANK)
-    if not 1 <= asked.rank <= limit:
-        raise InvalidInput(f"rank {asked.rank}: this service takes 1 to {limit}", param="lora_config.rank")
-    wanted = (ATTENTION if asked.train_attn else ()) + (MLP if asked.train_mlp else ())
+    if not 1 <= body.rank <= limit:
+        raise InvalidInput(f"rank {body.rank}: this service takes 1 to {limit}", param="lora_config.rank")
+    wanted = (ATTENTION if body.train_attn else ()) + (MLP if body.train_mlp else ())
     if not wanted:
         raise InvalidInput(
-            "LoRA on the unembedding alone is not offered: train_attn or train_mlp too", param="lora_config"
+            "LoRA on nothing but the unembedding is not offered: train_attn or train_mlp too", param="lora_config"
         )
-    there = tuple(name for name in wanted if name in base.linear_layers or not base.linear_layers)
+    there = _present(base, wanted)
     if not there:
         names = ", ".join(sorted(base.linear_layers))
         raise InvalidInput(
             f"{base.name!r} has none of the layers {', '.join(wanted)}; it has {names}", param="lora_config"
         )
-    return LoraSpec(asked.rank, ALPHA, () if asked.train_attn and asked.train_mlp else there)
+    return LoraSpec(body.rank, ALPHA, () if body.train_attn and body.train_mlp else there)

@@ -1,5 +1,7 @@
 """Routes of a client as a whole: its configuration, its session, what the service can do."""
 
+import secrets
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -7,8 +9,10 @@ from starlette.responses import Response
 
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import ApiError
-from manager_service.http.tinker.parts import PREFIX, Known, answer
-from manager_service.http.tinker.request_bodies import FinishAsked, SessionAsked, SessionNamed, read
+from manager_service.http.stores.session_store import check_told
+from manager_service.http.tinker.parts import PREFIX, Tinker, answer
+from manager_service.http.tinker.request_bodies import FinishBody, NameBody, SessionBody, read
+from manager_service.records.run_records import ClientSession
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
@@ -65,29 +69,39 @@ async def capabilities(api: Parts, tenant: Tenant) -> Response:
 
 
 @router.post("/create_session")
-async def create_session(request: Request, tenant: Tenant, known: Known) -> Response:
-    session = await known.sessions.create(tenant.id, await read(request, SessionAsked))
+async def create_session(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
+    body = await read(request, SessionBody)
+    check_told(user_metadata=body.user_metadata, display_name=body.display_name, tags=body.tags)
+    session = ClientSession(
+        id=f"ses-{secrets.token_hex(8)}",
+        tenant=tenant.id,
+        created_at=int(time.time()),
+        sdk_version=body.sdk_version[:64],
+        display_name=body.display_name,
+        user_metadata=body.user_metadata or {},
+    )
+    await tinker.sessions.create(session)
     return answer({"type": "create_session", "session_id": session.id, "info_message": UNTRAINED})
 
 
 @router.post("/session_heartbeat")
-async def session_heartbeat(request: Request, tenant: Tenant, known: Known) -> Response:
+async def session_heartbeat(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     """410 ends the client's signs of life."""
-    session = await known.sessions.find(tenant.id, (await read(request, SessionNamed)).session_id)
+    session = await tinker.sessions.find(tenant.id, (await read(request, NameBody)).session_id)
     if session.finished:
         raise ApiError(410, f"the session {session.id} has finished", code="finished")
-    await known.sessions.refresh(session)
+    await tinker.sessions.refresh(session)
     return answer({"type": "session_heartbeat"})
 
 
 @router.post("/sessions/{session_id}/finish")
-async def finish_session(request: Request, session_id: str, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def finish_session(request: Request, session_id: str, tenant: Tenant, tinker: Tinker) -> Response:
     """Ends a session. Its requests end at this replica now, and at others when they look."""
-    session = await known.sessions.find(tenant.id, session_id)
-    asked = await read(request, FinishAsked)
-    await known.sessions.finish(session, asked.reason.type[:32])
-    for base in api.bases.values():
-        base.samples.end_session(session.id)
+    session = await tinker.sessions.find(tenant.id, session_id)
+    body = await read(request, FinishBody)
+    await tinker.sessions.finish(session, body.reason.type[:32])
+    for each in tinker.futures.values():
+        each.samples.end_session(session.id)
     return answer({})
 
 

@@ -68,7 +68,7 @@ def _greet(cluster: LocalCluster, as_json: bool) -> None:
         f"  openai  base_url={cluster.base_url}/v1 api_key=$(cat {folder / 'api_key'})\n"
         f"  tinker  export TINKER_BASE_URL={cluster.base_url} TINKER_API_KEY=tml-$(cat {folder / 'api_key'})\n"
         f"  logs    {folder / 'logs'}\n"
-        f"  policy  {settings.policy}, training queue {settings.training_queue}\n"
+        f"  policy  {settings.policy}\n"
         f"  next    in another terminal: {_shown(Path(sys.executable).name)} -m examples.quickstart{option}, or\n"
         f"          {_shown('marlaas')} submit ITEMS.jsonl --grader string_check:answer --watch{option}\n"
         f"          docs of the API: {cluster.base_url}/docs\n"

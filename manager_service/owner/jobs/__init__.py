@@ -10,10 +10,9 @@ Its files:
     groups.py               gathers scored trajectories into groups, and groups into a batch
     evaluation.py           counts the trajectories of an evaluation
     stopping.py             says when training ends early
-    retention.py            decides which versions of the adapter stay
     journal.py              writes what the user reads of a job: events, figures of steps, samples
     samples.py              makes of a trajectory what its owner reads
-    orders.py               makes the messages that a job sends to workers: Start, Init, TrainStep
+    orders.py               makes the messages that a job sends to workers: Start, Init, TrainStep; decides which versions stay
     items.py                reads the rows of a file from disk, and draws the order of each epoch
     changes.py              holds what an event changes, as values, and reads it as Redis commands
 """

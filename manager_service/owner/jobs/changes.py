@@ -64,9 +64,10 @@ class Changes:
     dropped_versions: list[tuple[str, int]] = field(default_factory=list)  # of adapters: their files are gone
     samples: list[KeptSamples] = field(default_factory=list)
     dropped_samples: list[tuple[str, str, range]] = field(default_factory=list)  # tenant, job, versions
-    entered: list[str] = field(default_factory=list)  # keys of records read since the last commit, still to be there
+    entered: list[str] = field(
+        default_factory=list
+    )  # keys of records read since the last commit: they must still exist
     states: dict[str, JobState] = field(default_factory=dict)  # changed jobs
-    to_draw: list[str] = field(default_factory=list)  # jobs that are to find the order of their next items
     begun: list[str] = field(default_factory=list)  # issued something of their version 0
     ended: list[str] = field(default_factory=list)  # succeeded, failed or cancelled; a step may still be under way
     oldest_in_use: dict[str, int] = field(
@@ -136,7 +137,7 @@ def commands(
     for moved in changes.moved:
         result += _deletions(moved, cell, partition)
     result += _of_runs(changes, cell, partition)
-    for stream, entries in changes.acks.items():
+    for stream, entries in changes.acks.items():  # last, behind all effects: see `transaction.COMMIT`
         result.append(["XACK", stream, GROUP_MANAGER, *entries])
         result.append(["XDEL", stream, *entries])
     return result
@@ -203,8 +204,8 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[RedisCommand]
     for run, due in changes.retire.items():
         key = cell.retire(partition)
         result.append(["ZREM", key, run] if due is None else ["ZADD", key, due, run])
-    for run, found in changes.results.items():
-        pairs = [part for each in found for part in (each.seq, msgspec.msgpack.encode(each))]
+    for run, results in changes.results.items():
+        pairs = [part for each in results for part in (each.seq, msgspec.msgpack.encode(each))]
         result += [["HSET", cell.results(run), *pairs], ["EXPIRE", cell.results(run), KEEP_RESULTS_S]]
     for moved in changes.over:
         run, tenant = moved.job, moved.tenant

@@ -62,16 +62,16 @@ def next_batch(groups: Mapping[int, Group], *, window: int, end: int, batch_size
 
     `groups`: without the dropped ones. `end`: one past the last group issued.
     """
-    found: list[int] = []
+    batch: list[int] = []
     for number in range(window, end):
         group = groups.get(number)
         if group is None:
             continue
         if not group.decided:
             return None
-        found.append(number)
-        if len(found) == batch_size:
-            return found
+        batch.append(number)
+        if len(batch) == batch_size:
+            return batch
     return None
 
 

@@ -1,19 +1,16 @@
-"""Rows of a training or validation file, and the order in which a job visits them: another one each epoch.
-
-What a large file's order takes (a second for four million rows) is done ahead, in a thread, and lies on disk.
-"""
+"""Rows of a training or validation file, and the order in which a job visits them: another one each epoch."""
 
 import os
-import tempfile
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
 from struct import Struct
 from typing import Any, BinaryIO, Protocol
 
 import msgspec
 import numpy as np
 
-from common.rng import permutation, permutation_parts
+from common.rng import permutation, permuted
 from common.text.prompts import with_messages
 
 BOUNDS = Struct("@qq")
@@ -77,7 +74,7 @@ def _bounds(file: BinaryIO, size: int) -> Iterator[np.ndarray]:
 
 
 def _line_ends(block: np.ndarray, *, is_last: bool) -> np.ndarray:
-    """Places behind the lines that end in a block. Some files end lines by a carriage return alone."""
+    """Places behind the lines that end in a block. Some files end lines by only a carriage return."""
     newlines, returns = block == NEWLINE, block == RETURN
     returns[:-1] &= ~newlines[1:]
     ends = np.flatnonzero(newlines | returns) + 1
@@ -99,64 +96,26 @@ class Items:
 
 # ---- their order ----------------------------------------------------------------------------------------------------
 
-SMALL = 1 << 16
-"""Items of a file whose order is drawn, in some milliseconds, when it is asked for."""
-AHEAD = 8
-"""The next epoch's order is to be drawn when this part of the groups of an epoch is left: an eighth."""
-NUMBER = np.dtype(np.uint32)
-
-
-class NumbersOnDisk:
-    """Numbers below 2**32 in a file without a name. Each is read when it is asked for."""
-
-    def __init__(self, parts: Iterable[np.ndarray]) -> None:
-        """Raises OSError if the disk is full."""
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as this is
-        weakref.finalize(self, self._file.close)
-        for numbers in parts:
-            self._file.write(numbers.astype(NUMBER).tobytes())
-        self._file.flush()
-
-    def __getitem__(self, index: int) -> int:
-        read = os.pread(self._file.fileno(), NUMBER.itemsize, index * NUMBER.itemsize)
-        return int(np.frombuffer(read, NUMBER)[0])
+SMALL_FILE = 1 << 16
+"""Items of a file whose order is drawn as a whole, in some milliseconds."""
 
 
 class Shuffle:
-    """The places in the file of the items of a job's groups: permutation(seed, epoch)[group mod n]."""
+    """The order in which a job visits its items, another one each epoch: group g gets item permutation(seed, epoch)[g mod n].
+
+    The order of a large file would take a second and much memory. So of such a file each place is computed by itself.
+    """
 
     def __init__(self, seed: int, num_items: int) -> None:
         self._seed, self._n = seed, num_items
-        self._orders: dict[int, np.ndarray | NumbersOnDisk] = {}  # by epoch
+        self._order = lru_cache(2)(self._drawn)  # two: groups of one epoch may be issued again after the next has begun
 
     def place(self, group: int) -> int:
-        """The place of a group's item. Takes long if the order of a large file is not drawn."""
+        """The place in the file of a group's item."""
         epoch, at = divmod(group, self._n)
-        if epoch not in self._orders:
-            newest = max(self._orders, default=epoch)
-            self._orders = {known: order for known, order in self._orders.items() if known == newest}
-            self._orders[epoch] = self._drawn(epoch)
-        return int(self._orders[epoch][at])
+        if self._n > SMALL_FILE:
+            return permuted(self._seed, epoch, self._n, at)
+        return int(self._order(epoch)[at])
 
-    def is_drawn(self, group: int) -> bool:
-        """Is the place of a group's item found at once?"""
-        return self._n <= SMALL or group // self._n in self._orders
-
-    def is_due(self, group: int) -> bool:
-        """Is this the group at which the next epoch's order is to be drawn? Ask of each group."""
-        return self._n > SMALL and (group + self._n // AHEAD) % self._n == 0
-
-    def draw(self, first: int, last: int) -> None:
-        """Draws the orders that these groups need, those between them and those soon behind; forgets others. Call it in a thread.
-
-        Raises OSError if the disk is full.
-        """
-        if self._n > SMALL:
-            epochs = range(first // self._n, (last + self._n // AHEAD) // self._n + 1)
-            known = self._orders
-            self._orders = {epoch: known[epoch] if epoch in known else self._drawn(epoch) for epoch in epochs}
-
-    def _drawn(self, epoch: int) -> np.ndarray | NumbersOnDisk:
-        if self._n <= SMALL:
-            return permutation(self._seed, epoch, self._n).astype(NUMBER)
-        return NumbersOnDisk(permutation_parts(self._seed, epoch, self._n))
+    def _drawn(self, epoch: int) -> np.ndarray:
+        return permutation(self._seed, epoch, self._n).astype(np.uint32)

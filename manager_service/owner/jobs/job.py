@@ -19,11 +19,10 @@ from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.journal import Journal
 from manager_service.owner.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.owner.jobs.orders import Orders
-from manager_service.owner.jobs.retention import droppable
 from manager_service.owner.jobs.stopping import end_of, note_step
 from manager_service.records.job_records import FINAL, MAX_DRAWN, JobError, JobSpec, JobState, Status, Stop, Training
 from manager_service.records.sample_records import LIMITS, CheckpointRecord, Limits
-from manager_service.scheduling.lengths import Lengths
+from manager_service.scheduling.members import Lengths
 from manager_service.scheduling.policies import capacity
 
 
@@ -80,10 +79,12 @@ class Job:
             return False
         if hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size:
             return False
+        # The version gate (I1). A batch with a trainer still counts: its version is not there yet, so what is issued now would be
+        # one version older when it is trained
         untrained = len(self.open.groups) + (hyper.batch_size if state.training else 0)
         room = capacity(eta=hyper.max_staleness, batch_size=hyper.batch_size, num_untrained=untrained)
         left = (self.num_steps - self.steps_sent) * hyper.batch_size
-        return room > 0 and len(self.open.groups) < left and self.orders.has_item(state.next_group)
+        return room > 0 and len(self.open.groups) < left
 
     def wants_eval(self) -> bool:
         """May a part of an evaluation be issued now?"""
@@ -128,6 +129,8 @@ class Job:
 
     def _reissue(self, changes: Changes) -> None:
         """Issues every waiting trajectory again, as a new attempt. Results of the old one will be dropped."""
+        # Two numbers: workers drop messages of an older epoch, which only saves work; `attempt_of` refuses late results, which
+        # keeps them from counting twice
         self.state.epoch += 1
         self.state.attempt += 1
         for number, group in self.open.groups.items():
@@ -145,7 +148,8 @@ class Job:
             self._give_up(changes)
         elif training := self.state.training:  # its groups are sampled again, because their results were lost with it
             self.journal.warn(now, "A training step was lost and is made again", changes)
-            self.open.wait_again(training.keys, self.state.version, self.state.attempt)
+            for key in map(TrajectoryKey.parse, training.keys):
+                self.open.wait_for(key, self.state.version, self.state.attempt)
             self.state.reopen_window(training, self.open.groups.keys())
             self._reissue(changes)
         elif self.state.initialising:
@@ -186,8 +190,6 @@ class Job:
         keys = [TrajectoryKey(number, sample) for sample in range(size)]
         self._sample(self.state.version, keys, changes)
         changes.ledger[self.id, "issued"] += size
-        if self.orders.is_to_draw(number):
-            changes.to_draw.append(self.id)
         self._dirty(changes)
 
     @property
@@ -281,7 +283,7 @@ class Job:
     # ---- batches ----------------------------------------------------------------------------------------------------
 
     def advance(self, now: float, changes: Changes) -> None:
-        """Does all that follows from the state alone: drops groups, finishes evaluations, finishes the job."""
+        """Does what follows from the state: drops groups, finishes evaluations, finishes the job."""
         if self.state.status in FINAL:
             return
         state = self.state
@@ -324,8 +326,8 @@ class Job:
         state, hyper = self.state, self.spec.hyper
         if state.status != "running" or state.training or state.version < 0 or state.version >= self.num_steps:
             return None
-        if (found := self.open.next_batch(state.window, state.next_group)) is not None:
-            return found
+        if (numbers := self.open.next_batch(state.window, state.next_group)) is not None:
+            return numbers
         exhausted = hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size
         return sorted(self.open.groups) if exhausted and len(self.open.decided) == len(self.open.groups) else None
 
@@ -334,7 +336,7 @@ class Job:
         end = numbers[-1] + 1 if numbers else self.state.next_group
         in_use = (group.version for number, group in self.open.groups.items() if number not in numbers)
         batch = [(number, self.open.groups[number]) for number in numbers]
-        return self.orders.step(self.state, batch, end, droppable(self.spec, self.state, in_use))
+        return self.orders.step(self.state, batch, end, in_use)
 
     def publish_step(self, numbers: list[int], changes: Changes) -> None:
         """Hands a batch to the trainers. The same script acknowledges its scored entries."""

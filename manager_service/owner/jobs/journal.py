@@ -128,12 +128,9 @@ class Journal:
             "step_tokens": update.usage.trained_tokens,
             "step_s": self._step_took(now),
         }
-        said = f"Step {step}/{self._spec.hyper.num_steps}: {self._shown()}"
-        if failed_share <= WARN_FAILED_SHARE:
-            self.tell(now, changes, said, metrics=data)
-        else:
-            said = f"{said}; {failed_share:.0%} of its trajectories failed, most of them: {training.failed_reason}"
-            self.tell(now, changes, said, level="warn", metrics=data)
+        failures = f"its trajectories failed, most of them: {training.failed_reason}"
+        text = f"Step {step}/{self._spec.hyper.num_steps}: {self._shown()}"
+        self._tell_figures(text, data, failed_share, failures, now, changes)
         self._note_signal(metrics.get("num_signal_rows"), now, changes)
 
     def _note_signal(self, num_rows: float | None, now: float, changes: Changes) -> None:
@@ -155,46 +152,38 @@ class Journal:
             return "no example" if state.last_loss is None else f"loss {state.last_loss:.4f}"
         return "no signal" if state.last_reward is None else f"reward {state.last_reward:.3f}"
 
-    def _evaluated_loss(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
-        data = loss_summary(version, tally)
-        loss = self._state.last_eval_loss = data["eval_loss"]
-        note_evaluation(self._spec, self._state, version, loss)
-        self._note_best(version, None if loss is None else -loss)
-        shown = "every example failed" if loss is None else f"loss {loss:.4f} over {tally.num} examples"
-        self._tell_evaluation(shown, data, tally, now, changes)
-
-    def _tell_evaluation(
-        self, shown: str, data: dict[str, Any], tally: EvalTally, now: float, changes: Changes
-    ) -> None:
-        said = f"Evaluation of version {data['version']}: {shown}"
-        failed_share = tally.failed / max(1, tally.settled)
-        if failed_share <= WARN_FAILED_SHARE:
-            self.tell(now, changes, said, metrics=data)
-        else:
-            said = f"{said}; {failed_share:.0%} of it failed, the first of them: {tally.failed_reason}"
-            self.tell(now, changes, said, level="warn", metrics=data)
-
-    def _note_best(self, version: int, score: float | None) -> None:
-        state = self._state
-        if score is not None and (state.best_eval is None or score > state.best_eval):
-            state.best_eval, state.best_version = score, version
-
     def evaluated(self, version: int, tally: EvalTally, now: float, changes: Changes) -> None:
         """Writes the event of an evaluation that has ended."""
         answers = sorted(self._answers.pop(version, []), key=lambda one: one.item or 0)
         if answers and not self._kept("samples").has_dropped(version):
             self._keep("answers", version, answers, changes)
+        state = self._state
         if self._spec.is_supervised:
-            return self._evaluated_loss(version, tally, now, changes)
-        data = summary(version, tally)
-        mean = data["eval_reward_mean"]
-        if version == 0:
-            self._state.first_eval = mean
-        self._state.last_eval = mean
-        note_evaluation(self._spec, self._state, version, mean)
-        self._note_best(version, mean)
-        shown = "every answer failed" if mean is None else f"reward {mean:.3f} over {tally.num} answers"
-        self._tell_evaluation(shown, data, tally, now, changes)
+            data = loss_summary(version, tally)
+            figure = state.last_eval_loss = data["eval_loss"]
+            score = None if figure is None else -figure
+            shown = "every example failed" if figure is None else f"loss {figure:.4f} over {tally.num} examples"
+        else:
+            data = summary(version, tally)
+            figure = score = state.last_eval = data["eval_reward_mean"]
+            shown = "every answer failed" if figure is None else f"reward {figure:.3f} over {tally.num} answers"
+            if version == 0:
+                state.first_eval = figure
+        note_evaluation(self._spec, state, version, figure)
+        if score is not None and (state.best_eval is None or score > state.best_eval):
+            state.best_eval, state.best_version = score, version
+        failures = f"it failed, the first of them: {tally.failed_reason}"
+        failed_share = tally.failed / max(1, tally.settled)
+        self._tell_figures(f"Evaluation of version {version}: {shown}", data, failed_share, failures, now, changes)
+
+    def _tell_figures(
+        self, text: str, data: dict[str, Any], failed_share: float, failures: str, now: float, changes: Changes
+    ) -> None:
+        """Writes an event of figures, which warns if many trajectories failed. `failures`: says of what, and why."""
+        if failed_share <= WARN_FAILED_SHARE:
+            self.tell(now, changes, text, metrics=data)
+        else:
+            self.tell(now, changes, f"{text}; {failed_share:.0%} of {failures}", level="warn", metrics=data)
 
     def note_failed(self, message: ScoredTrajectory, item: dict[str, Any] | None) -> None:
         """Takes a trajectory that failed to the samples of the coming step, the first few of a step."""
@@ -204,8 +193,8 @@ class Journal:
     def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
         """Keeps what the batch's first groups wrote, the best and the worst of the others, and what failed since the batch before."""
         others = 0 if self._spec.is_supervised else self._limits.other_samples
-        found = chosen(batch, groups=self._limits.sample_groups, others=others)
-        items = {number: orders.item(number) for number in {number for number, *_ in found}}
+        rows = chosen(batch, groups=self._limits.sample_groups, others=others)
+        items = {number: orders.item(number) for number in {number for number, *_ in rows}}
         compared = advantages([each for each in batch if each[0] in items], self._spec.hyper.loss.name)
         records = [
             record_of(
@@ -216,7 +205,7 @@ class Journal:
                 advantage=compared[number][place],
                 supervised=self._spec.is_supervised,
             )
-            for number, place, scored, kept in found
+            for number, place, scored, kept in rows
         ]
         self._keep_step(self._state.version + 1, records, changes)
 

@@ -6,10 +6,10 @@
 
 Each change is written to both places at once: to this table, and through `Changes` to `open:<job>` (training) and
 `evals:<job>` (evaluation). The trajectories of a batch that a trainer has are
-open in Redis alone; the job's `Training` names them.
+open only in Redis; the job's `Training` names them.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import msgspec
@@ -137,13 +137,8 @@ class OpenTrajectories:
 
     # ---- transitions ------------------------------------------------------------------------------------------------
 
-    def wait_again(self, keys: Iterable[str], version: int, attempt: int) -> None:
-        """Waits for the trajectories of a lost step, by their keys."""
-        for key in map(TrajectoryKey.parse, keys):
-            self.wait_for(key, version, attempt)
-
     def wait_for(self, key: TrajectoryKey, version: int, attempt: int) -> None:
-        """Marks as waiting, in memory alone, a trajectory that is open in Redis already."""
+        """Marks as waiting, only in memory, a trajectory that is open in Redis already."""
         if key.group not in self.groups:
             self.groups[key.group] = Group(version)
         waiting = self.groups[key.group].waiting

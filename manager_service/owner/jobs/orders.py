@@ -1,6 +1,6 @@
 """Makes the messages that a job sends to workers, from its spec, its files and its state."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -83,11 +83,11 @@ class Orders:
         return self._cell.rollout_first, message
 
     def step(
-        self, state: JobState, batch: list[tuple[int, Group]], next_group: int, drops: tuple[int, ...] = ()
+        self, state: JobState, batch: list[tuple[int, Group]], next_group: int, in_use: Iterable[int] = ()
     ) -> TrainStep:
         """Asks to train the newest version on these groups. An empty batch has no signal: the weights stay.
 
-        `drops`: versions that nobody needs after that.
+        `in_use`: versions that sampled the groups that stay open.
         """
         spec, hyper = self._spec, self._spec.hyper
         return TrainStep(
@@ -101,7 +101,7 @@ class Orders:
             rows=pack(batch),
             trajectories=tuple(scored.message.id for _, group in batch for scored in group.rows()),
             next_group=next_group,
-            drops=drops,
+            drops=droppable(spec, state, in_use),
             weight=spec.weight,
             untrained=is_untrained(spec, state.version),
         )
@@ -138,23 +138,21 @@ class Orders:
         """The item of a group. None: the environment makes its own."""
         return self._items[self._shuffle.place(group)] if self._shuffle else None
 
-    def has_item(self, group: int) -> bool:
-        """May the item of a group be asked for without waiting?"""
-        return self._shuffle is None or self._shuffle.is_drawn(group)
-
-    def is_to_draw(self, group: int) -> bool:
-        """Is `draw` to be called when this group is issued?"""
-        return self._shuffle is not None and self._shuffle.is_due(group)
-
-    def draw(self, first: int, last: int) -> None:
-        """Finds the order of the items of these groups and those between, which takes a while for a large file. Call it in a thread.
-
-        Raises OSError if the disk is full.
-        """
-        if self._shuffle is not None:
-            self._shuffle.draw(first, last)
-
     def about(self, state: JobState) -> dict[str, Any]:
         """Fields that every message about the job has; see `Message.about`."""
         tenant = self._spec.tenant
         return {"tenant": tenant, "job": self._spec.id, "partition": partition_of(tenant), "epoch": state.epoch}
+
+
+def droppable(spec: JobSpec, state: JobState, in_use: Iterable[int]) -> tuple[int, ...]:
+    """Versions that nobody needs once the next one is committed; none if the job keeps all.
+
+    The newest `keep_versions` stay, the best by evaluation, and those in use. `in_use`: versions that open groups were sampled by.
+    """
+    keep = spec.hyper.keep_versions
+    if keep is None:
+        return ()
+    # The step carries the list: only its trainer knows that the next version is committed. Groups that are issued until then are
+    # sampled by the newest version, which is never in the list, because `keep_versions` is at least 2
+    needed = {state.best_version, *in_use, *map(int, state.evals)}
+    return tuple(v for v in state.stored if v <= state.version + 1 - keep and v not in needed)

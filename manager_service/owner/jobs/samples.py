@@ -20,8 +20,6 @@ MAX_TOKENS = 2048
 """Tokens that are kept of a trajectory, from its beginning."""
 DECIMALS = 3
 """Decimals of a log-prob, in nats, and of an advantage."""
-
-
 ChosenSample = tuple[int, int, Scored, KeptAs]
 """A trajectory with the number of its group, its place in it, and why it is kept."""
 
@@ -82,12 +80,12 @@ def record_of(
 def prompt_of(item: Mapping[str, Any] | None) -> str:
     """The text of the last message that is not the assistant's, or of an example's prompt; empty where there is none."""
     item = item or {}
-    given = item["messages"] if "messages" in item else item.get("prompt")
-    if isinstance(given, str):
-        return given[:MAX_TEXT]
-    talk = cast(list[Any], given) if isinstance(given, list) else []
-    asked = [cast(Mapping[str, Any], message) for message in talk if isinstance(message, Mapping)]
-    contents = [message.get("content") for message in asked if message.get("role") != "assistant"]
+    prompt = item["messages"] if "messages" in item else item.get("prompt")
+    if isinstance(prompt, str):
+        return prompt[:MAX_TEXT]
+    rows = cast(list[Any], prompt) if isinstance(prompt, list) else []
+    messages = [cast(Mapping[str, Any], row) for row in rows if isinstance(row, Mapping)]
+    contents = [message.get("content") for message in messages if message.get("role") != "assistant"]
     return contents[-1][:MAX_TEXT] if contents and isinstance(contents[-1], str) else ""
 
 

@@ -1,13 +1,13 @@
-"""Says when training ends early: at a target, on a plateau, or where the tokens that the job may use are used up.
+"""Decides whether training ends early: at a target, on a plateau, or because the job's tokens are used up.
 
-Compares the newest evaluation if there are any between steps, else the mean of the last WINDOW steps: of the reward, or of a supervised
-job's loss with its sign turned, so that more is better.
+Compares the newest evaluation if there are any between steps, else the mean of the last COMPARED_STEPS steps: of the reward, or
+of a supervised job's loss with its sign turned, so that more is better.
 """
 
 from manager_service.records.job_records import JobSpec, JobState, ScoreProgress, Stop
 
-WINDOW = 5
-"""Steps whose mean is compared: one step's is noisy."""
+COMPARED_STEPS = 5
+"""Steps whose mean is compared, because one step is noisy."""
 
 
 def note_step(spec: JobSpec, state: JobState, *, ahead: int = 0) -> None:
@@ -18,9 +18,9 @@ def note_step(spec: JobSpec, state: JobState, *, ahead: int = 0) -> None:
     figure = _better(spec, state.last_loss if spec.is_supervised else state.last_reward)
     if figure is None or _compares_evaluations(spec):
         return
-    progress.recent = [*progress.recent, figure][-WINDOW:]
-    if len(progress.recent) == WINDOW:
-        _note(spec, progress, state.version, sum(progress.recent) / WINDOW)
+    progress.recent = [*progress.recent, figure][-COMPARED_STEPS:]
+    if len(progress.recent) == COMPARED_STEPS:
+        _note(spec, progress, state.version, sum(progress.recent) / COMPARED_STEPS)
 
 
 def note_evaluation(spec: JobSpec, state: JobState, version: int, figure: float | None) -> None:
@@ -73,4 +73,8 @@ def end_of(spec: JobSpec, state: JobState, steps_sent: int) -> tuple[Stop, str] 
 
 def _named(spec: JobSpec) -> str:
     figure = "loss" if spec.is_supervised else "mean reward"
-    return f"the evaluation's {figure}" if _compares_evaluations(spec) else f"the {figure} of the last {WINDOW} steps"
+    return (
+        f"the evaluation's {figure}"
+        if _compares_evaluations(spec)
+        else f"the {figure} of the last {COMPARED_STEPS} steps"
+    )

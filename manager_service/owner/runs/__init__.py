@@ -7,6 +7,6 @@ Its files:
 
     run.py            holds one run's state machine: what a trainer does next, what is answered here, what a dead trainer means
     runs.py           holds the runs of one partition, and applies messages to them
-    held.py           says what an operation asks of a run
+    pending.py        holds an operation with its entry, and makes the trainer's operation of it
     run_retention.py  decides which versions stay in the store, and has the others deleted
 """

@@ -2,9 +2,9 @@
 
     queued ─► creating ─► ready ─► ended          (or: creating ─► failed)
 
-    ready:  [ operations in order of their numbers ─► a stretch to a trainer ─► results ] ... optim_step or load ─► version + 1
+    ready:  [ operations in order of their numbers ─► a segment to a trainer ─► results ] ... optim_step or load ─► version + 1
 
-One message is under way at a time: the longest stretch of operations that are there, up to a quantum. Operations that only name
+One message is under way at a time: the longest segment of operations that are there, up to a quantum. Operations that only name
 versions are answered here, when their turn comes. The entries of the *log*, the answered `forward_backward`s since the newest version,
 stay pending, so that another trainer or owner can begin the gradient again.
 """
@@ -18,7 +18,7 @@ from common.bus.streams import Cell, partition_of
 from common.wire.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure, Init
 from common.wire.operations import Operation, OperationResult, Operations, OperationsDone, Saved, SaveWeights
 from manager_service.owner.jobs.changes import Changes
-from manager_service.owner.runs.held import HeldOperation, for_trainer, is_trainers, load_of, num_tokens
+from manager_service.owner.runs.pending import PendingOperation, for_trainer, is_for_trainer, load_of, num_tokens
 from manager_service.owner.runs.run_retention import Retention, VersionNeeds
 from manager_service.records.job_records import JobError
 from manager_service.records.run_records import HOLE_S, SAVES, USED_S, RunSpec, RunState, Sampler, give_name
@@ -47,8 +47,8 @@ class Run:
         self.changed_at = 0.0
         """Time at which something last came back or was sent: seconds since 1970."""
         self._inbox = cell.ops(self.partition)
-        self._waiting: dict[int, HeldOperation] = {}  # by number: those without a result
-        self._log: dict[int, HeldOperation] = {}  # in order
+        self._waiting: dict[int, PendingOperation] = {}  # by number: those without a result
+        self._log: dict[int, PendingOperation] = {}  # in order
         self._waiting_since: dict[int, float] = {}  # number -> when `look` first found it
 
     # ---- what others ask --------------------------------------------------------------------------------------------
@@ -67,18 +67,18 @@ class Run:
         return self.state.status == "ended"
 
     @property
-    def held_entries(self) -> set[str]:
+    def pending_entries(self) -> set[str]:
         """Entries that stay pending because this run holds them."""
-        return {held.entry for held in (*self._waiting.values(), *self._log.values())}
+        return {pending.entry for pending in (*self._waiting.values(), *self._log.values())}
 
     @property
     def log_bytes(self) -> int:
-        return sum(len(held.operation.payload) for held in self._log.values())
+        return sum(len(pending.operation.payload) for pending in self._log.values())
 
     @property
-    def held_bytes(self) -> int:
+    def pending_bytes(self) -> int:
         """Bytes of the payloads that stay in Redis because of this run."""
-        return self.log_bytes + sum(len(held.operation.payload) for held in self._waiting.values())
+        return self.log_bytes + sum(len(pending.operation.payload) for pending in self._waiting.values())
 
     @property
     def trainer_stream(self) -> str:
@@ -103,7 +103,7 @@ class Run:
         """Versions that this run is to copy, and whether with the optimiser's state."""
         begins = self.state.version < 0 and self.state.status in ("queued", "creating")
         found = [(self.spec.source, self.spec.with_optimizer)] if begins and self.spec.source else []
-        waiting = (held.operation for held in self._waiting.values())
+        waiting = (pending.operation for pending in self._waiting.values())
         loads = [load_of(operation) for operation in waiting if operation.action == "load" and not operation.failure]
         return [*found, *((load.source, load.with_optimizer) for load in loads)]
 
@@ -111,18 +111,22 @@ class Run:
 
     def start(self, now: float, changes: Changes) -> None:
         """Leads from queued to creating: asks for version 0."""
-        spec = self.spec
         self.state.status = "creating"
-        init = Init(
-            id=f"{spec.id}/init",
+        self._publish_init(f"{self.id}/init", self.spec.source, self.spec.with_optimizer, changes)
+
+    def _publish_init(self, name: str, source: AdapterRef | None, with_optimizer: bool, changes: Changes) -> None:
+        """Asks any trainer for the next version: a copy of `source`, or drawn from the seed."""
+        spec = self.spec
+        message = Init(
+            id=name,
             **self._about(),
-            adapter=AdapterRef(spec.tenant, spec.id, 0),
+            adapter=AdapterRef(spec.tenant, spec.id, self.state.version + 1),
             seed=spec.seed,
             lora=spec.lora,
-            source=spec.source,
-            with_optimizer=spec.with_optimizer,
+            source=source,
+            with_optimizer=with_optimizer,
         )
-        changes.published.append((self.cell.train, init))
+        changes.published.append((self.cell.train, message))
         self._dirty(changes)
 
     def on_adapter(self, message: AdapterUpdate, changes: Changes) -> None:
@@ -131,8 +135,8 @@ class Run:
             return
         if self.state.status == "creating":
             self._on_created(message, changes)
-        elif (held := self._waiting.get(self.state.sent)) and held.operation.action == "load":
-            self._on_loaded(held.operation, message, changes)
+        elif (pending := self._waiting.get(self.state.sent)) and pending.operation.action == "load":
+            self._on_loaded(pending.operation, message, changes)
 
     def _on_created(self, message: AdapterUpdate, changes: Changes) -> None:
         if message.failure is None:
@@ -174,6 +178,9 @@ class Run:
         """Ends the run: its versions and their names stay. What is not answered fails."""
         self.state.ended_at = int(now)
         self._drop_log(changes)
+        if self.state.status in ("queued", "creating"):
+            ended = Failure("cancelled", "the run was ended before it was created")
+            self._answer(OperationResult(0, failure=ended), changes)
         for number in sorted(self._waiting):
             self._refuse(number, Failure("cancelled", reason), changes)
         self.state.status, self.state.sent = "ended", 0
@@ -186,7 +193,7 @@ class Run:
         number = operation.seq
         known = self._waiting.get(number) or self._log.get(number)
         if number >= self.state.head and (known is None or known.entry == entry):
-            self._waiting[number] = HeldOperation(entry, operation)
+            self._waiting[number] = PendingOperation(entry, operation)
         elif known is None or known.entry != entry:
             changes.ack(self._inbox, entry)
 
@@ -195,14 +202,14 @@ class Run:
         if operation.seq >= self.state.head or operation.seq in self._log:
             self.take_in(entry, operation, changes)
         else:
-            self._log[operation.seq] = HeldOperation(entry, operation)
+            self._log[operation.seq] = PendingOperation(entry, operation)
             self._log = dict(sorted(self._log.items()))
 
     def advance(self, now: float, changes: Changes) -> None:
         """Answers the operations, up to the first that is a trainer's."""
         while self.state.status in ("ready", "failed") and not self.state.sent:
-            held = self._waiting.get(self.state.head)
-            if held is None or not self._answered_here(held.operation, now, changes):
+            pending = self._waiting.get(self.state.head)
+            if pending is None or not self._answered_here(pending.operation, now, changes):
                 return
 
     def _answered_here(self, operation: Operation, now: float, changes: Changes) -> bool:
@@ -261,9 +268,10 @@ class Run:
         if first.action == "load":
             return [first] if first.failure is None else []
         found: list[Operation] = []
+        # The part of the log that no trainer has goes first: a gradient is the sum of all of it, in the order of the numbers.
         bytes_left, tokens_left = MAX_BYTES, MAX_TOKENS
-        known = [held.operation for held in self._log.values()][state.in_log :]
-        waiting = (held.operation for held in self._stretch())
+        known = [pending.operation for pending in self._log.values()][state.in_log :]
+        waiting = (pending.operation for pending in self._segment())
         for operation in (*known, *waiting):
             bytes_left, tokens_left = bytes_left - len(operation.payload), tokens_left - operation.tokens
             if found and (bytes_left < 0 or tokens_left < 0):
@@ -273,26 +281,28 @@ class Run:
                 break
         return found
 
-    def _stretch(self) -> list[HeldOperation]:
+    def _segment(self) -> list[PendingOperation]:
         """The waiting operations from the head on that trainers carry out."""
-        found: list[HeldOperation] = []
+        found: list[PendingOperation] = []
         number = self.state.head
-        while (held := self._waiting.get(number)) and is_trainers(held.operation):
-            if held.operation.action == "optim_step" and self.state.failed_at is not None:
+        while (pending := self._waiting.get(number)) and is_for_trainer(pending.operation):
+            if pending.operation.action == "optim_step" and self.state.failed_at is not None:
                 break
-            found.append(held)
+            found.append(pending)
             number += 1
         return found
 
     def publish(self, changes: Changes) -> None:
-        """Sends the next stretch: to the trainer that has the gradient, or to any if it begins with the first of the log."""
+        """Sends the next segment: to the trainer that has the gradient, or to any if it begins with the first of the log."""
         operations, state, spec = self._next(), self.state, self.spec
         if not operations:
             return
         state.attempt += 1
         state.sent, state.sent_tokens = operations[-1].seq, num_tokens(operations)
         if operations[0].action == "load":
-            self._publish_load(operations[0], changes)
+            load, state.sent_to = load_of(operations[0]), ""
+            name = f"{operations[0].id}/{state.attempt}"
+            self._publish_init(name, load.source, load.with_optimizer, changes)
             return
         state.sent_to = state.holder if state.held else ""
         message = Operations(
@@ -309,25 +319,12 @@ class Run:
         changes.published.append((self.cell.trainer(state.sent_to) if state.sent_to else self.cell.train, message))
         self._dirty(changes)
 
-    def _publish_load(self, operation: Operation, changes: Changes) -> None:
-        state, spec, load = self.state, self.spec, load_of(operation)
-        state.sent_to = ""
-        message = Init(
-            id=f"{operation.id}/{state.attempt}",
-            **self._about(),
-            adapter=AdapterRef(spec.tenant, spec.id, state.version + 1),
-            seed=spec.seed,
-            lora=spec.lora,
-            source=load.source,
-            with_optimizer=load.with_optimizer,
-        )
-        changes.published.append((self.cell.train, message))
-        self._dirty(changes)
-
     def on_done(self, message: OperationsDone, changes: Changes) -> None:
         """Takes in a trainer's answer. One that is not waited for changes nothing but the tenant's usage."""
         changes.add_usage(self.spec.tenant, self.id, message.usage)
         state = self.state
+        # A message is sent again when its trainer seems dead. The first trainer may answer all the same: its gradient is not the one
+        # that the next message builds on, so only the answer to the newest attempt counts.
         if not state.sent or message.attempt != state.attempt:
             return
         last, state.sent = state.sent, 0
@@ -349,14 +346,14 @@ class Run:
             self._forget_gradient()
 
     def _take_result(self, result: OperationResult, changes: Changes) -> None:
-        held = self._waiting.get(result.seq)
-        if held is None or result.seq != self.state.head:
+        pending = self._waiting.get(result.seq)
+        if pending is None or result.seq != self.state.head:
             return
-        action = held.operation.action
+        action = pending.operation.action
         if result.failure is not None:
             self._refuse(result.seq, result.failure, changes)
         elif action == "forward_backward" and self.state.failed_at is None:
-            self._log[result.seq] = held
+            self._log[result.seq] = pending
             del self._waiting[result.seq]
             self.state.head += 1
             self._answer(result, changes)
@@ -369,6 +366,8 @@ class Run:
         """
         state = self.state
         self._waiting_since = {number: self._waiting_since.get(number, now) for number in self._waiting}
+        # Clients send in any order, and try one number for five minutes: it is given up only when others have waited behind it for
+        # longer. These times are in memory only, so another owner waits once more: a hole then costs time, and never an operation.
         if self._waiting and state.head not in self._waiting and now - min(self._waiting_since.values()) > HOLE_S:
             self._pass_over(changes)
         if state.holder and state.holder not in live_trainers:
@@ -430,8 +429,8 @@ class Run:
         self._dirty(changes)
 
     def _drop_log(self, changes: Changes) -> None:
-        for held in self._log.values():
-            changes.ack(self._inbox, held.entry)
+        for pending in self._log.values():
+            changes.ack(self._inbox, pending.entry)
         self._log = {}
         self._forget_gradient()
 

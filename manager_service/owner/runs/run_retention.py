@@ -5,7 +5,7 @@
 A version stays while the run, a name or a reader needs it:
 
     the run         its newest two versions: it goes on from them, and a trainer may have to compute them again; until UNNAMED_KEPT_S
-                    after its end; of a tenant that has very many, the oldest go sooner
+                    after its end
     a checkpoint    that has not expired; `weights/…` keep the optimiser's state too
     a use           `use:<run>:<version>`: a turn, a sampler, a request for a copy, for USED_S after it was noted
     a copy          a run or a job that begins with it, or an operation that loads it, until it is made
@@ -75,6 +75,8 @@ class Retention:
     def look(self, needed: Iterable[VersionNeeds], now: float, changes: Changes) -> None:
         """Goes one step on. `needed`: by copies that are to be made, and by uses as read after the last step was committed."""
         needs = self._needs(_together(needed), now)
+        # Two steps with a commit between them, never one: after the mark is committed no use can be noted, so the uses that are read
+        # then are all there will ever be. Who deletes in the step that marks may delete what was noted a moment ago.
         leaving = self.state.leaving
         if leaving is None:
             self._forget_expired(now, changes)
@@ -108,7 +110,7 @@ class Retention:
         self._dirty(changes)
 
     def forgotten(self, forget: str, changes: Changes) -> None:
-        """Takes in that a `Forget` was carried out, or that nobody can read it: then the files stay, and cost space alone."""
+        """Takes in that a `Forget` was carried out, or that nobody can read it: then the files stay, and cost only space."""
         if self.state.leaving is not None and self.state.leaving.id == forget:
             self.state.erased = self.state.leaving.everything
             self.state.leaving = None
@@ -122,15 +124,6 @@ class Retention:
         ends = self._forgotten_at() if not self.state.checkpoints else None
         return min((moment for moment in (*expiries, ends) if moment is not None), default=None)
 
-    def make_room(self, changes: Changes) -> bool:
-        """Lets an ended run go as soon as nobody waits for its results, unless it has a checkpoint. Returns whether it goes."""
-        if self.state.checkpoints:
-            return False
-        if not self.state.makes_room:
-            self.state.makes_room = True
-            self._dirty(changes)
-        return True
-
     def is_over(self, now: float) -> bool:
         """May an ended run leave Redis? Nothing of it is in the store any more, and nobody can come to need it."""
         return self._is_forgotten(now) and not self.versions and self.state.erased
@@ -140,22 +133,20 @@ class Retention:
     def _needs(self, others: VersionNeeds, now: float) -> VersionNeeds:
         newest = self.state.version
         named = {} if self._is_forgotten(now) else {newest: True, newest - 1: True}
-        for known in self.state.checkpoints:
-            if known.is_kept(now):
-                named[known.version] = named.get(known.version, False) or known.kind == "weights"
+        for checkpoint in self.state.kept(now):
+            named[checkpoint.version] = named.get(checkpoint.version, False) or checkpoint.kind == "weights"
         return _together([named, others])
 
     def _is_forgotten(self, now: float) -> bool:
         """Has the run ended so long ago that its newest versions stay no longer without a name?"""
         ends = self._forgotten_at()
-        return ends is not None and ends <= now and not any(known.is_kept(now) for known in self.state.checkpoints)
+        return ends is not None and ends <= now and not self.state.kept(now)
 
     def _forgotten_at(self) -> float | None:
         """Time at which an ended run without checkpoints is forgotten."""
         if self.state.status != "ended":
             return None
-        is_kept = self.state.version >= 0 and not self.state.makes_room
-        return self.state.ended_at + (UNNAMED_KEPT_S if is_kept else KEEP_RESULTS_S)
+        return self.state.ended_at + (UNNAMED_KEPT_S if self.state.version >= 0 else KEEP_RESULTS_S)
 
     def _mark(self, needs: VersionNeeds, now: float, changes: Changes) -> None:
         """Unlists versions that nobody needs. The last mark of a forgotten run may be empty; then everything left is deleted."""
@@ -183,7 +174,7 @@ class Retention:
             self._list(version, True, changes)
 
     def _forget_expired(self, now: float, changes: Changes) -> None:
-        kept = [known for known in self.state.checkpoints if known.is_kept(now)]
+        kept = self.state.kept(now)
         if len(kept) < len(self.state.checkpoints):
             self.state.checkpoints = kept
             self._dirty(changes)

@@ -14,7 +14,7 @@ from manager_service.owner.runs.run import Run
 from manager_service.owner.runs.run_retention import LOOK_AGAIN_S, Retention, VersionNeeds, read_versions
 from manager_service.records.job_records import JobError
 from manager_service.records.keys import read_record
-from manager_service.records.run_records import CROWDED, CROWDED_TENANT, RunSpec, RunState, change_name
+from manager_service.records.run_records import RunSpec, RunState, change_name
 from manager_service.records.usage import usage_fields, usage_of
 from manager_service.scheduling.members import MemberTable
 
@@ -24,14 +24,12 @@ RETIRE_EVERY_S = 10.0
 """Time between two looks at the versions of runs."""
 LOAD_COUNT = 200
 """Ended runs whose versions are looked at together."""
-LOOKED_AT = 1000
-"""The oldest of a crowded tenant's ended runs that may make room."""
 READ_COUNT = 1000
 """Keys in one command at most."""
 log = structlog.get_logger()
 
 
-class Known(NamedTuple):
+class RunRecords(NamedTuple):
     """The records of a run in Redis."""
 
     spec: RunSpec
@@ -52,9 +50,9 @@ class Runs:
         self._silent: dict[str, float] = {}  # session -> when it was first found without a sign of life
 
     @property
-    def held_entries(self) -> set[str]:
+    def pending_entries(self) -> set[str]:
         """Entries of `ops:<p>` that stay pending because a run in memory holds them."""
-        return {entry for run in self.table.values() for entry in run.held_entries}
+        return {entry for run in self.table.values() for entry in run.pending_entries}
 
     @property
     def trainer_streams(self) -> set[str]:
@@ -71,15 +69,15 @@ class Runs:
                 run.changed_at = run.retention.asked_at = now
                 self.table.add(run)
 
-    async def _read(self, names: Sequence[str], changes: Changes) -> list[Known]:
+    async def _read(self, names: Sequence[str], changes: Changes) -> list[RunRecords]:
         of = (self._cell.run, self._cell.versions)
         records = await self._bus.read_hashes([key(name) for name in names for key in of])
-        found: list[Known] = []
+        found: list[RunRecords] = []
         for number, name in enumerate(names):
             record, versions = records[2 * number : 2 * number + 2]
             if read := read_record(self._cell.run(name), record, RunSpec, RunState):
-                found.append(Known(*read, read_versions(versions)))
-        changes.entered += [self._cell.run(known.spec.id) for known in found]
+                found.append(RunRecords(*read, read_versions(versions)))
+        changes.entered += [self._cell.run(records.spec.id) for records in found]
         return found
 
     def restore(self, delivery: Delivery, changes: Changes) -> bool:
@@ -124,19 +122,15 @@ class Runs:
     async def _change_name(self, change: NameChange, now: float, changes: Changes) -> None:
         """Changes a name of any run: what one that has ended saved can be deleted too."""
         keeping = self._retention(change.job)
-        state = (
-            keeping.state if keeping else changes.runs.get(change.job) or await self._ended_state(change.job, changes)
-        )
+        state = keeping.state if keeping else changes.runs.get(change.job)
+        if state is None:
+            state = next((record.state for record in await self._read([change.job], changes)), None)
         if state is not None:
             change_name(state, change, now)
             changes.runs[change.job] = state
             self._tell(change.job, [0], changes)
             if state.status == "ended":
                 changes.retire[change.job] = now  # the version may go now, or at another time
-
-    async def _ended_state(self, name: str, changes: Changes) -> RunState | None:
-        found = await self._read([name], changes)
-        return found[0].state if found else None
 
     def _for_nobody(self, message: Message, changes: Changes) -> None:
         """Answers what concerns a run that has ended."""
@@ -195,13 +189,10 @@ class Runs:
         `copies`: versions that jobs will copy, each with whether the optimiser's state goes along.
         """
         self._retired_at = now
-        found = await self._due(now)
-        due = [name for name in found if not name.startswith(CROWDED_TENANT)]
+        due = await self._due(now)
         await self._load_ended(due, now, changes)
-        for name in set(found).difference(due):
-            await self._make_room(name, now, changes)
         for name in due:
-            if name not in self._ended:  # unreadable, or lost: it would be among the first ones due for ever
+            if name not in self._ended:  # unreadable, or lost: it would always be among the first ones due
                 log.error("not_retired", run_id=name)
                 changes.retire[name] = None
         copied: dict[str, VersionNeeds] = {}
@@ -220,23 +211,6 @@ class Runs:
             if each.state.leaving is None:
                 changes.retire[name] = each.due_at(now, wait_s=LOOK_AGAIN_S)
                 del self._ended[name]
-
-    async def _make_room(self, crowded: str, now: float, changes: Changes) -> None:
-        """Lets the oldest of a tenant's ended runs go that have no checkpoint. `crowded`: as `retire:<p>` names the tenant."""
-        client, key = self._bus.client, self._cell.tenant_runs(crowded.removeprefix(CROWDED_TENANT))
-        too_many: int = await self._bus.retrying(lambda: client.zcard(key)) - CROWDED + 1
-        changes.retire[crowded] = now + RETIRE_EVERY_S if too_many > 0 else None
-        if too_many > 0:
-            of: Any = {key: 0, self._cell.retire(self._number): 1}  # by when they are to be looked at
-            names: Any = await self._bus.retrying(lambda: client.zinter(of))
-            for first in range(0, LOOKED_AT, LOAD_COUNT):
-                found = [name.decode() for name in names[first : first + LOAD_COUNT]]
-                if too_many <= 0 or not found:
-                    break
-                await self._load_ended(found, now, changes)
-                for keeping in (self._ended[name] for name in found if name in self._ended):
-                    if too_many > 0 and keeping.make_room(changes):
-                        too_many -= 1
 
     async def _used_up(self, spec: RunSpec) -> Moved:
         """The whole usage of a run that leaves Redis."""
@@ -261,9 +235,9 @@ class Runs:
 
     async def _load_ended(self, names: Sequence[str], now: float, changes: Changes) -> None:
         """Brings the versions of ended runs into memory."""
-        for known in await self._read([name for name in names if name not in self._ended], changes):
-            if known.state.status == "ended" and known.spec.id not in self.table:
-                self._ended[known.spec.id] = keeping = Retention(self._cell, *known)
+        for records in await self._read([name for name in names if name not in self._ended], changes):
+            if records.state.status == "ended" and records.spec.id not in self.table:
+                self._ended[records.spec.id] = keeping = Retention(self._cell, *records)
                 keeping.asked_at = now
 
     async def _used(self, doubtful: Mapping[str, Sequence[int]]) -> dict[str, VersionNeeds]:
@@ -297,7 +271,7 @@ class Runs:
 
     def _count(self, run: Run, changes: Changes) -> None:
         """Says what of a run counts towards its tenant's limits."""
-        held, num_bytes = self._cell.held(run.spec.tenant), run.held_bytes
+        held, num_bytes = self._cell.held(run.spec.tenant), run.pending_bytes
         changes.open(self._cell.run(run.id), "log", str(run.log_bytes))
         if num_bytes and not run.settled:
             changes.open(held, run.id, str(num_bytes))

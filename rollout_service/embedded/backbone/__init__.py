@@ -4,13 +4,11 @@
 
 Its files:
 
-    choice.py         chooses a backbone by the settings and the base model, and loads it
-    interface.py      the protocol `EngineBackbone`, and the parts of a forward
-    fused.py          our decoder, with few and large operations
-    modules.py        transformers' own modules, for the families that our decoder does not know, and on a GPU
-    compiling.py      compiles what a CPU computes faster without torch, beside the engine
-    decode_kernel.py  attention of few new tokens, as numba compiles it
-    draw_kernel.py    random numbers, by numba too
-    rotate_kernel.py  rotary embedding, by numba too
-    loading.py        loads a base model into them, and compares them with transformers
+    choice.py            chooses a backbone by the settings and the base model, and loads it
+    interface.py         the protocol `EngineBackbone`, and the parts of a forward
+    fused.py             our decoder, with few and large operations
+    modules.py           transformers' own modules, for the families that our decoder does not know, and on a GPU
+    compiling.py         compiles what a CPU computes faster without torch, in a thread next to the engine
+    compiled_kernels.py  attention of few new tokens, rotary embedding, random numbers, as numba compiles them
+    loading.py           loads a base model into them, and compares them with transformers
 """

@@ -1,4 +1,4 @@
-"""Compiles what a CPU computes faster without torch, beside the engine: no start waits for a compiler."""
+"""Compiles what a CPU computes faster without torch, in a thread next to the engine: no start waits for a compiler."""
 
 import threading
 import time
@@ -14,11 +14,11 @@ log = structlog.get_logger()
 
 
 class Compiled(NamedTuple):
-    """The compiled functions."""
+    """The functions of compiled_kernels.py."""
 
-    attend: Callable[..., None]  # see decode_kernel.py
-    draw: Callable[..., None]  # see draw_kernel.py
-    rotate: Callable[..., None]  # see rotate_kernel.py
+    attend: Callable[..., None]
+    draw: Callable[..., None]
+    rotate: Callable[..., None]
 
 
 class Compiling:
@@ -35,11 +35,11 @@ class Compiling:
     def _compile(self) -> None:
         start = time.monotonic()
         try:
-            from rollout_service.embedded.backbone import decode_kernel, draw_kernel, rotate_kernel  # here: it compiles
+            from rollout_service.embedded.backbone import compiled_kernels as kernels  # here: it compiles
         except (ImportError, RuntimeError) as error:
             log.warning("attention_not_compiled", reason=str(error))  # torch computes it then, slower
             return
-        self.found = Compiled(decode_kernel.attend, draw_kernel.draw, rotate_kernel.rotate)
+        self.found = Compiled(kernels.attend, kernels.draw, kernels.rotate)
         log.info("attention_compiled", seconds=round(time.monotonic() - start, 1))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from base_model.decoder import Decoder
 from base_model.stacked import NUM_FUSED
 from rollout_service.embedded.backbone.compiling import compiled_for
-from rollout_service.embedded.backbone.interface import ForwardPart, adapt, cut, joined
+from rollout_service.embedded.backbone.interface import ForwardPart, ModelShape, adapt, cut, joined, joined_bias
 
 Norm = Callable[[Tensor], Tensor]
 Rotate = Callable[["FusedLayer", Tensor], None]
@@ -46,11 +46,11 @@ class FusedDecoder:
 
     def __init__(self, decoder: Decoder, *, exact: bool) -> None:
         """`exact`: its bits are those of torch's own norms; otherwise a CPU has quicker ones."""
-        self.config = decoder.config
+        self.config, self._norm_eps = ModelShape.of(decoder.config), decoder.config.norm_eps
         self.embedding, self.head = decoder.embedding, decoder.head
         self._shapes = decoder.linear_shapes()
         quick = not exact and decoder.device.type == "cpu" and decoder.embedding.dtype == torch.float32
-        make_norm = partial(quick_norm if quick else torch_norm, eps=self.config.norm_eps)
+        make_norm = partial(quick_norm if quick else torch_norm, eps=self._norm_eps)
         self.layers = [_fuse_layer(decoder, layer, make_norm) for layer in range(self.config.num_layers)]
         self.final_norm = make_norm(decoder.weights["norm.weight"])
         half = self.config.head_dim // 2
@@ -76,7 +76,7 @@ class FusedDecoder:
         """For rows at these positions [N]: by a compiled function as soon as that is there."""
         num = self.config.num_heads + self.config.num_kv_heads
         if (compiled := self._compiled()) is not None:
-            eps, angles = np.float32(self.config.norm_eps), [each.squeeze(1).numpy() for each in (self._cos, self._sin)]
+            eps, angles = np.float32(self._norm_eps), [each.squeeze(1).numpy() for each in (self._cos, self._sin)]
             at = positions.numpy()
             return lambda layer, qkv: compiled.rotate(qkv.numpy(), num, layer.qk_weight.numpy(), eps, *angles, at)
         cos, sin = self._cos[positions], self._sin[positions]
@@ -97,8 +97,7 @@ class FusedDecoder:
         adapt(qkv, x, number * NUM_FUSED, parts)
         qkv = qkv.view(len(x), -1, c.head_dim)
         rotate(layer, qkv)
-        found = [part.attend(number, own) for part, own in zip(parts, cut(qkv, parts), strict=True)]
-        seen = joined(found)
+        seen = joined([part.attend(number, own) for part, own in zip(parts, cut(qkv, parts), strict=True)])
         out = F.linear(seen, layer.out, layer.out_bias)
         adapt(out, seen, number * NUM_FUSED + 1, parts)
         return out
@@ -141,11 +140,8 @@ def _fuse_layer(decoder: Decoder, layer: int, make_norm: Callable[[Tensor], Norm
         return torch.cat([weights[f"{at}.{name}.weight"] for name in names]).contiguous()
 
     def bias(*names: str) -> Tensor | None:
-        found = [weights.get(f"{at}.{name}.bias") for name in names]
-        if all(b is None for b in found):
-            return None
-        rows = [weights[f"{at}.{name}.weight"] for name in names]
-        return torch.cat([w.new_zeros(len(w)) if b is None else b for b, w in zip(found, rows, strict=True)])
+        own = [weights[f"{at}.{name}.weight"] for name in names]
+        return joined_bias(own, [weights.get(f"{at}.{name}.bias") for name in names])
 
     q_norm, k_norm = (weights.get(f"{at}.self_attn.{name}.weight") for name in ("q_norm", "k_norm"))
     c = decoder.config

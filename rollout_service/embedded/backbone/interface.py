@@ -10,31 +10,25 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from base_model.decoder import DecoderConfig
 from base_model.stacked import Product
 
 
-class ModelShape(Protocol):
+@dataclass(frozen=True, slots=True)
+class ModelShape:
     """The sizes of a base model that its rows need to know."""
 
-    @property
-    def num_layers(self) -> int: ...
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int  # tokens of a sequence at most
 
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def context(self) -> int:
-        """Tokens of a sequence at most."""
-        ...
+    @classmethod
+    def of(cls, config: DecoderConfig) -> "ModelShape":
+        c = config
+        return cls(c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab, c.context)
 
 
 class QkvAttend(Protocol):
@@ -90,6 +84,14 @@ def cut(x: Tensor, parts: Sequence[ForwardPart]) -> Sequence[Tensor]:
     return (x,) if len(parts) == 1 else x.split_with_sizes([part.num for part in parts])
 
 
-def joined(found: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all parts."""
-    return found[0] if len(found) == 1 else torch.cat([*found])
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
+def joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Joins the biases of layers with these weights [out, in]: zeros for one without a bias, where others have one."""
+    if all(bias is None for bias in biases):
+        return None
+    each = zip(weights, biases, strict=True)
+    return joined([weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in each])

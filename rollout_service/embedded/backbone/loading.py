@@ -41,7 +41,7 @@ def _logprobs(decoder: ModulesDecoder, tokens_nT: Tensor) -> Tensor:
     num, width = len(tokens_nT), tokens_nT.shape[1] - 2
     pool = Pool.empty(decoder.config, MIN_LENGTH, decoder.embedding)
     pool.resize(num)
-    pool.seats += range(num)
+    pool.slots += range(num)
     at_T = torch.arange(width, device=tokens_nT.device).repeat(num)
     prefill = kv.PrefillAttend(decoder.config, [(pool, row) for row in range(num)], [width] * num, width)
     before = decoder.forward(tokens_nT[:, :width].flatten(), at_T, [ForwardPart(len(at_T), prefill, ())])

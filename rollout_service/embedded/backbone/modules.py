@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from base_model.modules import context_of, passed_on, target_layers
 from base_model.stacked import fused_of
 from common.errors import InvalidInput
-from rollout_service.embedded.backbone.interface import ForwardPart, adapt, cut, joined
+from rollout_service.embedded.backbone.interface import ForwardPart, ModelShape, adapt, cut, joined, joined_bias
 
 NAME = "marlaas_rows"
 """The name by which transformers knows the engine's attention."""
@@ -27,29 +27,17 @@ SHAPES_DIFFER = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ModulesShape:
-    """See `ModelShape`."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab: int
-    context: int
-
-    @classmethod
-    def of(cls, model: Any, max_context: int | None) -> "ModulesShape":
-        """Raises InvalidInput for a base model whose layers differ in them."""
-        config = model.config.get_text_config()
-        try:
-            heads = config.num_attention_heads
-            kv_heads = getattr(config, "num_key_value_heads", None) or heads
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        except RuntimeError as error:  # of transformers, for a field that layers have for themselves
-            raise InvalidInput(f"{SHAPES_DIFFER}: {error}") from error
-        num_layers = len(model.get_decoder().layers)
-        return cls(num_layers, heads, kv_heads, head_dim, config.vocab_size, context_of(model, max_context))
+def shape_of(model: Any, max_context: int | None) -> ModelShape:
+    """Raises InvalidInput for a base model whose layers differ in it."""
+    config = model.config.get_text_config()
+    try:
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    except RuntimeError as error:  # of transformers, for a field that layers have for themselves
+        raise InvalidInput(f"{SHAPES_DIFFER}: {error}") from error
+    num_layers = len(model.get_decoder().layers)
+    return ModelShape(num_layers, heads, kv_heads, head_dim, config.vocab_size, context_of(model, max_context))
 
 
 class ModulesDecoder:
@@ -57,7 +45,7 @@ class ModulesDecoder:
 
     def __init__(self, model: Any, max_context: int | None = None) -> None:
         """Takes a loaded model. `max_context`: serve no longer context than this."""
-        self.model, self.config = model, ModulesShape.of(model, max_context)
+        self.model, self.config = model, shape_of(model, max_context)
         self.embedding: Tensor = model.get_input_embeddings().weight
         self.windows = set[int | None]()  # that layers have asked attention for
         self._current = CurrentParts()
@@ -70,8 +58,8 @@ class ModulesDecoder:
     def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
         self._current.parts = parts
         model = self.model.get_decoder()
-        found = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, rows=self)
-        return found.last_hidden_state[0]
+        output = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, rows=self)
+        return output.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.model.get_output_embeddings().weight).float()
@@ -106,8 +94,8 @@ def rows_attention(
     expected = [(heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
     if [states.shape[1:] for states in each] != expected:
         raise InvalidInput(SHAPES_DIFFER)
-    found = rows.attend(module.layer_idx, torch.cat(each, dim=1), scaling, sliding_window)
-    return found.view(1, *each[0].shape), None
+    attended = rows.attend(module.layer_idx, torch.cat(each, dim=1), scaling, sliding_window)
+    return attended.view(1, *each[0].shape), None
 
 
 @dataclass(slots=True)
@@ -122,8 +110,9 @@ class JoinedLinears:
 
     def __init__(self, layers: Sequence[torch.nn.Linear], number: int, current: CurrentParts) -> None:
         """`number`: of their fused product."""
-        self._weight = joined([layer.weight for layer in layers])
-        self._bias = _joined_bias(layers)
+        weights = [layer.weight for layer in layers]
+        self._weight = joined(weights)
+        self._bias = joined_bias(weights, [layer.bias for layer in layers])
         self._widths = [layer.out_features for layer in layers]
         self._number, self._current = number, current
         self._input: Tensor | None = None
@@ -133,10 +122,10 @@ class JoinedLinears:
         """x [..., in] -> [..., out of one layer]. The first that asks has all computed, the last has them forgotten."""
         if x is not self._input or index not in self._outputs:
             self._input, self._outputs = x, dict(enumerate(self._computed(x).split(self._widths, dim=-1)))
-        found = self._outputs.pop(index)
+        output = self._outputs.pop(index)
         if not self._outputs:
             self._input = None
-        return found
+        return output
 
     def _computed(self, x: Tensor) -> Tensor:
         y = F.linear(x, self._weight, self._bias)
@@ -168,15 +157,6 @@ def _join_layers(
         for index, name in enumerate(names):
             setattr(*targets[name], JoinedLinear(together, index))
     return shapes
-
-
-def _joined_bias(layers: Sequence[Any]) -> Tensor | None:
-    """Zeros for a layer without a bias, where others have one."""
-    biases: list[Tensor | None] = [layer.bias for layer in layers]
-    if all(bias is None for bias in biases):
-        return None
-    each = zip(biases, layers, strict=True)
-    return joined([layer.weight.new_zeros(layer.out_features) if bias is None else bias for bias, layer in each])
 
 
 AttentionInterface.register(NAME, rows_attention)  # pyright: ignore

@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from tests.support.api_server import ApiServer
-from tests.support.owned_runs import owned_runs
-from tests.support.run_trainer import HashingTrainer
+from tests.support.run_world import HashingTrainer, owned_runs
 from tests.support.standin_runs import StandInRuns, standing_in
 from tests.support.tinker_client import TinkerClient, client_of
 

@@ -194,7 +194,7 @@ async def test_a_url_is_of_the_version_that_it_was_signed_for(server: ApiServer,
     await client.done("optim_step", model_id=run, seq_id=2, adam_params={})
     _, newer = await external(client, run, 3)
     old, new = [await server.http.get(each[PEFT_FILES[0]]) for each in (urls, newer)]
-    assert old.status_code == 404 and "saved anew" in old.text and new.status_code == 200
+    assert old.status_code == 404 and "saved again" in old.text and new.status_code == 200
 
 
 async def test_an_archive_is_a_redirection_to_a_tar_of_all_files(server: ApiServer, client: TinkerClient) -> None:

@@ -1,6 +1,7 @@
 """Clients of the Tinker protocol: their keys and sessions, whose things are whose, and requests for samples."""
 
-from typing import Any
+import asyncio
+from typing import Any, cast
 
 import pytest
 
@@ -178,9 +179,10 @@ async def test_results_that_nobody_wants_are_dropped(server: ApiServer) -> None:
     )
     name = samples.start(ask)
     request = samples.find("default", name)
-    for done, retrieved, patience_s in ((False, False, SILENT_S), (True, True, RETRIEVED_S), (True, False, KEPT_S)):
-        request.retrieved = retrieved
-        (request.done.set if done else request.done.clear)()
+    served, over = request.task, asyncio.get_running_loop().create_future()
+    over.set_result(None)
+    for task, retrieved, patience_s in ((served, False, SILENT_S), (over, True, RETRIEVED_S), (over, False, KEPT_S)):
+        request.task, request.retrieved = cast(Any, task), retrieved
         now[0] = request.asked_s + patience_s - 1
         samples.look()
         assert samples.find("default", name) is request
@@ -188,8 +190,7 @@ async def test_results_that_nobody_wants_are_dropped(server: ApiServer) -> None:
     samples.look()
     with pytest.raises(Gone):
         samples.find("default", name)
-    assert request.task is not None
-    await cancel_all([request.task])
+    await cancel_all([served])
 
 
 async def test_a_tenants_open_samples_are_bounded_however_few_its_requests(
@@ -267,7 +268,7 @@ async def test_a_version_that_is_sampled_is_noted_as_used_and_one_that_is_gone_s
         *({"base_model": None, "sampling_session_id": f"{session}:sample:{number}"} for number in (1, 2)),
         {"base_model": None, "model_path": path},
     ]
-    use, samples = cell.use(name, 0), server.api.bases["tiny"].samples
+    use, samples = cell.use(name, 0), server.tinker.futures["tiny"].samples
     for seq, of in enumerate(samplers):
         await redis.delete(use)
         await asample(client, **of, seq_id=seq)

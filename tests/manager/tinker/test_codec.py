@@ -14,8 +14,7 @@ from common.wire.messages import f32, i32
 from common.wire.operations import Forward, LossFn, Outputs
 from deploy.compile_proto import PROTO, compile_into
 from manager_service.http.tinker.wire import protobuf, tinker_pb2
-from manager_service.http.tinker.wire.learning import NEEDED, CheckedPass
-from manager_service.http.tinker.wire.pass_reading import read_pass
+from manager_service.http.tinker.wire.learning import NEEDED, CheckedPass, read_pass
 from manager_service.http.tinker.wire.sample_requests import TinkerSample, read_sample
 from tests.support.tinker_sdk import run_sdk
 from trainer_service.data import RUN_RULES

@@ -11,7 +11,7 @@ from common.wire.messages import f32
 from common.wire.operations import OperationsAnswered, Outputs
 from harness.redis_server import RedisServer
 from manager_service.http.stores import operation_store
-from manager_service.http.tinker import retrieval
+from manager_service.http.tinker import operations, retrieval
 from manager_service.http.tinker.futures import operation_futures
 from manager_service.http.tinker.wire import protobuf, tinker_pb2
 from manager_service.records.run_records import RunState, run_of
@@ -52,28 +52,11 @@ async def test_a_result_that_takes_long_is_asked_for_again(
     assert waits == told | {"queue_state": "active", "queue_state_reason": None}
 
 
-async def test_a_tenant_whose_tokens_of_the_day_are_used_up_is_told_so(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retrieval, "WAIT_S", SHORT_S)
-    other = await server.new_tenant("poor", max_tokens_per_day=0)
-    client = TinkerClient(server.http, other.api_key)
-    run = await client.run(await client.session())
-    await server.bus.client.hset(
-        server.bus.cell.run(run_of(run) or ""), mapping=RunState(status="ready", version=0).fields()
-    )
-    await tell(server.bus, report("t", "trainer"))
-    await until(server, 1)
-    await client.send(pass_over(run, 1))
-    waits = (await client.retrieve(future(run, 1))).json()
-    assert waits["queue_state"] == "paused_rate_limit" and "goes on at midnight UTC" in waits["queue_state_reason"]
-
-
 async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, client: TinkerClient, run: str) -> None:
     await client.send(pass_over(run, 1))
     waiting = asyncio.create_task(client.retrieve(future(run, 1)))
     async with asyncio.timeout(60):
-        while not server.api.bases["tiny"].answered._waiting:  # pyright: ignore[reportPrivateUsage]
+        while not server.tinker.futures["tiny"].answered._waiting:  # pyright: ignore[reportPrivateUsage]
             await asyncio.sleep(0.01)
         async with standing_in(server.bus):
             found = await waiting
@@ -82,7 +65,7 @@ async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, cl
 
 
 async def test_redis_has_no_more_to_do_while_many_wait(server: ApiServer, client: TinkerClient, run: str) -> None:
-    bus, answered = server.bus, server.api.bases["tiny"].answered
+    bus, answered = server.bus, server.tinker.futures["tiny"].answered
     waiting: dict[Any, Any] = answered._waiting  # pyright: ignore[reportPrivateUsage]
     for seq in range(1, 31):
         await client.send(pass_over(run, seq))
@@ -101,7 +84,7 @@ async def test_redis_has_no_more_to_do_while_many_wait(server: ApiServer, client
 
 
 async def test_an_announcement_wakes_only_those_whose_number_it_names(server: ApiServer) -> None:
-    answered, run = server.api.bases["tiny"].answered, "run-0123456789abcdef-0"
+    answered, run = server.tinker.futures["tiny"].answered, "run-0123456789abcdef-0"
     message = OperationsAnswered(id="x", tenant="default", job=run, partition=0, seqs=(2, 3))
     with answered.of(run, 1) as first, answered.of(run, 2) as second, answered.of("run-0-1", 3) as other:
         await server.bus.broadcast(server.bus.cell.done, message, keep_s=60)
@@ -283,13 +266,21 @@ async def test_older_clients_are_told_what_to_install(client: TinkerClient, run:
     assert "metrics" in result_of(await client.retrieve(future(run, 3)))
 
 
-async def test_what_the_model_cannot_read_fails_in_its_turn(client: TinkerClient, run: str, owner: StandInRuns) -> None:
-    for seq, body in ((1, pass_over(run, 1, num_tokens=100_000)), (2, pass_over(run, 2, token=70_000))):
+async def test_what_the_model_cannot_read_fails_in_its_turn(
+    client: TinkerClient, run: str, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "MAX_POSITIONS", 2048)
+    passes = [
+        (pass_over(run, 1, num_tokens=1500, num_data=2), "3,000 positions in one operation are too many"),
+        (pass_over(run, 2, num_tokens=2049), "the context of 'tiny' is 2048"),
+        (pass_over(run, 3, token=70_000), "there is no token 70000"),
+    ]
+    for seq, (body, fault) in enumerate(passes, start=1):
         assert (await client.send(body)).status_code == 200
         told = (await client.retrieve(future(run, seq))).json()
-        assert told["category"] == "user" and ("the context of" in told["error"] or "no token 70000" in told["error"])
-    told = await client.done("optim_step", model_id=run, seq_id=3, adam_params={"learning_rate": 1e-3})
-    assert told["error"] == "operation 2 of this step failed"
+        assert told["category"] == "user" and fault in told["error"]
+    told = await client.done("optim_step", model_id=run, seq_id=4, adam_params={"learning_rate": 1e-3})
+    assert told["error"] == "operation 3 of this step failed"
     assert all(operation.payload == b"" for operation in owner.seen[:2])
 
 

@@ -19,7 +19,7 @@ from manager_service.records.keys import GLOBAL
 from manager_service.records.run_records import run_of
 from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, method, running_api, upload
-from tests.support.owned_runs import owned_runs
+from tests.support.run_world import owned_runs
 from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of
 
@@ -162,35 +162,15 @@ async def test_a_run_that_ended_long_ago_without_a_checkpoint_leaves_redis_and_t
         await until(has_left_too, 60)
 
 
-async def test_the_oldest_ended_run_without_a_checkpoint_makes_room(
-    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+async def test_a_tenant_has_so_many_runs_with_those_that_have_ended(
+    client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_runs, "MAX_KEPT", 4)
-    for module in (store_runs, runs):
-        monkeypatch.setattr(module, "CROWDED", 4)
-    monkeypatch.setattr(runs, "RETIRE_EVERY_S", 0.1)
-    monkeypatch.setattr(runs, "LOOK_AGAIN_S", 0.1)
-    monkeypatch.setattr(run_retention, "KEEP_RESULTS_S", 1)
-    other = await client_of(server, "acme")
-    session, theirs = await client.session(), await other.session()
-    async with owned_runs(server):
-        neighbours = await other.run(theirs)
-        named, *bare, alive = [await client.run(session, number) for number in range(4)]
-        await client.done("save_weights", model_id=named, seq_id=1, path="mine")
-        for mine, run in ((other, neighbours), (client, named), *((client, run) for run in bare)):
-            await mine.done("unload_model", model_id=run)
-        body = {"session_id": session, "model_seq_id": 4, "base_model": "tiny"}
-        refused = await client.post("create_model", **body)
-        assert refused.status_code == 400 and "make room" in refused.json()["error"]["message"]
-        async with asyncio.timeout(60):
-            while (await client.post("create_model", **body)).status_code == 400:
-                await asyncio.sleep(0.1)
-        assert (await client.get(f"training_runs/{bare[0]}")).status_code == 404
-        for run in (named, bare[1], alive):
-            assert (await client.get(f"training_runs/{run}")).status_code == 200
-            assert await weights_of(server, run)
-        assert not await weights_of(server, bare[0])
-        assert (await other.get(f"training_runs/{neighbours}")).status_code == 200
+    monkeypatch.setattr(store_runs, "MAX_KEPT", 2)
+    session = await client.session()
+    for number in range(2):
+        await client.run(session, number)
+    refused = await client.post("create_model", session_id=session, model_seq_id=2, base_model="tiny")
+    assert refused.status_code == 400 and "forgotten seven days after their end" in refused.json()["error"]["message"]
 
 
 # ---- operations -----------------------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from manager_service.records.run_records import run_of
 from manager_service.records.usage import hour_of
 from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, Script, played
-from tests.support.owned_runs import owned_runs
-from tests.support.run_trainer import HashingTrainer
+from tests.support.run_world import HashingTrainer, owned_runs
 from tests.support.tinker_client import TinkerClient, client_of, pass_over
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
@@ -183,7 +182,7 @@ async def test_a_change_of_a_name_waits_for_the_owner_and_says_so(
         await client.done("save_weights", model_id=run, seq_id=1, path="a")
     route = f"training_runs/{run}/checkpoints"
     with monkeypatch.context() as patched:
-        patched.setattr("manager_service.http.stores.checkpoint_store.WAIT_S", 0.2)
+        patched.setattr("manager_service.http.stores.run_store.WAIT_S", 0.2)
         refused = await client.delete(f"{route}/weights/a")
     assert refused.status_code == 503 and "owner is away" in refused.json()["error"]["message"]
     assert len((await client.get(route)).json()["checkpoints"]) == 1

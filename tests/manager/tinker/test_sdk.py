@@ -7,9 +7,7 @@ import pytest
 
 from common.wire.operations import LoadWeights
 from manager_service.http.stores import operation_store
-from manager_service.http.stores import run_store as store_runs
-from manager_service.http.stores import session_store as store_sessions
-from manager_service.http.tinker import operations, session_routes
+from manager_service.http.tinker import session_routes
 from tests.support.api_server import ApiServer, Script, played
 from tests.support.standin_runs import StandInRuns
 from tests.support.tinker_sdk import run_sdk
@@ -265,31 +263,3 @@ print(json.dumps({"logprobs": [out["logprobs"].tolist() for out in fb.loss_fn_ou
     assert told["samples"] == [[[*b"ok", 256], [-0.5] * 3, "stop"]] * 2
     actions = [operation.action for operation in owner.seen]
     assert actions[:5] == ["forward_backward", "optim_step", "forward", "save_weights", "save_for_sampler"]
-
-
-async def test_a_client_says_at_once_which_limit_is_reached(
-    server: ApiServer, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_sessions, "MAX_ALIVE", 1)
-    monkeypatch.setattr(store_runs, "MAX_KEPT", 1)
-    monkeypatch.setattr(operations, "MAX_POSITIONS", 2048)
-    told = await run(
-        server,
-        """
-def tried(call):
-    try:
-        return str(call())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-client = service.create_lora_training_client("tiny")
-client = client.result() if hasattr(client, "result") else client
-second = lambda: tinker.ServiceClient(user_metadata={"n": "2"}).create_lora_training_client("tiny").get_info()
-print(json.dumps([tried(second), tried(lambda: service.create_lora_training_client("tiny").get_info()),
-    told(client.forward_backward([datum(1500), datum(1500)], "cross_entropy"))]))
-""",
-        timeout_s=120,
-    )
-    session, model, data = told
-    assert "of your sessions are alive: end some" in session, session
-    assert "you have 1 runs" in model, model
-    assert "3,000 positions in one operation are too many" in data, data

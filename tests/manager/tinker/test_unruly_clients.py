@@ -3,7 +3,6 @@ owner, over real HTTP, and a trainer whose versions are hashes of all that led t
 """
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,9 +17,9 @@ from manager_service.owner.runs import run as runs
 from manager_service.records.run_records import run_of
 from tests.manager.tinker.test_clients import PROMPT
 from tests.manager.tinker.test_fuzz import LOOKS, bodies, routes
-from tests.support.api_server import ApiServer, Script, played
-from tests.support.run_trainer import WEIGHTS, HashingTrainer
-from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of, samples_of
+from tests.support.api_server import ApiServer
+from tests.support.run_world import WEIGHTS, HashingTrainer
+from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of
 
 SETTINGS = {"inference_silence_s": 120.0, "inference_timeout_s": 600.0}  # a busy machine is no lost worker
 
@@ -240,52 +239,3 @@ async def mine(client: TinkerClient, session: str, run: str, sampler: str) -> li
     ]
     assert [answer.status_code for answer in seen] == [200] * len(seen)
     return [answer.json() for answer in seen]
-
-
-NUM_TENANTS, NUM_OPEN, AT_ONCE = 2, 40, 8
-"""Requests that each tenant has open, and of which it waits for so many at a time."""
-
-
-@pytest.mark.timeout(400)
-async def test_many_tenants_have_many_samples_open_and_nobody_is_refused(server: ApiServer) -> None:
-    clients = [await client_of(server, f"tenant-{number}") for number in range(NUM_TENANTS)]
-    asked = await asyncio.gather(*(ask_many(client) for client in clients))
-    async with played(Script(server.bus, text="ok", inbox=server.bus.cell.rollout)) as script:
-        found = await asyncio.gather(*(all_sampled(*each) for each in zip(clients, asked, strict=True)))
-    assert found == [[[*b"ok", 256]] * NUM_OPEN] * NUM_TENANTS
-    assert len({request.id for request in script.seen}) == len(script.seen) == NUM_TENANTS * NUM_OPEN
-
-
-async def all_sampled(client: TinkerClient, futures: list[str]) -> list[list[int]]:
-    found: list[list[int]] = []
-    for some in (futures[n : n + AT_ONCE] for n in range(0, NUM_OPEN, AT_ONCE)):
-        found += await asyncio.gather(*(sampled(client, future) for future in some))
-    return found
-
-
-async def ask_many(client: TinkerClient) -> list[str]:
-    """Requests of one tenant, all of them open."""
-    sampler = await client.sampler(await client.session())
-    futures: list[str] = []
-    for seq in range(NUM_OPEN):
-        body: dict[str, Any] = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8}, "seq_id": seq}
-        answer = await patiently(lambda body=body: client.post("asample", sampling_session_id=sampler, **body))
-        assert answer.status_code == 200, answer.text
-        futures.append(answer.json()["request_id"])
-    return futures
-
-
-async def sampled(client: TinkerClient, future: str) -> list[int]:
-    """The tokens of a request for one sample."""
-    while (told := await patiently(lambda: client.retrieve(future))).status_code == 408:
-        pass
-    assert told.status_code == 200, told.text
-    return samples_of(told)[0]
-
-
-async def patiently(ask: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-    """Asks again if the connection was lost, as the SDK does: a busy machine may take longer than the server waits for a request."""
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            return await ask()
-        await asyncio.sleep(0.1)

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from common.errors import InvalidInput
 from trainer_service.backbone.attention import NAME
+from trainer_service.backbone.grouped import LoraLinear
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.settings import AUTO, TrainerSettings
 
@@ -29,7 +31,7 @@ def refuse_kernels(names: Sequence[str], device: torch.device, dtype: torch.dtyp
 
 def _hindrance(name: str, device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cuda":
-        return f"it runs on CUDA alone, and MARLAAS_TRAINER_DEVICE is {device.type}"
+        return f"it runs on CUDA only, and MARLAAS_TRAINER_DEVICE is {device.type}"
     if name == "liger" and not find_spec("liger_kernel"):
         return "install liger-kernel (pip install 'marlaas[liger]')"
     if name == "varlen" and dtype != torch.bfloat16:
@@ -47,17 +49,22 @@ def use_kernels(backbone: ModulesBackbone, names: Sequence[str]) -> None:
 
         use_liger(backbone.model)
     if "compile" in names:
-        from trainer_service.backbone.device_kernels.blocks import compile_blocks  # here, as flex: torch's compiler
+        compile_layers(backbone.layers)
 
-        compile_blocks(backbone.layers)
+
+def compile_layers(layers: Sequence[Any], backend: Any = "inductor") -> None:
+    """Compiles each layer when it first computes: norms, RoPE, activations and residuals become a few kernels. Attention and linear
+    layers with adapters stay as they are: what they do depends on each pack's rows. `backend`: of torch's compiler."""
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, LoraLinear):
+                uncompiled: Any = torch.compiler.disable(module.forward)
+                module.forward = uncompiled
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
 def _attention(names: Sequence[str]) -> str:
     """The name by which transformers knows the attention."""
-    if "flex" in names:
-        from trainer_service.backbone.device_kernels import flex
-
-        return flex.NAME
     if "varlen" in names:
         from trainer_service.backbone.device_kernels import varlen
 

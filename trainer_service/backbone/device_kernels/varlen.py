@@ -1,4 +1,4 @@
-"""Attention over a pack by one call of flash attention, which takes runs of queries and of keys of any lengths. CUDA and bfloat16 alone.
+"""Attention over a pack by one call of flash attention, which takes runs of queries and of keys of any lengths. CUDA and bfloat16 only.
 
     a tree:          beginning | branch 1 | branch 2
     runs of queries  beginning | branch 1 | branch 2

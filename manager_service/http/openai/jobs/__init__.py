@@ -1,7 +1,7 @@
 """Routes of fine-tuning jobs.
 
     POST ─► submission: the body, parsed and checked ─► job_store: one script creates the job ─► the owner
-    GET  ─► job_store, job_reading: records in Redis, or in the archive
+    GET  ─► job_store: records in Redis, or in the archive
 
 Its files:
 

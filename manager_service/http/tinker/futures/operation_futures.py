@@ -18,10 +18,12 @@ from common.errors import NotFound
 from common.wire.messages import Failure
 from common.wire.operations import OperationResult, OperationsAnswered, Outputs, Saved
 from manager_service.http.tinker.wire import protobuf
-from manager_service.records.run_records import NUM_SEQS_KEPT, SAVES, RunSpec, RunState
+from manager_service.records.run_records import NUM_SEQS_KEPT, SAVES, RunSpec
 
 BLOCK_MS = 1000
 CREATIONS = ("create_model", "load_weights")
+CREATING = (b"queued", b"creating")
+"""States of a run whose creation, number 0, has no result yet."""
 TYPES: Mapping[str, str] = {
     "save_weights": "save_weights",
     "save_for_sampler": "save_weights_for_sampler",
@@ -78,7 +80,7 @@ class ReadyResult:
 class Pending:
     """No result yet."""
 
-    status: str | None  # of the run; None: Redis has lost it
+    status: str  # of the run; empty: it is not known
     missing: int | None = None  # number of an operation before it that has not come
 
 
@@ -106,13 +108,10 @@ async def look(bus: Bus, run: RunSpec, seq: int, beside: Beside) -> ReadyResult 
         if head is not None and seq < int(head) and (last is None or seq <= int(last) - NUM_SEQS_KEPT):
             raise _expired(run, seq)
         raise NotFound(f"there is no request {run.id}:{seq}")
-    action = asked.decode().split()[1]
-    if action in CREATIONS:
-        return await _creation(bus, run, action)
     if result is not None:
-        found = msgspec.msgpack.decode(result, type=OperationResult)
-        return await beside(partial(_encoded, run, action, found))
-    if status is None or seq < int(head):
+        action = asked.decode().split()[1]
+        return await beside(partial(_encoded, run, action, msgspec.msgpack.decode(result, type=OperationResult)))
+    if status is None or (seq < int(head) and status not in CREATING):
         raise _expired(run, seq)
     return Pending(status.decode(), await _missing(bus, run, head, seq))
 
@@ -129,23 +128,13 @@ async def _missing(bus: Bus, run: RunSpec, head: bytes, seq: int) -> int | None:
     return int(head) if there[0] is None else None
 
 
-async def _creation(bus: Bus, run: RunSpec, action: str) -> ReadyResult | Pending:
-    record: Any = await bus.retrying(lambda: bus.client.hget(bus.cell.run(run.id), "state"))
-    if record is None:
-        return Pending(None)
-    state = msgspec.json.decode(record, type=RunState)
-    if state.status in ("queued", "creating") and state.version < 0:
-        return Pending(state.status)
-    if state.version < 0:
-        return failed(state.failure or Failure("cancelled", "the run was ended before it was created"))
-    return _plain({"model_id": run.public_id, "type": action})
-
-
 def _encoded(run: RunSpec, action: str, result: OperationResult) -> ReadyResult:
     """Encodes a result, in a thread: it may have a million numbers."""
     if result.failure is not None:
         return failed(result.failure)
     public_id = run.public_id
+    if action in CREATIONS:
+        return _plain({"model_id": public_id, "type": action})
     if action == "unload":
         return _plain({"model_id": public_id, "type": "unload_model"})
     if action in SAVES:

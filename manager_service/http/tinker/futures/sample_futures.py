@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -34,6 +34,7 @@ from manager_service.http.sampling.choices import InferenceRequest
 from manager_service.http.sampling.inference import Inference
 from manager_service.http.tinker.wire.sample_requests import TinkerSample
 from manager_service.records.run_records import USED_S, use
+from manager_service.records.tenants import TenantRecord
 
 PREFIX = "smp"
 _ID = re.compile(rf"{PREFIX}-([0-9a-f]{{16}})-(.+)-\d+")  # replica, base model
@@ -65,13 +66,13 @@ class Gone(NotFound):
 class SamplesOutcome(msgspec.Struct, frozen=True):
     """The state of a request, with its samples if it is done."""
 
-    done: bool
+    done: bool = True
     samples: tuple[TinkerSample, ...] = ()
     error: str = ""  # what is wrong with it, for its user
     gone: bool = False  # it is not here, or could not be done: it must be made again
 
 
-GONE = SamplesOutcome(done=True, gone=True)
+WAITS, GONE = SamplesOutcome(done=False), SamplesOutcome(gone=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,22 +80,12 @@ class Request:
     """One request for samples."""
 
     id: str
-    tenant: str
     ask: InferenceRequest
-    samples: list[TinkerSample | None]
     key: tuple[str, str]  # tenant, what names the request, if anything does
     session: str  # empty: it names no sampler
+    task: "asyncio.Task[SamplesOutcome]"
     asked_s: float  # monotonic: when its client last asked about it
     retrieved: bool = False
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    error: str = ""  # what is wrong with it, for its user
-    gone: bool = False  # it could not be done
-    usage: Usage = field(default_factory=Usage)
-    task: "asyncio.Task[None] | None" = None
-
-    def outcome(self) -> SamplesOutcome:
-        samples = tuple(sample for sample in self.samples if sample is not None)
-        return SamplesOutcome(self.done.is_set(), samples, self.error, self.gone)
 
 
 class Samples:
@@ -123,14 +114,13 @@ class Samples:
         if self._open[tenant] >= MAX_OPEN or self._num_samples[tenant] + ask.num_choices > MAX_SAMPLES:
             raise _too_many()
         name = f"{self._prefix}{next(self._numbers)}"
-        request = Request(name, tenant, ask, [None] * ask.num_choices, key, session, self._clock())
-        self._requests[name] = request
+        task = asyncio.create_task(self._serve(name, ask, session))
+        self._requests[name] = Request(name, ask, key, session, task, self._clock())
         if once:
             self._ids[key] = name
         self._open[tenant] += 1
         self._num_samples[tenant] += ask.num_choices
-        request.task = asyncio.create_task(self._serve(request))
-        request.task.add_done_callback(lambda _: self._end(request))  # one that is cancelled may never have begun
+        task.add_done_callback(lambda _: self._make_room(ask))  # a task that is cancelled may never have begun
         return name
 
     async def outcome(self, tenant: str, name: str, timeout_s: float) -> SamplesOutcome:
@@ -139,33 +129,32 @@ class Samples:
             request = self.find(tenant, name)
         except Gone:
             return GONE
-        try:
-            async with asyncio.timeout(timeout_s):
-                await request.done.wait()
-            request.retrieved = True
-        except TimeoutError:
-            pass
-        if request.gone:
-            self.cancel(request)
-        return request.outcome()
+        await asyncio.wait([request.task], timeout=timeout_s)
+        if not request.task.done():
+            return WAITS
+        outcome = GONE if request.task.cancelled() else request.task.result()
+        request.retrieved = True
+        if outcome.gone:
+            self._forget(request)
+        return outcome
 
-    def find(self, tenant: str, request: str) -> Request:
+    def find(self, tenant: str, name: str) -> Request:
         """Raises Gone, also for another tenant's."""
-        found = self._requests.get(request)
-        if found is None or found.tenant != tenant:
-            raise Gone(f"the request {request[:64]!r} is not here any more: ask again")
-        found.asked_s = self._clock()
-        return found
+        request = self._requests.get(name)
+        if request is None or request.ask.tenant.id != tenant:
+            raise Gone(f"the request {name[:64]!r} is not here any more: ask again")
+        request.asked_s = self._clock()
+        return request
 
-    def give_up(self, tenant: str, request: str) -> None:
+    def give_up(self, tenant: str, name: str) -> None:
         """Cancels a request that its client does not want any more. What is not here is passed over."""
         with contextlib.suppress(Gone):
-            self.cancel(self.find(tenant, request))
+            self.cancel(self.find(tenant, name))
 
     def end_session(self, session: str) -> None:
         """Cancels what a client has under way that is no more."""
         for request in list(self._requests.values()):
-            if request.session == session and not request.done.is_set():
+            if request.session == session and not request.task.done():
                 self.cancel(request)
 
     async def end_silent(self) -> None:
@@ -180,10 +169,8 @@ class Samples:
                 self.end_session(session)
 
     def cancel(self, request: Request) -> None:
-        request.gone = request.gone or not request.done.is_set()
         self._forget(request)
-        if request.task is not None:
-            request.task.cancel()
+        request.task.cancel()
 
     async def run(self) -> None:
         """Gives up what nobody asks about, until cancelled; then everything."""
@@ -197,7 +184,7 @@ class Samples:
                     used_at = self._clock()
                     await self.use_versions()
         finally:
-            await cancel_all([request.task for request in self._requests.values() if request.task is not None])
+            await cancel_all([request.task for request in self._requests.values()])
 
     def look(self) -> None:
         """Drops requests whose clients have been silent for too long."""
@@ -208,7 +195,7 @@ class Samples:
 
     async def use_versions(self) -> None:
         """Keeps the versions that requests wait for, so that they are there when their turn comes."""
-        for adapter in {each.ask.adapter for each in self._requests.values() if not each.done.is_set()}:
+        for adapter in {each.ask.adapter for each in self._requests.values() if not each.task.done()}:
             await use(self._bus, adapter)
 
     def _forget(self, request: Request) -> None:
@@ -216,48 +203,46 @@ class Samples:
         if self._ids.get(request.key) == request.id:
             del self._ids[request.key]
 
-    async def _serve(self, request: Request) -> None:
+    def _make_room(self, ask: InferenceRequest) -> None:
+        """Lets others have the room of a request that is over."""
+        self._open[ask.tenant.id] -= 1
+        self._num_samples[ask.tenant.id] -= ask.num_choices
+
+    async def _serve(self, name: str, ask: InferenceRequest, session: str) -> SamplesOutcome:
         try:
-            await self._within_quota(request)
-            await self._sample(request)
+            await self._within_quota(ask.tenant)
+            return SamplesOutcome(samples=await self._sample(ask, session))
         except (InvalidInput, CorruptObject) as error:
-            request.error = str(error)
+            return SamplesOutcome(error=str(error))
         except (MarlaasError, RedisError, ApiError) as error:
-            log.warning("samples_given_up", request=request.id, reason=str(error))
-            request.gone = True
+            log.warning("samples_given_up", request=name, reason=str(error))
         except Exception:  # the boundary: it goes to whoever asks for the samples, as a request to be made again
-            log.error("samples_failed", request=request.id, exc_info=True)
-            request.gone = True
-        finally:
-            self._end(request)
-            await asyncio.shield(self._charge(request))
+            log.error("samples_failed", request=name, exc_info=True)
+        return GONE
 
-    def _end(self, request: Request) -> None:
-        """Lets others have the room of a request; once, however often it is called."""
-        if not request.done.is_set():
-            request.done.set()
-            self._open[request.tenant] -= 1
-            self._num_samples[request.tenant] -= request.ask.num_choices
-
-    async def _within_quota(self, request: Request) -> None:
+    async def _within_quota(self, tenant: TenantRecord) -> None:
         """Waits while the tenant's tokens of the day are used up."""
-        limit, redis, cell = request.ask.tenant.max_tokens_per_day, self._bus.client, self._bus.cell
-        while (
-            limit is not None and await self._bus.retrying(lambda: tokens_today(redis, cell, request.tenant)) >= limit
-        ):
+        limit, redis, cell = tenant.max_tokens_per_day, self._bus.client, self._bus.cell
+        while limit is not None and await self._bus.retrying(lambda: tokens_today(redis, cell, tenant.id)) >= limit:
             await asyncio.sleep(QUOTA_EVERY_S)
 
-    async def _sample(self, request: Request) -> None:
-        async with aclosing(self._inference.answer(request.ask)) as progress:
-            async for fresh in progress:
-                if fresh.result is not None:
-                    request.samples[fresh.choice] = _sampled(fresh.result)
-                    request.usage += fresh.result.usage
+    async def _sample(self, ask: InferenceRequest, session: str) -> tuple[TinkerSample, ...]:
+        """The samples, in order. What they took is charged, also of a request that is cancelled or fails."""
+        samples, usage = dict[int, TinkerSample](), Usage()
+        try:
+            async with aclosing(self._inference.answer(ask)) as progress:
+                async for fresh in progress:
+                    if fresh.result is not None:
+                        samples[fresh.choice] = _sampled(fresh.result)
+                        usage += fresh.result.usage
+        finally:
+            await asyncio.shield(self._charge(ask.tenant.id, usage, session))
+        return tuple(samples[choice] for choice in sorted(samples))
 
-    async def _charge(self, request: Request) -> None:
-        usage, redis, cell = request.usage, self._bus.client, self._bus.cell
+    async def _charge(self, tenant: str, usage: Usage, session: str) -> None:
+        redis, cell = self._bus.client, self._bus.cell
         if usage != Usage():
-            await self._bus.retrying(lambda: count_inference(redis, cell, request.tenant, usage, request.session))
+            await self._bus.retrying(lambda: count_inference(redis, cell, tenant, usage, session))
 
 
 class PeerQuestion(msgspec.Struct, frozen=True, tag="Question"):
@@ -299,7 +284,7 @@ class Peers:
             async with asyncio.timeout(timeout_s + PEER_GRACE_S):
                 return await waiting
         except TimeoutError:
-            return SamplesOutcome(done=False)
+            return WAITS
         finally:
             del self._waiting[question.number]
 
@@ -346,14 +331,14 @@ class Peers:
         return written is not None
 
 
-def place_of(request: str) -> tuple[str, str] | None:
-    """(replica, base model) that a request's id names."""
-    found = _ID.fullmatch(request)
-    return (found[1], found[2]) if found else None
+def place_of(request: str) -> tuple[str, str]:
+    """(replica, base model) that a request's id names; empty if it names none."""
+    match = _ID.fullmatch(request)
+    return (match[1], match[2]) if match else ("", "")
 
 
 def _patience_s(request: Request) -> float:
-    if not request.done.is_set():
+    if not request.task.done():
         return SILENT_S
     return RETRIEVED_S if request.retrieved else KEPT_S
 

@@ -1,9 +1,8 @@
-"""Answers the SDK's `RestClient` and its command line: what there is, beside any training.
+"""Answers the SDK's `RestClient` and its command line: what there is, whatever trains.
 
 Its files:
 
-    listings.py           lists runs, checkpoints and sessions
-    search.py             searches sessions
+    listings.py           lists runs, checkpoints and sessions, and searches sessions
     billing.py            tells what was used, by the hour
     absent.py             refuses what is not offered, and says what to use instead
     checkpoint_routes.py  serves one checkpoint: its deletion, its end, its download

@@ -15,7 +15,8 @@ from common.store.adapters import PEFT_FILES
 from common.wire.messages import AdapterRef
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.stores.run_store import RunRow
-from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
+from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
+from manager_service.http.tinker.rest.listings import shown_metadata
 from manager_service.records.run_records import RunState
 from manager_service.records.tenants import TenantRecord
 from manager_service.records.usage import hour_of
@@ -37,16 +38,15 @@ BilledHour = tuple[datetime, str, str, str]  # beginning of the hour, base model
 
 
 @router.get("/events")
-async def events(starting_on: datetime, ending_before: datetime, api: Parts, tenant: Tenant, known: Known) -> Response:
+async def events(
+    starting_on: datetime, ending_before: datetime, api: Parts, tenant: Tenant, tinker: Tinker
+) -> Response:
     """Managed jobs and chat count too: together, without a session."""
     hours = _hours(starting_on, ending_before)
     found = [await _used(base, tenant, hours) for base in api.bases.values()]
     rows = sorted((row for rows in found for row in rows.items()), key=lambda row: (row[0][0], -row[1]))
-    sessions = await known.sessions.some(tenant.id, sorted({session for (_, _, session, _), _ in rows if session}))
-    told = {
-        one.id: {"user_metadata": {name: str(value) for name, value in one.user_metadata.items()} or None}
-        for one in sessions
-    }
+    sessions = await tinker.sessions.some(tenant.id, sorted({session for (_, _, session, _), _ in rows if session}))
+    told = {one.id: {"user_metadata": shown_metadata(one.user_metadata)} for one in sessions}
     return answer({"data": [_event(tenant, key, num) for key, num in rows], "sessions": told})
 
 
@@ -98,11 +98,11 @@ def _event(tenant: TenantRecord, key: BilledHour, num_tokens: int) -> dict[str, 
 
 
 @router.get("/checkpoints/current")
-async def storage(api: Parts, tenant: Tenant, known: Known, project_id: str | None = None) -> Response:
+async def storage(api: Parts, tenant: Tenant, tinker: Tinker, project_id: str | None = None) -> Response:
     """A version that several names name counts once."""
     if project_id is not None:
         raise InvalidInput("there are no projects here: leave project_id out", param="project_id")
-    num, num_bytes = await _stored(api, tenant, known)
+    num, num_bytes = await _stored(api, tenant, tinker)
     row = {
         "org_user_urn": tenant.id,
         "user_name": tenant.name or None,
@@ -114,18 +114,18 @@ async def storage(api: Parts, tenant: Tenant, known: Known, project_id: str | No
     return answer({"effective_rate_usd_per_gigabyte_month": None, "data": [row] if num else []})
 
 
-async def _stored(api: Api, tenant: TenantRecord, known: Records) -> tuple[int, int]:
+async def _stored(api: Api, tenant: TenantRecord, tinker: Records) -> tuple[int, int]:
     """(checkpoints, bytes)."""
     free, now = asyncio.Semaphore(NUM_READ), datetime.now(UTC).timestamp()
     sizes: list[tuple[int, int]] = []
-    async for page in known.runs.pages(tenant.id):
+    async for page in tinker.runs.pages(tenant.id):
         sizes += await asyncio.gather(*(_size(api, free, run, state, now) for run, state in page))
     return sum(num for num, _ in sizes), sum(num_bytes for _, num_bytes in sizes)
 
 
 async def _size(api: Api, free: asyncio.Semaphore, run: RunRow, state: RunState, now: float) -> tuple[int, int]:
     """The size of a run. Its versions are as large as each other, so one manifest tells of all."""
-    kept = [one for one in state.checkpoints if one.is_kept(now)]
+    kept = state.kept(now)
     if not kept:
         return 0, 0
     async with free:

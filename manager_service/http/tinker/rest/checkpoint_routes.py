@@ -10,11 +10,10 @@ from starlette.responses import Response
 from common.errors import InvalidInput, NotFound
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import ApiError
-from manager_service.http.stores import checkpoint_store
-from manager_service.http.stores.run_store import Source
+from manager_service.http.stores.run_store import Announcements, RunRow, Source, change_checkpoint
 from manager_service.http.stores.tinker_names import Path, parse_path, ttl_fault
-from manager_service.http.tinker.parts import PREFIX, Known, Records, answer
-from manager_service.http.tinker.request_bodies import TtlAsked, read
+from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
+from manager_service.http.tinker.request_bodies import TtlBody, read
 from manager_service.http.tinker.rest.file_links import ARCHIVE, VALID_S, Grant, download, file_names, sign, verified
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
@@ -23,32 +22,37 @@ ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
 @router.delete(ONE)
-async def delete_checkpoint(run_id: str, kind: str, name: str, tenant: Tenant, known: Known) -> Response:
+async def delete_checkpoint(run_id: str, kind: str, name: str, tenant: Tenant, tinker: Tinker) -> Response:
     """Its version goes when nothing else names it."""
-    run, checkpoint = await known.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
-    await checkpoint_store.delete(run, checkpoint)
+    run, checkpoint = await tinker.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
+    await change_checkpoint(run, checkpoint, _changes(tinker, run), deletes=True)
     return answer({})
 
 
 @router.put(f"{ONE}/ttl")
-async def set_ttl(request: Request, run_id: str, kind: str, name: str, tenant: Tenant, known: Known) -> Response:
-    ttl_s = (await read(request, TtlAsked)).ttl_seconds
+async def set_ttl(request: Request, run_id: str, kind: str, name: str, tenant: Tenant, tinker: Tinker) -> Response:
+    ttl_s = (await read(request, TtlBody)).ttl_seconds
     if fault := ttl_fault(ttl_s):
         raise InvalidInput(fault, param="ttl_seconds")
-    run, checkpoint = await known.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
-    await checkpoint_store.expire_at(run, checkpoint, None if ttl_s is None else int(time.time()) + ttl_s)
+    run, checkpoint = await tinker.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
+    expires_at = None if ttl_s is None else int(time.time()) + ttl_s
+    await change_checkpoint(run, checkpoint, _changes(tinker, run), expires_at=expires_at)
     return answer({})
+
+
+def _changes(tinker: Records, run: RunRow) -> Announcements:
+    return tinker.futures[run.base.name].answered.of(run.id, 0)
 
 
 @router.get(f"{ONE}/external_weights_urls")
 async def external_weights_urls(
-    request: Request, run_id: str, kind: str, name: str, api: Parts, tenant: Tenant, known: Known
+    request: Request, run_id: str, kind: str, name: str, api: Parts, tenant: Tenant, tinker: Tinker
 ) -> Response:
     """A signed url for each file of the version."""
     path, expires = parse_path(f"tinker://{run_id}/{kind}/{name}"), _expires()
-    source = await known.runs.source(tenant.id, str(path))
+    source = await tinker.runs.source(tenant.id, str(path))
     urls = {
-        file: await _url(request, known, _grant(tenant.id, path, source, file, expires))
+        file: await _url(request, tinker, _grant(tenant.id, path, source, file, expires))
         for file in await file_names(api, source.adapter)
     }
     return answer({"urls": urls, "expires": expires.isoformat()})
@@ -56,27 +60,27 @@ async def external_weights_urls(
 
 @router.get(f"{ONE}/archive")
 async def archive(
-    request: Request, run_id: str, kind: str, name: str, api: Parts, tenant: Tenant, known: Known
+    request: Request, run_id: str, kind: str, name: str, api: Parts, tenant: Tenant, tinker: Tinker
 ) -> Response:
     """Clients up to 0.30 download a tar of all files."""
     path, expires = parse_path(f"tinker://{run_id}/{kind}/{name}"), _expires()
-    source = await known.runs.source(tenant.id, str(path))
+    source = await tinker.runs.source(tenant.id, str(path))
     await file_names(api, source.adapter)
-    url = await _url(request, known, _grant(tenant.id, path, source, ARCHIVE, expires))
+    url = await _url(request, tinker, _grant(tenant.id, path, source, ARCHIVE, expires))
     return Response(status_code=302, headers={"Location": url, "Expires": format_datetime(expires, usegmt=True)})
 
 
 @router.get("/signed/{token}", name="signed_file")
-async def signed_file(request: Request, token: str, api: Parts, known: Known) -> Response:
+async def signed_file(request: Request, token: str, api: Parts, tinker: Tinker) -> Response:
     """Without a key: the url is the permission. It ends with the checkpoint."""
-    grant = verified(await known.signing_key.get(), token)
+    grant = verified(await tinker.signing_key.get(), token)
     if grant is None:
         raise ApiError(403, "this url is not as it was signed here: ask for another", code="bad_signature", retry=False)
     if grant.expires_at <= time.time():
         raise ApiError(403, "this url has expired: ask for another", code="expired", retry=False)
-    source = await known.runs.source(grant.tenant, grant.path)
+    source = await tinker.runs.source(grant.tenant, grant.path)
     if source.adapter.version != grant.version:
-        raise NotFound(f"{grant.path} was saved anew since this url was signed: ask for another")
+        raise NotFound(f"{grant.path} was saved again since this url was signed: ask for another")
     request.scope["is_signed"] = True
     return await download(api, source, grant.file)
 
@@ -95,8 +99,8 @@ def _grant(tenant: str, path: Path, source: Source, file: str, expires: datetime
     return Grant(tenant, str(path), source.adapter.version, file, int(expires.timestamp()))
 
 
-async def _url(request: Request, known: Records, grant: Grant) -> str:
+async def _url(request: Request, tinker: Records, grant: Grant) -> str:
     """On the host that the client itself has asked. A proxy that ends TLS must pass the header `Host` on, and say `X-Forwarded-Proto`."""
-    url = request.url_for("signed_file", token=sign(await known.signing_key.get(), grant))
-    ends_tls = request.headers.get("x-forwarded-proto") == "https"  # whoever says so falsely misleads himself alone
+    url = request.url_for("signed_file", token=sign(await tinker.signing_key.get(), grant))
+    ends_tls = request.headers.get("x-forwarded-proto") == "https"  # who says so falsely misleads only himself
     return str(url.replace(scheme="https") if ends_tls else url)

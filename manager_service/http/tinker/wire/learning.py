@@ -1,6 +1,6 @@
-"""Checks a pass over data that a client sent, and makes it a `Forward`.
+"""Reads a pass over data that a client sent, checks it, and makes it a `Forward`. A helper process does so if the body is large.
 
-    loss_fn               inputs beside target_tokens                                      config
+    loss_fn               inputs except target_tokens                                      config
     cross_entropy         weights (without: 1)
     importance_sampling   logprobs, advantages
     ppo, cispo            logprobs, advantages                                             clip_low_threshold, clip_high_threshold
@@ -19,10 +19,14 @@ from typing import Any, cast, get_args
 
 import msgspec
 import numpy as np
+import zstandard
+from google.protobuf.message import DecodeError
 
+from common.errors import InvalidInput
 from common.suggestions import did_you_mean
 from common.wire.messages import Array, f32, i32
 from common.wire.operations import Datum, Forward, LossFn
+from manager_service.http.tinker.wire import protobuf
 from manager_service.http.tinker.wire import tinker_pb2 as pb
 
 DTYPES = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
@@ -30,6 +34,8 @@ MAX_TOKEN = 2**31 - 1
 MAX_VALUE = 1e9
 """The largest of weights, advantages, log-probs and thresholds: squares of them, and sums of those, stay numbers in float32."""
 
+JSON_TYPE = "application/json"
+TOO_OLD = "this client sends data as JSON, which this service does not read: install tinker 0.24.1 or newer"
 MAX_FAULT = 1000
 """Characters. What is wrong may be a name that its user made very long."""
 
@@ -66,6 +72,51 @@ class CheckedPass(msgspec.Struct, frozen=True):
     longest: int = 0  # positions of the longest datum
     largest: int = 0  # the largest token id
     fault: str = ""
+
+
+class PassNumber(msgspec.Struct):
+    """The number of a pass over data that an older client sends as JSON."""
+
+    model_id: str
+    seq_id: int = 0
+
+
+def read_pass(body: bytes, *, content_type: str, encoding: str, max_bytes: int) -> CheckedPass:
+    """A pass over data. Raises InvalidInput for a body that cannot be read; what is wrong in one that can is in `fault`."""
+    unpacked = unpack(body, encoding, max_bytes=max_bytes)
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == JSON_TYPE:
+        return _too_old(unpacked)
+    if kind != protobuf.CONTENT_TYPE:
+        raise InvalidInput(f"Content-Type {kind!r} is not known here: use {protobuf.CONTENT_TYPE}")
+    try:
+        return check_pass(pb.ForwardBackwardRequest.FromString(unpacked))
+    except DecodeError as error:
+        raise InvalidInput(f"the body is no ForwardBackwardRequest: {error}") from error
+
+
+def _too_old(body: bytes) -> CheckedPass:
+    """Keeps the number, so that the operations behind it do not wait for it."""
+    try:
+        given = msgspec.json.decode(body, type=PassNumber)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"the body: {error}", code="invalid_json") from error
+    return CheckedPass(given.model_id, given.seq_id, forward_only=False, fault=TOO_OLD)
+
+
+def unpack(body: bytes, encoding: str, *, max_bytes: int) -> bytes:
+    """A body without its Content-Encoding. Raises InvalidInput."""
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "zstd":
+        raise InvalidInput(f"Content-Encoding {encoding!r} is not known here: use zstd or none")
+    try:
+        announced = zstandard.frame_content_size(body)  # -1: not announced; then max_output_size holds
+        if announced > max_bytes:
+            raise InvalidInput(f"the body has {announced} bytes unpacked: at most {max_bytes}", code="too_large")
+        return zstandard.ZstdDecompressor().decompress(body, max_output_size=max_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise InvalidInput(f"the body is no zstd frame of at most {max_bytes} bytes unpacked: {error}") from error
 
 
 def check_pass(given: pb.ForwardBackwardRequest) -> CheckedPass:
@@ -119,7 +170,7 @@ def _datum(loss: LossFn, given: pb.Datum, where: str) -> Datum:
     kinds = [str(chunk.WhichOneof("chunk")) for chunk in given.model_input]
     for kind in kinds:
         if kind != "encoded_text":
-            raise Wrong(f"{where}: this service takes text alone, not chunks of kind {kind!r}")
+            raise Wrong(f"{where}: this service takes only text, not chunks of kind {kind!r}")
     chunks = b"".join(chunk.encoded_text.tokens for chunk in given.model_input)
     tokens = _ids(_values(chunks, "<i4", f"{where}: model_input"), f"{where}: model_input")
     inputs = dict(given.loss_fn_inputs)

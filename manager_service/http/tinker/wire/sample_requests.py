@@ -30,10 +30,6 @@ class Chunk(msgspec.Struct):
 class ModelInput(msgspec.Struct):
     chunks: list[Chunk]
 
-    def other_chunks(self) -> list[str]:
-        """Kinds of the chunks that are no text."""
-        return [chunk.type for chunk in self.chunks if chunk.type != "encoded_text"]
-
 
 class TinkerSamplingParams(msgspec.Struct):
     max_tokens: int | None = None
@@ -83,7 +79,7 @@ class TinkerSample(msgspec.Struct, frozen=True):
     logprobs: Array  # f4 [T]
     stop_reason: Literal["stop", "length"]
     prompt_logprobs: Array = (
-        EMPTY_F32  # f4 [tokens of the prompt], NaN where none was asked for; of the first sample alone
+        EMPTY_F32  # f4 [tokens of the prompt], NaN where none was asked for; only of the first sample
     )
 
 
@@ -112,8 +108,11 @@ def read_sample(body: bytes) -> CheckedSample:
 
 
 def _prompt(prompt: ModelInput) -> Array:
-    if others := prompt.other_chunks():
-        raise InvalidInput(f"prompt: this service takes text alone, not chunks of kind {others[0]!r}", param="prompt")
+    for chunk in prompt.chunks:
+        if chunk.type != "encoded_text":
+            raise InvalidInput(
+                f"prompt: this service takes only text, not chunks of kind {chunk.type!r}", param="prompt"
+            )
     tokens = [token for chunk in prompt.chunks for token in chunk.tokens]
     if not all(0 <= token < 2**31 for token in tokens):
         raise InvalidInput("prompt: token ids are between 0 and 2^31 - 1", param="prompt")

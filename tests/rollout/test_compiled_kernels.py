@@ -15,7 +15,7 @@ from rollout_service.embedded import batch, kv
 from rollout_service.embedded.backbone.compiling import Compiled, compiled_for, compiling
 from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits, Pool
-from rollout_service.embedded.seats import TurnRow
+from rollout_service.embedded.row_states import TurnRow
 from tests.support.rollout_cases import BASE, model, request
 
 POSITIONS = np.array([0, 1, 31, 63, 40])
@@ -29,10 +29,10 @@ def attended(compiled: Compiled | None, qkv: Tensor, num_heads: int, **asked: fl
     kv_heads = (qkv.shape[1] - num_heads) // 2
     shape = SimpleNamespace(num_layers=1, num_heads=num_heads, num_kv_heads=kv_heads, head_dim=qkv.shape[2])
     pools, drawn = [Pool.empty(shape, length, qkv) for length in (64, 128)], torch.Generator().manual_seed(1)  # pyright: ignore
-    for pool, seats in zip(pools, ([0, 1, 2], [3, 4]), strict=True):
+    for pool, slots in zip(pools, ([0, 1, 2], [3, 4]), strict=True):
         pool.resize(4)
         pool.layers[0].normal_(generator=drawn)
-        pool.seats += seats
+        pool.slots += slots
     spans = [kv.NewTokens(pools[pool], *span) for pool, *span in SPANS]
     if compiled:
         attend = kv.CompiledAttend(shape, compiled.attend, kv.new_rows(pools, POSITIONS, spans))  # pyright: ignore
@@ -112,8 +112,8 @@ def test_it_rotates_as_torch_does(has_norm: bool, monkeypatch: pytest.MonkeyPatc
 
 def test_it_draws_the_same_numbers() -> None:
     compiling().wait()
-    keys = np.array([key_of(7919**seat, "train") for seat in range(5)], np.uint64)
-    coordinates = np.array([(seat, 2**32 - 1, 3) for seat in range(5)], np.uint64)
+    keys = np.array([key_of(7919**slot, "train") for slot in range(5)], np.uint64)
+    coordinates = np.array([(slot, 2**32 - 1, 3) for slot in range(5)], np.uint64)
     first, found = np.arange(0, 320, 64, dtype=np.uint64), np.empty((5, 64))
     compiled = compiling().found
     assert compiled

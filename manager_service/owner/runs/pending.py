@@ -1,4 +1,4 @@
-"""Operations that a run holds, and what the run asks of them."""
+"""Operations of a run whose entries stay pending, and what becomes of them."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import msgspec
 from common.wire.operations import LoadWeights, Operation, RunOperation
 
 
-class HeldOperation(NamedTuple):
+class PendingOperation(NamedTuple):
     """An operation, with the entry that stays pending for it."""
 
     entry: str
@@ -19,8 +19,8 @@ def load_of(operation: Operation) -> LoadWeights:
     return msgspec.msgpack.decode(operation.payload, type=LoadWeights)
 
 
-def is_trainers(operation: Operation) -> bool:
-    """Does a trainer carry it out, in a stretch with others?"""
+def is_for_trainer(operation: Operation) -> bool:
+    """Does a trainer carry it out, in a segment with others?"""
     return operation.failure is None and operation.action in ("forward", "forward_backward", "optim_step")
 
 

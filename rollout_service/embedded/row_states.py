@@ -1,6 +1,6 @@
-"""Keeps the state of each row under way, as arrays over seats, so that a step costs no Python per row.
+"""Keeps the state of each row under way, as arrays over slots, so that a step costs no Python per row.
 
-A row keeps its seat from admission to its end; its place in a forward changes as others come and go.
+A row keeps its slot from admission to its end; its place in a forward changes as others come and go.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,15 +28,15 @@ class TurnRow:
     adapter: FusedAdapter | None  # None: the bare base model
     handle: Any  # of the caller to tell, opaque here
     on_token: OnToken | None = None
-    seat: int = -1
+    slot: int = -1
     length_class: int = 0  # of its pool
     stop_string: str = ""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
     prompt_logprobs: Array = EMPTY_F32  # see `Generated`
 
 
-class Seats:
-    """The rows under way, by seat."""
+class RowStates:
+    """The rows under way, by slot."""
 
     def __init__(
         self, num: int, end_ids: Sequence[int], context: int, compiled: Callable[[], Compiled | None] = lambda: None
@@ -62,83 +62,83 @@ class Seats:
         self._drawn = np.zeros((num, DRAWN_AHEAD))
 
     def take(self, row: TurnRow) -> int:
-        """Gives the row a seat; the tokens that its request brought count as sampled."""
-        request, seat = row.request, self.free[-1]
+        """Gives the row a slot; the tokens that its request brought count as sampled."""
+        request, slot = row.request, self.free[-1]
         partial, tokens = request.num_partial, request.tokens.numpy()
-        self.length[seat] = len(tokens)
-        self.count[seat] = partial
-        self.limit[seat] = request.sampling.max_tokens
-        self.context[seat] = request.sampling.context(self._served)
-        self.busy_s[seat] = 0.0
-        self._end_with(seat, self._end_ids if request.sampling.stop_ids is None else request.sampling.stop_ids)
+        self.length[slot] = len(tokens)
+        self.count[slot] = partial
+        self.limit[slot] = request.sampling.max_tokens
+        self.context[slot] = request.sampling.context(self._served)
+        self.busy_s[slot] = 0.0
+        self._end_with(slot, self._end_ids if request.sampling.stop_ids is None else request.sampling.stop_ids)
         self._widen(max(request.sampling.max_tokens, partial))
         if len(tokens):
-            self.last[seat] = tokens[-1]
+            self.last[slot] = tokens[-1]
         if partial:
-            self.tokens[seat, :partial] = tokens[-partial:]
-            self.logprobs[seat, :partial] = request.logprobs.numpy()[-partial:]
+            self.tokens[slot, :partial] = tokens[-partial:]
+            self.logprobs[slot, :partial] = request.logprobs.numpy()[-partial:]
         ref = request.trajectory
-        self._keys[seat] = key_of(*ref.sampling_stream)
-        self._coordinates[seat] = [v & 0xFFFFFFFF for v in (ref.group, ref.sample, request.turn)]
+        self._keys[slot] = key_of(*ref.sampling_stream)
+        self._coordinates[slot] = [v & 0xFFFFFFFF for v in (ref.group, ref.sample, request.turn)]
         self.free.pop()  # after all that a faulty request could make fail
-        self.rows[seat] = row
-        row.seat = seat  # last: from here on other threads may read its progress
-        return seat
+        self.rows[slot] = row
+        row.slot = slot  # last: from here on other threads may read its progress
+        return slot
 
     def leave(self, row: TurnRow) -> None:
-        self.rows[row.seat] = None
-        self.free.append(row.seat)
+        self.rows[row.slot] = None
+        self.free.append(row.slot)
 
-    def uniforms(self, seats: np.ndarray) -> np.ndarray:
+    def uniforms(self, slots: np.ndarray) -> np.ndarray:
         """float64 [n]: the number that decides each row's next token."""
-        return self._drawn[seats, self.count[seats] % DRAWN_AHEAD]
+        return self._drawn[slots, self.count[slots] % DRAWN_AHEAD]
 
-    def append(self, seats: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    def append(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """Adds one token a row; says which rows have now ended, or gave log-probs that are not numbers: bool [n]."""
-        count = self.count[seats]
-        self.tokens[seats, count] = tokens
-        self.logprobs[seats, count] = logprobs
-        self.last[seats] = tokens
+        count = self.count[slots]
+        self.tokens[slots, count] = tokens
+        self.logprobs[slots, count] = logprobs
+        self.last[slots] = tokens
         count += 1
-        self.count[seats] = count
-        self.length[seats] += 1
+        self.count[slots] = count
+        self.length[slots] += 1
         used_up = count % DRAWN_AHEAD == 0
         if used_up.any():
-            self.draw(seats[used_up])
-        is_end = (self.ends[seats] == tokens[:, None]).any(axis=1)
-        ended = is_end | (count >= self.limit[seats]) | (self.length[seats] >= self.context[seats])
+            self.draw(slots[used_up])
+        is_end = (self.ends[slots] == tokens[:, None]).any(axis=1)
+        ended = is_end | (count >= self.limit[slots]) | (self.length[slots] >= self.context[slots])
         return ended | np.isnan(logprobs)
 
-    def stop_reason(self, seat: int) -> StopReason | None:
+    def stop_reason(self, slot: int) -> StopReason | None:
         """The reason why the row has ended, apart from stop strings; None if it has not."""
-        count = self.count[seat]
-        if count and self.tokens[seat, count - 1] in self.ends[seat]:
+        count = self.count[slot]
+        if count and self.tokens[slot, count - 1] in self.ends[slot]:
             return "stop"
-        if count >= self.limit[seat]:
+        if count >= self.limit[slot]:
             return "length"
-        return "context" if self.length[seat] >= self.context[seat] else None
+        return "context" if self.length[slot] >= self.context[slot] else None
 
-    def sampled(self, seat: int, first: int = 0) -> tuple[list[int], list[float]]:
+    def sampled(self, slot: int, first: int = 0) -> tuple[list[int], list[float]]:
         """The turn's tokens from `first` on, and their log-probs."""
-        count = self.count[seat]
-        return self.tokens[seat, first:count].tolist(), self.logprobs[seat, first:count].tolist()
+        count = self.count[slot]
+        return self.tokens[slot, first:count].tolist(), self.logprobs[slot, first:count].tolist()
 
-    def draw(self, seats: np.ndarray) -> None:
-        """Draws the next numbers of rows: of those just seated, or with none left."""
-        first = (self.count[seats] // DRAWN_AHEAD * DRAWN_AHEAD).astype(np.uint64)
-        keys, coordinates, drawn = self._keys[seats], self._coordinates[seats], np.empty((len(seats), DRAWN_AHEAD))
+    def draw(self, slots: np.ndarray) -> None:
+        """Draws the next numbers of rows: of those that just joined, or with none left."""
+        first = (self.count[slots] // DRAWN_AHEAD * DRAWN_AHEAD).astype(np.uint64)
+        keys, coordinates, drawn = self._keys[slots], self._coordinates[slots], np.empty((len(slots), DRAWN_AHEAD))
         if (compiled := self._compiled()) is not None:
             compiled.draw(keys, coordinates, first, drawn)
         else:
             positions = first[:, None] + np.arange(DRAWN_AHEAD, dtype=np.uint64)
             drawn = uniform_rows(keys, *coordinates.T[:, :, None], positions)
-        self._drawn[seats] = drawn
+        self._drawn[slots] = drawn
 
-    def _end_with(self, seat: int, tokens: Sequence[int]) -> None:
+    def _end_with(self, slot: int, tokens: Sequence[int]) -> None:
         if (extra := len(tokens) - self.ends.shape[1]) > 0:
             self.ends = np.pad(self.ends, ((0, 0), (0, extra)), constant_values=NO_TOKEN)
-        self.ends[seat] = NO_TOKEN
-        self.ends[seat, : len(tokens)] = tokens
+        self.ends[slot] = NO_TOKEN
+        self.ends[slot, : len(tokens)] = tokens
 
     def _widen(self, tokens: int) -> None:
         width = self.tokens.shape[1]

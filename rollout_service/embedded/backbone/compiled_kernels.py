@@ -1,7 +1,11 @@
-"""Attention of few new tokens a row, compiled for this machine's processor: on a CPU, torch's products of so few rows are mostly calls.
+"""Kernels compiled for this machine's processor by numba: on a CPU, torch's products of so few rows are mostly calls.
 
-Importing this compiles it, which takes a second, or a few milliseconds where an earlier process has left the code in numba's cache. A
-row's result depends on that row alone, and what is not a number stays so, in its row.
+    attend   attention of few new tokens a row
+    rotate   rotary embedding of queries and keys, with their norm: one pass where torch takes eight
+    draw     numbers of `common.rng.uniform_rows` (Philox), to the last bit: no call of numpy for each of its ten rounds
+
+Importing this compiles them, which takes some seconds, or milliseconds where an earlier process has left the code in numba's cache. A
+row's result depends on that row only, and what is not a number stays so, in its row.
 """
 
 from collections.abc import Callable
@@ -24,7 +28,14 @@ FAST = {"reassoc", "contract", "arcp", "nsz"}
 OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": FAST, "error_model": "numpy"}
 F = TypeVar("F", bound=Callable[..., Any])
 inlined: Callable[[F], F] = numba.njit(**OPTIONS)  # pyright: ignore
-SIGNATURE = "void(f4[:,:,::1], f4[:,:,:,::1], i8[:,::1], f4[:,:,::1], f4, i8)"
+ATTEND = "void(f4[:,:,::1], f4[:,:,:,::1], i8[:,::1], f4[:,:,::1], f4, i8)"
+ROTATE = "void(f4[:,:,::1], i8, f4[:,::1], f4, f4[:,::1], f4[:,::1], i8[::1])"
+DRAW = "void(u8[:,::1], u8[:,::1], u8[::1], f8[:,::1])"
+
+U64 = np.uint64
+M0, M1, W0, W1 = U64(0xD2511F53), U64(0xCD9E8D57), U64(0x9E3779B9), U64(0xBB67AE85)
+MASK, WORD, UNUSED_BITS = U64(0xFFFFFFFF), U64(32), U64(11)
+"""Philox' multipliers and Weyl constants, and how it cuts words."""
 
 
 @inlined  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -94,6 +105,58 @@ def _attend(qkv, cache, places, out, scale, window):  # pyright: ignore
             _mix(weights, F32(1) / total, seen, kv_heads + h // group, out[r, h])
 
 
+@inlined  # pyright: ignore[reportUntypedFunctionDecorator]
+def _normalise(head, weight, eps):  # pyright: ignore
+    """RMSNorm of a head [D], in place."""
+    total = F32(0)
+    for d in range(head.shape[0]):
+        total += head[d] * head[d]
+    factor = F32(1) / np.sqrt(total / F32(head.shape[0]) + eps)
+    for d in range(head.shape[0]):
+        head[d] *= factor * weight[d]
+
+
+def _rotate(qkv, num, weight, eps, cos, sin, positions):  # pyright: ignore
+    """Normalises and rotates the first `num` heads of each row, in place.
+
+    `qkv` [N, H + 2K, D]; `weight` of the norm [num, D], or [0, D] without one; `cos` and `sin` [positions, D], the first half of the
+    sines negative; `positions` [N].
+    """
+    half = qkv.shape[2] // 2
+    for n in range(qkv.shape[0]):
+        c, s = cos[positions[n]], sin[positions[n]]
+        for h in range(num):
+            head = qkv[n, h]
+            if weight.shape[0]:
+                _normalise(head, weight[h], eps)
+            for d in range(half):
+                first, second = head[d], head[d + half]
+                head[d] = first * c[d] + second * s[d]
+                head[d + half] = second * c[d + half] + first * s[d + half]
+
+
+@inlined  # pyright: ignore[reportUntypedFunctionDecorator]
+def _bits(k0, k1, c0, c1, c2, c3):  # pyright: ignore
+    """See `common.rng.philox`: the first two words of its ten rounds, as one."""
+    for _ in range(10):
+        p0, p1 = c0 * M0, c2 * M1
+        c0, c1, c2, c3 = (p1 >> WORD) ^ c1 ^ k0, p1 & MASK, (p0 >> WORD) ^ c3 ^ k1, p0 & MASK
+        k0, k1 = (k0 + W0) & MASK, (k1 + W1) & MASK
+    return (c0 << WORD) | c1
+
+
+def _draw(keys, coordinates, first, out):  # pyright: ignore
+    """Writes the numbers of each row from a last coordinate on.
+
+    `keys` [n, 2]: rows of `common.rng.key_of`; `coordinates` [n, 3]; `first` [n]; `out` [n, m].
+    """
+    for n in range(out.shape[0]):
+        for m in range(out.shape[1]):
+            at = first[n] + U64(m)
+            drawn = _bits(keys[n, 0], keys[n, 1], coordinates[n, 0], coordinates[n, 1], coordinates[n, 2], at)
+            out[n, m] = np.float64(drawn >> UNUSED_BITS) * 2.0**-53
+
+
 def compiled(function: Callable[..., None], signature: str) -> Callable[..., None]:
     """Compiles for a signature; keeps the code for later processes where a folder for it can be written."""
     try:
@@ -104,4 +167,6 @@ def compiled(function: Callable[..., None], signature: str) -> Callable[..., Non
         return numba.njit(signature, **OPTIONS)(function)
 
 
-attend = compiled(_attend, SIGNATURE)
+attend = compiled(_attend, ATTEND)
+rotate = compiled(_rotate, ROTATE)
+draw = compiled(_draw, DRAW)

@@ -10,7 +10,7 @@ import torch
 
 from base_model.stacked import fuse
 from common.wire.messages import TurnRequest
-from rollout_service.embedded import batch, seats
+from rollout_service.embedded import batch, row_states
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
@@ -167,15 +167,15 @@ async def test_a_stop_string_that_cannot_be_looked_for_ends_its_own_turn(
     await check(engine, found, asked)
 
 
-async def test_a_turn_that_cannot_take_its_seat_leaves_it_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = seats.key_of
+async def test_a_turn_that_cannot_take_its_slot_leaves_it_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = row_states.key_of
 
     def key_of(seed: int, *rest: Any) -> Any:
         if seed == 666:
             raise OverflowError("poison")
         return real(seed, *rest)
 
-    monkeypatch.setattr(seats, "key_of", key_of)
+    monkeypatch.setattr(row_states, "key_of", key_of)
     limits = EngineLimits(slots=2)
     async with running(adapters={**GOOD, BAD: files_of(4)}, limits=limits, ends=False) as engine:
         bad = [request(BAD, seed=666, sample=i) for i in range(5)]
