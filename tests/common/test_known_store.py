@@ -143,7 +143,6 @@ async def test_a_store_may_move_to_another_disk_while_services_run(tmp_path: Pat
 
 
 @pytest.mark.parametrize("module", ["env_service", "manager_service", "manager_service.export"])
-@pytest.mark.timeout(120)
 async def test_a_service_that_starts_while_its_store_is_away_says_so_and_goes_on_when_it_is_back(
     module: str, tmp_path: Path
 ) -> None:

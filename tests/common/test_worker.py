@@ -102,7 +102,7 @@ async def working(
         yield worker
     finally:
         stop.set()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
 
 
 async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:

@@ -198,7 +198,7 @@ async def test_a_redis_that_is_stopped_ends_the_start(tmp_path: Path, monkeypatc
         starting = cluster(
             tmp_path / "data", environment={"MARLAAS_REDIS_URL": f"redis://:secret@127.0.0.1:{server.port}/0"}
         )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             with pytest.raises(StartError, match=r"MARLAAS_REDIS_URL does not answer") as caught:
                 await starting.start()
         assert "secret" not in str(caught.value)
