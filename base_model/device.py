@@ -81,7 +81,7 @@ def compute_clock(device: torch.device) -> Callable[[], float]:
 
 @contextlib.contextmanager
 def alone_on(device: str, number: int = 1) -> Generator[None]:
-    """Keeps other workers of this user from loading to, or measuring, `number` GPUs from `device` on."""
+    """Holds `number` GPUs from `device` on: no other worker of this user loads to them, or measures them, meanwhile."""
     with contextlib.ExitStack() as held:
         for name in sorted(
             _names(device, number)

@@ -1,4 +1,4 @@
-"""Chooses how this machine multiplies matrices in deterministic mode, so that a row's bits do not depend on other rows.
+"""Chooses how this machine multiplies matrices in deterministic mode: no row's bits may depend on other rows.
 
 MKL and oneDNN pick a kernel by the processor and the number of rows, so other rows may change a row's bits. MKL reads
 MKL_CBWR once, at its first product, so each candidate is tried in its own process. The fastest that passes the
@@ -79,7 +79,7 @@ def choose(
 
 
 def run_selftest(selftest: Callable[..., object]) -> None:
-    """The main program of a self-test process, see `choose`. `selftest`: takes the base model, MIN_ROWS and SIZES."""
+    """The main program of a self-test process, see `choose`. `selftest`: takes folder, MIN_ROWS and SIZES."""
     prepare_cpu(num_threads=1)
     try:
         selftest(Decoder.load(sys.argv[1]), *map(int, sys.argv[2:]))

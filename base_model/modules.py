@@ -32,7 +32,7 @@ NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 
 
 def load_model(folder: Path, *, device: str, dtype: torch.dtype) -> Any:
-    """Loads a local Hugging Face folder. Raises InvalidInput for a model computed differently, or non-finite weights."""
+    """Loads a Hugging Face folder. Raises InvalidInput for a model computed differently, or non-finite weights."""
     read_config(folder)
     try:
         with _silent():

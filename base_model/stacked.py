@@ -1,9 +1,9 @@
 """Computes adapter products for rows of different adapters: batched products, no loop over adapters.
 
-The linear layers of one input are fused: q, k, v; gate, up. An adapter is fused alike: one product serves the A factors,
-side by side; each layer's B factor (times alpha / rank) takes its part of the result. Rows that share an adapter fill
-*lanes* of `lane_rows` places; a lane holds a copy of its adapter's factors, so one batched product serves all lanes.
-Where copies would exceed their budget, each adapter has a product of its own.
+The linear layers of one input are fused: q, k, v; gate, up. One product serves an adapter's A factors, side by side;
+each layer's B factor (times alpha / rank) takes its part. Rows that share an adapter fill *lanes* of `lane_rows` places,
+each with a copy of its adapter's factors, so one batched product serves all lanes. Where copies would exceed their
+budget, each adapter has a product of its own.
 
     x [N, in] ─ gather ─► [lanes, lane_rows, in] ─ bmm A ─► [.., R] ─┬ bmm B of q ─► [.., out of q] ─ scatter ─► y[:, q] += …
                                                                      ├ bmm B of k ─► …

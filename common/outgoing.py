@@ -85,7 +85,7 @@ class Caller:
     """Calls URLs of allowed hosts. `close` when done."""
 
     def __init__(self, hosts: str, *, proxy: str = "") -> None:
-        """`proxy`: for all calls, without another way out. It resolves names, and must refuse the operator's addresses."""
+        """`proxy`: for all calls. It resolves names, and must refuse the operator's own addresses."""
         self.hosts = AllowedHosts(hosts)
         self._proxy = httpx.Proxy(proxy) if proxy else None
 

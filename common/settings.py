@@ -58,7 +58,7 @@ class Settings(BaseSettings):
     base_model: str = ""
     """The one of `base_models` that this worker serves. Empty: the first."""
     max_context: int | None = Field(default=None, ge=LEAST_CONTEXT)
-    """The most tokens of a conversation, within the base model's own context. The same for all services."""
+    """The most tokens of a conversation, the model's included; never more than the base model's own context."""
     lease_s: float = Field(default=10.0, gt=0)
     """Work that did not advance for this long is taken over by another worker."""
     deterministic: bool = False

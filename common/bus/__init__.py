@@ -1,4 +1,4 @@
-"""The bus: Redis Streams with consumer groups, and the one script that publishes results and acknowledges their cause.
+"""The bus: Redis Streams with consumer groups, and the script that publishes results and acknowledges their cause.
 
     publish ─► stream ─► read ─► deliveries ─► settle: outputs first, then XACK and XDEL, in one script
 

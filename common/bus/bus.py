@@ -4,8 +4,8 @@ Guarantees:
 - Work may be done twice, its result is published once: one script appends the outputs, acknowledges the input and
   deletes it, and does nothing if the input is not pending. Retrying it after a lost reply is harmless.
 - An entry is deleted with its acknowledgement, so a stream's length is its open work.
-- Lost connections, calls without an answer, a loading Redis, full memory, a lost script cache and an unavailable object
-  storage are retried with backoff until they pass; callers see no error, only time.
+- Lost connections, missing answers, a loading or full Redis, a lost script cache and an unavailable object storage are
+  retried with backoff until they pass; callers see no error, only time.
 - A full Redis drains: what settles, renews, takes over and reports begins with a command that needs no memory, and
   Redis then refuses none of the script's. What `publish` appends waits.
 
@@ -248,8 +248,8 @@ class Bus:
         return await self._unless(lambda: self._renew(keys=[stream], args=arguments), "NOGROUP") or 0
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Publishes and acknowledges, one script for all. False: another settled it before, so nothing was published. After
-        a lost answer nobody knows whose call it was, so all are True."""
+        """Publishes and acknowledges, one script for all. False: another settled it. After a lost
+        answer nobody knows whose call it was, so all are True."""
         if not settlements:
             return []
         finished = [each if each.fields else await self.written(each) for each in settlements]

@@ -97,8 +97,8 @@ class FastPool(aioredis.ConnectionPool):
 
 
 class FastClient(aioredis.Redis):
-    """Sends a command and reads its answer, once: the caller retries. XREADGROUP's answer stays as Redis gives it, stream
-    -> entries with flat fields: redis-py takes longer to convert it than the bus for all else."""
+    """Sends a command and reads its answer, once: the caller retries. Leaves XREADGROUP's answer in Redis' form, stream ->
+    entries with flat fields: redis-py's conversion costs more than all else."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

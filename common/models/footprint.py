@@ -4,9 +4,9 @@ Of training:
 
     weights | adapters, optimiser states | kept for the backward | attention masks | a pass | scores | holes | the process
 
-A trainer measures at its start what its base model keeps (`trainer_service/memory.py`), and a test compares this with it;
-`python -m benchmarks.planned_memory` compares it with a process. Both backbones take from here how many bytes checkpointing
-saves, and how many scores exist at one time.
+A trainer measures what its base model keeps (`trainer_service/memory.py`), and a test compares it with this; `python -m
+benchmarks.planned_memory` measures a process. Both backbones take from here how many bytes checkpointing saves, and how
+many scores exist at one time.
 """
 
 from dataclasses import astuple, dataclass
@@ -16,7 +16,7 @@ from common.models.base_shape import BaseShape
 MAX_SCORES = 1 << 22
 """Logits that exist at one time, or those of one position, if that has more."""
 MODULES_SCORES = 1 << 24
-"""The most in transformers' modules on a CPU: 110 rows at a vocabulary of 152 k take half as long as 27, more gain little."""
+"""The most in transformers' modules on a CPU: 110 rows at a vocabulary of 152 k take half as long as 27."""
 BYTES_OF_SCORE = 16
 """Bytes of a score while log-probs are computed, copies included."""
 SCORES_SHARE = 16

@@ -28,8 +28,7 @@ log = structlog.get_logger()
 
 
 async def recognise(folder: StoreFolder, buses: Sequence[Bus], tell: Callable[[str], None]) -> None:
-    """Returns once a local store's folder is that of the cells' store. `buses`: one for each cell. `tell` hears what it
-    waits for and what to do, at each change."""
+    """Returns once a local store's folder is the cells'. `buses`: one for each cell. `tell` hears what to do, if anything."""
     told = ""
     while reason := await _why_not(folder, buses):
         if reason != told:

@@ -23,7 +23,7 @@ STD_EPSILON = 1e-6
 
 
 def group_advantages(rewards: NDArray[np.float64], kind: AdvantageKind) -> NDArray[np.float64]:
-    """Compares each reward with its group's, [G]; `one`: 1 whatever the rewards. 0 for equal rewards, or a single one."""
+    """Compares each reward with its group's, [G]; `one`: 1 whatever the rewards. 0 for equal rewards."""
     n = len(rewards)
     if kind == "one":
         return np.ones(n)

@@ -188,8 +188,7 @@ def wants_tools(spec: EnvSpec) -> bool:
 
 
 def reply_roles(spec: EnvSpec) -> tuple[str, ...]:
-    """Roles of the environment's replies to model turns; an installed one has a class attribute `reply_roles`.
-    Raises InvalidInput."""
+    """Roles of the replies to model turns, or an installed class's `reply_roles`. Raises InvalidInput."""
     if not is_multi_turn(spec) or spec.name in LIVE:
         return ()
     if spec.name in BUILT_IN:
@@ -206,8 +205,7 @@ def roles_of(environment: Any) -> tuple[str, ...]:
 
 
 def reply_fault(tokenizer: ChatTokenizer, roles: Sequence[str]) -> str:
-    """The reason why a base model cannot show messages of one of these roles; "" if it can. A system message may need a
-    user's after it, if the environment has both."""
+    """The reason why a base model cannot show messages of these roles, perhaps only without a user's; else ""."""
     shapes = [("system", "user") if role == "system" and "user" in roles else (role,) for role in roles]
     return next(filter(None, map(tokenizer.reply_fault, shapes)), "")
 

@@ -171,8 +171,8 @@ class SamplingParams(Declared):
 
 
 class ModelGrader(Declared):
-    """A model is asked about the answer. It is a base model or a tuned one, `ft:…`, of this service; with a `url`, that of an API like
-    OpenAI's (`https://api.example.org/v1`), a model of the operator's choice of hosts."""
+    """A model is asked about the answer: a base or tuned one, `ft:…`, of this service, or with a `url` one behind an API
+    like OpenAI's (`https://api.example.org/v1`), at a host that the operator allows."""
 
     name: str = ""
     model: str = Field(min_length=1, max_length=512)
@@ -213,7 +213,7 @@ class ScoreModel(ModelGrader):
 
 
 class LabelModel(ModelGrader):
-    """Gives 1 if the model answers with a passing label, 0 if with another one: alone, or the `result` of a JSON object."""
+    """Gives 1 if the model answers with a passing label, 0 with another: plain, or `result` of a JSON object."""
 
     type: Literal["label_model"]
     labels: tuple[str, ...] = Field(strict=False, min_length=1, max_length=64)

@@ -1,5 +1,4 @@
-"""Reads the text files of a base model's folder. Raises ValueError, naming a missing or unusable file; `read_config`
-and `OwnSettings` raise InvalidInput."""
+"""Reads the text files of a base model's folder. Raises ValueError, naming the file, or InvalidInput as said below."""
 
 import json
 import math

@@ -188,8 +188,8 @@ class ChatTokenizer:
         return tuple(suffix)
 
     def reply_fault(self, roles: Sequence[str]) -> str:
-        """The reason why messages of these roles, in this order, cannot be appended to a conversation without changing earlier
-        ids, and what can be; "" if they can. A base is refused for an environment whose messages it cannot append."""
+        """The reason why messages of these roles, in this order, cannot be appended without changing a conversation's ids, and
+        what can be; "" if they can. A base is refused for an environment whose messages it cannot append."""
         if not roles or any(role not in REPLY_ROLES for role in roles):
             return f"an environment answers with one or more messages of roles {', '.join(REPLY_ROLES)}"
         if not (why := self._append_fault(tuple(roles))):

@@ -30,8 +30,7 @@ MAX_CHANGED_CONTEXT_BYTES = 4096
 
 
 class History(msgspec.Struct, frozen=True):
-    """The first `num` payloads of a list in Redis, which led to an entry. Behind each stands its entry's id; `entry`: the
-    last of these."""
+    """The first `num` payloads of a list in Redis, each with its entry's id behind it; `entry`: the last of these."""
 
     key: str
     num: int

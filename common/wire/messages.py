@@ -1,9 +1,9 @@
 """The message types: all that services say to each other about jobs (about runs: `common/wire/operations.py`).
 
 A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones take
-their default, so old and new workers can run side by side. A change of meaning needs a new class name, and so does one of a
-default, since a field that has it is not sent. Arrays travel as raw little-endian bytes with dtype and shape, tokens and their
-authors as a `Transcript`. `tests/common/test_messages.py` pins the wire format.
+their default, so old and new workers can run together. A changed meaning or default needs a new class name, since a field
+with its default is not sent. Arrays travel as raw little-endian bytes with dtype and shape, tokens and their authors as a
+`Transcript`. `tests/common/test_messages.py` pins the wire format.
 
     Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
     manager ─► Init | TrainStep ─► trainer ─► AdapterUpdate ─► manager

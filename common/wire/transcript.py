@@ -1,5 +1,4 @@
-"""Arrays in messages: raw bytes with dtype and shape. And transcripts: tokens of trajectories, end to end, with the
-author and likelihood of each."""
+"""Arrays in messages: raw bytes with dtype and shape. Transcripts: tokens with author and likelihood of each."""
 
 import math
 from collections.abc import Iterable

@@ -214,8 +214,7 @@ def _loading(base: str) -> Callable[[], str]:
 
 
 async def _fetch_base(where: str, start: _Start) -> None:
-    """Downloads what this service needs of a hub's base model. The next start goes on from where a process ended.
-    Raises InvalidInput."""
+    """Downloads a hub's base model for this service, and goes on after a restart. Raises InvalidInput."""
     if Path(where).is_dir():
         return
     resolve = resolve_model if start.reporter.service in NEED_WEIGHTS else resolve_config

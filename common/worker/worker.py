@@ -94,15 +94,15 @@ class Habits:
     orphan_slots: int = 0
     """Deliveries of dead workers beyond the slots, while they leave room for each other."""
     has_room: Callable[[], bool] = lambda: True
-    """Is there room for one more delivery? Asked after each that ends; without room the worker reads no shared one."""
+    """Is there room for one more delivery? Asked after each that ends; else the worker reads no shared one."""
     takes_leftovers: Callable[[], bool] = lambda: False
-    """Without room, does it take one at a time what no idle worker took? Redis gives waiting workers new entries first."""
+    """Without room, does it take one at a time what no idle worker took? Waiting workers get new entries first."""
     drain_s: float = 0.0
     """Time in which work may finish after SIGTERM, before it is handed back."""
     progress_s: float = 0.0
     """Time between two writes of work's progress, if the handler gives any; 0: none is kept."""
     gather_s: float = GATHER_S
-    """Time between two reads, and two settling scripts, for each delivery under way: one entry costs nearly as much as ten."""
+    """Time between two reads, and two settling scripts, for each delivery under way: one costs nearly as much as ten."""
     on_adapter_new: Callable[[AdapterNew], None] | None = None
 
 
@@ -324,7 +324,7 @@ class Worker:
         return [letter, *self._handler.failed(message, Failure("dead_letter", reason))]
 
     def _interrupted(self, delivery: Delivery) -> list[Out] | None:
-        """Returns what is published for cancelled work (job paused or cancelled, worker stops). None: the entry as it is."""
+        """Returns what is published for cancelled work. None: the entry as it is."""
         message = delivery.message
         if isinstance(message, Undecodable):
             return None

@@ -25,7 +25,7 @@ class Intake:
         lock: asyncio.Lock,
         decide: Callable[[defaultdict[int, Changes], float], Awaitable[None]],
     ) -> None:
-        """`owned`: the owner's partitions now. `lock`: while jobs change. `decide`: decides what follows, and commits."""
+        """`owned`: the owner's partitions. `lock`: while jobs change. `decide`: decides what follows, and commits."""
         self._owned = owned
         self._lock = lock
         self._decide = decide

@@ -108,8 +108,7 @@ class Surroundings:
         return {tenant: int(num or 0) for tenant, num in zip(tenants, used, strict=True)}
 
     async def _trim_broadcasts(self) -> None:
-        """Trims the broadcasts, which scripts append to without trimming, to the time of use to a returning reader, and what is
-        kept for operators to its bytes."""
+        """Trims the broadcasts to what a returning reader needs, and what operators read to its bytes; scripts trim none."""
         seconds, _ = await self._bus.retrying(self._bus.client.time)
         oldest = int((seconds - KEEP_S) * 1000)
         for stream, most in {

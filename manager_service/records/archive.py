@@ -173,8 +173,7 @@ class Archive:
         return msgspec.json.decode(record, type=Archived)
 
     async def newest_first(self, tenant: str, before_ms: int | None = None) -> AsyncIterator[tuple[int, str]]:
-        """Creation (ms) and id of a tenant's jobs, also of those that a fast clock has dated later than now. `before_ms`: only
-        those made then or before."""
+        """Creation (ms, at most `before_ms`) and id of a tenant's jobs, also of those dated ahead by a fast clock."""
         folder = f"{self.folder(tenant)}/jobs"
         last_day = None if before_ms is None else _day(before_ms)
         for day in reversed([day for day in await self.objects.folders(folder) if last_day is None or day <= last_day]):

@@ -198,8 +198,7 @@ class Allocator:
         return chosen
 
     def _follow_quotas(self, now: float) -> None:
-        """Keeps runs of tenants without tokens left today out of the trainers' queue until tomorrow. Steps of jobs stay:
-        their samples are paid for."""
+        """Keeps runs out of the trainers' queue until tomorrow if their tenants have no tokens left; jobs' steps are paid for."""
         queued = (batch for batch in self.queue.batches.values() if self._is_exhausted(batch.tenant))
         over = [batch.job for batch in queued if isinstance(self._members[batch.job], Run)]
         fresh = [name for name in self._held_back if not self._is_exhausted(self._members[name].spec.tenant)]
@@ -296,8 +295,7 @@ class Allocator:
 
     @property
     def in_env(self) -> float:
-        """This owner's part of the trajectories with env workers, without examples. Those that wait for an env slot count like
-        those that wait for a rollout."""
+        """This owner's part of the trajectories in env slots, without examples; others wait as for a rollout."""
         mine = self._active_weight()
         part = mine / (mine + self.other_weight) if mine else 0.0
         return part * min(max(0, self.env_backlog - self.demand.open_examples.total()), self.cluster.slots("env"))

@@ -45,8 +45,7 @@ def view_of(job: Job) -> View:
 
 @dataclass(slots=True)
 class TenantDemand:
-    """One tenant's jobs that want something issued, by urgency (then first come, first served), and by the time since their
-    last turn."""
+    """One tenant's jobs that want something issued, by urgency (then oldest first), and by time since their turn."""
 
     by_urgency: dict[Urgency, "OrderedDict[str, None]"] = field(
         default_factory=dict

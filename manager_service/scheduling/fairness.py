@@ -72,8 +72,7 @@ def examples_room(*, slots: int, open_examples: int, others: int, share: float, 
 
 
 def kv_room(*, kv_tokens: int | None, open_tokens: float, share: float) -> float:
-    """Tokens of keys and values with room. `kv_tokens`: capacity of the engines; None: unknown. `open_tokens`: need of
-    trajectories that are issued and not with an env worker."""
+    """Tokens of keys and values with room. `kv_tokens`: of the engines; None: unknown. `open_tokens`: issued, not in env."""
     return math.inf if kv_tokens is None else OVERSUBSCRIPTION * kv_tokens * share - open_tokens
 
 

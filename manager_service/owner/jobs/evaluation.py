@@ -38,8 +38,7 @@ def next_unit(tally: EvalTally, version: int, spec: JobSpec) -> list[TrajectoryK
 
 
 def leave_out(spec: JobSpec, state: JobState) -> dict[str, EvalTally]:
-    """Removes evaluations that the job's tokens do not cover. One that has not begun goes if its estimate (the mean so far)
-    exceeds what is left; all go once nothing is left."""
+    """Removes evaluations beyond the job's tokens: unbegun ones by estimate (the mean so far), all once none is left."""
     limit, progress = spec.hyper.max_tokens_total, state.progress
     if limit is None:
         return {}
