@@ -145,7 +145,7 @@ class Driver:
         left = [m for m in members if m not in outcomes]
         self._hurried = bool(outcomes) and not self._hurried
         if self._hurried or not left:
-            return outcomes  # what needs no micro-batch, such as an optimiser's step, waits at most one round
+            return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none; every other round has one
         company = left[:1] if left[0].is_alone else self._in_turn([m for m in left if not m.is_alone])
         return outcomes | self._micro_batch(company) | self._finish(company)
 

@@ -81,7 +81,7 @@ class AdapterStack:
         self.factors: dict[str, LayerFactors] = {}
 
     def put(self, values_P: Tensor, scale: float, grad_P: Tensor | None = None) -> int:
-        """Adds an adapter with the gradient to go on from (None: 0); returns its place."""
+        """Copies an adapter in, with the gradient to go on from (None: 0); returns its place."""
         if not self._free:
             self._grow()
         place = self._free.pop()

@@ -128,7 +128,7 @@ def micro_terms(parts: "Sequence[tuple[Batch, Sequence[int]]]", width: int, like
 
 
 def batch_of(rows: SampledRows, terms: RowTerms, spec: LossSpec, version: int) -> Batch:
-    """The batch of a TrainStep that trains `version`: rows up to their last trained token."""
+    """The batch of a TrainStep that trains `version`: the model reads all before a row's last trained token."""
     terms = _beside_itself(terms, rows.versions_R == version, spec)
     places = [np.flatnonzero(mask) for mask in rows.written]
     counts_R = rows.num_written_R()

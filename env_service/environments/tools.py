@@ -52,7 +52,7 @@ def python_tool(args: PythonArgs, sandbox: Sandbox) -> Tool:
     most = args.max_output_characters
 
     async def run(code: str, timeout_s: float) -> str:
-        """Returns the code's output and error. Raises ToolFailed for a wall-clock limit, which no answer may depend on."""
+        """Returns the code's output and error. Raises ToolFailed for a wall-clock limit, which no answer may tell of."""
         outcome = await sandbox.run(code, timeout_s=timeout_s)
         if outcome.ending == "timeout":
             raise ToolFailed(f"the tool python {outcome.reason}")

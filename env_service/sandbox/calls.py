@@ -48,7 +48,7 @@ _BY_ARGUMENT_TABLE = {
 """Allowed if an argument, by its place, has one of these values."""
 
 _LIMITS = "prlimit64 302 261"
-"""Only to read the own process's limits: a call that lowered one could die as if the machine had killed it."""
+"""Allowed only to read the calling process's limits: a call that lowered one could die as if the machine had killed it."""
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 56), "aarch64": (0xC00000B7, 220)}
 """The kernel's name of a machine, and its number of `clone`, which may make threads."""

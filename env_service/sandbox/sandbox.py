@@ -298,7 +298,7 @@ class CallProcess:
         self, stream: asyncio.StreamReader, into: bytearray, limit: int, ending: RunEnding, reason: str
     ) -> None:
         """Reads to the end: a process counts as ended only when its streams are empty. Stops a call that writes more than
-        `limit` bytes; the rest is dropped."""
+        `limit` bytes; the rest is read and dropped."""
         while chunk := await stream.read(16384):
             work.beat()
             if len(into) + len(chunk) > limit:

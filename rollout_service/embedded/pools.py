@@ -145,7 +145,7 @@ class Pool:
 
 
 class Pools:
-    """The pools of all length classes. They take at most `budget_bytes`, also while one is resized."""
+    """The pools of all length classes. Together they take at most `budget_bytes`, also while one is resized."""
 
     def __init__(self, config: ModelShape, like: Tensor, budget_bytes: int) -> None:
         """Raises InvalidInput if not even one row of the whole context fits."""

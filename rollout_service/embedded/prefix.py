@@ -55,7 +55,7 @@ class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
         self.put(_turn_key(request), (tokens, cache))
 
     def take(self, request: TurnRequest) -> Tensor | None:
-        """Gives up what was kept of this trajectory, [layers, T, 2K, D], if the request continues it."""
+        """Gives the caller what was kept of this trajectory, [layers, T, 2K, D], if the request continues it."""
         if request.reply_to or not request.turn or not self.budget_bytes:
             return None
         self._jobs[request.job] = None
