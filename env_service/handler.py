@@ -103,7 +103,8 @@ class EnvHandler:
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         """Works on a message once its tenant's turn for a slot comes. If that takes long, or a live environment has no room,
-        it puts the message back for a worker with a free slot, and the job hears of it. Raises Unavailable.
+        it puts the message back for a worker with a free slot, and so that others are not stuck behind it; the job hears of it.
+        Raises Unavailable.
         """
         try:
             return await self._in_turn(message, beat)

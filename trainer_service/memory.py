@@ -18,7 +18,7 @@ from trainer_service.training import Trainer
 
 LEAST_CACHE = 512 << 20
 CACHED_STATES, CACHED_RANK, CACHE_SHARE = 4, 32, 8
-"""Room by default for so many states of that rank, on every linear layer; at most one such part of free memory."""
+"""Room by default for so many states of that rank, on every linear layer; at most 1 / CACHE_SHARE of what is free."""
 WIDTH = 32  # positions of a probe's sequence: each costs a large base 0.1 s on a CPU
 GROUP_SIZE = 2
 NUM_WRITTEN = 5
