@@ -248,7 +248,7 @@ class Bus:
         return await self._unless(lambda: self._renew(keys=[stream], args=arguments), "NOGROUP") or 0
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Publishes and acknowledges, one script for all. False: another settled it. After a lost
+        """Publishes and acknowledges, one script for all. False: another settled it, nothing was published. After a lost
         answer nobody knows whose call it was, so all are True."""
         if not settlements:
             return []

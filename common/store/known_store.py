@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 async def recognise(folder: StoreFolder, buses: Sequence[Bus], tell: Callable[[str], None]) -> None:
-    """Returns once a local store's folder is the cells'. `buses`: one for each cell. `tell` hears what to do, if anything."""
+    """Returns once a local store's folder is the cells'. `buses`: one a cell. `tell` hears at each change what to do."""
     told = ""
     while reason := await _why_not(folder, buses):
         if reason != told:

@@ -75,7 +75,7 @@ class Objects:
             raise AlreadyExists(path) from error
 
     async def write(self, path: str, data: bytes) -> None:
-        """Writes an object of any size, whole or not at all, under a partly random path. Repeatable."""
+        """Writes an object of any size, whole or not at all, under a partly random path of its own. Repeatable."""
         await self._present()
         in_parts = len(data) > PART_BYTES
         call = obstore.put_async(self._backend, path, data, use_multipart=in_parts, chunk_size=PART_BYTES)

@@ -324,7 +324,7 @@ class Worker:
         return [letter, *self._handler.failed(message, Failure("dead_letter", reason))]
 
     def _interrupted(self, delivery: Delivery) -> list[Out] | None:
-        """Returns what is published for cancelled work. None: the entry as it is."""
+        """Returns what is published for cancelled work (job paused or ended, worker stops). None: the entry as it is."""
         message = delivery.message
         if isinstance(message, Undecodable):
             return None
