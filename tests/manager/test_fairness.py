@@ -38,20 +38,6 @@ def test_tokens_are_shared_by_weight_whatever_a_request_costs(tenants: dict[str,
     assert max(shares) - min(shares) <= allowance
 
 
-def test_serving_goes_on_with_the_others_when_one_wants_nothing_more() -> None:
-    wants = {"a": 2, "b": 100}
-    got: list[str] = []
-
-    def grant(tenant: str) -> tuple[float, int] | None:
-        if got.count(tenant) == wants[tenant]:
-            return None
-        got.append(tenant)
-        return 1.0, 8
-
-    serve({"a": 0.0, "b": 50.0}, grant, room=40)
-    assert got == ["a", "a", "b", "b", "b"]
-
-
 def test_a_tenant_that_was_idle_neither_hoards_nor_starves() -> None:
     fairness = Fairness()
     fairness.busy({"a"})
@@ -66,13 +52,6 @@ def test_nothing_is_issued_beyond_the_slots_or_into_a_full_redis() -> None:
     assert room(slots=64, open_work=0, share=0.5, memory_used=0.1) == 48
     assert room(slots=64, open_work=0, share=1.0, memory_used=0.7) == 0
     assert room(slots=0, open_work=0, share=1.0, memory_used=0.0) == 0
-
-
-def test_what_waits_for_tools_makes_room_but_where_it_holds_its_slot() -> None:
-    limits = {"slots": 64, "open_work": 96, "share": 1.0, "memory_used": 0.0}
-    assert room(**limits, in_env=40) == 40  # type: ignore[arg-type]
-    assert room(**limits, in_env=40, holds_slots=True) == 0  # type: ignore[arg-type]
-    assert room(slots=64, open_work=60, share=1.0, memory_used=0.0, holds_slots=True) == 4
 
 
 @given(st.integers(0, 512), st.integers(0, 1000), st.floats(0, 1), st.integers(0, 256), st.booleans())
