@@ -57,10 +57,6 @@ async def test_who_leaves_free_partitions_to_others_keeps_its_own_and_the_others
     assert len(mine(kept)) == NUM_PARTITIONS // 2 - 1 and kept.surplus == 0
 
 
-async def test_an_owner_alone_leaves_nothing_to_others(bus: Bus) -> None:
-    assert len(mine(await Leases(bus, "one", 60).round({}, leaves=True))) == NUM_PARTITIONS
-
-
 async def test_capacity_goes_to_where_the_active_tenants_are(bus: Bus) -> None:
     # Given two owners, one with a tenant of weight 3, the other with one of weight 1
     one, two = Leases(bus, "one", 60), Leases(bus, "two", 60)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from harness.standin import FixedSlots, job_spec
 from manager_service.http.openai.jobs.hyperparameters import as_given, parse_hyperparameters, resolve
-from manager_service.scheduling.policies import MAX_ETA, POLICIES, capacity, parse_policy
+from manager_service.scheduling.policies import MAX_ETA, capacity, parse_policy
 from manager_service.settings import ManagerSettings
 from tests.support.owner_world import World
 
@@ -25,11 +25,6 @@ def world(seed: int, policy: str, *, num_jobs: int = 4, rollout: int = 8, **hype
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_policy_is_parsed_from_its_name() -> None:
-    assert [parse_policy(name).name for name in POLICIES] == list(POLICIES)
-    assert (parse_policy("bounded").eta, parse_policy("bounded:4").eta) == (1, 4)
 
 
 @pytest.mark.parametrize("text", ["", "marlas", "bounded:", "bounded:0", f"bounded:{MAX_ETA + 1}", "naive:2", "Naive"])
