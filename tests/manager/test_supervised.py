@@ -64,13 +64,6 @@ async def test_a_file_of_which_nothing_can_be_learned_fails_with_the_reason(syst
     assert state.error and state.error.code == "invalid" and "the template refuses it" in state.error.message
 
 
-def test_a_job_whose_failures_were_counted_before_the_last_step_fails_by_a_reason_all_the_same() -> None:
-    job, changes = Job(Cell("tiny"), supervised(), JobState(failed_groups=4, version=1), Items(), Items()), Changes()
-    job.advance(0.0, changes)
-    error = job.state.error
-    assert error and (error.code, error.message.partition("reason: ")[2]) == ("other", "too few usable trajectories")
-
-
 def measured(index: int, log_prob: float | None, tokens: int) -> ScoredTrajectory:
     failure = Failure("invalid", "too long") if log_prob is None else None
     ref = TrajectoryRef("eval", 7, index, 0)
