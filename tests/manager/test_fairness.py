@@ -1,7 +1,5 @@
 """Fair sharing and batch assembly, as the pure functions that they are."""
 
-import math
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +7,7 @@ from common.sharing.fairness import Fairness
 from common.wire.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
 from common.wire.transcript import shown, wrote
 from manager_service.owner.jobs.groups import Group, Scored, next_batch
-from manager_service.scheduling.fairness import OVERSUBSCRIPTION, kv_room, room, serve
+from manager_service.scheduling.fairness import room, serve
 from tests.common.test_messages import PLAIN
 
 
@@ -54,24 +52,9 @@ def test_nothing_is_issued_beyond_the_slots_or_into_a_full_redis() -> None:
     assert room(slots=0, open_work=0, share=1.0, memory_used=0.0) == 0
 
 
-@given(st.integers(0, 512), st.integers(0, 1000), st.floats(0, 1), st.integers(0, 256), st.booleans())
-def test_open_work_never_comes_to_more_than_the_workers_can_hold(
-    slots: int, open_work: int, share: float, in_env: int, holds_slots: bool
-) -> None:
-    found = room(slots=slots, open_work=open_work, share=share, memory_used=0.0, in_env=in_env, holds_slots=holds_slots)
-    most = slots * share if holds_slots else OVERSUBSCRIPTION * slots * share + in_env
-    assert found >= 0 and (found == 0 or open_work + found <= max(1, most + 1e-6))
-
-
 def test_a_share_below_one_trajectory_starts_nevertheless() -> None:
     assert room(slots=8, open_work=0, share=0.01, memory_used=0.0) == 1
     assert room(slots=8, open_work=1, share=0.01, memory_used=0.0) == 0
-
-
-def test_keys_and_values_are_limited_where_the_engines_say_how_many_they_hold() -> None:
-    assert kv_room(kv_tokens=None, open_tokens=1e12, share=1.0) == math.inf
-    assert kv_room(kv_tokens=1000, open_tokens=900, share=1.0) == 600
-    assert kv_room(kv_tokens=1000, open_tokens=900, share=0.5) == -150
 
 
 def scored(group: int, sample: int, reward: float = 1.0, version: int = 0) -> Scored:

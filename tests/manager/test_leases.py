@@ -20,13 +20,6 @@ async def share(*owners: Leases) -> None:
             await owner.release(partition)
 
 
-async def test_one_owner_takes_everything_and_renews_it(bus: Bus) -> None:
-    owner = Leases(bus, "one", 60)
-    assert set((await owner.round({})).leases.values()) == {LeaseState.TAKEN}
-    again = await owner.round({})
-    assert set(again.leases.values()) == {LeaseState.RENEWED} and again.surplus == 0
-
-
 async def test_owners_that_come_get_their_share_and_those_that_go_leave_it(bus: Bus) -> None:
     # Given three owners, of which the first was there before the others
     owners = [Leases(bus, name, 60) for name in ("one", "two", "three")]

@@ -9,7 +9,6 @@ import pytest
 from common.bus.streams import Cell
 from common.tasks.environments import SUPERVISED
 from common.wire.messages import AdapterRef, EnvSpec, Failure, LossSpec, ScoredTrajectory, TrainStep, TrajectoryRef
-from common.wire.transcript import shown
 from harness.standin import command, create_job, job_spec, ledger_of, state_of, until_status
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.evaluation import count, loss_summary, new_tally, next_unit
@@ -116,15 +115,3 @@ def test_an_evaluation_keeps_its_first_examples_which_have_no_reward() -> None:
     assert (answers.kind, answers.version) == ("answers", 2)
     assert [(one["item"], one["step"], one["prompt"]) for one in kept] == [(n, 2, "min 3,1") for n in range(num - 1)]
     assert {one["reward"] for one in kept} == {None}
-
-
-def test_a_held_out_example_needs_keys_and_values_for_all_of_it() -> None:
-    job = Job(Cell("tiny"), supervised(max_tokens=1), JobState(status="running", version=0), Items(), Items())
-    before = job.lengths.kv_tokens
-    for length in (600, 400):
-        message = msgspec.structs.replace(
-            measured(0, -1.0, 1), transcript=shown([1] * length), num_prompt=5, num_turns=1
-        )
-        job.lengths.learn_example(message)
-    job.lengths.learn_example(measured(0, None, 1))  # failed: it has no length
-    assert before == 1 and 400 < job.next_kv_tokens == job.lengths.tokens <= 601
