@@ -43,12 +43,12 @@ def test_an_example_goes_straight_into_its_jobs_batch() -> None:
 
 def test_while_an_example_waits_for_other_threads_it_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(*given: Any) -> Example:
-        time.sleep(0.3)
+        time.sleep(2)
         return example_of(*given)
 
     monkeypatch.setattr("env_service.handler.example_of", waits)
     [(_, scored)] = handled(start())
-    assert 0 < scored.usage.env_s < 0.3
+    assert 0 < scored.usage.env_s < 2
 
 
 def test_a_held_out_example_is_measured_by_an_engine() -> None:

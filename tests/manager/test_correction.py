@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from common.sharing.correction import ENOUGH_S, MOST, Correction
+from common.sharing.correction import MAX_FACTOR, MIN_MEASURED_S, Correction
 from harness.standin import FixedSlots, job_spec
 from manager_service.scheduling.policies import POLICIES
 from tests.support.owner_world import World
@@ -24,11 +24,11 @@ def after(*rounds: tuple[float, float], due: float = 0.25, asks: bool = True) ->
     ("found", "factor"),
     [
         (after(*[(1.0, 3.0)] * 5), 1.0),  # gets its due
-        (after(*[(0.0, 4.0)] * 20), MOST),
-        (after(*[(4.0, 0.0)] * 20), 1 / MOST),
+        (after(*[(0.0, 4.0)] * 20), MAX_FACTOR),
+        (after(*[(4.0, 0.0)] * 20), 1 / MAX_FACTOR),
         (after(*[(0.0, 4.0)] * 5, asks=False), 1.0),
         (after(*[(0.0, 4.0)] * 5, due=1.0), 1.0),
-        (after((0.0, ENOUGH_S / 2)), 1.0),  # little is not told from chance
+        (after((0.0, MIN_MEASURED_S / 2)), 1.0),  # little is not told from chance
     ],
 )
 def test_a_share_is_corrected_within_bounds_while_it_asks_for_more(found: Correction, factor: float) -> None:

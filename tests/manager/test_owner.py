@@ -175,7 +175,7 @@ async def test_work_that_redis_lost_is_found_missing_and_done_again(system: Syst
     await until(lambda: system.env.seen)
     await system.bus.client.xtrim(system.bus.cell.env, maxlen=0)
     # Then they are issued again, and the job ends as if nothing had been
-    await until_status(system.bus, spec.id, "succeeded", seconds=30)
+    await until_status(system.bus, spec.id, "succeeded")
     assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
 
 
@@ -209,7 +209,7 @@ async def test_a_step_that_redis_lost_is_sampled_and_trained_again(system: Syste
 
     system.trainer.__class__ = Losing
     spec = job_spec(num_steps=2)
-    await system.run_job(spec, seconds=30)
+    await system.run_job(spec)
     assert lost == 1
     assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
 

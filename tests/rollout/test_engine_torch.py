@@ -36,7 +36,6 @@ from tests.support.rollout_cases import (
 from tests.support.trainer_cases import load_shallow
 
 LANE_ROWS = 4
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.asyncio

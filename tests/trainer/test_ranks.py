@@ -33,8 +33,6 @@ from trainer_service.ranks.group import split
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @contextlib.contextmanager
 def ranks(folder: Path, number: int, device: str = "cpu") -> Generator[RankedBackbone]:
