@@ -346,15 +346,6 @@ async def test_a_tool_that_answers_with_an_error_has_not_failed(call: str, reply
     assert f"<|tool|>{reply}" in (TOKENIZER.decode(request.tokens.numpy().tolist(), skip_special=False))
 
 
-async def test_several_calls_of_one_turn_are_answered_in_order() -> None:
-    run = Run()
-    text = "<tool_call>calculator:1+1</tool_call><tool_call>calculator:2+2</tool_call><|end|>"
-    _, request = await run.turn(await run.first(start_of("calculator")), text)
-    assert "<|tool|>2<|end|><|tool|>4<|end|><|assistant|>" in (
-        TOKENIZER.decode(request.tokens.numpy().tolist(), skip_special=False)
-    )
-
-
 @pytest.mark.parametrize(
     ("max_turns", "texts", "stop", "expected"),
     [
@@ -506,11 +497,6 @@ def test_work_that_advances_beats() -> None:
     run = Run()
     asyncio.run(run.play(start_of("calculator"), CALL, "29842<|end|>"))
     assert run.beats >= 4
-
-
-def test_waiting_for_a_tool_is_not_busy_time_twice() -> None:
-    scored = play(start_of("python"), "<tool_call>python:import time; time.sleep(0.3)</tool_call><|end|>", "1<|end|>")
-    assert 0.3 < scored.usage.env_s < 0.8
 
 
 # ------------------------------------------------------------------------------------- environments of operators
@@ -781,12 +767,10 @@ def test_a_grade_request_is_answered_to_whom_it_names() -> None:
     assert (stream, result.id, result.reward, result.failure) == (CELL.reply("api1"), "g1", 1.0, None)
 
 
-@pytest.mark.parametrize("grader", [python("def grade(sample, item): raise ValueError('no')"), {"type": "mth"}])
-def test_a_grade_request_that_fails_is_answered_with_the_reason(grader: dict[str, Any]) -> None:
-    [(_, result)] = asyncio.run(Run().handle(request_to_grade(grader)))
-    assert isinstance(result, GradeResult)
-    assert result.reward is None
-    assert result.failure and result.failure.kind in ("grader", "invalid")
+def test_a_grade_request_that_fails_is_answered_with_the_reason() -> None:
+    [(_, result)] = asyncio.run(Run().handle(request_to_grade({"type": "mth"})))
+    assert isinstance(result, GradeResult) and result.reward is None
+    assert result.failure and result.failure.kind == "invalid"
 
 
 async def test_a_tenants_weight_stays_with_its_trajectory() -> None:
@@ -824,12 +808,6 @@ async def test_a_dead_letter_tells_the_owner_of_each_trajectory() -> None:
     [(stream, result)] = run.handler.failed(request_to_grade(EXACT), failure)
     assert isinstance(result, GradeResult)
     assert (stream, result.failure) == (CELL.reply("api1"), failure)
-
-
-async def test_an_unreadable_context_fails_the_trajectory() -> None:
-    run = Run()
-    request = msgspec.structs.replace(await run.first(single()), context=b"\xc1")
-    assert "cannot be read" in (await run.turn(request, "1<|end|>"))[1].failure.reason
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
