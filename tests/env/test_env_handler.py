@@ -15,7 +15,7 @@ import pytest
 
 from common.bus.streams import Cell
 from common.errors import InvalidInput, Unavailable
-from common.tasks.environments import BUILT_IN, makes_items, reply_fault, reply_roles, validate_environment, wants_tools
+from common.tasks.environments import makes_items, reply_fault, reply_roles, validate_environment
 from common.text.tokens import ChatTokenizer
 from common.wire.codec import decode, encode
 from common.wire.messages import (
@@ -37,9 +37,8 @@ from common.wire.messages import (
     i32,
 )
 from common.wire.transcript import wrote
-from env_service.environments import text_collections
 from env_service.environments.catalogue import Catalogue
-from env_service.environments.text_collections import Collections, Index, find_collection, read_collection
+from env_service.environments.text_collections import Index, find_collection, read_collection
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
@@ -448,18 +447,6 @@ def test_a_collection_is_read_from_the_operators_folder_only(tmp_path: Path) -> 
         find_collection("wiki", None)
 
 
-async def test_collections_used_long_ago_leave_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_collections, "MAX_KEPT_CHARACTERS", 60)
-    for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.txt").write_text(f"{name} " * 15)  # 30 characters
-    searched = Collections(tmp_path)
-    for name in ("a.txt", "b.txt", "a.txt", "c.txt", "a.txt"):
-        await searched.index(name)
-    kept = [path.stem for path in searched._indexes]  # pyright: ignore[reportPrivateUsage]
-    await searched.close()
-    assert kept == ["c", "a"]
-
-
 async def test_python_runs_in_the_sandbox_and_its_errors_are_answers() -> None:
     run = Run()
     request = await run.first(start_of("python"))
@@ -808,12 +795,3 @@ async def test_a_dead_letter_tells_the_owner_of_each_trajectory() -> None:
     [(stream, result)] = run.handler.failed(request_to_grade(EXACT), failure)
     assert isinstance(result, GradeResult)
     assert (stream, result.failure) == (CELL.reply("api1"), failure)
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_the_environments_with_tools_are_those_that_say_so(name: str) -> None:
-    given = {"search": {"documents": [{"id": "1", "text": "x"}]}, "single_turn": {"grader": EXACT}}
-    args = (given | {"openenv": {"url": "http://127.0.0.1:1"}}).get(name, {})
-    spec = EnvSpec(name, args)
-    made = Run().handler._environments.get(spec)  # pyright: ignore[reportPrivateUsage]
-    assert wants_tools(spec) == bool(getattr(made, "tools", ()))
