@@ -4,13 +4,10 @@
 
 Its files:
 
-    decoder.py        computes a decoder-only transformer as one function of its weights
-    backbone_kind.py  chooses which of the two computes it, where the setting leaves it open
-    modules.py        loads a base model into transformers' own modules, and refuses what would be computed otherwise than meant
-    finite.py         refuses weights that are infinite or no numbers
-    stacked.py        computes adapter products for rows of different adapters
-    adapter.py        loads, checks and saves the weights of one adapter version
-    kernels.py        chooses how this machine multiplies, so that no bits depend on what is computed beside them
-    loading_turn.py   lets workers load to a GPU one after the other
-    device.py         finds a device and its free memory, prepares a processor, and measures computing time
+    decoder.py  computes a decoder-only transformer as one function of its weights, and says where it is the one to choose
+    modules.py  loads a base model into transformers' own modules, and refuses what would be computed otherwise than meant
+    stacked.py  computes adapter products for rows of different adapters
+    adapter.py  loads, checks and saves the weights of one adapter version
+    kernels.py  chooses how this machine multiplies, so that no bits depend on what is computed beside them
+    device.py   finds a device and its free memory, lets workers load to it in turn, and measures computing time
 """

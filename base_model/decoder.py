@@ -6,22 +6,24 @@ Callers pass in the parts that differ between rollout and training: `attend` (a 
 Axes: B rows, T positions, E hidden, H query heads, K key/value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from base_model.finite import check_finite
 from common.errors import InvalidInput
 from common.models.base_shape import BaseShape
 from common.models.families import check_weights, unsupported
 from common.models.weight_files import LINEAR_LAYERS
 from common.text.model_folder import read_config
+
+log = structlog.get_logger()
 
 
 class Project(Protocol):
@@ -199,3 +201,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
     return F.silu(gate) * up
+
+
+def check_finite(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises InvalidInput, naming the first, for weights with a value that is infinite or no number. Reads each once, to add it up."""
+    for name, weight in weights:
+        if not weight.sum().isfinite() and not weight.isfinite().all():
+            raise InvalidInput(f"{folder}: {name} has values that are infinite or no numbers")
+
+
+def fitting_kind(folder: Path, device: torch.device, *, only_decoder: bool) -> str:
+    """The decoder where only it does what is asked, and on a CPU for the families that it knows; else `transformers`."""
+    if only_decoder:
+        return "decoder"
+    if device.type != "cpu":
+        return "transformers"
+    try:
+        DecoderConfig.load(folder)
+    except InvalidInput as error:
+        log.info("decoder_refused", reason=str(error))
+        return "transformers"
+    return "decoder"

@@ -1,9 +1,17 @@
-"""Finds a device by name and its free memory, prepares a processor's threads and memory, knows memory that ran out, and measures the
-time of a computing thread."""
+"""Devices: finds one by name, measures its free memory, and lets the workers of one machine load to a GPU one after the other.
 
+While one worker measures the memory that is left on a GPU, no other may take any. Also prepares a processor's threads and memory,
+recognises memory that ran out, and measures the time of a computing thread.
+"""
+
+import contextlib
 import ctypes
+import fcntl
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from pathlib import Path
 
 import torch
 
@@ -74,3 +82,34 @@ def is_out_of_memory(error: Exception) -> bool:
 def compute_clock(device: torch.device) -> Callable[[], float]:
     """A clock of a computing thread's seconds: on a processor, without waiting for a core; on a GPU, of the clock."""
     return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
+@contextlib.contextmanager
+def alone_on(device: str, number: int = 1) -> Generator[None]:
+    """Waits until no other worker of this user loads to these GPUs, or measures them. `number`: of them, from that device on. A device
+    that is no GPU, or not there, is nobody's."""
+    with contextlib.ExitStack() as held:
+        for name in sorted(
+            _names(device, number)
+        ):  # in one order for all, so that nobody waits for one that waits for it
+            held.enter_context(locked(name))
+        yield
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Generator[None]:
+    """Waits until no other process of this user is in a block of that name on this machine."""
+    file = Path(tempfile.gettempdir()) / f"marlaas-{os.getuid()}-{name}.lock"
+    with file.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _names(device: str, number: int) -> list[str]:
+    """Names that a GPU has in every process, whichever of them it sees."""
+    kind, _, first = device.partition(":")
+    if kind != "cuda" or not (first or "0").isdecimal() or not torch.cuda.is_available():
+        return []
+    wanted = range(int(first or 0), int(first or 0) + number)
+    there = range(torch.cuda.device_count())
+    return [str(torch.cuda.get_device_properties(each).uuid) for each in wanted if each in there]

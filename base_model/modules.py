@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity
 
-from base_model.finite import check_finite
+from base_model.decoder import check_finite
 from common.errors import InvalidInput
 from common.models.families import unsupported_by_modules
 from common.models.weight_files import LINEAR_MODULES

@@ -8,7 +8,7 @@ one batched product serves all lanes. Where the copies would take more than thei
     x [N, in] ─ gather ─► [lanes, lane_rows, in] ─ bmm A ─► [.., R] ─┬ bmm B of q ─► [.., out of q] ─ scatter ─► y[:, q] += …
                                                                      ├ bmm B of k ─► …
 
-A row's result depends on its adapter alone: never on lanes, neighbours, or how many adapters there are. For that, ranks
+A row's result depends only on its adapter: never on lanes, neighbours, or how many adapters there are. For that, ranks
 are padded by their own value only (to 8, 16, 32, ...), and every product has at least `lane_rows` rows, or all of them.
 
 Axes: N rows of a forward, R padded rank times fused layers, at least MIN_INNER.

@@ -8,8 +8,7 @@ Its files:
     settings.py      reads the settings that all services share
     errors.py        declares the error tree
     log.py           writes logs as events
-    urls.py          checks URLs that users give
-    outgoing.py      calls them, where the operator allows the host
+    outgoing.py      checks URLs that users give, and calls them where the operator allows the host
     rng.py           draws random numbers as functions of their coordinates
     bus/             publishes and reads messages in Redis Streams
     children/        child processes, and helpers that are asked

@@ -48,6 +48,14 @@ async def done_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> b
     return done
 
 
+async def set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Waits for the event, or until the time is over. Returns whether it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
+
+
 @contextlib.asynccontextmanager
 async def starting() -> "AsyncGenerator[Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]]":
     """Gives the block a function that starts tasks, which end with it. If one fails, ends the block and the others, and raises its

@@ -1,17 +1,4 @@
-"""The error tree. Foreign errors are translated into it where the foreign library is called.
-
-MarlaasError
-├── Permanent              will fail again in the same way: a value, a dead letter or a refusal
-│   ├── InvalidInput       a user's input is wrong; the message says what to do
-│   ├── NotFound           no such object, record or adapter
-│   ├── CorruptObject      bytes do not match their sha256, or do not parse
-│   └── TrainingFailed     NaN loss, non-finite gradients: the step must not be committed
-├── Retryable              the same call may succeed later
-│   └── Unavailable        Redis, the object store or a worker is away, loading, or full
-│       └── StoreUnavailable   the object store is: waited for as long as it lasts
-├── AlreadyExists          a create-only write lost: somebody else was first
-└── Fenced                 this process no longer holds the partition's lease
-"""
+"""The error tree. Foreign errors are translated into it where the foreign library is called."""
 
 import os
 
@@ -24,11 +11,11 @@ class MarlaasError(Exception):
 
 
 class Permanent(MarlaasError):
-    """Will fail again in the same way."""
+    """Will fail again in the same way: a value, a dead letter or a refusal."""
 
 
 class InvalidInput(Permanent):
-    """A user's input is wrong. `param` names the offending field where there is one."""
+    """A user's input is wrong; the message says what to do. `param` names the offending field where there is one."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

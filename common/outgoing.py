@@ -1,4 +1,4 @@
-"""Calls URLs that users give, which must not become ways into the operator's network.
+"""Checks and calls URLs that users give, which must not become ways into the operator's network.
 
 Only hosts in the operator's list are called. The name is resolved here, once, every address is checked, and the
 connection goes to the checked address, so that a second answer of the name server cannot lead elsewhere. No redirects,
@@ -10,6 +10,7 @@ import functools
 import ipaddress
 import socket
 import ssl
+import string
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,8 +18,11 @@ from typing import Any
 import httpx
 
 from common.errors import MarlaasError
+from common.suggestions import quoted
 
 MAX_ANSWER_BYTES = 64 * 1024
+MAX_URL_CHARACTERS = 2048
+_NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-._")
 
 _resolvers = ThreadPoolExecutor(8, "resolver")
 """Threads of their own: a name server that does not answer keeps one for half a minute, whatever the call's limit."""
@@ -173,3 +177,40 @@ async def _body(response: httpx.Response) -> bytes:
         if len(body) > MAX_ANSWER_BYTES:
             raise CallFailed(f"answered with more than {MAX_ANSWER_BYTES} bytes")
     return bytes(body)
+
+
+def check_url(text: str) -> None:
+    """Raises ValueError, with the reason, unless it is an http:// or https:// URL of a host that can be called."""
+    if len(text) > MAX_URL_CHARACTERS:
+        raise ValueError(f"has {len(text)} characters; a URL has at most {MAX_URL_CHARACTERS}")
+    try:
+        url = httpx.URL(text)
+        host = url.host.encode("idna").decode()
+    except (httpx.InvalidURL, UnicodeError) as error:
+        raise ValueError(f"is not a URL: {error}") from error
+    if url.scheme not in ("http", "https") or not host:
+        raise ValueError("must be an http:// or https:// URL")
+    if url.userinfo:
+        raise ValueError("must not carry a user name or password")
+    if url.port is not None and not 0 < url.port < 2**16:
+        raise ValueError(f"the port {url.port} is not between 1 and 65535")
+    if not _is_name(host) and not _is_address(host):
+        raise ValueError(f"the host {quoted(host)} is neither a name nor an address")
+
+
+def check_base(text: str) -> None:
+    """Raises ValueError for a URL after which no path can be written."""
+    if set("?#") & set(text):
+        raise ValueError("must have neither a query nor a fragment: paths are added to it")
+
+
+def _is_name(host: str) -> bool:
+    return len(host) <= 253 and _NAME_CHARACTERS.issuperset(host)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return "%" not in host

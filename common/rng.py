@@ -1,5 +1,8 @@
 """Counter-based random numbers: each is a pure function of (seed, purpose, coordinates), whenever and wherever it is drawn.
 
+There is no generator with a state: a state would make a row's tokens depend on what was drawn before it, by other rows or other jobs,
+and on the worker that drew them. So a repeat after a death gives the same bits, and checkpoints hold no state of random numbers.
+
 Philox 4x32 with 10 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), vectorised in numpy.
 """
 

@@ -131,7 +131,7 @@ def resolve_config(where: str) -> Path:
 
 
 def _is_of_hub(where: str) -> bool:
-    """Says whether this can be a hub's name: it is neither a path nor there."""
+    """Can this be a hub's name? It is neither a path nor there."""
     is_path = where.startswith((".", "/", "~")) or Path(where).exists()
     return not is_path and where.partition("@")[0].count("/") == 1
 
@@ -166,7 +166,7 @@ def dtype_on(device: str) -> str:
 
 
 def explained(error: Exception) -> str:
-    """Says what is wrong with the settings, by the names of the variables; for another error, its own text."""
+    """Explains what is wrong with the settings, by the names of the variables; of another error, gives its own text."""
     if not isinstance(error, ValidationError):
         return str(error)
     return "; ".join(

@@ -104,7 +104,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
             counters=handler.counters,
         ),
         Habits(ahead=AHEAD * settings.env_slots, drain_s=DRAIN_S),
-        beside=[sessions.close_idle, registration.run],
+        loops=[sessions.close_idle, registration.run],
         close=[sessions.close, registration.close, *environments_end],
     )
 

@@ -15,8 +15,7 @@ from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 from common.cancellation import beating
-from common.sharing.places import Places
-from common.sharing.threads import SharedThreads
+from common.sharing.places import Places, SharedThreads
 
 T = TypeVar("T")
 

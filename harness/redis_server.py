@@ -74,7 +74,7 @@ class RedisServer:
         """Same port, same files; returns once it answers."""
         self.process = subprocess.Popen(self.argv, stdout=subprocess.DEVNULL)
         client = redis.Redis(port=self.port, retry=Retry(NoBackoff(), 0))
-        for _ in range(500):
+        for _ in range(3000):
             try:
                 client.ping()
                 break

@@ -29,7 +29,7 @@ def environment(endpoint: str) -> dict[str, str]:
 class S3Server:
     port: int
     process: "subprocess.Popen[bytes]"
-    _http: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False))
+    _http: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, timeout=60))
 
     @classmethod
     def start(cls) -> "S3Server":
@@ -46,7 +46,7 @@ class S3Server:
 
     def reset(self) -> None:
         """Empty, but for the bucket."""
-        for _ in range(200):
+        for _ in range(600):
             try:
                 self._http.post(f"{self.endpoint}/moto-api/reset").raise_for_status()
                 break

@@ -324,7 +324,7 @@ def balanced(ledger: dict[str, int]) -> bool:
     return ledger.get("issued", 0) == settled
 
 
-async def until_status(bus: Bus, job: str, *statuses: str, seconds: float = 30.0) -> JobState:
+async def until_status(bus: Bus, job: str, *statuses: str, seconds: float = 60.0) -> JobState:
     async with asyncio.timeout(seconds):
         while True:
             state = await state_of(bus, job)

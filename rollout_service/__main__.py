@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-from base_model.device import keep_freed_memory, prepare_cpu
+from base_model.device import alone_on, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
-from base_model.loading_turn import alone_on
 from common.bus.streams import GROUP_ROLLOUT
 from common.errors import InvalidInput
 from common.settings import resolve_model

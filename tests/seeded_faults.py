@@ -73,17 +73,8 @@ def noticed_by(fault: Fault, root: Path) -> str:
 def _first_failure(fault: Fault, root: Path) -> str:
     files = [file for name in fault.tests for file in files_with(root, ["tests"], f"def {name}(")]
     chosen = ["-k", " or ".join(fault.tests), *map(str, dict.fromkeys(files))]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        *(["--exact"] * fault.exact),
-        *chosen,
-    ]
+    options = ["-q", "-x", "-p", "no:cacheprovider", *(["--exact"] * fault.exact)]
+    command = [sys.executable, "-m", "pytest", *options, *chosen]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     ran = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -333,7 +333,13 @@ def test_a_docstring_starts_with_a_verb_or_a_noun_phrase() -> None:
 # ---- one place each -------------------------------------------------------------------------------------------------
 
 
-def _catches_all(node: ast.ExceptHandler) -> bool:
+def files_with(looked_for: Callable[[ast.AST], bool], *packages: str) -> set[str]:
+    return {file for file in files(*packages) if any(map(looked_for, nodes(file)))}
+
+
+def _catches_all(node: ast.AST) -> bool:
+    if not isinstance(node, ast.ExceptHandler):
+        return False
     if node.type is None:
         return True
     caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
@@ -341,46 +347,29 @@ def _catches_all(node: ast.ExceptHandler) -> bool:
 
 
 def test_everything_is_caught_only_at_the_listed_boundaries() -> None:
-    found = {
-        file
-        for file in files(*PRODUCT)
-        if any(isinstance(node, ast.ExceptHandler) and _catches_all(node) for node in nodes(file))
-    }
-    assert found == set(CATCHES_ALL)
+    assert files_with(_catches_all, *PRODUCT) == set(CATCHES_ALL)
 
 
 def test_tenants_share_threads_but_in_the_listed_places() -> None:
-    found = {
-        file
-        for file in files("manager_service", "env_service")
-        for node in nodes(file)
-        if isinstance(node, ast.Attribute) and node.attr == "to_thread"
-    }
+    found = files_with(lambda node: _attribute(node) == "to_thread", "manager_service", "env_service")
     assert found == set(UNSHARED_THREADS)
 
 
+def _attribute(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else ""
+
+
 def test_only_programs_for_people_print() -> None:
-    printing = {
-        file
-        for file in files(*PRODUCT)
-        for node in nodes(file)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    }
-    assert [
-        file
-        for file in sorted(printing)
-        if not file.startswith(("manager_service/launcher/commands/", "marlaas_client/cli/"))
-    ] == []
+    printing = files_with(
+        lambda node: isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print",
+        *PRODUCT,
+    )
+    programs = ("manager_service/launcher/commands/", "marlaas_client/cli/")
+    assert [file for file in sorted(printing) if not file.startswith(programs)] == []
 
 
 def test_the_environment_is_read_in_the_settings_alone() -> None:
-    reading = {
-        file
-        for file in files(*PRODUCT)
-        for node in nodes(file)
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-    }
-    assert reading == READS_ENVIRONMENT
+    assert files_with(lambda node: _attribute(node) in ("environ", "getenv"), *PRODUCT) == READS_ENVIRONMENT
 
 
 def test_no_path_of_somebodys_machine_is_in_the_repository() -> None:

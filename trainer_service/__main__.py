@@ -3,9 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from base_model.device import free_bytes, keep_freed_memory, prepare_cpu
+from base_model.device import alone_on, free_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import choose
-from base_model.loading_turn import alone_on
 from common.bus.streams import GROUP_TRAINER
 from common.errors import InvalidInput
 from common.settings import resolve_model

@@ -78,9 +78,9 @@ class Versions:
         files = await beating(beat, self._patiently(partial(self.store.read, adapter, names)))
         return await beating(beat, asyncio.to_thread(self._load, files))
 
-    async def read_brought(self, path: str, spec: LoraSpec, beat: Beat) -> TrainState:
+    async def read_uploaded(self, path: str, spec: LoraSpec, beat: Beat) -> TrainState:
         """An adapter that a user has uploaded, with a new optimiser. Raises CorruptObject or NotFound."""
-        weights = await beating(beat, self._patiently(partial(self.store.read_brought, path)))
+        weights = await beating(beat, self._patiently(partial(self.store.read_uploaded, path)))
         config = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": spec.targets}
         files = {WEIGHTS_FILE: weights, CONFIG_FILE: json.dumps(config).encode()}
         return await beating(beat, asyncio.to_thread(self._load, files))

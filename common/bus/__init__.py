@@ -5,9 +5,8 @@
 Its files:
 
     bus.py               publishes, and acknowledges by one script
-    dead_letters.py      makes a dead letter of a message that cannot be worked on
-    deliveries.py        entries of streams as workers hold them
-    fullness.py          says how full Redis is
+    deliveries.py        entries of streams as workers hold them, and dead letters of those that cannot be worked on
+    fullness.py          measures how full Redis is
     histories.py         reads what they refer to
     payloads.py          makes fields of messages; large ones travel by way of object storage
     redis_connection.py  connects to Redis, packs commands in C, and tells errors that pass

@@ -10,7 +10,7 @@ Guarantees:
   refuses none of the script's. What `publish` appends waits.
 
 An entry is one field, `payload`: the msgpack of the message. One above `CLAIM_CHECK_BYTES` goes to object storage and travels as
-`ref`, with plain fields (id, job, partition, epoch, kind) beside it (`payloads.py`).
+`ref`, with plain fields (id, job, partition, epoch, kind) next to it (`payloads.py`).
 """
 
 import asyncio
@@ -28,7 +28,17 @@ import structlog
 from msgspec.structs import replace
 from redis import exceptions as redis_errors
 
-from common.bus.deliveries import NO_PROGRESS, Delivery, Idle, Out, Progress, Settlement, Undecodable, Unfetched
+from common.bus.deliveries import (
+    NO_PROGRESS,
+    Delivery,
+    Idle,
+    Out,
+    Progress,
+    Settlement,
+    Undecodable,
+    Unfetched,
+    fetched,
+)
 from common.bus.histories import Histories, HistoryItems
 from common.bus.payloads import Payloads, fields_of, plain_of
 from common.bus.redis_connection import make_client, passes
@@ -41,7 +51,7 @@ from common.wire.history import shortened
 from common.wire.messages import Message
 
 MAX_BACKOFF_S = 2.0
-MADE_AGAIN = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError, OSError)
+RETRIED_ERRORS = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ResponseError, OSError)
 DEADLINE_S = 10.0
 """Seconds in which Redis must answer a call that does not wait for anything."""
 NO_GROUP_S = 0.05
@@ -57,9 +67,8 @@ class Bus:
     def __init__(self, client: "aioredis.Redis", cell: Cell, objects: Objects | None = None) -> None:
         self.client = client
         self.cell = cell
-        self.trouble: tuple[float, Exception] | None = (
-            None  # the last error after which a call was made again, and when
-        )
+        self.trouble: tuple[float, Exception] | None = None
+        """The last error after which a call was made again, and when."""
         self._payloads = Payloads(objects)
         self._histories = Histories(self.pipelined, cell)
         self._keep_s: dict[str, int] = {}  # streams that last only as long as this process
@@ -81,8 +90,8 @@ class Bus:
     # ---- work streams -----------------------------------------------------------------------------------------------
 
     async def ensure_group(self, stream: str, group: str, *, keep_s: int | None = None) -> None:
-        """Creates the consumer group, from the stream's beginning, unless it is there. The stream too, unless another stands in for
-        it: whoever keeps such a one brings it into being. `keep_s`: seconds after which it goes, now and whenever it is made anew."""
+        """Creates the consumer group, from the stream's beginning, and the stream, unless another stands in for it: only its own worker
+        creates such a stream. `keep_s`: seconds after which the stream goes, now and whenever it is created again."""
         if keep_s is not None:
             self._keep_s[stream] = keep_s
         makes = ["MKSTREAM"] if self.cell.instead_of(stream) in ("", stream) else []
@@ -91,7 +100,7 @@ class Bus:
         await self._unless(call, "BUSYGROUP", "requires the key to exist")
 
     async def keep_alive(self, stream: str, ttl_s: int) -> bool:
-        """Puts off the end of a stream that lasts only as long as its reader. False: Redis had lost it, and it is made anew."""
+        """Extends the life of a stream that lasts only as long as its reader. False: Redis had lost it, and it is created again."""
         if await self.retrying(lambda: self.client.expire(stream, ttl_s)):
             return True
         await self.ensure_group(stream, "alive", keep_s=ttl_s)  # the one command that makes an empty stream
@@ -105,31 +114,27 @@ class Bus:
         *,
         count: int,
         block_ms: int | None = None,
-        fetch: bool = True,
     ) -> list[Delivery]:
         """New entries, at most `count` a stream, in stream order. `block_ms` None: return at once.
 
-        Without `fetch` those whose payload is in object storage are Unfetched, so that no other waits for the storage.
+        Those whose payload is in object storage are Unfetched, here and below, so that no other waits for the storage.
         """
         wanted: dict[Any, Any] = dict.fromkeys(streams, ">")
-        return await self._read_group(wanted, group, consumer, count, block_ms, fetch)
+        return await self._read_group(wanted, group, consumer, count, block_ms)
 
-    async def read_in_order(
-        self, streams: Sequence[str], group: str, consumer: str, *, count: int, fetch: bool = True
-    ) -> list[Delivery]:
-        """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Does not wait
-        for any. `fetch`: see `read`."""
+    async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
+        """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Waits for none."""
         call = partial(self._read_in_order, keys=list(streams), args=[group, consumer, count])
-        return await self._delivered(call, streams, group, consumer, fetch=fetch)
+        return await self._delivered(call, streams, group, consumer)
 
     async def read_pending(
-        self, stream: str, group: str, consumer: str, *, after: str = "0", count: int = 256, fetch: bool = True
+        self, stream: str, group: str, consumer: str, *, after: str = "0", count: int = 256
     ) -> list[Delivery]:
-        """Entries that this consumer was given before and has not settled, after an entry id. `fetch`: see `read`."""
-        return await self._read_group({stream: after}, group, consumer, count, None, fetch)
+        """Entries that this consumer was given before and has not settled, after an entry id."""
+        return await self._read_group({stream: after}, group, consumer, count, None)
 
     async def _read_group(
-        self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None, fetch: bool
+        self, wanted: dict[Any, Any], group: str, consumer: str, count: int, block_ms: int | None
     ) -> list[Delivery]:
         waits = [] if block_ms is None else ["BLOCK", block_ms]
         words = ["GROUP", group, consumer, "COUNT", count, *waits, "STREAMS", *wanted, *wanted.values()]
@@ -137,7 +142,7 @@ class Bus:
         async def call() -> Any:
             return (await self.client.execute_command("XREADGROUP", *words) or {}).items()
 
-        return await self._delivered(call, wanted, group, consumer, block_ms=block_ms, fetch=fetch)
+        return await self._delivered(call, wanted, group, consumer, block_ms=block_ms)
 
     async def _delivered(
         self,
@@ -147,22 +152,19 @@ class Bus:
         consumer: str,
         *,
         block_ms: int | None = None,
-        fetch: bool,
     ) -> list[Delivery]:
-        found = await self._unless(call, "NOGROUP", block_ms=block_ms)
-        if found is None:
+        pages = await self._unless(call, "NOGROUP", block_ms=block_ms)
+        if pages is None:
             for stream in streams:
                 await self.ensure_group(stream, group)
             await asyncio.sleep(NO_GROUP_S)
             return []
         rows = [
-            (_text(stream), entry, _mapping(fields or ())) for stream, entries in found for entry, fields in entries
+            (_text(stream), entry, _mapping(fields or ())) for stream, entries in pages for entry, fields in entries
         ]
-        return await self._opened(rows, group, consumer, fetch)
+        return await self._opened(rows, group, consumer)
 
-    async def _opened(
-        self, rows: Iterable[tuple[str, Any, Any]], group: str, consumer: str, fetch: bool
-    ) -> list[Delivery]:
+    async def _opened(self, rows: Iterable[tuple[str, Any, Any]], group: str, consumer: str) -> list[Delivery]:
         """Makes deliveries of (stream, entry, fields). A pending entry that was deleted has no fields, and is left out; so is one that
         another worker settled before its history was read."""
         deliveries: list[Delivery] = []
@@ -175,9 +177,6 @@ class Bus:
                 deliveries.append(self._delivery(stream, group, entry, fields, payload, items))
                 continue
             opening = partial(self._fetched, stream, group, entry, fields, items, consumer=consumer)
-            if fetch:
-                deliveries.append(await opening())
-                continue
             unfetched, history = Unfetched("not fetched", b"", plain_of(fields), opening), self._histories.of(fields)
             deliveries.append(Delivery(stream, group, _text(entry), unfetched, history=history, is_inline=False))
         return deliveries
@@ -192,31 +191,30 @@ class Bus:
     ) -> list[Idle]:
         """Pending entries besides `own` that nobody renewed for `min_idle_ms`, oldest first; none if one looked within `every_ms`."""
         args = [group, min_idle_ms, count, self.cell.looked(stream), every_ms, self.cell.partial(stream, ""), *own]
-        found = await self._unless(lambda: self._find_idle(keys=[stream], args=args), "NOGROUP")
-        return [Idle(_text(entry), int(num), advanced=int(by) == num) for entry, _, _, num, by in found or ()]
+        rows = await self._unless(lambda: self._find_idle(keys=[stream], args=args), "NOGROUP")
+        return [Idle(_text(entry), int(num), advanced=int(by) == num) for entry, _, _, num, by in rows or ()]
 
     async def claim(
         self,
         stream: str,
         group: str,
         consumer: str,
-        found: Sequence[Idle],
+        idle: Sequence[Idle],
         *,
         min_idle_ms: int,
-        fetch: bool = True,
     ) -> list[Delivery]:
-        """Takes over what `find_idle` found, with the progress that is kept, unless another was first. `fetch`: see `read`."""
-        if not found:
+        """Takes over what `find_idle` found, with the progress that is kept, unless another was first."""
+        if not idle:
             return []
-        known: Any = {idle.entry: idle for idle in found}
-        rows = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, min_idle_ms, list(known)))
+        by_entry: Any = {each.entry: each for each in idle}
+        rows = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, min_idle_ms, list(by_entry)))
         taken = [(stream, entry, fields) for entry, fields in rows if entry is not None and fields]
         keys = [self.cell.partial(stream, _text(entry)) for _, entry, _ in taken]
-        kept = await self.retrying(lambda: self.client.mget(keys)) if keys else []
-        progress = {_text(entry): found or b"" for (_, entry, _), found in zip(taken, kept, strict=True)}
+        saved = await self.retrying(lambda: self.client.mget(keys)) if keys else []
+        progress = {_text(entry): value or b"" for (_, entry, _), value in zip(taken, saved, strict=True)}
         return [
-            replace(delivery, deliveries=known[delivery.entry].deliveries + 1, progress=progress[delivery.entry])
-            for delivery in await self._opened(taken, group, consumer, fetch)
+            replace(delivery, deliveries=by_entry[delivery.entry].deliveries + 1, progress=progress[delivery.entry])
+            for delivery in await self._opened(taken, group, consumer)
         ]
 
     async def pending(self, stream: str, group: str, *, after: str, count: int = 1000) -> list[str]:
@@ -224,14 +222,12 @@ class Bus:
         call = partial(self.client.xpending_range, stream, group, f"({after}", "+", count)
         return [_text(row["message_id"]) for row in await self.retrying(call)]
 
-    async def reread(
-        self, stream: str, group: str, consumer: str, entries: Sequence[str], *, fetch: bool = True
-    ) -> list[Delivery]:
-        """Reads pending entries that are not gone again, whoever has them, and makes them this consumer's. `fetch`: see `read`."""
+    async def reread(self, stream: str, group: str, consumer: str, entries: Sequence[str]) -> list[Delivery]:
+        """Reads pending entries that are not gone again, whoever has them, and makes them this consumer's."""
         if not entries:
             return []
-        found = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, 0, cast(Any, entries)))
-        return await self._opened([(stream, entry, fields) for entry, fields in found], group, consumer, fetch)
+        rows = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, 0, cast(Any, entries)))
+        return await self._opened([(stream, entry, fields) for entry, fields in rows], group, consumer)
 
     async def renew(
         self,
@@ -264,11 +260,11 @@ class Bus:
             calls.append(self._settle(keys=[settlements[0].delivery.stream], args=arguments))
             return calls[-1]
 
-        found = await self.retrying(call)
-        for each, entries in zip(finished, found, strict=True):
+        answers = await self.retrying(call)
+        for each, entries in zip(finished, answers, strict=True):
             if entries:
                 self._histories.published(each, entries)
-        return [entries != 0 or len(calls) > 1 for entries in found]
+        return [entries != 0 or len(calls) > 1 for entries in answers]
 
     def settling(self, settlements: Sequence[Settlement]) -> list[Any]:
         """Arguments of the script that settles. A stream that is the one before is not named again."""
@@ -288,7 +284,7 @@ class Bus:
         return arguments
 
     async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:
-        """Makes fields of the outputs, so that settling waits for Redis alone. Writes large payloads, and beats meanwhile."""
+        """Makes fields of the outputs, so that settling waits only for Redis. Writes large payloads, and beats meanwhile."""
         if settlement.outputs is None or settlement.fields is not None:
             return settlement
         delivery, outputs = settlement.delivery, settlement.outputs
@@ -322,10 +318,12 @@ class Bus:
     ) -> list[tuple[str, AnyMessage]]:
         """Entries after a cursor ("0": from the oldest), without a group. Undecodable ones are left out and logged."""
         call = partial(self.client.xread, {stream: after}, count=count, block=block_ms)
-        found = await self.retrying(call, block_ms=block_ms)
-        rows = [(_text(key), entry, fields) for key, entries in _pairs(found) for entry, fields in entries]
+        streams: Any = await self.retrying(call, block_ms=block_ms)
+        pages = (streams or {}).get(stream.encode(), ())
+        rows = [(stream, entry, fields) for page in pages for entry, fields in page]
         messages: list[tuple[str, AnyMessage]] = []
-        for delivery in await self._opened(rows, "", "", fetch=True):
+        for opened in await self._opened(rows, "", ""):
+            delivery = await fetched(opened)
             if isinstance(delivery.message, Undecodable):
                 log.warning("undecodable_broadcast", stream=stream, entry=delivery.entry)
             else:
@@ -337,11 +335,6 @@ class Bus:
     async def read_hashes(self, keys: Sequence[str]) -> list[dict[bytes, bytes]]:
         """All fields of each hash; none of one that does not exist. One round trip."""
         return await self.pipelined(("HGETALL", key) for key in keys)
-
-    async def read_set(self, key: str) -> set[bytes]:
-        """All members of a set; none if it does not exist."""
-        found: Any = await self.retrying(lambda: self.client.smembers(key))
-        return found
 
     # ---- encoding ---------------------------------------------------------------------------------------------------
 
@@ -379,12 +372,12 @@ class Bus:
             return Delivery(stream, group, _text(entry), missing, history=self._histories.of(fields), is_inline=False)
         return self._delivery(stream, group, entry, fields, payload, items)
 
-    async def _unless(self, call: Callable[[], Awaitable[T]], *said: str, block_ms: int | None = None) -> T | None:
-        """Like `retrying`; None if Redis answers with an error that says one of these."""
+    async def _unless(self, call: Callable[[], Awaitable[T]], *codes: str, block_ms: int | None = None) -> T | None:
+        """Like `retrying`; None if Redis answers with an error of one of these codes."""
         try:
             return await self.retrying(call, block_ms=block_ms)
         except redis_errors.ResponseError as error:
-            if not any(words in str(error) for words in said):
+            if not any(code in str(error) for code in codes):
                 raise
             return None
 
@@ -414,7 +407,7 @@ class Bus:
                     return await call()
             except redis_errors.AuthenticationError as error:
                 raise InvalidInput(f"Redis refuses the credentials of MARLAAS_REDIS_URL: {error}") from error
-            except MADE_AGAIN as error:
+            except RETRIED_ERRORS as error:
                 if isinstance(error, redis_errors.ResponseError) and not passes(error):
                     raise
                 if isinstance(error, TimeoutError):
@@ -437,11 +430,6 @@ def connect(redis_url: str, cell: Cell) -> "aioredis.Redis":
 
 def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def _pairs(found: Any) -> Iterable[tuple[Any, Any]]:
-    """XREAD's answer, a dict of pages, as (stream, entries)."""
-    return [(stream, [row for page in pages for row in page]) for stream, pages in (found or {}).items()]
 
 
 def _mapping(fields: Sequence[Any]) -> dict[Any, Any]:

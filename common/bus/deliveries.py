@@ -1,4 +1,4 @@
-"""Entries of streams as workers hold them, and what settles them."""
+"""Entries of streams as workers hold them, what settles them, and the dead letters of those that cannot be worked on."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,16 @@ from typing import Any
 
 import msgspec
 
-from common.wire.codec import AnyMessage
+from common.bus.streams import NUM_PARTITIONS
+from common.wire.codec import AnyMessage, encode
 from common.wire.history import History
-from common.wire.messages import Message
+from common.wire.messages import DeadLetter, Message
 
 Out = tuple[str, Message]  # stream key, message
+
+MAX_PAYLOAD = 64 << 10
+"""Bytes of the original that a dead letter keeps."""
+MAX_REASON = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,11 @@ class Unfetched(Undecodable):
     """The content of an entry whose payload is in object storage, for those who do not wait for it."""
 
     fetch: Callable[[], Awaitable["Delivery"]]
+
+
+async def fetched(delivery: "Delivery") -> "Delivery":
+    """The delivery with its payload, however long object storage is away."""
+    return await delivery.message.fetch() if isinstance(delivery.message, Unfetched) else delivery
 
 
 class Delivery(msgspec.Struct, frozen=True):
@@ -84,3 +94,31 @@ class Settlement:
     """The outputs as the script that settles takes them, once `Bus.written` made that of them."""
     refers_to: History | None = None
     """The history that the output builds on. Its last item is the input's payload."""
+
+
+def dead_letter(delivery: Delivery, reason: str) -> DeadLetter:
+    """Makes the letter that keeps the original and the reason. One for an unreadable entry has what can be read of it."""
+    message = delivery.message
+    if isinstance(message, Undecodable):
+        plain = message.plain
+        about: dict[str, Any] = {
+            "tenant": "",
+            "job": plain.get("job", ""),
+            "partition": _number(plain.get("partition", "")),
+        }
+        identity, payload = plain.get("id", delivery.entry), message.payload
+    else:
+        about, identity, payload = message.about(), message.id, encode(message)
+    return DeadLetter(
+        id=identity,
+        **about,
+        stream=delivery.stream,
+        entry=delivery.entry,
+        reason=reason[:MAX_REASON],
+        deliveries=delivery.deliveries,
+        payload=payload[:MAX_PAYLOAD],
+    )
+
+
+def _number(text: str) -> int:
+    return int(text) % NUM_PARTITIONS if text.isdecimal() else 0

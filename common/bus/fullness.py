@@ -1,4 +1,4 @@
-"""Says how full Redis is: above a share of its limit, nothing is put into it that can wait or be done without."""
+"""Redis' memory: above a share of its limit, nothing is put into it that can wait or be done without."""
 
 import time
 from collections.abc import Awaitable, Callable

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, cast
 from common.bus.deliveries import Delivery, Settlement
 from common.bus.streams import Cell
 from common.wire.codec import AnyMessage, decode
-from common.wire.history import History, alone, restored
+from common.wire.history import History, restored, without_history
 from common.wire.messages import Message, TurnRequest, TurnResult
 
-MOST_KNOWN = 4096
+MAX_KNOWN_HISTORIES = 4096
 HistoryItems = Mapping[History, tuple[list[Message], list[bytes]]]
 """For each history: the message made of its first items, if this process knows it, and the remaining items."""
 
@@ -71,7 +71,7 @@ class Histories:
     def whole(self, message: AnyMessage, history: History | None, items: HistoryItems) -> AnyMessage:
         """The message that an entry stands for. Raises ValueError, and what `decode` raises, if its history does not lead to it."""
         if history is None:
-            return cast(AnyMessage, alone(message))
+            return cast(AnyMessage, without_history(message))
         known, rest = items[history]
         return cast(AnyMessage, restored([*known, *map(decode, rest)], message))
 
@@ -82,7 +82,7 @@ class Histories:
         return History(key, begun.num + 1 if begun else 1, delivery.entry)
 
     def field(self, history: History) -> list[Any]:
-        """Says in an entry to what it refers."""
+        """The field of an entry that names the history on which it builds."""
         name, newest = self._name_of(history), "" if history.num == 1 else f" {history.entry}"
         return ["history", f"{history.num} {name}{newest}"]
 
@@ -95,7 +95,7 @@ class Histories:
     def _know(self, stream: str, entry: str, before: History | None, message: Message) -> None:
         key, num = (before.key, before.num) if before else (self._cell.begun_history(stream, entry), 0)
         self._known[key] = KnownHistory(num + 1, entry, message)
-        while len(self._known) > MOST_KNOWN:
+        while len(self._known) > MAX_KNOWN_HISTORIES:
             self._known.popitem(last=False)
 
     def fate(self, settlement: Settlement) -> tuple[str, str]:

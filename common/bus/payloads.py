@@ -17,7 +17,7 @@ from common.wire.codec import encode
 from common.wire.messages import Message
 
 CLAIM_CHECK_BYTES = 1 << 20
-PLAIN = ("id", "job", "partition", "epoch", "kind")
+PLAIN_FIELDS = ("id", "job", "partition", "epoch", "kind")
 """Fields of a message that stand in the entry too where its payload does not."""
 
 
@@ -25,15 +25,15 @@ def fields_of(message: Message, path: str, payload: bytes) -> list[Any]:
     """Names and values, flat, as XADD takes them. `path`: of the payload in object storage; empty: it travels itself."""
     if not path:
         return ["payload", payload]
-    known = ["id", message.id, "job", message.job, "partition", message.partition, "epoch", message.epoch]
-    return [*known, "kind", type(message).__name__, "ref", path]
+    plain = ["id", message.id, "job", message.job, "partition", message.partition, "epoch", message.epoch]
+    return [*plain, "kind", type(message).__name__, "ref", path]
 
 
 def plain_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     """Returns what an entry that is no message of ours says of itself all the same, in fields of its own or in its payload."""
-    beside = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
-    said = _readable(fields.get(b"payload", b"")) | beside
-    return {name: said[name] for name in PLAIN if name in said}
+    plain = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
+    texts = _readable(fields.get(b"payload", b"")) | plain
+    return {name: texts[name] for name in PLAIN_FIELDS if name in texts}
 
 
 def _readable(payload: bytes) -> dict[str, str]:

@@ -140,8 +140,8 @@ class Shard:
             except (RedisConnectionError, TimeoutError, OSError):
                 continue
             # a row: first and last slot, the primary, replicas; a node that does not know its own host says nothing
-            known = [(_text(node[0]) or host, int(node[1])) for row in rows for node in row[2:]]
-            self._nodes = known or self._nodes
+            nodes = [(_text(node[0]) or host, int(node[1])) for row in rows for node in row[2:]]
+            self._nodes = nodes or self._nodes
             for first, last, node, *_ in rows:
                 if first <= self._slot <= last:
                     return _text(node[0]) or host, int(node[1])
@@ -190,24 +190,24 @@ def make_client(redis_url: str, key: str, **options: Any) -> "aioredis.Redis":
     secure = scheme.startswith("rediss")
     if not scheme.endswith(CLUSTER):
         kind = SecureConnection if secure else FastConnection
-        found: dict[str, Any] = {**parse_url(redis_url)}
+        address: dict[str, Any] = {**parse_url(redis_url)}
     else:
         kind = SecureShardConnection if secure else ShardConnection
         nodes, first = _nodes(rest)
-        found = {**parse_url(f"{scheme.removesuffix(CLUSTER)}://{first}")}
-        found["shard"] = Shard(nodes, key, dict(found))
+        address = {**parse_url(f"{scheme.removesuffix(CLUSTER)}://{first}")}
+        address["shard"] = Shard(nodes, key, dict(address))
     # without `driver_info` a connection does not look up the library's version and send it in two commands, which costs more than all else
     plain = {"connection_class": kind, "decode_responses": False, "protocol": 3, "driver_info": None}
-    chosen: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, **found, **options, **plain}
+    chosen: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, **address, **options, **plain}
     return FastClient.from_pool(FastPool(**chosen))
 
 
 def _nodes(rest: str) -> tuple[list[tuple[str, int]], str]:
-    """`user:password@a:1,b:2?x=y` -> [("a", 1), ("b", 2)] and the rest with the first node alone."""
+    """`user:password@a:1,b:2?x=y` -> [("a", 1), ("b", 2)] and the rest with only the first node."""
     parts = urlsplit(f"//{rest}")
     user, at, hosts = parts.netloc.rpartition("@")
-    found = [urlsplit(f"//{host}") for host in hosts.split(",")]
-    nodes = [(host.hostname or "localhost", host.port or DEFAULT_PORT) for host in found]
+    urls = [urlsplit(f"//{host}") for host in hosts.split(",")]
+    nodes = [(host.hostname or "localhost", host.port or DEFAULT_PORT) for host in urls]
     query = f"?{parts.query}" if parts.query else ""
     return nodes, f"{user}{at}{hosts.split(',')[0]}{query}"
 

@@ -1,12 +1,11 @@
 """The scripts of the bus. Redis runs each as one, and nothing else meanwhile."""
 
+# Settles inputs: publishes what each led to, and acknowledges it.
 # KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: what the cell's keys begin with, number of inputs, then for
 # each input: stream, group, entry, number of outputs (-1: the entry once more, as it is), name of its history ("": none) and what
 # becomes of that ("on": the entry's payload is its next item, with the entry's id behind it; "ends": it is deleted), then for each
 # output: stream, the stream in its place if it does not exist ("=": the same, "": none), number of fields, fields. Streams are named
 # without the cell's beginning; "" is the one before, of an input with the same group.
-# Above its memory limit Redis refuses a script's first write if that needs memory, and none after it: so the DEL comes first. The
-# outputs come before the acknowledgement, so that no failure between them loses the input. An entry whose group is gone is not pending.
 # Returns for each input its outputs' entries, of which one that went nowhere is nil; 0 if it is not pending.
 SETTLE = """
 local at = 1
@@ -19,9 +18,12 @@ for n = 1, num do
   local stream, entry, outputs = cell .. input, take(), tonumber(take())
   local history, becomes, entries = cell .. 'history:' .. take(), take(), {}
   local progress = cell .. 'partial:' .. input .. ':' .. entry
+  -- Is this entry still pending? Asked for each id: after a take-over two workers may settle it, and a lost reply repeats the script.
+  -- Only the first publishes. (XACK's count would say the same, but too late: the outputs stand before it.) No group: not pending.
   local rows = redis.pcall('XPENDING', stream, group, entry, entry, 1)
   if rows.err and not string.find(rows.err, 'NOGROUP', 1, true) then return rows end
   local open = #rows == 1
+  -- Above its memory limit Redis refuses a script's first write if that needs memory, and none after it: so the DEL comes first.
   if open then redis.call('DEL', progress, progress .. ':by', unpack(becomes == 'ends' and {history} or {})) end
   if open and (outputs < 0 or becomes == 'on') then
     local fields = (redis.call('XCLAIM', stream, group, rows[1][2], 0, entry)[1] or {nil, {}})[2]
@@ -30,6 +32,7 @@ for n = 1, num do
       if fields[i] == 'payload' then redis.call('RPUSH', history, fields[i + 1], entry) end
     end
   end
+  -- Outputs before the acknowledgement: a script that fails is not rolled back, and a failure between them must not lose the input.
   for _ = 1, outputs do
     local to, instead, words = take(), take(), tonumber(take())
     if to ~= '' then output = to end
@@ -40,6 +43,7 @@ for n = 1, num do
     entries[#entries + 1] = there
     at = at + words
   end
+  -- XACK alone would leave the entry in the stream, XDEL alone its id among the pending. Together: a stream's length is its open work.
   if open then
     redis.call('XACK', stream, group, entry)
     redis.call('XDEL', stream, entry)
@@ -49,8 +53,8 @@ end
 return settled
 """
 
-# KEYS[1] stream. ARGV: group, seconds after which the stream goes ("": it stays), and MKSTREAM if the stream is to be made too. The
-# first write needs no memory, as in SETTLE.
+# Creates a group. KEYS[1] stream. ARGV: group, seconds after which the stream goes ("": it stays), and MKSTREAM if the stream is to be
+# made too. The first write needs no memory, as in SETTLE.
 CREATE_GROUP = """
 redis.call('XDEL', KEYS[1], '0-0')
 local made = redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', unpack(ARGV, 3))
@@ -58,14 +62,15 @@ if ARGV[2] ~= '' then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
 return made
 """
 
-# KEYS: none named, for that would take the right to read the stream. ARGV: stream, seconds to keep entries, then the fields of a new
-# one. The first write needs no memory, as in SETTLE.
+# Appends to a broadcast. KEYS: none named, for that would take the right to read the stream. ARGV: stream, seconds to keep entries, then
+# the fields of a new one. The first write needs no memory, as in SETTLE.
 BROADCAST = """
 local oldest = (redis.call('TIME')[1] - ARGV[2]) * 1000
 redis.call('XDEL', ARGV[1], '0-0')
 redis.call('XADD', ARGV[1], 'MINID', '~', string.format('%.0f', oldest), '*', unpack(ARGV, 3))
 """
 
+# Reads streams in order, by one call: between several calls a new entry of an earlier stream would come second.
 # KEYS: streams. ARGV: group, consumer, how many entries together. What each stream gave, earlier streams first.
 READ_IN_ORDER = """
 local left, found = tonumber(ARGV[3]), {}
@@ -81,17 +86,19 @@ end
 return found
 """
 
-# KEYS[1] stream. ARGV: group, consumer, then for each entry: its id, and of its progress the key, the head, where the tail begins,
-# the tail ("": nothing new). Resets the idle time of those that the consumer still owns, and writes what is new of them, with the
-# number of the delivery by which it comes. What nobody settles goes after a day. A Redis that went back in time may have lost what a
-# tail follows on: then what it has stands.
+# Resets the idle time of entries that the consumer still owns, and writes what is new of their progress.
+# KEYS[1] stream. ARGV: group, consumer, then for each entry: its id, and of its progress the key, the head, where the tail begins, the
+# tail ("": nothing new). What nobody settles goes after a day.
 RENEW = """
 local renewed = 0
 for i = 3, #ARGV, 5 do
   local entry, progress, head, start, tail = unpack(ARGV, i, i + 4)
   local row = redis.call('XPENDING', KEYS[1], ARGV[1], entry, entry, 1)[1]
+  -- Whoever lost the entry to another worker must neither take it back nor write over that worker's progress.
   if row and row[2] == ARGV[2] then
     redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, entry, 'JUSTID')
+    -- A Redis that went back in time may have lost the bytes before this tail: then what it has stands. `:by` says by which delivery
+    -- progress came: an entry whose last worker advanced is no suspect (takeover.py).
     start = tonumber(start)
     if tail ~= '' and (start == #head or redis.call('STRLEN', progress) >= start) then
       redis.call('SETRANGE', progress, 0, head)
@@ -105,14 +112,13 @@ end
 return renewed
 """
 
-# KEYS[1] stream. ARGV: group, milliseconds that an entry must be idle, how many, key of the mark, milliseconds that it lasts, what
-# stands before an entry in the key of its progress, then the entries that the caller works on itself. Returns their rows, each with the
-# number of the delivery that last kept progress. To look means a walk over all pending entries, so one worker does it for all while the
-# mark lasts. Who finds its own work idle leaves that to others, and the mark too: it may be the first to look each time.
-# The first write needs no memory, as in SETTLE.
+# Finds entries that nobody renewed. KEYS[1] stream. ARGV: group, milliseconds that an entry must be idle, how many, key of the mark,
+# milliseconds that it lasts, what stands before an entry in the key of its progress, then the entries that the caller works on itself.
+# Returns their rows, each with the number of the delivery that last kept progress.
 FIND_IDLE = """
 local most, lasts = tonumber(ARGV[3]), tonumber(ARGV[5])
-redis.call('XDEL', KEYS[1], '0-0')
+redis.call('XDEL', KEYS[1], '0-0')  -- a first write that needs no memory, as in SETTLE
+-- To look means a walk over all pending entries: one worker does it for all while the mark lasts.
 if lasts > 0 and not redis.call('SET', ARGV[4], '1', 'NX', 'PX', ARGV[5]) then return {} end
 local own, found, keys, start, hangs = {}, {}, {}, '-', false
 for i = 7, #ARGV do own[ARGV[i]] = true end
@@ -123,18 +129,18 @@ repeat
     if own[row[1]] then hangs = true else found[#found + 1] = row end
   end
 until #found > 0 or #rows < most
+-- A worker whose own work hangs leaves that to others, and so the mark too: it might be the first to look each time.
 if hangs then redis.call('DEL', ARGV[4]) end
 for i, row in ipairs(found) do keys[i] = ARGV[6] .. row[1] .. ':by' end
 for i, by in ipairs(#keys > 0 and redis.call('MGET', unpack(keys)) or {}) do found[i][5] = by or '0' end
 return found
 """
 
-# KEYS: sorted set of the env workers with a stream of their own, by when they count as gone, ms; the stream of all. ARGV: worker,
-# milliseconds until it counts as gone (less than 0: it leaves), what stands before a worker's name in the key of its stream, and in
-# that of the mark of those who look for idle entries; the group. Makes the worker's stream, which nobody else does, and moves what
-# lies in the streams of those that are gone to the stream of all. Returns whether the worker was not in the set, or had begun to
-# be emptied, and whether more is to be moved. The first write needs no memory, as in SETTLE.
-# Who comes late cannot tell whether others are gone or were kept from Redis as it was: they then have as long again.
+# Registers an env worker: makes its own stream, which nobody else does, and moves what lies in the streams of workers that are gone to
+# the stream of all. KEYS: sorted set of the env workers with such a stream, by when they count as gone, ms; the stream of all. ARGV:
+# worker, milliseconds until it counts as gone (less than 0: it leaves), what stands before a worker's name in the key of its stream, and
+# in that of the mark of those who look for idle entries; the group. Returns whether the worker was not in the set, or had begun to be
+# emptied, and whether more is to be moved. The first write needs no memory, as in SETTLE.
 ATTEND = """
 local workers, worker, hold = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
@@ -148,6 +154,7 @@ local gone = redis.call('ZRANGEBYSCORE', workers, '-inf', '(' .. now)
 if hold < 0 then
   gone = {worker}
 elseif till < now then
+  -- It comes late itself, so it cannot tell whether others are gone or were kept from Redis as it was: they have as long again.
   for _, other in ipairs(absent == 0 and redis.call('ZRANGEBYSCORE', workers, '(0', '(' .. now) or {}) do
     redis.call('ZADD', workers, now + hold, other)
   end

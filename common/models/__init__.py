@@ -3,9 +3,8 @@
 Its files:
 
     base_shape.py    reads the sizes of a base model from its configuration
-    downloads.py     says how far the download of a base model is
-    families.py      says what of a base model is not computed, by its configuration and its weights
-    footprint.py     says how much memory training takes, by those sizes
+    families.py      names what is not computed of a base model, by its configuration and its weights
+    footprint.py     computes how much memory training takes, by those sizes
     host_memory.py   finds how much memory this process may have
     weight_files.py  reads what the headers of a base model's weights say
 """

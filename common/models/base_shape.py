@@ -12,7 +12,7 @@ from common.text.model_folder import check_config, positive, read_config
 HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")
 """Families that normalise queries and keys by head."""
 NAMED_AS_LLAMA = ("llama", "mistral", "mixtral", "gemma", "gemma2", *("qwen2", "qwen2_moe"), *HEAD_NORMS)
-"""Families whose linear layers are the LINEAR_MODULES, but for experts."""
+"""Families whose linear layers are the LINEAR_MODULES, except for experts."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 EXPERT_WIDTH = {
     "qwen3_moe": "moe_intermediate_size",
@@ -107,7 +107,7 @@ class BaseShape:
 
     @property
     def linear_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of a layer's linear layers that have adapters unless a job names some: all, but for experts."""
+        """(in, out) of a layer's linear layers that have adapters unless a job names some: all, except experts."""
         e, f, queries, keys = self.hidden, self.ffn, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = ((e, queries), (e, keys), (e, keys), (queries, e))
         return attention if self.experts else (*attention, (e, f), (e, f), (f, e))

@@ -1,4 +1,4 @@
-"""Says what of a base model is not computed, by its configuration and its weights: by our decoder, transformers' modules, or vLLM.
+"""Names what our decoder, transformers' modules or vLLM do not compute of a base model, by its configuration and its weights.
 
               decoder                     modules                               vLLM on a CPU
 families      those of DECODER            all                                   all but mixtures of experts
@@ -82,7 +82,7 @@ def unsupported_by_modules(config: Any) -> Iterator[str]:
 
 
 def unsupported_on_cpu(config: Mapping[str, Any]) -> Iterator[str]:
-    """Names what vLLM does not compute on a CPU. With adapters it computes experts by Triton's kernels alone. `config`: well-formed."""
+    """Names what vLLM does not compute on a CPU. With adapters it computes experts only by Triton's kernels. `config`: well-formed."""
     text = config.get("text_config") or config
     if any(text.get(name) for name in EXPERTS):
         yield "a mixture of experts"

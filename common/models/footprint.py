@@ -30,7 +30,7 @@ CPU_PROCESS, GPU_PROCESS = 280_000_000, 700_000_000
 CPU_COMPILER, CPU_MODULES = 157_000_000, 225_000_000
 """Bytes more: of torch's compiler, which checkpointing loads; of transformers, which loads it too."""
 CPU_HOLES, MODULES_HOLES, GPU_HOLES = 0.33, 0.45, 0.1
-"""Holes beside each byte of a pass: glibc's heap keeps them between aligned blocks, as many where layers are computed again as where
+"""Holes for each byte of a pass: glibc's heap keeps them between aligned blocks, as many where layers are computed again as where
 they are kept (measured on a CPU; more in transformers' modules); on a GPU torch's own allocator keeps few of what is held at one time
 (not measured here)."""
 MASK_QUERIES = 272
@@ -79,7 +79,7 @@ def training_bytes(
 
     `longest`: tokens of a sequence, all of which have branches; without it there is one sequence. `modules`: transformers' own compute
     the base model, as on a GPU; else our decoder, whose tables of positions are as long as the model's own context.
-    `num_checkpointed`: layers that keep their input alone.
+    `num_checkpointed`: layers that keep only their input.
     """
     modules = gpu if modules is None else modules
     kept, keeping_all = (
@@ -146,7 +146,7 @@ def kept_per_token(shape: BaseShape, *, itemsize: int, rank: int, modules: bool)
 
 
 def kept_with_checkpoints(keeping_all: float, num_layers: int, num_checkpointed: int, *, input_bytes: float) -> float:
-    """Bytes that a token keeps where some layers keep their input alone and are computed again, one at a time."""
+    """Bytes that a token keeps where some layers keep only their input and are computed again, one at a time."""
     if not num_checkpointed:
         return keeping_all
     whole = num_layers - num_checkpointed + 1
@@ -154,7 +154,7 @@ def kept_with_checkpoints(keeping_all: float, num_layers: int, num_checkpointed:
 
 
 def passing_per_token(shape: BaseShape, *, itemsize: int) -> float:
-    """Bytes of a token beside what is kept, where the backward has most: in the last feed-forward layer, or in its norm."""
+    """Bytes of a token besides what is kept, where the backward has most: in the last feed-forward layer, or in its norm."""
     outputs = shape.experts.active * shape.hidden if shape.experts else 0
     return max(2 * itemsize * max(shape.ffn, outputs), 5 * FLOAT32 * shape.hidden)
 

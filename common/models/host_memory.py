@@ -48,7 +48,7 @@ def _of_groups(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
         if "memory" in controllers.split(","):
             yield from _left(groups / "memory", path, V1)
         elif not controllers:
-            root = groups / "unified"  # beside version 1
+            root = groups / "unified"  # next to version 1
             yield from _left(root if root.is_dir() else groups, path, V2)
 
 

@@ -94,7 +94,7 @@ def _tensors(file: Path) -> Iterator[StoredTensor]:
 
 
 def stored_tensors(file: BinaryIO) -> list[StoredTensor]:
-    """The tensors of a safetensors file, by place. Reads the header alone; raises ValueError unless it describes the whole file."""
+    """The tensors of a safetensors file, by place. Reads only the header; raises ValueError unless it describes the whole file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")

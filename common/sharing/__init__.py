@@ -8,7 +8,7 @@
     places of a cell, for chats and graders replicas                       manager_service/http/sampling/cell_share.py, by correction.py
     places of a replica                     its tenants                    manager_service/http/sampling/places.py, by places.py
     sandboxes, graders, sessions, webhooks  tenants of a process           places.py
-    threads for long computations           tenants of a process           threads.py
+    threads for long computations           tenants of a process           places.py
 
 What a tenant's own jobs share is no matter of weights: priorities and deadlines decide (manager_service/scheduling/demand.py).
 
@@ -16,6 +16,5 @@ Its files:
 
     correction.py  moves a tenant's share of the rollout slots until it gets its share of the engines' time
     fairness.py    keeps each tenant's virtual time: what it was charged, over its weight
-    places.py      shares a number of places between tenants
-    threads.py     shares threads between tenants
+    places.py      shares a number of places, or of threads, between tenants
 """

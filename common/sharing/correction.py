@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping
 from math import sqrt
 
 JOBS = "jobs"
-"""The kind of the engine seconds that jobs got. Completions and samples in bulk stand beside it by the names of their places."""
-ENOUGH_S = 2.0
+"""The kind of the engine seconds that jobs got. Completions and samples in bulk stand next to it by the names of their places."""
+MIN_MEASURED_S = 2.0
 """Engine seconds needed before a difference counts as more than chance."""
-MOST = 2.0
+MAX_FACTOR = 2.0
 
 
-def numbers(told: Iterable[bytes]) -> dict[str, float]:
+def numbers(pairs: Iterable[bytes]) -> dict[str, float]:
     """Seconds by kind, from the fields and values of a hash."""
-    words = iter(told)
+    words = iter(pairs)
     return {kind.decode(): float(seconds) for kind, seconds in zip(words, words, strict=True)}
 
 
@@ -43,8 +43,8 @@ class Correction:
             self._before = served
             return
         got = {each: seconds - before.get(each, 0.0) for each, seconds in served.items()}
-        if sum(got.values()) < ENOUGH_S:
+        if sum(got.values()) < MIN_MEASURED_S:
             return
         self._before = served
-        part = max(got.get(kind, 0.0) / sum(got.values()), due / MOST**2)
-        self.factor = min(MOST, max(1 / MOST, self.factor * sqrt(due / part)))
+        part = max(got.get(kind, 0.0) / sum(got.values()), due / MAX_FACTOR**2)
+        self.factor = min(MAX_FACTOR, max(1 / MAX_FACTOR, self.factor * sqrt(due / part)))

@@ -1,16 +1,22 @@
-"""A number of places that tenants share by weight."""
+"""A number of places that tenants share by weight, and of threads, for what keeps a processor busy for long."""
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from common.sharing.fairness import Fairness
 
+T = TypeVar("T")
+
 TELL_EVERY_S = 0.25
 """Least time between two signs to the waiting that the queue moves."""
-KEPT = 1
+SPARE_PLACES = 1
 """Places beyond their number, for tenants that hold none: one tenant's long calls keep no other waiting."""
 
 
@@ -132,7 +138,7 @@ class Places:
         claim.given.set()
 
     def _may_have(self, tenant: str) -> bool:
-        return self._num_held < max(1, self._num()) + (0 if tenant in self._held else KEPT)
+        return self._num_held < max(1, self._num()) + (0 if tenant in self._held else SPARE_PLACES)
 
     def _next(self) -> Claim | None:
         """The claim whose turn it is; None if it must wait."""
@@ -143,3 +149,19 @@ class Places:
         """Seconds over weight that its tenant was served, with those of the places that it holds now; and their number."""
         held = self._held.get(claim.tenant, Holdings())
         return self._fairness.virtual_time(claim.tenant) + held.served(self._clock()), held.num / claim.weight
+
+
+class SharedThreads:
+    """A number of threads; tenants take turns, see `Places`. Safe to use from many tasks."""
+
+    def __init__(self, num: int = os.cpu_count() or 1) -> None:
+        """`num`: calls at once."""
+        self._places = Places(lambda: num)
+        self._pool = ThreadPoolExecutor(num + SPARE_PLACES, "work")
+
+    async def run(
+        self, function: Callable[[], T], tenant: str, weight: float, advanced: Callable[[], None] = lambda: None
+    ) -> T:
+        """Calls the function, in this context, once it is its tenant's turn. Calls `advanced` while it waits: see `Places.one`."""
+        async with self._places.one(tenant, weight, advanced):
+            return await asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, function)

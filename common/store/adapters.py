@@ -88,7 +88,7 @@ class AdapterStore:
             raise NotFound(f"adapter {adapter} does not exist")
         return {name: await self._read_file(manifest, name) for name in names}
 
-    async def read_brought(self, path: str) -> bytes:
+    async def read_uploaded(self, path: str) -> bytes:
         """The factors that a user has uploaded. Raises NotFound."""
         return await self._objects.get(path)
 
@@ -116,6 +116,9 @@ class AdapterStore:
             files={name: await asyncio.to_thread(_stored, data) for name, data in files.items()},
             created_at=time.time(),
         )
+        # The commit. Files come first, under a name that only this attempt has, so a manifest never names files that are not there.
+        # The manifest is created only if there is none: of two trainers that make the version at the same time, as after a take-over,
+        # one wins, and no reader ever sees a version change. A trainer that dies before this line leaves files that nobody names.
         try:
             await self._objects.create(f"{folder}/manifest.json", msgspec.json.encode(record))
         except AlreadyExists:

@@ -8,6 +8,7 @@ A cell that knows no store, as a new one or one whose Redis was emptied, takes t
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -18,66 +19,55 @@ from common.settings import Settings
 from common.store.objects import Objects
 from common.store.store_folder import IDENTITY, StoreFolder
 
-EVERY_S = 1.0
+LOOK_EVERY_S = 1.0
 ANSWER_S = 2.0
 """Seconds in which Redis answers, if it is there."""
-SHOWN = 8
-"""Digits of an identity that a person is shown."""
+SHOWN_DIGITS = 8
+"""Digits of an identity that an error shows."""
 log = structlog.get_logger()
 
 
-class KnownStore:
-    """The folder of a local store, before it is used by services of some cells."""
+async def recognise(folder: StoreFolder, buses: Sequence[Bus], tell: Callable[[str], None]) -> None:
+    """Returns once a local store's folder is that of the cells' store. `buses`: one for each cell. `tell` hears what it waits for and
+    what to do, whenever that changes."""
+    told = ""
+    while reason := await _why_not(folder, buses):
+        if reason != told:
+            tell(reason)
+        told = reason
+        await asyncio.sleep(LOOK_EVERY_S)
 
-    def __init__(self, folder: StoreFolder, buses: Sequence[Bus]) -> None:
-        """`buses`: one for each cell."""
-        self._folder = folder
-        self._buses = buses
 
-    async def recognise(self, tell: Callable[[str], None]) -> None:
-        """Returns once the folder is that of the cells' store. `tell` hears what it waits for and what to do, whenever that changes."""
-        told = ""
-        while reason := await self._reason():
-            if reason != told:
-                tell(reason)
-            told = reason
-            await asyncio.sleep(EVERY_S)
+async def _why_not(folder: StoreFolder, buses: Sequence[Bus]) -> str:
+    """The reason for which the folder is not used; empty: it may be."""
+    try:
+        known = await _known(buses)
+        own = await asyncio.to_thread(folder.identity)
+        if own in known.values() or not known:
+            own = await asyncio.to_thread(folder.identified)
+            await remember(own, buses)
+            known = await _known(buses)
+    except OSError as error:
+        return f"the store's folder {folder.path} cannot be used: {error.strerror or error}"
+    return next((_explained(folder.path, cell, own, name) for cell, name in known.items() if name != own), "")
 
-    async def _reason(self) -> str:
-        """Says why the folder is not used; empty: it may be."""
-        try:
-            known = await self._known()
-            own = await asyncio.to_thread(self._folder.identity)
-            if own in known.values() or not known:
-                own = await asyncio.to_thread(self._folder.identified)
-                await remember(own, self._buses)
-                known = await self._known()
-        except OSError as error:
-            return f"the store's folder {self._folder.path} cannot be used: {error.strerror or error}"
-        return next((self._explained(cell, own, name) for cell, name in known.items() if name != own), "")
 
-    async def _known(self) -> dict[Cell, str]:
-        """The identity of each cell's store; not of a cell that knows none."""
-        known: dict[Cell, str] = {}
-        for bus in self._buses:
-            found: Any = await bus.retrying(lambda bus=bus: bus.client.get(bus.cell.store))
-            known |= {bus.cell: found.decode()} if found else {}
-        return known
+async def _known(buses: Sequence[Bus]) -> dict[Cell, str]:
+    """The identity of each cell's store; not of a cell that knows none."""
+    names: list[Any] = [await bus.retrying(lambda bus=bus: bus.client.get(bus.cell.store)) for bus in buses]
+    return {bus.cell: name.decode() for bus, name in zip(buses, names, strict=True) if name}
 
-    def _explained(self, cell: Cell, own: str, known: str) -> str:
-        path = self._folder.path
-        there = f"there is no folder {path}"
-        if self._folder.path.is_dir():
-            there = (
-                f"{path} holds another store ({own[:SHOWN]})"
-                if own
-                else f"{path} holds no store (no file {IDENTITY!r})"
-            )
-        return (
-            f"{there}, and the store of {cell.base_model} is {known[:SHOWN]}: put that one's folder there (is its disk mounted?), or set "
-            f"MARLAAS_REDIS_URL to the Redis that belongs to this folder; if that store is lost for good, begin anew: write {known} into "
-            f"{path / IDENTITY}"
-        )
+
+def _explained(path: Path, cell: Cell, own: str, known: str) -> str:
+    there = f"there is no folder {path}"
+    if path.is_dir():
+        what = f"another store ({own[:SHOWN_DIGITS]})" if own else f"no store (no file {IDENTITY!r})"
+        there = f"{path} holds {what}"
+    return (
+        f"{there}, and the store of {cell.base_model} is {known[:SHOWN_DIGITS]}: put that one's folder there (is its disk mounted?), or "
+        f"set MARLAAS_REDIS_URL to the Redis that belongs to this folder; if that store is lost for good, begin again: write {known} "
+        f"into {path / IDENTITY}"
+    )
 
 
 async def remember(identity: str, buses: Sequence[Bus]) -> None:
@@ -87,10 +77,10 @@ async def remember(identity: str, buses: Sequence[Bus]) -> None:
 
 
 async def recognised(folder: StoreFolder, redis_url: str, bases: Sequence[str], tell: Callable[[str], None]) -> None:
-    """Calls `KnownStore.recognise` for these base models' cells."""
+    """Calls `recognise` for these base models' cells."""
     buses = [Bus.connect(redis_url, Cell(base)) for base in bases]
     try:
-        await KnownStore(folder, buses).recognise(tell)
+        await recognise(folder, buses, tell)
     finally:
         for bus in buses:
             await bus.close()

@@ -51,7 +51,7 @@ class Objects:
 
     @classmethod
     def open(cls, url: str) -> "Objects":
-        """`file:///folder` (made, for this user alone, if it is not there), `s3://bucket/prefix` or `memory:///`. Raises InvalidInput."""
+        """`file:///folder` (made, only for this user, if it is not there), `s3://bucket/prefix` or `memory:///`. Raises InvalidInput."""
         if folder := StoreFolder.of(url):
             folder.open()
             return cls(LocalStore(folder.path, automatic_cleanup=True), folder)
@@ -156,7 +156,7 @@ class Objects:
             await asyncio.to_thread(self._folder.check)
 
     async def identity(self) -> str:
-        """Says which local store it is, while the folder is there; empty: it has no identity."""
+        """The identity of a local store while its folder is there; empty: it has none."""
         try:
             await self._present()
         except StoreUnavailable:
@@ -235,7 +235,7 @@ async def _translated(call: Awaitable[T], path: str) -> T:
 
 
 def _advice(error: NotFound | Unavailable) -> str:
-    """Says what to do about an error that waiting will not heal; empty for others."""
+    """Advice about an error that waiting will not heal; empty for others."""
     text = str(error.__cause__ or error)
     if isinstance(error, NotFound) or "NoSuchBucket" in text:
         return "the bucket of MARLAAS_STORE_URL does not exist; create it, or name another"

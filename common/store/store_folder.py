@@ -35,7 +35,7 @@ class StoreFolder:
         return cls(Path(unquote(parts.path))) if parts.scheme == "file" else None
 
     def open(self) -> None:
-        """Makes it, for this user alone, if it is not there. From now on it must be this one."""
+        """Makes it, only for this user, if it is not there. From now on it must be this one."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._opened, self.opened_identity = self._place(), self.identity()
 

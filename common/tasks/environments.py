@@ -30,10 +30,10 @@ import msgspec
 from pydantic import BaseModel, Field, model_validator
 
 from common.errors import InvalidInput
+from common.outgoing import check_base, check_url
 from common.suggestions import cut, did_you_mean, quoted
 from common.tasks.graders import Declared, Grader, parse, validate_grader
 from common.text.tokens import REPLY_ROLES, ChatTokenizer
-from common.urls import check_base, check_url
 from common.wire.messages import EnvSpec
 
 ENTRY_POINTS = "marlaas.environments"
@@ -101,7 +101,7 @@ class OpenEnvArgs(Declared):
     system: str = ""
     """A system message in front of each conversation."""
     reset: dict[str, Any] = {}
-    """Arguments of each reset, beside the seed and the item's fields."""
+    """Arguments of each reset, besides the seed and the item's fields."""
     observation_field: str = ""
     """The field of an observation that the model sees; by default its only one, or all of them as JSON."""
 
@@ -200,10 +200,10 @@ def reply_roles(spec: EnvSpec) -> tuple[str, ...]:
 
 def roles_of(environment: Any) -> tuple[str, ...]:
     """The roles that an environment, or its class, says. Raises InvalidInput."""
-    said: Any = getattr(environment, "reply_roles", TOOL_REPLIES)
-    if isinstance(said, str) or not isinstance(said, Sequence) or any(role not in REPLY_ROLES for role in said):
+    roles: Any = getattr(environment, "reply_roles", TOOL_REPLIES)
+    if isinstance(roles, str) or not isinstance(roles, Sequence) or any(role not in REPLY_ROLES for role in roles):
         raise InvalidInput(f"the environment's reply_roles must be a list of {', '.join(REPLY_ROLES)}")
-    return tuple(cast(Sequence[str], said))
+    return tuple(cast(Sequence[str], roles))
 
 
 def reply_fault(tokenizer: ChatTokenizer, roles: Sequence[str]) -> str:
@@ -227,10 +227,10 @@ def is_live(spec: EnvSpec) -> bool:
     return hasattr(load_installed(spec.name), "open")
 
 
-def installed(*, anew: bool = False) -> dict[str, EntryPoint]:
-    """The environments that operators installed, by name; none can have a built-in name. They are looked for `anew` whenever a folder
-    has changed into which packages are installed, which it does before a package's entry points are there."""
-    if anew:
+def installed(*, again: bool = False) -> dict[str, EntryPoint]:
+    """The environments that operators installed, by name; none can have a built-in name. Searches again whenever a folder has changed
+    into which packages are installed; `again`: in any case, for a folder changes before its package's entry points are there."""
+    if again:
         _installed.cache_clear()
     return _installed(tuple((folder, os.stat(folder).st_mtime_ns) for folder in sys.path if os.path.isdir(folder)))
 
@@ -244,7 +244,7 @@ def load_installed(name: str) -> Any:
     """The class behind an entry point. Raises InvalidInput if there is none, or if it cannot be imported."""
     found = installed()
     if name not in found:
-        found = installed(anew=True)
+        found = installed(again=True)
     if name not in found:
         known = [*BUILT_IN, *found]
         raise InvalidInput(
@@ -270,7 +270,7 @@ _in_use: WeakKeyDictionary[ModuleType, tuple[str, int]] = WeakKeyDictionary()
 
 
 def outdated(entry: EntryPoint) -> str | None:
-    """Says that another version of its package was installed, or its module's file changed, since this process has loaded it; None: no."""
+    """A warning if another version of its package was installed, or its module's file changed, since this process has loaded it."""
     module, now = sys.modules.get(entry.module), _version(entry)
     if module is None or module not in _in_use:
         return None

@@ -138,14 +138,6 @@ def _round(a: Number, digits: Number = 0) -> Number:
     return round(a, places) if places else round(a)
 
 
-def _minimum(*values: Number) -> Number:
-    return min(values)
-
-
-def _maximum(*values: Number) -> Number:
-    return max(values)
-
-
 _OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -157,8 +149,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
 }
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "min": _minimum,
-    "max": _maximum,
+    "min": lambda *values: min(values),
+    "max": lambda *values: max(values),
     "abs": abs,
     "floor": math.floor,
     "ceil": math.ceil,

@@ -13,16 +13,16 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from common.errors import InvalidInput
+from common.outgoing import check_url
 from common.suggestions import cut, did_you_mean, quoted
 from common.tasks import formula, templates
-from common.urls import check_url
 from common.wire.messages import MAX_REWARD
 
 T = TypeVar("T", bound=BaseModel)
 
 MAX_SOURCE_CHARACTERS = 256 * 1024
 
-METRICS = ("fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l")
+Metric = Literal["fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"]
 REFUSED_METRICS = ("cosine", "meteor")
 MAX_GRADER_TOKENS = 1024
 """Most tokens that a grader's model may answer with; 64 unless told."""
@@ -62,9 +62,7 @@ class TextSimilarity(Declared):
     name: str = ""
     input: str
     reference: str
-    evaluation_metric: Literal[
-        "fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"
-    ]
+    evaluation_metric: Metric
     pass_threshold: float | None = Field(None, allow_inf_nan=False)
     """Reported as the part `passed`; the reward is the similarity itself."""
 
@@ -74,9 +72,8 @@ class TextSimilarity(Declared):
     @classmethod
     def _without_downloads(cls, value: Any) -> Any:
         if value in REFUSED_METRICS:
-            raise ValueError(
-                f"{value} needs a download, which this service does not make; use one of {', '.join(METRICS)}"
-            )
+            known = ", ".join(get_args(Metric))
+            raise ValueError(f"{value} needs a download, which this service does not make; use one of {known}")
         return value
 
 
@@ -224,9 +221,8 @@ class LabelModel(ModelGrader):
 
     @model_validator(mode="after")
     def _are_labels(self) -> "LabelModel":
-        if any(not label or label != label.strip() for label in self.labels) or len(set(self.labels)) < len(
-            self.labels
-        ):
+        odd = any(not label or label != label.strip() for label in self.labels)
+        if odd or len(set(self.labels)) < len(self.labels):
             raise ValueError("labels must be different texts, without white space around them")
         for label in self.passing_labels:
             if label not in self.labels:
@@ -340,6 +336,7 @@ def _check_type(kind: Any, param: str) -> None:
 
 
 def _sub_graders(grader: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """(name, grader) of each grader in a `multi`."""
     parts: Any = grader.get("graders")
     if grader.get("type") != "multi" or not isinstance(parts, Mapping):
         return []

@@ -1,7 +1,7 @@
 """Generators of the synthetic skills: questions with one right answer each.
 
 The `tiny` base model is trained on these, and the demo, the tests and an environment draw their items from
-them. A question belongs to the training or to the held-out split by a hash of its text alone, so every
+them. A question belongs to the training or to the held-out split by a hash of only its text, so every
 caller, with every seed, agrees on what the model has never seen.
 
     skill     question              answer

@@ -8,7 +8,7 @@ sample.output_tools     the tool calls of that turn, in OpenAI's form
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,8 +18,8 @@ from common.suggestions import nearest
 SAMPLE_FIELDS = ("output_text", "output_json", "output_tools")
 
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
-KEPT = 1024
-"""Templates and variables whose words are kept."""
+MAX_CACHED_TEMPLATES = 1024
+"""Templates and variables whose words are cached."""
 MAX_NAME_CHARACTERS = 256
 """Characters of one variable."""
 MAX_TEXT_CHARACTERS = 2 * 1024 * 1024
@@ -45,36 +45,37 @@ def render(template: str, item: Mapping[str, Any], sample: Mapping[str, Any]) ->
     Raises InvalidInput, naming the variable, if the item or the sample does not have it, and for a text that would have more
     than MAX_TEXT_CHARACTERS.
     """
-    parts, size = list[str](), 0
-    for text, value in _filled(template, item, sample):
-        parts += (text, _text(value))
-        size += len(text) + len(parts[-1])
-        if size > MAX_TEXT_CHARACTERS:
-            raise InvalidInput(f"the template makes a text of more than {MAX_TEXT_CHARACTERS} characters")
-    return "".join(parts)
+    text = _joined(_pieces(template), item, sample, MAX_TEXT_CHARACTERS)
+    if text is None:
+        raise InvalidInput(f"the template makes a text of more than {MAX_TEXT_CHARACTERS} characters")
+    return text
 
 
 def render_short(template: str, item: Mapping[str, Any], sample: Mapping[str, Any], *, most: int) -> str | None:
     """The same, where it takes no time: None if the template or the text has more than `most` characters, or if a variable is
     an object or a list."""
-    if len(template) > most:
-        return None
+    return _joined(_cached_pieces(template), item, sample, most, flat=True) if len(template) <= most else None
+
+
+def _joined(
+    pieces: Iterable[tuple[str, str | None]],
+    item: Mapping[str, Any],
+    sample: Mapping[str, Any],
+    most: int,
+    *,
+    flat: bool = False,
+) -> str | None:
+    """None if the text has more than `most` characters; where it is to be `flat`, also if a variable is an object or a list."""
     parts, size = list[str](), 0
-    for text, name in _kept_pieces(template):
+    for text, name in pieces:
         value = "" if name is None else lookup(name, item, sample)
-        if isinstance(value, dict | list | tuple):
+        if flat and isinstance(value, dict | list | tuple):
             return None
         parts += (text, _text(value))
         size += len(text) + len(parts[-1])
         if size > most:
             return None
     return "".join(parts)
-
-
-def _filled(template: str, item: Mapping[str, Any], sample: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(text, the value of the variable behind it) from the beginning to the end; behind the last text is "". Raises InvalidInput."""
-    for text, name in _pieces(template):
-        yield text, "" if name is None else lookup(name, item, sample)
 
 
 def _pieces(template: str) -> Iterator[tuple[str, str | None]]:
@@ -88,8 +89,8 @@ def _pieces(template: str) -> Iterator[tuple[str, str | None]]:
     yield template[at:], None
 
 
-@lru_cache(KEPT)
-def _kept_pieces(template: str) -> tuple[tuple[str, str | None], ...]:
+@lru_cache(MAX_CACHED_TEMPLATES)
+def _cached_pieces(template: str) -> tuple[tuple[str, str | None], ...]:
     return tuple(_pieces(template))
 
 
@@ -102,7 +103,7 @@ def lookup(name: str, item: Mapping[str, Any], sample: Mapping[str, Any]) -> Any
     return value
 
 
-@lru_cache(KEPT)
+@lru_cache(MAX_CACHED_TEMPLATES)
 def _check(name: str) -> tuple[str, ...]:
     """The words of a variable. Raises InvalidInput."""
     if len(name) > MAX_NAME_CHARACTERS:

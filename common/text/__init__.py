@@ -8,9 +8,7 @@ Its files:
     chat_messages.py    checks chat messages and tools in OpenAI's form
     chat_template.py    compiles a base model's chat template
     special_tokens.py   finds the special tokens of a tokenizer
-    examples.py         reads the examples of supervised jobs: their tokens, and which are learned
-    prompts.py          reads what an item of a job with rewards asks
+    examples.py         reads a job's rows: prompts, and examples of supervised jobs with the tokens that are learned
     tool_calls.py       parses the calls in a model's turn
-    model_folder.py     reads the text files of a base model's folder
-    own_settings.py     reads the one of them that only MARLaaS knows, `marlaas.json`
+    model_folder.py     reads the text files of a base model's folder, `marlaas.json` included
 """

@@ -24,7 +24,7 @@ def compile_template(template: str) -> jinja2.Template:
     environment = TemplateEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     surroundings: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    template_globals: Any = environment.globals  # jinja's own type names its built-in globals alone
+    template_globals: Any = environment.globals  # jinja's own type names only its built-in globals
     template_globals.update(surroundings)
     try:
         compiled = environment.from_string(template)

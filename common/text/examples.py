@@ -1,12 +1,16 @@
-"""Examples of a supervised job: a row of its file becomes tokens, and which of them are learned. Nothing here is sampled.
+"""Rows of a job's file. An example of a supervised job becomes tokens, and which of them are learned:
 
     {"messages": [..., {"role": "assistant", "content": "3"}]}     OpenAI's form: all turns of the assistant are learned, but those
                                                                    of `weight` 0; `tools` are rendered
-    {"prompt": [messages], "completion": [messages]}               TRL's: those of the completion alone
+    {"prompt": [messages], "completion": [messages]}               TRL's: only those of the completion
     {"prompt": "add 1+2", "completion": "3"}                       TRL's plain text: no chat template; a token ends the completion
 
 A learned turn has the very tokens that a rollout of it would have, its end-of-turn token included: it begins where the template
-lets the model begin.
+lets the model begin. An item of a job with rewards says what is asked; any other field is one that graders may use:
+
+    {"messages": [...], "answer": "3"}                             OpenAI's form
+    {"prompt": [messages], "answer": "3"}                          TRL's
+    {"prompt": "add 1+2", "answer": "3"}                           TRL's plain text: one message of the user
 """
 
 from collections.abc import Mapping, Sequence
@@ -147,3 +151,16 @@ def _closed(talk: Messages, tools: Messages, tokenizer: ChatTokenizer) -> list[i
     if not ends:
         raise ValueError("the chat template does not end the assistant's turn: nothing could be learned to end")
     return ids[: ends[-1] + 1]
+
+
+def with_messages(item: dict[str, Any]) -> dict[str, Any]:
+    """The item with `messages`, which a `prompt` stands for where there are none; an example, and what is neither, as it is."""
+    if "messages" in item or item.get("prompt") is None or is_example(item):
+        return item
+    return item | {"messages": _prompt(item)}
+
+
+def _prompt(item: Mapping[str, Any]) -> Any:
+    """The conversation of a `prompt`, unchecked."""
+    prompt = item["prompt"]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

@@ -1,12 +1,16 @@
-"""Reads the text files of a base model's folder. Every function but `read_config` raises ValueError, naming a missing or unusable file."""
+"""Reads the text files of a base model's folder. Raises ValueError, naming a missing or unusable file; `read_config` and `OwnSettings`
+raise InvalidInput."""
 
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
+from common.suggestions import did_you_mean, quoted
+from common.text.tool_calls import ToolFormat
 
 RATE, RATE_WIDTH = 1e-4, 1024
 SIZES = (
@@ -18,6 +22,21 @@ NUMBERS = ("rms_norm_eps", "rope_theta")
 ROPES = ("rope_scaling", "rope_parameters")
 ROPE_NUMBERS = ("rope_theta", "factor")
 TABLES = ("text_config", "rope_scaling", "rope_parameters", "quantization_config")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldKind:
+    """A condition on a field of a configuration, where it is given."""
+
+    what: str
+    holds: Callable[[Any], bool]
+
+
+TABLE = FieldKind("a table", lambda value: isinstance(value, Mapping))
+SIZE = FieldKind("a positive number", lambda value: type(value) is int and value > 0)
+NUMBER = FieldKind("a positive number", lambda value: type(value) in (int, float) and 0 < value < math.inf)
+NAME = FieldKind("a name", lambda value: isinstance(value, str))
+NAMES = FieldKind("a list of names", lambda value: isinstance(value, list) and all(map(NAME.holds, value)))
 
 
 def read_text(file: Path) -> str:
@@ -60,16 +79,16 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
-    faults = [*_odd(config, TABLES, "a table", _is_table)]
+    faults = [*_odd(config, TABLES, TABLE)]
     yield from faults
     text = config if faults else config.get("text_config") or config
-    odd = [*_odd(text, SIZES, "a positive number", _is_size)]
+    odd = [*_odd(text, SIZES, SIZE)]
     yield from odd
-    yield from _odd(text, NUMBERS, "a positive number", _is_number)
+    yield from _odd(text, NUMBERS, NUMBER)
     for rope in (text.get(name) for name in ROPES):
-        yield from _odd(rope if isinstance(rope, Mapping) else {}, ROPE_NUMBERS, "a positive number", _is_number)
-    yield from _odd(text, ("model_type",), "a name", _is_name)
-    yield from _odd(text, ("layer_types",), "a list of names", _is_list_of_names)
+        yield from _odd(rope if isinstance(rope, Mapping) else {}, ROPE_NUMBERS, NUMBER)
+    yield from _odd(text, ("model_type",), NAME)
+    yield from _odd(text, ("layer_types",), NAMES)
     if not odd:
         yield from _uneven(text)
 
@@ -83,33 +102,11 @@ def _uneven(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"head_dim, or num_attention_heads that divide hidden_size; it gives {heads} and {hidden}"
 
 
-def _odd(
-    config: Mapping[str, Any], names: Iterable[str], wanted: str, is_wanted: Callable[[object], bool]
-) -> Iterator[str]:
+def _odd(config: Mapping[str, Any], names: Iterable[str], wanted: FieldKind) -> Iterator[str]:
     """The fields that a configuration gives otherwise than wanted."""
     for name in names:
-        if (value := config.get(name)) is not None and not is_wanted(value):
-            yield f"{name}, {wanted}; it gives {value!r}"
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value > 0
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_list_of_names(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_name, value))
+        if (value := config.get(name)) is not None and not wanted.holds(value):
+            yield f"{name}, {wanted.what}; it gives {value!r}"
 
 
 def read_template(folder: Path) -> str:
@@ -124,7 +121,7 @@ def read_template(folder: Path) -> str:
 
 
 def positive(config: Mapping[str, Any], key: str) -> int:
-    if not _is_size(value := config.get(key)):
+    if not SIZE.holds(value := config.get(key)):
         raise ValueError(f"config.json must give {key}, a positive number; it gives {value!r}")
     return config[key]
 
@@ -132,3 +129,35 @@ def positive(config: Mapping[str, Any], key: str) -> int:
 def usual_learning_rate(config: Mapping[str, Any]) -> float:
     """The RL rate of adapters on a base model that has none in `marlaas.json`: it falls with the square root of the model's width."""
     return RATE * math.sqrt(RATE_WIDTH / config.get("hidden_size", RATE_WIDTH))
+
+
+class OwnSettings(NamedTuple):
+    """The fields of `marlaas.json`, which a base model's folder may have: `{"learning_rate": 2e-5, "tool_format": "hermes"}`."""
+
+    learning_rate: float | None = None
+    """The rate of a job that names none; None: one by the model's width."""
+    tool_format: ToolFormat = "hermes"
+
+    @classmethod
+    def load(cls, folder: Path) -> "OwnSettings":
+        """Raises InvalidInput, naming the file, for unknown fields and unusable values."""
+        file = folder / "marlaas.json"
+        try:
+            content = read_json(file, optional=True)
+        except ValueError as error:
+            raise InvalidInput(str(error)) from error
+        if fault := _own_fault(content):
+            raise InvalidInput(f"{file}: {fault}")
+        return cls(**content)
+
+
+def _own_fault(content: Mapping[str, Any]) -> str:
+    """The fault of a field that is unknown or unusable; "" if there is none."""
+    rate, tools = content.get("learning_rate", 1), content.get("tool_format", "hermes")
+    if unknown := sorted(content.keys() - set(OwnSettings._fields)):
+        return f"unknown field {quoted(unknown[0])}{did_you_mean(unknown[0], OwnSettings._fields)}"
+    if type(rate) not in (int, float) or not 0 < rate <= 1:
+        return f"learning_rate must be a number above 0 and at most 1, not {quoted(rate)}"
+    if tools not in ("hermes", "compact"):
+        return f"tool_format must be 'hermes' or 'compact', not {quoted(tools)}"
+    return ""

@@ -26,7 +26,7 @@ class Specials:
     def mark(self, value: Any, mark: str) -> Any:
         """`value` with the mark behind what can begin a special token and before what can end one.
 
-        So no part of it is a special token, nor becomes one beside what the template or another value adds.
+        So no part of it is a special token, nor becomes one next to what the template or another value adds.
         """
         if isinstance(value, str):
             if not self._ends.search(value):
@@ -42,7 +42,7 @@ class Specials:
     def split(self, text: str) -> Iterator[tuple[int | None, str]]:
         """(id, token) for each special token without marks, (None, text) for what is between them.
 
-        A token takes the white space beside it that it swallows.
+        A token takes the white space next to it that it swallows.
         """
         end = 0
         while match := self._pattern.search(text, end):

@@ -6,7 +6,7 @@
       parse_tool_calls(text)       -> what a model turn says, and what it calls
       stream_decoder()             -> text from ids as they come, whole characters only
 
-Special tokens come from the chat template alone. `render` chooses a mark, a character that no string of the caller
+Special tokens come only from the chat template. `render` chooses a mark, a character that no string of the caller
 has, and sets it into every part of those strings that could become part of a special token. Then it renders the
 template and splits the output at the special tokens without a mark. It removes the marks from the pieces between
 and encodes them by a tokenizer that knows no special tokens. So `<|end|>` in a user's text stays
@@ -39,6 +39,7 @@ from common.text.chat_messages import (
 )
 from common.text.chat_template import compile_template, token_variables
 from common.text.model_folder import (
+    OwnSettings,
     positive,
     read_config,
     read_json,
@@ -46,14 +47,13 @@ from common.text.model_folder import (
     read_text,
     usual_learning_rate,
 )
-from common.text.own_settings import OwnSettings
 from common.text.special_tokens import Specials, parse_tokenizer, unused_mark, without_added_tokens
 from common.text.tool_calls import CLOSE, OPEN, ToolCall, ToolFormat, malformed, parse_compact, parse_hermes
 
 __all__ = ["ChatTokenizer", "StreamDecoder", "ToolCall", "check_messages"]
 
-KEPT_REPLIES, KEPT_CHARACTERS = 1024, 4000
-"""Number of replies whose ids are kept, for tools often say the same to the samples of a group; longer ones are not kept."""
+MAX_CACHED_REPLIES, MAX_CACHED_CHARACTERS = 1024, 4000
+"""Replies whose ids are cached, for tools often say the same to the samples of a group; longer ones are not."""
 REPLY_ROLES = ("tool", "user", "system")
 """Roles of messages with which an environment answers; `developer` counts as `system`."""
 MAX_SHRINKING = 4
@@ -85,7 +85,7 @@ class ChatTokenizer:
 
         It holds `tokenizer.json`, `tokenizer_config.json`, `config.json`, the template
         (`chat_template.jinja`, or `chat_template` in the tokenizer's configuration) and, optionally,
-        `generation_config.json` and `marlaas.json` (`own_settings.py`).
+        `generation_config.json` and `marlaas.json` (`OwnSettings`).
 
         Raises InvalidInput, naming the file, for whatever is missing or unusable.
         """
@@ -138,8 +138,8 @@ class ChatTokenizer:
         self.learning_rate: float = float(own.learning_rate or usual_learning_rate(text_config))
         """The base's own RL rate, to be multiplied by a job's `learning_rate_multiplier`."""
         self.tool_format: ToolFormat = own.tool_format
-        self._reply_ids = lru_cache(KEPT_REPLIES)(self._render_reply)
-        self._append_fault = lru_cache(KEPT_REPLIES)(self._find_append_fault)
+        self._reply_ids = lru_cache(MAX_CACHED_REPLIES)(self._render_reply)
+        self._append_fault = lru_cache(MAX_CACHED_REPLIES)(self._find_append_fault)
 
     # ------------------------------------------------------------------------------------------ text to ids
 
@@ -156,7 +156,8 @@ class ChatTokenizer:
         plain = [normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         plain_tools = [normal_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
         mark = unused_mark([plain, plain_tools])
-        marked = [self._mark_message(message, mark) for message in plain]
+        # all strings but the role, by which templates decide
+        marked = [self._specials.mark(message, mark) | {"role": message["role"]} for message in plain]
         text = self._render_text(marked, self._specials.mark(plain_tools, mark), add_generation_prompt)
         return self._encode_marked(text, mark)
 
@@ -166,7 +167,7 @@ class ChatTokenizer:
         return encoding.ids  # of a batch: other threads run meanwhile, and it is several times as fast
 
     def least_tokens(self, num_characters: int) -> int:
-        """No text of so many characters has fewer tokens, but for what a tokenizer removes from it, and that is refused too."""
+        """No text of so many characters has fewer tokens, except for what a tokenizer removes from it, and that is refused too."""
         return num_characters // (MAX_SHRINKING * self._longest_token)
 
     def reply(self, messages: Sequence[ChatMessage]) -> list[int]:
@@ -180,8 +181,8 @@ class ChatTokenizer:
         normal = [normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if fault := self.reply_fault([message["role"] for message in normal]):
             raise ValueError(fault)
-        told = json.dumps(normal)
-        return list(self._reply_ids(told) if len(told) <= KEPT_CHARACTERS else self._render_reply(told))
+        key = json.dumps(normal)
+        return list(self._reply_ids(key) if len(key) <= MAX_CACHED_CHARACTERS else self._render_reply(key))
 
     def _render_reply(self, replies_json: str) -> tuple[int, ...]:
         replies = json.loads(replies_json)
@@ -218,8 +219,8 @@ class ChatTokenizer:
             return str(error)
         if (first := suffixes[0]) is None or any(suffix != first for suffix in suffixes):
             return "it shows earlier turns otherwise once they follow"
-        told = self.decode(first)
-        return "" if all(reply["content"] in told for reply in replies) else "it leaves them out"
+        text = self.decode(first)
+        return "" if all(reply["content"] in text for reply in replies) else "it leaves them out"
 
     def shows_tools(self) -> bool:
         """True if the chat template tells the model of the tools that it may call."""
@@ -252,16 +253,14 @@ class ChatTokenizer:
         calls = []
         for part in parts:
             inside, closed, after = part.partition(CLOSE)
-            calls.append(self._parse_call(inside, tools) if closed else self._unclosed(inside))
+            if not closed:
+                calls.append(malformed("", self._specials.remove(inside), f"the call is not closed with {CLOSE}"))
+            else:
+                compact = self.tool_format == "compact"
+                calls.append(parse_compact(inside, tools) if compact else parse_hermes(inside))
             content += after
         content = self._specials.remove(content)
         return content.strip() if calls else content, calls
-
-    def _parse_call(self, text: str, tools: Sequence[ChatMessage]) -> ToolCall:
-        return parse_compact(text, tools) if self.tool_format == "compact" else parse_hermes(text)
-
-    def _unclosed(self, text: str) -> ToolCall:
-        return malformed("", self._specials.remove(text), f"the call is not closed with {CLOSE}")
 
     # --------------------------------------------------------------------------------------------- internal
 
@@ -279,10 +278,6 @@ class ChatTokenizer:
                 "no end-of-turn token: generation_config.json has no eos_token_id, the tokenizer no eos_token"
             )
         return tuple(ids)
-
-    def _mark_message(self, message: dict[str, Any], mark: str) -> dict[str, Any]:
-        """Marks all strings but the role, by which templates decide."""
-        return self._specials.mark(message, mark) | {"role": message["role"]}
 
     def _render_text(self, messages: list[Any], tools: list[Any], add_generation_prompt: bool) -> str:
         try:

@@ -72,7 +72,7 @@ def parse_hermes(text: str) -> ToolCall:
 
 
 def _uncarried(call: Any) -> str:
-    """Says why no message could carry what is JSON for Python, such as half a surrogate pair; empty: one could."""
+    """The reason why no message could carry what is JSON for Python, such as half a surrogate pair; empty: one could."""
     try:
         msgspec.json.encode(call)
     except (UnicodeEncodeError, RecursionError) as error:

@@ -4,10 +4,9 @@
 
 Its files:
 
-    arrays.py      numpy's arrays as messages carry them
     codec.py       makes bytes of messages, and messages of bytes
     history.py     sends a trajectory's parts once: short forms of results and later requests
     messages.py    declares what one service says to another about jobs
     operations.py  declares what one service says to another about runs
-    transcript.py  tokens, with who wrote each and how likely it was
+    transcript.py  arrays; tokens, with who wrote each and how likely it was
 """

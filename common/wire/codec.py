@@ -2,69 +2,42 @@
 
 import msgspec
 
+from common.wire import messages, operations
 from common.wire.history import ShortRequest, ShortResult
-from common.wire.messages import (
-    AdapterNew,
-    AdapterUpdate,
-    Cancel,
-    DeadLetter,
-    GradeRequest,
-    GradeResult,
-    Init,
-    JobCommand,
-    Message,
-    Parked,
-    ScoredTrajectory,
-    Start,
-    TrainStep,
-    TurnDelta,
-    TurnRequest,
-    TurnResult,
-    WorkerReport,
-)
-from common.wire.operations import (
-    Forget,
-    Forgotten,
-    NameChange,
-    Operation,
-    Operations,
-    OperationsAnswered,
-    OperationsDone,
-)
 
 AnyMessage = (
-    Start
-    | TurnRequest
-    | TurnResult
-    | TurnDelta
+    messages.Start
+    | messages.TurnRequest
+    | messages.TurnResult
+    | messages.TurnDelta
     | ShortResult
     | ShortRequest
-    | ScoredTrajectory
-    | Parked
-    | Init
-    | TrainStep
-    | AdapterUpdate
-    | JobCommand
-    | GradeRequest
-    | GradeResult
-    | Cancel
-    | AdapterNew
-    | DeadLetter
-    | WorkerReport
-    | Operation
-    | Operations
-    | OperationsDone
-    | OperationsAnswered
-    | NameChange
-    | Forget
-    | Forgotten
+    | messages.ScoredTrajectory
+    | messages.Parked
+    | messages.Init
+    | messages.TrainStep
+    | messages.AdapterUpdate
+    | messages.JobCommand
+    | messages.GradeRequest
+    | messages.GradeResult
+    | messages.Cancel
+    | messages.AdapterNew
+    | messages.DeadLetter
+    | messages.WorkerReport
+    | operations.Operation
+    | operations.Operations
+    | operations.OperationsDone
+    | operations.OperationsAnswered
+    | operations.NameChange
+    | operations.Forget
+    | operations.Forgotten
 )
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: messages.Message) -> bytes:
     return _encoder.encode(message)
 
 

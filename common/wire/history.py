@@ -5,8 +5,10 @@
 The *history* of an entry is a list in Redis of the payloads that led to it, oldest first, the trajectory's whole TurnRequest before all
 others. The script that settles an entry moves its payload to the end of the list, if what follows refers to it, and else deletes the list:
 so each list belongs to one pending entry. A reader puts the messages together again, so no handler sees the short forms. Where one
-would not give back the same message, as after a turn that moved to another worker, the whole message is sent and begins a history anew.
+would not give back the same message, as after a turn that moved to another worker, the whole message is sent and begins a new history.
 """
+
+from typing import Any
 
 import msgspec
 
@@ -23,8 +25,8 @@ from common.wire.messages import (
 )
 from common.wire.transcript import Transcript
 
-MOST_CONTEXT = 4096
-"""Bytes of a context that changed, beyond which the whole request is sent: a history shall not keep many large ones."""
+MAX_CHANGED_CONTEXT_BYTES = 4096
+"""Beyond this the whole request is sent: a history shall not keep many large contexts."""
 
 
 class History(msgspec.Struct, frozen=True):
@@ -60,6 +62,9 @@ class ShortRequest(Message, frozen=True, kw_only=True):
     usage: Usage
 
 
+SHARED_FIELDS = tuple(name for name in ShortResult.__struct_fields__ if name != "adapter")
+
+
 def shortened(cause: object, output: Message) -> Message | None:
     """The message as it is sent where the history, with `cause` as its last item, is known. None: whole."""
     match cause, output:
@@ -67,7 +72,7 @@ def shortened(cause: object, output: Message) -> Message | None:
             return _short_result(output)
         case TurnResult(), TurnRequest() if output.turn == cause.request.turn + 1 and not output.reply_to:
             short = _short_request(cause, output)
-            same = len(short.context) <= MOST_CONTEXT and _request_after(cause, short) == output
+            same = len(short.context) <= MAX_CHANGED_CONTEXT_BYTES and _request_after(cause, short) == output
             return short if same else None
         case _:
             return None
@@ -84,47 +89,28 @@ def restored(history: list[Message], message: Message) -> Message:
                 whole = _request_after(whole, short)
             case _:
                 raise ValueError(f"no {type(short).__name__} follows on a {type(whole).__name__}")
-    return alone(whole)
+    return without_history(whole)
 
 
-def alone(message: Message) -> Message:
-    """The message of an entry without a history. Raises ValueError if it needs one."""
+def without_history(message: Message) -> Message:
+    """The message of an entry that has no history. Raises ValueError if it needs one."""
     if isinstance(message, (ShortResult, ShortRequest)):
         raise ValueError(f"a {type(message).__name__} without its history")
     return message
 
 
 def _short_result(result: TurnResult) -> ShortResult:
-    return ShortResult(
-        **result.about(),
-        id=result.id,
-        adapter=None if result.adapter == result.request.adapter else result.adapter,
-        tokens=result.tokens,
-        logprobs=result.logprobs,
-        stop_reason=result.stop_reason,
-        stop_string=result.stop_string,
-        top_logprobs=result.top_logprobs,
-        prompt_logprobs=result.prompt_logprobs,
-        usage=result.usage,
-        failure=result.failure,
-    )
+    adapter = None if result.adapter == result.request.adapter else result.adapter
+    return ShortResult(adapter=adapter, **_shared(result))
 
 
 def _result_of(request: TurnRequest, short: ShortResult) -> TurnResult:
-    return TurnResult(
-        **short.about(),
-        id=short.id,
-        request=request,
-        adapter=short.adapter or request.adapter,
-        tokens=short.tokens,
-        logprobs=short.logprobs,
-        stop_reason=short.stop_reason,
-        stop_string=short.stop_string,
-        top_logprobs=short.top_logprobs,
-        prompt_logprobs=short.prompt_logprobs,
-        usage=short.usage,
-        failure=short.failure,
-    )
+    return TurnResult(request=request, adapter=short.adapter or request.adapter, **_shared(short))
+
+
+def _shared(result: TurnResult | ShortResult) -> dict[str, Any]:
+    """The fields that a result and its short form have in common."""
+    return {name: getattr(result, name) for name in SHARED_FIELDS}
 
 
 def _short_request(result: TurnResult, request: TurnRequest) -> ShortRequest:

@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.wire.arrays import Array, f32, i32
-from common.wire.arrays import u8 as u8
-from common.wire.transcript import EMPTY, Transcribed, Transcript
+from common.wire.transcript import EMPTY, Array, Transcribed, Transcript, f32, i32
+from common.wire.transcript import u8 as u8
 
 Purpose = Literal["train", "eval", "eval_greedy", "chat"]
 LossName = Literal["grpo", "dr_grpo", "dapo", "rloo", "cispo", "gspo", "ppo"]
@@ -105,7 +104,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     stop_ids: tuple[int, ...] | None = None  # any of them ends the turn as its last token; None: the model's own
     seeded: bool = False  # a user named the seed: also an engine that draws for all from one stream gives it its own
     prompt_logprobs: int = 0  # log-probs of so many of the last tokens before the turn; -1: of all
-    max_context: int = 0  # bounds the trajectory over all turns, the prompt included; 0: the service's own bound alone
+    max_context: int = 0  # bounds the trajectory over all turns, the prompt included; 0: only the service's own bound
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < LEAST_TEMPERATURE:
@@ -153,7 +152,7 @@ class OptimSpec(msgspec.Struct, frozen=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag_field="kind", tag=True):
-    """Plain fields of every message; they stand beside the payload's path too where that is in object storage."""
+    """Plain fields of every message; they stand next to the payload's path too where that is in object storage."""
 
     tenant: str
     job: str  # for inference an id of the request, `chat-…`, so that it can be cancelled like a job
@@ -324,7 +323,7 @@ class Init(Message, frozen=True, kw_only=True):
     seed: int
     lora: LoraSpec
     source: AdapterRef | None = None  # it is a copy of this version, whose rank `lora` gives; None: drawn from the seed
-    with_optimizer: bool = False  # the source's optimiser state is copied too; else it starts anew
+    with_optimizer: bool = False  # the source's optimiser state is copied too; else it starts empty
     file: str = (
         ""  # object with the factors, in PEFT's form and of the shape that `lora` says, that it is made of; empty: none
     )
@@ -408,7 +407,7 @@ class DeadLetter(Message, frozen=True, kw_only=True):
 
 
 class Span(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A busy stretch of a worker, for the timeline. Seconds of the wall clock of the worker's host."""
+    """A busy segment of a worker, for the timeline. Seconds of the wall clock of the worker's host."""
 
     start_s: float
     end_s: float

@@ -110,7 +110,7 @@ class RunOperation(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Operations(Message, frozen=True, kw_only=True):
-    """A stretch of a run's log. owner → trainer: any, by `train`, if `first` is 0; else the one with the gradient, by `train:<worker>`.
+    """A segment of a run's log. owner → trainer: any, by `train`, if `first` is 0; else the one with the gradient, by `train:<worker>`.
 
     Carried out in order, one by one, so that one message or three give the same bits. An `optim_step` comes last, if at all.
     """
@@ -145,7 +145,7 @@ class Forget(Message, frozen=True, kw_only=True):
 
     adapter: AdapterRef  # the newest version, which stays
     versions: tuple[int, ...] = ()  # whose files are deleted; the manifests stay
-    optimizers: tuple[int, ...] = ()  # of which the optimiser's state alone is deleted
+    optimizers: tuple[int, ...] = ()  # of which only the optimiser's state is deleted
     everything: bool = False  # the run is forgotten: its manifests go too
 
 
@@ -164,7 +164,7 @@ class OperationsAnswered(Message, frozen=True, kw_only=True):
 class NameChange(Message, frozen=True, kw_only=True):
     """Sets when a checkpoint expires, or deletes it. API → the partition's owner, in `jobs:<p>`. `job` is the run, which may have ended.
 
-    What it says of the checkpoint must be true when it comes: a name that was saved anew meanwhile is left alone.
+    What it says of the checkpoint must be true when it comes: a name that was saved again meanwhile is left alone.
     """
 
     checkpoint: Kind

@@ -1,23 +1,72 @@
-"""Tokens with who wrote each of them and how likely it was: of a trajectory, or of several end to end."""
+"""Arrays in messages: raw bytes with dtype and shape. And transcripts: tokens of a trajectory, or of several end to end, with who wrote
+each of them and how likely it was."""
 
+import math
 from collections.abc import Iterable
 from operator import lt
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
-from common.wire.arrays import DTYPES, Array, f32, u8
-
+DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
 SIZE = 4
 """Bytes of a token, and of a log-prob."""
+
+
+class Array(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A numpy array on the wire: C order, little-endian. Zeros that it begins with are not sent, as those of a prompt's log-probs."""
+
+    dtype: Literal["i4", "f4", "u1"]
+    shape: tuple[int, ...]
+    rest: bytes  # without the elements at its beginning that are zero
+
+    def __post_init__(self) -> None:
+        size, expected = DTYPES[self.dtype].itemsize, self._num_bytes()
+        if len(self.rest) > expected or len(self.rest) % size:
+            raise ValueError(f"array of {self.dtype} {self.shape} needs {expected} bytes, got {len(self.rest)}")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def data(self) -> bytes:
+        """The bytes of all elements."""
+        missing = self._num_bytes() - len(self.rest)
+        return bytes(missing) + self.rest if missing else self.rest
+
+    def _num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def numpy(self) -> np.ndarray:
+        """A read-only view of the bytes."""
+        return np.frombuffer(self.data, DTYPES[self.dtype]).reshape(self.shape)
+
+
+def i32(values: Any) -> Array:
+    return _array("i4", values)
+
+
+def f32(values: Any) -> Array:
+    return _array("f4", values)
+
+
+def u8(values: Any) -> Array:
+    return _array("u1", values)
+
+
+def _array(dtype: Literal["i4", "f4", "u1"], values: Any) -> Array:
+    array = np.ascontiguousarray(values, DTYPES[dtype])
+    data = array.tobytes()
+    zeros = len(data) - len(data.lstrip(b"\0"))
+    return Array(dtype, array.shape, data[zeros - zeros % array.itemsize :])
 
 
 class Transcript(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """T tokens, of which the model wrote W: T + W numbers of 4 bytes on the wire. Raises ValueError for parts that do not fit together."""
 
     ids: bytes = b""  # i4 [T], little-endian
-    edges: tuple[int, ...] = ()  # ascending: where each stretch of the model begins, and where it ends
+    edges: tuple[int, ...] = ()  # ascending: where each segment of the model begins, and where it ends
     scores: bytes = b""  # f4 [W] log-probs at sampling, temperature applied; empty: all are 0
 
     def __post_init__(self) -> None:
@@ -39,8 +88,8 @@ class Transcript(msgspec.Struct, frozen=True, gc=False, array_like=True):
         return sum(self.edges[1::2]) - sum(self.edges[::2])
 
     @property
-    def stretches(self) -> list[tuple[int, int]]:
-        """The start and the end of each stretch of the model."""
+    def segments(self) -> list[tuple[int, int]]:
+        """The start and the end of each segment of the model."""
         return list(zip(self.edges[::2], self.edges[1::2], strict=True))
 
     @property
@@ -68,7 +117,7 @@ class Transcript(msgspec.Struct, frozen=True, gc=False, array_like=True):
         """Its first tokens."""
         if num >= len(self):
             return self
-        edges = tuple(min(edge, num) for stretch in self.stretches if stretch[0] < num for edge in stretch)
+        edges = tuple(min(edge, num) for segment in self.segments if segment[0] < num for edge in segment)
         kept = sum(edges[1::2]) - sum(edges[::2])
         return Transcript(self.ids[: SIZE * num], edges, self.scores[: SIZE * kept])
 
@@ -81,7 +130,7 @@ class Transcript(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
     def _mask(self) -> np.ndarray:
         mask = np.zeros(len(self), bool)
-        for start, end in self.stretches:
+        for start, end in self.segments:
             mask[start:end] = True
         return mask
 

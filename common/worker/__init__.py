@@ -2,11 +2,17 @@
 
     bus ─ entries ─► worker ─► handler ─ messages ─► settler ─► bus           takeover ◄─ entries of workers that died
 
-A worker renews the entries that it works on. When it dies, takeover.py of another finds them after a lease (10 s) and works on them.
-On its second delivery an entry runs beside others. From the third it runs alone, unless the worker before it saved progress; from the
-sixth, always. The job's owner hears nothing of workers that die until the tenth delivery has failed too. Then the entry becomes a dead
-letter, and the job gets a failed trajectory, which its group leaves out. When an env worker is gone, env_service/live/ moves the entries
-of its own stream, which were for its live sessions, to the stream that all env workers read.
+When a worker dies:
+
+1. Its entries stay pending in Redis. While it lived it renewed those whose work advanced, three times in a lease (worker.py, `_renew`).
+2. After a lease (10 s) without a renewal another worker finds them (takeover.py) and works on them, from the progress that is saved.
+3. On its second delivery an entry runs together with others. From the third it runs alone, so that an entry which kills its worker harms
+   no other, unless the last worker saved progress; from the sixth it always does.
+4. After the tenth delivery it becomes a dead letter, and only then its job's owner hears of it: the job gets a failed trajectory, which
+   its group leaves out.
+5. If the first worker was not dead but slow, both finish. The script SETTLE (bus/scripts.py) publishes only the outputs of the first.
+
+The entries of an env worker's own stream, for its live sessions, go to the stream of all env workers: env_service/live/ moves them.
 
 Its files:
 

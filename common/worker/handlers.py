@@ -1,6 +1,6 @@
 """Declares what a service is to the loop of its worker: a handler, a message in and messages out.
 
-A service implements `Handler`, and of the others those that it has something to say to.
+A service implements `Handler`, and those of the other protocols that it needs.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Handler(Protocol):
 
 @runtime_checkable
 class Parks(Protocol):
-    """The two methods more of a handler whose work is void once its job is paused or ended. Without them, all work is done."""
+    """Two more methods, of a handler whose work is void once its job is paused or ended. Without them, all work is done."""
 
     def park(self, message: Any) -> list[Out]:
         """Returns what is published for a message whose job was paused."""
@@ -43,7 +43,7 @@ class Parks(Protocol):
 
 @runtime_checkable
 class Resumes(Protocol):
-    """The two methods more of a handler whose half-done work another worker can go on with, when this one is killed."""
+    """Two more methods, of a handler whose half-done work another worker can go on with, when this one is killed."""
 
     def progress(self, message: Any) -> tuple[bytes, bytes] | None:
         """Returns what is done so far: a head of one size for all, and a body that only grows. None: not worth keeping."""
@@ -56,7 +56,7 @@ class Resumes(Protocol):
 
 @runtime_checkable
 class Retries(Protocol):
-    """The method more of a handler that works otherwise on a message at which another worker may have died."""
+    """One more method, of a handler that works otherwise on a message at which another worker may have died."""
 
     def delivered_again(self, message: Any, times: int) -> None:
         """Comes before the call. `times`: that the message was delivered before."""
@@ -65,7 +65,7 @@ class Retries(Protocol):
 
 @runtime_checkable
 class Holds(Protocol):
-    """The two methods more of a handler that holds something for the messages to come."""
+    """Two more methods, of a handler that holds something for the messages to come."""
 
     def voided(self, cancel: Cancel) -> None:
         """Lets go what it holds for the job's messages up to the epoch."""

@@ -1,7 +1,7 @@
 """Lets a worker join a cell only if it computes the same bits as the workers that the cell's jobs began with.
 
 The first worker of a service sets the cell's mode (deterministic or default) and the service's fingerprint. Both stand while a
-live worker holds them, or a job that was begun under them is unfinished; then the next worker sets them anew.
+live worker holds them, or a job that was begun under them is unfinished; then the next worker sets others.
 
 reads: `begun`   writes: `bits`, `bits:live`   waits for: the end of jobs that began with other bits   unblocked by: owners
 after a crash: the worker's hold runs out
@@ -18,7 +18,7 @@ from common.errors import MarlaasError
 
 HOLD_S = 5.0
 """Seconds that a service is held after its workers were last heard."""
-EVERY_S = 1.0
+JOIN_EVERY_S = 1.0
 Mode = Literal["default", "deterministic"]
 log = structlog.get_logger()
 
@@ -86,12 +86,12 @@ class Membership:
                     logged = str(error)
                     log.error("refused", reason=logged)
                 await tell(str(error))
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(JOIN_EVERY_S)
 
     async def keep(self, stop: asyncio.Event) -> None:
         """Stays in until cancelled; sets `stop` if others took the cell over while this worker was not heard."""
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(JOIN_EVERY_S)
             try:
                 await self.join()
             except JoinRefused as error:

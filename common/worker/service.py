@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,8 +20,7 @@ from common.bus.streams import Cell
 from common.cancellation import cancel_all, done_before, running
 from common.children.helpers import kill_children
 from common.errors import REFUSED, InvalidInput, MarlaasError
-from common.models.downloads import Download
-from common.settings import Settings, explained, refuse_unknown, resolve_config, resolve_model
+from common.settings import MODEL_FILES, Settings, explained, refuse_unknown, resolve_config, resolve_model
 from common.store.adapters import AdapterStore
 from common.store.known_store import recognised_at_once, recognised_by_service
 from common.store.objects import Objects, patiently
@@ -62,7 +62,7 @@ class BuiltService:
     inboxes: list[Inbox]
     about: About
     habits: Habits
-    beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    loops: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """Loops that run as long as the worker; an error of one ends it."""
     close: Sequence[Callable[[], Awaitable[None]]] = ()
 
@@ -154,22 +154,22 @@ async def _serve(
     start = _Start(Reporter(parts.worker, name, cell.base_model, About(slots=0)), bus, stop)
     await _fetch_base(settings.models[settings.model_name], start)
     service = await start.during(build(settings, parts), _loading(cell.base_model))
-    membership = _membership(name, settings, service, parts)
-    reporter = Reporter(parts.worker, name, cell.base_model, service.about)
-    worker = Worker(
+    membership = Membership(
         bus,
-        service.handler,
-        service.inboxes,
-        reporter,
-        lease_s=settings.lease_s,
-        habits=service.habits,
+        name,
+        deterministic=settings.deterministic,
+        fingerprint=service.about.fingerprint,
+        fingerprints=parts.fingerprints,
     )
+    reporter = Reporter(parts.worker, name, cell.base_model, service.about)
+    habits = service.habits
+    worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=settings.lease_s, habits=habits)
     try:
         if not is_known:
             await start.during(recognised_by_service(settings, [cell.base_model], objects), _loading(cell.base_model))
         if await _join(membership, reporter, bus, stop):
             spare_collections(holds_tensors=name in NEED_WEIGHTS)
-            async with running(membership.keep(stop), *(loop() for loop in service.beside)):
+            async with running(membership.keep(stop), *(loop() for loop in service.loops)):
                 await worker.run(stop)
     finally:
         for close in service.close:
@@ -177,28 +177,18 @@ async def _serve(
         await bus.close()
 
 
-def _membership(name: str, settings: Settings, service: BuiltService, parts: Parts) -> Membership:
-    return Membership(
-        parts.bus,
-        name,
-        deterministic=settings.deterministic,
-        fingerprint=service.about.fingerprint,
-        fingerprints=parts.fingerprints,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Says what a worker does before it is built, and ends it when it is told to."""
+    """Reports what a worker does before it is built, and ends it when it is told to."""
 
     reporter: Reporter
     bus: Bus
     stop: asyncio.Event
 
-    async def during(self, work: Coroutine[Any, Any, T], told: Callable[[], str]) -> T:
-        """The result of `work`. Says meanwhile, by `told`, how far it is; ends the process on `stop`, for nothing ends a thread."""
+    async def during(self, work: Coroutine[Any, Any, T], progress: Callable[[], str]) -> T:
+        """The result of `work`. Reports meanwhile, by `progress`, how far it is; ends the process on `stop`, for nothing ends a thread."""
         working, stopped = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
-        telling = asyncio.create_task(self._tell(told))
+        telling = asyncio.create_task(self._tell(progress))
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             kill_children()
@@ -206,10 +196,10 @@ class _Start:
         await cancel_all([stopped, telling])
         return working.result()
 
-    async def _tell(self, told: Callable[[], str]) -> None:
+    async def _tell(self, progress: Callable[[], str]) -> None:
         while True:
             await asyncio.sleep(PROGRESS_S)
-            report = self.reporter.report("starting", 0, reason=await asyncio.to_thread(told))
+            report = self.reporter.report("starting", 0, reason=await asyncio.to_thread(progress))
             await self.bus.broadcast(self.bus.cell.telemetry, report, keep_s=KEEP_S)
 
 
@@ -217,11 +207,11 @@ def _loading(base: str) -> Callable[[], str]:
     """`loading q, for 20 s`: it changes every LOADING_S, so whoever waits sees that it goes on."""
     since = time.monotonic()
 
-    def told() -> str:
+    def progress() -> str:
         seconds = int((time.monotonic() - since) / LOADING_S) * LOADING_S
         return f"loading {base}" + (f", for {seconds} s" if seconds else "")
 
-    return told
+    return progress
 
 
 async def _fetch_base(where: str, start: _Start) -> None:
@@ -257,3 +247,42 @@ async def heartbeat(file: Path | None) -> AsyncGenerator[None]:
         yield
     finally:
         await cancel_all(beating)
+
+
+class Download:
+    """Measures how far the download of a base model is, by the files in Hugging Face's cache. Asks the hub once for their sizes."""
+
+    def __init__(self, where: str) -> None:
+        """`where`: `owner/name` or `owner/name@revision`."""
+        self._repo, _, revision = where.partition("@")
+        self._where, self._revision = where, revision or None
+        self._total: int | None = None
+
+    def progress(self) -> str:
+        """`downloading owner/name: 43% of 1.2 GB, 516 MB are here`; without the part if the hub does not say their size."""
+        from huggingface_hub import constants, errors  # here, as in `settings`
+        from huggingface_hub.file_download import repo_folder_name
+
+        if self._total is None:
+            try:
+                self._total = self._size()
+            except (OSError, ValueError, errors.HTTPError):  # pyright: ignore[reportPrivateImportUsage]
+                self._total = 0
+        total = self._total
+        blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=self._repo, repo_type="model") / "blobs"
+        done = sum(_size_of(file) for file in blobs.glob("*"))
+        part = f"{min(1.0, done / total):.0%} of {total / 1e9:.1f} GB, " if total else ""
+        return f"downloading {self._where}: {part}{done / 1e6:,.0f} MB are here"
+
+    def _size(self) -> int:
+        from huggingface_hub import HfApi
+
+        files = HfApi().model_info(self._repo, revision=self._revision, files_metadata=True).siblings or []
+        return sum(file.size or 0 for file in files if any(fnmatch(file.rfilename, pattern) for pattern in MODEL_FILES))
+
+
+def _size_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:  # it has just become another file
+        return 0

@@ -2,7 +2,7 @@
 
 reads: -   writes: what the handlers returned   waits for: a finished delivery   unblocked by: the worker's tasks
 
-It waits for Redis alone: the tasks have written large payloads (`Bus.written`) before.
+It waits only for Redis: the tasks have written large payloads (`Bus.written`) before.
 """
 
 import asyncio

@@ -9,12 +9,12 @@ neighbour, and only then does the worker stop reading.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Sequence
 
 import structlog
 
 from common.bus.bus import Bus, Delivery, Idle
+from common.cancellation import set_within
 from common.worker.telemetry import Reporter
 from common.worker.underway import Inbox, Underway
 
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 
 class Takeover:
-    """Begins idle entries: several beside the worker's own work, or a suspect one alone."""
+    """Begins idle entries: several together with the worker's own work, or a suspect one alone."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Takeover:
         self._underway = underway
         self._most = most
         self._at_once = max(1, reporter.about.slots // ORPHANS_SHARE)
-        self._lease_s = lease_s
+        self._lease_s, self._lease_ms = lease_s, int(lease_s * 1000)
         self._every_s = min(LOOK_EVERY_S, lease_s / 4)
         self._begin = begin
         self._over = asyncio.Event()
@@ -63,9 +63,7 @@ class Takeover:
 
     async def over(self, timeout_s: float | None = None) -> None:
         """Waits until nothing runs alone, or the time is over."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._over.wait()
+        await set_within(self._over, timeout_s)
 
     async def run(self) -> None:
         while True:
@@ -84,11 +82,11 @@ class Takeover:
         )
         return [idle for idle in found if idle.entry not in self._underway]
 
-    async def _take(self, inbox: Inbox, found: Sequence[Idle]) -> None:
-        """Takes what may run in company, else one of the others alone."""
-        innocent = [idle for idle in found if not is_suspect(idle)]
+    async def _take(self, inbox: Inbox, idle: Sequence[Idle]) -> None:
+        """Takes what may run in company, else one of the suspects alone."""
+        innocent = [each for each in idle if not is_suspect(each)]
         if not innocent:
-            await self._run_alone(inbox, found[0])
+            await self._run_alone(inbox, idle[0])
             return
         room = min(self._at_once - self._underway.num_orphans, self._most + self._at_once - len(self._underway))
         self.is_short = room < len(innocent)
@@ -98,8 +96,12 @@ class Takeover:
             self._begin(delivery)
 
     async def _run_alone(self, inbox: Inbox, idle: Idle) -> None:
-        """Holds the entry, lets all other work end, and runs it."""
-        self._over.clear()
+        """Holds the entry, lets all other work end, and runs it.
+
+        If it kills this process too, only this entry is delivered once more: its neighbours, which would count the death as well and
+        become suspects or dead letters without a fault of theirs, are settled.
+        """
+        self._over.clear()  # from now on the worker reads nothing
         try:
             for delivery in await self._claim(inbox, [idle]):
                 while not await self._underway.all_ended(self._lease_s / 3):
@@ -108,19 +110,13 @@ class Takeover:
         finally:
             self._over.set()
 
-    async def _claim(self, inbox: Inbox, found: Sequence[Idle]) -> list[Delivery]:
-        taken = await self._bus.claim(
-            inbox.stream, inbox.group, self._worker, found, min_idle_ms=self._lease_ms, fetch=False
-        )
+    async def _claim(self, inbox: Inbox, idle: Sequence[Idle]) -> list[Delivery]:
+        taken = await self._bus.claim(inbox.stream, inbox.group, self._worker, idle, min_idle_ms=self._lease_ms)
         for delivery in taken:
             log.warning("taken_over", entry=delivery.entry, deliveries=delivery.deliveries)
         return taken
 
-    @property
-    def _lease_ms(self) -> int:
-        return int(self._lease_s * 1000)
-
 
 def is_suspect(idle: Idle) -> bool:
-    """May it be the entry that ended its workers?"""
+    """May it be the entry that ended its workers? One death proves nothing: all that the worker held is delivered again with it."""
     return idle.deliveries > 1 and not (idle.advanced and idle.deliveries < SUSPECT_AFTER)

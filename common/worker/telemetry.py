@@ -22,7 +22,7 @@ MAX_SPANS = 64
 
 @dataclass(slots=True)
 class Timeline:
-    """Busy stretches of this worker since the last report; overlapping ones of one job are merged."""
+    """Busy segments of this worker since the last report; overlapping ones of one job are merged."""
 
     _open: dict[tuple[str, str, str], tuple[int, float]] = field(default_factory=dict)  # -> (running, since)
     _closed: list[Span] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Timeline:
             self._busy_since = None
 
     def take(self) -> tuple[tuple[Span, ...], float]:
-        """At most MAX_SPANS spans, and busy seconds, since the last call; stretches that go on are cut here."""
+        """At most MAX_SPANS spans, and busy seconds, since the last call; segments that go on are cut here."""
         now = time.time()
         for (tenant, job, phase), (running, since) in self._open.items():
             self._closed.append(Span(since, now, tenant, job, phase))

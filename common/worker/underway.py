@@ -5,11 +5,11 @@ renewed, so that another worker takes over what hangs.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from common.bus.bus import Delivery, Unfetched
+from common.cancellation import set_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Active:
     """Taken over, and not advanced yet."""
     advanced: bool = True
     """Since the last renewal."""
-    kept: int = 0
+    num_saved: int = 0
     """Bytes of its progress that Redis has."""
 
 
@@ -87,10 +87,10 @@ class Underway:
 
     def take_advanced(self, stream: str) -> list[str]:
         """Returns the stream's entries that advanced since the last call."""
-        found = [active for active in self.of(stream) if active.advanced]
-        for active in found:
+        advanced = [active for active in self.of(stream) if active.advanced]
+        for active in advanced:
             active.advanced = False
-        return [active.delivery.entry for active in found]
+        return [active.delivery.entry for active in advanced]
 
     def cancel(self, chosen: Callable[[Delivery], bool] = lambda _: True) -> None:
         """Cancels the tasks of the chosen deliveries; each still ends by `end`."""
@@ -109,24 +109,17 @@ class Underway:
     async def idle(self, timeout_s: float) -> None:
         """Waits until nothing is under way, or the time is over."""
         if timeout_s > 0 and self._active:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._idle.wait()
+            await set_within(self._idle, timeout_s)
 
     async def one_ended(self, timeout_s: float | None = None) -> bool:
         """Waits until the next delivery ends, or has its payload. False if the time is over before."""
         self._ended.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._ended.wait()
-        return self._ended.is_set()
+        return await set_within(self._ended, timeout_s)
 
     async def changed(self, timeout_s: float) -> None:
         """Waits until an orphan advances or a delivery ends."""
         self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
+        await set_within(self._changed, timeout_s)
 
     async def all_ended(self, timeout_s: float | None = None) -> bool:
         """Waits until the deliveries under way at the call have ended. Returns whether none is under way now."""

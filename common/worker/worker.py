@@ -34,7 +34,7 @@ import structlog
 from msgspec.structs import replace
 
 from common.bus.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable, Unfetched
-from common.bus.dead_letters import dead_letter
+from common.bus.deliveries import dead_letter
 from common.bus.fullness import MAX_MEMORY_USED, Gauge, memory_used
 from common.cancellation import beating, cancel_all, done_before, running
 from common.errors import StoreUnavailable, Unavailable
@@ -163,16 +163,13 @@ class Worker:
             await stop.wait()
             await cancel_all([reader, takeover])
             await self._hand_back_all()
-        await self._say_goodbye()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self._broadcast("stopped")
 
     async def _make_groups(self) -> None:
         for inbox in self._inboxes:
             await self._bus.ensure_group(inbox.stream, inbox.group, keep_s=inbox.keep_s)
-
-    async def _keep_own(self) -> None:
-        """Puts off the end of the streams that are this worker's own."""
-        for stream, keep_s in [(inbox.stream, inbox.keep_s) for inbox in self._inboxes if inbox.keep_s is not None]:
-            await self._bus.retrying(partial(self._bus.client.expire, stream, keep_s))
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
@@ -182,8 +179,8 @@ class Worker:
         unknown = self._shares and self._underway.fetching
         if self._underway and (unknown or not self._habits.has_room()):
             return 0
-        beside = 0 if self._takeover.is_short else min(self._habits.orphan_slots, self._underway.num_taken_over)
-        return self._most + beside - len(self._underway)
+        extra = 0 if self._takeover.is_short else min(self._habits.orphan_slots, self._underway.num_taken_over)
+        return self._most + extra - len(self._underway)
 
     def _window_s(self, most_s: float) -> float:
         """Seconds for which entries wait for others: none where nothing is under way."""
@@ -220,11 +217,11 @@ class Worker:
         streams, group, free = [inbox.stream for inbox in self._inboxes], self._inboxes[0].group, self._free
         count = min(free, *(inbox.at_once or free for inbox in self._inboxes))
         if len(streams) > 1 and not self._drained:
-            found = await self._bus.read_in_order(streams, group, self.name, count=count, fetch=False)
+            found = await self._bus.read_in_order(streams, group, self.name, count=count)
             self._drained = len(found) < count
             if found or self._takeover.running_alone:
                 return found
-        found = await self._bus.read(streams, group, self.name, count=count, block_ms=500, fetch=False)
+        found = await self._bus.read(streams, group, self.name, count=count, block_ms=500)
         self._drained = len(found) < count
         return found
 
@@ -235,7 +232,7 @@ class Worker:
             await self._underway.one_ended()
             return []
         streams = [inbox.stream for inbox in self._inboxes]
-        found = await self._bus.read_in_order(streams, self._inboxes[0].group, self.name, count=1, fetch=False)
+        found = await self._bus.read_in_order(streams, self._inboxes[0].group, self.name, count=1)
         if not found and self._free <= 0:
             ended = await self._underway.one_ended(self._look_s)
             self._look_s = FIRST_LOOK_S if ended else min(2 * self._look_s, LOOK_EVERY_S)
@@ -317,11 +314,8 @@ class Worker:
                     return self._dead(delivery, f"{type(error).__name__}: {error}")
             finally:
                 self._reporter.timeline.end(message.tenant, message.job, phase)
-            await self._wait_and_beat(beat, pause_s)
-
-    async def _wait_and_beat(self, beat: Beat, seconds: float) -> None:
-        beat()
-        await asyncio.sleep(min(seconds, self._lease_s / 3))
+            beat()  # to wait is to advance: whoever took the work over would wait for the same
+            await asyncio.sleep(min(pause_s, self._lease_s / 3))
 
     def _dead(self, delivery: Delivery, reason: str) -> list[Out]:
         message = delivery.message
@@ -351,15 +345,19 @@ class Worker:
         self._underway.end(settlement.delivery.entry)
         self._settler.add(settlement)
 
-    # ---- loops beside the reader ------------------------------------------------------------------------------------
+    # ---- loops next to the reader -----------------------------------------------------------------------------------
 
     async def _renew(self) -> None:
+        # Three times in a lease, so that one lost call costs no entry. Only what advanced: work that hangs in a process that lives must
+        # come to another worker too. A renewal is no delivery, so it brings no entry nearer to a dead letter.
         while True:
             await asyncio.sleep(self._lease_s / 3)
             for inbox in self._inboxes:
                 advanced = self._underway.take_advanced(inbox.stream)
                 await self._bus.renew(inbox.stream, inbox.group, self.name, advanced)
-            await self._keep_own()
+            for inbox in self._inboxes:
+                if inbox.keep_s is not None:  # the worker's own stream, which must outlive a short silence
+                    await self._bus.retrying(partial(self._bus.client.expire, inbox.stream, inbox.keep_s))
 
     async def _keep_progress(self, resumes: Resumes) -> None:
         """Writes what is new of the work under way, which also renews it; nothing while Redis is too full."""
@@ -377,7 +375,7 @@ class Worker:
                 new = {active.delivery.entry: progress for active, progress in found.items()}
                 await self._bus.renew(inbox.stream, inbox.group, self.name, list(new), new)
                 for active, progress in found.items():
-                    active.kept += len(progress.tail)
+                    active.num_saved += len(progress.tail)
 
     async def _follow(self, stream: str, cursor: str, kind: type[M], hear: Callable[[M], None]) -> None:
         while True:
@@ -420,20 +418,16 @@ class Worker:
         await self._settler.settle()
         for inbox in self._inboxes:
             after = "0"
-            while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after, fetch=False):
+            while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after):
                 await self._bus.settle([Settlement(delivery, None) for delivery in held])
                 after = held[-1].entry
-
-    async def _say_goodbye(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await self._broadcast("stopped")
 
 
 def _new(resumes: Resumes, active: Active) -> Progress | None:
     """Returns what has come since the last write; None if nothing has."""
-    found = None if isinstance(active.delivery.message, Undecodable) else resumes.progress(active.delivery.message)
-    if found is None or len(found[1]) <= active.kept:
+    message = active.delivery.message
+    progress = None if isinstance(message, Undecodable) else resumes.progress(message)
+    if progress is None or len(progress[1]) <= active.num_saved:
         return None
-    head, body = found
-    return Progress(head, len(head) + active.kept, body[active.kept :])
+    head, body = progress
+    return Progress(head, len(head) + active.num_saved, body[active.num_saved :])

@@ -21,9 +21,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
 from common.errors import InvalidInput
+from common.outgoing import check_base, check_url
 from common.suggestions import did_you_mean, quoted
 from common.tasks.environments import OpenEnvArgs
-from common.urls import check_base, check_url
 from env_service.failures import EnvironmentFailed, GraderFailed, NoRoom
 from env_service.graders.endpoint import Endpoints
 

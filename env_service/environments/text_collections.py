@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InvalidInput
-from common.sharing.places import KEPT, Places
+from common.sharing.places import SPARE_PLACES, Places
 from common.tasks.environments import Document
 from env_service import work
 
@@ -84,7 +84,7 @@ class Collections:
         self._directory = directory
         self._indexes: OrderedDict[Path, asyncio.Future[Index]] = OrderedDict()  # the last used last
         self._places = Places(lambda: THREADS)
-        self._threads = ThreadPoolExecutor(THREADS + KEPT, "collections")
+        self._threads = ThreadPoolExecutor(THREADS + SPARE_PLACES, "collections")
         self._builder = ThreadPoolExecutor(1, "index")
 
     async def index(self, name: str) -> Index:

@@ -158,7 +158,7 @@ def earlier(result: TurnResult) -> Iterator[TurnResult]:
     request = result.request
     whole = request.transcript.first(request.num_prompt)
     tokens, logprobs = whole.tokens.numpy(), whole.logprobs.numpy()
-    for turn, (start, end) in enumerate(whole.stretches):
+    for turn, (start, end) in enumerate(whole.segments):
         before = msgspec.structs.replace(
             request,
             id=turn_id(request.job, request.trajectory, request.trajectory_adapter.version, turn),

@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from common.cancellation import cancel_all
-from common.sharing.places import KEPT
+from common.sharing.places import SPARE_PLACES
 from env_service import work
 from env_service.failures import EnvironmentFailed, NoRoom
 
@@ -255,7 +255,7 @@ class Hosts:
         """The process to end before this tenant gets another: the longest idle one of the tenant with the most; this tenant's own if it
         has half of all. None: it may have one now. Raises NoRoom if all are at work."""
         counts = self._hosts_by_tenant()
-        if len(self._hosts) < self._most + (0 if counts[tenant] else KEPT):
+        if len(self._hosts) < self._most + (0 if counts[tenant] else SPARE_PLACES):
             return None
         idle = [key for key, host in self._hosts.items() if host.idle]
         if counts[tenant] >= self._half:

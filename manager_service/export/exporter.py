@@ -23,8 +23,7 @@ import structlog
 from common.cancellation import cancel_all
 from common.errors import Unavailable
 from common.outgoing import Caller, CallFailed
-from common.sharing.places import Places
-from common.sharing.threads import SharedThreads
+from common.sharing.places import Places, SharedThreads
 from manager_service.export import notes
 from manager_service.export.cells import JobCell
 from manager_service.export.passes import JobRows, Order, PassAnswer, Passes, check_disk

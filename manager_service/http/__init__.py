@@ -12,8 +12,7 @@ Its files:
     context.py        gives each route the manager's parts, and says who is calling
     errors.py         shows errors in OpenAI's shape
     connections.py    closes connections that send no request, give no key or read no answer
-    body_limit.py     limits the size of request bodies
-    key_first.py      asks for the key before it reads a body, and ends connections without one
+    body_limit.py     asks for the key before it reads a body; limits the size of bodies
     open_requests.py  limits how many requests of a tenant are open at once
     schemas.py        declares the objects that the API answers with
     event_stream.py   sends server-sent events

@@ -7,14 +7,13 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from manager_service.http import errors
-from manager_service.http.body_limit import BodyLimit
+from manager_service.http.body_limit import BodyLimit, KeyFirst
 from manager_service.http.context import Api
-from manager_service.http.key_first import KeyFirst
 from manager_service.http.open_requests import OpenRequests
 from manager_service.http.openai import adapter_content, environments, graders, models, receiver_routes, usage_routes
 from manager_service.http.openai.files import files
-from manager_service.http.openai.jobs import curves, estimates, events, jobs, results, sample_routes
-from manager_service.http.operators import admin, cluster_routes, docs_page, health, metrics, page_routes
+from manager_service.http.openai.jobs import estimates, events, jobs, results, sample_routes
+from manager_service.http.operators import admin, cluster_routes, health, metrics, page_routes
 from manager_service.http.sampling import chat, completions, generate
 from manager_service.http.tinker import operations, retrieval, run_routes, sampler_routes, session_routes
 from manager_service.http.tinker.parts import MAX_PASS_BYTES, PREFIX, Records
@@ -26,35 +25,12 @@ DESCRIPTION = """Reinforcement learning as a service: OpenAI's fine-tuning API o
 The `openai` client works unchanged with `base_url=http://host:port/v1`."""
 
 ROUTERS = (
-    files,
-    estimates,
-    jobs,
-    events,
-    results,
-    sample_routes,
-    curves,
-    models,
-    adapter_content,
-    chat,
-    completions,
-    generate,
-    environments,
-    graders,
-    usage_routes,
-    cluster_routes,
-    receiver_routes,
-    admin,
-    health,
-    metrics,
-    session_routes,
-    run_routes,
-    operations,
-    sampler_routes,
-    retrieval,
-    listings,
-    checkpoint_routes,
-    billing,
-    absent,
+    *(files, estimates, jobs, events, results, sample_routes, models, adapter_content),
+    *(chat, completions, generate),
+    *(environments, graders, usage_routes, cluster_routes, receiver_routes),
+    *(admin, health, metrics),
+    *(session_routes, run_routes, operations, sampler_routes, retrieval),
+    *(listings, checkpoint_routes, billing, absent),
 )
 
 
@@ -71,7 +47,7 @@ def create_app(api: Api, tinker: Records) -> FastAPI:
     )
     app.state.api = api
     app.state.tinker = tinker
-    # the routes as they are: `include_router` makes each anew, a quarter of a second in all
+    # the routes as they are: `include_router` makes each again, a quarter of a second in all
     for router in (*(noun.router for noun in ROUTERS), jobs.hyperparameters):
         app.router.routes += router.routes
     errors.install(app)
@@ -85,7 +61,6 @@ def create_app(api: Api, tinker: Records) -> FastAPI:
     app.add_middleware(KeyFirst, api=api)
     app.add_middleware(Patience)
     app.openapi = cache(partial(_openapi, app))
-    docs_page.install(app)
     page_routes.install(app)
     return app
 

@@ -1,4 +1,4 @@
-"""Limits the size of each request body, announced or not, and the time in which it comes.
+"""Asks for the key before a body is read; limits the size of each body, announced or not, and the time in which it comes.
 
 Also limits how much each tenant uploads, and sends in large bodies, at once. What is left of a body that is refused is read and forgotten
 before the answer, within limits: many clients send all of it before they read, and would see a reset connection instead of the reason.
@@ -10,12 +10,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
+from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manager_service.http.errors import RETRY_AFTER_S, ApiError, answer
+from common.errors import MarlaasError
+from manager_service.http.context import Api, authenticate
+from manager_service.http.errors import ApiError, answer, too_many, translated
 
 UPLOADS = "/v1/files"
+CLOSE = (b"connection", b"close")
 FORM_BYTES = 64 << 10
 """Room for the other parts of a multipart form."""
 MAX_BODY_BYTES = 4 << 20
@@ -23,7 +27,7 @@ MAX_BODY_BYTES = 4 << 20
 MAX_PASSING_BYTES = 256 << 20
 """Bytes that one tenant's large bodies may have together."""
 PAUSE_S = 30.0
-"""The longest wait for more of a body, and for a whole one besides the time that BYTES_PER_S allow it."""
+"""The longest wait for more of a body, and for a whole one in addition to the time that BYTES_PER_S allow it."""
 BYTES_PER_S = 16 << 10
 """Slower bodies are refused. Only the time in which this process waits for the client counts."""
 DRAIN_BYTES = 64 << 20
@@ -62,7 +66,7 @@ class BodyLimit:
         if (announced := _announced(scope)) > limit:
             comes = announced <= limit + DRAIN_BYTES and not _asks_first(scope)
             await body.drain(announced if comes else 0)
-            await answer(413, _too_large(limit), code="too_large")(scope, receive, send)
+            await answer(ApiError(413, _too_large(limit), code="too_large"))(scope, receive, send)
             return
         if not uploads and not larger:
             await self._app(scope, body.receive, send)
@@ -104,13 +108,41 @@ class BodyLimit:
         """An error 429 if the tenant's large bodies under way are too large together."""
         if self._passing[tenant] <= MAX_PASSING_BYTES:
             return None
-        error = ApiError(
-            429,
-            f"your requests under way have more than {MAX_PASSING_BYTES >> 20} MiB of data: send this again when some are done",
-            code="too_many",
+        return too_many(
+            f"your requests under way have more than {MAX_PASSING_BYTES >> 20} MiB of data: send this again when some are done"
         )
-        error.headers = {"Retry-After": str(RETRY_AFTER_S)}
-        return error
+
+
+class KeyFirst:
+    """ASGI middleware: answers a request without a known key before it reads the body, which no such request needs. Ends the connection
+    after such an answer, so that nothing sent behind the request is worked on.
+    """
+
+    def __init__(self, app: ASGIApp, api: Api) -> None:
+        self._app = app
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def answering(message: Message) -> None:
+            if message["type"] == "http.response.start" and scope.get("key") is None:
+                message = {**message, "headers": [*message.get("headers", ()), CLOSE]}
+            await send(message)
+
+        app = await self._refusal(scope) if scope["type"] == "http" and _has_body(scope) else None
+        await (app or self._app)(scope, receive, answering)
+
+    async def _refusal(self, scope: Scope) -> ASGIApp | None:
+        """The answer to a request without a known key; None if it has one."""
+        try:
+            await authenticate(self._api, scope)
+        except (ApiError, MarlaasError, RedisError) as error:
+            return answer(translated(error))
+        return None
+
+
+def _has_body(scope: Scope) -> bool:
+    headers = dict(scope["headers"])
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
 
 
 def _announced(scope: Scope) -> int:

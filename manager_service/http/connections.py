@@ -1,7 +1,7 @@
 """Closes connections whose clients send no request, give no key or do not read their answers.
 
 They are closed after a while; of too many, the oldest are closed at once. An answer to a request without a key ends its connection
-(`key_first.py`): what follows it is never worked on.
+(`KeyFirst`): what follows it is never worked on.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class ClientGone(Exception):
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The work's result. Cancels the work and raises Gone when the client disconnects. The body must have been read."""
+    """The work's result. Cancels the work and raises ClientGone when the client disconnects. The body must have been read."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -62,7 +62,10 @@ AT_ONCE = struct.pack("ii", 1, 0)
 
 
 class Connection(H11Protocol):
-    """One connection. uvicorn itself waits for a first request for ever, and for a client to read."""
+    """One connection. uvicorn itself waits without a limit for a first request, and for a client to read.
+
+    Its class and the fields used here are no public API, so pyproject.toml bounds its version: read `h11_impl.py` before you raise it.
+    """
 
     _keyless: ClassVar[dict["Connection", None]] = {}
     """This process' connections that have shown no key yet, and some that have by now: the oldest first."""
@@ -161,7 +164,7 @@ class Connection(H11Protocol):
             self._reset()
 
     def _close_unless_read(self) -> None:
-        """True while most of the bytes that waited UNREAD_S ago still wait."""
+        """Ends the connection if bytes that waited UNREAD_S ago still wait: `resume_writing` stops the timer once most are read."""
         self._reading_due = None
         if self.transport.get_write_buffer_size():
             self._reset()

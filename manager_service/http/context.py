@@ -163,9 +163,7 @@ async def tenant_of(api: Api, scope: Scope) -> TenantRecord:
 
 
 def _unauthorized(message: str) -> ApiError:
-    error = ApiError(401, message, code="invalid_api_key")
-    error.headers = {"WWW-Authenticate": "Bearer"}
-    return error
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
 Key = Annotated[KeyRecord, Depends(get_key)]

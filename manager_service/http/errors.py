@@ -19,6 +19,7 @@ from common.errors import AlreadyExists, InvalidInput, MarlaasError, NotFound
 from common.suggestions import cut, did_you_mean, quoted
 
 RETRY_AFTER_S = 2
+RETRY_LATER = {"Retry-After": str(RETRY_AFTER_S)}
 MAX_MESSAGE = 1000
 """Characters. Names in a message are cut before; this is for what nobody thought of."""
 BAD_FORM = (
@@ -44,10 +45,16 @@ class ApiError(HTTPException):
     """A refusal with its status. `retry` False tells the `openai` client not to try again."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: bool = True
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry: bool = True,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        headers = {} if retry else {"x-should-retry": "false"}
-        super().__init__(status, message, headers)
+        super().__init__(status, message, headers if retry else {"x-should-retry": "false"})
         self.code = code
         self.param = param
 
@@ -57,9 +64,11 @@ def conflict(message: str, *, code: str = "conflict") -> ApiError:
 
 
 def unavailable(message: str, *, code: str = "unavailable") -> ApiError:
-    error = ApiError(503, message, code=code)
-    error.headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return error
+    return ApiError(503, message, code=code, headers=RETRY_LATER)
+
+
+def too_many(message: str, *, code: str = "too_many") -> ApiError:
+    return ApiError(429, message, code=code, headers=RETRY_LATER)
 
 
 class ErrorResponse(Response):
@@ -85,15 +94,9 @@ def _type(status: int) -> str:
     return names.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-def answer(
-    status: int,
-    message: str,
-    *,
-    param: str | None = None,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    return ErrorResponse(error_body(status, message, param=param, code=code), status, headers)
+def answer(error: ApiError) -> Response:
+    body = error_body(error.status_code, error.detail, param=error.param, code=error.code)
+    return ErrorResponse(body, error.status_code, error.headers)
 
 
 # ---- handlers -------------------------------------------------------------------------------------------------------
@@ -146,16 +149,15 @@ def _of_framework(error: HTTPException) -> ApiError:
     if error.detail == "Invalid multipart data.":
         return ApiError(400, BAD_FORM, code="invalid_request")
     codes = {404: "not_found", 405: "method_not_allowed", 413: "too_large"}
-    ours = ApiError(error.status_code, str(error.detail), code=codes.get(error.status_code, "invalid_request"))
-    ours.headers = error.headers
-    return ours
+    code = codes.get(error.status_code, "invalid_request")
+    return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
 
 
 async def _handle(request: Request, error: Exception) -> Response:
     ours = translated(error)
     if ours.status_code == 500:
         log.error("internal_error", path=request.url.path, exc_info=error)
-    return answer(ours.status_code, ours.detail, param=ours.param, code=ours.code, headers=ours.headers)
+    return answer(ours)
 
 
 async def _handle_validation(request: Request, error: Exception) -> Response:
@@ -164,7 +166,7 @@ async def _handle_validation(request: Request, error: Exception) -> Response:
     message, param = sentence(found)
     if found["type"] == "extra_forbidden":
         message += did_you_mean(str(found["loc"][-1]), _fields(request, found["loc"][1:-1]))
-    return answer(400, message, param=param, code="invalid_request")
+    return answer(ApiError(400, message, param=param, code="invalid_request"))
 
 
 def sentence(found: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -1,5 +1,7 @@
-"""Limits how many requests of one tenant are open at once: each costs memory and a connection, and a stream of events work too. A
-request is open until its client has read the answer, but for what the connection's buffer holds."""
+"""Limits how many requests of one tenant are open at once: each costs memory and a connection, and a stream of events work too.
+
+A request is open until its client has read the answer, except for what the connection's buffer holds.
+"""
 
 from collections import Counter
 
@@ -8,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import MarlaasError
 from manager_service.http.context import Api, authenticate
-from manager_service.http.errors import RETRY_AFTER_S, ApiError, answer
+from manager_service.http.errors import ApiError, answer, too_many
 
 EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests"
 MAX_POLLS = 12_000
@@ -34,9 +36,12 @@ class OpenRequests:
             return
         kind = kind_of(scope["path"])
         if self._open[tenant, kind] >= self._most[kind]:
-            await _too_many(self._most[kind], kind)(scope, receive, send)
+            message = f"{self._most[kind]} of your {kind} are open already: wait until some have ended, or close some"
+            await answer(too_many(message, code="too_many_open"))(scope, receive, send)
             return
         self._open[tenant, kind] += 1
+        # The application returns when its last part is sent, and each part waits for the one before (`in_parts`). So a client that
+        # does not read keeps its request open, and pays for the memory of its answer with its own limit.
         try:
             await self._app(scope, receive, send)
         finally:
@@ -72,8 +77,3 @@ def kind_of(path: str) -> str:
     if path.startswith("/api/v1/retrieve_future"):
         return POLLS
     return EVENTS if path.rstrip("/").endswith("/events") else OTHERS
-
-
-def _too_many(most: int, kind: str) -> ASGIApp:
-    message = f"{most} of your {kind} are open already: wait until some have ended, or close some"
-    return answer(429, message, code="too_many_open", headers={"Retry-After": str(RETRY_AFTER_S)})

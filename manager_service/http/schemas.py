@@ -101,7 +101,7 @@ class EstimateObject(BaseModel):
     tokens: int  # expected: prompt, sampled and trained, as `max_tokens_total` and quotas count them
     max_tokens: int  # the same, if every answer is as long as it may be
     steps_within_limit: int | None  # that `max_tokens_total` allows; None: there is no such limit
-    seconds: float | None  # if the workers that there are work for this job alone; None: their speed is not known yet
+    seconds: float | None  # if the workers that there are work only for this job; None: their speed is not known yet
     num_like: int  # the tenant's earlier jobs whose lengths are expected; 0: every answer is as long as it may be
 
 
@@ -214,7 +214,7 @@ class ModelObject(Identified):
     owned_by: str
     root: str  # the base model
     version: int | None = None  # newest committed version of a tuned model
-    base: "BaseObject | None" = None  # of a base model alone
+    base: "BaseObject | None" = None  # only of a base model
 
 
 class BaseObject(BaseModel):

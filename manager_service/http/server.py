@@ -130,7 +130,7 @@ def _places(kind: str, cluster: Cluster) -> int:
 
 
 def weights_of(folder: Path) -> Weights:
-    """Computed from the configuration where the weights are not there: of the hub's models a manager downloads the text files alone."""
+    """Computes them from the configuration where the weights are not there: a manager downloads only the text files of the hub's models."""
     try:
         found = read_weights(folder)
     except ValueError as error:  # whoever computes with it refuses it

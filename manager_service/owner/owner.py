@@ -240,7 +240,7 @@ class Owner:
         if not streams:
             await asyncio.sleep(BLOCK_MS / 2000)
             return []
-        read = await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS, fetch=False)
+        read = await self._bus.read(streams, GROUP_MANAGER, OWNER, count=READ_COUNT, block_ms=BLOCK_MS)
         return [delivery for delivery in read if not self._fetched_later(owned, delivery)]
 
     async def _reconcile(self) -> None:

@@ -13,7 +13,7 @@ import structlog
 from msgspec.structs import replace
 
 from common.bus.bus import Bus, Delivery, Undecodable, Unfetched
-from common.bus.dead_letters import dead_letter
+from common.bus.deliveries import dead_letter, fetched
 from common.bus.streams import GROUP_MANAGER, OWNER
 from common.errors import CorruptObject, InvalidInput, StoreUnavailable, Unavailable
 from common.store.adapters import update_of
@@ -75,7 +75,8 @@ class Partition:
         """
         for stream in self.inboxes:
             await self._bus.ensure_group(stream, GROUP_MANAGER)
-        names = [name.decode() for name in await self._bus.read_set(self._cell.active(self.number))]
+        (members,) = await self._bus.pipelined([("SMEMBERS", self._cell.active(self.number))])
+        names = [name.decode() for name in members]
         await self.runs.load([name for name in names if is_run(name)], now, changes)
         await self._load_jobs([name for name in names if not is_run(name)])
         read = [job_id for job_id in self._fetched if job_id not in self._arriving]
@@ -149,7 +150,7 @@ class Partition:
     async def _replay(self, stream: str, now: float, changes: Changes) -> None:
         after = "0"
         while deliveries := await self._bus.read_pending(stream, GROUP_MANAGER, OWNER, after=after):
-            for delivery in deliveries:
+            for delivery in [await fetched(each) for each in deliveries]:
                 if not self._restored(delivery, changes):
                     await self.handle(delivery, now, changes)
             self._looked_at[stream] = after = deliveries[-1].entry
@@ -244,7 +245,7 @@ class Partition:
         held |= {entry for inbox, entry in self.fetching if inbox == stream}
         while entries := await self._bus.pending(stream, GROUP_MANAGER, after=self._looked_at[stream]):
             unseen = [entry for entry in entries if entry not in held]
-            for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen, fetch=False):
+            for delivery in await self._bus.reread(stream, GROUP_MANAGER, OWNER, unseen):
                 if isinstance(delivery.message, Unfetched):
                     self.fetch_later(stream, delivery.entry, delivery.message.fetch)
                     continue

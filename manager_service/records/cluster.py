@@ -174,7 +174,7 @@ class Cluster:
         return self._capacity().gap_bound or min(GAP_BOUNDS.values())
 
     def waits_for(self, job: str) -> str:
-        """What outside of the workers holds up the job, else what holds up a whole worker; else empty."""
+        """Reason outside of the workers that holds up the job, else one that holds up a whole worker; else empty."""
         reasons = [worker.waiting.get(job, "") for worker in self.working()]
         reasons += [f"workers wait: {worker.reason}" for worker in self.working() if worker.reason]
         return next(filter(None, reasons), "")

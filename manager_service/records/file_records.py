@@ -5,7 +5,7 @@ import msgspec
 from common.wire.messages import LoraSpec
 
 
-class Brought(msgspec.Struct, frozen=True):
+class UploadedAdapter(msgspec.Struct, frozen=True):
     """An adapter that its user has uploaded."""
 
     lora: LoraSpec
@@ -28,7 +28,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     )
     num_texts: int = 0  # of the examples: those of plain text
     fields: frozenset[str] = frozenset()  # some that all items have
-    adapter: Brought | None = None  # that the file holds; None: it holds items
+    adapter: UploadedAdapter | None = None  # that the file holds; None: it holds items
 
 
 def file_path(tenant: str, file: str) -> str:
@@ -36,6 +36,6 @@ def file_path(tenant: str, file: str) -> str:
     return f"files/{tenant}/{file}"
 
 
-def brought_path(tenant: str, file: str) -> str:
+def uploaded_path(tenant: str, file: str) -> str:
     """The path of an uploaded adapter: not below `files`, because trainers may read it."""
     return f"brought/{tenant}/{file}"

@@ -68,7 +68,7 @@ class Slots(Protocol):
         ...
 
     def waits_for(self, job: str) -> str:
-        """What outside of the workers holds up the job, else what holds up a whole worker; else empty."""
+        """Reason outside of the workers that holds up the job, else one that holds up a whole worker; else empty."""
         ...
 
 

@@ -108,7 +108,7 @@ class Wishes:
 
 @dataclass(slots=True)
 class Demand:
-    """What all jobs of an owner want, as sums over their views. Only `update` changes them."""
+    """Sums of what all jobs of an owner want, over their views. Only `update` changes them."""
 
     open_work: int = 0
     num_training: int = 0

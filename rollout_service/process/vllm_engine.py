@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from base_model.loading_turn import alone_on
+from base_model.device import alone_on
 from common.children.own_folder import roomy
 from common.errors import InvalidInput, Unavailable
 from common.models.families import unsupported_on_cpu

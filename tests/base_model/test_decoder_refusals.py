@@ -1,18 +1,16 @@
 """A base model that the decoder would compute otherwise than meant is refused by the names of its fields."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from base_model.decoder import Decoder, DecoderConfig
 from common.errors import InvalidInput
 from common.settings import TINY
 from common.text.tokens import ChatTokenizer
+from tests.base_model.test_faulty_bases import base
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma3"}, "model_type 'gemma3'"),
@@ -27,14 +25,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config 'fp8'"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
 ]
-
-
-def base(folder: Path, **changed: Any) -> Path:
-    """A copy of `tiny` with another configuration."""
-    shutil.copytree(TINY, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | changed))
-    return folder
 
 
 @pytest.mark.parametrize(("changed", "told"), REFUSED, ids=[told for _, told in REFUSED])
@@ -54,25 +44,6 @@ def test_all_that_is_not_computed_is_named_at_once(tmp_path: Path) -> None:
 def test_what_older_configurations_say_in_other_words_is_computed(tmp_path: Path) -> None:
     folder = base(tmp_path / "base", rope_parameters=None, rope_theta=10_000.0, rope_scaling={"type": "default"})
     assert DecoderConfig.load(folder) == DecoderConfig.load(TINY)
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("model.layers.3.mlp.up_proj.weight", "1 weights are missing, such as layers.3.mlp.up_proj.weight"),
-        (None, "left out, such as layers.0.mlp.router.weight"),
-    ],
-)
-def test_weights_that_are_missing_or_unknown_are_named(tmp_path: Path, name: str | None, told: str) -> None:
-    folder = base(tmp_path / "base")
-    weights = load_file(folder / "model.safetensors")
-    if name is None:
-        weights["model.layers.0.mlp.router.weight"] = torch.zeros(2, 2)
-    else:
-        del weights[name]
-    save_file(weights, folder / "model.safetensors")
-    with pytest.raises(InvalidInput, match=told):
-        Decoder.load(folder)
 
 
 def test_a_setting_lowers_the_context_and_never_raises_it(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import time
 import uuid
 from pathlib import Path
 
-from base_model.loading_turn import alone_on, locked
+from base_model.device import alone_on, locked
 
 HOLDS = """
 import sys
-from base_model.loading_turn import locked
+from base_model.device import locked
 with locked(sys.argv[1]):
     print("in", flush=True)
     sys.stdin.readline()

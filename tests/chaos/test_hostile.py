@@ -17,7 +17,6 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
         yield running
 
 
-@pytest.mark.timeout(120)
 async def test_all_runs_of_clients_that_were_killed_are_known(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,6 @@ def running(**pids: int) -> Any:
     return SimpleNamespace(services=SimpleNamespace(pids=pids))
 
 
-@pytest.mark.timeout(120)
 async def test_the_helpers_of_graders_and_those_that_read_large_texts_are_killed() -> None:
     comparer, reading, tenant = TextComparer(), Helpers({}, {}), TenantRecord(id="acme", created_at=0)
 
@@ -57,7 +56,7 @@ async def test_the_helpers_of_graders_and_those_that_read_large_texts_are_killed
     helpers = descendants(os.getpid()) - others
     assert len(helpers) == 2
     assert await inflict.inflict(running(env=os.getpid()), fault("kill a helper", "env")) == 2
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while alive(helpers):
             await asyncio.sleep(0.02)
     await use()
@@ -65,7 +64,6 @@ async def test_the_helpers_of_graders_and_those_that_read_large_texts_are_killed
     await reading.close()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("kind", "num"), [("kill a helper", 3), ("kill a call", 1), ("freeze a helper", 3)])
 async def test_supervisors_calls_and_hosts_of_packages_are_struck(kind: str, num: int) -> None:
     # Given a call in the sandbox, and a host that waits for what it is to load

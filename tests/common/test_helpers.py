@@ -20,7 +20,7 @@ async def pool() -> AsyncIterator[HelperPool]:
     await pool.close()
 
 
-async def ask(pool: HelperPool, question: bytes, seconds: float = 20) -> Any:
+async def ask(pool: HelperPool, question: bytes, seconds: float = 60) -> Any:
     async with pool.helper() as helper, asyncio.timeout(seconds):
         return await helper.ask(question)
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from common.bus.bus import Bus, Delivery, Settlement
 from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
-from common.wire.history import MOST_CONTEXT, ShortRequest, ShortResult, restored, shortened
+from common.wire.history import MAX_CHANGED_CONTEXT_BYTES, ShortRequest, ShortResult, restored, shortened
 from common.wire.messages import (
     BASE,
     AdapterRef,
@@ -85,6 +85,12 @@ async def go_on(bus: Bus, held: Delivery, stream: str, message: Message) -> int:
     return sum(len(part) for pair in entries[0][1].items() for part in pair)
 
 
+async def first_turn(bus: Bus) -> None:
+    """A conversation whose first turn waits for an env worker."""
+    await bus.publish([(CELL.rollout, FIRST)])
+    await go_on(bus, await read(bus, CELL.rollout), CELL.env, answer(FIRST))
+
+
 def knows_nothing(bus: Bus) -> Bus:
     """Another worker's."""
     return Bus(bus.client, bus.cell)
@@ -120,8 +126,7 @@ async def test_every_part_of_a_conversation_is_sent_once(bus: Bus, remembers: bo
 
 
 async def test_who_takes_over_reads_what_the_dead_worker_knew(bus: Bus) -> None:
-    await bus.publish([(CELL.rollout, FIRST)])
-    await go_on(bus, await read(bus, CELL.rollout), CELL.env, answer(FIRST))
+    await first_turn(bus)
     held = await read(bus, CELL.env)
     heir = knows_nothing(bus)
     again = await taken_over(heir, CELL.env)
@@ -137,8 +142,7 @@ async def test_who_takes_over_reads_what_the_dead_worker_knew(bus: Bus) -> None:
     "gone", [Parked(**ABOUT, id="p", request=FIRST), SCORED, following(answer(FIRST), judges=BASE)]
 )
 async def test_what_refers_to_nothing_ends_the_history(bus: Bus, gone: Message) -> None:
-    await bus.publish([(CELL.rollout, FIRST)])
-    await go_on(bus, await read(bus, CELL.rollout), CELL.env, answer(FIRST))
+    await first_turn(bus)
     assert len(await histories(bus)) == 1
     await go_on(bus, await read(bus, CELL.env), CELL.scored(3), gone)
     assert not await histories(bus)
@@ -146,15 +150,13 @@ async def test_what_refers_to_nothing_ends_the_history(bus: Bus, gone: Message) 
 
 
 async def test_work_that_goes_back_as_it_was_keeps_its_history(bus: Bus) -> None:
-    await bus.publish([(CELL.rollout, FIRST)])
-    await go_on(bus, await read(bus, CELL.rollout), CELL.env, answer(FIRST))
+    await first_turn(bus)
     assert await bus.settle([Settlement(await read(bus, CELL.env), None)]) == [True]
     assert (await read(knows_nothing(bus), CELL.env)).message == answer(FIRST)
 
 
 async def test_a_turn_that_moves_begins_a_history_anew(bus: Bus) -> None:
-    await bus.publish([(CELL.rollout, FIRST)])
-    await go_on(bus, await read(bus, CELL.rollout), CELL.env, answer(FIRST))
+    await first_turn(bus)
     second = following(answer(FIRST))
     await go_on(bus, await read(bus, CELL.env), CELL.rollout_first, second)
     moved = replace(second, transcript=second.transcript + wrote([7, 8], [-1, -1]), num_partial=2)
@@ -213,8 +215,7 @@ async def test_a_redis_that_went_back_in_time_may_go_on_otherwise(bus: Bus) -> N
 
 
 async def test_a_history_that_is_gone_makes_no_message(bus: Bus) -> None:
-    await bus.publish([(CELL.rollout, FIRST)])
-    await go_on(bus, await read(bus, CELL.rollout), CELL.env, answer(FIRST))
+    await first_turn(bus)
     await bus.client.delete(*await histories(bus))
     assert "without its history" in (await read(knows_nothing(bus), CELL.env)).message.reason  # pyright: ignore
 
@@ -223,8 +224,7 @@ async def test_what_another_worker_settled_while_it_was_read_is_no_message(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given an entry that a worker was given, which stops before it reads the history
-    await bus.publish([(CELL.rollout, FIRST)])
-    await go_on(bus, await read(bus, CELL.rollout), CELL.env, answer(FIRST))
+    await first_turn(bus)
     slow = knows_nothing(bus)
     read_histories = slow._histories.read  # pyright: ignore[reportPrivateUsage]
 
@@ -242,7 +242,7 @@ async def test_what_another_worker_settled_while_it_was_read_is_no_message(
     [
         {"sampling": Sampling(max_tokens=9)},
         {"transcript": shown(range(200))},
-        {"context": b"x" * (MOST_CONTEXT + 1)},
+        {"context": b"x" * (MAX_CHANGED_CONTEXT_BYTES + 1)},
         {"turn": 2},
         {"reply_to": "r"},
     ],

@@ -14,7 +14,7 @@ from common.bus.bus import Bus
 from common.bus.streams import Cell
 from common.children.processes import ChildProcess
 from common.errors import StoreUnavailable
-from common.store.known_store import KnownStore, remember
+from common.store.known_store import recognise, remember
 from common.store.objects import Objects
 from common.store.store_folder import IDENTITY, StoreFolder
 from common.wire.messages import WorkerReport
@@ -22,20 +22,20 @@ from harness.redis_server import RedisServer
 from tests.support.forked import begun
 
 
-async def recognise(folder: Path, *buses: Bus) -> None:
+async def take(folder: Path, *buses: Bus) -> None:
     """Fails where it would wait."""
 
     def tell(reason: str) -> None:
         raise AssertionError(reason)
 
-    await KnownStore(StoreFolder(folder), buses).recognise(tell)
+    await recognise(StoreFolder(folder), buses, tell)
 
 
 @asynccontextmanager
 async def waiting(folder: Path, *buses: Bus) -> AsyncGenerator[str]:
     """The block runs while it waits, and gets the reason; it has ended afterwards."""
     told = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(KnownStore(StoreFolder(folder), buses).recognise(told.set_result))
+    task = asyncio.create_task(recognise(StoreFolder(folder), buses, told.set_result))
     await asyncio.wait([task, told], return_when=asyncio.FIRST_COMPLETED)
     assert told.done(), "it did not wait"
     yield told.result()
@@ -43,10 +43,10 @@ async def waiting(folder: Path, *buses: Bus) -> AsyncGenerator[str]:
 
 
 async def test_a_cell_knows_the_store_that_its_first_service_finds(tmp_path: Path, bus: Bus) -> None:
-    await recognise(tmp_path / "a" / "store", bus)
+    await take(tmp_path / "a" / "store", bus)
     identity = (tmp_path / "a" / "store" / IDENTITY).read_text().strip()
     assert len(identity) == 32 and await bus.client.get(bus.cell.store) == identity.encode()
-    await recognise(tmp_path / "a" / "store", bus)
+    await take(tmp_path / "a" / "store", bus)
     async with waiting(tmp_path / "b", bus) as reason:
         assert f"no folder {tmp_path / 'b'}" in reason and f"write {identity} into" in reason
         assert not (tmp_path / "b").exists(), "whoever puts the store there needs the place"
@@ -54,21 +54,21 @@ async def test_a_cell_knows_the_store_that_its_first_service_finds(tmp_path: Pat
 
 
 async def test_many_services_that_start_at_once_make_one_identity(tmp_path: Path, bus: Bus) -> None:
-    await asyncio.gather(*(recognise(tmp_path / "store", bus) for _ in range(20)))
+    await asyncio.gather(*(take(tmp_path / "store", bus) for _ in range(20)))
     assert [file.name for file in (tmp_path / "store").iterdir()] == [IDENTITY]
     assert (tmp_path / "store" / IDENTITY).stat().st_mode & 0o777 == 0o600
 
 
 async def test_a_folder_of_the_version_before_is_the_store(tmp_path: Path, bus: Bus) -> None:
     await Objects.open(tmp_path.as_uri()).write("adapters/a", b"1")
-    await recognise(tmp_path, bus)
+    await take(tmp_path, bus)
     assert await Objects.open(tmp_path.as_uri()).get("adapters/a") == b"1"
 
 
 @pytest.mark.parametrize("empty", [True, False])
 async def test_a_folder_in_its_place_is_left_as_it_is(tmp_path: Path, bus: Bus, *, empty: bool) -> None:
     folder, away = tmp_path / "store", tmp_path / "away"
-    await recognise(folder, bus)
+    await take(folder, bus)
     folder.rename(away)
     folder.mkdir()
     if not empty:
@@ -82,7 +82,7 @@ async def test_a_folder_in_its_place_is_left_as_it_is(tmp_path: Path, bus: Bus, 
 
 async def test_a_store_that_is_lost_for_good_begins_anew_under_its_name(tmp_path: Path, bus: Bus) -> None:
     folder = tmp_path / "store"
-    await recognise(folder, bus)
+    await take(folder, bus)
     shutil.rmtree(folder)
     async with waiting(folder, bus) as reason:
         name, file = re.findall(r"write (\w+) into (\S+)", reason)[0]
@@ -91,16 +91,16 @@ async def test_a_store_that_is_lost_for_good_begins_anew_under_its_name(tmp_path
 
 
 async def test_a_redis_that_lost_all_takes_the_store_that_is_there(tmp_path: Path, bus: Bus) -> None:
-    await recognise(tmp_path, bus)
+    await take(tmp_path, bus)
     known = await bus.client.get(bus.cell.store)
     await bus.client.delete(bus.cell.store)
-    await recognise(tmp_path, bus)
+    await take(tmp_path, bus)
     assert await bus.client.get(bus.cell.store) == known
 
 
 async def test_a_manager_tells_redis_again_only_while_the_folder_is_there(tmp_path: Path, bus: Bus) -> None:
     folder = tmp_path / "store"
-    await recognise(folder, bus)
+    await take(folder, bus)
     objects = Objects.open(folder.as_uri())
     known = await bus.client.getdel(bus.cell.store)
     folder.rename(tmp_path / "away")
@@ -114,7 +114,7 @@ async def test_a_manager_tells_redis_again_only_while_the_folder_is_there(tmp_pa
 
 async def test_a_new_cell_does_not_take_a_folder_that_another_cell_does_not_know(tmp_path: Path, bus: Bus) -> None:
     new = Bus(bus.client, Cell("new"))
-    await recognise(tmp_path / "store", bus)
+    await take(tmp_path / "store", bus)
     async with waiting(tmp_path / "other", new, bus) as reason:
         assert f"the store of {bus.cell.base_model}" in reason
         assert await new.client.get(new.cell.store) is None
@@ -143,14 +143,13 @@ async def test_a_store_may_move_to_another_disk_while_services_run(tmp_path: Pat
 
 
 @pytest.mark.parametrize("module", ["env_service", "manager_service", "manager_service.export"])
-@pytest.mark.timeout(120)
 async def test_a_service_that_starts_while_its_store_is_away_says_so_and_goes_on_when_it_is_back(
     module: str, tmp_path: Path
 ) -> None:
     server = RedisServer.start(tmp_path)
     bus, folder = Bus.connect(server.url, Cell("tiny")), tmp_path / "store"
     # Given a cell that has a store
-    await recognise(folder, bus)
+    await take(folder, bus)
     folder.rename(tmp_path / "away")
     own = {"MARLAAS_DATA_DIR": str(tmp_path), "MARLAAS_REDIS_URL": server.url, "MARLAAS_PORT": "0"}
     service = await begun(module, tmp_path / "log", **own)

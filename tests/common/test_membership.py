@@ -72,7 +72,7 @@ async def test_a_worker_that_was_not_heard_and_finds_other_bits_stops(bus: Bus) 
     await all_are_gone(bus)
     await member(bus, bits="ccc").join()
     keeping = asyncio.create_task(frozen.keep(stop))
-    await asyncio.wait_for(stop.wait(), 10)
+    await asyncio.wait_for(stop.wait(), 60)
     keeping.cancel()
 
 
@@ -85,7 +85,7 @@ async def test_a_refused_worker_waits_and_says_why(bus: Bus) -> None:
         told.set()
 
     waiting = asyncio.create_task(member(bus, bits="ccc").wait_to_join(tell))
-    await asyncio.wait_for(told.wait(), 10)
+    await asyncio.wait_for(told.wait(), 60)
     assert not waiting.done() and "cancel the unfinished jobs" in said[0]
     await all_are_gone(bus)
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, 60)

@@ -35,7 +35,6 @@ async def test_loops_end_with_the_block() -> None:
     assert all(task.cancelled() for task in tasks)
 
 
-@pytest.mark.timeout(30)
 async def test_one_that_fails_ends_the_block_and_those_that_swallow_a_cancellation() -> None:
     others: list[asyncio.Task[None]] = []
     with pytest.raises(ExceptionGroup) as caught:
@@ -46,7 +45,6 @@ async def test_one_that_fails_ends_the_block_and_those_that_swallow_a_cancellati
     assert others[0].cancelled()
 
 
-@pytest.mark.timeout(30)
 async def test_an_error_in_the_block_ends_them_too() -> None:
     with pytest.raises(ExceptionGroup):
         async with running(swallows(1)):
@@ -54,7 +52,6 @@ async def test_an_error_in_the_block_ends_them_too() -> None:
             raise ValueError("why")
 
 
-@pytest.mark.timeout(30)
 async def test_what_a_loop_has_started_ends_with_it_though_it_swallows_a_cancellation() -> None:
     async def loop() -> None:
         async with starting() as start:

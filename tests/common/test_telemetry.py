@@ -30,16 +30,17 @@ def span(start: float, end: float, job: str = "a") -> Span:
     return Span(start, end, "tenant", job, "rollout")
 
 
-def test_spans_of_one_job_that_touch_are_one() -> None:
-    assert merged([span(1, 2), span(2.01, 3), span(2.5, 2.6)]) == [span(1, 3)]
-
-
-def test_spans_with_a_gap_between_them_and_of_different_jobs_stay_apart() -> None:
-    assert merged([span(1, 2), span(2.1, 3), span(1.5, 2.5, "b")]) == [span(1, 2), span(1.5, 2.5, "b"), span(2.1, 3)]
-
-
-def test_spans_are_merged_in_the_order_of_time_not_of_arrival() -> None:
-    assert merged([span(2, 3), span(0, 1), span(0.9, 2)]) == [span(0, 3)]
+@pytest.mark.parametrize(
+    ("spans", "merges_to"),
+    [
+        ([span(1, 2), span(2.01, 3), span(2.5, 2.6)], [span(1, 3)]),
+        ([span(1, 2), span(2.1, 3), span(1.5, 2.5, "b")], [span(1, 2), span(1.5, 2.5, "b"), span(2.1, 3)]),
+        ([span(2, 3), span(0, 1), span(0.9, 2)], [span(0, 3)]),
+    ],
+    ids=["touching", "with a gap, or of another job", "in another order"],
+)
+def test_spans_of_one_job_that_touch_are_one(spans: list[Span], merges_to: list[Span]) -> None:
+    assert merged(spans) == merges_to
 
 
 def test_a_job_that_works_twice_at_once_is_busy_once(clock: Clock) -> None:
@@ -66,7 +67,7 @@ def test_two_jobs_at_once_have_two_spans_and_busy_time_counts_once(clock: Clock)
     assert busy_s == 2.0
 
 
-def test_a_stretch_that_goes_on_is_cut_at_each_report_and_nothing_is_told_twice(clock: Clock) -> None:
+def test_a_segment_that_goes_on_is_cut_at_each_report_and_nothing_is_told_twice(clock: Clock) -> None:
     timeline = Timeline()
     timeline.begin("t", "a", "train")
     clock.now += 1

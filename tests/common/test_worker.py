@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,12 +87,13 @@ async def working(
     slots: int = 4,
     name: str = "w",
     a_read: int | None = None,
+    streams: Sequence[str] = (CELL.env,),
     most: int = 10,
     lease_s: float = LEASE_S,
     **habits: Any,
 ) -> AsyncGenerator[Worker]:
     reporter = Reporter(name, "env", "tiny", About(slots=slots))
-    inboxes = [Inbox(CELL.env, GROUP_ENV, a_read)]
+    inboxes = [Inbox(stream, GROUP_ENV, a_read) for stream in streams]
     options: dict[str, Any] = {"lease_s": lease_s, "max_deliveries": most}
     worker = Worker(bus, handler, inboxes, reporter, **options, habits=Habits(**habits))
     stop = asyncio.Event()
@@ -101,7 +102,7 @@ async def working(
         yield worker
     finally:
         stop.set()
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
 
 
 async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -183,52 +184,32 @@ async def test_no_more_is_read_than_there_are_slots(bus: Bus) -> None:
 
 
 async def test_a_worker_without_room_leaves_work_to_others(bus: Bus) -> None:
-    held: set[str] = set()
-
-    async def hold(message: Start, beat: Beat) -> None:
-        held.add(message.id)
-        await for_ever(message, beat)
-
-    full, other = Recorder(hold), Recorder(at_once)
+    full, other = Recorder(for_ever), Recorder(at_once)
     async with working(bus, full, name="full", a_read=1, has_room=lambda: False):
         await bus.publish([(CELL.env, start(n)) for n in range(6)])
-        await until(lambda: held)
+        await until(lambda: full.seen)
         async with working(bus, other, name="other"):
             await until(lambda: len(other.seen) == 5)
         assert len(full.seen) == 1
 
 
-async def test_a_worker_without_room_takes_what_nobody_else_waits_for_while_it_may(bus: Bus) -> None:
-    handler = Recorder(for_ever)
-    options: dict[str, Any] = {"has_room": lambda: False, "takes_leftovers": lambda: handler.running < 3}
-    async with working(bus, handler, slots=8, a_read=1, **options):
+@pytest.mark.parametrize(("slots", "most"), [(8, 3), (2, 9)], ids=["while it may", "up to its slots"])
+async def test_a_worker_without_room_takes_what_nobody_else_waits_for(bus: Bus, slots: int, most: int) -> None:
+    handler, num = Recorder(for_ever), min(slots, most)
+    options: dict[str, Any] = {"has_room": lambda: False, "takes_leftovers": lambda: handler.running < most}
+    async with working(bus, handler, slots=slots, a_read=1, **options):
         await bus.publish([(CELL.env, start(n)) for n in range(6)])
-        await until(lambda: handler.running == 3)
+        await until(lambda: handler.running == num)
         await asyncio.sleep(0.2)
-        assert handler.seen == [start(n).id for n in range(3)]
-        assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == 3
-
-
-async def test_leftovers_fill_no_more_than_the_slots(bus: Bus) -> None:
-    handler = Recorder(for_ever)
-    async with working(bus, handler, slots=2, a_read=1, has_room=lambda: False, takes_leftovers=lambda: True):
-        await bus.publish([(CELL.env, start(n)) for n in range(6)])
-        await until(lambda: handler.running == 2)
-        await asyncio.sleep(0.2)
-        assert handler.most_at_once == 2
+        assert handler.seen == [start(n).id for n in range(num)]
+        assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == num
 
 
 async def test_an_idle_worker_gets_a_new_entry_before_one_that_takes_leftovers(bus: Bus) -> None:
-    held: set[str] = set()
-
-    async def hold(message: Start, beat: Beat) -> None:
-        held.add(message.id)
-        await for_ever(message, beat)
-
-    full, idle = Recorder(hold), Recorder(at_once)
+    full, idle = Recorder(for_ever), Recorder(at_once)
     async with working(bus, full, name="full", a_read=1, has_room=lambda: False, takes_leftovers=lambda: True):
         await bus.publish([(CELL.env, start(0))])
-        await until(lambda: held)
+        await until(lambda: full.seen)
         async with working(bus, idle, name="idle"):
             await asyncio.sleep(0.2)  # it waits for work now
             for n in range(1, 6):
@@ -240,19 +221,12 @@ async def test_an_idle_worker_gets_a_new_entry_before_one_that_takes_leftovers(b
 
 async def test_a_worker_that_takes_one_at_a_time_does_so_from_all_its_inboxes(bus: Bus) -> None:
     handler, own = Recorder(for_ever), CELL.trainer("w")
-    inboxes = [Inbox(stream, GROUP_ENV, at_once=1) for stream in (own, CELL.env)]
     await bus.publish([(CELL.env, start(n)) for n in range(4)])
     await bus.publish([(own, start(9))])
-    reporter, stop = Reporter("w", "env", "tiny", About(slots=4)), asyncio.Event()
-    habits = Habits(has_room=lambda: False)
-    worker = asyncio.create_task(Worker(bus, handler, inboxes, reporter, lease_s=LEASE_S, habits=habits).run(stop))
-
-    await until(lambda: handler.running)
-
-    assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == 0
-    assert handler.seen == [start(9).id]
-    stop.set()
-    await asyncio.wait_for(worker, 10)
+    async with working(bus, handler, a_read=1, streams=(own, CELL.env), has_room=lambda: False):
+        await until(lambda: handler.running)
+        assert (await bus.client.xpending(CELL.env, GROUP_ENV))["pending"] == 0
+        assert handler.seen == [start(9).id]
 
 
 async def test_work_that_advances_is_not_taken_over(bus: Bus) -> None:
@@ -342,21 +316,15 @@ async def test_orphans_that_do_not_advance_come_a_quarter_of_the_slots_at_a_time
 
     async def wait(message: Start, beat: Beat) -> None:
         await go_on.wait()
-        beat()
+        await for_ever(message, beat)
 
     handler = Recorder(wait)
     async with working(bus, handler, slots=8):
         await until(lambda: handler.running == 2)
         await asyncio.sleep(LEASE_S / 2)
         assert handler.most_at_once == 2
+        # And once they advance, all run together
         go_on.set()
-        await until(lambda: length(bus, CELL.rollout, 6))
-
-
-async def test_orphans_that_advance_all_run_together(bus: Bus) -> None:
-    await left_behind(bus, 6)
-    handler = Recorder(for_ever)
-    async with working(bus, handler, slots=8):
         await until(lambda: handler.running == 6)
 
 
@@ -533,17 +501,18 @@ async def test_while_redis_is_too_full_work_is_renewed_and_no_progress_of_it_kep
 
 
 async def test_an_entry_delivered_too_often_is_a_dead_letter_and_its_owner_hears_of_it(bus: Bus) -> None:
-    await bus.ensure_group(CELL.env, GROUP_ENV)
-    await bus.publish([(CELL.env, start())])
-    await bus.read([CELL.env], GROUP_ENV, "x", count=1)
-    for _ in range(3):
-        found = await bus.find_idle(CELL.env, GROUP_ENV, min_idle_ms=0)
-        await bus.claim(CELL.env, GROUP_ENV, "x", found, min_idle_ms=0)
+    await left_behind(bus, 1, deliveries=4)
     handler = Recorder(at_once)
     async with working(bus, handler, most=3):
         await until(lambda: length(bus, CELL.dead, 1))
         await until(lambda: length(bus, CELL.scored(1), 1))
     assert handler.seen == []
+
+
+async def only_letter(bus: Bus, stream: str) -> DeadLetter:
+    [(_, letter)] = await bus.follow(stream, "0", block_ms=None)
+    assert isinstance(letter, DeadLetter)
+    return letter
 
 
 async def test_a_handler_that_raises_is_tried_again_and_then_a_dead_letter(bus: Bus) -> None:
@@ -554,10 +523,7 @@ async def test_a_handler_that_raises_is_tried_again_and_then_a_dead_letter(bus: 
     async with working(bus, handler):
         await bus.publish([(CELL.env, start())])
         await until(lambda: length(bus, CELL.dead, 1))
-    rows: Any = await bus.client.xrange(CELL.dead)
-    [(_, fields)] = rows
-    letter = decode(fields[b"payload"])
-    assert isinstance(letter, DeadLetter)
+    letter = await only_letter(bus, CELL.dead)
     assert letter.reason == "ValueError: no"
     assert decode(letter.payload) == start()
     assert len(handler.seen) == 3
@@ -578,34 +544,18 @@ async def test_unavailable_is_waited_for_and_counts_as_nothing(bus: Bus) -> None
     assert await bus.client.xlen(CELL.dead) == 0
 
 
-async def test_what_is_no_message_is_a_dead_letter(bus: Bus) -> None:
-    async with working(bus, Recorder(at_once)):
-        await bus.client.xadd(CELL.env, {"payload": b"garbage"})
-        await until(lambda: length(bus, CELL.dead, 1))
-        await until(lambda: length(bus, CELL.env, 0))
-    rows: Any = await bus.client.xrange(CELL.dead)
-    [(_, fields)] = rows
-    letter = decode(fields[b"payload"])
-    assert isinstance(letter, DeadLetter) and letter.payload == b"garbage"
-
-
 @pytest.mark.parametrize(
     "stream,inbox",
     [(CELL.env, CELL.scored(3)), (CELL.train, CELL.adapters(3)), (CELL.trainer("w"), CELL.adapters(3))],
 )
 async def test_the_owner_hears_of_a_message_that_nobody_can_read(bus: Bus, stream: str, inbox: str) -> None:
-    reporter = Reporter("w", "env", "tiny", About(slots=1))
-    worker = Worker(bus, Recorder(at_once), [Inbox(stream, GROUP_ENV)], reporter, lease_s=LEASE_S)
-    stop = asyncio.Event()
-    task = asyncio.create_task(worker.run(stop))
-    await bus.client.xadd(stream, {"id": "job/1/0/1", "job": "job", "partition": 3, "payload": b"newer"})
-    await until(lambda: length(bus, inbox, 1))
-    stop.set()
-    await task
-    rows: Any = await bus.client.xrange(inbox)
-    [(_, fields)] = rows
-    letter = decode(fields[b"payload"])
-    assert isinstance(letter, DeadLetter) and (letter.id, letter.job, letter.stream) == ("job/1/0/1", "job", stream)
+    async with working(bus, Recorder(at_once), streams=(stream,)):
+        await bus.client.xadd(stream, {"id": "job/1/0/1", "job": "job", "partition": 3, "payload": b"newer"})
+        await until(lambda: length(bus, inbox, 1))
+        await until(lambda: length(bus, stream, 0))
+    for place in (inbox, CELL.dead):
+        letter = await only_letter(bus, place)
+        assert (letter.id, letter.job, letter.stream, letter.payload) == ("job/1/0/1", "job", stream, b"newer")
 
 
 async def test_the_store_is_waited_for_beyond_all_limits_and_the_reports_say_so(

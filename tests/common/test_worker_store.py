@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from common.bus.bus import Bus, Out
+from common.bus.bus import Bus, Out, fetched
 from common.bus.payloads import CLAIM_CHECK_BYTES
 from common.bus.streams import GROUP_ENV
 from common.store.objects import Objects
@@ -108,7 +108,7 @@ async def test_a_stopping_worker_does_not_wait_for_the_store_and_leaves_nothing_
         await until(lambda: len(store.payloads()) == 3)
     # Then all can be read by another at once, as they were
     assert await pending(bus) == 0 and asyncio.all_tasks() == tasks
-    handed: list[Any] = await bus.read([CELL.env], GROUP_ENV, "other", count=10)
+    handed: list[Any] = [await fetched(each) for each in await bus.read([CELL.env], GROUP_ENV, "other", count=10)]
     found = {delivery.message.id: delivery.message for delivery in handed}
     assert found == {"job/0": start(0), "job/1": start(1, BIG), "job/2": start(2, BIG)}
     assert len(store.payloads()) == 3, "nothing was written to hand it back"

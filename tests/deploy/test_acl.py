@@ -122,7 +122,7 @@ async def test_each_service_finds_out_whether_its_store_is_the_cells(
     server: RedisServer, tmp_path: Path, user: str
 ) -> None:
     url = f"redis://{user}:{user}-password@127.0.0.1:{server.port}/0"
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await recognised(StoreFolder(tmp_path / "store"), url, ["tiny"], pytest.fail)
     with client(server, "operator") as operator:
         assert operator.get(CELL.store) == (tmp_path / "store" / IDENTITY).read_bytes().strip()
@@ -236,7 +236,6 @@ async def test_the_exporter_reports_with_its_own_rights(server: RedisServer, tmp
 
 @on_valkey
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 async def test_a_job_succeeds_with_each_service_under_its_own_user(server: RedisServer, tmp_path: Path) -> None:
     def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
         return [

@@ -41,7 +41,7 @@ async def reward(proxy: Proxy, url: str) -> float:
     endpoints = Endpoints("api.example.org", proxy=proxy.url)
     try:
         grader = EndpointGrader.model_validate({"type": "endpoint", "url": url})
-        return await endpoints.reward(grader, Attempt({}, ""), key="k", timeout_s=5)
+        return await endpoints.reward(grader, Attempt({}, ""), key="k", timeout_s=30)
     finally:
         await endpoints.close()
 

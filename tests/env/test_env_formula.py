@@ -22,7 +22,6 @@ def expressions() -> st.SearchStrategy[str]:
     )
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "unit", ["(", "[", "{", "a(", "-", "not ", "lambda:", "*", "**", "9", "a if ", "{a:a if ", "f'{", "a.", "~", "\\\n"]
 )

@@ -12,8 +12,6 @@ import pytest
 from common.errors import InvalidInput
 from env_service.sandbox.sandbox import LAYERS, Outcome, Sandbox, SandboxLimits, check_strength
 
-pytestmark = pytest.mark.timeout(60)
-
 CONFIGURATIONS = [LAYERS, ("seccomp", "landlock"), ("seccomp",)]
 
 
@@ -63,7 +61,7 @@ def test_the_network_is_out_of_reach(layers: tuple[str, ...]) -> None:
         server = await asyncio.start_server(count, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         source = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), timeout=2)"
-        outcome = await Sandbox(layers=layers).run(source, timeout_s=5)
+        outcome = await Sandbox(layers=layers).run(source, timeout_s=30)
         server.close()
         return outcome, reached
 
@@ -126,7 +124,7 @@ def test_a_missing_function_is_named() -> None:
 def test_calls_wait_for_a_free_place_and_their_limit_begins_then() -> None:
     async def six() -> list[str]:
         sandbox = Sandbox(max_processes=1)
-        runs = [sandbox.run("import time\ntime.sleep(0.5)", timeout_s=2.5) for _ in range(6)]
+        runs = [sandbox.run("import time\ntime.sleep(1.5)", timeout_s=7.5) for _ in range(6)]
         return [outcome.ending for outcome in await asyncio.gather(*runs)]
 
     assert asyncio.run(six()) == ["ok"] * 6
@@ -157,7 +155,7 @@ async def test_folders_of_a_worker_that_was_killed_are_gone_once_the_next_one_ha
     subprocess.run([sys.executable, "-c", worker], env={**os.environ, "TMPDIR": str(tmp_path)})
     assert list(tmp_path.iterdir())
     sandbox = Sandbox()
-    assert (await sandbox.run("print(1)", timeout_s=5)).output == "1\n"
+    assert (await sandbox.run("print(1)", timeout_s=30)).output == "1\n"
     assert len(list(tmp_path.iterdir())) == 1
     await sandbox.close()
     assert not list(tmp_path.iterdir())

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
-
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ENV
 from common.cancellation import running
@@ -23,7 +21,6 @@ from env_service.live.sessions import Sessions
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
 SLOTS = 4
-pytestmark = pytest.mark.timeout(60)
 
 
 @dataclass

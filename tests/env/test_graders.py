@@ -24,8 +24,6 @@ from env_service.sandbox.sandbox import Sandbox
 from env_service.work import Allowance
 from tests.support.processes import descendants, left_behind
 
-pytestmark = pytest.mark.timeout(60)
-
 
 async def grade_async(
     grader: dict[str, Any],

@@ -24,7 +24,7 @@ from tests.common.test_worker import until
 from tests.env.test_env_handler import CELL, TINY, TOKENIZER, result_of, start_of
 from tests.support.live_environments import Adding, install
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("installed")]
+pytestmark = [pytest.mark.usefixtures("installed")]
 ITEM = {"number": 5}
 
 
@@ -43,7 +43,7 @@ class EnvWorker:
 
     def __init__(self, name: str, *, openenv: Servers | None = None, **options: Any) -> None:
         sandbox = Sandbox()
-        graders = GraderRunner(sandbox=sandbox, endpoints=Endpoints(""), text_comparer=TextComparer(), timeout_s=2.0)
+        graders = GraderRunner(sandbox=sandbox, endpoints=Endpoints(""), text_comparer=TextComparer(), timeout_s=20.0)
         self.sessions = Sessions(name, **options)
         self.environments = Catalogue(graders=graders, sandbox=sandbox, base_dir=TINY, openenv=openenv)
         self.handler = EnvHandler(

@@ -25,7 +25,6 @@ from harness.standin import StandIn
 from tests.env.test_env_handler import result_of, start_of
 from tests.support.live_environments import install
 
-pytestmark = pytest.mark.timeout(120)
 CELL = Cell("tiny")
 NUM = 12
 LEASE_S = 1.5

@@ -25,8 +25,6 @@ from tests.common.test_worker import until
 from tests.env.test_env_handler import CELL, TINY, TOKENIZER, single
 from tests.env.test_long_texts import longest_stop
 
-pytestmark = pytest.mark.timeout(120)
-
 LONG = "What is 347*86? The quick brown fox says no.\n" * 8_000
 QUESTION = {"messages": [{"role": "user", "content": LONG}], "answer": "29842"}
 PART = 1 / 2
@@ -94,7 +92,7 @@ async def test_long_texts_of_one_tenant_keep_no_other_waiting() -> None:
     try:
         await until(lambda: len(begun) == 2)
         # When another asks, it is served while they run
-        await asyncio.wait_for(asyncio.create_task(call("other", lambda: None)), 10)
+        await asyncio.wait_for(asyncio.create_task(call("other", lambda: None)), 60)
         assert begun == ["greedy", "greedy", "other"]
         # And those that wait are not taken over meanwhile
         await until(lambda: all(beats[:-1]))

@@ -18,7 +18,7 @@ from env_service.graders.runner import GraderRunner
 from env_service.graders.text import TextComparer
 from env_service.sandbox.sandbox import Sandbox
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.asyncio(loop_scope="module")]
 
 LISTS = "[" + "[]," * 1_000_000 + "[]]"
 PYTHON = {"type": "python", "source": "def grade(sample, item):\n    return float(len(sample['output_json']))"}

@@ -33,8 +33,6 @@ from env_service.graders.endpoint import Endpoints
 from env_service.graders.model import ModelEndpoints, ModelQuestion, question_of, read_keys, reward_of
 from tests.env.test_env_handler import CELL, ITEM, Run, ids_of, result_of, start_of
 
-pytestmark = pytest.mark.timeout(60)
-
 TOKENIZER = ChatTokenizer.load(TINY)
 ASKED = [
     {"role": "system", "content": "You compare."},

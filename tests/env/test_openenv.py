@@ -31,7 +31,6 @@ from tests.common.test_worker import until
 from tests.env.test_env_handler import CELL
 from tests.env.test_live_sessions import EnvWorker, live_start
 
-pytestmark = pytest.mark.timeout(60)
 STANDIN = Path(__file__).parents[1] / "support" / "openenv_standin"
 ANSWER: dict[str, Any] = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
 MOVE: dict[str, Any] = {

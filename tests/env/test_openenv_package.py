@@ -68,7 +68,7 @@ async def test_what_openenv_writes_is_played_as_its_own_client_plays_it(tmp_path
         session = await OpenEnv(OpenEnvArgs(url=url, observation_field="echoed_message"), servers).open({}, seed=7)
         assert [message["content"] for message in session.messages] == [shown]
         for index, (text, (echo, reward)) in enumerate(zip(SAID, own, strict=True)):
-            step = await session.step(Turn(item={}, text=text, index=index, calls=(), tool_timeout_s=5.0))
+            step = await session.step(Turn(item={}, text=text, index=index, calls=(), tool_timeout_s=30.0))
             assert ([message["content"] for message in step.messages], step.reward) == ([echo], reward)
         await session.close()
     await servers.close()

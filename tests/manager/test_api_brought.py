@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import openai
 import pytest
 import torch
+from openai.types.fine_tuning import FineTuningJob
 from safetensors.torch import load, save
 from typer.testing import CliRunner
 
 from common.store.adapters import PEFT_FILES
 from common.wire.messages import LoraSpec
 from manager_service.launcher.commands.main import app
-from manager_service.records.job_records import JobSpec
-from tests.support.api_server import ApiServer, method, upload
+from tests.support.api_server import ApiServer, create, method, spec_of, upload
 from tests.support.rollout_cases import files_of
 
 WEIGHTS, CONFIG = PEFT_FILES
@@ -36,26 +35,25 @@ async def send(
     return await server.http.post("/v1/files", files={"file": (name, weights)}, data=form)
 
 
-async def create(server: ApiServer, adapter: str, model: str = "tiny", **hyper: Any) -> Any:
-    body = {"method": method(**hyper), "adapter_file": adapter}
-    file = await upload(server.openai)
-    return await server.openai.fine_tuning.jobs.create(model=model, training_file=file, extra_body=body)
+async def start(server: ApiServer, adapter: str, model: str = "tiny", **hyper: Any) -> FineTuningJob:
+    return await create(server.openai, model=model, method=method(**hyper), extra_body={"adapter_file": adapter})
 
 
 async def test_a_job_starts_from_an_uploaded_adapter(server: ApiServer) -> None:
     file = (await send(server)).json()
     assert (file["purpose"], file["num_items"], file["bytes"]) == ("adapter", 0, len(FILES[WEIGHTS]))
     assert (await server.openai.files.content(file["id"])).content == FILES[WEIGHTS]
-    job = await create(server, file["id"])
-    assert job.to_dict()["adapter_file"] == file["id"] and job.model == "tiny"
-    assert job.to_dict()["hyperparameters"]["lora_rank"] == 4
-    raw = await server.api.redis.hget(server.bus.cell.job(job.id), "spec")
-    spec = msgspec.json.decode(raw or b"", type=JobSpec)
-    assert spec.hyper.lora == LoraSpec(4, 8.0, ("q_proj", "up_proj")), "the adapter keeps its shape"
+    job = await start(server, file["id"])
+    shown: Any = job.to_dict()
+    assert (shown["adapter_file"], shown["model"]) == (file["id"], "tiny")
+    assert shown["hyperparameters"]["lora_rank"] == 4
+    assert (await spec_of(server, job.id)).hyper.lora == LoraSpec(4, 8.0, ("q_proj", "up_proj")), (
+        "the adapter keeps its shape"
+    )
     with pytest.raises(openai.ConflictError, match="needs this file"):
         await server.openai.files.delete(file["id"])
     with pytest.raises(openai.BadRequestError, match="lora_rank: the model that the job starts from has 4"):
-        await create(server, file["id"], lora_rank=8)
+        await start(server, file["id"], lora_rank=8)
     listed = [
         [one.id async for one in server.openai.files.list(purpose=purpose)] for purpose in ("adapter", "fine-tune")
     ]
@@ -153,22 +151,21 @@ async def test_what_does_not_fit_or_is_anothers_is_refused(server: ApiServer) ->
         (moved, "its evil.x.up_proj is 384 x 128, the base's not there"),
     ):
         with pytest.raises(openai.BadRequestError, match=complaint) as refused:
-            await create(server, (await send(server, weights)).json()["id"])
+            await start(server, (await send(server, weights)).json()["id"])
         assert refused.value.param == "adapter_file"
     with pytest.raises(openai.BadRequestError, match="is an adapter: name it as adapter_file"):
-        await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body={"method": method()})
+        await create(server.openai, training_file=file)
     with pytest.raises(openai.BadRequestError, match="holds items"):
-        await create(server, await upload(server.openai))
+        await start(server, await upload(server.openai))
     with pytest.raises(openai.BadRequestError, match="there is no file"):
-        await create(server, "file-x")
+        await start(server, "file-x")
     with pytest.raises(openai.BadRequestError, match="is a start already"):
-        await create(server, file, model="ft:tiny:default::ftjob-1")
+        await start(server, file, model="ft:tiny:default::ftjob-1")
     answer = await server.http.post("/v1/files", files={"file": (WEIGHTS, FILES[WEIGHTS])}, data={"purpose": "adapter"})
     assert "send the text of adapter_config.json too" in answer.json()["error"]["message"]
     acme = await server.new_tenant("acme")
-    body = {"method": method(), "adapter_file": file}
     with pytest.raises(openai.BadRequestError, match="there is no file"):
-        await acme.fine_tuning.jobs.create(model="tiny", training_file=await upload(acme), extra_body=body)
+        await create(acme, extra_body={"adapter_file": file})
 
 
 def test_submit_uploads_the_folder_of_an_adapter(tmp_path: Path) -> None:

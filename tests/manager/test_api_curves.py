@@ -10,29 +10,11 @@ from common.wire.messages import AdapterRef, Failure, ScoredTrajectory, Trajecto
 from common.wire.transcript import transcript
 from manager_service.http.openai.jobs.hyperparameters import Hyperparameters
 from manager_service.owner.jobs.samples import MAX_TOKENS, record_of, written_of
-from manager_service.records.job_records import FINAL, JobState
-from manager_service.records.keys import JSON
-from manager_service.records.sample_records import EventRecord, SampleRecord, Written
-from tests.support.api_server import ApiServer, keep_samples, method, running_jobs, upload
+from manager_service.records.job_records import FINAL
+from manager_service.records.sample_records import SampleRecord, Written
+from tests.support.api_server import ApiServer, create, keep_samples, method, running_jobs, write_events
 
-
-async def create(server: ApiServer, **changes: Any) -> str:
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "method": method(),
-        "training_file": await upload(server.openai),
-        **changes,
-    }
-    return (await server.openai.fine_tuning.jobs.create(**body)).id
-
-
-async def write_events(server: ApiServer, job: str, rows: list[dict[str, Any]]) -> None:
-    """Writes as the owner would, with an event for each row of figures; an empty one has none."""
-    for number, data in enumerate(rows, 1):
-        event = EventRecord(number, 1, "info", "x", "metrics" if data else "message", data)
-        await server.api.redis.xadd(server.bus.cell.events(job), {"event": JSON.encode(event)}, id=f"{number}-0")
-    state = JSON.encode(JobState(status="running", version=1, num_events=len(rows)))
-    await server.api.redis.hset(server.bus.cell.job(job), "state", state)
+FEW = method(batch_size=2, group_size=4, max_steps=2)
 
 
 async def curves(server: ApiServer, job: str, points: int) -> dict[str, Any]:
@@ -41,23 +23,18 @@ async def curves(server: ApiServer, job: str, points: int) -> dict[str, Any]:
     return answer.json()
 
 
-async def test_few_steps_are_columns_as_they_are(server: ApiServer) -> None:
-    job = await create(server)
+async def test_few_steps_are_columns_as_they_are_and_many_are_means(server: ApiServer) -> None:
+    job = (await create(server.openai)).id
     empty = await curves(server, job, 10)
     assert (empty["step"], empty["metrics"], empty["evaluations"], empty["last_event"]) == ([], {}, [], None)
     evaluation = {"version": 0, "eval_reward_mean": 0.5, "eval_n": 4}
-    steps = [
-        {"step": 1, "reward_mean": 0.25, "kl": None},
-        {"step": 2, "reward_mean": 0.5, "kl": 2.0, "failed_reason": "x"},
-    ]
-    await write_events(server, job, [{}, evaluation, *steps])
+    first = {"step": 1, "reward_mean": 0.25, "kl": None}
+    second = {"step": 2, "reward_mean": 0.5, "kl": 2.0, "failed_reason": "x"}
+    await write_events(server, job, [{}, evaluation, first, second])
     found = await curves(server, job, 10)
     assert (found["step"], found["metrics"]) == ([1, 2], {"kl": [None, 2.0], "reward_mean": [0.25, 0.5]})
     assert (found["evaluations"], found["steps_a_point"], found["last_event"]) == ([evaluation], 1, "4")
-
-
-async def test_many_steps_are_means_over_stretches(server: ApiServer) -> None:
-    job = await create(server)
+    job = (await create(server.openai)).id
     await write_events(server, job, [{"step": n, "reward_mean": float(n)} for n in range(1, 13)])
     found = await curves(server, job, 4)
     assert (found["step"], found["metrics"]["reward_mean"]) == ([3, 6, 9, 12], [2.0, 5.0, 8.0, 11.0])
@@ -65,17 +42,12 @@ async def test_many_steps_are_means_over_stretches(server: ApiServer) -> None:
     for points in (1, 10_001):
         refused = await server.http.get(f"/v1/fine_tuning/jobs/{job}/metrics", params={"points": points})
         assert refused.status_code == 400
-
-
-async def test_events_that_were_dropped_leave_no_point(server: ApiServer) -> None:
-    job = await create(server)
-    await write_events(server, job, [{"step": n, "reward_mean": 1.0} for n in range(1, 9)])
     await server.api.redis.xtrim(server.bus.cell.events(job), maxlen=3, approximate=False)
-    assert (await curves(server, job, 8))["step"] == [6, 7, 8]
+    assert (await curves(server, job, 12))["step"] == [10, 11, 12], "what was dropped leaves no point"
 
 
 async def test_a_conversation_is_told_turn_by_turn(server: ApiServer) -> None:
-    job = await create(server)
+    job = (await create(server.openai)).id
     encode = server.api.bases["tiny"].tokenizer.encode
     parts = [encode("add 1+2"), encode("é3"), encode("no"), encode("4")]
     lengths = [len(part) for part in parts]
@@ -94,11 +66,8 @@ async def test_a_conversation_is_told_turn_by_turn(server: ApiServer) -> None:
         ("model", "4", model[1]),
     ]
     assert [len(turn["tokens"]) for turn in found["turns"]] == lengths
-    assert (found["num_dropped"], found["sample"]["reward_parts"], found["sample"]["written"]) == (
-        7,
-        {"right": 0.5},
-        None,
-    )
+    sample = found["sample"]
+    assert (found["num_dropped"], sample["reward_parts"], sample["written"]) == (7, {"right": 0.5}, None)
     for missing in ("4/9/2", "5/9/1"):
         assert (await server.http.get(f"{url}/{missing}")).status_code == 404
     stranger = await server.new_tenant("bluebird")
@@ -129,11 +98,16 @@ def test_what_is_kept_of_a_trajectory_adds_up(length: int) -> None:
     assert (example.reward, example.advantage, example.written) == (None, None, replace(kept, logprobs=[]))
 
 
-async def test_what_failed_is_kept_beside_what_was_trained_on(server: ApiServer) -> None:
+async def test_what_failed_is_kept_beside_what_was_trained_on_and_by_a_job_that_fails(server: ApiServer) -> None:
     async with running_jobs(server) as env:
+        env.reward = lambda start, sample: Failure("grader", "it raised")
+        failing = (await create(server.openai, method=FEW)).id
+        assert await until_ended(server, failing) == "failed"
         env.reward = lambda start, sample: Failure("grader", "it raised") if sample == 3 else float(sample % 2)
-        job = await create(server, method=method(batch_size=2, group_size=4, max_steps=2))
+        job = (await create(server.openai, method=FEW)).id
         await until_ended(server, job)
+    samples = (await server.http.get(f"/v1/fine_tuning/jobs/{failing}/samples")).json()["data"]
+    assert len(samples) == 4 and {one["failure"]["kind"] for one in samples} == {"grader"}
     for step in (1, 2):
         url = f"/v1/fine_tuning/jobs/{job}/samples"
         samples = (await server.http.get(url, params={"version": step})).json()["data"]
@@ -141,15 +115,6 @@ async def test_what_failed_is_kept_beside_what_was_trained_on(server: ApiServer)
         assert failed and {one["reason"] for one in failed} == {"it raised"}
         assert {one["step"] for one in samples} == {step}
         assert all(one["written"]["lengths"] == [1, 2] for one in samples)
-
-
-async def test_a_job_that_fails_keeps_what_failed(server: ApiServer) -> None:
-    async with running_jobs(server) as env:
-        env.reward = lambda start, sample: Failure("grader", "it raised")
-        job = await create(server, method=method(batch_size=2, group_size=4, max_steps=2))
-        assert await until_ended(server, job) == "failed"
-    samples = (await server.http.get(f"/v1/fine_tuning/jobs/{job}/samples")).json()["data"]
-    assert len(samples) == 4 and {one["failure"]["kind"] for one in samples} == {"grader"}
 
 
 async def until_ended(server: ApiServer, job: str) -> str:
@@ -162,7 +127,7 @@ async def until_ended(server: ApiServer, job: str) -> str:
 
 
 async def test_an_operator_reads_as_any_tenant_and_does_nothing(server: ApiServer) -> None:
-    job = await create(server)
+    job = (await create(server.openai)).id
     await server.new_tenant("bluebird")
     url = f"/v1/fine_tuning/jobs/{job}"
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidInput
 from common.settings import TINY
-from common.text.examples import is_example, read_example
-from common.text.prompts import with_messages
+from common.text.examples import is_example, read_example, with_messages
 from common.text.tokens import ChatTokenizer
 from manager_service.http.openai.files import file_store
 from manager_service.http.reading.item_lines import FoundItems, check_lines
@@ -28,17 +27,18 @@ KEYS = ["role", "content", "tool_calls", "name", "type", "text", "function", "ar
 SETTINGS = {"max_file_bytes": 100_000, "max_line_bytes": 10_000}
 
 
-async def test_a_file_is_uploaded_listed_read_and_deleted(server: ApiServer) -> None:
+async def test_a_file_is_uploaded_listed_read_and_deleted_by_its_tenant_alone(server: ApiServer) -> None:
     made = await server.openai.files.create(file=("items.jsonl", ITEMS), purpose="fine-tune")
-    assert (made.filename, made.bytes, made.purpose, made.status) == (
-        "items.jsonl",
-        len(ITEMS),
-        "fine-tune",
-        "processed",
-    )
+    assert (made.filename, made.bytes) == ("items.jsonl", len(ITEMS))
+    assert (made.purpose, made.status) == ("fine-tune", "processed")
     assert (await server.openai.files.retrieve(made.id)).id == made.id
     assert (await server.openai.files.content(made.id)).content == ITEMS
     assert [file.id async for file in server.openai.files.list()] == [made.id]
+    other = (await server.new_tenant("acme")).files
+    for call in (other.retrieve, other.delete, other.content):
+        with pytest.raises(openai.NotFoundError):
+            await call(made.id)
+    assert [file async for file in other.list()] == []
     assert (await server.openai.files.delete(made.id)).deleted
     with pytest.raises(openai.NotFoundError, match="there is no file"):
         await server.openai.files.content(made.id)
@@ -50,10 +50,6 @@ async def test_files_are_paged_newest_first(server: ApiServer) -> None:
     assert ([file.id for file in first.data], first.has_more) == ([ids[4], ids[3]], True)
     assert [file.id async for file in server.openai.files.list(limit=2)] == ids[::-1]
     assert [file.id async for file in server.openai.files.list(order="asc")] == ids
-
-
-async def test_an_unknown_cursor_is_refused(server: ApiServer) -> None:
-    await upload(server.openai)
     with pytest.raises(openai.BadRequestError, match="after: 'nothing' is not in this list"):
         await server.openai.files.list(after="nothing")
 
@@ -88,19 +84,24 @@ async def test_malformed_content_is_refused_with_its_line(server: ApiServer) -> 
         with pytest.raises(openai.BadRequestError, match=complaint) as refused:
             await upload(server.openai, content)
         assert refused.value.param == "file"
-
-
-async def test_windows_files_and_other_fields_are_welcome(server: ApiServer) -> None:
+    # And what Windows writes, with other fields, is welcome
     rows = jsonl(item() | {"meta": {"level": [1, 2.5, None, True]}, "nul": "\0"}, item())
     file = await upload(server.openai, b"\xef\xbb\xbf" + rows.replace(b"\n", b"\r\n"))
     assert (await server.http.get(f"/v1/files/{file}")).json()["num_items"] == 2
 
 
-async def test_a_file_that_is_too_large_is_refused(server: ApiServer) -> None:
+async def test_a_file_that_is_too_large_or_has_too_many_rows_is_refused(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for size in (100_100, 400_000):
         with pytest.raises(openai.APIStatusError, match="at most") as refused:
             await upload(server.openai, b"x" * size)
         assert refused.value.status_code == 413
+    monkeypatch.setattr(file_store, "MAX_ROWS", 3)
+    await upload(server.openai, jsonl(*[item()] * 3))
+    with pytest.raises(openai.BadRequestError, match="more than 3 rows") as too_many:
+        await upload(server.openai, jsonl(*[item()] * 4))
+    assert too_many.value.code == "too_many_rows"
 
 
 async def test_other_purposes_and_missing_parts_are_named(server: ApiServer) -> None:
@@ -110,16 +111,12 @@ async def test_other_purposes_and_missing_parts_are_named(server: ApiServer) -> 
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, "file is missing")
 
 
-async def test_another_tenant_sees_no_file(server: ApiServer) -> None:
-    file = await upload(server.openai)
-    other = await server.new_tenant("acme")
-    for call in (other.files.retrieve, other.files.delete, other.files.content):
-        with pytest.raises(openai.NotFoundError):
-            await call(file)
-    assert [f async for f in other.files.list()] == []
-
-
 # Whatever passes can be used ----------------------------------------------------------------------------------------
+
+
+def checked(*rows: dict[str, Any], tokenizers: dict[str, ChatTokenizer] | None = None) -> FoundItems:
+    return check_lines(jsonl(*rows), before=0, max_line_bytes=10_000, tokenizers=tokenizers or {})
+
 
 SCALARS = st.sampled_from(
     [None, True, 0, -1, 2**63, 1e308, "", "x", "\0", "\ud800", "tool", "assistant", "function", "{}"]
@@ -141,7 +138,7 @@ VALUES = st.recursive(
 @settings(max_examples=60)
 def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, Any]) -> None:
     try:
-        found = check_lines(jsonl(row), before=0, max_line_bytes=10_000, tokenizers={"tiny": CHATTY})
+        found = checked(row, tokenizers={"tiny": CHATTY})
     except InvalidInput as error:
         assert str(error).startswith("line 1: ")
         return
@@ -150,36 +147,25 @@ def test_an_item_that_passes_the_check_can_be_sent_and_rendered(row: dict[str, A
     fields = frozenset(row)
     if is_example(row):
         length = {"tiny": len(read_example(row, CHATTY).tokens)}
-        assert found == FoundItems(
-            1, 1, length, 1, length, int("messages" not in row and isinstance(row["completion"], str)), fields
-        )
+        plain = int("messages" not in row and isinstance(row["completion"], str))
+        assert found == FoundItems(1, 1, length, 1, length, plain, fields)
     else:
         length = {"tiny": len(CHATTY.render(with_messages(row)["messages"]))}
         assert found == FoundItems(1, 1, length, 0, length, fields=fields)
     assert found.longest["tiny"]
 
 
-@pytest.mark.parametrize(
-    ("name", "kept"),
-    [
+async def test_a_files_name_is_kept_as_it_can_be_shown_or_refused_with_what_to_do(server: ApiServer) -> None:
+    for name, kept in (
         ("gpj\u202eexe.jsonl", "gpj_exe.jsonl"),
         ("a\x07b\x9f", "a_b_"),
         ("\u00fc \u4e2d.jsonl", "\u00fc \u4e2d.jsonl"),
         ("a" * 300, "a" * 255),
-    ],
-)
-async def test_a_files_name_is_kept_as_it_can_be_shown(server: ApiServer, name: str, kept: str) -> None:
-    assert (await send(server, name)).json()["filename"] == kept
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"), [("a" * 10_000, "a file's name has at most"), (None, "send it with a file name")]
-)
-async def test_a_file_without_a_fit_name_is_refused_with_what_to_do(
-    server: ApiServer, name: str | None, hint: str
-) -> None:
-    answer = await send(server, name)
-    assert answer.status_code == 400 and hint in answer.json()["error"]["message"]
+    ):
+        assert (await send(server, name)).json()["filename"] == kept
+    for name, hint in (("a" * 10_000, "a file's name has at most"), (None, "send it with a file name")):
+        answer = await send(server, name)
+        assert answer.status_code == 400 and hint in answer.json()["error"]["message"]
 
 
 async def send(server: ApiServer, name: str | None) -> httpx.Response:
@@ -204,9 +190,8 @@ async def test_the_files_that_a_tenant_keeps_are_bounded_in_number_and_bytes_eve
         answers = await asyncio.gather(*(send(large) for _ in range(6)))
         assert Counter(answer.status_code for answer in answers) == {200: 2, 429: 4}
         refused = next(answer.json()["error"] for answer in answers if answer.status_code == 429)
-        assert (
-            refused["code"] == "too_many_files" and f"you have 2 files of {2 * len(large)} bytes" in refused["message"]
-        )
+        assert refused["code"] == "too_many_files"
+        assert f"you have 2 files of {2 * len(large)} bytes" in refused["message"]
         assert len(await server.api.objects.paths("files/default")) == 2, "what was refused is not kept"
         kept = [answer.json()["id"] for answer in answers if answer.status_code == 200]
         await server.openai.files.delete(kept[0])
@@ -222,20 +207,8 @@ def test_a_file_keeps_the_names_of_fields_that_all_of_its_items_have() -> None:
         {"prompt": "x", "answer": "1", "meta": {}, "y" * 65: 1},
         {"prompt": "x", "answer": None, "only": 2, "y" * 65: 1},
     ]
-    found = [check_lines(jsonl(*some), before=0, max_line_bytes=10_000, tokenizers={}) for some in (rows, rows[:1], [])]
+    found = [checked(*some) for some in (rows, rows[:1], [])]
     assert found[0].fields == {"prompt", "answer"} and found[2].fields is None
     assert (found[2] + found[0] + found[1]).fields == {"prompt", "answer"}
-    many = check_lines(
-        jsonl({"prompt": "x"} | {f"field{i:03}": i for i in range(100)}), before=0, max_line_bytes=10_000, tokenizers={}
-    )
+    many = checked({"prompt": "x"} | {f"field{i:03}": i for i in range(100)})
     assert many.fields is not None and len(many.fields) == 64
-
-
-async def test_a_file_of_too_many_rows_is_refused_with_the_number(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_store, "MAX_ROWS", 3)
-    await upload(server.openai, jsonl(*(item() for _ in range(3))))
-    with pytest.raises(openai.BadRequestError, match="more than 3 rows") as refused:
-        await upload(server.openai, jsonl(*(item() for _ in range(4))))
-    assert refused.value.code == "too_many_rows"

@@ -30,17 +30,16 @@ from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.sampling import completion_requests
 from manager_service.http.sampling.inference import MAX_GRADES
 from manager_service.http.schemas import Page, SampleObject
-from manager_service.owner.jobs.journal import MAX_TEXT
 from manager_service.records.keys import JSON
-from manager_service.records.sample_records import LIMITS, SampleRecord
+from tests.common.test_worker import until
 from tests.support.api_server import (
     GRADER,
     ApiServer,
     Script,
+    create,
     item,
     jsonl,
-    keep_samples,
-    method,
+    large_samples,
     played,
     played_grader,
     running_api,
@@ -112,6 +111,11 @@ def submitted(**reinforcement: Any) -> bytes:
     return json.dumps({"model": "tiny", "method": {"type": "reinforcement", "reinforcement": reinforcement}}).encode()
 
 
+def tried(grader: dict[str, Any], item: dict[str, Any]) -> bytes:
+    return json.dumps({"grader": grader, "model_sample": "x", "item": item}).encode()
+
+
+LIKELY = "ab" * 100
 MANY_VARIABLES = "{{item.a}}" * 6500
 HOSTILE: dict[str, tuple[str, bytes]] = {
     "a long prompt": (COMPLETIONS, json.dumps({"model": "tiny", "prompt": "x" * FOUR_MB}).encode()),
@@ -126,16 +130,8 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
     "braces": (RUN, json.dumps(graded(input="{{" * 100_000)).encode()),
     "braces at the limit": (RUN, json.dumps(graded(input="{{" * 32_000 + "{{item.answers}}")).encode()),
     "a path of many steps": (RUN, json.dumps(graded(input="{{item" + ".a" * 30_000 + "}}")).encode()),
-    "a multi of many variables": (
-        RUN,
-        json.dumps(
-            {"grader": multi(input=MANY_VARIABLES, reference=MANY_VARIABLES), "model_sample": "x", "item": {"b": 1}}
-        ).encode(),
-    ),
-    "a field that an item lacks": (
-        RUN,
-        json.dumps({"grader": multi(input="{{item.a}}" * 1800), "model_sample": "x", "item": {"b": 1}}).encode(),
-    ),
+    "a multi of many variables": (RUN, tried(multi(input=MANY_VARIABLES, reference=MANY_VARIABLES), {"b": 1})),
+    "a field that an item lacks": (RUN, tried(multi(input="{{item.a}}" * 1800), {"b": 1})),
     "a job of many variables": (JOBS, submitted(grader=multi(input="{{item.a}}" * 1800))),
     "a method that is too large": (JOBS, submitted(grader=multi(input=MANY_VARIABLES, reference=MANY_VARIABLES))),
     "bad documents": (JOBS, submitted(environment={"name": "search", "args": {"documents": [1] * 90_000}})),
@@ -148,9 +144,7 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
     "a long key twice": (JOBS, b'{"%b": 1, "%b": 1}' % (b"k" * 1_000_000, b"k" * 1_000_000)),
     "likely names": (
         RUN,
-        json.dumps(
-            graded(input="{{item." + "ab" * 100 + "}}") | {"item": {"ab" * 100 + str(i): 1 for i in range(9000)}}
-        ).encode(),
+        tried(GRADER | {"input": f"{{{{item.{LIKELY}}}}}"}, {f"{LIKELY}{i}": 1 for i in range(9000)}),
     ),
 }
 
@@ -166,21 +160,20 @@ async def test_the_api_answers_others_while_it_refuses(refusing: ApiServer, name
     assert stop_s < LONGEST_STOP_S
 
 
-async def test_the_api_answers_others_while_it_checks_a_large_grader(server: ApiServer) -> None:
+async def test_the_api_answers_others_while_it_checks_a_large_grader_and_a_large_file(server: ApiServer) -> None:
     grader = multi(input="{{item.a}}" * 1800)
-    checking = server.http.post("/v1/fine_tuning/alpha/graders/validate", json={"grader": grader}, timeout=60)
+    checking = server.http.post("/v1/fine_tuning/alpha/graders/validate", json={"grader": grader})
     answer, stop_s = await longest_stop(checking)
-    assert answer.json() == {"grader": grader}
-    assert stop_s < LONGEST_STOP_S
-
-
-async def test_the_api_answers_others_while_it_checks_a_large_file(server: ApiServer) -> None:
+    assert answer.json() == {"grader": grader} and stop_s < LONGEST_STOP_S
     content = jsonl(*(item("x" * 200, "y" * 20_000) for _ in range(1500)))
-    answer, stop_s = await longest_stop(
-        server.http.post("/v1/files", files={"file": ("f.jsonl", content)}, data={"purpose": "fine-tune"}, timeout=60)
-    )
+    answer, stop_s = await longest_stop(send_file(server, content))
     assert (answer.status_code, answer.json()["num_items"]) == (200, 1500)
     assert stop_s < LONGEST_STOP_S
+
+
+async def send_file(server: ApiServer, content: bytes) -> httpx.Response:
+    files = {"file": ("f.jsonl", content)}
+    return await server.http.post("/v1/files", files=files, data={"purpose": "fine-tune"})
 
 
 async def test_a_line_is_found_by_its_number_in_any_slice(server: ApiServer) -> None:
@@ -189,10 +182,10 @@ async def test_a_line_is_found_by_its_number_in_any_slice(server: ApiServer) -> 
     with pytest.raises(openai.BadRequestError, match="line 173: not JSON"):
         await server.openai.files.create(file=("f.jsonl", content), purpose="fine-tune")
     file = await server.openai.files.create(file=("f.jsonl", jsonl(*rows)), purpose="fine-tune")
-    wanted = GRADER | {"reference": "{{item.missing}}"}
-    method: Any = {"type": "reinforcement", "reinforcement": {"grader": wanted}}
+    wanted = {"grader": GRADER | {"reference": "{{item.missing}}"}}
     with pytest.raises(openai.BadRequestError, match="training_file, line 1: the grader needs"):
-        await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file.id, method=method)
+        method = {"type": "reinforcement", "reinforcement": wanted}
+        await create(server.openai, training_file=file.id, method=method)
 
 
 async def test_a_body_whose_reader_is_killed_is_no_fault_of_its_sender(executing: ApiServer) -> None:
@@ -217,11 +210,9 @@ async def test_a_large_body_that_is_good_is_answered(server: ApiServer) -> None:
 
 async def test_a_method_that_every_message_would_carry_is_bounded(server: ApiServer) -> None:
     grader = {"type": "python", "source": "def grade(sample, item): return 1\n" + "#" * 200_000}
-    method: Any = {"type": "reinforcement", "reinforcement": {"grader": {
-        "type": "multi", "graders": {"a": grader, "b": grader}, "calculate_output": "a + b"}}}  # fmt: skip
-    file = await upload(server.openai)
+    both = {"type": "multi", "graders": {"a": grader, "b": grader}, "calculate_output": "a + b"}
     with pytest.raises(openai.BadRequestError, match=r"method has 40\d{4} bytes; at most 393216"):
-        await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, method=method)
+        await create(server.openai, method={"type": "reinforcement", "reinforcement": {"grader": both}})
 
 
 def test_every_route_reads_its_json_strictly() -> None:
@@ -243,10 +234,11 @@ async def test_log_probs_beyond_all_measure_are_refused(server: ApiServer, monke
 # Shares --------------------------------------------------------------------------------------------------------------
 
 
-async def test_grader_runs_are_charged(server: ApiServer) -> None:
-    def reward(request: GradeRequest) -> GradeResult:
-        return GradeResult(**request.about(), id=request.id, reward=1.0, seconds=2.5)
+def reward(request: GradeRequest) -> GradeResult:
+    return GradeResult(**request.about(), id=request.id, reward=1.0, seconds=2.5)
 
+
+async def test_grader_runs_are_charged(server: ApiServer) -> None:
     async with played_grader(server.bus, reward):
         for _ in range(2):
             assert (await server.http.post(RUN, json=graded())).status_code == 200
@@ -260,8 +252,9 @@ async def env_s(server: ApiServer) -> float:
 
 
 async def test_a_grader_run_whose_client_leaves_is_charged_and_frees_its_place(server: ApiServer) -> None:
-    with pytest.raises(httpx.ReadTimeout):
-        await server.http.post(RUN, json=graded(), timeout=0.5)
+    running = asyncio.create_task(server.http.post(RUN, json=graded()))
+    await until(lambda: server.api.redis.xlen(server.bus.cell.env))
+    await cancel_all([running])
     async with asyncio.timeout(30):  # half of what a run may take
         while not await env_s(server) or num_asking(server) != [0, 0]:
             await asyncio.sleep(0.02)
@@ -269,31 +262,27 @@ async def test_a_grader_run_whose_client_leaves_is_charged_and_frees_its_place(s
 
 async def test_a_grader_run_that_takes_too_long_is_charged_and_frees_its_place(redis_url: str, tmp_path: Path) -> None:
     async with running_api(redis_url, tmp_path / "data", grader_run_timeout_s=1.0) as server:
-        assert (await server.http.post(RUN, json=graded())).status_code == 503
+        answer = await server.http.post(RUN, json=graded())
+        assert answer.status_code == 503 and "no environment worker answered" in answer.text
         assert await env_s(server) > 0.5 and num_asking(server) == [0, 0]
 
 
 async def test_few_grader_runs_of_a_tenant_wait_for_a_place(server: ApiServer) -> None:
     await server.new_tenant("victim")
     waiting = [asyncio.create_task(server.http.post(RUN, json=graded(), timeout=60)) for _ in range(MAX_GRADES + 1)]
-    while num_asking(server)[1] != len(waiting):
-        await asyncio.sleep(0.01)
+    await until(lambda: num_asking(server)[1] == len(waiting))
     answer = await server.http.post(RUN, json=graded())
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "too_many")
     assert "64 of your requests wait for slots for graders already" in answer.json()["error"]["message"]
     headers = {"Authorization": f"Bearer {server.clients[-1].api_key}"}
     waiting.append(asyncio.create_task(server.http.post(RUN, json=graded(), timeout=60, headers=headers)))
-    while num_asking(server)[1] != len(waiting):
-        await asyncio.sleep(0.01)
+    await until(lambda: num_asking(server)[1] == len(waiting))
     await cancel_all(waiting)
 
 
 async def test_a_victims_chat_and_grader_go_before_the_queue_of_another_tenant(server: ApiServer) -> None:
     # Given one slot of each kind, and a tenant with a long queue for both
     victim, finished = await server.new_tenant("victim"), list[str]()
-
-    def reward(request: GradeRequest) -> GradeResult:
-        return GradeResult(**request.about(), id=request.id, reward=1.0)
 
     async def ask(who: str, client: openai.AsyncOpenAI) -> None:
         await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
@@ -304,11 +293,9 @@ async def test_a_victims_chat_and_grader_go_before_the_queue_of_another_tenant(s
         finished.append(f"{who} grade")
 
     hog = [asyncio.create_task(call("hog", server.openai)) for call in (ask, grade) for _ in range(30)]
-    while num_asking(server) != [30, 30]:
-        await asyncio.sleep(0.01)
+    await until(lambda: num_asking(server) == [30, 30])
     own = [asyncio.create_task(call("victim", victim)) for call in (ask, grade)]
-    while num_asking(server) != [31, 31]:
-        await asyncio.sleep(0.01)
+    await until(lambda: num_asking(server) == [31, 31])
     # When workers come
     async with played(Script(server.bus)), played_grader(server.bus, reward):
         await asyncio.gather(*hog, *own)
@@ -349,19 +336,6 @@ async def test_the_api_answers_others_while_it_sends_the_samples_of_large_groups
     ]
 
 
-async def large_samples(server: ApiServer) -> tuple[str, list[SampleRecord]]:
-    """The path and the content of a job's samples, some megabytes."""
-    job = await server.openai.fine_tuning.jobs.create(
-        model="tiny", training_file=await upload(server.openai), extra_body={"method": method()}
-    )
-    text = "\1" * MAX_TEXT  # six bytes each in JSON
-    samples = [
-        SampleRecord(1, group, n, text, 0.5, "stop", text) for group in range(LIMITS.sample_groups) for n in range(256)
-    ]
-    await keep_samples(server, job.id, 1, samples)
-    return f"/v1/fine_tuning/jobs/{job.id}/samples", samples
-
-
 async def _read(server: ApiServer, url: str) -> bytes:
     """The body of an answer, put together once."""
     async with server.http.stream("GET", url, timeout=60) as answer:
@@ -372,8 +346,7 @@ async def _read(server: ApiServer, url: str) -> bytes:
 
 
 async def half_open(server: ApiServer, head: bytes) -> socket.socket:
-    port = server.api.settings.port
-    connection = socket.create_connection(("127.0.0.1", port))
+    connection = socket.create_connection(("127.0.0.1", server.api.settings.port))
     connection.setblocking(False)
     await asyncio.get_running_loop().sock_sendall(connection, head)
     return connection
@@ -381,32 +354,27 @@ async def half_open(server: ApiServer, head: bytes) -> socket.socket:
 
 async def is_closed(connection: socket.socket) -> bool:
     """True once the server has closed it; whatever it says before that is read."""
-    try:
-        while await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 5):
-            pass
-    except TimeoutError:
-        return False
-    except ConnectionResetError:
+    while await received(connection):
         pass
     return True
 
 
-HALF_OPEN = {
-    "nothing": b"",
-    "half a line": b"GET /v1/mo",
-    "half a head": b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-A: ",
-    "no body": b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\nab",
-    "a second half": b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /v1/mo",
-}
+HALF_OPEN = (
+    b"",
+    b"GET /v1/mo",
+    b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-A: ",
+    b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\nab",
+    b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /v1/mo",
+)
 
 
-@pytest.mark.parametrize("name", HALF_OPEN)
 async def test_a_connection_without_a_key_does_not_stay_half_open(
-    server: ApiServer, name: str, monkeypatch: pytest.MonkeyPatch
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 0.3)
-    with await half_open(server, HALF_OPEN[name]) as connection:
-        assert await is_closed(connection)
+    for head in HALF_OPEN:
+        with await half_open(server, head) as connection:
+            assert await is_closed(connection), head
 
 
 async def test_the_oldest_of_too_many_silent_connections_is_closed(
@@ -422,31 +390,31 @@ async def test_the_oldest_of_too_many_silent_connections_is_closed(
             connection.close()
 
 
-@pytest.mark.parametrize("path", ["/docs", "/v1/models"])
-async def test_what_stands_behind_a_request_without_a_key_is_not_worked_on(server: ApiServer, path: str) -> None:
-    with await half_open(server, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 40) as connection:
-        answers = b""
-        while more := await asyncio.wait_for(received(connection), 5):
-            answers += more
-    assert answers.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answers
+async def test_what_stands_behind_a_request_without_a_key_is_not_worked_on(server: ApiServer) -> None:
+    for path in ("/docs", "/v1/models"):
+        with await half_open(server, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode() * 40) as connection:
+            answers = b""
+            while more := await received(connection):
+                answers += more
+        assert answers.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answers
 
 
 async def received(connection: socket.socket) -> bytes:
     """More of what the server sends; nothing once it has closed the connection."""
     try:
-        return await asyncio.get_running_loop().sock_recv(connection, 65536)
+        return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 60)
     except ConnectionResetError:
         return b""
 
 
 async def test_a_connection_lives_on_only_with_a_key(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "KEYLESS_S", 0.5)
+    monkeypatch.setattr(connections, "KEYLESS_S", 2.0)
     with_key = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n\r\n".encode()
     with await half_open(server, with_key) as known, await half_open(server, b"GET / HTTP/1.1\r\nX: ") as unknown:
         assert await is_closed(unknown)
         assert b"200 OK" in await received(known)
         await asyncio.get_running_loop().sock_sendall(known, with_key)
-        assert b"200 OK" in await asyncio.wait_for(received(known), 5)
+        assert b"200 OK" in await received(known)
 
 
 async def test_a_client_that_does_not_read_is_closed(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,13 +433,13 @@ async def test_a_client_that_does_not_read_is_closed(server: ApiServer, monkeypa
 async def test_a_body_without_a_key_is_refused_unread(server: ApiServer) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 999\r\n\r\n"
     with await half_open(server, head) as connection:
-        answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 5)
+        answer = await received(connection)
     assert b"401 " in answer and b"no API key" in answer
 
 
-async def half_sent(server: ApiServer, key: str) -> socket.socket:
+async def half_sent(server: ApiServer) -> socket.socket:
     """A request whose body does not come."""
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n"
     return await half_open(server, f"{head}Content-Type: application/json\r\nContent-Length: 999\r\n\r\n{{".encode())
 
 
@@ -492,10 +460,9 @@ async def test_a_tenants_open_requests_are_bounded(redis_url: str, tmp_path: Pat
     async with running_api(redis_url, tmp_path / "data", max_open_requests=8) as server:
         other = await server.new_tenant("bluebird")
         # Given more requests of a tenant than it may have open
-        connections = [await half_sent(server, server.key) for _ in range(12)]
-        answers = [asyncio.create_task(asyncio.get_running_loop().sock_recv(one, 65536)) for one in connections]
-        while sum(answer.done() for answer in answers) < 4:
-            await asyncio.sleep(0.01)
+        connections = [await half_sent(server) for _ in range(12)]
+        answers = [asyncio.create_task(received(one)) for one in connections]
+        await until(lambda: sum(answer.done() for answer in answers) == 4)
         # Then those above are refused, as is one more, whatever it asks, and others' are answered
         assert all(b"429 " in answer.result() for answer in answers if answer.done())
         refused = await server.http.get("/v1/models")
@@ -517,8 +484,7 @@ async def test_a_tenants_event_streams_are_bounded_and_leave_room_for_other_requ
         running_api(redis_url, tmp_path / "data", max_event_streams=2) as server,
         contextlib.AsyncExitStack() as open_,
     ):
-        file, grade = await upload(server.openai), {"method": method()}
-        job = await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body=grade)
+        job = await create(server.openai)
         url, streams = f"{JOBS}/{job.id}/events", list[httpx.Response]()
         for _ in range(2):
             streams += [await open_.enter_async_context(server.http.stream("GET", url, params={"stream": "true"}))]
@@ -536,16 +502,11 @@ async def test_a_tenants_event_streams_are_bounded_and_leave_room_for_other_requ
 FORM = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
 
 
-async def uploading(server: ApiServer, key: str, content: bytes) -> socket.socket:
-    """An upload that has sent its first bytes and sends no more."""
-    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 60000000\r\n"
-    return await half_open(
-        server, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode() + FORM + content
-    )
-
-
-async def answer_of(connection: socket.socket) -> bytes:
-    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(connection, 65536), 20)
+async def uploading(server: ApiServer, content: bytes, length: int = 60_000_000) -> socket.socket:
+    """An upload that has sent its first bytes and sends no more by itself."""
+    head = f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\nContent-Length: {length}\r\n"
+    form = "Content-Type: multipart/form-data; boundary=b\r\n\r\n"
+    return await half_open(server, f"{head}{form}".encode() + FORM + content)
 
 
 FILE_LIMIT = MAX_FILE_BYTES + (64 << 10)
@@ -570,23 +531,24 @@ async def test_a_client_that_sends_all_before_it_reads_hears_that_its_body_is_to
             await loop.sock_sendall(connection, part if announced else b"%x\r\n%s\r\n" % (len(part), part))
         if not announced:
             await loop.sock_sendall(connection, b"0\r\n\r\n")
-        answer = await answer_of(connection)
+        answer = await received(connection)
     assert b" 413 " in answer and f"at most {limit} bytes".encode() in answer
 
 
-async def test_a_body_that_is_too_large_is_read_no_longer_than_it_comes(server: ApiServer) -> None:
-    for more in ("", "Expect: 100-continue\r\n"):
+async def test_a_body_that_is_too_large_is_read_no_longer_than_it_comes(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for more, pause_s in (("", 0.1), ("Expect: 100-continue\r\n", 3600.0)):
+        monkeypatch.setattr(body_limit, "DRAIN_PAUSE_S", pause_s)
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n{more}Content-Length: 9000000\r\n\r\n"
-        started = time.monotonic()
         with await half_open(server, head.encode()) as connection:
-            assert b" 413 " in await answer_of(connection)
-        assert more == "" or time.monotonic() - started < body_limit.DRAIN_PAUSE_S
+            assert b" 413 " in await received(connection)
 
 
 async def test_a_body_that_drips_is_refused(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_limit, "PAUSE_S", 0.5)
-    with await uploading(server, server.key, b"x") as connection:
-        answered = asyncio.create_task(answer_of(connection))
+    with await uploading(server, b"x") as connection:
+        answered = asyncio.create_task(received(connection))
         while not answered.done():
             await asyncio.get_running_loop().sock_sendall(connection, b"x")
             await asyncio.sleep(0.1)
@@ -595,22 +557,14 @@ async def test_a_body_that_drips_is_refused(server: ApiServer, monkeypatch: pyte
 
 async def test_a_file_is_read_no_further_when_its_client_has_left(executing: ApiServer) -> None:
     # Given a file that takes minutes to read
-    content = FORM + jsonl(item("a")) * 200_000
+    content = jsonl(item("a")) * 200_000
     rest = b'\r\n--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--b--\r\n'
-    length = len(content) + len(rest)
-    head = (
-        f"POST /v1/files HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {executing.key}\r\nContent-Length: {length}\r\n"
-    )
     before, others = spooled_files(), helper_processes()
-    with await half_open(
-        executing, f"{head}Content-Type: multipart/form-data; boundary=b\r\n\r\n".encode()
-    ) as connection:
-        await asyncio.get_running_loop().sock_sendall(connection, content + rest)
-        while not helper_processes() - others:
-            await asyncio.sleep(0.01)
+    with await uploading(executing, content, length=len(FORM + content + rest)) as connection:
+        await asyncio.get_running_loop().sock_sendall(connection, rest)
+        await until(lambda: helper_processes() - others)
     # When its client leaves, the helper that reads it ends, and the file goes
-    while helper_processes() - others or spooled_files() > before:
-        await asyncio.sleep(0.01)
+    await until(lambda: not helper_processes() - others and spooled_files() <= before)
     assert not (await executing.openai.files.list()).data
 
 
@@ -630,17 +584,15 @@ async def test_a_tenants_uploads_under_way_are_bounded_and_leave_nothing_behind(
     async with running_api(redis_url, tmp_path / "data", max_uploads_bytes=3_000_000) as server:
         other, before = await server.new_tenant("bluebird"), spooled_files()
         # Given an upload of two megabytes that goes on
-        with await uploading(server, server.key, b"x" * 2_000_000):
-            while spooled_files() == before:
-                await asyncio.sleep(0.01)
+        with await uploading(server, b"x" * 2_000_000):
+            await until(lambda: spooled_files() > before)
             # Then another of the same tenant is refused, and one of another tenant is not
-            with await uploading(server, server.key, b"x" * 2_000_000) as second:
-                answer = await answer_of(second)
+            with await uploading(server, b"x" * 2_000_000) as second:
+                answer = await received(second)
             assert b"507 " in answer and b"uploads under way have more than 3000000 bytes" in answer
             await upload(other, jsonl(*(item("x" * 10_000) for _ in range(200))))
         # And when the client goes away, its file goes too, and the tenant may upload again
-        while spooled_files() > before:
-            await asyncio.sleep(0.01)
+        await until(lambda: spooled_files() <= before)
         await upload(server.openai, jsonl(*(item("x" * 10_000) for _ in range(200))))
 
 
@@ -651,29 +603,25 @@ async def test_an_upload_for_which_the_disk_has_no_room_says_so(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(UploadFile, "write", full)
-    files = {"file": ("f", jsonl(item()))}
-    answer = await server.http.post("/v1/files", files=files, data={"purpose": "fine-tune"})
+    answer = await send_file(server, jsonl(item()))
     assert (answer.status_code, answer.json()["error"]["code"]) == (507, "disk_full")
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "a"}] * 700}),
-        ("/v1/fine_tuning/alpha/graders/validate", {"grader": GRADER | {"input": "{{item.a}}" * 2800}}),
-    ],
-    ids=["messages", "template"],
-)
+VALIDATE = "/v1/fine_tuning/alpha/graders/validate"
+MIDDLE = {
+    CHAT: {"model": "tiny", "messages": [{"role": "user", "content": "a"}] * 700},
+    VALIDATE: {"grader": GRADER | {"input": "{{item.a}}" * 2800}},
+}
+
+
+@pytest.mark.parametrize(("path", "body"), MIDDLE.items(), ids=["messages", "template"])
 async def test_many_requests_of_middle_size_do_not_come_before_another_tenants(
     server: ApiServer, path: str, body: dict[str, Any]
 ) -> None:
-    key = (await server.new_tenant("acme")).api_key
-    small = {"grader": GRADER}
+    headers = {"Authorization": f"Bearer {(await server.new_tenant('acme')).api_key}"}
     many = [asyncio.create_task(server.http.post(path, json=body, timeout=60)) for _ in range(12)]
     await asyncio.wait(many, return_when=asyncio.FIRST_COMPLETED)
-    answer = await server.http.post(
-        "/v1/fine_tuning/alpha/graders/validate", json=small, headers={"Authorization": f"Bearer {key}"}
-    )
+    answer = await server.http.post(VALIDATE, json={"grader": GRADER}, headers=headers)
     waiting = sum(not task.done() for task in many)
     await asyncio.gather(*many)
     assert answer.status_code == 200

@@ -2,13 +2,12 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 
 from common.settings import TINY
-from tests.support.api_server import method, running_api, upload
+from tests.support.api_server import create, method, running_api
 from tests.support.families import save_family
 from tests.support.tinker_client import client_of
 
@@ -41,18 +40,13 @@ async def test_adapters_on_experts_are_refused_before_a_job_or_run_begins(redis_
     save_family("qwen3_moe", tmp_path / "moe", vocab_size=320)
     bases = f"tiny,moe={tmp_path / 'moe'}"
     async with running_api(redis_url, tmp_path / "data", base_models=bases) as server:
-        body: Any = {"model": "moe", "training_file": await upload(server.openai)}
         for name in ("gate_proj", "gate"):
-            refused = method(lora_targets=["q_proj", name], max_tokens=32)
-            with pytest.raises(
-                openai.BadRequestError, match=f"no linear layer '{name}'; it has q_proj, k_proj, v_proj, o_proj$"
-            ):
-                await server.openai.fine_tuning.jobs.create(**body, extra_body={"method": refused})
-        taken = method(lora_targets=["q_proj"], max_tokens=32)
-        await server.openai.fine_tuning.jobs.create(**body, extra_body={"method": taken})
+            complaint = f"no linear layer '{name}'; it has q_proj, k_proj, v_proj, o_proj$"
+            with pytest.raises(openai.BadRequestError, match=complaint):
+                await create(server.openai, model="moe", method=method(lora_targets=["q_proj", name], max_tokens=32))
+        await create(server.openai, model="moe", method=method(lora_targets=["q_proj"], max_tokens=32))
         client = await client_of(server)
         lora = {"rank": 4, "train_attn": False, "train_mlp": True, "train_unembed": True}
-        answer = await client.post(
-            "create_model", session_id=await client.session(), model_seq_id=0, base_model="moe", lora_config=lora
-        )
+        run = {"session_id": await client.session(), "model_seq_id": 0, "base_model": "moe", "lora_config": lora}
+        answer = await client.post("create_model", **run)
         assert answer.status_code == 400 and "has none of the layers gate_proj" in answer.text

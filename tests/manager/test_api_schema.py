@@ -16,10 +16,8 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 from common.store.adapters import PEFT_FILES
-from manager_service.records.job_records import JobState
-from manager_service.records.keys import JSON
 from manager_service.records.receivers import Receivers
-from tests.support.api_server import GRADER, ApiServer, jsonl, method, running_api, upload
+from tests.support.api_server import GRADER, ApiServer, create, jsonl, method, running_api, upload, write_state
 from tests.support.nasty_values import nasty, paths, replaced
 from tests.support.rollout_cases import files_of
 
@@ -42,18 +40,14 @@ ADMIN = ("/v1/admin", "/v1/cluster", "/metrics")
 async def test_no_request_finds_a_server_error_or_an_undeclared_answer(redis_url: str, tmp_path: Path) -> None:
     limits: dict[str, Any] = {"inference_timeout_s": 0.05, "inference_silence_s": 0.05, "grader_run_timeout_s": 0.05}
     async with running_api(redis_url, tmp_path / "data", command_wait_s=0.0, keep_alive_s=0.1, **limits) as server:
-        file = await upload(server.openai)
-        job = await server.openai.fine_tuning.jobs.create(
-            model="tiny", training_file=file, extra_body={"method": method()}
-        )
-        state = JSON.encode(JobState(status="succeeded", version=2))
-        await server.api.redis.hset(server.bus.cell.job(job.id), "state", state)
+        job = await create(server.openai, training_file=(file := await upload(server.openai)))
+        await write_state(server, job.id, status="succeeded", version=2)
         known = {"file_id": file, "job_id": job.id, "tenant_id": "default", "model": f"ft:tiny:default::{job.id}"}
         await asyncio.to_thread(explore, server, known)
 
 
 def explore(server: ApiServer, known: dict[str, str]) -> None:
-    document = requests.get(f"{server.url}/openapi.json", timeout=10).json()
+    document = requests.get(f"{server.url}/openapi.json", timeout=60).json()
     schema = schemathesis.openapi.from_dict(document)
     found: list[Any] = list(schema.get_all_operations())
     operations = [result.ok() for result in found]
@@ -95,15 +89,9 @@ def explore_operation(server: ApiServer, session: requests.Session, operation: A
 
 MULTI = {"type": "multi", "graders": {"a": GRADER}, "calculate_output": "a * 2"}
 ENVIRONMENT = {"name": "calculator", "args": {"skill": "calc", "grader": {"type": "math"}}}
-HYPER = {
-    "batch_size": 2,
-    "n_epochs": 1,
-    "learning_rate": 1e-3,
-    "lora_targets": ["q_proj"],
-    "loss": "grpo",
-    "lora_alpha": 2.0,
-}
-TUNED = {"hyperparameters": {"batch_size": 2, "n_epochs": 1, "learning_rate": 1e-3}}
+FEW = {"batch_size": 2, "n_epochs": 1, "learning_rate": 1e-3}
+HYPER = FEW | {"lora_targets": ["q_proj"], "loss": "grpo", "lora_alpha": 2.0}
+TUNED = {"hyperparameters": FEW}
 EXAMPLES = jsonl(*({"prompt": f"add {i}+1", "completion": str(i + 1)} for i in range(10)))
 NOBODY = re.compile("no (rollout|environment) worker answered within")
 """The reason why a right request fails here."""
@@ -164,7 +152,7 @@ def mutate(server: ApiServer, path: str, valid: list[Any]) -> None:
 
     def answer_to(body: Any) -> tuple[str, requests.Response]:
         content = json.dumps(body)
-        answer = session.post(server.url + path, data=content, headers=headers, timeout=10)
+        answer = session.post(server.url + path, data=content, headers=headers, timeout=60)
         assert answer.status_code != 503 or NOBODY.search(answer.text), f"{content}: {answer.text}"
         return content, answer
 

@@ -13,10 +13,10 @@ from common.store.adapters import PEFT_FILES
 from manager_service.http import connections
 from manager_service.http.openai.files import downloads
 from manager_service.owner.jobs.journal import MAX_TEXT
-from manager_service.records.sample_records import LIMITS, SampleRecord
+from manager_service.records.sample_records import LIMITS
 from manager_service.records.tenants import TenantRecord
 from tests.manager.tinker.test_checkpoints import external
-from tests.support.api_server import ApiServer, keep_samples, method, upload
+from tests.support.api_server import ApiServer, large_samples
 from tests.support.run_world import owned_runs
 from tests.support.tinker_client import client_of
 
@@ -56,7 +56,7 @@ class Reader:
 
     async def read(self, num_bytes: int = 1 << 20) -> bytes:
         """Raises ConnectionResetError."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await asyncio.get_running_loop().sock_recv(self._socket, num_bytes)
 
     async def read_all(self) -> bytes:
@@ -70,13 +70,8 @@ class Reader:
 
 async def samples_of(server: ApiServer) -> str:
     """The path of a job's samples, LARGE bytes."""
-    file = await upload(server.openai)
-    job = await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body={"method": method()})
-    text = "\1" * MAX_TEXT  # six bytes each in JSON
-    num = LARGE // (6 * 2 * MAX_TEXT * LIMITS.sample_groups)
-    samples = [SampleRecord(1, g, n, text, 0.5, "stop", text) for g in range(LIMITS.sample_groups) for n in range(num)]
-    await keep_samples(server, job.id, 1, samples)
-    return f"/v1/fine_tuning/jobs/{job.id}/samples"
+    url, _ = await large_samples(server, LARGE // (6 * 2 * MAX_TEXT * LIMITS.sample_groups))
+    return url
 
 
 async def test_a_request_is_open_until_its_answer_is_read(server: ApiServer) -> None:

@@ -2,64 +2,47 @@
 
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 
 from common.wire.messages import AdapterRef, LoraSpec
-from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import Checkpoint, RunSpec, RunState
-from tests.support.api_server import ApiServer, method, upload
+from tests.support.api_server import ApiServer, create, method, spec_of, write_state
 
 
-async def create(client: openai.AsyncOpenAI, model: str, **hyper: Any) -> str:
-    body = {"method": method(**hyper)}
-    job = await client.fine_tuning.jobs.create(model=model, training_file=await upload(client), extra_body=body)
-    return job.id
+async def start(client: openai.AsyncOpenAI, model: str, **hyper: Any) -> str:
+    return (await create(client, model=model, method=method(**hyper))).id
 
 
 async def tuned(server: ApiServer, version: int, **hyper: Any) -> str:
     """The name of a model that has come to a version."""
-    job = await create(server.openai, "tiny", **hyper)
-    state = JSON.encode(JobState(status="running", version=version))
-    await server.api.redis.hset(server.bus.cell.job(job), "state", state)
+    job = await start(server.openai, "tiny", **hyper)
+    await write_state(server, job, status="running", version=version)
     return f"ft:tiny:default::{job}"
 
 
-async def spec_of(server: ApiServer, job: str) -> JobSpec:
-    return msgspec.json.decode(await server.api.redis.hget(server.bus.cell.job(job), "spec") or b"", type=JobSpec)
-
-
-async def test_a_job_goes_on_from_the_newest_or_a_pinned_version(server: ApiServer) -> None:
+async def test_a_job_goes_on_from_the_newest_or_a_pinned_version_in_its_shape_alone(server: ApiServer) -> None:
     model = await tuned(server, 3, lora_rank=4, lora_alpha=32.0, lora_targets=["q_proj"])
     for asked, version in ((model, 3), (f"{model}@1", 1)):
-        job = await create(server.openai, asked)
+        job = await start(server.openai, asked)
         spec = await spec_of(server, job)
         assert spec.source == AdapterRef("default", model.rpartition(":")[2], version)
         assert spec.hyper.lora == LoraSpec(4, 32.0, ("q_proj",)), "the adapter keeps its shape"
-        shown = await server.openai.fine_tuning.jobs.retrieve(job)
-        assert shown.model == f"{model}@{version}"
-        assert shown.method and shown.method.reinforcement
-        given = shown.method.reinforcement.to_dict()["hyperparameters"]
-        assert isinstance(given, dict) and given["lora_rank"] == 4
-
-
-async def test_an_adapter_of_another_shape_is_refused(server: ApiServer) -> None:
-    model = await tuned(server, 3, lora_rank=4)
+        shown: Any = (await server.openai.fine_tuning.jobs.retrieve(job)).to_dict()
+        assert (shown["model"], shown["hyperparameters"]["lora_rank"]) == (f"{model}@{version}", 4)
     with pytest.raises(openai.BadRequestError, match="lora_rank: the model that the job starts from has 4"):
-        await create(server.openai, model, lora_rank=8)
-    assert (await spec_of(server, await create(server.openai, model, lora_rank=4))).hyper.lora.rank == 4
+        await start(server.openai, model, lora_rank=8)
 
 
 async def test_only_ones_own_models_that_have_a_version_are_starts(server: ApiServer) -> None:
     model = await tuned(server, 3)
-    fresh = f"ft:tiny:default::{await create(server.openai, 'tiny')}"
+    fresh = f"ft:tiny:default::{await start(server.openai, 'tiny')}"
     for wrong in (f"{model}@4", f"{model}x", fresh):
         with pytest.raises(openai.BadRequestError, match="model"):
-            await create(server.openai, wrong)
+            await start(server.openai, wrong)
     with pytest.raises(openai.BadRequestError, match="there is no model"):
-        await create(await server.new_tenant("acme"), model)
+        await start(await server.new_tenant("acme"), model)
 
 
 async def test_a_runs_versions_are_models_like_a_jobs(server: ApiServer) -> None:
@@ -73,7 +56,7 @@ async def test_a_runs_versions_are_models_like_a_jobs(server: ApiServer) -> None
     path, name = f"tinker://{session}:train:0/weights/mine", f"ft:tiny:default::{run}"
     for model, version in ((path, 1), (name, 2), (f"{name}@0", 0)):
         assert (await server.openai.models.retrieve(model)).to_dict()["version"] == version
-        started = await spec_of(server, await create(server.openai, model))
+        started = await spec_of(server, await start(server.openai, model))
         assert (started.source, started.hyper.lora) == (AdapterRef("default", run, version), spec.lora)
     other = await server.new_tenant("acme")
     for model in (path, name, f"{name}@3", f"ft:tiny:default:x:{run}", "tinker://x", f"{path}x"):

@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 from openai.types.fine_tuning import FineTuningJob
 
 from common.tasks.environments import SUPERVISED
 from common.wire.messages import AdapterRef
-from manager_service.records.job_records import JobSpec, JobState
-from manager_service.records.keys import JSON
-from tests.support.api_server import ApiServer, item, jsonl, method, upload
+from tests.support.api_server import ApiServer, create, item, jsonl, method, spec_of, upload, write_state
 
 HYPER = "method.supervised.hyperparameters"
 
@@ -28,21 +25,14 @@ FORMS = [
 EXAMPLES = jsonl(*FORMS, *FORMS, *FORMS, *FORMS)
 
 
-async def create(server: ApiServer, rows: bytes = EXAMPLES, **changes: Any) -> FineTuningJob:
-    hyper = changes.pop("hyper", {})
-    body = {"method": {"type": "supervised", "supervised": {"hyperparameters": hyper}}} | changes.pop("body", {})
-    file = await upload(server.openai, rows)
-    model = changes.pop("model", "tiny")
-    return await server.openai.fine_tuning.jobs.create(model=model, training_file=file, extra_body=body, **changes)
-
-
-async def spec_of(server: ApiServer, job: str) -> JobSpec:
-    return msgspec.json.decode(await server.api.redis.hget(server.bus.cell.job(job), "spec") or b"", type=JobSpec)
+async def learn(server: ApiServer, rows: bytes = EXAMPLES, hyper: Any = None, **changes: Any) -> FineTuningJob:
+    how = {"type": "supervised", "supervised": {"hyperparameters": hyper or {}}}
+    return await create(server.openai, **{"training_file": await upload(server.openai, rows), "method": how, **changes})
 
 
 async def test_a_job_of_each_form_of_examples_is_taken_as_openais(server: ApiServer) -> None:
     held_out = await upload(server.openai, jsonl(example(), example()))
-    job = await create(server, hyper={"batch_size": 4, "n_epochs": 2}, validation_file=held_out)
+    job = await learn(server, hyper={"batch_size": 4, "n_epochs": 2}, validation_file=held_out)
     assert job.method and job.method.type == "supervised" and job.method.supervised
     given: Any = job.to_dict()
     assert given["hyperparameters"] == given["method"]["supervised"]["hyperparameters"]
@@ -51,7 +41,7 @@ async def test_a_job_of_each_form_of_examples_is_taken_as_openais(server: ApiSer
     assert (spec.hyper.num_steps, spec.hyper.group_size, spec.hyper.loss.name) == (6, 1, "cross_entropy")
     assert (spec.num_items, spec.num_eval_items, spec.env.name) == (12, 2, SUPERVISED)
     assert len(spec.notes) == 1 and "without the chat template" in spec.notes[0]
-    assert not (await spec_of(server, (await create(server, jsonl(example()))).id)).notes
+    assert not (await spec_of(server, (await learn(server, jsonl(example()))).id)).notes
 
 
 async def test_what_is_wrong_is_named(server: ApiServer) -> None:
@@ -62,34 +52,29 @@ async def test_what_is_wrong_is_named(server: ApiServer) -> None:
         ({"hyper": {"batch_size": 0}}, f"{HYPER}.batch_size", "greater than or equal to 1"),
         ({"rows": jsonl(example(), item())}, "training_file", "line 2: a supervised job learns answers"),
         ({"rows": jsonl(example(), long, long)}, "training_file", r"2 of the examples .* \(lines 2, 3"),
-        ({"body": {"method": {"type": "dpo"}}}, "method.type", "'dpo' is not offered"),
-        ({"body": {"method": {"type": "superviced"}}}, "method.type", "did you mean 'supervised'?"),
-        ({"body": {"method": method()}}, "training_file", "line 1: the last message is the assistant's"),
-        ({"body": {"method": {"type": "reinforcement", "reinforcement": {"environment": {"name": SUPERVISED}}}}},
+        ({"method": {"type": "dpo"}}, "method.type", "'dpo' is not offered"),
+        ({"method": {"type": "superviced"}}, "method.type", "did you mean 'supervised'?"),
+        ({"method": method()}, "training_file", "line 1: the last message is the assistant's"),
+        ({"method": {"type": "reinforcement", "reinforcement": {"environment": {"name": SUPERVISED}}}},
          "method.reinforcement.environment.name", "unknown environment"),
     ]  # fmt: skip
     for changes, param, complaint in refused:
         with pytest.raises(openai.BadRequestError, match=complaint) as error:
-            await create(server, **changes)
+            await learn(server, **changes)
         assert error.value.param in (param, "environment.name"), error.value.message
 
 
 async def test_a_job_of_either_kind_goes_on_from_one_of_the_other(server: ApiServer) -> None:
-    first = await create(server, hyper={"lora_rank": 4})
-    done = JSON.encode(JobState(status="succeeded", version=3))
-    await server.api.redis.hset(server.bus.cell.job(first.id), "state", done)
-    rewarded = await server.openai.fine_tuning.jobs.create(
-        model=f"ft:tiny:default::{first.id}",
-        training_file=await upload(server.openai),
-        extra_body={"method": method()},
-    )
-    await server.api.redis.hset(server.bus.cell.job(rewarded.id), "state", done)
-    again = await create(server, model=f"ft:tiny:default::{rewarded.id}@2")
+    first = await learn(server, hyper={"lora_rank": 4})
+    await write_state(server, first.id, status="succeeded", version=3)
+    rewarded = await create(server.openai, model=f"ft:tiny:default::{first.id}")
+    await write_state(server, rewarded.id, status="succeeded", version=3)
+    again = await learn(server, model=f"ft:tiny:default::{rewarded.id}@2")
     sources = [(await spec_of(server, job.id)).source for job in (rewarded, again)]
     assert sources == [AdapterRef("default", first.id, 3), AdapterRef("default", rewarded.id, 2)]
     assert (await spec_of(server, again.id)).hyper.lora.rank == 4
     with pytest.raises(openai.BadRequestError, match="lora_rank: the model that the job starts from has 4") as refused:
-        await create(server, model=f"ft:tiny:default::{first.id}", hyper={"lora_rank": 8})
+        await learn(server, model=f"ft:tiny:default::{first.id}", hyper={"lora_rank": 8})
     assert refused.value.param == f"{HYPER}.lora_rank"
 
 

@@ -1,7 +1,6 @@
 """Files that are no JSONL, and items in TRL's forms, through the real HTTP API."""
 
 import json
-import random
 from typing import Any
 
 import openai
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidInput
 from manager_service.http.reading.csv_tables import MAX_MADE, convert_csv
 from manager_service.owner.jobs.items import Items
-from tests.support.api_server import ApiServer, jsonl, method, upload
+from tests.support.api_server import ApiServer, create, jsonl, method, upload
 
 SETTINGS = {"max_file_bytes": 100_000, "max_line_bytes": 10_000}
 
@@ -33,13 +32,9 @@ async def test_a_table_becomes_items_and_is_trained_on(server: ApiServer) -> Non
         {"prompt": 'add 1,\n"2"', "answer": "3"},
         {"prompt": "add 2+2", "answer": "4"},
     ]
-    job = await server.openai.fine_tuning.jobs.create(
-        model="tiny", training_file=file, extra_body={"method": method(batch_size=1)}
-    )
+    job = await create(server.openai, training_file=file, method=method(batch_size=1))
     assert job.to_dict()["num_items"] == 2
-
-
-async def test_conversations_in_a_table_are_json(server: ApiServer) -> None:
+    # And conversations in a table are JSON
     talk = json.dumps([{"role": "user", "content": "min 3,1"}, {"role": "assistant", "content": "1"}])
     quoted = talk.replace('"', '""')
     file = await send(server, f'messages,note\n"{quoted}",x\n'.encode())
@@ -69,9 +64,6 @@ async def test_what_is_wrong_with_a_table_is_said_by_row_and_column(server: ApiS
         with pytest.raises(openai.BadRequestError, match=complaint) as refused:
             await send(server, content)
         assert refused.value.param == "file"
-
-
-async def test_a_table_whose_items_are_too_large_together_is_refused(server: ApiServer) -> None:
     name = b"n" * 128
     with pytest.raises(openai.APIStatusError, match="as JSONL this file has more than 100000 bytes") as refused:
         await send(server, b"prompt," + name + b"\n" + b"a,\n" * 10_000)
@@ -85,9 +77,7 @@ async def test_an_item_in_each_of_trls_forms_is_one_with_messages(server: ApiSer
     assert (await server.openai.files.content(file)).content == rows, "the file stays as it is"
     items = Items(rows.splitlines())
     assert [items[n]["messages"] for n in range(2)] == [asked, asked]
-    job = await server.openai.fine_tuning.jobs.create(
-        model="tiny", training_file=file, extra_body={"method": method(batch_size=1)}
-    )
+    job = await create(server.openai, training_file=file, method=method(batch_size=1))
     assert job.to_dict()["num_items"] == 2
     for row, complaint in (
         ({"prompt": [{"role": "robot"}]}, r"line 1: prompt\[0\].role"),
@@ -127,20 +117,8 @@ def test_a_table_that_grows_is_converted_a_little_at_a_time() -> None:
 
 
 TALK = '"[{""role"": ""user"", ""content"": ""%s""}]"'
-CELLS = [
-    TALK % "hi",
-    TALK % "\\ud800",
-    '"[NaN]"',
-    '"[1e999]"',
-    f'"{"[" * 5000}"',
-    '"',
-    '""',
-    "\0",
-    '"a\nb"',
-    "\r",
-    "=1+1",
-    "\ufeff",
-]
+JSON_CELLS = [TALK % "hi", TALK % "\\ud800", '"[NaN]"', '"[1e999]"', f'"{"[" * 5000}"']
+CELLS = [*JSON_CELLS, '"', '""', "\0", '"a\nb"', "\r", "=1+1", "\ufeff"]
 NAMES = ["prompt", "messages", "tools", "answer", "prompt ", "", '"prompt"', "\ufeffprompt", "x" * 200, "__proto__"]
 ROWS = st.lists(st.one_of(st.text(max_size=20), st.sampled_from(CELLS)), max_size=4).map(",".join)
 
@@ -164,14 +142,3 @@ def test_whatever_a_table_holds_it_is_refused_or_read_as_one_whole(content: byte
         return
     assert in_parts == converted(content, 1 << 20)
     assert all(len(line) <= 1000 and isinstance(json.loads(line), dict) for line in in_parts.splitlines())
-
-
-async def test_no_bytes_of_a_table_are_an_error_of_the_service(server: ApiServer) -> None:
-    chance = random.Random(0)
-    for _ in range(12):
-        cells = [[chance.choice(CELLS) for _ in range(2)] for _ in range(3)]
-        table = "\n".join(map(",".join, [chance.sample(NAMES, 2), *cells])).encode()
-        at = chance.randrange(len(table))
-        content = table[:at] + chance.randbytes(chance.choice([0, 0, 1])) + table[at:]
-        sent: dict[str, Any] = {"files": {"file": ("items.csv", content)}, "data": {"purpose": "fine-tune"}}
-        assert (await server.http.post("/v1/files", **sent)).status_code in (200, 400), content

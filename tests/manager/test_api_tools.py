@@ -11,7 +11,7 @@ import pytest
 from common.settings import TINY
 from examples.three_turns import ENVIRONMENT, installed
 from tests.support import live_environments
-from tests.support.api_server import running_api, upload
+from tests.support.api_server import GRADER, create, running_api
 
 SILENT = (
     "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -22,6 +22,10 @@ LAST_USER_ONLY = (
     "{% for m in messages %}<|{{ m.role }}|>{% if m.role != 'user' or loop.revindex < 3 %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+def on(environment: Any, **hyper: Any) -> dict[str, Any]:
+    return {"type": "reinforcement", "reinforcement": {"environment": environment, "hyperparameters": hyper}}
 
 
 def base_with(template: str, folder: Path) -> Path:
@@ -37,18 +41,10 @@ async def test_an_environment_with_tools_is_refused_by_name_where_the_template_i
 ) -> None:
     base = base_with(SILENT, tmp_path / "silent")
     async with running_api(redis_url, tmp_path / "data", base_models=f"tiny={base}") as server:
-        file = await upload(server.openai)
-
-        async def create(environment: str, **args: Any) -> None:
-            given = {"environment": {"name": environment, "args": args}}
-            method: Any = {"type": "reinforcement", "reinforcement": given}
-            await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, extra_body={"method": method})
-
         with pytest.raises(openai.BadRequestError, match=f"the environment '{name}' has tools, .* 'tiny'") as refused:
-            await create(name)
+            await create(server.openai, method=on({"name": name}))
         assert refused.value.code == "no_tools"
-        exact = {"type": "string_check", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
-        await create("single_turn", grader=exact | {"operation": "eq"})
+        assert await create(server.openai, method=on({"name": "single_turn", "args": {"grader": GRADER}}))
 
 
 async def test_a_simulated_user_is_refused_where_the_template_cannot_append_what_users_say(
@@ -57,28 +53,18 @@ async def test_a_simulated_user_is_refused_where_the_template_cannot_append_what
     monkeypatch.syspath_prepend(installed(tmp_path / "installed")["PYTHONPATH"].split(os.pathsep)[0])
     bases = f"tiny={TINY},strict={base_with(LAST_USER_ONLY, tmp_path / 'strict')}"
     async with running_api(redis_url, tmp_path / "data", base_models=bases) as server:
-        method: Any = {
-            "type": "reinforcement",
-            "reinforcement": {"environment": ENVIRONMENT, "hyperparameters": {"max_steps": 1}},
-        }
-        no_file: Any = None
-        jobs = server.openai.fine_tuning.jobs
-        assert (await jobs.create(model="tiny", training_file=no_file, method=method)).status
-        with pytest.raises(
-            openai.BadRequestError, match=r"'simulated_user' cannot answer 'strict'.* of role user .* earlier turns"
-        ):
-            await jobs.create(model="strict", training_file=no_file, method=method)
+        method = on(ENVIRONMENT, max_steps=1)
+        assert await create(server.openai, training_file=None, method=method)
+        complaint = r"'simulated_user' cannot answer 'strict'.* of role user .* earlier turns"
+        with pytest.raises(openai.BadRequestError, match=complaint):
+            await create(server.openai, model="strict", training_file=None, method=method)
 
 
 async def test_an_environment_of_live_sessions_is_refused_in_deterministic_mode(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(live_environments.install(tmp_path / "installed"))
-    given = {"environment": {"name": "adding"}, "hyperparameters": {"max_steps": 1}}
-    method: Any = {"type": "reinforcement", "reinforcement": given}
     async with running_api(redis_url, tmp_path / "data", deterministic=True) as server:
-        file = await upload(server.openai)
-        with pytest.raises(
-            openai.BadRequestError, match=r"'adding' holds its state in a session, .* deterministic mode"
-        ):
-            await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, method=method)
+        complaint = "'adding' holds its state in a session, .* deterministic mode"
+        with pytest.raises(openai.BadRequestError, match=complaint):
+            await create(server.openai, method=on({"name": "adding"}, max_steps=1))

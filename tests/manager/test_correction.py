@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from common.sharing.correction import ENOUGH_S, MOST, Correction
+from common.sharing.correction import MAX_FACTOR, MIN_MEASURED_S, Correction
 from harness.standin import FixedSlots, job_spec
 from manager_service.scheduling.policies import POLICIES
 from tests.support.owner_world import World
@@ -36,8 +36,8 @@ def test_a_share_that_gets_more_or_less_comes_to_its_due(got: float) -> None:
 
 
 def test_it_stays_within_bounds() -> None:
-    assert after(*[(0.0, 4.0)] * 20).factor == MOST
-    assert after(*[(4.0, 0.0)] * 20).factor == 1 / MOST
+    assert after(*[(0.0, 4.0)] * 20).factor == MAX_FACTOR
+    assert after(*[(4.0, 0.0)] * 20).factor == 1 / MAX_FACTOR
 
 
 def test_what_it_gets_while_it_asks_for_no_more_says_nothing() -> None:
@@ -61,8 +61,8 @@ def test_what_was_served_before_it_looked_says_nothing() -> None:
 
 
 def test_little_is_not_told_from_chance() -> None:
-    assert after((0.0, ENOUGH_S / 2)).factor == 1.0
-    assert after((0.0, ENOUGH_S / 2), (0.0, ENOUGH_S / 2)).factor > 1.0
+    assert after((0.0, MIN_MEASURED_S / 2)).factor == 1.0
+    assert after((0.0, MIN_MEASURED_S / 2), (0.0, MIN_MEASURED_S / 2)).factor > 1.0
 
 
 def test_an_owners_share_of_the_slots_is_corrected_beside_samplers_alone() -> None:

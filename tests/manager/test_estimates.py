@@ -1,7 +1,5 @@
 """Estimates of a job's needs, and of a running one's end, through the real HTTP API."""
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,18 +14,11 @@ from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
 from manager_service.records.job_records import JobState, ScoreProgress, steps_left
-from manager_service.records.keys import JSON
 from tests.manager.test_api_cluster import report
 from tests.manager.test_job import CELL
-from tests.support.api_server import ApiServer, item, jsonl, method, running_api, upload
+from tests.support.api_server import ApiServer, create, item, jsonl, method, upload, write_state
 
 PROMPT = len(ChatTokenizer.load(TINY).render(item()["messages"]))
-
-
-@pytest.fixture
-async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
-    async with running_api(redis_url, tmp_path / "data") as running:
-        yield running
 
 
 async def estimate(server: ApiServer, file: str | None = None, **hyper: Any) -> dict[str, Any]:
@@ -46,9 +37,7 @@ async def test_a_job_is_reckoned_by_its_files_and_creates_nothing(server: ApiSer
     assert found["steps_within_limit"] == 1000 // (2 * 8 * whole)
     assert (found["seconds"], found["num_like"]) == (None, 0), "nothing has been seen yet"
     assert [job async for job in server.openai.fine_tuning.jobs.list()] == []
-
-
-async def test_what_would_be_refused_is_refused(server: ApiServer) -> None:
+    # And what would be refused is
     body = {"model": "tiny", "training_file": "file-x", "method": method()}
     answer = await server.http.post("/v1/fine_tuning/jobs/estimate", json=body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "training_file"
@@ -57,11 +46,8 @@ async def test_what_would_be_refused_is_refused(server: ApiServer) -> None:
 async def test_answers_are_expected_as_long_as_those_of_ones_own_jobs(server: ApiServer) -> None:
     file = await upload(server.openai)
     hyper = {"max_steps": 5, "batch_size": 2, "group_size": 4, "max_tokens": 10}
-    made = await server.openai.fine_tuning.jobs.create(
-        model="tiny", training_file=file, extra_body={"method": method(**hyper)}
-    )
-    state = JobState(status="succeeded", version=5, trained_tokens=40 * (PROMPT + 3))
-    await server.api.redis.hset(server.bus.cell.job(made.id), "state", JSON.encode(state))
+    made = await create(server.openai, training_file=file, method=method(**hyper))
+    await write_state(server, made.id, status="succeeded", version=5, trained_tokens=40 * (PROMPT + 3))
     for asked in (file, await upload(server.openai)):
         found = await estimate(server, asked, **hyper)
         assert (found["num_like"], found["sampled_tokens"]) == (1, 40 * 3)
@@ -74,12 +60,8 @@ async def test_answers_are_expected_as_long_as_those_of_ones_own_jobs(server: Ap
 async def test_a_supervised_job_samples_nothing(server: ApiServer) -> None:
     row = {"messages": [*item()["messages"], {"role": "assistant", "content": "3"}]}
     file = await upload(server.openai, jsonl(*[row] * 10))
-    body = {
-        "model": "tiny",
-        "training_file": file,
-        "validation_file": file,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 5, "n_epochs": 2}}},
-    }
+    how = {"type": "supervised", "supervised": {"hyperparameters": {"batch_size": 5, "n_epochs": 2}}}
+    body = {"model": "tiny", "training_file": file, "validation_file": file, "method": how}
     found = (await server.http.post("/v1/fine_tuning/jobs/estimate", json=body)).json()
     assert (found["num_steps"], found["num_trajectories"], found["num_evaluated"]) == (4, 20, 20)
     assert found["sampled_tokens"] == 0 and found["tokens"] == found["trained_tokens"] * 2 == found["max_tokens"]

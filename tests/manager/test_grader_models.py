@@ -2,16 +2,14 @@
 
 from typing import Any
 
-import msgspec
 import openai
 import pytest
 
 from common.cancellation import running
 from common.settings import TINY
 from common.wire.messages import GradeRequest, GradeResult, Usage
-from manager_service.records.job_records import JobSpec, JobState, Status
-from manager_service.records.keys import JSON
-from tests.support.api_server import ApiServer, method, played_grader, upload
+from manager_service.records.job_records import Status
+from tests.support.api_server import ApiServer, create, method, played_grader, spec_of, write_state
 
 ASKED = [{"role": "user", "content": "{{item.answer}} or {{sample.output_text}}?"}]
 
@@ -23,50 +21,44 @@ def score(model: str, **more: Any) -> dict[str, Any]:
     return {"type": "score_model", "name": "s", "model": model, "input": ASKED, **more}
 
 
-async def create(client: openai.AsyncOpenAI, model: str = "tiny", **reinforcement: Any) -> str:
-    body = {"method": {"type": "reinforcement", "reinforcement": reinforcement} if reinforcement else method()}
-    return (await client.fine_tuning.jobs.create(model=model, training_file=await upload(client), extra_body=body)).id
+async def begin(client: openai.AsyncOpenAI, **reinforcement: Any) -> str:
+    how = {"type": "reinforcement", "reinforcement": reinforcement} if reinforcement else method()
+    return (await create(client, method=how)).id
 
 
 async def tuned(server: ApiServer, status: Status = "running", **reinforcement: Any) -> str:
     """The name of a model at version 3."""
-    job = await create(server.openai, **reinforcement)
-    state = JobState(status=status, version=3, stored=[2, 3])
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(state))
+    job = await begin(server.openai, **reinforcement)
+    await write_state(server, job, status=status, version=3, stored=[2, 3])
     return f"ft:tiny:default::{job}"
 
 
 async def grader_of(server: ApiServer, job: str) -> Any:
     """The one that env workers are told of."""
-    spec = msgspec.json.decode(await server.api.redis.hget(server.bus.cell.job(job), "spec") or b"", type=JobSpec)
-    return spec.env.args["grader"]
+    return (await spec_of(server, job)).env.args["grader"]
 
 
 async def test_a_job_keeps_to_the_version_of_a_graders_model_that_there_was(server: ApiServer) -> None:
     model = await tuned(server)
-    found = await grader_of(server, await create(server.openai, grader=score(model)))
+    found = await grader_of(server, await begin(server.openai, grader=score(model)))
     assert found == score(f"{model}@3")
     graders = {"a": score("tiny"), "b": score(f"{model}@1"), "c": score("gpt-x", url="https://api.example.org/v1")}
     multi = {"type": "multi", "graders": graders, "calculate_output": "a + b + c"}
-    found = await grader_of(server, await create(server.openai, grader=multi))
-    assert {name: part["model"] for name, part in found["graders"].items()} == {
-        "a": "tiny",
-        "b": f"{model}@1",
-        "c": "gpt-x",
-    }
+    found = await grader_of(server, await begin(server.openai, grader=multi))
+    assert [part["model"] for part in found["graders"].values()] == ["tiny", f"{model}@1", "gpt-x"]
     environment = {"name": "calculator", "args": {"grader": score(model)}}
-    assert (await grader_of(server, await create(server.openai, environment=environment)))["model"] == f"{model}@3"
+    assert (await grader_of(server, await begin(server.openai, environment=environment)))["model"] == f"{model}@3"
 
 
 async def test_a_graders_version_stays_while_it_is_asked(server: ApiServer) -> None:
     kept_two: dict[str, Any] = {"grader": score("tiny"), "hyperparameters": {"keep_versions": 2}}
     model, going = await tuned(server, "succeeded", **kept_two), await tuned(server, **kept_two)
-    with pytest.raises(openai.BadRequestError, match="is running and keeps 2 versions alone"):
-        await create(server.openai, grader=score(f"{going}@3"))
-    job = await create(server.openai, grader=score(f"{model}@3"))
+    with pytest.raises(openai.BadRequestError, match="is running and keeps only 2 versions"):
+        await begin(server.openai, grader=score(f"{going}@3"))
+    job = await begin(server.openai, grader=score(f"{model}@3"))
     with pytest.raises(openai.ConflictError, match=f"graders of the job {job} ask this model"):
         await server.openai.models.delete(model)
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(JobState(status="cancelled")))
+    await write_state(server, job, status="cancelled")
     assert (await server.openai.models.delete(model)).deleted
 
 
@@ -84,14 +76,14 @@ async def test_a_model_that_is_not_there_or_not_ones_own_grades_nothing(server: 
     ]
     for grader, param, message in wrong:
         with pytest.raises(openai.BadRequestError, match=message) as refused:
-            await create(server.openai, grader=grader)
+            await begin(server.openai, grader=grader)
         assert refused.value.param == param
     acme = await server.new_tenant("acme")
     environment = {"name": "calculator", "args": {"grader": score(model)}}
     given: dict[str, Any]
     for given in ({"grader": score(model)}, {"environment": environment}):
         with pytest.raises(openai.BadRequestError, match="there is no model"):
-            await create(acme, **given)
+            await begin(acme, **given)
     graders: Any = acme.fine_tuning.alpha.graders
     for call in (
         graders.validate(grader=score(model)),

@@ -251,7 +251,6 @@ def half_of(name: str, after: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.timeout(120)
 async def test_an_owner_that_dies_at_a_command_of_any_kind_loses_nothing(
     redis_url: str, objects: Objects, after: bool
 ) -> None:

@@ -4,20 +4,19 @@ import json
 import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
-from playwright.async_api import Browser, expect
+from playwright.async_api import expect
 
 from common.wire.messages import Failure
 from manager_service.http.operators.page_routes import FOLDER
-from manager_service.records.job_records import JobState
 from manager_service.records.keys import JSON
 from manager_service.records.sample_records import EventRecord, SampleRecord, Written
 from tests.support.api_server import (
     ApiServer,
     Script,
+    create,
     item,
     jsonl,
     keep_samples,
@@ -26,8 +25,9 @@ from tests.support.api_server import (
     running_api,
     running_jobs,
     upload,
+    write_events,
 )
-from tests.support.browser import browsing
+from tests.support.browser import Tab
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")  # as the browser's
 
@@ -42,22 +42,11 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
         yield running
 
 
-async def create(server: ApiServer, **changes: Any) -> str:
-    body: dict[str, Any] = {"model": "tiny", "method": method(), **changes}
-    body.setdefault("training_file", await upload(server.openai))
-    return (await server.openai.fine_tuning.jobs.create(**body)).id
-
-
 async def write_steps(server: ApiServer, job: str, numbers: range) -> None:
     """Writes steps of a running job as the owner does."""
-    key, pipe = server.bus.cell.events(job), server.api.redis.pipeline(transaction=False)
-    for number in numbers:
-        data = {"step": number, "version": number, "reward_mean": 1 - 1 / number, "failed_share": 0.0}
-        event = EventRecord(number, 1, "info", f"Step {number}", "metrics", data)
-        pipe.xadd(key, {"event": JSON.encode(event)}, id=f"{number}-0")
-    await pipe.execute()
-    state = JobState(status="running", version=numbers[-1], num_events=numbers[-1], last_reward=1 - 1 / numbers[-1])
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(state))
+    rows = [{"step": n, "version": n, "reward_mean": 1 - 1 / n, "failed_share": 0.0} for n in numbers]
+    state = {"version": numbers[-1], "last_reward": rows[-1]["reward_mean"]}
+    await write_events(server, job, rows, numbers[0], **state)
 
 
 # What is served -----------------------------------------------------------------------------------------------------
@@ -92,59 +81,53 @@ async def test_no_script_of_ours_makes_markup_of_text() -> None:
 
 
 async def test_a_wrong_key_is_asked_for_again_a_right_one_is_kept_in_the_tab_and_no_script_comes_in(
-    server: ApiServer, browser: Browser
+    server: ApiServer, tab: Tab
 ) -> None:
-    async with browsing(browser, server.url) as tab:
-        await tab.page.goto(server.url)
-        await tab.page.fill("#key", "sk-wrong")
-        await tab.page.press("#key", "Enter")
-        await tab.page.get_by_text("this API key is not known").wait_for()
-        await tab.enter(server.key)
-        await tab.page.reload()
-        await tab.page.wait_for_selector("main h1")
-        assert await tab.page.evaluate("localStorage.length") == 0
-        # And the headers stop a script that comes in all the same, as if a view had made markup of a text
-        tried = (
-            "try { document.querySelector('main').innerHTML = '<img src=x onerror=1>' } catch (error) { error.name }"
-        )
-        assert await tab.page.evaluate(tried) == "TypeError"
+    await tab.page.goto(server.url)
+    await tab.page.fill("#key", "sk-wrong")
+    await tab.page.press("#key", "Enter")
+    await tab.page.get_by_text("this API key is not known").wait_for()
+    await tab.enter(server.key)
+    await tab.page.reload()
+    await tab.page.wait_for_selector("main h1")
+    assert await tab.page.evaluate("localStorage.length") == 0
+    # And the headers stop a script that comes in all the same, as if a view had made markup of a text
+    tried = "try { document.querySelector('main').innerHTML = '<img src=x>' } catch (error) { error.name }"
+    assert await tab.page.evaluate(tried) == "TypeError"
 
 
 async def test_a_curve_grows_while_it_is_watched_and_goes_on_after_the_connection_broke(
-    server: ApiServer, browser: Browser
+    server: ApiServer, tab: Tab
 ) -> None:
-    job = await create(server, suffix="mine")
+    job = (await create(server.openai, suffix="mine")).id
     await write_steps(server, job, range(1, 4))
-    async with browsing(browser, server.url) as tab:
-        await tab.enter(server.key)
-        await tab.page.get_by_role("link", name="mine", exact=True).click()
-        reward = tab.page.get_by_role("img", name="Reward. training: 0 at step 1")
-        await tab.page.get_by_role("img", name="0.667 at step 3").wait_for()
-        await write_steps(server, job, range(4, 6))
-        await tab.page.get_by_role("img", name="0.8 at step 5").wait_for()
-        await tab.page.context.set_offline(True)
-        await write_steps(server, job, range(6, 11))
-        await tab.page.context.set_offline(False)
-        await tab.page.get_by_role("img", name="0.9 at step 10").wait_for()
-        assert await reward.count() == 1
-        await tab.page.get_by_text("10/1").wait_for()
+    await tab.enter(server.key)
+    await tab.page.get_by_role("link", name="mine", exact=True).click()
+    reward = tab.page.get_by_role("img", name="Reward. training: 0 at step 1")
+    await tab.page.get_by_role("img", name="0.667 at step 3").wait_for()
+    await write_steps(server, job, range(4, 6))
+    await tab.page.get_by_role("img", name="0.8 at step 5").wait_for()
+    await tab.page.context.set_offline(True)
+    await write_steps(server, job, range(6, 11))
+    await tab.page.context.set_offline(False)
+    await tab.page.get_by_role("img", name="0.9 at step 10").wait_for()
+    assert await reward.count() == 1
+    await tab.page.get_by_text("10/1").wait_for()
 
 
-async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: ApiServer, browser: Browser) -> None:
+async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: ApiServer, tab: Tab) -> None:
     file = await upload(server.openai, jsonl(item(HOSTILE, HOSTILE)))
-    job = await create(server, training_file=file, metadata={"x": HOSTILE})
+    job = (await create(server.openai, training_file=file, metadata={"x": HOSTILE})).id
     failure = Failure("grader", HOSTILE)
     tokens = server.api.bases["tiny"].tokenizer.encode(HOSTILE + TURNED)
     written = Written(tokens, [0, len(tokens)], [-1.0] * len(tokens))
-    samples = [
-        SampleRecord(0, 0, 0, HOSTILE, None, "failed", TURNED + HOSTILE, {HOSTILE: 1.0}, failure, written, step=1)
-    ]
+    sample = SampleRecord(0, 0, 0, HOSTILE, None, "failed", TURNED + HOSTILE, {HOSTILE: 1.0}, failure, written, step=1)
     await server.openai.files.create(file=(f"{HOSTILE}.jsonl", jsonl(item())), purpose="fine-tune")
     await write_steps(server, job, range(1, 3))
-    await keep_samples(server, job, 1, samples)
+    await keep_samples(server, job, 1, [sample])
     event = EventRecord(3, 1, "warn", HOSTILE, "metrics", {"failed_reason": HOSTILE, "failed_share": 1.0})
     await server.api.redis.xadd(server.bus.cell.events(job), {"event": JSON.encode(event)}, id="3-0")
-    async with browsing(browser, server.url) as tab, played(Script(server.bus, text=HOSTILE)):
+    async with played(Script(server.bus, text=HOSTILE)):
         await tab.enter(server.key)
         for tab_name in ("figures", "samples", "events", "settings", "checkpoints"):
             await tab.go(f"/job/{job}?tab={tab_name}")
@@ -166,8 +149,8 @@ async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: 
         assert "broken" not in await tab.page.title()
 
 
-async def test_a_failed_conversation_is_found_and_read_token_by_token(server: ApiServer, browser: Browser) -> None:
-    job = await create(server)
+async def test_a_failed_conversation_is_found_and_read_token_by_token(server: ApiServer, tab: Tab) -> None:
+    job = (await create(server.openai)).id
     await write_steps(server, job, range(1, 3))
     encode = server.api.bases["tiny"].tokenizer.encode
     parts = [encode("add 1+2"), encode("33"), encode("that is wrong"), encode("4")]
@@ -178,52 +161,47 @@ async def test_a_failed_conversation_is_found_and_read_token_by_token(server: Ap
     learned = SampleRecord(1, 0, 4, "4", 0.0, "stop", "add 1+2", written=written, advantage=-0.5)
     unsaid = SampleRecord(1, 1, 0, "4", 0.0, "stop", written=written)
     await keep_samples(server, job, 2, [*good, bad, learned, unsaid])
-    async with browsing(browser, server.url) as tab:
-        await tab.enter(server.key)
-        await tab.go(f"/job/{job}?tab=samples&step=2")
-        await tab.page.get_by_label("Which samples").select_option("failed")  # the first that is left is read
-        await expect(tab.page.locator(".list button")).to_have_attribute("aria-pressed", "true")
-        await tab.page.get_by_text("grader: it raised").wait_for()
-        turns = await tab.page.locator(".turn .tokens").all_inner_texts()
-        assert turns == ["add 1+2", "33", "that is wrong", "4"]
-        assert (
-            await tab.page.locator(".turn .tokens").last.locator("span").get_attribute("title")
-            == "log-prob -5.000, p 0.0067"
-        )
-        await tab.go(f"/job/{job}?tab=samples&step=2&group=0&sample=4")
-        await tab.page.get_by_title("log-prob -5.000, p 0.0067, advantage -0.5").wait_for()
-        heads = tab.page.locator(".list h3")
-        await expect(heads).to_have_text(["Group 0 · add 1+2", "Group 1 · no prompt"])
-        await tab.page.locator(".list button").last.click()
-        await expect(heads.last).to_have_text("Group 1 · add 1+2")
+    await tab.enter(server.key)
+    await tab.go(f"/job/{job}?tab=samples&step=2")
+    await tab.page.get_by_label("Which samples").select_option("failed")  # the first that is left is read
+    await expect(tab.page.locator(".list button")).to_have_attribute("aria-pressed", "true")
+    await tab.page.get_by_text("grader: it raised").wait_for()
+    turns = await tab.page.locator(".turn .tokens").all_inner_texts()
+    assert turns == ["add 1+2", "33", "that is wrong", "4"]
+    last = tab.page.locator(".turn .tokens").last.locator("span")
+    await expect(last).to_have_attribute("title", "log-prob -5.000, p 0.0067")
+    await tab.go(f"/job/{job}?tab=samples&step=2&group=0&sample=4")
+    await tab.page.get_by_title("log-prob -5.000, p 0.0067, advantage -0.5").wait_for()
+    heads = tab.page.locator(".list h3")
+    await expect(heads).to_have_text(["Group 0 · add 1+2", "Group 1 · no prompt"])
+    await tab.page.locator(".list button").last.click()
+    await expect(heads.last).to_have_text("Group 1 · add 1+2")
 
 
-async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiServer, browser: Browser) -> None:
-    await create(server, suffix="mine")
+async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiServer, tab: Tab) -> None:
+    await create(server.openai, suffix="mine")
     bluebird = await server.new_tenant("bluebird")
-    body: Any = {"model": "tiny", "method": method(), "training_file": await upload(bluebird), "suffix": "theirs"}
-    theirs = (await bluebird.fine_tuning.jobs.create(**body)).id
-    async with browsing(browser, server.url) as tab:
-        await tab.enter(server.admin_key)
-        for name in ("mine", "theirs"):
-            await tab.page.get_by_role("link", name=name, exact=True).wait_for()
-        await tab.page.get_by_role("link", name="theirs", exact=True).click()
-        await tab.page.get_by_role("heading", name="theirs").wait_for()
-        assert await tab.page.get_by_role("button", name="Cancel").count() == 0
-        await tab.go(f"/job/{theirs}?tab=settings")  # as the tenant has it
-        await tab.page.get_by_role("link", name="bluebird").click()
-        await tab.page.get_by_role("heading", name="theirs").wait_for()
-        await tab.go("/cluster")
-        await tab.page.get_by_text("No worker is alive").wait_for()
-        await tab.go("/usage")
-        await tab.page.get_by_role("link", name="bluebird").wait_for()
+    theirs = (await create(bluebird, suffix="theirs")).id
+    await tab.enter(server.admin_key)
+    for name in ("mine", "theirs"):
+        await tab.page.get_by_role("link", name=name, exact=True).wait_for()
+    await tab.page.get_by_role("link", name="theirs", exact=True).click()
+    await tab.page.get_by_role("heading", name="theirs").wait_for()
+    assert await tab.page.get_by_role("button", name="Cancel").count() == 0
+    await tab.go(f"/job/{theirs}?tab=settings")  # as the tenant has it
+    await tab.page.get_by_role("link", name="bluebird").click()
+    await tab.page.get_by_role("heading", name="theirs").wait_for()
+    await tab.go("/cluster")
+    await tab.page.get_by_text("No worker is alive").wait_for()
+    await tab.go("/usage")
+    await tab.page.get_by_role("link", name="bluebird").wait_for()
 
 
 async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(
-    server: ApiServer, browser: Browser, tmp_path: Path
+    server: ApiServer, tab: Tab, tmp_path: Path
 ) -> None:
     (tmp_path / "items.jsonl").write_bytes(jsonl(*(item() for _ in range(4))))
-    async with browsing(browser, server.url) as tab, running_jobs(server):
+    async with running_jobs(server):
         await tab.enter(server.key)
         await tab.go("/submit")
         kind = tab.page.get_by_label("Kind")
@@ -237,9 +215,8 @@ async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(
         (tmp_path / "refused.csv").write_bytes(b"\n")
         await tab.page.get_by_label("New training file").set_input_files(tmp_path / "refused.csv")
         await tab.page.get_by_role("button", name="Take the file's first").click()
-        await expect(
-            tab.page.locator("p.error[role=status]", has_text=re.compile("CSV|table|line|row"))
-        ).to_be_visible()
+        error = tab.page.locator("p.error[role=status]", has_text=re.compile("CSV|table|line|row"))
+        await expect(error).to_be_visible()
         await tab.page.get_by_label("New training file").set_input_files(tmp_path / "items.jsonl")
         await tab.page.get_by_role("button", name="Take the file's first").click()
         await expect(tab.page.get_by_label("Item", exact=True)).to_have_value(re.compile('"add 1'))
@@ -258,33 +235,31 @@ async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(
     assert (job["hyperparameters"]["batch_size"], job["version"]) == (2, 3)
 
 
-async def test_two_jobs_lie_over_each_other(server: ApiServer, browser: Browser) -> None:
-    jobs = [
-        await create(server, suffix=name, method=method(batch_size=size)) for name, size in (("one", 1), ("two", 2))
-    ]
-    unnamed = await create(server, method=method(n_epochs=2))
+async def test_two_jobs_lie_over_each_other(server: ApiServer, tab: Tab) -> None:
+    sizes = {"one": method(batch_size=1), "two": method(batch_size=2)}
+    jobs = [(await create(server.openai, suffix=name, method=how)).id for name, how in sizes.items()]
+    unnamed = (await create(server.openai, method=method(n_epochs=2))).id
     for job in jobs:
         await write_steps(server, job, range(1, 5))
-    async with browsing(browser, server.url) as tab:
-        await tab.enter(server.key)
-        for name in ("one", "two"):
-            await tab.page.get_by_label(f"Compare {name}").check()
-        await tab.page.get_by_role("button", name="Compare").click()
-        chart = tab.page.get_by_role("img", name="Reward. ")
-        await chart.wait_for()
-        said = await chart.get_attribute("aria-label") or ""
-        assert "one: 0 at step 1, 0.75 at step 4" in said and "two: 0 at step 1" in said
-        await tab.page.get_by_text("batch_size 2").wait_for()
-        await tab.page.set_viewport_size({"width": 1200, "height": 800})
-        await tab.go(f"/compare?jobs={','.join([*jobs, unnamed])}")
-        await expect(tab.page.locator(".compared tbody tr")).to_have_count(3)
-        box = await tab.page.get_by_role("link", name=unnamed).bounding_box()
-        assert box is not None and box["height"] < 40, "in one line"
-        assert "n_epochs" not in await tab.page.locator(".compared").inner_text(), "one of them alone has it"
+    await tab.enter(server.key)
+    for name in ("one", "two"):
+        await tab.page.get_by_label(f"Compare {name}").check()
+    await tab.page.get_by_role("button", name="Compare").click()
+    chart = tab.page.get_by_role("img", name="Reward. ")
+    await chart.wait_for()
+    said = await chart.get_attribute("aria-label") or ""
+    assert "one: 0 at step 1, 0.75 at step 4" in said and "two: 0 at step 1" in said
+    await tab.page.get_by_text("batch_size 2").wait_for()
+    await tab.page.set_viewport_size({"width": 1200, "height": 800})
+    await tab.go(f"/compare?jobs={','.join([*jobs, unnamed])}")
+    await expect(tab.page.locator(".compared tbody tr")).to_have_count(3)
+    box = await tab.page.get_by_role("link", name=unnamed).bounding_box()
+    assert box is not None and box["height"] < 40, "in one line"
+    assert "n_epochs" not in await tab.page.locator(".compared").inner_text(), "one of them alone has it"
 
 
-async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServer, browser: Browser) -> None:
-    job = await create(server, suffix="first")
+async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServer, tab: Tab) -> None:
+    job = (await create(server.openai, suffix="first")).id
     for first in range(1, 10_001, 1000):
         await write_steps(server, job, range(first, first + 1000))
     record = await server.api.redis.hgetall(server.bus.cell.job(job))
@@ -294,10 +269,9 @@ async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServe
         pipe.hset(server.bus.cell.job(spec["id"]), mapping={"spec": JSON.encode(spec), "state": record[b"state"]})
         pipe.zadd(tenant_jobs, {spec["id"]: number})
     await pipe.execute()
-    async with browsing(browser, server.url) as tab:
-        await tab.enter(server.key)
-        await tab.page.get_by_text("1000 of 1000").wait_for()
-        await tab.page.get_by_label("Find jobs").fill("first")
-        await tab.page.get_by_role("link", name="first", exact=True).click()
-        await tab.page.get_by_role("img", name="1 at step 10000").wait_for()
-        assert tab.errors == []
+    await tab.enter(server.key)
+    await tab.page.get_by_text("1000 of 1000").wait_for()
+    await tab.page.get_by_label("Find jobs").fill("first")
+    await tab.page.get_by_role("link", name="first", exact=True).click()
+    await tab.page.get_by_role("img", name="1 at step 10000").wait_for()
+    assert tab.errors == []

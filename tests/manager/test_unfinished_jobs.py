@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.support.api_server import GRADER, ApiServer, method, running_api, running_jobs, upload
-
-pytestmark = pytest.mark.timeout(60)
 
 
 async def create(server: ApiServer, file: str, *, comment: str = "", key: str = "") -> httpx.Response:
@@ -56,7 +53,7 @@ async def test_a_job_that_ends_makes_room_for_another(redis_url: str, tmp_path: 
         first = (await create(server, file)).json()["id"]
         assert (await create(server, file)).status_code == 429
         await server.openai.fine_tuning.jobs.cancel(first)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (answer := await create(server, file)).status_code == 429:
                 await asyncio.sleep(0.05)
         assert answer.status_code == 200

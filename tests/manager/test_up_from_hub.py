@@ -40,10 +40,10 @@ def test_up_and_readyz_tell_how_far_a_download_is(tmp_path: Path) -> None:
             assert f"base model q: org/open@{NEW}\n" in said
             hub.go_on.set()
             url = json.loads(up.stdout.readline())["url"]
-            ready = httpx.get(f"{url}/readyz", trust_env=False).json()
+            ready = httpx.get(f"{url}/readyz", trust_env=False, timeout=60).json()
             assert ready == {"status": "ready", "waiting_for": [], "refused": [], "starting": []}
             key = {"Authorization": f"Bearer {(tmp_path / 'api_key').read_text().strip()}"}
-            (base,) = httpx.get(f"{url}/v1/models", headers=key, trust_env=False).json()["data"]
+            (base,) = httpx.get(f"{url}/v1/models", headers=key, trust_env=False, timeout=60).json()["data"]
             assert (base["base"]["source"], base["base"]["num_weights"]) == (f"org/open@{NEW}", 822_656)
         finally:
             hub.go_on.set()

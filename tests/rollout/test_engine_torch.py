@@ -30,8 +30,6 @@ from tests.support.rollout_cases import (
 )
 from tests.support.trainer_cases import load_shallow
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.mark.asyncio
 async def test_tokens_and_log_probs_are_those_of_transformers_and_peft(tmp_path: Path) -> None:

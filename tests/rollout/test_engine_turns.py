@@ -12,8 +12,6 @@ from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
 from tests.support.rollout_cases import files_of, nearly, one, prompt, ref, request, running
 
-pytestmark = pytest.mark.timeout(120)
-
 REPLY = prompt("the tool says 95")
 TEXTS = ("add 37+58", "reverse cabin", "count a in banana")
 Talks = list[list[Generated]]

@@ -29,7 +29,7 @@ from tests.support.rollout_cases import (
     running,
 )
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio]
+pytestmark = pytest.mark.asyncio
 
 FAULTY = 0.125
 """The temperature of a turn at which sampling fails."""

@@ -18,7 +18,6 @@ from tests.support.kv_bytes import KvBytes
 from tests.support.rollout_cases import adapter_of, exact_limits, ref, request
 from tests.support.trainer_cases import load_shallow
 
-pytestmark = pytest.mark.timeout(120)
 KV_BYTES = 9 << 19
 RANKS = (8, 8, 8, 8, 8, 8, 8, 8, 16, 16, 16, 16)
 Answers = dict[str, tuple[list[int], list[float]]]

@@ -20,7 +20,7 @@ from tests.support.engines_under_test import fake_core, process_engine
 from tests.support.fake_core import FakeCore
 from tests.support.rollout_cases import beat, files_of, one, ref, request
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio
 
 
 class Cores:

@@ -22,7 +22,7 @@ from rollout_service.handler import RolloutHandler
 from rollout_service.turns import weights_of
 from tests.support.rollout_cases import beat, files_of, ref, request, running
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.asyncio
 CELL = Cell("tiny")
 
 

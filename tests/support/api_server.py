@@ -13,11 +13,14 @@ import httpx
 import msgspec
 from msgspec.structs import replace
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai.types.fine_tuning import FineTuningJob
 
 from common.bus.bus import Bus, Out, Settlement
 from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT
 from common.cancellation import cancel_all
+from common.store.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.wire.messages import (
+    AdapterRef,
     Array,
     Failure,
     GradeRequest,
@@ -35,10 +38,11 @@ from harness.standin import StandInEnv
 from manager_service.http.context import Api, ApiLimits
 from manager_service.http.server import make_api, serve
 from manager_service.http.tinker.parts import Records, make_records
+from manager_service.owner.jobs.journal import MAX_TEXT
 from manager_service.records.archive import SampleFiles
-from manager_service.records.job_records import JobState
+from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.keys import JSON
-from manager_service.records.sample_records import Kept, SampleKind, SampleRecord
+from manager_service.records.sample_records import LIMITS, CheckpointRecord, EventRecord, Kept, SampleKind, SampleRecord
 from manager_service.settings import ManagerSettings
 from tests.support.forked_helpers import forked_api
 
@@ -102,7 +106,7 @@ async def running_api(
                 base_url=url,
                 headers=headers,
                 trust_env=False,
-                timeout=20,
+                timeout=60,
                 verify=False,
                 limits=httpx.Limits(max_connections=None),
             ) as http,
@@ -119,13 +123,13 @@ async def running_api(
 
 
 async def _until_up(http: httpx.AsyncClient) -> None:
-    for _ in range(200):
-        try:
-            await http.get("/healthz")
-            return
-        except httpx.TransportError:
-            await asyncio.sleep(0.02)
-    raise AssertionError("the API does not answer")
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                await http.get("/healthz")
+                return
+            except httpx.TransportError:
+                await asyncio.sleep(0.02)
 
 
 @asynccontextmanager
@@ -301,6 +305,55 @@ ITEMS = jsonl(*(item(f"add {i}+1", str(i + 1)) for i in range(10)))
 
 async def upload(client: AsyncOpenAI, content: bytes = ITEMS) -> str:
     return (await client.files.create(file=("items.jsonl", content), purpose="fine-tune")).id
+
+
+async def create(client: AsyncOpenAI, **changes: Any) -> FineTuningJob:
+    """A job on ten sums, where `changes` of the request say nothing else."""
+    body: dict[str, Any] = {"model": "tiny", "method": method(), **changes}
+    if "training_file" not in body:
+        body["training_file"] = await upload(client)
+    return await client.fine_tuning.jobs.create(**body)
+
+
+async def write_state(server: ApiServer, job: str, **changes: Any) -> None:
+    """Writes a job's state as the owner would."""
+    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(JobState(**changes)))
+
+
+async def write_events(
+    server: ApiServer, job: str, rows: Sequence[dict[str, Any]], first: int = 1, **state: Any
+) -> None:
+    """Writes an event for each row of figures as the owner would, and its state; an empty one is a message."""
+    key, pipe = server.bus.cell.events(job), server.api.redis.pipeline(transaction=False)
+    number = 0
+    for number, data in enumerate(rows, first):
+        event = EventRecord(number, 1, "info", f"Event {number}", "metrics" if data else "message", data)
+        pipe.xadd(key, {"event": JSON.encode(event)}, id=f"{number}-0")
+    await pipe.execute()
+    await write_state(server, job, **{"status": "running", "version": 1, "num_events": number, **state})
+
+
+async def spec_of(server: ApiServer, job: str) -> JobSpec:
+    return msgspec.json.decode(await server.api.redis.hget(server.bus.cell.job(job), "spec") or b"", type=JobSpec)
+
+
+async def commit_version(server: ApiServer, job: str, version: int) -> None:
+    """Stores a version of a job's adapter, of which each file holds its own name, and lists its checkpoint."""
+    values: dict[str, Any] = {"attempt": "", "parent": 0, "batch": "b", "files": {}, "seed": 1, "next_group": 0}
+    manifest = Manifest(adapter=AdapterRef("default", job, version), base_model="tiny", **values)
+    files = {name: name.encode() for name in PEFT_FILES} | {"optimizer.safetensors": b"private"}
+    await AdapterStore(server.api.objects).commit(manifest, files)
+    record = JSON.encode(CheckpointRecord(version, 5, {"reward_mean": 0.5}))
+    await server.api.redis.hset(server.bus.cell.checkpoints(job), str(version), record)
+
+
+async def large_samples(server: ApiServer, num: int = 256) -> tuple[str, list[SampleRecord]]:
+    """The path and the content of a job's samples, some megabytes: groups of `num`."""
+    job, text = await create(server.openai), "\1" * MAX_TEXT  # six bytes each in JSON
+    places = [(group, sample) for group in range(LIMITS.sample_groups) for sample in range(num)]
+    samples = [SampleRecord(1, group, sample, text, 0.5, "stop", text) for group, sample in places]
+    await keep_samples(server, job.id, 1, samples)
+    return f"/v1/fine_tuning/jobs/{job.id}/samples", samples
 
 
 async def keep_samples(

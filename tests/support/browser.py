@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from playwright.async_api import Browser, ConsoleMessage, Error, Page, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Error, Page, async_playwright, expect
 
 from harness.browser import find_browser
 
@@ -65,6 +65,7 @@ async def browsing(browser: Browser, url: str) -> AsyncGenerator[Tab]:
     """A tab without a key, in a window that keeps nothing."""
     page = await browser.new_page()
     page.set_default_timeout(PATIENCE_MS)
+    expect.set_options(timeout=PATIENCE_MS)
     tab = Tab(page, url)
     page.on("console", tab.hear)
     page.on("pageerror", tab.fail)

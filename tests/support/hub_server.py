@@ -5,14 +5,15 @@ import json
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.support.http_server import Quiet, serving
 
 TOKEN = "hf_good"
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Quiet):
     """Serves `commits`: for each repository its commits, newest first, each with a folder of files."""
 
     commits: dict[str, dict[str, Path]]
@@ -44,9 +45,8 @@ class Hub(BaseHTTPRequestHandler):
         if is_api and len(rest) > 2:  # of a folder within
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
         if is_api:
-            return self._send(
-                200, json.dumps(_listing("".join(rest[:1]), repo, commit, folder)).encode(), {}, with_body
-            )
+            listing = json.dumps(_listing("".join(rest[:1]), repo, commit, folder))
+            return self._send(200, listing.encode(), {}, with_body)
         if not (folder / rest[2]).is_file():
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, with_body)
         content = (folder / rest[2]).read_bytes()
@@ -67,31 +67,19 @@ class Hub(BaseHTTPRequestHandler):
                 self.go_on.wait()
             self.wfile.write(content[half:])
 
-    def log_message(self, format: str, *args: Any) -> None: ...
-
 
 def _listing(what: str, repo: str, commit: str, folder: Path) -> Any:
     files = sorted(file for file in folder.iterdir() if file.is_file())
     if what == "tree":
         return [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40} for f in files]
-    return {
-        "id": repo,
-        "modelId": repo,
-        "sha": commit,
-        "siblings": [{"rfilename": file.name, "size": file.stat().st_size} for file in files],
-    }
+    siblings = [{"rfilename": file.name, "size": file.stat().st_size} for file in files]
+    return {"id": repo, "modelId": repo, "sha": commit, "siblings": siblings}
 
 
 @contextmanager
 def running_hub(commits: dict[str, dict[str, Path]], gated: set[str]) -> Generator[tuple[str, type[Hub]]]:
     """Its URL, for HF_ENDPOINT, and the handler."""
-    handler: type[Hub] = type(
-        "OneHub", (Hub,), {"commits": commits, "gated": gated, "served": [], "go_on": threading.Event()}
-    )
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", handler
-    finally:
-        server.shutdown()
-        server.server_close()
+    fields = {"commits": commits, "gated": gated, "served": [], "go_on": threading.Event()}
+    handler: type[Hub] = type("OneHub", (Hub,), fields)
+    with serving(handler) as url:
+        yield url, handler

@@ -71,7 +71,7 @@ class System:
         async with asyncio.timeout(30):
             await asyncio.gather(*self._tasks, *living)
 
-    async def run_job(self, spec: JobSpec, *statuses: str, seconds: float = 30.0) -> JobState:
+    async def run_job(self, spec: JobSpec, *statuses: str, seconds: float = 60.0) -> JobState:
         """Creates a job, and waits until it has succeeded, or has one of these statuses."""
         await create_job(self.bus, spec)
         return await until_status(self.bus, spec.id, *(statuses or ("succeeded",)), seconds=seconds)

@@ -38,7 +38,7 @@ class TinkerClient:
 
     async def retrieve(self, future: str) -> httpx.Response:
         headers = {"X-API-Key": f"tml-{self.key}"}
-        return await self.http.post("/api/v1/retrieve_future", json={"request_id": future}, headers=headers, timeout=50)
+        return await self.http.post("/api/v1/retrieve_future", json={"request_id": future}, headers=headers, timeout=60)
 
     async def done(self, name: str, **body: Any) -> dict[str, Any]:
         """The result of an operation that is sent, or of what answers with a future."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from tests.support.api_server import ApiServer
 from tests.support.installed import made
 
 VERSION = "0.38.0"
@@ -50,6 +51,28 @@ async def run_sdk(
     ended = await _ended(program, url=url, key=key, version=version, timeout_s=timeout_s)
     assert ended.code == 0, ended.err[-4000:]
     return json.loads(ended.out.strip().splitlines()[-1])
+
+
+HEAD = """
+import json, urllib.request, tinker
+from tinker import types
+def datum(n, start=0):
+    tokens = [(start + i) % 200 for i in range(n)]
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens),
+        loss_fn_inputs={"target_tokens": tokens[1:] + [0], "weights": [1.0] * n})
+def told(future):
+    try:
+        return str(future.result())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+service = tinker.ServiceClient()
+"""
+"""The beginning of the programs of `run_program`."""
+
+
+async def run_program(server: ApiServer, program: str, **options: Any) -> Any:
+    """The JSON that a program behind HEAD prints last, as the server's first tenant."""
+    return await run_sdk(HEAD + program, url=server.url, key=server.key, **options)
 
 
 COMMANDS = """

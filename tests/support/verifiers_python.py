@@ -4,12 +4,11 @@ import contextlib
 import json
 import shlex
 import subprocess
-import threading
 from collections.abc import Callable, Generator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from tests.support.http_server import Quiet, serving
 from tests.support.installed import PACKAGES, THIS, lent, made
 
 Said = Callable[[list[dict[str, Any]]], str]
@@ -50,39 +49,21 @@ def with_packages(folder: Path, python: Path, packages: Path, *first: str) -> Pa
 def model_by_script(said: Said) -> Generator[str]:
     """The URL of a model with OpenAI's chat completions, which says what the script does."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked = json.loads(self.content())
             message = {"role": "assistant", "content": said(asked["messages"])}
             choice = {"index": 0, "delta" if asked.get("stream") else "message": message, "finish_reason": "stop"}
             about = {"id": "chatcmpl-0", "created": 0, "model": asked["model"], "choices": [choice]}
             if asked.get("stream"):
                 chunk = json.dumps({**about, "object": "chat.completion.chunk"})
-                self._answer("text/event-stream", f"data: {chunk}\n\ndata: [DONE]\n\n")
+                self.answer(f"data: {chunk}\n\ndata: [DONE]\n\n".encode(), "text/event-stream")
             else:
                 usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-                self._answer("application/json", json.dumps({**about, "object": "chat.completion", "usage": usage}))
+                self.answer(json.dumps({**about, "object": "chat.completion", "usage": usage}).encode())
 
-        def _answer(self, kind: str, text: str) -> None:
-            body = text.encode()
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(Handler) as url:
+        yield f"{url}/v1"
 
 
 def plain(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -2,12 +2,12 @@
 
 import gzip
 import json
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.http_server import Quiet, serving
 
 PROJECT: dict[str, Any] = {"id": "p", "name": "mine", "entity": {"id": "e", "name": "team"}}
 
@@ -26,20 +26,14 @@ class WandbServer:
             return self._take(body)
         asked, variables = body.get("operationName"), body.get("variables") or {}
         self.num_opened += asked == "UpsertBucket"
-        run = {
-            "id": "cnVu",
-            "project": PROJECT,
-            "name": variables.get("name"),
-            "displayName": "",
-            "historyLineCount": len(self.history),
-        }
+        run = {"id": "cnVu", "project": PROJECT, "name": variables.get("name"), "displayName": ""}
+        run["historyLineCount"] = len(self.history)
+        files = {"runID": "cnVu", "uploadHeaders": [], "files": self._files(variables)}
         answers: dict[Any, Any] = {
             "UpsertBucket": {"upsertBucket": {"bucket": run, "inserted": not self.history}},
             "RunResumeStatus": {"model": {**PROJECT, "bucket": self._status(run)}},
             "ServerFeaturesQuery": {"serverInfo": {"features": []}},
-            "CreateRunFiles": {
-                "createRunFiles": {"runID": "cnVu", "uploadHeaders": [], "files": self._files(variables)}
-            },
+            "CreateRunFiles": {"createRunFiles": files},
         }
         return {"data": answers.get(asked, {})}
 
@@ -69,33 +63,18 @@ class WandbServer:
 def wandb_server() -> Generator[WandbServer]:
     server = WandbServer()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            content = self.content()
             content = gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
             server.keys.add(self.headers.get("Authorization", ""))
             answer = {} if self.path.endswith("/upload") else server.answer(self.path, json.loads(content))
-            body = json.dumps(answer).encode()
-            self.send_response(403 if server.refuses_rows and "file_stream" in self.path else 200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            status = 403 if server.refuses_rows and "file_stream" in self.path else 200
+            self.answer(json.dumps(answer).encode(), status=status)
 
         do_PUT = do_POST
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            """Clients are killed here."""
-
-    httpd = Server(("127.0.0.1", 0), Handler)
-    threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    server.url = f"http://127.0.0.1:{httpd.server_port}"
-    yield server
-    httpd.shutdown()
-    httpd.server_close()
+    with serving(Handler) as server.url:
+        yield server

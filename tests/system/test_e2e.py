@@ -17,8 +17,16 @@ from rollout_service.handler import PROGRESS_BODY, PROGRESS_HEAD
 from tests.common.test_worker import until
 from tests.support.forked import running
 from tests.support.processes import restart
+from tests.support.whole import until_whole, workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+USED = {
+    "sampled_tokens": ("rollout", "sampled_tokens"),
+    "trained_tokens": ("trainer", "trained_tokens"),
+    "rollout_s": ("rollout", "busy_s"),
+    "train_s": ("trainer", "busy_s"),
+}
+"""A figure of the usage -> the service and the counter that tell of it."""
 
 
 async def test_rewards_rise_usage_is_what_was_spent_and_a_paused_job_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -34,21 +42,24 @@ async def test_rewards_rise_usage_is_what_was_spent_and_a_paused_job_goes_on_whe
             assert after > before + 0.15, (before, after)
             assert is_balanced(await api.ledger(job["id"]))
             path = f"/fine_tuning/jobs/{job['id']}/samples"
-            await until(
-                lambda path=path, last=last: newest_is(api, path, last)
-            )  # they are written beside the owner's passes
+            # they are written beside the owner's passes
+            await until(lambda path=path, last=last: newest_is(api, path, last))
             answers = (await api.get(path, evaluation=True))["data"]
             assert [(one["version"], one["item"]) for one in answers] == [(last, item) for item in range(4)]
             whole = await api.get(f"{path}/0/1/0", evaluation=True)
             assert whole["sample"]["prompt"] == answers[1]["prompt"], "the same items for every version"
-        await asyncio.sleep(2.5)
-        spent = {worker["service"]: worker["counters"] for worker in await workers(cluster)}
         usage = [row for row in (await api.get("/usage"))["data"] if row["job"] in jobs]
+        used = {name: sum(row[name] for row in usage) for name in USED}
+        await until(lambda: is_spent(cluster, used))
         await pause_and_resume(cluster, api)
-    assert sum(row["sampled_tokens"] for row in usage) == spent["rollout"]["sampled_tokens"]
-    assert sum(row["trained_tokens"] for row in usage) == spent["trainer"]["trained_tokens"]
-    assert sum(row["rollout_s"] for row in usage) == pytest.approx(spent["rollout"]["busy_s"], rel=0.01)
-    assert sum(row["train_s"] for row in usage) == pytest.approx(spent["trainer"]["busy_s"], rel=0.01)
+
+
+async def is_spent(cluster: LocalCluster, used: dict[str, Any]) -> bool:
+    """Have the workers told of all that was used, and of nothing else?"""
+    spent = {worker["service"]: worker["counters"] for worker in await workers(cluster)}
+    told = {name: spent[service].get(counter, 0) for name, (service, counter) in USED.items()}
+    tokens = [name for name in USED if name.endswith("tokens")]
+    return [told[name] for name in tokens] == [used[name] for name in tokens] and told == pytest.approx(used, rel=0.01)
 
 
 async def newest_is(api: Api, samples: str, version: int) -> bool:
@@ -61,24 +72,24 @@ async def pause_and_resume(cluster: LocalCluster, api: Api) -> None:
     job = await api.submit("calc", max_steps=8, batch_size=2)
     while not await api.steps(job):
         await asyncio.sleep(0.05)
-    assert (await api.post(f"/fine_tuning/jobs/{job}/pause"))["status"] == "paused"
-    await asyncio.sleep(1.5)
-    found = await workers(cluster)
-    assert {worker["state"] for worker in found} == {"idle"}, found
+    await api.post(f"/fine_tuning/jobs/{job}/pause")
+    await until(lambda: has_status(api, job, "paused"))
+    await until(lambda: all_are_idle(cluster))
     before = await api.steps(job)
     assert is_balanced(await api.ledger(job))
-    assert (await api.post(f"/fine_tuning/jobs/{job}/resume"))["status"] == "running"
+    await api.post(f"/fine_tuning/jobs/{job}/resume")
     (done,) = await api.until_done(job)
     assert done["status"] == "succeeded"
     assert before == list(range(1, len(before) + 1)) and await api.steps(job) == list(range(1, 9))
     assert (await api.ledger(job))["trained"] == 8 * 2 * 8
 
 
-async def workers(cluster: LocalCluster) -> list[Any]:
-    admin = Api(cluster.base_url, cluster.admin_key)
-    found = (await admin.get("/cluster/workers"))["data"]
-    await admin.close()
-    return found
+async def has_status(api: Api, job: str, status: str) -> bool:
+    return (await api.get(f"/fine_tuning/jobs/{job}"))["status"] == status
+
+
+async def all_are_idle(cluster: LocalCluster) -> bool:
+    return {worker["state"] for worker in await workers(cluster)} == {"idle"}
 
 
 async def test_a_kill_of_every_process_loses_nothing(tmp_path: Path) -> None:
@@ -93,26 +104,13 @@ async def test_a_kill_of_every_process_loses_nothing(tmp_path: Path) -> None:
         for victim in victims:
             await asyncio.sleep(rng.uniform(0.1, 0.5))
             cluster.kill(victim, signal.SIGKILL)
-        done = await api.until_done(*jobs)
-        assert [job["status"] for job in done] == ["succeeded"] * 2, [job["error"] for job in done]
+        await until_whole(cluster, api, jobs, steps=8, trajectories=8 * 2 * 4)
         assert sum(cluster.num_exits.values()) >= 7
-        admin = Api(cluster.base_url, cluster.admin_key)
-        assert (await admin.get("/cluster/dead"))["data"] == []
-        await admin.close()
         for job in jobs:
-            await check_whole(cluster, api, job, steps=8, trajectories=8 * 2 * 4)
-
-
-async def check_whole(cluster: LocalCluster, api: Api, job: str, *, steps: int, trajectories: int) -> None:
-    """Every version once, every trajectory accounted for, nothing left open."""
-    ledger = await api.ledger(job)
-    assert is_balanced(ledger) and ledger["in_flight"] == 0, ledger
-    assert ledger["trained"] == trajectories, ledger
-    assert await api.steps(job) == list(range(1, steps + 1))
-    checkpoints = await api.get(f"/fine_tuning/jobs/{job}/checkpoints", limit=100)
-    assert sorted(c["step_number"] for c in checkpoints["data"]) == list(range(1, steps + 1))
-    for version in range(steps + 1):
-        assert await adapter_hashes(cluster, "default", job, version)
+            checkpoints = await api.get(f"/fine_tuning/jobs/{job}/checkpoints", limit=100)
+            assert sorted(c["step_number"] for c in checkpoints["data"]) == list(range(1, 9))
+            for version in range(9):
+                assert await adapter_hashes(cluster, "default", job, version)
 
 
 async def test_a_killed_rollout_worker_costs_turns_and_answers_only_what_was_not_kept_of_them(tmp_path: Path) -> None:
@@ -157,10 +155,17 @@ async def kill_under_answers(cluster: LocalCluster, api: Api, bus: Bus) -> None:
 
 async def tokens_sampled(cluster: LocalCluster) -> int:
     """Tokens that the rollout worker has sampled since it started."""
-    await asyncio.sleep(2.5)
-    found = [w["counters"]["sampled_tokens"] for w in await workers(cluster) if w["pid"] == cluster.pids["rollout-0"]]
-    (sampled,) = found
-    return sampled
+    before = -1.0
+    while before != (sampled := await told_sampled(cluster)) or not sampled:
+        before = sampled
+        await asyncio.sleep(2.5)
+    return int(sampled)
+
+
+async def told_sampled(cluster: LocalCluster) -> float:
+    """0 before its first report."""
+    pid = cluster.pids["rollout-0"]
+    return sum(w["counters"].get("sampled_tokens", 0) for w in await workers(cluster) if w["pid"] == pid)
 
 
 async def tokens_kept(bus: Bus, stream: str) -> int:

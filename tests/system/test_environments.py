@@ -147,10 +147,8 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Worl
     and has a folder for packages, where there is none yet."""
     folder = tmp_path_factory.mktemp("world")
     async with serving(sys.executable, {"PYTHONPATH": str(STANDIN)}) as openenv:
-        settings = opened(folder) | {
-            "MARLAAS_GRADER_HOSTS": "127.0.0.1",
-            "MARLAAS_OPENENV_SERVERS": f"largest={openenv}",
-        }
+        hosts = {"MARLAAS_GRADER_HOSTS": "127.0.0.1", "MARLAAS_OPENENV_SERVERS": f"largest={openenv}"}
+        settings = opened(folder) | hosts
         with model_by_script(judge) as url:
             async with running(folder / "data", environment=settings) as (cluster, api):
                 yield World(cluster, api, folder, url)

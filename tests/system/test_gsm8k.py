@@ -17,9 +17,15 @@ from tests.support.api_server import running_api
 ROW = {"question": "Two and 1,000?", "answer": "2 + 1000 = <<2+1000=1002>>1002\n#### 1,002"}
 
 
-def test_a_row_becomes_an_item_with_its_final_answer(tmp_path: Path) -> None:
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A file of one row."""
     (tmp_path / "train.jsonl").write_text(json.dumps(ROW) + "\n\n")
-    (item,) = map(as_item, read_rows(tmp_path / "train.jsonl"))
+    return tmp_path / "train.jsonl"
+
+
+def test_a_row_becomes_an_item_with_its_final_answer(rows: Path) -> None:
+    (item,) = map(as_item, read_rows(rows))
     assert item["answer"] == "1002" and item["messages"][0]["content"].startswith("Two and 1,000?\n")
 
 
@@ -70,37 +76,32 @@ def test_a_gpu_gets_what_the_plan_chooses() -> None:
     ],
 )
 def test_what_cannot_work_is_refused_in_a_line_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, said: str
+    rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, said: str
 ) -> None:
-    file = tmp_path / "train.jsonl"
-    file.write_text(json.dumps(ROW) + "\n")
-    data = tmp_path / "data"
-    monkeypatch.setattr(sys, "argv", ["gsm8k", "--file", str(file), "--data", str(data), *options.split()])
+    data = rows.with_name("data")
+    monkeypatch.setattr(sys, "argv", ["gsm8k", "--file", str(rows), "--data", str(data), *options.split()])
     with pytest.raises(SystemExit) as ended:
         main()
     assert said in f"{ended.value.code} {capsys.readouterr().err}" and not data.exists()
 
 
 async def test_what_the_api_refuses_is_said_in_a_line(
-    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "train.jsonl"
-    file.write_text(json.dumps(ROW) + "\n")
     async with running_api(redis_url, tmp_path / "data") as server:
         found = ClusterFile(url=server.url, pid=os.getpid(), redis_url=redis_url)
         (tmp_path / "data" / CLUSTER_FILE).write_text(found.model_dump_json())
-        argv = ["gsm8k", "--file", str(file), "--data", str(tmp_path / "data"), "--model", "nobody"]
-        monkeypatch.setattr(sys, "argv", argv)
+        words = ["gsm8k", "--file", str(rows), "--data", str(tmp_path / "data"), "--model", "nobody"]
+        monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit, match=r"^error: .*nobody"):
             await asyncio.to_thread(main)
 
 
 def test_items_are_written_for_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "train.jsonl").write_text(json.dumps(ROW) + "\n")
-    argv = ["--file", str(tmp_path / "train.jsonl"), "--prepare", str(tmp_path / "items.jsonl")]
-    monkeypatch.setattr(sys, "argv", ["gsm8k", *argv])
+    items = rows.with_name("items.jsonl")
+    monkeypatch.setattr(sys, "argv", ["gsm8k", "--file", str(rows), "--prepare", str(items)])
     main()
     assert "1 items are in" in capsys.readouterr().out
-    assert json.loads((tmp_path / "items.jsonl").read_text())["answer"] == "1002"
+    assert json.loads(items.read_text())["answer"] == "1002"

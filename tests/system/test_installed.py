@@ -68,7 +68,7 @@ def test_the_first_hour_without_a_clone(tmp_path: Path) -> None:
     with up(services, folder) as cluster:
         # Then its page and the description of its API are there
         for path in ("/", "/docs"):
-            assert httpx.get(cluster["url"] + path, trust_env=False).status_code == 200
+            assert httpx.get(cluster["url"] + path, trust_env=False, timeout=60).status_code == 200
         # And what the READMEs say can be done, without torch or the services
         train(client, folder)
         programs = [CLIENT, *shorter(code().replace("http://127.0.0.1:8000", cluster["url"]), "\n".join(cells()))]

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from harness.bases import FIRST_WORD, make_random_base
-from harness.live import Api, jsonl
+from harness.live import Api
 from tests.support.forked import running
+from tests.system.test_other_families import job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
@@ -23,9 +24,6 @@ SIZES: dict[str, Any] = {
 }
 """Few weights, and 64 KiB of keys and values a token: 1 GiB holds fewer tokens than the model's context has."""
 SERVED = 6144
-SOURCE = "def grade(sample, item):\n    return sum(map(ord, sample['output_text'])) % 5 / 4\n"
-GRADER = {"type": "python", "name": "sum", "source": SOURCE}
-HYPER = {"batch_size": 2, "group_size": 4, "max_tokens": 16, "max_steps": 1, "lora_rank": 4}
 
 
 async def test_what_fits_is_served_and_said_and_longer_prompts_are_refused_with_it(tmp_path: Path) -> None:
@@ -44,12 +42,12 @@ async def test_what_fits_is_served_and_said_and_longer_prompts_are_refused_with_
         # Then it refuses a longer prompt with that number, of a completion and of a job
         told = await refusal(api, "/completions", {"model": "base", "prompt": [300] * SERVED})
         assert f"the prompt has {SERVED} tokens and the model's context {SERVED}" in told
-        told = await refusal(api, "/fine_tuning/jobs", await job(api, "word " * SERVED))
+        told = await refusal(api, "/fine_tuning/jobs", await job(api, "base", "word " * SERVED))
         assert f"longer than {SERVED - 16} tokens, which is the context of {SERVED} less max_tokens 16" in told
 
         # And a job on short ones trains, on transformers' modules, whose log-probs are those of our engine; three of four ids are
         # not in the tokenizer: they are no text, and are trained
-        made = await api.post("/fine_tuning/jobs", await job(api, "a word"))
+        made = await api.post("/fine_tuning/jobs", await job(api, "base", "a word", max_steps=1))
         (ended,) = await api.until_done(made["id"])
         assert ended["status"] == "succeeded", ended["error"]
         (step,) = [e["data"] for e in await api.events(made["id"]) if "grad_norm" in e["data"]]
@@ -60,14 +58,6 @@ async def test_what_fits_is_served_and_said_and_longer_prompts_are_refused_with_
         samples = (await api.get(f"/fine_tuning/jobs/{made['id']}/samples"))["data"]
         assert len(samples) == 8
         assert 0 < 2 * sum(len(row["text"]) for row in samples) < step["written_tokens"]
-
-
-async def job(api: Api, text: str) -> Any:
-    """The body of a job on four such prompts."""
-    rows = [{"messages": [{"role": "user", "content": f"{number} {text}"}]} for number in range(4)]
-    file = await api.upload("items.jsonl", jsonl(rows))
-    method = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": HYPER}}
-    return {"model": "base", "seed": 1, "training_file": file, "method": method}
 
 
 async def refusal(api: Api, path: str, body: Any) -> str:

@@ -25,18 +25,19 @@ def base_of(family: str, folder: Path) -> Path:
     return save_family(family, folder, vocab_size=272, max_position_embeddings=512)
 
 
-async def submit(api: Api, base: str) -> str:
-    rows = [{"messages": [{"role": "user", "content": f"{number} words"}]} for number in range(4)]
+async def job(api: Api, base: str, text: str = "words", **changes: Any) -> dict[str, Any]:
+    """The body of a job on four such prompts."""
+    rows = [{"messages": [{"role": "user", "content": f"{number} {text}"}]} for number in range(4)]
     file = await api.upload("items.jsonl", jsonl(rows))
-    method = {"type": "reinforcement", "reinforcement": {"grader": GRADER, "hyperparameters": HYPER}}
-    made = await api.post("/fine_tuning/jobs", {"model": base, "seed": 1, "training_file": file, "method": method})
-    return made["id"]
+    how = {"grader": GRADER, "hyperparameters": HYPER | changes}
+    method = {"type": "reinforcement", "reinforcement": how}
+    return {"model": base, "seed": 1, "training_file": file, "method": method}
 
 
 async def test_llama_3_and_gemma_3_are_sampled_and_trained_with_the_same_log_probs(tmp_path: Path) -> None:
     bases = ",".join(f"{family}={base_of(family, tmp_path / family)}" for family in FAMILIES)
     async with running(tmp_path / "data", environment={"MARLAAS_BASE_MODELS": bases}) as (_, api):
-        jobs = [await submit(api, family) for family in FAMILIES]
+        jobs = [(await api.post("/fine_tuning/jobs", await job(api, family)))["id"] for family in FAMILIES]
         for ended in await api.until_done(*jobs):
             assert ended["status"] == "succeeded", ended["error"]
             steps: list[Any] = [e["data"] for e in await api.events(ended["id"]) if "grad_norm" in e["data"]]

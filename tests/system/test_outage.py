@@ -8,12 +8,12 @@ import pytest
 from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef
-from harness.live import Api, is_balanced
 from harness.proxy import Proxy
 from harness.s3_server import BUCKET, S3Server, environment
 from tests.support.forked import running
+from tests.support.whole import until_whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 STEPS = 6
 ROWS = 2 * 4
@@ -32,18 +32,13 @@ async def test_an_outage_of_the_store_costs_time_and_nothing_else(
             jobs = [await api.submit(skill, max_steps=STEPS, batch_size=2, group_size=4) for skill in ("sort", "calc")]
             while not all([await api.steps(job) for job in jobs]):
                 await asyncio.sleep(0.05)
-            before = await everything(api, jobs)
+            before = sum([len(await api.steps(job)) for job in jobs])
             await gate.shut()
             await asyncio.sleep(OUTAGE_S)
             await gate.open()
-            done = await api.until_done(*jobs)
-            assert [job["status"] for job in done] == ["succeeded"] * 2, [job["error"] for job in done]
+            await until_whole(cluster, api, jobs, steps=STEPS, trajectories=STEPS * ROWS)
             assert before < 2 * STEPS, "the outage came too late to matter"
             assert cluster.num_exits == dict.fromkeys(cluster.num_exits, 0)
-            await check(api, jobs)
-            admin = Api(cluster.base_url, cluster.admin_key)
-            assert (await admin.get("/cluster/dead"))["data"] == []
-            await admin.close()
         for name, value in environment(server.endpoint).items():
             monkeypatch.setenv(name, value)
         store = AdapterStore(Objects.open(f"s3://{BUCKET}/test"))
@@ -53,17 +48,3 @@ async def test_an_outage_of_the_store_costs_time_and_nothing_else(
     finally:
         await gate.shut()
         server.stop()
-
-
-async def everything(api: Api, jobs: list[str]) -> int:
-    """Steps made so far, of all jobs."""
-    return sum([len(await api.steps(job)) for job in jobs])
-
-
-async def check(api: Api, jobs: list[str]) -> None:
-    for job in jobs:
-        ledger = await api.ledger(job)
-        assert is_balanced(ledger) and ledger["in_flight"] == 0, ledger
-        assert ledger["trained"] == STEPS * ROWS, ledger
-        assert ledger["failed"] == 0, ledger
-        assert await api.steps(job) == list(range(1, STEPS + 1))

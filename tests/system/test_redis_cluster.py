@@ -114,7 +114,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[RedisCluster]:
     cluster = RedisCluster(tmp_path)
     try:
         cluster.form()
-        await until(cluster.is_whole, seconds=30)
+        await until(cluster.is_whole)
         yield cluster
     finally:
         cluster.stop()
@@ -157,7 +157,6 @@ async def stand_ins(url: str, cell: Cell, objects: Objects) -> AsyncGenerator[No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 async def test_one_base_model_is_served_as_two_cells_on_two_shards(
     cluster: RedisCluster, manager: tuple[str, Path]
 ) -> None:

@@ -18,6 +18,7 @@ from examples.new_skill import as_example, questions
 from harness.live import Api, adapter_hashes, is_balanced, jsonl
 from manager_service.launcher.supervisor import LocalCluster
 from tests.support.forked import running
+from tests.support.whole import workers
 from tests.system.tinker_kills import differences, either, kill, left, train
 
 pytestmark = [pytest.mark.exact, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -150,8 +151,7 @@ async def begun_job(cluster: LocalCluster, api: Api) -> tuple[str, dict[str, str
     job = await api.submit("sort", max_steps=1000, batch_size=2, group_size=4)
     while not (steps := await api.steps(job)):
         await asyncio.sleep(0.2)
-    announced = {service: worker["fingerprint"] for service, worker in (await workers(cluster)).items()}
-    fingerprints = {name: f for name, f in announced.items() if f}
+    fingerprints = {worker["service"]: f for worker in await workers(cluster) if (f := worker["fingerprint"])}
     assert set(fingerprints) == {"rollout", "trainer"}
     assert await fingerprints_of(cluster, job, steps) == [fingerprints] * len(steps)
     return job, fingerprints
@@ -162,7 +162,7 @@ async def default_mode_waits(folder: Path, job: str, fingerprints: Any) -> None:
     told: list[str] = []
     async with running(folder, notify=told.append) as (cluster, api):
         assert any("rollout (tiny): this rollout worker runs in default mode" in line for line in told)
-        assert {worker["state"] for worker in (await workers(cluster)).values()} == {"refused"}
+        assert {worker["state"] for worker in await workers(cluster)} == {"refused"}
         # Once the job has been cancelled, they join by themselves, and other jobs are trained
         await api.post(f"/fine_tuning/jobs/{job}/cancel")
         other = await api.submit("sort", max_steps=1, batch_size=2, group_size=4)
@@ -170,13 +170,6 @@ async def default_mode_waits(folder: Path, job: str, fingerprints: Any) -> None:
         assert done["status"] == "succeeded"
         steps = await api.steps(job)  # one may have been made before the end, and heard of since
         assert await fingerprints_of(cluster, job, steps) == [fingerprints] * len(steps)
-
-
-async def workers(cluster: LocalCluster) -> dict[str, Any]:
-    admin = Api(cluster.base_url, cluster.admin_key)
-    found = {worker["service"]: worker for worker in (await admin.get("/cluster/workers"))["data"]}
-    await admin.close()
-    return found
 
 
 async def fingerprints_of(cluster: LocalCluster, job: str, steps: Sequence[int]) -> list[Any]:

@@ -29,8 +29,6 @@ from trainer_service.ranks.backbone import RankedBackbone, load_ranks
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @contextlib.contextmanager
 def ranks(folder: Path, number: int, device: str = "cpu") -> Generator[RankedBackbone]:

@@ -25,7 +25,6 @@ from trainer_service.packing import Budget
 from trainer_service.ranks.backbone import RankedBackbone
 from trainer_service.training import DoesNotFit, Trainer
 
-pytestmark = pytest.mark.timeout(300)
 LITTLE = 24 << 20
 """Bytes."""
 

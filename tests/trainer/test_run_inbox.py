@@ -37,13 +37,13 @@ async def training(bus: Bus, handler: TrainHandler, name: str) -> AsyncGenerator
         yield
     finally:
         stop.set()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 60)
 
 
 async def answer(bus: Bus) -> OperationsDone:
     """The next one that the owner gets."""
     await bus.ensure_group(bus.cell.adapters(3), GROUP_MANAGER)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (found := await bus.read([bus.cell.adapters(3)], GROUP_MANAGER, "owner", count=1, block_ms=500)):
             pass
     message = found[0].message
@@ -81,7 +81,7 @@ async def test_a_trainer_that_stops_says_that_the_gradient_is_gone(bus: Bus, sto
     await handler(segment(forward_backward(1)), nothing)
     async with training(bus, handler, "a"):
         await bus.publish([(bus.cell.trainer("a"), segment(*map(forward_backward, range(2, 60)), first=1))])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while handler.has_room():
                 await asyncio.sleep(0.001)
 
@@ -95,7 +95,7 @@ async def test_the_inbox_of_a_trainer_that_died_vanishes_and_that_of_a_living_on
 ) -> None:
     handler = TrainHandler(Trainer(DecoderBackbone(load_shallow())), store, "tiny", worker="a")
     own, client = bus.cell.trainer("a"), bus.client
-    async with training(bus, handler, "a"), asyncio.timeout(20):
+    async with training(bus, handler, "a"), asyncio.timeout(60):
         while await client.ttl(own) < 1:
             await asyncio.sleep(0.01)
         await client.expire(own, 5)

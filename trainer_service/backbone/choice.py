@@ -6,8 +6,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from base_model.backbone_kind import fitting_kind
-from base_model.decoder import Decoder, directly
+from base_model.decoder import Decoder, directly, fitting_kind
 from base_model.device import find_device
 from common.errors import InvalidInput
 from trainer_service.backbone.interface import Backbone

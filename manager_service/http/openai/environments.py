@@ -28,7 +28,7 @@ async def list_environments(api: Parts, tenant: Tenant) -> Page[EnvironmentObjec
 def _known() -> list[EnvironmentObject]:
     built_in = [_shown(name, schema_of(args), None) for name, args in BUILT_IN.items()]
     return built_in + [
-        _installed(entry) for entry in sorted(installed(anew=True).values(), key=lambda entry: entry.name)
+        _installed(entry) for entry in sorted(installed(again=True).values(), key=lambda entry: entry.name)
     ]
 
 

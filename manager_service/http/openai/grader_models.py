@@ -17,11 +17,17 @@ from manager_service.records.tenants import TenantRecord
 async def pin_environment(api: Api, tenant: TenantRecord, base: Base, env: EnvSpec, *, param: str) -> EnvSpec:
     """The environment of a valid job, whose grader names a version of each tuned model. `param`: where the grader is. Raises
     InvalidInput, also for other tenants' models."""
-    grader: Any = env.args.get("grader")
-    if env.name not in BUILT_IN or not isinstance(grader, Mapping):
+    grader = grader_in(env)
+    if grader is None:
         return env
-    pinned = await pin_models(api, tenant, base, cast(Mapping[str, Any], grader), param=param)
+    pinned = await pin_models(api, tenant, base, grader, param=param)
     return EnvSpec(env.name, {**env.args, "grader": pinned})
+
+
+def grader_in(env: EnvSpec) -> Mapping[str, Any] | None:
+    """The grader among a valid environment's arguments; None: there is none that this service runs."""
+    grader: Any = env.args.get("grader") if env.name in BUILT_IN else None
+    return cast(Mapping[str, Any], grader) if isinstance(grader, Mapping) else None
 
 
 async def pin_models(
@@ -48,10 +54,7 @@ async def base_asked(api: Api, tenant: TenantRecord, grader: Mapping[str, Any]) 
 
 def asked_models(env: EnvSpec) -> set[str]:
     """Models of this service that a valid environment's graders ask, without versions."""
-    grader: Any = env.args.get("grader")
-    if env.name not in BUILT_IN or not isinstance(grader, Mapping):
-        return set()
-    return {str(part["model"]).partition("@")[0] for _, part in model_graders(cast(Mapping[str, Any], grader))}
+    return {str(part["model"]).partition("@")[0] for _, part in model_graders(grader_in(env) or {})}
 
 
 async def _pinned(api: Api, tenant: TenantRecord, base: Base | None, model: str, param: str) -> str:
@@ -69,7 +72,7 @@ async def _pinned(api: Api, tenant: TenantRecord, base: Base | None, model: str,
         )
     if named.row and named.row.spec.hyper.keep_versions is not None and named.row.state.status not in FINAL:
         raise InvalidInput(
-            f"{model}: its job is {named.row.state.status} and keeps {named.row.spec.hyper.keep_versions} versions alone,"
+            f"{model}: its job is {named.row.state.status} and keeps only {named.row.spec.hyper.keep_versions} versions,"
             " so this one may go while it grades: wait for the job's end, or train it without keep_versions",
             param=param,
         )

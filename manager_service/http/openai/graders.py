@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from common.bus.streams import partition_of
 from common.wire.messages import EnvSpec, GradeRequest, GradeResult, Usage
 from manager_service.http.connections import GONE, ClientGone, unless_gone
-from manager_service.http.context import Api, Base, Parts, Tenant
+from manager_service.http.context import Api, Parts, Tenant
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.grader_models import base_asked, pin_models
-from manager_service.http.openai.jobs.starts import find_base
+from manager_service.http.openai.jobs.job_checks import find_base
 from manager_service.http.openai.jobs.submission import check_num_bytes
-from manager_service.http.openai.reachable_hosts import check_outside
+from manager_service.http.openai.reachable_hosts import check_grader_hosts
 from manager_service.http.quota import check_quota, check_room, count_inference
 from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.reading.tasks import CheckGrader
@@ -25,6 +25,12 @@ from manager_service.records.tenants import TenantRecord
 router = APIRouter(prefix="/v1/fine_tuning/alpha/graders", tags=["graders"], responses=COMMON, route_class=JsonRoute)
 
 PARAM = "grader"
+NEVER = (
+    *("formula_parse_error", "invalid_variable_error", "sample_parse_error", "truncated_observation_error"),
+    *("model_grader_parse_error", "model_grader_refusal_error", "model_grader_server_error"),
+    *("python_grader_server_error", "unresponsive_reward_error"),
+)
+"""OpenAI's flags for errors that are told as another here."""
 
 
 class GraderGiven(BaseModel):
@@ -71,7 +77,8 @@ class RunResult(BaseModel):
 async def validate(api: Parts, tenant: Tenant, body: GraderGiven) -> Validated:
     """Check a grader. The answer is the grader as it was given."""
     await _check(api, tenant, body.grader, None)
-    _check_hosts(await base_asked(api, tenant, body.grader), body.grader)
+    base = await base_asked(api, tenant, body.grader)
+    check_grader_hosts(body.grader, base.cluster.outside(), param=PARAM)
     await pin_models(api, tenant, None, body.grader, param=PARAM)
     return Validated(grader=body.grader)
 
@@ -84,7 +91,7 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven, request: Request) -> R
     item = body.item or {}
     await _check(api, tenant, body.grader, item)
     base = find_base(api, body.model) if body.model else await base_asked(api, tenant, body.grader)
-    _check_hosts(base, body.grader)
+    check_grader_hosts(body.grader, base.cluster.outside(), param=PARAM)
     grader = await pin_models(api, tenant, base, body.grader, param=PARAM)
 
     def make(job: str, reply_to: str) -> GradeRequest:
@@ -116,10 +123,6 @@ async def _check(api: Api, tenant: TenantRecord, grader: dict[str, Any], item: d
     await api.helpers.do(tenant, CheckGrader(grader, item, PARAM), num_bytes=num_bytes + len(JSON.encode(item)))
 
 
-def _check_hosts(base: Base, grader: dict[str, Any]) -> None:
-    check_outside(EnvSpec("single_turn", {"grader": grader}), base.cluster.outside(), param=PARAM)
-
-
 def _shown(grader: Mapping[str, Any], result: GradeResult) -> RunResult:
     failure = None
     if result.failure is not None:
@@ -149,19 +152,10 @@ def _errors(kind: str, result: GradeResult) -> dict[str, bool | str | None]:
     """OpenAI's flags for errors. Ours are of two kinds: the user's code, and anything else."""
     reason = None if result.failure is None else result.failure.reason
     in_python = reason is not None and kind == "python"
-    return {
-        "formula_parse_error": False,
-        "invalid_variable_error": False,
-        "model_grader_parse_error": False,
-        "model_grader_refusal_error": False,
-        "model_grader_server_error": False,
-        "model_grader_server_error_details": None,
+    return dict.fromkeys(NEVER, False) | {
         "other_error": reason is not None and not in_python,
         "python_grader_runtime_error": in_python,
         "python_grader_runtime_error_details": reason if in_python else None,
-        "python_grader_server_error": False,
+        "model_grader_server_error_details": None,
         "python_grader_server_error_type": None,
-        "sample_parse_error": False,
-        "truncated_observation_error": False,
-        "unresponsive_reward_error": False,
     }

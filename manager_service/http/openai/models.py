@@ -97,20 +97,17 @@ def _rules_out(tokenizer: ChatTokenizer) -> list[str]:
 
 
 def _of_run(named: Named, name: str) -> ModelObject:
-    adapter, base = named.adapter, named.base
-    return ModelObject(
-        id=name, created=base.created_at, owned_by=adapter.tenant, root=base.name, version=adapter.version
-    )
+    adapter = named.adapter
+    return _adapter(name, named.base.created_at, adapter.tenant, named.base.name, adapter.version)
 
 
 def _archived(base: Base, model: TunedModel) -> ModelObject:
-    return ModelObject(
-        id=model.name, created=model.created_ms // 1000, owned_by=model.tenant, root=base.name, version=model.version
-    )
+    return _adapter(model.name, model.created_ms // 1000, model.tenant, base.name, model.version)
 
 
 def _tuned(row: JobRow, name: str) -> ModelObject:
-    spec = row.spec
-    return ModelObject(
-        id=name, created=spec.created_at, owned_by=spec.tenant, root=spec.base_model, version=row.state.version
-    )
+    return _adapter(name, row.spec.created_at, row.spec.tenant, row.spec.base_model, row.state.version)
+
+
+def _adapter(name: str, created: int, owner: str, root: str, version: int) -> ModelObject:
+    return ModelObject(id=name, created=created, owned_by=owner, root=root, version=version)

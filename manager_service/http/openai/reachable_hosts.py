@@ -1,39 +1,39 @@
 """Checks, before anything is queued, that env workers may call the hosts that a job names, by what they announce."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import Any
 
 import httpx
 
 from common.errors import InvalidInput
 from common.outgoing import AllowedHosts, NotAllowed
 from common.suggestions import did_you_mean, quoted
-from common.tasks.environments import BUILT_IN, LIVE, OpenEnvArgs, parse_args
+from common.tasks.environments import LIVE, OpenEnvArgs, parse_args
 from common.tasks.graders import outside_urls
 from common.wire.messages import EnvSpec, Outside
+from manager_service.http.openai.grader_models import grader_in
 
 
 def check_outside(env: EnvSpec, announced: Collection[Outside], *, param: str) -> None:
     """Checks a valid environment against all of them, since its trajectories go to any. `param`: where its grader is. Raises
     InvalidInput."""
-    if env.name not in BUILT_IN:
-        return
     args = parse_args(env) if env.name in LIVE else None
-    grader: Any = env.args.get("grader")
-    for worker in announced:
-        if isinstance(args, OpenEnvArgs):
+    if isinstance(args, OpenEnvArgs):
+        for worker in announced:
             _check_openenv(args, worker, "method.reinforcement.environment.args")
-        elif isinstance(grader, Mapping):
-            _check_grader(cast(Mapping[str, Any], grader), worker, param)
+    elif grader := grader_in(env):
+        check_grader_hosts(grader, announced, param=param)
 
 
-def _check_grader(grader: Mapping[str, Any], worker: Outside, param: str) -> None:
+def check_grader_hosts(grader: Mapping[str, Any], announced: Collection[Outside], *, param: str) -> None:
+    """The same of a valid grader."""
     for place, kind, url in outside_urls(grader):
         where = ".".join(filter(None, [param, place, "url"]))
-        if kind == "endpoint":
-            check_host(url, worker.endpoint, where, "MARLAAS_ENDPOINT_HOSTS")
-        else:
-            check_host(url, worker.grader, where, "MARLAAS_GRADER_HOSTS")
+        for worker in announced:
+            if kind == "endpoint":
+                check_host(url, worker.endpoint, where, "MARLAAS_ENDPOINT_HOSTS")
+            else:
+                check_host(url, worker.grader, where, "MARLAAS_GRADER_HOSTS")
 
 
 def _check_openenv(args: OpenEnvArgs, worker: Outside, param: str) -> None:

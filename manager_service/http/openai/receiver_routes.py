@@ -7,8 +7,8 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from common.errors import InvalidInput, NotFound
+from common.outgoing import check_url
 from common.suggestions import quoted
-from common.urls import check_url
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.paging import page
@@ -78,7 +78,7 @@ async def delete_logger(api: Parts, tenant: Tenant, logger: WithKey) -> Deleted:
 
 @router.post("/webhooks")
 async def create_webhook(api: Parts, tenant: Tenant, body: WebhookGiven) -> NewWebhookObject:
-    """Have a URL told when a job of yours ends, signed as OpenAI signs. This answer alone shows the secret."""
+    """Have a URL told when a job of yours ends, signed as OpenAI signs. Only this answer shows the secret."""
     _check_host(body.url, api.settings.webhook_hosts, "url", "MARLAAS_WEBHOOK_HOSTS")
     events: tuple[WebhookEvent, ...] = (
         get_args(WebhookEvent) if body.events is None else tuple(dict.fromkeys(body.events))

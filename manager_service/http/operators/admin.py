@@ -77,7 +77,7 @@ async def update(api: Parts, admin: Admin, tenant_id: str, body: TenantLimits) -
 
 @router.post("/{tenant_id}/keys", responses=declared(404))
 async def create_key(api: Parts, admin: Admin, tenant_id: str) -> KeyObject:
-    """Make a key. Only this answer shows it, since its hash alone is kept."""
+    """Make a key. Only this answer shows it, since only its hash is kept."""
     await api.tenants.get(tenant_id)
     key, record = await api.tenants.add_key(tenant_id)
     return shown_key(record, key)

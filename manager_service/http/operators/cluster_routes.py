@@ -1,5 +1,6 @@
 """/v1/cluster, for operators: workers, the timeline of who used them, and dead letters."""
 
+import re
 import time
 from typing import Annotated
 
@@ -22,6 +23,8 @@ router = APIRouter(prefix="/v1/cluster", tags=["cluster"], responses=COMMON)
 
 MAX_SPANS = 50_000
 
+_ENTRY = re.compile(r"[1-9][0-9]{0,14}-[0-9]{1,15}")
+
 
 @router.get("/workers")
 async def workers(api: Parts, admin: Admin) -> Page[WorkerObject]:
@@ -32,23 +35,8 @@ async def workers(api: Parts, admin: Admin) -> Page[WorkerObject]:
 
 def _worker(worker: WorkerReport) -> WorkerObject:
     work = {(span.tenant, span.job, span.phase) for span in worker.spans}
-    return WorkerObject(
-        id=worker.id,
-        service=worker.service,
-        pid=worker.pid,
-        host=worker.host,
-        state=worker.state,
-        busy=worker.busy,
-        base_model=worker.base_model,
-        resident=list(worker.resident),
-        slots=worker.slots,
-        in_use=worker.in_use,
-        max_lora_rank=worker.max_lora_rank,
-        fingerprint=worker.fingerprint,
-        reason=worker.reason,
-        working_for=[dict(zip(("tenant", "job", "phase"), one, strict=True)) for one in sorted(work)],
-        counters=worker.counters,
-    )
+    working_for = [dict(zip(("tenant", "job", "phase"), one, strict=True)) for one in sorted(work)]
+    return WorkerObject.model_validate(msgspec.structs.asdict(worker) | {"working_for": working_for})
 
 
 @router.get("/timeline")
@@ -72,15 +60,8 @@ def _start(span: WorkerSpan) -> float:
 
 def _span(one: WorkerSpan) -> SpanObject:
     span = one.span
-    return SpanObject(
-        worker=one.worker,
-        service=one.service,
-        tenant=span.tenant,
-        job=span.job,
-        phase=span.phase,
-        start=span.start_s,
-        end=span.end_s,
-    )
+    same = msgspec.structs.asdict(span)
+    return SpanObject(worker=one.worker, service=one.service, start=span.start_s, end=span.end_s, **same)
 
 
 @router.get("/dead")
@@ -99,12 +80,11 @@ def _entry_before(after: str | None) -> str:
     """Redis' bound for entries before this one. Raises InvalidInput if it is not the id of an entry."""
     if after is None:
         return "+"
-    parts = after.split("-")
-    if len(parts) != 2 or not all(part.isascii() and part.isdecimal() and len(part) <= 15 for part in parts):
+    if not _ENTRY.fullmatch(after):
         raise InvalidInput(
             f"after: {quoted(after)} is not the id of a dead letter", param="after", code="invalid_cursor"
         )
-    return f"({after}" if after not in ("0-0",) else "0-0"
+    return f"({after}"
 
 
 def _dead(cell: Cell, entry: str, fields: dict[bytes, bytes]) -> DeadLetterObject:

@@ -6,7 +6,7 @@ import {number} from "./format.js";
 const HEIGHT = 150;
 const together = "marlaas";
 
-/** uPlot, which the page loads beside itself: a script made here would need an exception from the page's own rules. */
+/** uPlot, which the page loads next to itself: a script made here would need an exception from the page's own rules. */
 export function load() {
   if (window.uPlot) return Promise.resolve(window.uPlot);
   const script = document.getElementById("uplot");

@@ -23,7 +23,7 @@ function set(node, name, value) {
   if (value === null || value === undefined || value === false) return;
   if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
   else if (name === "value" || name === "checked") node[name] = value;
-  else if (name === "href" && !OWN_ADDRESS.test(value)) throw new Error("links lead to this service alone");
+  else if (name === "href" && !OWN_ADDRESS.test(value)) throw new Error("links lead only to this service");
   else if (name === "title" || name === "aria-label") node.setAttribute(name, visible(String(value)));
   else node.setAttribute(name, value === true ? "" : value);
 }

@@ -138,7 +138,7 @@ function update(row, job) {
   }
 }
 
-/** Asks for what a row shows beside its job: the curve, and the newest event of one that has not ended. */
+/** Asks for what a row shows next to its job: the curve, and the newest event of one that has not ended. */
 async function refresh(row, signal) {
   const {id, organization_id: tenant} = row.job;
   row.isDrawn = true;

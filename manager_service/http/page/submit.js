@@ -18,7 +18,7 @@ const GRADERS = {
 };
 const EMPTY = {array: [], object: {}, string: "", number: 0, integer: 0, boolean: false};
 const METHODS = {reinforcement: "reinforcement: rewards", supervised: "supervised: examples"};
-const NEUTRAL = ["compute_multiplier", "reasoning_effort"]; // OpenAI's, of which the service takes one value alone
+const NEUTRAL = ["compute_multiplier", "reasoning_effort"]; // OpenAI's, of which the service takes only one value
 const FIRST_BYTES = 262_144;
 
 export async function show(node, {signal}) {

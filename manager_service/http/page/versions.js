@@ -1,4 +1,4 @@
-// One held-out item at two versions: what each said when it was evaluated, turn beside turn.
+// One held-out item at two versions: what each said when it was evaluated, turn next to turn.
 
 import {note, numberIn} from "./address.js";
 import {ofJob} from "./api.js";

@@ -8,7 +8,7 @@ Its files:
     bodies.py           reads the JSON bodies of requests
     process.py          the loop of a helper process
     tasks.py            the tasks, and what each does
-    adapter_uploads.py  checks adapters that tenants bring
+    adapter_uploads.py  checks adapters that tenants upload
     csv_tables.py       makes items of CSV
     item_lines.py       checks lines of items
     json_values.py      parses JSON strictly

@@ -1,4 +1,4 @@
-"""Adapters that tenants bring, in PEFT's form: `adapter_model.safetensors`, and the text of `adapter_config.json`.
+"""Adapters that tenants upload, in PEFT's form: `adapter_model.safetensors`, and the text of `adapter_config.json`.
 
 What could run code, hide something or be read in two ways is refused by name. Pure functions, which raise InvalidInput.
 """
@@ -16,7 +16,7 @@ from common.suggestions import quoted
 from common.wire.messages import LoraSpec
 from manager_service.http.openai.jobs.hyperparameters import Hyperparameters
 from manager_service.http.reading.json_values import parse_json
-from manager_service.records.file_records import Brought
+from manager_service.records.file_records import UploadedAdapter
 
 MAX_HEADER, MAX_CONFIG = 1 << 20, 64 << 10
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".zip")
@@ -27,15 +27,8 @@ EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2",
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
-    "init_lora_weights": (
-        None,
-        True,
-        False,
-        "gaussian",
-        "eva",
-        "orthogonal",
-        "mica",
-    ),  # others change the base's weights
+    # others change the base's weights
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
     **dict.fromkeys(("modules_to_save", "target_parameters", "layer_replication", "layers_to_transform"), (None, [])),
     **dict.fromkeys(("rank_pattern", "alpha_pattern", "megatron_config", "loftq_config"), (None, {})),
     **dict.fromkeys(("use_dora", "use_rslora", "use_qalora", "lora_bias", "fan_in_fan_out"), (None, False)),
@@ -69,7 +62,7 @@ _FACTOR = re.compile(
 class FoundAdapter(msgspec.Struct, frozen=True):
     """An adapter, and how its numbers are stored."""
 
-    adapter: Brought
+    adapter: UploadedAdapter
     dtype: str
 
 
@@ -104,7 +97,7 @@ def read_adapter(header: bytes, size: int, config: str) -> FoundAdapter:
     rank, alpha = _config(config)
     shapes, num_layers = _shapes(tensors, rank)
     targets = sorted({module.rpartition(".")[2] for module in shapes})
-    return FoundAdapter(Brought(LoraSpec(rank, alpha, tuple(targets)), shapes, num_layers), dtypes.pop())
+    return FoundAdapter(UploadedAdapter(LoraSpec(rank, alpha, tuple(targets)), shapes, num_layers), dtypes.pop())
 
 
 def check_finite(content: bytes, dtype: str) -> None:

@@ -1,6 +1,6 @@
 """CSV as lines of items: the first row names the fields, each other row is an item. Row 1 is the first below the names.
 
-Every value is a text, but for `messages` and `tools`, which are JSON. Pure functions, which raise InvalidInput with row and column.
+Every value is a text, except `messages` and `tools`, which are JSON. Pure functions, which raise InvalidInput with row and column.
 """
 
 import csv

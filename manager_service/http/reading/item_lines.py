@@ -8,8 +8,7 @@ import msgspec
 
 from common.errors import InvalidInput
 from common.tasks.graders import check_fields
-from common.text.examples import check_example, is_example, is_text, read_example
-from common.text.prompts import with_messages
+from common.text.examples import check_example, is_example, is_text, read_example, with_messages
 from common.text.tokens import ChatTokenizer, check_messages
 from manager_service.http.reading.json_values import parse_json
 
@@ -86,48 +85,46 @@ def check_lines(
     return msgspec.structs.replace(found, num_lines=number - before, fields=fields)
 
 
-def check_kind(lines: bytes, *, before: int, examples: bool, param: str) -> int:
-    """The number of lines, all of which are examples to learn, or all of which are items to answer."""
-    number = before
-    for number, line in _numbered(lines, before):
-        if line.strip() and is_example(msgspec.json.decode(line)) != examples:
-            why = (
-                "a supervised job learns answers: the last message must be the assistant's, or there must be a completion"
-                " (of a table, `marlaas submit` takes its column as --completion)"
-                if examples
-                else "the last message is the assistant's, or there is a completion: that is for a supervised job"
-            )
-            raise InvalidInput(f"{param}, line {number}: {why}", param=param, code="wrong_kind_of_file")
-    return number - before
-
-
-def check_rows(lines: bytes, *, before: int, fields: Collection[str], param: str) -> int:
-    """The number of lines, all of whose items have these fields, as `common.tasks.graders.item_fields` finds them."""
-    number = before
-    for number, line in _numbered(lines, before):
-        try:
-            if line.strip():
-                check_fields(fields, with_messages(msgspec.json.decode(line)))
-        except InvalidInput as error:
-            raise InvalidInput(
-                f"{param}, line {number}: the grader needs what is not there: {error}", param=param
-            ) from error
-    return number - before
-
-
-def check_lengths(lines: bytes, *, before: int, most: int, tokenizer: ChatTokenizer, param: str) -> LongPrompts:
-    """Finds the prompts, and examples, of more than `most` tokens."""
+def check_items(
+    lines: bytes,
+    *,
+    before: int,
+    tokenizer: ChatTokenizer,
+    examples: bool,
+    fields: Collection[str],
+    most: int | None,
+    param: str,
+) -> LongPrompts:
+    """Finds prompts, and examples, of more than `most` tokens. Raises InvalidInput unless all are `examples`, or all items to answer, and
+    have these fields, as `common.tasks.graders.item_fields` finds them.
+    """
     found, longest, number = list[int](), 0, before
     for number, line in _numbered(lines, before):
         if not line.strip():
             continue
+        item = msgspec.json.decode(line)
+        if is_example(item) != examples:
+            why = _NO_EXAMPLE if examples else _EXAMPLE
+            raise InvalidInput(f"{param}, line {number}: {why}", param=param, code="wrong_kind_of_file")
         try:
-            length = _num_tokens(msgspec.json.decode(line), tokenizer)
+            check_fields(fields, with_messages(item))
+            length = 0 if most is None else _num_tokens(item, tokenizer)
+        except InvalidInput as error:
+            raise InvalidInput(
+                f"{param}, line {number}: the grader needs what is not there: {error}", param=param
+            ) from error
         except ValueError as error:
             raise InvalidInput(f"{param}, line {number}: {error}", param=param) from error
         longest = max(longest, length)
-        found += [number] if length > most else []
+        found += [number] if most is not None and length > most else []
     return LongPrompts(number - before, len(found), found[:NAMED_LINES], longest)
+
+
+_NO_EXAMPLE = (
+    "a supervised job learns answers: the last message must be the assistant's, or there must be a completion"
+    " (of a table, `marlaas submit` takes its column as --completion)"
+)
+_EXAMPLE = "the last message is the assistant's, or there is a completion: that is for a supervised job"
 
 
 def _numbered(lines: bytes, before: int) -> Iterator[tuple[int, bytes]]:

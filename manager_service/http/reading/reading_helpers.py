@@ -15,7 +15,7 @@ import msgspec
 
 from common.children.helpers import HelperPool
 from common.errors import InvalidInput, Unavailable
-from common.sharing.threads import SharedThreads
+from common.sharing.places import SharedThreads
 from common.tasks.environments import BUILT_IN
 from common.text.tokens import ChatTokenizer
 from manager_service.http.reading.tasks import CheckMethod, Task, do

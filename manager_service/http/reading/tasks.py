@@ -12,7 +12,7 @@ from common.text.tokens import ChatTokenizer
 from common.wire.messages import EnvSpec
 from manager_service.http.reading.adapter_uploads import read_adapter
 from manager_service.http.reading.csv_tables import convert_csv
-from manager_service.http.reading.item_lines import check_kind, check_lengths, check_lines, check_rows
+from manager_service.http.reading.item_lines import LongPrompts, check_items, check_lines
 from manager_service.http.reading.json_values import parse_json
 from manager_service.http.tinker.wire.learning import read_pass
 from manager_service.http.tinker.wire.sample_requests import read_sample
@@ -82,31 +82,15 @@ class ReadAdapter(msgspec.Struct, tag=True, frozen=True):
     config: str
 
 
-class CheckRows(msgspec.Struct, tag=True, frozen=True):
-    """Gives the number of lines, all of which have the fields."""
-
-    lines: bytes
-    before: int
-    fields: list[str]
-    param: str
-
-
-class CheckKind(msgspec.Struct, tag=True, frozen=True):
-    """Gives the number of lines, all of which are examples, or none."""
-
-    lines: bytes
-    before: int
-    examples: bool
-    param: str
-
-
-class CheckLengths(msgspec.Struct, tag=True, frozen=True):
-    """Gives LongPrompts."""
+class CheckItems(msgspec.Struct, tag=True, frozen=True):
+    """Gives LongPrompts, of lines of a file that a job is to use."""
 
     lines: bytes
     before: int
     base: str
-    most: int  # tokens of a prompt, or an example
+    examples: bool  # whether all are examples to learn, or all items to answer
+    fields: list[str]  # that all must have
+    most: int | None  # tokens of a prompt, or an example; None: they are not measured
     param: str
 
 
@@ -151,9 +135,7 @@ Task = (
     | CheckLines
     | ConvertCsv
     | ReadAdapter
-    | CheckRows
-    | CheckKind
-    | CheckLengths
+    | CheckItems
     | CheckGrader
     | CheckMethod
     | ReadPass
@@ -182,13 +164,8 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
             return convert_csv(task.part, columns=names, before=task.before, is_last=task.is_last, max_line_bytes=limit)
         case ReadAdapter():
             return read_adapter(task.header, task.size, task.config)
-        case CheckRows():
-            return check_rows(task.lines, before=task.before, fields=task.fields, param=task.param)
-        case CheckKind():
-            return check_kind(task.lines, before=task.before, examples=task.examples, param=task.param)
-        case CheckLengths():
-            tokenizer = tokenizers[task.base]
-            return check_lengths(task.lines, before=task.before, most=task.most, tokenizer=tokenizer, param=task.param)
+        case CheckItems():
+            return _check_items(task, tokenizers[task.base])
         case ReadPass():
             return read_pass(
                 task.body, content_type=task.content_type, encoding=task.encoding, max_bytes=task.max_bytes
@@ -199,6 +176,18 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
             return _check_grader(task)
         case CheckMethod():
             return _fields_of_method(task)
+
+
+def _check_items(task: CheckItems, tokenizer: ChatTokenizer) -> LongPrompts:
+    return check_items(
+        task.lines,
+        before=task.before,
+        tokenizer=tokenizer,
+        examples=task.examples,
+        fields=task.fields,
+        most=task.most,
+        param=task.param,
+    )
 
 
 def _check_grader(task: CheckGrader) -> None:

@@ -7,7 +7,7 @@ places that its tenants' weights are of all, and shares it by those weights.
 Tenants that chat or sample in bulk share the rollout workers with jobs: their weight stands in `sampling`, where owners see it, and
 owners' weight is seen here. A tenant that asks for less than its share counts with just that much weight.
 
-What completions got of the engines' time corrects their places (common/sharing/correction.py), beside owners who correct
+What completions got of the engines' time corrects their places (common/sharing/correction.py), next to owners who correct
 jobs' share; samples in bulk have the rest.
 
     reads: `weights`   reads, writes: `inference`, `sampling`, `served`   after a crash: the others forget the replica after GONE_S
@@ -31,7 +31,7 @@ GONE_S = 5.0
 """A replica that was silent for so long has no part any more."""
 
 # KEYS: inference, sampling, weights, served. ARGV: this replica, milliseconds until it counts as gone, what it tells, weight of all who
-# chat or sample in bulk, then kinds and the seconds of engines that they got of late. Answers with the weight of the owners'
+# chat or sample in bulk, then kinds and the seconds of engines that they got lately. Answers with the weight of the owners'
 # tenants, what was served, then with what all live replicas tell. The first write needs no memory, which Redis may be out of.
 _EXCHANGE = """
 local time = redis.call('TIME')

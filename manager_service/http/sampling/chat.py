@@ -1,10 +1,10 @@
 """POST /v1/chat/completions"""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
@@ -12,7 +12,7 @@ from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON
 from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.sampling.choices import Fresh
-from manager_service.http.sampling.completion_requests import PromptReader, SamplingGiven, Wanted
+from manager_service.http.sampling.completion_requests import Neutral, PromptReader, SamplingGiven, Wanted
 from manager_service.http.sampling.replies import (
     AnswerText,
     finish_reason,
@@ -26,6 +26,12 @@ from manager_service.http.sampling.serving import ANSWERS, Completion, Dialect, 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
 
 
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text"]
+
+
 class ChatGiven(SamplingGiven):
     """OpenAI's parameters; unknown ones are refused by name."""
 
@@ -36,24 +42,10 @@ class ChatGiven(SamplingGiven):
     tools: list[dict[str, Any]] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None  # the model decides how many it makes
-    response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}')
-    store: bool | None = None
+    response_format: TextFormat | None = None
+    store: Annotated[bool | None, Neutral] = Field(None, description="Only false: completions are not stored")
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
-
-    @field_validator("response_format")
-    @classmethod
-    def _text_only(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None and value != {"type": "text"}:
-            raise ValueError('only {"type": "text"} is offered')
-        return value
-
-    @field_validator("store")
-    @classmethod
-    def _not_stored(cls, value: bool | None) -> bool | None:
-        if value:
-            raise ValueError("completions are not stored: leave it out")
-        return value
 
 
 Chat = Completion[ChatGiven]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from common.errors import InvalidInput
 from common.text.tokens import ChatTokenizer
@@ -26,6 +26,16 @@ MAX_LOGPROBS = 1_000_000
 TokenId = Annotated[int, Field(strict=True)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _neutral(value: Any) -> Any:
+    if value:
+        raise ValueError("not offered: leave it out")
+    return value
+
+
+Neutral = AfterValidator(_neutral)
+"""Accepts a parameter only at a value that changes nothing."""
 
 
 class StreamOptions(BaseModel):
@@ -50,16 +60,9 @@ class SamplingGiven(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # not used: OpenAI's own abuse checks need it
-    frequency_penalty: float | None = Field(None, description="Only 0")
-    presence_penalty: float | None = Field(None, description="Only 0")
-    logit_bias: dict[str, Any] | None = Field(None, description="Only empty")
-
-    @field_validator("frequency_penalty", "presence_penalty", "logit_bias")
-    @classmethod
-    def _neutral(cls, value: Any) -> Any:
-        if value:
-            raise ValueError("not offered: leave it out")
-        return value
+    frequency_penalty: Annotated[float | None, Neutral] = Field(None, description="Only 0")
+    presence_penalty: Annotated[float | None, Neutral] = Field(None, description="Only 0")
+    logit_bias: Annotated[dict[str, Any] | None, Neutral] = Field(None, description="Only empty")
 
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())

@@ -3,7 +3,7 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, field_validator
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
@@ -12,6 +12,7 @@ from manager_service.http.errors import COMMON
 from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.sampling.choices import Fresh
 from manager_service.http.sampling.completion_requests import (
+    Neutral,
     PromptReader,
     SamplingGiven,
     TokenIds,
@@ -36,23 +37,9 @@ class CompletionGiven(SamplingGiven):
 
     prompt: str | TokenIds | Texts | ManyTokenIds
     logprobs: int | None = Field(None, ge=0, le=5)
-    best_of: int | None = Field(None, description="Only 1")
-    echo: bool | None = Field(None, description="Only false")
-    suffix: str | None = Field(None, description="Only null")
-
-    @field_validator("best_of")
-    @classmethod
-    def _one(cls, value: int | None) -> int | None:
-        if value not in (None, 1):
-            raise ValueError("not offered: leave it out")
-        return value
-
-    @field_validator("echo", "suffix")
-    @classmethod
-    def _left_out(cls, value: Any) -> Any:
-        if value:
-            raise ValueError("not offered: leave it out")
-        return value
+    best_of: int | None = Field(None, ge=1, le=1)
+    echo: Annotated[bool | None, Neutral] = Field(None, description="Only false")
+    suffix: Annotated[str | None, Neutral] = Field(None, description="Only null")
 
 
 TextCompletion = Completion[CompletionGiven]

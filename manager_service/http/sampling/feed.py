@@ -7,6 +7,7 @@ process may have, and its owner would stand still.
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, cast
 
 from common.bus.bus import Bus
@@ -68,20 +69,14 @@ class Feed:
 
     async def _xread(self, last: Mapping[str, Id]) -> dict[str, list[FeedEntry]]:
         streams = {key: f"{time}-{number}" for key, (time, number) in last.items()}
-        return _by_stream(await self.bus.client.xread(cast(Any, streams), count=READ_COUNT))
+        pages: Any = await self.bus.client.xread(cast(Any, streams), count=READ_COUNT)
+        return {key.decode(): _entries(chain.from_iterable(found)) for key, found in (pages or {}).items()}
 
     def _tell(self, found: Mapping[str, list[FeedEntry]]) -> None:
         for reader in list(self._readers):
             entries = [entry for entry in found.get(reader.key, []) if entry[0] > reader.after]
             if entries and not reader.found.done():
                 reader.found.set_result(entries)
-
-
-def _by_stream(answer: Any) -> dict[str, list[FeedEntry]]:
-    """XREAD's answer, in RESP2 and in RESP3."""
-    if isinstance(answer, dict):
-        return {key.decode(): _entries(entry for page in pages for entry in page) for key, pages in answer.items()}
-    return {key.decode(): _entries(entries) for key, entries in answer or []}
 
 
 def _entries(rows: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> list[FeedEntry]:

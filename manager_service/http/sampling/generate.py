@@ -1,6 +1,6 @@
 """POST /inference/v1/generate: tokens in, tokens with their log-probs out, as vLLM has it and trainers' clients ask for it."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -10,8 +10,8 @@ from common.errors import InvalidInput
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON
 from manager_service.http.reading.bodies import JsonRoute
-from manager_service.http.sampling.choices import Fresh
 from manager_service.http.sampling.completion_requests import (
+    Neutral,
     PromptReader,
     SamplingGiven,
     StopString,
@@ -52,7 +52,7 @@ class GenerateGiven(BaseModel):
     token_ids: TokenIds
     sampling_params: VllmSamplingParams | None = None
     cache_salt: str | None = None  # no prompt is cached across tenants
-    priority: int | None = Field(None, description="Only 0")
+    priority: Annotated[int | None, Neutral] = Field(None, description="Only 0")
 
 
 class _Generate(SamplingGiven):
@@ -65,8 +65,6 @@ class _Generate(SamplingGiven):
 @router.post("/generate", responses=ANSWERS, response_class=JSONResponse)
 async def generate(request: Request, api: Parts, tenant: Tenant, body: GenerateGiven) -> Response:
     """Continue token ids; `logprobs.content` names each token `token_id:<id>`."""
-    if body.priority:
-        raise InvalidInput("priority: not offered: leave it out", param="priority")
     params = body.sampling_params.model_dump(include=set(_Generate.model_fields)) if body.sampling_params else {}
     given = _Generate.model_validate({"model": body.model, "token_ids": body.token_ids, **params})
     return await serve(request, api, tenant, given, DIALECT)
@@ -93,16 +91,11 @@ def _choice(completion: Completion[_Generate], index: int) -> Json:
     }
 
 
-def _no_chunks(completion: Completion[_Generate], fresh: Fresh, text: str) -> list[Any]:
-    """Never called: the call has no `stream`."""
-    return []
-
-
 DIALECT = Dialect(
     id_prefix="gen",
     kind="generation",
     chunk_kind="generation",
     read=_read,
     choice=_choice,
-    chunks=_no_chunks,
+    chunks=lambda completion, fresh, text: (),  # never called: there is no `stream`
 )

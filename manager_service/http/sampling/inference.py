@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.cancellation import cancel_all, running
 from common.errors import Unavailable
-from common.sharing.threads import SharedThreads
+from common.sharing.places import SharedThreads
 from common.wire.messages import Cancel, GradeRequest, GradeResult, TurnDelta, TurnRequest, TurnResult, Usage
 from manager_service.http.errors import redis_unavailable
 from manager_service.http.sampling.cell_share import BULK, CHAT, CellShare
@@ -43,7 +43,7 @@ from manager_service.records.tenants import TenantRecord
 
 REPLY_TTL_S = 60
 REFRESH_S = 5.0
-"""A reply stream that Redis lost is made anew within this time."""
+"""A reply stream that Redis lost is made again within this time."""
 BLOCK_MS = 1000
 CONTROL_KEEP_S = 600.0
 PUBLISH_S = 4.0
@@ -202,6 +202,7 @@ class Inference:
             while waiting:
                 if not places.asks(tenant.id):
                     self._share.exchange_soon()
+                # A choice leaves `waiting` before it has a place: `behind` counts what still waits, and `take` counts this one itself.
                 ready = [waiting.popleft()]
                 ready[0].place = await places.take(tenant, *limits)
                 while waiting and (place := places.take_now(tenant)) is not None:
@@ -249,7 +250,7 @@ class Inference:
     async def _publish(self, choices: Sequence[Choice]) -> None:
         """Appends the requests, and remembers their entries. Raises ApiError 503 when Redis is away or full."""
         encoded = [(self._stream(choice), await self._bus.fields(choice.request)) for choice in choices]
-        async with TimeForRedis(self._bus, PUBLISH_S):
+        async with time_for_redis(self._bus, PUBLISH_S):
             written = await self._bus.pipelined(("XADD", stream, "*", *fields) for stream, fields in encoded)
         for choice, entry in zip(choices, written, strict=True):
             choice.entry = entry.decode()
@@ -266,9 +267,10 @@ class Inference:
         now = time.monotonic()
         if not choice.entry or choice.result is not None or now - choice.heard_s < self._silence_s:
             return False
+        # Signs of life put off the silence, only tokens put off this: a turn whose workers die one after the other ends here.
         if now - choice.advanced_s > self._timeout_s and not choice.bulk:
             raise Unavailable(f"no rollout worker answered within {self._timeout_s:g} seconds")
-        async with TimeForRedis(self._bus, PUBLISH_S):
+        async with time_for_redis(self._bus, PUBLISH_S):
             cared_for = await self._is_cared_for(choice)
         if cared_for:
             choice.heard_s = now
@@ -279,7 +281,7 @@ class Inference:
     ) -> None:
         """Asks again for these, unless something was said of them meanwhile: a turn's entry goes in the moment in which its answer is
         written, which may be long before this replica reads it."""
-        async with TimeForRedis(self._bus, PUBLISH_S):
+        async with time_for_redis(self._bus, PUBLISH_S):
             newest = await self._replies.newest()
         await self._replies.heard(newest)
         if queue.empty():
@@ -287,6 +289,9 @@ class Inference:
 
     async def _ask_again(self, lost: Sequence[Choice], choices: Collection[Choice]) -> None:
         """Asks again for some of a completion's choices. The attempts before are void once they are older than all that goes on."""
+        # The new attempt has a higher epoch and begins behind the tokens that were seen, which its client may have read already. The
+        # worker of the old one may still live: its deltas are told by their epoch and dropped, and the cancellation frees its slot.
+        # Its whole answer would still be used, if it continues the same tokens (`choices.take`).
         for choice in lost:
             log.warning("turn_asked_again", job=choice.request.job, num_tokens=len(choice.tokens))
             choice.request, choice.handed_back = continued(choice), False
@@ -340,7 +345,7 @@ class Inference:
         request = make(job, self._replies.stream)
         async with self._grades.one(tenant, timeout_s, MAX_GRADES):
             with self._replies.of(job) as queue:
-                async with TimeForRedis(self._bus, PUBLISH_S):
+                async with time_for_redis(self._bus, PUBLISH_S):
                     await self._bus.publish([(self._bus.cell.env, request)])
                 since, result = time.monotonic(), None
                 try:
@@ -359,24 +364,13 @@ class Inference:
                     await asyncio.shield(charge(cost))
 
 
-class TimeForRedis:
-    """A time limit for Redis. Raises ApiError 503 when it is over."""
-
-    def __init__(self, bus: Bus, seconds: float) -> None:
-        self._bus = bus
-        self._timeout = asyncio.timeout(seconds)
-        self._started_s = time.monotonic()
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, *error: Any) -> None:
-        try:
-            await self._timeout.__aexit__(*error)
-        except TimeoutError as late:
-            raise redis_unavailable(self._trouble()) from late
-
-    def _trouble(self) -> Exception | None:
-        """The last error since the beginning."""
-        since_s, error = self._bus.trouble or (0.0, None)
-        return error if since_s >= self._started_s else None
+@asynccontextmanager
+async def time_for_redis(bus: Bus, seconds: float) -> AsyncGenerator[None]:
+    """A time limit for Redis. Raises ApiError 503 when it is over, with the last error since the beginning."""
+    started_s = time.monotonic()
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as late:
+        since_s, error = bus.trouble or (0.0, None)
+        raise redis_unavailable(error if since_s >= started_s else None) from late

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from common.errors import Unavailable
 from common.sharing.places import Claim, Places
-from manager_service.http.errors import RETRY_AFTER_S, ApiError
+from manager_service.http.errors import too_many
 from manager_service.http.sampling.cell_share import Asked
 from manager_service.records.tenants import TenantRecord
 
@@ -43,13 +43,15 @@ class SharedPlaces:
     async def take(self, tenant: TenantRecord, timeout_s: float | None, most: int = MAX_WAITING) -> Claim:
         """Waits for a place. Raises Unavailable after `timeout_s`, ApiError 429 if `most` of the tenant's requests wait."""
         if self._waiting[tenant.id] >= most:
-            raise _too_many(self._name, most)
+            raise too_many(f"{most} of your requests wait for {self._name} already; ask again when some have ended")
         self._waiting[tenant.id] += 1
         self._ask(tenant.id, tenant.weight, 1)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._places.take(tenant.id, self._weight(tenant.id, tenant.weight))
         except (TimeoutError, asyncio.CancelledError) as error:
+            # Whoever gets a place stays counted until `give_back`; whoever leaves the queue, also because its client left, is not
+            # counted any more. Otherwise this replica would claim a part of the cell for nobody.
             self._ask(tenant.id, tenant.weight, -1)
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -96,11 +98,3 @@ class SharedPlaces:
         before = self._open.pop(tenant, None)
         if total := num + (before.num if before else 0):
             self._open[tenant] = Asked(weight, total)
-
-
-def _too_many(name: str, most: int) -> ApiError:
-    error = ApiError(
-        429, f"{most} of your requests wait for {name} already; ask again when some have ended", code="too_many"
-    )
-    error.headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return error

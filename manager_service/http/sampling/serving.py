@@ -1,6 +1,6 @@
 """The path of every completion: body ─► prompts ─► InferenceRequest ─► tokens ─► one object, or a stream of chunks.
 
-Chat and text completions differ in their `Dialect` alone.
+Chat and text completions differ only in their `Dialect`.
 """
 
 import asyncio

@@ -28,6 +28,9 @@ from manager_service.records.usage import USAGE_COUNTERS, usage_fields, usage_of
 # entry.
 # Answers with the idempotency record that was there before, if one was; with a list, of the number of unfinished jobs and the
 # bytes of their records, if this one is too many; otherwise everything was written.
+# All checks come before the first write, because a script that fails half way is not undone. The stream's entry, which wakes the owner,
+# is written in the same moment as the job: an owner never reads of a job that is not there. A client that repeats the request, since it
+# has not heard the answer, gets the job that there is: by its Idempotency-Key, or because the id is there already.
 CREATE = """
 local remembers = KEYS[7] ~= KEYS[1]
 local known = remembers and redis.call('GET', KEYS[7])

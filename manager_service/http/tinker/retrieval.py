@@ -113,19 +113,15 @@ async def _operation(api: Api, tenant: TenantRecord, tinker: Records, future: st
 async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
     """The state of the queue in which an operation waits, and the reason."""
     if not pending.status:
-        return "paused_capacity", "the service's memory is away for a moment"
-    if pending.missing is not None:
-        return (
-            "paused_capacity",
-            f"operation {pending.missing} of the run has not come: if it was refused, it is given up after {HOLE_S // 60:g} minutes,"
-            " and the step fails",
-        )
-    if pending.status == "queued":
-        return (
-            "paused_capacity",
-            f"your {tenant.max_jobs} jobs and runs at once are there: it begins when one has ended",
-        )
-    return await _base_waits(run.base, tenant, "trainer")
+        reason = "the service's memory is away for a moment"
+    elif pending.missing is not None:
+        reason = f"operation {pending.missing} of the run has not come: if it was refused, it is given up after {HOLE_S // 60:g} minutes,"
+        reason += " and the step fails"
+    elif pending.status == "queued":
+        reason = f"your {tenant.max_jobs} jobs and runs at once are there: it begins when one has ended"
+    else:
+        return await _base_waits(run.base, tenant, "trainer")
+    return "paused_capacity", reason
 
 
 async def _base_waits(base: Base, tenant: TenantRecord, service: str) -> tuple[QueueState, str]:

@@ -12,8 +12,7 @@ from common.models.base_shape import BaseShape
 from common.models.families import check_weights, unsupported, unsupported_by_modules, unsupported_on_cpu
 from common.models.host_memory import host_limit
 from common.settings import LEAST_CONTEXT, Settings, resolve_config
-from common.text.model_folder import read_config
-from common.text.own_settings import OwnSettings
+from common.text.model_folder import OwnSettings, read_config
 from manager_service.launcher.engines import CORE, LORA_RANKS, MAX_LORA_RANK, EngineName, max_lora_rank, parse_gpu
 from manager_service.launcher.fitting import settings_for
 from manager_service.launcher.plan import DeviceSplit, Plan, PlannedRow, make_plan

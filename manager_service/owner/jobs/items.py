@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from common.rng import permutation, permuted
-from common.text.prompts import with_messages
+from common.text.examples import with_messages
 
 BOUNDS = Struct("@qq")
 BLOCK_BYTES = 1 << 18

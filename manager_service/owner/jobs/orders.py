@@ -23,7 +23,7 @@ from common.wire.messages import (
 from manager_service.owner.jobs.groups import Group, pack
 from manager_service.owner.jobs.items import Items, Shuffle
 from manager_service.owner.jobs.open_trajectories import TrajectoryKey
-from manager_service.records.file_records import brought_path
+from manager_service.records.file_records import uploaded_path
 from manager_service.records.job_records import JobSpec, JobState, is_untrained
 
 
@@ -48,7 +48,7 @@ class Orders:
             seed=spec.seed,
             lora=spec.hyper.lora,
             source=spec.source,
-            file=brought_path(spec.tenant, spec.adapter_file) if spec.adapter_file else "",
+            file=uploaded_path(spec.tenant, spec.adapter_file) if spec.adapter_file else "",
         )
         return self._cell.train, message
 

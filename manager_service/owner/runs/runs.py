@@ -189,7 +189,11 @@ class Runs:
         `copies`: versions that jobs will copy, each with whether the optimiser's state goes along.
         """
         self._retired_at = now
-        due = await self._due(now)
+        key, client = self._cell.retire(self._number), self._bus.client
+        names: Any = await self._bus.retrying(
+            lambda: client.zrange(key, 0, now, byscore=True, offset=0, num=LOAD_COUNT)
+        )
+        due = [name.decode() for name in names]
         await self._load_ended(due, now, changes)
         for name in due:
             if name not in self._ended:  # unreadable, or lost: it would always be among the first ones due
@@ -224,14 +228,6 @@ class Runs:
     def _retention(self, name: str) -> Retention | None:
         run = self.table.get(name)
         return run.retention if run else self._ended.get(name)
-
-    async def _due(self, now: float) -> list[str]:
-        """Ended runs that are to be looked at."""
-        key = self._cell.retire(self._number)
-        names: Any = await self._bus.retrying(
-            lambda: self._bus.client.zrange(key, 0, now, byscore=True, offset=0, num=LOAD_COUNT)
-        )
-        return [name.decode() for name in names]
 
     async def _load_ended(self, names: Sequence[str], now: float, changes: Changes) -> None:
         """Brings the versions of ended runs into memory."""

@@ -5,8 +5,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from base_model.backbone_kind import fitting_kind
-from base_model.decoder import Decoder
+from base_model.decoder import Decoder, fitting_kind
 from base_model.device import find_device
 from common.errors import InvalidInput
 from rollout_service.embedded.backbone.fused import FusedDecoder

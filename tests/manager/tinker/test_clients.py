@@ -20,7 +20,7 @@ from tests.support.tinker_client import TinkerClient, client_of, samples_of
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
 
 
-SETTINGS = {"inference_silence_s": 0.4, "inference_timeout_s": 3.0}
+SETTINGS = {"inference_silence_s": 0.4, "inference_timeout_s": 6.0}
 
 
 # ---- keys, sessions -------------------------------------------------------------------------------------------------

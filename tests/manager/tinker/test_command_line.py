@@ -2,7 +2,6 @@
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from common.store.adapters import PEFT_FILES, AdapterStore
 from common.wire.messages import AdapterRef
 from manager_service.records.run_records import run_of
 from tests.support.api_server import ApiServer
-from tests.support.tinker_sdk import VERSION, Ended, run_commands, run_sdk
+from tests.support.tinker_sdk import VERSION, Ended, run_commands, run_program
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,19 +17,7 @@ pytestmark = [
     pytest.mark.usefixtures("trainer"),
 ]  # the first one installs the SDK
 
-HEAD = """
-import json, urllib.request, tinker
-from tinker import types
-service = tinker.ServiceClient()
-def told(future):
-    try:
-        return str(future.result())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-"""
-SAVE = (
-    HEAD
-    + """
+SAVE = """
 client = service.create_lora_training_client("tiny", rank=4)
 client = client.result() if hasattr(client, "result") else client
 client.optim_step(types.AdamParams()).result()
@@ -38,11 +25,6 @@ names = ("one", "two")
 paths = [client.save_state(name).result().path for name in names]
 print(json.dumps({"run": client.model_id, "paths": paths}))
 """
-)
-
-
-async def sdk(server: ApiServer, program: str, version: str = VERSION) -> Any:
-    return await run_sdk(program, url=server.url, key=server.key, version=version)
 
 
 async def tinker(server: ApiServer, *lines: str, version: str = VERSION) -> list[Ended]:
@@ -50,7 +32,7 @@ async def tinker(server: ApiServer, *lines: str, version: str = VERSION) -> list
 
 
 async def test_runs_models_checkpoints_and_use_are_listed_changed_and_deleted(server: ApiServer) -> None:
-    saved = await sdk(server, SAVE)
+    saved = await run_program(server, SAVE)
     run, (one, two) = saved["run"], saved["paths"]
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     start, end = (f"{hour + timedelta(hours=hours):%Y-%m-%dT%H:00:00Z}" for hours in (-1, 2))
@@ -91,7 +73,7 @@ async def test_runs_models_checkpoints_and_use_are_listed_changed_and_deleted(se
 @pytest.mark.parametrize("version", [VERSION, "0.24.1"])
 async def test_a_checkpoint_is_downloaded(server: ApiServer, tmp_path: Path, version: str) -> None:
     """The newest client copies it to a run of its own, and fetches file by file; older ones fetch an archive."""
-    saved = await sdk(server, SAVE, version)
+    saved = await run_program(server, SAVE, version=version)
     stored = await AdapterStore(server.api.objects).read(AdapterRef("default", run_of(saved["run"]) or "", 1))
     (done,) = await tinker(server, f"checkpoint download {saved['paths'][0]} --output {tmp_path}", version=version)
     found = {path.name: path.read_bytes() for path in Path(done.json()["destination"]).iterdir()}
@@ -103,10 +85,9 @@ async def test_a_checkpoint_is_downloaded(server: ApiServer, tmp_path: Path, ver
 
 
 async def test_the_files_of_a_version_are_fetched_by_urls(server: ApiServer) -> None:
-    told = await sdk(
+    told = await run_program(
         server,
-        HEAD
-        + """
+        """
 client = service.create_lora_training_client("tiny", rank=4).result()
 path = client.save_weights_external("out", ttl_seconds=3600).result().path
 rest = service.create_rest_client()
@@ -125,10 +106,9 @@ print(json.dumps({"sizes": sizes, "kinds": kinds, "gone": told(rest.get_external
 
 
 async def test_sessions_are_searched_and_what_is_not_offered_says_so(server: ApiServer) -> None:
-    told = await sdk(
+    told = await run_program(
         server,
-        HEAD
-        + """
+        """
 from tinker.types import AccessibleSearchOwner, SessionSearchRequest
 rest = service.create_rest_client()
 service.create_lora_training_client("tiny", rank=4).result().save_state("one").result()

@@ -55,7 +55,7 @@ async def test_a_result_that_takes_long_is_asked_for_again(
 async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, client: TinkerClient, run: str) -> None:
     await client.send(pass_over(run, 1))
     waiting = asyncio.create_task(client.retrieve(future(run, 1)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not server.tinker.futures["tiny"].answered._waiting:  # pyright: ignore[reportPrivateUsage]
             await asyncio.sleep(0.01)
         async with standing_in(server.bus):
@@ -70,7 +70,7 @@ async def test_redis_has_no_more_to_do_while_many_wait(server: ApiServer, client
     for seq in range(1, 31):
         await client.send(pass_over(run, seq))
     tasks = [asyncio.create_task(client.retrieve(future(run, seq))) for seq in range(1, 31)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(waiting) < 30:
             await asyncio.sleep(0.02)
     await asyncio.sleep(0.3)  # the last of them have looked once
@@ -88,7 +88,7 @@ async def test_an_announcement_wakes_only_those_whose_number_it_names(server: Ap
     message = OperationsAnswered(id="x", tenant="default", job=run, partition=0, seqs=(2, 3))
     with answered.of(run, 1) as first, answered.of(run, 2) as second, answered.of("run-0-1", 3) as other:
         await server.bus.broadcast(server.bus.cell.done, message, keep_s=60)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await second.wait()
         assert not first.is_set() and not other.is_set()
 
@@ -210,13 +210,8 @@ async def test_the_first_open_operation_is_taken_when_no_more_are(
     client: TinkerClient, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operation_store, "MAX_OPEN", 4)
-    assert [(await client.send(pass_over(run, seq))).status_code for seq in (2, 3, 4, 5, 6)] == [
-        200,
-        200,
-        200,
-        429,
-        429,
-    ]
+    statuses = [(await client.send(pass_over(run, seq))).status_code for seq in (2, 3, 4, 5, 6)]
+    assert statuses == [200, 200, 200, 429, 429]
     assert (await client.send(pass_over(run, 1))).status_code == 200
     monkeypatch.setattr(operation_store, "MAX_OPEN", 100)
     monkeypatch.setattr(operation_store, "MAX_OPEN_BYTES", 5000)
@@ -269,7 +264,7 @@ async def test_older_clients_are_told_what_to_install(client: TinkerClient, run:
 async def test_what_the_model_cannot_read_fails_in_its_turn(
     client: TinkerClient, run: str, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "MAX_POSITIONS", 2048)
+    monkeypatch.setattr(operations, "MAX_POSITIONS", 2500)
     passes = [
         (pass_over(run, 1, num_tokens=1500, num_data=2), "3,000 positions in one operation are too many"),
         (pass_over(run, 2, num_tokens=2049), "the context of 'tiny' is 2048"),

@@ -131,10 +131,10 @@ def mutate(server: ApiServer, path: str, valid: dict[str, Any]) -> None:
     def mutated(place: tuple[Any, ...], new: Any) -> None:
         renumbered = valid | {"seq_id": next(numbers)} if "seq_id" in valid else valid  # one number is taken once
         content = json.dumps(replaced(renumbered, place, new))
-        check(http.post(url, data=content, headers=headers(server), timeout=20), f"{path} {content[:300]}")
+        check(http.post(url, data=content, headers=headers(server), timeout=60), f"{path} {content[:300]}")
 
     with requests.Session() as http:
-        whole = http.post(url, json=valid, headers=headers(server), timeout=20)
+        whole = http.post(url, json=valid, headers=headers(server), timeout=60)
         assert whole.status_code in (200, 408) or not valid, f"{path}: {whole.text}"
         mutated()
 
@@ -152,7 +152,7 @@ def scramble(server: ApiServer, body: bytes) -> None:
         for place, value in changes:
             changed[place] = value
         sent = bytes(changed[:length] if length % 3 == 0 else changed)
-        check(http.post(url, data=sent, headers=headers(server) | PROTOBUF, timeout=20), sent)
+        check(http.post(url, data=sent, headers=headers(server) | PROTOBUF, timeout=60), sent)
 
     with requests.Session() as http:
         scrambled()

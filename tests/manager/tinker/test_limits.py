@@ -23,9 +23,6 @@ from tests.support.run_world import owned_runs
 from tests.support.standin_runs import standing_in
 from tests.support.tinker_client import TinkerClient, client_of, pass_over, result_of
 
-pytestmark = pytest.mark.timeout(120)
-
-
 # ---- sessions -------------------------------------------------------------------------------------------------------
 
 

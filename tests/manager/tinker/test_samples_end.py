@@ -18,7 +18,6 @@ from manager_service.records.keys import JSON
 from tests.support.api_server import ApiServer, Script, method, played, running_api, upload
 from tests.support.tinker_client import TinkerClient, client_of, samples_of
 
-pytestmark = pytest.mark.timeout(120)
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
 SAMPLE: dict[str, Any] = {"prompt": PROMPT, "sampling_params": {"max_tokens": 8}}
 

@@ -1,7 +1,5 @@
 """The unmodified `tinker` SDK, in a process of its own, against the real HTTP server and a stand-in for the owner."""
 
-from typing import Any
-
 import msgspec
 import pytest
 
@@ -10,35 +8,15 @@ from manager_service.http.stores import operation_store
 from manager_service.http.tinker import session_routes
 from tests.support.api_server import ApiServer, Script, played
 from tests.support.standin_runs import StandInRuns
-from tests.support.tinker_sdk import run_sdk
+from tests.support.tinker_sdk import run_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the first one installs the SDK
-
-
-HEAD = """
-import json, tinker
-from tinker import types
-def datum(n, start=0):
-    tokens = [(start + i) % 200 for i in range(n)]
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens),
-        loss_fn_inputs={"target_tokens": tokens[1:] + [0], "weights": [1.0] * n})
-def told(future):
-    try:
-        return str(future.result())
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-service = tinker.ServiceClient()
-"""
-
-
-async def run(server: ApiServer, program: str, **options: Any) -> Any:
-    return await run_sdk(HEAD + program, url=server.url, key=server.key, **options)
 
 
 async def test_chunks_of_one_pass_come_in_any_order_and_their_results_in_one(
     server: ApiServer, owner: StandInRuns
 ) -> None:
-    told = await run(
+    told = await run_program(
         server,
         """
 client = service.create_lora_training_client("tiny").result()
@@ -54,7 +32,7 @@ print(json.dumps({"num": len(result.loss_fn_outputs), "loss": result.metrics, "s
 
 
 async def test_what_is_wrong_is_shown_where_the_sdk_shows_it(server: ApiServer, owner: StandInRuns) -> None:
-    told = await run(
+    told = await run_program(
         server,
         """
 client = service.create_lora_training_client("tiny").result()
@@ -83,7 +61,7 @@ print(json.dumps(wrong))
 
 
 async def test_a_run_begins_with_another_runs_checkpoint(server: ApiServer, owner: StandInRuns) -> None:
-    told = await run(
+    told = await run_program(
         server,
         """
 client = service.create_lora_training_client("tiny", rank=4).result()
@@ -101,7 +79,7 @@ print(json.dumps({"path": path, "second": second.model_id, "rank": second.get_in
 
 
 async def test_weights_are_loaded_into_a_run_or_the_future_says_why_not(server: ApiServer, owner: StandInRuns) -> None:
-    told = await run(
+    told = await run_program(
         server,
         """
 def made(**options):
@@ -136,7 +114,7 @@ async def test_one_call_may_have_more_data_than_may_be_open_at_once(
     """Its first part comes first: a client that sent that one last would wait for it in vain."""
     monkeypatch.setattr(operation_store, limit, {"MAX_OPEN": 3, "MAX_OPEN_BYTES": 1000}[limit])
     monkeypatch.setitem(session_routes.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 1)
-    told = await run(
+    told = await run_program(
         server,
         """
 from tinker.lib.public_interfaces import training_client
@@ -155,7 +133,7 @@ print(json.dumps([fb.result().metrics["loss:sum"], step.result().metrics["versio
 async def test_samplers_sample_with_the_version_that_they_name(server: ApiServer, owner: StandInRuns) -> None:
     script = Script(server.bus, text="ok", inbox=server.bus.cell.rollout)
     async with played(script):
-        told = await run(
+        told = await run_program(
             server,
             """
 client = service.create_lora_training_client("tiny").result()
@@ -189,7 +167,7 @@ print(json.dumps({"saved": saved, "base": base, "named": named}))
 
 async def test_clients_of_one_sampler_number_their_requests_apart(server: ApiServer) -> None:
     async with played(script := Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
-        told = await run(
+        told = await run_program(
             server,
             """
 import pickle
@@ -206,7 +184,7 @@ print(json.dumps([list(future.result().sequences[0].tokens) for future in future
 
 
 async def test_runs_and_checkpoints_are_listed(server: ApiServer, owner: StandInRuns) -> None:
-    told = await run(
+    told = await run_program(
         server,
         """
 client = service.create_lora_training_client("tiny", rank=4, train_attn=False, user_metadata={"a": "b"}).result()
@@ -239,7 +217,7 @@ print(json.dumps({
 async def test_an_older_client_trains_and_samples(server: ApiServer, owner: StandInRuns) -> None:
     """It speaks protobuf because the service tells it to."""
     async with played(Script(server.bus, text="ok", inbox=server.bus.cell.rollout)):
-        told = await run(
+        told = await run_program(
             server,
             """
 client = service.create_lora_training_client("tiny", rank=4)

@@ -6,5 +6,4 @@ Its files:
     file_store.py         checks files of items, and stores them
     files.py              serves /v1/files
     table_uploads.py      makes JSONL of uploads in other forms
-    uploaded_adapters.py  checks adapters that tenants upload, and that they fit a base model
 """

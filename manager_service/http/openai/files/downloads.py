@@ -13,9 +13,8 @@ from typing import IO
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from common.sharing.places import Places
-from common.sharing.threads import SharedThreads
-from manager_service.http.errors import RETRY_AFTER_S, ApiError
+from common.sharing.places import Places, SharedThreads
+from manager_service.http.errors import ApiError, too_many
 from manager_service.records.tenants import TenantRecord
 
 MAX_OPEN = 16
@@ -49,9 +48,7 @@ class Downloads:
         tenant = asker.id
         if self._open[tenant] >= MAX_OPEN:
             message = f"{MAX_OPEN} of your downloads are open already: wait until some have ended"
-            error = ApiError(429, message, code="too_many_open")
-            error.headers = {"Retry-After": str(RETRY_AFTER_S)}
-            raise error
+            raise too_many(message, code="too_many_open")
         self._open[tenant] += 1
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._end, tenant)

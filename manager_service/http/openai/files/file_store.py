@@ -22,7 +22,7 @@ from manager_service.http.errors import ApiError
 from manager_service.http.reading.item_lines import FoundItems
 from manager_service.http.reading.reading_helpers import SLICE_BYTES, Helpers
 from manager_service.http.reading.tasks import CheckLines
-from manager_service.records.file_records import Brought, FileRecord, brought_path, file_path
+from manager_service.records.file_records import FileRecord, UploadedAdapter, file_path, uploaded_path
 from manager_service.records.keys import GLOBAL, JSON
 from manager_service.records.tenants import TenantRecord
 
@@ -93,7 +93,7 @@ class Files:
         return all_found
 
     async def create(
-        self, tenant: TenantRecord, filename: str, file: UploadFile, found: FoundItems | Brought
+        self, tenant: TenantRecord, filename: str, file: UploadFile, found: FoundItems | UploadedAdapter
     ) -> FileRecord:
         """Keep a file of items, or an adapter, that was checked. Raises ApiError if there is no room for it."""
         adapter, items = (None, found) if isinstance(found, FoundItems) else (found, FoundItems.none(()))
@@ -195,7 +195,7 @@ def _sizes(tenant: str) -> str:
 
 
 def _path(record: FileRecord) -> str:
-    path_of = file_path if record.adapter is None else brought_path
+    path_of = file_path if record.adapter is None else uploaded_path
     return path_of(record.tenant, record.id)
 
 

@@ -1,23 +1,28 @@
 """/v1/files"""
 
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Annotated, Literal
 
+import msgspec
 from fastapi import APIRouter, File, Form, Query, Request, UploadFile
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidInput
 from common.suggestions import quoted
 from manager_service.http.connections import GONE, ClientGone, unless_gone
-from manager_service.http.context import Parts, Tenant
+from manager_service.http.context import Api, Parts, Tenant
 from manager_service.http.errors import COMMON, ApiError, conflict, declared
-from manager_service.http.openai.files.file_store import ADAPTER
-from manager_service.http.openai.files.uploaded_adapters import check_adapter
+from manager_service.http.openai.files.file_store import ADAPTER, content_of
 from manager_service.http.openai.paging import After, FileLimit, page, rest_after
+from manager_service.http.reading.adapter_uploads import FoundAdapter, check_finite, header_bytes, refuse_pickle
+from manager_service.http.reading.reading_helpers import SLICE_BYTES
+from manager_service.http.reading.tasks import ReadAdapter
 from manager_service.http.schemas import Deleted, FileObject, Page
 from manager_service.http.stores.job_store import JobStore
-from manager_service.records.file_records import FileRecord
+from manager_service.records.file_records import FileRecord, UploadedAdapter
 from manager_service.records.job_records import JobSpec
+from manager_service.records.tenants import TenantRecord
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
 MISSING = declared(404)
@@ -47,13 +52,32 @@ async def upload(
     async with AsyncExitStack() as held:
         try:
             if purpose == ADAPTER:
-                adapter = await unless_gone(request, check_adapter(api, tenant, file, adapter_config))
+                adapter = await unless_gone(request, _check_adapter(api, tenant, file, adapter_config))
                 return shown(await api.files.create(tenant, name, file, adapter))
             rows = await unless_gone(request, held.enter_async_context(api.tables.rows(tenant, file)))
             found = await unless_gone(request, api.files.check(tenant, rows.file, rows.named))
         except ClientGone:
             return Response(status_code=GONE)
         return shown(await api.files.create(tenant, name, rows.file, found))
+
+
+async def _check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, config: str | None) -> UploadedAdapter:
+    """Raises InvalidInput for what is no adapter that a job could start from. `config`: the text of adapter_config.json."""
+    if config is None:
+        raise InvalidInput(
+            "send the text of adapter_config.json too, as the form's field adapter_config", param="adapter_config"
+        )
+    read, size = await content_of(file)
+    start = await read(0, 8)
+    refuse_pickle(file.filename or "", start)
+    data_at = header_bytes(start, size)
+    header = await read(0, data_at)
+    task = ReadAdapter(header, size, config)
+    found = msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(header) + len(config)), FoundAdapter)
+    for at in range(data_at, size, SLICE_BYTES):
+        slice_ = await read(at, min(SLICE_BYTES, size - at))
+        await api.helpers.beside(tenant, partial(check_finite, slice_, found.dtype))
+    return found.adapter
 
 
 @router.get("")
@@ -115,14 +139,7 @@ async def delete(api: Parts, tenant: Tenant, file_id: str) -> Deleted:
 
 
 def shown(record: FileRecord) -> FileObject:
-    return FileObject(
-        id=record.id,
-        bytes=record.num_bytes,
-        created_at=record.created_at,
-        filename=record.filename,
-        purpose=record.purpose,
-        num_items=record.num_items,
-    )
+    return FileObject.model_validate(msgspec.structs.asdict(record) | {"bytes": record.num_bytes})
 
 
 def shown_name(filename: str) -> str:

@@ -1,7 +1,7 @@
 """Estimates the needs of a job: before it starts, and while it runs.
 
 Before: tokens by the files' own prompts, and answers as long as those of the tenant's earlier jobs that are most like it; seconds by
-the speed that the cell's workers have had when they were busy, as if they worked for this job alone.
+the speed that the cell's workers have had when they were busy, as if they worked only for this job.
 """
 
 import time
@@ -13,7 +13,8 @@ from fastapi import APIRouter
 from common.wire.messages import WorkerReport
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.errors import COMMON
-from manager_service.http.openai.jobs.submission import JobGiven, build_spec
+from manager_service.http.openai.jobs.job_checks import build_spec
+from manager_service.http.openai.jobs.submission import JobGiven
 from manager_service.http.openai.paging import take
 from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.schemas import EstimateObject
@@ -103,7 +104,7 @@ def _estimate(
     sampled = 0.0
     if not spec.is_supervised:
         sampled = num_trained * (trained.whole - trained.prompt) + num_measured * (measured.whole - measured.prompt)
-    read = 1 if spec.is_supervised else 2  # a supervised example is trained on alone, another is sampled too
+    read = 1 if spec.is_supervised else 2  # a supervised example is only trained on, another is sampled too
     step = read * trained.whole * num_trained / hyper.num_steps
     tokens = step * hyper.num_steps + num_measured * measured.whole
     drawn = MAX_DRAWN if hyper.dynamic_sampling else 1

@@ -89,11 +89,4 @@ def _sent(record: EventRecord) -> str:
 
 
 def shown_event(record: EventRecord) -> EventObject:
-    return EventObject(
-        id=str(record.sequence),
-        created_at=record.created_at,
-        level=record.level,
-        message=record.message,
-        type=record.type,
-        data=record.data,
-    )
+    return EventObject(id=str(record.sequence), **msgspec.structs.asdict(record))

@@ -47,6 +47,30 @@ UNSAID = {
 SHOWN = ("anyOf", "enum", "exclusiveMaximum", "exclusiveMinimum", "items", "maximum", "maxItems", "minimum", "type")
 """Words of a value's schema that are shown."""
 
+SAME_IN_LOSSES = {"clip_low", "clip_high", "is_clip", "kl_coef", "mask_truncated", "max_tokens", "temperature"}
+SAME_IN_JOBS = {
+    *(
+        "batch_size",
+        "group_size",
+        "eval_interval",
+        "eval_samples",
+        "temperature",
+        "max_tokens",
+        "max_turns",
+        "max_context",
+    ),
+    *(
+        "dynamic_sampling",
+        "priority",
+        "keep_versions",
+        "target_reward",
+        "plateau_steps",
+        "plateau_delta",
+        "max_tokens_total",
+    ),
+}
+"""The hyperparameters that `LossSpec` and `Hyper` have under the same names."""
+
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -156,59 +180,32 @@ def _translated(error: ValidationError, param: str) -> InvalidInput:
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
     reason = first["msg"].removeprefix("Value error, ")
-    given = "" if first["type"] == "value_error" else f", not {repr(first['input'])[:80]}"
-    return InvalidInput(f"{name}: {reason[0].lower()}{reason[1:]}{given}", param=f"{param}.{name}")
+    value = "" if first["type"] == "value_error" else f", not {quoted(first['input'])}"
+    return InvalidInput(f"{name}: {reason[0].lower()}{reason[1:]}{value}", param=f"{param}.{name}")
 
 
 def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float, policy: Policy = MARLAAS) -> Hyper:
     """Fills in all defaults. `num_items` 0: the environment makes its own. Raises InvalidInput."""
     rate = given.learning_rate or base_learning_rate * (given.learning_rate_multiplier or 1.0)
+    same: dict[str, Any] = given.model_dump(include=SAME_IN_JOBS)
     return Hyper(
-        batch_size=given.batch_size,
-        group_size=given.group_size,
         num_steps=num_steps(given, num_items),
-        eval_interval=given.eval_interval,
-        eval_samples=given.eval_samples,
         lora=LoraSpec(given.lora_rank, given.lora_alpha, tuple(given.lora_targets)),
-        loss=_loss(given),
+        loss=LossSpec(name=given.loss, **given.model_dump(include=SAME_IN_LOSSES)),
         optim=OptimSpec(learning_rate=rate, weight_decay=given.weight_decay, grad_clip=given.grad_clip),
-        temperature=given.temperature,
-        max_tokens=given.max_tokens,
-        max_turns=given.max_turns,
         max_staleness=policy.max_staleness(given.max_staleness),
-        dynamic_sampling=given.dynamic_sampling,
         tool_timeout_s=given.tool_timeout,
-        priority=given.priority,
         deadline_s=given.deadline,
-        keep_versions=given.keep_versions,
-        max_context=given.max_context,
-        target_reward=given.target_reward,
-        plateau_steps=given.plateau_steps,
-        plateau_delta=given.plateau_delta,
-        max_tokens_total=given.max_tokens_total,
+        **same,
     )
 
 
-def resolve_supervised(given: Hyperparameters, *, num_items: int, base_learning_rate: float) -> Hyper:
-    """Fills in all defaults of a supervised job: a group is an example, and nothing is sampled. Its rows do not depend on a version,
-    so those of the next step are made while one is trained.
+def supervised(hyper: Hyper) -> Hyper:
+    """The same of a supervised job: a group is an example, and nothing is sampled. Its rows do not depend on a version, so those of the
+    next step are made while one is trained.
     """
-    hyper = resolve(given, num_items=num_items, base_learning_rate=base_learning_rate)
     loss = LossSpec(name="cross_entropy")
     return msgspec.structs.replace(hyper, group_size=1, loss=loss, max_tokens=1, max_turns=1, max_staleness=1)
-
-
-def _loss(given: Hyperparameters) -> LossSpec:
-    return LossSpec(
-        name=given.loss,
-        clip_low=given.clip_low,
-        clip_high=given.clip_high,
-        is_clip=given.is_clip,
-        kl_coef=given.kl_coef,
-        mask_truncated=given.mask_truncated,
-        max_tokens=given.max_tokens,
-        temperature=given.temperature,
-    )
 
 
 def num_steps(given: Hyperparameters, num_items: int) -> int:
@@ -223,11 +220,6 @@ def num_steps(given: Hyperparameters, num_items: int) -> int:
         return given.max_steps
     steps = math.ceil((given.n_epochs or 1) * num_items / given.batch_size)
     return min(steps, given.max_steps or steps)
-
-
-def as_given_supervised(hyper: Hyper, given: Hyperparameters) -> dict[str, Any]:
-    """Tells what `as_given` does, for a supervised job."""
-    return {name: value for name, value in as_given(hyper, given).items() if name in SUPERVISED_NAMES}
 
 
 def as_given(hyper: Hyper, given: Hyperparameters) -> dict[str, Any]:

@@ -43,12 +43,12 @@ class IntegrationGiven(BaseModel):
 
 def checked_integrations(given: list[IntegrationGiven], installed: list[LoggerName] | None) -> tuple[Integration, ...]:
     """`installed`: loggers of the exporter; None: there is none. Raises InvalidInput."""
-    if given and installed is None:
+    if installed is None:
         raise InvalidInput("integrations: this service has no exporter: ask its operator", param="integrations")
-    found = tuple(_checked(one, f"integrations[{at}]", installed or []) for at, one in enumerate(given))
-    if len({one.type for one in found}) < len(found):
+    checked = tuple(_checked(one, f"integrations[{at}]", installed) for at, one in enumerate(given))
+    if len({one.type for one in checked}) < len(checked):
         raise InvalidInput("integrations: one of each type at most", param="integrations")
-    return found
+    return checked
 
 
 def _checked(given: IntegrationGiven, param: str, installed: list[LoggerName]) -> Integration:
@@ -72,12 +72,7 @@ def _checked(given: IntegrationGiven, param: str, installed: list[LoggerName]) -
 
 
 def _check_names(logger: LoggerName, given: LoggerGiven, param: str) -> None:
-    names = (
-        {"project": given.project, "entity": given.entity}
-        if isinstance(given, WandbGiven)
-        else {"project": given.project}
-    )
-    for field, name in names.items():
+    for field, name in given.model_dump(include={"project", "entity"}).items():
         if name is not None and not _PROJECT.fullmatch(name):
             raise InvalidInput(
                 f"{param}.{field} {quoted(name)}: use 1 to 128 letters, digits, '_', '-' and '.'",

@@ -16,13 +16,14 @@ from manager_service.http.errors import COMMON, ApiError, conflict, declared
 from manager_service.http.openai.jobs import integrations
 from manager_service.http.openai.jobs.estimates import estimated_finish
 from manager_service.http.openai.jobs.hyperparameters import described
-from manager_service.http.openai.jobs.submission import JobGiven, build_spec
+from manager_service.http.openai.jobs.job_checks import build_spec
+from manager_service.http.openai.jobs.submission import JobGiven
 from manager_service.http.openai.paging import After, Limit, page, take
 from manager_service.http.quota import check_quota, check_room
 from manager_service.http.reading.bodies import JsonRoute
-from manager_service.http.schemas import ErrorObject, HyperparameterObject, JobObject, Page
+from manager_service.http.schemas import HyperparameterObject, JobObject, Page
 from manager_service.http.stores.job_store import JobRow, JobStore, Once
-from manager_service.records.job_records import FINAL, JobError, JobState, Status
+from manager_service.records.job_records import FINAL, JobSpec, JobState, Status
 from manager_service.records.receivers import Receivers
 from manager_service.records.sample_records import Kept
 from manager_service.records.tenants import TenantRecord
@@ -73,7 +74,7 @@ async def create(
     return shown(await _first(store, tenant, known, once))
 
 
-async def _checked(api: Api, tenant: TenantRecord, body: JobGiven):
+async def _checked(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     spec = await build_spec(api, tenant, body)
     base = api.bases[spec.base_model]
     await check_quota(base.redis, base.cell, tenant)
@@ -172,45 +173,25 @@ def _wrong_state(row: JobRow, action: JobAction) -> ApiError:
     )
 
 
-def _shown_error(error: JobError | None) -> ErrorObject | None:
-    return ErrorObject(code=error.code, message=error.message, param=error.param) if error else None
-
-
 def shown(row: JobRow) -> JobObject:
     spec, state = row.spec, row.state
-    tuned = None if state.version < 1 or row.deleted else spec.tuned_model
-    return JobObject(
-        id=spec.id,
-        created_at=spec.created_at,
-        finished_at=state.finished_at,
-        estimated_finish=estimated_finish(row),
-        model=spec.model or spec.base_model,
-        fine_tuned_model=tuned,
-        organization_id=spec.tenant,
-        status=state.status,
-        training_file=spec.training_file,
-        validation_file=spec.validation_file,
-        adapter_file=spec.adapter_file,
-        hyperparameters=spec.method[spec.method["type"]]["hyperparameters"],
-        method=spec.method,
-        trained_tokens=state.trained_tokens,
-        error=_shown_error(state.error),
-        seed=spec.seed,
-        integrations=[integrations.shown(one) for one in spec.integrations],
-        user_provided_suffix=spec.suffix or None,
-        metadata=spec.metadata,
-        started_at=state.started_at,
-        version=state.version,
-        num_steps=spec.hyper.num_steps,
-        stopped_early=state.stop and state.stop.reason,
-        tokens=state.tokens,
-        num_items=spec.num_items,
-        last_reward=state.last_reward,
-        last_loss=state.last_loss,
-        last_eval_loss=state.last_eval_loss,
-        first_eval_reward=state.first_eval,
-        last_eval_reward=state.last_eval,
-        best_version=state.best_version,
-        dropped_events=state.kept.get("events", Kept()).dropped,
-        dropped_samples=state.kept.get("samples", Kept()).dropped,
+    same = msgspec.structs.asdict(state) | msgspec.structs.asdict(spec)  # under the same names
+    return JobObject.model_validate(
+        same
+        | {
+            "estimated_finish": estimated_finish(row),
+            "model": spec.model or spec.base_model,
+            "fine_tuned_model": None if state.version < 1 or row.deleted else spec.tuned_model,
+            "organization_id": spec.tenant,
+            "hyperparameters": spec.method[spec.method["type"]]["hyperparameters"],
+            "error": state.error and msgspec.structs.asdict(state.error),
+            "integrations": [integrations.shown(one) for one in spec.integrations],
+            "user_provided_suffix": spec.suffix or None,
+            "num_steps": spec.hyper.num_steps,
+            "stopped_early": state.stop and state.stop.reason,
+            "first_eval_reward": state.first_eval,
+            "last_eval_reward": state.last_eval,
+            "dropped_events": state.kept.get("events", Kept()).dropped,
+            "dropped_samples": state.kept.get("samples", Kept()).dropped,
+        }
     )

@@ -38,7 +38,7 @@ class Filter:
 
     min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None
     max_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None
-    failed: Annotated[bool | None, Query(description="Those that failed alone, or those that did not")] = None
+    failed: Annotated[bool | None, Query(description="Only those that failed, or only those that did not")] = None
     item: Annotated[int | None, Query(ge=0, lt=2**53, description="Of evaluations: its place in the held-out file")] = (
         None
     )

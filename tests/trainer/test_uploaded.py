@@ -9,12 +9,12 @@ from base_model.adapter import WEIGHTS_FILE, load_adapter
 from base_model.decoder import Decoder
 from common.store.adapters import PEFT_FILES
 from common.wire.messages import AdapterRef, LoraSpec
-from manager_service.records.file_records import brought_path
+from manager_service.records.file_records import uploaded_path
 from tests.support.rollout_cases import adapter_of, files_of
 from tests.support.trainer_cases import load_tiny, make_init, nothing
 from tests.trainer.test_run_handler import System
 
-FILE = brought_path("t", "file-1")
+FILE = uploaded_path("t", "file-1")
 LORA = LoraSpec(4, 8.0, ("q_proj", "up_proj"))
 
 
@@ -50,7 +50,7 @@ async def test_version_0_is_the_adapter_in_the_file(system: System) -> None:
 @pytest.mark.parametrize(
     ("lora", "file", "reason"),
     [
-        (LORA, brought_path("t", "file-2"), "file-2"),
+        (LORA, uploaded_path("t", "file-2"), "file-2"),
         (replace(LORA, rank=8), FILE, "rank in adapter_config.json"),
         (replace(LORA, targets=("q_proj",)), FILE, "is missing, or not targeted"),
     ],
