@@ -10,9 +10,10 @@ from structlog.testing import capture_logs
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER, Cell, partition_of
 from common.errors import Fenced
+from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.wire.codec import decode, encode
-from common.wire.messages import AdapterRef, AdapterUpdate, Cancel, DeadLetter, Failure, Start, TrainStep, Usage
+from common.wire.messages import AdapterRef, AdapterUpdate, Cancel, DeadLetter, Failure, Init, Start, TrainStep, Usage
 from harness.standin import (
     FixedSlots,
     StandInTrainer,
@@ -25,14 +26,17 @@ from harness.standin import (
     until_status,
 )
 from manager_service.http.quota import count_inference
+from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
 from manager_service.owner.leases import Leases, LeaseState
+from manager_service.owner.partition import Partition
 from manager_service.owner.redis_memory import measured
 from manager_service.owner.surroundings import Surroundings
 from manager_service.owner.transaction import COMMIT, Commits, Fence, Lost
 from manager_service.records.job_records import JobState, Training
+from manager_service.records.keys import JSON
 from manager_service.records.sample_records import LIMITS
 from manager_service.records.tenants import TENANTS, TenantRecord, Tenants
 from manager_service.scheduling.allocator import Allocator
@@ -399,3 +403,48 @@ def test_a_version_that_groups_are_sampled_by_keeps_its_payloads() -> None:
     update = AdapterUpdate(id="u", **job.orders.about(job.state), adapter=AdapterRef("acme", spec.id, 1), batch="b")
     job.on_adapter(update, 1.0, changes)
     assert changes.oldest_in_use == {spec.id: 0}
+
+
+async def test_a_corrupt_manifest_fails_its_own_job(system: System) -> None:
+    # Given an owner that dies while a step is under way, and a manifest that was cut short
+    waiting = asyncio.Event()
+
+    class Hanging(StandInTrainer):
+        async def __call__(self, message: Any, beat: Any) -> Any:
+            if isinstance(message, TrainStep) and message.job == "job-a":
+                beat()
+                await waiting.wait()
+            return await super().__call__(message, beat)
+
+    system.trainer.__class__ = Hanging
+    bad = job_spec("job-a", num_steps=2)
+    await create_job(system.bus, bad)
+    async with asyncio.timeout(60):
+        while not (await state_of(system.bus, bad.id)).training:
+            await asyncio.sleep(0.02)
+    await system.kill_owner()
+    await system.objects.create(f"adapters/acme/{bad.id}/00000001/manifest.json", b'{"adapter":')
+    system.start_owner()
+    # Then the next owner says so, and goes on
+    state = await until_status(system.bus, bad.id, "failed")
+    assert state.error is not None and state.error.code == "corrupt_adapter"
+    waiting.set()
+
+
+async def test_lost_work_is_found_though_the_owners_clock_has_gone_back(bus: Bus, objects: Objects) -> None:
+    # Given a job whose Init is lost, in the memory of an owner whose clock then goes back
+    spec, changes = msgspec.structs.replace(job_spec(), source=AdapterRef("acme", "other", 1)), Changes()
+    state = JSON.encode(JobState(status="running", initialising=True))
+    await bus.client.hset(bus.cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": state})
+    await bus.client.sadd(bus.cell.active(partition_of(spec.tenant)), spec.id)
+    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, objects, AdapterStore(objects)))
+    await partition.load(10_000.0, changes)
+
+    async def nothing_under_way() -> bool:
+        return True
+
+    # Then it is sent again as soon as nothing has come for a while by the clock as it is now
+    for now in (5_000.0, 5_002.0, 5_003.0):
+        await partition.reconcile(now, changes, quiet_s=1.0, nothing_under_way=nothing_under_way)
+        await partition.search()
+    assert [type(message) for _, message in changes.published] == [Init]
