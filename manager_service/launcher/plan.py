@@ -38,10 +38,8 @@ class PlannedRow:
     split: DeviceSplit
     # Of a device for rollouts, and of one for training; one where they share it
     memories: list[tuple[SharedMemory, Fit]]
-    # Speeds have the devices to themselves: sampled, no matter how good the engine is, and as many as are expected of it; trained
-    most_tokens_per_s: float
+    # As expected, with the devices to themselves
     tokens_per_s: float
-    most_trained_per_s: float
     trained_per_s: float
 
     @property
@@ -69,7 +67,7 @@ class PlannedRow:
     @property
     def merit(self) -> tuple[bool, float, float, float, float]:
         """The best of several splits has the largest: enough rows, then the slower of sampling and training as fast as can be."""
-        sampled, trained = (each * (self.rows > 0) for each in (self.most_tokens_per_s, self.most_trained_per_s))
+        sampled, trained = (each * (self.rows > 0) for each in (self.tokens_per_s, self.trained_per_s))
         return self.enough, min(sampled, trained), sampled, trained, -self.trainer.training.total
 
 
@@ -169,13 +167,11 @@ def _row(memory: SharedMemory, split: DeviceSplit, context: int) -> PlannedRow:
     found = [(each, each.at(context)) for each in memories]
     load, rows = memories[0].load(both.shape, context), found[0][1].rows
     work = trained_flops(both.shape, context, again=found[-1][1].again)
-    most_trained = split.ranks * memory.device.flops / work
+    flops = split.ranks * memory.device.flops * TRAINING_REACHED[memory.device.gpu]
     return PlannedRow(
         context=context,
         split=split,
         memories=found,
-        most_tokens_per_s=split.workers * load.tokens_per_s(rows),
         tokens_per_s=split.workers * load.expected_tokens_per_s(rows),
-        most_trained_per_s=most_trained,
-        trained_per_s=most_trained * TRAINING_REACHED[memory.device.gpu],
+        trained_per_s=flops / work,
     )

@@ -242,7 +242,7 @@ def test_a_trained_token_attends_to_half_of_its_row(qwen: Path) -> None:
     assert whole == pytest.approx(2 * 1.19e9 + 3 * 4.70e9, rel=0.01)
     assert again - whole == pytest.approx(1.19e9 + 4.70e9, rel=0.01), "a forward"
     short, *_, long = plan_of(qwen, "h100", num_devices=8)
-    assert long.most_trained_per_s / long.split.ranks < short.most_trained_per_s / short.split.ranks / 5
+    assert long.trained_per_s / long.split.ranks < short.trained_per_s / short.split.ranks / 5
 
 
 def test_one_gpu_says_how_sampling_and_training_share_it(qwen: Path) -> None:
