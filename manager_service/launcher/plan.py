@@ -1,7 +1,7 @@
 """Says what of a base model fits on one device or several: memory by context, rows at once, speed. Arithmetic only.
 
-On one device a rollout worker and a trainer share it, each with its own copy of the weights. On several, each belongs to rollouts or to
-the trainer, whose ranks have a part of the base model each:
+A rollout worker and a trainer share one device, each with its own copy of the weights. Of several, each belongs to
+rollouts or to the trainer, whose ranks have a part of the base model each:
 
     worker 0 | worker 1 | worker 2, over two devices | rank 0 of the trainer | rank 1
 """
@@ -61,12 +61,12 @@ class PlannedRow:
 
     @property
     def sampling_share(self) -> float:
-        """The part of the time that sampling takes of a device that does both in turn, for a job that trains each token that it samples."""
+        """The part of a device's time that sampling takes, for a job that trains each token that it samples."""
         return self.trained_per_s / (self.trained_per_s + self.tokens_per_s)
 
     @property
     def merit(self) -> tuple[bool, float, float, float, float]:
-        """The best of several splits has the largest: enough rows, then the slower of sampling and training as fast as can be."""
+        """The best split has the largest: enough rows, then the fastest slower one of sampling and training."""
         sampled, trained = (each * (self.rows > 0) for each in (self.tokens_per_s, self.trained_per_s))
         return self.enough, min(sampled, trained), sampled, trained, -self.trainer.training.total
 
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def chosen(self) -> PlannedRow | None:
-        """The longest context of which enough rows fit at once, else the shortest that fits at all; None if none does."""
+        """The longest context of which enough rows fit at once, else the shortest that fits; None if none does."""
         found = [row for row in self.rows if row.rows]
         return next((row for row in reversed(found) if row.enough), found[0] if found else None)
 
@@ -101,10 +101,6 @@ class Plan:
         """Bytes of one copy."""
         return self.shape.num_weights * self.memory.itemsizes[0]
 
-    def fits(self, num_devices: int, context: int) -> bool:
-        """Says whether a row of this context fits on so many devices."""
-        return _best(self.memory, num_devices, context).rows > 0
-
 
 def make_plan(
     shape: BaseShape,
@@ -116,8 +112,7 @@ def make_plan(
     context: int | None = None,
     modules: bool | None = None,
 ) -> Plan:
-    """`context`: that one only; else powers of two up to the model's own. `modules`: transformers' own compute it in the trainer, as on a
-    GPU.
+    """`context`: that one only; else powers of two up to the model's own. `modules`: transformers' own compute it.
 
     Raises InvalidInput for several devices of a CPU.
     """
@@ -147,7 +142,7 @@ def _best(memory: SharedMemory, num_devices: int, context: int) -> PlannedRow:
 
 
 def _splits(memory: SharedMemory, num_devices: int) -> Iterator[DeviceSplit]:
-    """All ways to use the devices. The embedded engine has a device for each worker; vLLM may spread the heads of one over several."""
+    """All ways to use the devices. The embedded engine has one for each worker; vLLM may spread heads over several."""
     if num_devices == 1:
         yield DeviceSplit()
         return

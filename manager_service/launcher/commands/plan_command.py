@@ -21,7 +21,6 @@ from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
 COLUMNS = ("context", "trainer GB", "layers again", "keys and values GB", "rows at once", "tokens/s", "trained/s")
 OWNERS = ("rollout GPUs", "trainer GPUs")
-MOST_GPUS = 64
 
 
 def plan(
@@ -30,7 +29,7 @@ def plan(
         str | None,
         typer.Option("--gpu", help="24GB, 80GiB, or a name such as l4 or h100. Default: this machine's CPU."),
     ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=MOST_GPUS, help="How many of them, in one machine.")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="How many of them, in one machine.")] = 1,
     engine: Annotated[
         EngineName, typer.Option("--engine", envvar="MARLAAS_ENGINE", help="That samples: the embedded one, or vLLM.")
     ] = "torch",
@@ -55,7 +54,7 @@ def plan_for(
     context: int | None = None,
     rank: int = 16,
 ) -> Plan:
-    """Raises InvalidInput for a model that trainers or the engine do not compute, of which the sizes are not known here, or that has a
+    """Raises InvalidInput for a model that trainers or the engine do not compute, of unknown sizes, or with a
     `marlaas.json` of no use."""
     folder = resolve_config(where)
     OwnSettings.load(folder)
@@ -225,23 +224,10 @@ def _devices(first: int, number: int) -> str:
 
 
 def advice(found: Plan) -> str:
-    """Names what would help where nothing fits."""
-    wanted = found.rows[0].context
-    shorter = found.fits(found.num_devices, min(LEAST_CONTEXT, wanted))
+    """Names what may help where nothing fits."""
     if found.num_devices == 1 and found.memory.weights > found.device.memory:
         cause = "two copies of the weights are more than the memory"
-    elif shorter:
-        cause = f"beside the weights a context of {wanted:,} does not fit"
     else:
-        cause = "beside the weights no context fits, however short"
-    others = [*["a shorter --context"] * shorter, *_other_devices(found, wanted)]
-    return f"nothing fits: {cause}. A smaller base model helps, or {', or '.join(others)}."
-
-
-def _other_devices(found: Plan, context: int) -> list[str]:
-    """Devices on which the context may fit, where it does not on those that were planned for."""
-    if not found.device.gpu:
-        return ["a GPU"]
-    more = (number for number in (2, 4, 8, 16, 32, MOST_GPUS) if number > found.num_devices)
-    enough = next((number for number in more if found.fits(number, context)), None)
-    return [*[f"more GPUs (--gpus {enough})"] * (enough is not None), "a GPU of more memory"]
+        cause = f"beside the weights a context of {found.rows[0].context:,} does not fit"
+    device = "more GPUs (--gpus), or larger ones" if found.device.gpu else "or a GPU (--gpu)"
+    return f"nothing fits: {cause}. What may help: a smaller base model, a shorter --context, {device}."
