@@ -2,7 +2,7 @@
 ascending steps, and an evaluation may end after a later training step. It draws over `train/global_step`.
 
 With a key, the run is on a server, which says at opening which step it has last; W&B drops steps up to that one.
-Without one, the run is a folder of offline fragments, each named by its last event, which is not written again:
+Without one, it is a folder of offline fragments, each named by its last event, up to which nothing is written again:
 
     <folder>/<job>/offline-run-000000042/run-<job>.wandb
 
