@@ -106,24 +106,19 @@ def test_an_adapter_that_does_not_fit_is_refused_by_layer(tmp_path: Path) -> Non
     base = tmp_path / "base"
     shutil.copytree(TINY, base)
     weights = load_file(base / "model.safetensors")
-    fewer = {name: tensor for name, tensor in weights.items() if ".layers.3." not in name}
-    save_file(fewer, base / "model.safetensors")
-    assert "there is no model.layers.3." in refused(tmp_path, folder, base)
-    deeper = weights | {
-        name.replace(".3.", ".4."): tensor.clone() for name, tensor in weights.items() if ".layers.3." in name
-    }
-    save_file(deeper, base / "model.safetensors")
-    assert "the adapter has no factors for model.layers.4." in refused(tmp_path, folder, base)
-    wider = weights | {"model.layers.0.mlp.up_proj.weight": torch.zeros(384, 64)}
-    save_file(wider, base / "model.safetensors")
-    assert "model.layers.0.mlp.up_proj has the shape [384, 64], and the factors make [384, 128]" in refused(
-        tmp_path, folder, base
-    )
-    save_file(
-        weights | {"model.layers.0.mlp.up_proj.weight": torch.zeros(384, 128, dtype=torch.int8)},
-        base / "model.safetensors",
-    )
-    assert "has the dtype I8" in refused(tmp_path, folder, base)
+    up_proj = "model.layers.0.mlp.up_proj"
+    deeper = {name.replace(".3.", ".4."): tensor.clone() for name, tensor in weights.items() if ".layers.3." in name}
+    for changed, complaint in (
+        ({name: tensor for name, tensor in weights.items() if ".layers.3." not in name}, "there is no model.layers.3."),
+        (weights | deeper, "the adapter has no factors for model.layers.4."),
+        (
+            weights | {f"{up_proj}.weight": torch.zeros(384, 64)},
+            f"{up_proj} has the shape [384, 64], and the factors make [384, 128]",
+        ),
+        (weights | {f"{up_proj}.weight": torch.zeros(384, 128, dtype=torch.int8)}, "has the dtype I8"),
+    ):
+        save_file(changed, base / "model.safetensors")
+        assert complaint in refused(tmp_path, folder, base)
     save_file({name: tensor.half() for name, tensor in weights.items()}, base / "model.safetensors")
     huge = adapter(tmp_path / "huge", size=1e7)
     assert "no finite numbers of dtype torch.float16" in refused(tmp_path, huge, base)
