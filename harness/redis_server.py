@@ -19,7 +19,7 @@ from redis.retry import Retry
 from common.bus.bus import Bus
 from common.bus.streams import Cell
 from harness.processes import cpu_s
-from manager_service.launcher.embedded_redis import EmbeddedRedis, find_server, new_password
+from manager_service.launcher.embedded_redis import EmbeddedRedis, find_server
 
 
 def find_valkey() -> Path:
@@ -106,7 +106,7 @@ class RedisServer:
 def embedded_redis() -> Generator[RedisServer]:
     """The one that `marlaas up` runs, with its settings, in a folder that is deleted afterwards."""
     with tempfile.TemporaryDirectory() as name:
-        settings = EmbeddedRedis(folder=Path(name), port=free_port(), password=new_password())
+        settings = EmbeddedRedis(folder=Path(name), port=free_port())
         settings.prepare()
         server = RedisServer(settings.folder, settings.port, embedded=settings)
         try:

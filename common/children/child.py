@@ -26,8 +26,8 @@ def tie_to(parent: int) -> None:
     """Ends this process with its parent. Outside Linux it outlives one that is killed with SIGKILL."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The kernel sends the signal when the thread that made this process ends, and keeps the order over an exec, but not over a fork: each
-    # child ties itself. A parent that died before the line above sends none any more.
+    # The kernel signals when the thread that made this process ends. The order lasts over an exec, not over a fork:
+    # each child ties itself. A parent that died before the line above signals no more.
     if os.getppid() != parent:
         sys.exit(1)
 

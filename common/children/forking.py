@@ -22,8 +22,10 @@ from common.children.processes import ChildProcess, Command, open_log, start_tie
 
 
 class PreforkServer:
-    """A process that has imported the modules of some commands. It begins to at the first `start`, or when told to. Where it has ended
-    it is not begun again: its commands are executed."""
+    """A process that has imported the modules of some commands, begun by the first `start` or `begin`.
+
+    Once it has ended, its commands are executed.
+    """
 
     def __init__(self, commands: Sequence[Command], log: Path) -> None:
         """Serves those of the commands that can be forked and have the variables of the first, except settings."""

@@ -1,13 +1,12 @@
-"""Helper processes: for work that may take forever, or would stop the event loop, and that only the end of its process can stop.
+"""Helper processes: for work that would stop the event loop, or that only the end of its process can stop.
 
-    HelperPool ─ a question, as bytes ─► process: serve ─ the answer, or why the question is refused ─► HelperPool
+    HelperPool ─ question: bytes ─► process: serve ─ answer or refusal ─► HelperPool
 
-A helper starts when it is first needed and answers one question after the other. One that does not answer is killed.
+A helper starts when first needed and answers one question after the other. One that does not answer is killed.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import resource
 import signal
@@ -18,13 +17,13 @@ from typing import Any
 
 import msgspec
 
+from common.children.child import tie_to
 from common.errors import InvalidInput
 
 LENGTH_BYTES = 8
 """Bytes of the length that stands before each question and each answer."""
 END_S = 1.0
 """Time in which a helper that has closed its pipe ends by itself."""
-PR_SET_PDEATHSIG = 1
 
 
 class HelperKilled(ConnectionError):
@@ -58,8 +57,7 @@ class Helper:
         return self._process.returncode is None
 
     async def ask(self, question: bytes) -> Any:
-        """Kills the helper unless it answers. Raises InvalidInput if it refuses the question, HelperKilled, or ConnectionError if it
-        ended by itself."""
+        """Kills the helper unless it answers. Raises InvalidInput if it refuses, HelperKilled, or ConnectionError if it ended."""
         process, answered = self._process, False
         assert process.stdin and process.stdout
         try:
@@ -125,19 +123,10 @@ class HelperPool:
 
 
 def tell(process: asyncio.subprocess.Process, number: int) -> None:
-    """Sends a signal to a process that has not ended.
-
-    Its own methods also ask for its status, once, so of one that has just ended asyncio would find none, and report 255.
-    """
+    """Sends a signal to a process that has not ended. Its own methods would also take its status, and asyncio would report 255."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
-
-
-def die_with_parent() -> None:
-    """Lets the kernel kill this process when the thread that started it ends; outside Linux it does not."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def kill_children() -> None:
@@ -149,10 +138,12 @@ def kill_children() -> None:
 
 
 def serve(answer: Callable[[bytes], Any], *, memory_bytes: int | None = None) -> None:
-    """Runs a helper: answers questions until standard input ends. `answer` may raise InvalidInput. The kernel kills the helper with its
-    parent, and where memory runs out before its parent. A Ctrl-C in the terminal is for the parent."""
+    """Runs a helper: answers questions until standard input ends. `answer` may raise InvalidInput.
+
+    The kernel kills it with its parent, and before its parent where memory runs out. Ctrl-C is for the parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
+    tie_to(os.getppid())
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")

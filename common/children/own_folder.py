@@ -14,8 +14,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def roomy(num_bytes: int, memory: Path = SHARED_MEMORY) -> Path:
-    """Finds the best folder for files of so many bytes: in shared memory if it has that room twice, since others use it too; else where the
-    system keeps temporary files."""
+    """The folder for so many bytes of files: shared memory if it has that room twice, else that of temporary files."""
     has_room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free >= 2 * num_bytes
     return memory if has_room else Path(tempfile.gettempdir())
 

@@ -3,8 +3,8 @@
     import all modules ─► a request, with the socket of its answers ─► fork: the child becomes `python -m MODULE`
                                           process id, later exit status ─► that socket
 
-Requests come on standard input, a socket of whole messages. It starts no thread and computes nothing, so a child chooses its kernels and
-its threads as if it had been executed. It ends with its parent, and its children end with it.
+Requests come on standard input, a socket of whole messages. It starts no thread and computes nothing, so that a child
+chooses kernels and threads as if executed. It ends with its parent, and its children with it.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ SETTINGS = ("MARLAAS_", "AWS_")
 """Variables with these beginnings are read when a service starts; others may be read when something is imported."""
 MAX_REQUEST_BYTES = 1 << 20
 ARGUMENTS = 45
-"""The place in /proc/self/stat, after the program's name, of the address of the arguments' first byte; the next is where they end."""
+"""Field of /proc/self/stat, after the program's name: the address of the arguments; the next one is their end."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
@@ -51,7 +51,7 @@ def main(modules: Sequence[str]) -> None:
 
 
 def load(modules: Sequence[str]) -> None:
-    """Imports what they import. Without `freeze` each child's collections would write to, and so copy, what it shares with the others."""
+    """Imports what they import. Without `freeze` each child's garbage collector would copy what it shares."""
     gc.disable()
     for module in modules:
         runpy.run_module(module, run_name="prefork", alter_sys=True)  # leaves what it imports, and not itself
@@ -71,18 +71,14 @@ def next_request(requests: socket.socket) -> ForkRequest | None:
                     return None
                 answer = socket.socket(fileno=files[0])
                 if not (pid := os.fork()):
-                    _close(answer, *answers.values())
+                    for each in (answer, *answers.values()):
+                        each.close()
                     return msgspec.json.decode(content, type=ForkRequest)
                 answers[pid] = answer
                 _tell(answer, pid)
             if ends in ready:
                 ends.recv(4096)
                 _tell_ends(answers)
-
-
-def _close(*sockets: socket.socket) -> None:
-    for each in sockets:
-        each.close()
 
 
 @contextlib.contextmanager

@@ -118,7 +118,6 @@ class SupervisedProcess:
         return tail(self.command.log, num_lines, start=self._kept_from)
 
     def last_error(self) -> str:
-        """See the function `last_error`."""
         return last_error(self.command.log, start=self._kept_from)
 
     def signal(self, number: int) -> bool:
@@ -181,7 +180,7 @@ def size(log: Path) -> int:
 
 
 def tail(log: Path, num_lines: int = 15, *, start: int = 0) -> str:
-    """The last lines of a log, for an error message. `start`: the byte before which nothing counts, unless it was rotated since."""
+    """The last lines of a log, for an error message. `start`: the byte from which they count, unless rotated since."""
     end = size(log)
     if end == 0:
         return ""
@@ -191,7 +190,7 @@ def tail(log: Path, num_lines: int = 15, *, start: int = 0) -> str:
 
 
 def last_error(log: Path, *, start: int = 0) -> str:
-    """The last line of a log that is no warning: what tracks a process's resources warns after its end. `start`: see `tail`."""
+    """The last line of a log that is no warning, which a resource tracker may add. `start`: see `tail`."""
     return WARNING.sub("", f"{tail(log, start=start)}\n").strip().rpartition("\n")[2]
 
 

@@ -82,7 +82,7 @@ async def export(settings: ManagerSettings, passes: Passes, loggers: Sequence[Lo
 
 
 async def tell_loggers(receivers: Receivers, bus: Bus, look: Callable[[], Sequence[LoggerName]]) -> None:
-    """Tells the managers which loggers there are, whenever that changes, until cancelled. Waits while Redis has no memory for it."""
+    """Tells the managers which loggers there are, whenever that changes, until cancelled."""
     before: Sequence[LoggerName] | None = None
     while True:
         loggers = look()

@@ -1,8 +1,8 @@
 """Decides which jobs' rows are written when, and remembers how far each is.
 
-reads: exports, job:<job>, events:<job>, logger-keys:<tenant>     writes: exports, by way of writers the loggers
-holds: how far each job is (lost in a crash: all rows are sent again, and the loggers take each once)
-waits for: events, or the time of the next pass     a logger that is away is asked again, less and less often, and given up after days
+reads: exports, job:<job>, events:<job>, logger-keys:<tenant>     writes: exports, and loggers through writers
+holds: how far each job is (lost in a crash: all rows are sent again, and loggers take each once)
+waits for: events, or the time of the next pass; a logger that is away is asked less and less often, for days
 """
 
 import asyncio
@@ -38,9 +38,9 @@ JOBS_A_PASS = 20
 FIRST_WAIT_S, MOST_WAIT_S = 5.0, 3600.0
 """Time between two tries of a logger that is away."""
 MAX_WAITING = 5000
-"""Jobs of one tenant on their way to one logger; of more, those that have failed for the longest time are given up."""
+"""Jobs of one tenant on their way to one logger; of more, those that have failed the longest are given up."""
 FRAGMENT_ROWS, FRAGMENT_PASSES = 100, 10
-"""An offline run gets a fragment once it has so many rows, or after so many times the seconds between passes."""
+"""An offline run gets a fragment after so many rows, or so many times the seconds between passes."""
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -82,9 +82,8 @@ class Exporter:
         disk_bytes: int,
         limits: Limits,
     ) -> None:
-        """`every_s`: between two passes of a job. `processes`: writers at once of those that call a server, and as many of the
-        others. `give_up_s`: after a job's end, if its logger took nothing for so long. `servers`: says which of W&B may be called.
-        `disk_bytes`: of one tenant's files."""
+        """`every_s`: between two passes of a job. `processes`: writers at once that call servers, and as many others.
+        `give_up_s`: after a job's end, without a success. `servers`: checks W&B's hosts. `disk_bytes`: of a tenant's files."""
         self._cells = cells
         self._receivers = receivers
         self._folder = folder
@@ -155,7 +154,7 @@ class Exporter:
                 await self._safely(export, self._give_up(export, f"more than {MAX_WAITING} of your jobs wait for it"))
             if exports:
                 await self._pass(tenant, logger, exports)
-        except Exception as error:  # the boundary: one tenant's trouble must not stop what the others' jobs report
+        except Exception as error:  # the boundary: one tenant's trouble must not stop the others' reports
             log.exception("pass_failed", tenant=tenant, logger_name=logger, reason=str(error))
             for export in exports:
                 self._wait(export)
@@ -253,8 +252,8 @@ class Exporter:
         """Notes that the logger has a batch's rows, or tells the job why not."""
         export = batch.export
         if not error:
-            # Only now, and only in memory: after a crash all rows of the job are sent again. Each has the key of its event, of which the
-            # logger takes one, so what would have to be stored here to send it once is what the logger stores anyway.
+            # Only now, and only in memory: after a crash all rows of the job are sent again. The logger takes each once,
+            # by the key of its event: what we would store to send it once, the logger stores anyway.
             export.read, export.done = batch.read, batch.order.final is not None
             export.num_failures, export.since, export.warning = 0, 0.0, ""
             return

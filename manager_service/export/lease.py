@@ -19,8 +19,8 @@ from manager_service.records.keys import GLOBAL
 KEY = GLOBAL + "exporter"
 
 # KEYS: the lease. ARGV: token, milliseconds. Its first write needs no memory, which Redis may be out of.
-# The lease only saves work. An exporter that was stopped for longer than its lease goes on next to the new one for a moment, and nothing
-# fences it: loggers and webhooks are outside of Redis. That does no harm, since what both send has the same keys (a row: job and event;
+# The lease only saves work. An exporter that was stopped for longer than its lease goes on next to the new one for a
+# moment: nothing fences loggers and webhooks. That does no harm: what both send has the same keys (a row: job and event;
 # a call: job), by which the receiver drops the second.
 HOLD = """
 local holder = redis.call('GET', KEYS[1])
@@ -42,7 +42,7 @@ class Lease:
         self._hold = redis.register_script(HOLD)
 
     async def work(self, working: Callable[[], AbstractAsyncContextManager[object]]) -> None:
-        """Enters `working` whenever this exporter gets the lease, and leaves it before another one can have it. Until cancelled."""
+        """Enters `working` whenever it gets the lease, and leaves it before another can have it. Until cancelled."""
         while True:
             began = time.monotonic()
             if await self._round():

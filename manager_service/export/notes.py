@@ -1,4 +1,4 @@
-"""Writes warnings into jobs' events: by the owner while it holds the job, else into its record, or the archive."""
+"""Writes warnings into jobs' events: by way of the owner that holds the job, else into its record or the archive."""
 
 import asyncio
 import time
@@ -14,8 +14,8 @@ from manager_service.records.job_records import MOVING
 from manager_service.records.keys import JSON
 from manager_service.records.sample_records import EventRecord, Limits
 
-# KEYS: job, its events. ARGV: the field `moving`, state of before, new state, the event's entry and record. The first write needs no
-# memory, which Redis may be out of.
+# KEYS: job, its events. ARGV: the field `moving`, old state, new state, the event's entry and record.
+# The first write needs no memory, which Redis may be out of.
 WARN = """
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 'moving' end
 if redis.call('HGET', KEYS[1], 'state') ~= ARGV[2] then return 'changed' end
@@ -30,8 +30,7 @@ TRIES = 6
 
 
 async def warn(cell: JobCell, tenant: str, job: str, text: str, limits: Limits) -> None:
-    """Writes one event. A job that is gone needs none. Raises Unavailable while it is being archived, which may take long: to be
-    called again."""
+    """Writes one event, unless the job is gone. Raises Unavailable, to be called again, while it is being archived."""
     for _ in range(TRIES):
         found = await cell.job(tenant, job)
         if found is None:
@@ -41,9 +40,12 @@ async def warn(cell: JobCell, tenant: str, job: str, text: str, limits: Limits) 
                 found.archived, lambda number: EventRecord(number, int(time.time()), "warn", text)
             )
             return
-        active = cell.bus.cell.active(partition_of(tenant))
+        partition = partition_of(tenant)
+        active = cell.bus.cell.active(partition)
         if await cell.bus.retrying(lambda active=active: cell.bus.client.sismember(active, job)):
-            return await cell.bus.publish([(cell.bus.cell.jobs(partition_of(tenant)), _command(found, text))])
+            name = f"{job}/warn/{found.state.num_events}"
+            command = JobCommand(id=name, tenant=tenant, job=job, partition=partition, action="warn", text=text)
+            return await cell.bus.publish([(cell.bus.cell.jobs(partition), command)])
         if await _warn(cell, found, text, limits) == b"done":
             return
         await asyncio.sleep(AGAIN_S)
@@ -60,15 +62,3 @@ async def _warn(cell: JobCell, found: FoundJob, text: str, limits: Limits) -> by
     script = cell.bus.client.register_script(WARN)
     involved = [keys.job(spec.id), keys.events(spec.id)]
     return await cell.bus.retrying(lambda: script(keys=involved, args=args))
-
-
-def _command(found: FoundJob, text: str) -> JobCommand:
-    spec, number = found.spec, found.state.num_events
-    return JobCommand(
-        id=f"{spec.id}/warn/{number}",
-        tenant=spec.tenant,
-        job=spec.id,
-        partition=partition_of(spec.tenant),
-        action="warn",
-        text=text,
-    )

@@ -1,4 +1,4 @@
-"""Runs a writer: a process for some jobs of one tenant, which has only the key of that tenant and dies with this one."""
+"""Runs a writer: a process for some jobs of one tenant, with only its key, that dies with this process."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ class Passes:
     proxy: str = ""  # where a logger's calls go through; empty: they go out directly
 
     async def write(self, logger: LoggerName, order: Order) -> dict[str, PassAnswer]:
-        """Answers for the jobs that the writer has come to: the last of them may be an error that ended it."""
+        """Answers for the jobs that the writer has come to; the last may be the error that ended it."""
         folder = Path(order.folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _home(folder) as home:
@@ -94,7 +94,7 @@ class Passes:
 
 
 async def _talk(process: asyncio.subprocess.Process, order: bytes, output: bytearray) -> None:
-    """Hands over the order, and adds what the writer says to `output`, as it comes."""
+    """Hands over the order, and adds to `output` what the writer says, as it comes."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its end says more
         process.stdin.write(order)
@@ -119,7 +119,7 @@ def check_disk(folder: Path, most: int) -> None:
 
 @contextlib.contextmanager
 def _home(folder: Path) -> Generator[Path]:
-    """A folder for what libraries leave about, such as logs; what a pass that was killed left there goes too.
+    """A folder for what libraries leave, such as logs, here and in passes that were killed.
 
     It also marks the pass's processes: all have it as HOME.
     """
@@ -135,8 +135,7 @@ def _home(folder: Path) -> Generator[Path]:
 
 
 def _end_all_of(home: Path) -> None:
-    """Kills what a writer has started: W&B's own process is in a session of its own. Where there is no /proc, that process ends
-    itself some time after the writer."""
+    """Kills what a writer has started: W&B's own process has its own session. Without /proc it ends some time later."""
     mark = f"HOME={home}".encode()
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's

@@ -1,4 +1,4 @@
-"""Makes rows of events. A metric that TRL or the Tinker cookbook has too gets their names, any other `marlaas/<name>`."""
+"""Makes rows of events. Metrics have the names of TRL and the Tinker cookbook, or else `marlaas/<name>`."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "eval_reward_mean": ("eval/reward", "test/env/all/reward/total"),
     "eval_loss": ("eval/loss", "test/nll"),
 }
-"""Names of our metrics in TRL (as its callback of W&B writes them) and in the cookbook, where they mean the same."""
+"""Names of our metrics in TRL (as its W&B callback writes them) and in the cookbook."""
 OURS = "marlaas/"
 NOT_SHOWN = ("version",)
 

@@ -1,8 +1,8 @@
-"""W&B, through its own library. A run's id is the job's, and the step that W&B counts is the event's sequence number: W&B takes
-steps only in ascending order, and an evaluation may end after a later training step. What it draws is over `train/global_step`.
+"""W&B, through its own library. A run's id is the job's, and W&B's step is the event's sequence number: W&B takes only
+ascending steps, and an evaluation may end after a later training step. It draws over `train/global_step`.
 
-With a key, the run is on a server, which says when it is opened which step it has last; W&B drops steps up to that one.
-Without one, the run is a folder of offline fragments, each named by its last event, up to which nothing is written again:
+With a key, the run is on a server, which says at opening which step it has last; W&B drops steps up to that one.
+Without one, it is a folder of offline fragments, each named by its last event, up to which nothing is written again:
 
     <folder>/<job>/offline-run-000000042/run-<job>.wandb
 
@@ -62,7 +62,7 @@ class WandbRuns:
         shutil.rmtree(draft)
 
     def write_online(self, job: JobFacts) -> None:
-        """Sends rows to the server, and asks it then what it has, since W&B's library says nothing when it gives up. Raises RowsNotKept."""
+        """Sends rows, and asks the server what it has: W&B's library gives up in silence. Raises RowsNotKept."""
         last = job["rows"][-1]["sequence"] if job["rows"] else 0
         if self._send(job, job["rows"]) < last and self._send(job, []) < last:
             raise RowsNotKept

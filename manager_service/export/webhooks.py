@@ -2,8 +2,8 @@
 
 reads: ends, job:<job>, webhooks:<tenant>     writes: ends
 holds: which webhooks have taken an event (lost in a crash: all are called again)
-An entry of `ends` goes once every webhook has taken the event, or has refused it for so long that the job's events say so. A
-repeat has the same `webhook-id`.
+An entry of `ends` goes once every webhook has taken the event, or is given up, as the job's events then say.
+A repeat has the same `webhook-id`.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ class Webhooks:
     async def _guarded(self, delivery: WebhookDelivery) -> None:
         try:
             await self._deliver(delivery)
-        except Exception as error:  # the boundary: one tenant's trouble must not stop what the others' jobs report
+        except Exception as error:  # the boundary: one tenant's trouble must not stop the others' reports
             log.warning(
                 "delivery_failed", job_id=delivery.job, reason=str(error), exc_info=not isinstance(error, Unavailable)
             )
@@ -191,18 +191,12 @@ class Webhooks:
 
 def event_of(job: str, kind: str, state: JobState) -> dict[str, Any]:
     """The body, as OpenAI has it."""
-    return {
-        "object": "event",
-        "id": _id(job),
-        "type": kind,
-        "created_at": state.finished_at,
-        "data": {"id": job},
-    }
+    data = {"id": job}
+    return {"object": "event", "id": _id(job), "type": kind, "created_at": state.finished_at, "data": data}
 
 
 def _id(job: str) -> str:
-    """The same for each try of each exporter, without a record of it: a job ends once. A receiver drops the repeats by it, so that at
-    least once is enough."""
+    """The same for each try of each exporter, since a job ends once. Receivers drop repeats by it."""
     return f"evt_{hashlib.sha256(job.encode()).hexdigest()[:32]}"
 
 

@@ -1,10 +1,10 @@
-"""Hands rows of some jobs to a logger's own library: `python -m manager_service.export.writer wandb`, one order, one process.
+"""Hands rows of some jobs to a logger's own library: `python -m manager_service.export.writer wandb`, for one order.
 
-    standard input    the order: a JSON object with `folder`, `key`, `base_url` and `jobs` (see `Order` and `JobRows` in passes.py)
-    standard output   for each job a line of JSON: `{"job", "error"}`. No error: the logger surely has all of its rows
+    standard input    the order in JSON: `Order` of passes.py
+    standard output   for each job a line of JSON: `{"job", "error"}`; no error: the logger surely has all of its rows
 
-Rows come at least once. Each has a key, of which the logger takes one: so a row is there once, whenever a process was killed. It needs
-only Python and the logger's package.
+Rows come at least once. The logger takes each key once, so each row is there once, whenever a process was killed.
+It needs only Python, the logger's package and `wandb_runs`.
 """
 
 import importlib
@@ -42,8 +42,7 @@ def opened(logger: str, order: WriterOrder) -> Write:
 
 
 def write_trackio(storage: Any, job: JobFacts) -> None:
-    """Writes a job's rows in one transaction, into one SQLite file a project, in the folder that TRACKIO_DIR names. Each row has an id,
-    the job's and the event's sequence number, which the file takes once."""
+    """Writes a job's rows in one transaction, into the project's SQLite file in TRACKIO_DIR, which takes each row's id once."""
     storage.bulk_log(
         job["project"],
         job["name"] or job["job"],
@@ -69,8 +68,8 @@ def answered(order: WriterOrder, open_logger: Callable[[], Write]):
 
 
 def reason(error: Exception, key: str) -> str:
-    """Says why a job was not written. With a key, the error's text may be a server's, which may quote the key in any form: only its kind
-    and the HTTP status in it are passed on."""
+    """Says why a job was not written. With a key, the text may be a server's, and quote the key: only the error's
+    kind and HTTP status are passed on."""
     name = type(error).__name__
     if not key:
         return f"{name}: {error}"

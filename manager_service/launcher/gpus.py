@@ -1,7 +1,7 @@
 """Finds the machine's GPUs, and assigns workers to them.
 
-A worker takes as many GPUs as its tensor-parallel group, or its ranks, have parts. They are numbered as nvidia-smi has them, or from 0 as
-CUDA_VISIBLE_DEVICES has them, where the operator has set that.
+A worker takes as many GPUs as its tensor-parallel group or its ranks have parts. Numbers are those of nvidia-smi, or
+the places in CUDA_VISIBLE_DEVICES where that is set.
 """
 
 import shutil
@@ -53,7 +53,7 @@ Placement = dict[str, tuple[int, ...]]
 
 
 def find_gpus(environment: Mapping[str, str]) -> list[Gpu]:
-    """The GPUs that nvidia-smi finds and CUDA_VISIBLE_DEVICES leaves; none where nvidia-smi is missing or fails."""
+    """The GPUs that nvidia-smi finds and CUDA_VISIBLE_DEVICES leaves; none where nvidia-smi fails."""
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
         return []
@@ -102,7 +102,7 @@ def _wrong(text: str, reason: str) -> InvalidInput:
 
 
 def chosen_placement(needs: Mapping[str, Needs], devices: Mapping[str, Sequence[int]]) -> Placement:
-    """Gives workers the GPUs that MARLAAS_DEVICES names, in order. Raises InvalidInput if they are too few."""
+    """Gives workers the GPUs of MARLAAS_DEVICES in order. Raises InvalidInput if they are too few."""
     placement: Placement = {}
     for service, need in needs.items():
         numbers = devices.get(service, ())
@@ -114,8 +114,8 @@ def chosen_placement(needs: Mapping[str, Needs], devices: Mapping[str, Sequence[
 
 
 def default_placement(needs: Mapping[str, Needs], num_gpus: int) -> Placement:
-    """Rollouts have the first GPUs and trainers the next. Where these are too few, trainers have the last, and rollouts share what is left
-    of them, or all. Raises InvalidInput if one worker takes more than there are."""
+    """Rollouts have the first GPUs and trainers the next. Of too few, trainers have the last, and rollouts share the
+    others, or all. Raises InvalidInput if one worker takes more than there are."""
     rollout, trainer = (needs.get(service, Needs((), 1)) for service in SERVICES)
     if wide := [service for service, need in needs.items() if need.size > num_gpus and need.workers]:
         raise InvalidInput(f"a {wide[0]} worker takes {needs[wide[0]].size} GPUs, and nvidia-smi finds {num_gpus} here")

@@ -1,6 +1,6 @@
-"""Chooses, for `marlaas up`, the context that is served and the memory of the workers, where no setting does: by the memory at hand.
+"""Chooses, for `marlaas up`, the served context and the workers' memory, where no setting does: by the memory at hand.
 
-A small base model, whose whole context fits in the default memory for keys and values, has the services' own defaults.
+A small base model, whose whole context fits in the default memory for keys and values, has the services' defaults.
 """
 
 from collections import Counter
@@ -43,8 +43,8 @@ def choose(
 ) -> Chosen:
     """Chooses what the workers have, each on the GPUs of its placement, the others on the processor.
 
-    A wrong setting or base model is left to the service that it is for, whose error says it. Raises InvalidInput where the copies of the
-    base models do not fit together.
+    A wrong setting or base model is left to its service, whose error says it. Raises InvalidInput where the copies of
+    the base models do not fit together.
     """
     try:
         bases = _read(environment)
@@ -74,7 +74,7 @@ def _contexts(end: int) -> list[int]:
 
 
 def _read(environment: Mapping[str, str]) -> dict[str, Copies]:
-    """The base models by name, as on a processor. Raises ValueError, KeyError or InvalidInput for one whose sizes are not known here."""
+    """The base models by name, as on a processor. Raises ValueError, KeyError or InvalidInput for unknown sizes."""
     bases: dict[str, Copies] = {}
     backbone = environment.get("MARLAAS_TRAINER_BACKBONE")
     for name, where in parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny")).items():
@@ -92,7 +92,7 @@ def _memories(
     bases: Mapping[str, Copies],
     free: Callable[[], int],
 ) -> Iterator[SharedMemory]:
-    """The GPUs in use, each with its workers, and the machine with those on the processor: the memories that are not plenty."""
+    """The GPUs with their workers, and the machine with those on the processor, unless the memory is plenty."""
     for number, gpu in enumerate(gpus):
         placed = [worker for worker in workers if number in placement.get(worker.name, ())]
         device = Device(gpu.free, 0, 0)
@@ -137,7 +137,7 @@ def _reckoned(
 
 
 def _is_long(shape: BaseShape, memory: SharedMemory) -> bool:
-    """Says whether the memory for keys and values does not hold a row, by its default or as somebody has chosen it."""
+    """Says whether the memory for keys and values, as chosen or by default, does not hold a row."""
     room = cache_room(int(ROWS_PART * (memory.kv or LEAST_KV)), shape.num_layers)
     return room < shape.context * shape.kv_bytes(memory.itemsizes[0])
 

@@ -1,7 +1,7 @@
 """Says what of a base model fits on one device or several: memory by context, rows at once, speed. Arithmetic only.
 
-On one device a rollout worker and a trainer share it, each with its own copy of the weights. On several, each belongs to rollouts or to
-the trainer, whose ranks have a part of the base model each:
+A rollout worker and a trainer share one device, each with its own copy of the weights. Of several, each belongs to
+rollouts or to the trainer, whose ranks have a part of the base model each:
 
     worker 0 | worker 1 | worker 2, over two devices | rank 0 of the trainer | rank 1
 """
@@ -38,10 +38,8 @@ class PlannedRow:
     split: DeviceSplit
     # Of a device for rollouts, and of one for training; one where they share it
     memories: list[tuple[SharedMemory, Fit]]
-    # Speeds have the devices to themselves: sampled, no matter how good the engine is, and as many as are expected of it; trained
-    most_tokens_per_s: float
+    # As expected, with the devices to themselves
     tokens_per_s: float
-    most_trained_per_s: float
     trained_per_s: float
 
     @property
@@ -63,13 +61,13 @@ class PlannedRow:
 
     @property
     def sampling_share(self) -> float:
-        """The part of the time that sampling takes of a device that does both in turn, for a job that trains each token that it samples."""
+        """The part of a device's time that sampling takes, for a job that trains each token that it samples."""
         return self.trained_per_s / (self.trained_per_s + self.tokens_per_s)
 
     @property
     def merit(self) -> tuple[bool, float, float, float, float]:
-        """The best of several splits has the largest: enough rows, then the slower of sampling and training as fast as can be."""
-        sampled, trained = (each * (self.rows > 0) for each in (self.most_tokens_per_s, self.most_trained_per_s))
+        """The best split has the largest: enough rows, then the fastest slower one of sampling and training."""
+        sampled, trained = (each * (self.rows > 0) for each in (self.tokens_per_s, self.trained_per_s))
         return self.enough, min(sampled, trained), sampled, trained, -self.trainer.training.total
 
 
@@ -89,7 +87,7 @@ class Plan:
 
     @property
     def chosen(self) -> PlannedRow | None:
-        """The longest context of which enough rows fit at once, else the shortest that fits at all; None if none does."""
+        """The longest context of which enough rows fit at once, else the shortest that fits; None if none does."""
         found = [row for row in self.rows if row.rows]
         return next((row for row in reversed(found) if row.enough), found[0] if found else None)
 
@@ -103,10 +101,6 @@ class Plan:
         """Bytes of one copy."""
         return self.shape.num_weights * self.memory.itemsizes[0]
 
-    def fits(self, num_devices: int, context: int) -> bool:
-        """Says whether a row of this context fits on so many devices."""
-        return _best(self.memory, num_devices, context).rows > 0
-
 
 def make_plan(
     shape: BaseShape,
@@ -118,8 +112,7 @@ def make_plan(
     context: int | None = None,
     modules: bool | None = None,
 ) -> Plan:
-    """`context`: that one only; else powers of two up to the model's own. `modules`: transformers' own compute it in the trainer, as on a
-    GPU.
+    """`context`: that one only; else powers of two up to the model's own. `modules`: transformers' own compute it.
 
     Raises InvalidInput for several devices of a CPU.
     """
@@ -149,7 +142,7 @@ def _best(memory: SharedMemory, num_devices: int, context: int) -> PlannedRow:
 
 
 def _splits(memory: SharedMemory, num_devices: int) -> Iterator[DeviceSplit]:
-    """All ways to use the devices. The embedded engine has a device for each worker; vLLM may spread the heads of one over several."""
+    """All ways to use the devices. The embedded engine has one for each worker; vLLM may spread heads over several."""
     if num_devices == 1:
         yield DeviceSplit()
         return
@@ -169,13 +162,11 @@ def _row(memory: SharedMemory, split: DeviceSplit, context: int) -> PlannedRow:
     found = [(each, each.at(context)) for each in memories]
     load, rows = memories[0].load(both.shape, context), found[0][1].rows
     work = trained_flops(both.shape, context, again=found[-1][1].again)
-    most_trained = split.ranks * memory.device.flops / work
+    flops = split.ranks * memory.device.flops * TRAINING_REACHED[memory.device.gpu]
     return PlannedRow(
         context=context,
         split=split,
         memories=found,
-        most_tokens_per_s=split.workers * load.tokens_per_s(rows),
         tokens_per_s=split.workers * load.expected_tokens_per_s(rows),
-        most_trained_per_s=most_trained,
-        trained_per_s=most_trained * TRAINING_REACHED[memory.device.gpu],
+        trained_per_s=flops / work,
     )

@@ -14,8 +14,7 @@ class LocalSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
     devices: str = ""
-    """The GPUs of each kind of worker, by nvidia-smi's numbers: rollout:0-3,trainer:4-7. Empty: rollouts have the first, trainers the
-    next."""
+    """The GPUs of each kind of worker, by nvidia-smi's numbers: rollout:0-3,trainer:4-7. Empty: rollouts, then trainers."""
     rollout_share: float | None = Field(default=None, gt=0, lt=1)
     """The part of a memory that rollouts have where a trainer shares it. None: by what both take of the base model."""
 

@@ -33,7 +33,7 @@ from common.children.processes import Command, Notify, StartChild, SupervisedPro
 from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.settings import parse_base_models, pinned
 from manager_service.launcher.devices import arrange, idle_gpu
-from manager_service.launcher.embedded_redis import EmbeddedRedis, make_private, new_password, write_private
+from manager_service.launcher.embedded_redis import EmbeddedRedis, make_private, write_private
 from manager_service.launcher.gpus import SERVICES, LocalWorker
 from manager_service.launcher.own_store import OwnStore
 from manager_service.records.keys import GLOBAL
@@ -82,7 +82,7 @@ class LocalCluster:
         start: StartChild | None = None,
     ) -> None:
         """`port` 0: any free one. `environment`: more variables for every child. `notify` hears of each restart.
-        For tests: `services`, commands to run instead of the real ones; `start`, which starts a service; None: prefork servers do."""
+        For tests: `services`, other commands; `start`, which starts a service instead of prefork servers."""
         self.data_dir = data_dir.resolve()
         self.host = "127.0.0.1"
         self.port = port
@@ -135,8 +135,9 @@ class LocalCluster:
         return self._processes[name].signal(number)
 
     async def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Waits until /readyz answers 200, or only workers that refuse to join are missing, which `notify` hears of: their jobs
-        can still be cancelled. Raises StartError after `timeout_s`, or if a child keeps dying before that.
+        """Waits until /readyz answers 200, or only workers that refuse to join are missing, which `notify` hears of.
+
+        Raises StartError after `timeout_s`, or if a child keeps dying before that.
         """
         deadline, announced = time.monotonic() + timeout_s, list[str]()
         options: dict[str, Any] = {"timeout": 5.0, "trust_env": False, "verify": False}  # to itself, without TLS
@@ -173,7 +174,8 @@ class LocalCluster:
         self._stopping.set()
         if self._running is not None:
             await asyncio.wait([self._running])
-            self._report_end(self._running)
+            if not self._running.cancelled() and (error := self._running.exception()):
+                self._notify(f"the supervision ended with {error!r}")
             self._running = None
         (self.data_dir / CLUSTER_FILE).unlink(missing_ok=True)
         if self._lock is not None:
@@ -196,9 +198,7 @@ class LocalCluster:
         make_private(self.log_file("redis").parent)  # `data_dir` itself may be a folder of the user's, for more
         self.redis_url = self._environment.get("MARLAAS_REDIS_URL", "")
         if not self.redis_url:
-            server = EmbeddedRedis(
-                folder=self.data_dir / "redis", port=choose_port(self.host, 0), password=new_password()
-            )
+            server = EmbeddedRedis(folder=self.data_dir / "redis", port=choose_port(self.host, 0))
             server.prepare()
             self.redis_url = server.url
             command = self._command("redis", server.argv, {})
@@ -218,14 +218,14 @@ class LocalCluster:
         self._keep([command for command in made if command.name in holders])
 
     def _keep(self, commands: Sequence[Command]) -> None:
-        """Supervises them, with a prefork server of their own: what holds weights imports as long as all others together."""
+        """Supervises them, with their own prefork server: what holds weights imports as long as all others together."""
         server = PreforkServer(commands if self._start is None else (), self.log_file("prefork"))
         self._prefork_servers.append(server)
         for command in commands:
             self._services[command.name] = SupervisedProcess(command, self._hear, self._start or server.start)
 
     def _pin_bases(self) -> None:
-        """Names the hub's models by their commits, for all services. What cannot be had is left to the services, whose error says it."""
+        """Names the hub's models by their commits, for all services. Errors are left to the services."""
         with contextlib.suppress(InvalidInput, ValueError):
             bases = parse_base_models(self._environment.get("MARLAAS_BASE_MODELS", "tiny"))
             found = dict(bases)
@@ -329,10 +329,6 @@ class LocalCluster:
             end = self._processes[name].last_words(15)
             raise StartError(f"{name} {what}; the end of {self.log_file(name)}:\n{end}")
 
-    def _report_end(self, running: "asyncio.Task[None]") -> None:
-        if not running.cancelled() and (error := running.exception()):
-            self._notify(f"the supervision ended with {error!r}")
-
     def _write_cluster_file(self) -> None:
         models = parse_base_models(self._environment.get("MARLAAS_BASE_MODELS", "tiny"))
         bases = {name: str(Path(where).resolve()) for name, where in models.items() if Path(where).is_dir()}
@@ -423,7 +419,7 @@ async def _unless_ended(running: "asyncio.Task[None]", ready: Coroutine[Any, Any
 
 
 async def _refused_when_ready(client: httpx.AsyncClient, starting: list[str]) -> list[str] | None:
-    """Says why workers do not join, once nothing else is waited for; None before that. Adds to `starting` what is said of downloads."""
+    """Says why workers do not join, once nothing else is waited for; None before that. Adds downloads to `starting`."""
     try:
         answer = await client.get("/readyz")
     except httpx.TransportError:

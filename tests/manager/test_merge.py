@@ -121,7 +121,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_layer(tmp_path: Path) -> Non
         assert complaint in refused(tmp_path, folder, base)
     save_file({name: tensor.half() for name, tensor in weights.items()}, base / "model.safetensors")
     huge = adapter(tmp_path / "huge", size=1e7)
-    assert "no finite numbers of dtype F16" in refused(tmp_path, huge, base)
+    assert "no finite numbers of dtype torch.float16" in refused(tmp_path, huge, base)
     (base / "model.safetensors").write_bytes((TINY / "model.safetensors").read_bytes()[:-10])
     assert "its header describes" in refused(tmp_path, folder, base)
     (base / "model.safetensors").unlink()

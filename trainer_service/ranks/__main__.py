@@ -3,7 +3,6 @@
 Standard input says how long the next command is, which then comes through the group.
 """
 
-import os
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 
 from base_model.device import free_bytes, prepare_cpu
-from common.children.helpers import LENGTH_BYTES, die_with_parent
+from common.children.child import tie_to
+from common.children.helpers import LENGTH_BYTES
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sharding import forget_pass
 from trainer_service.lora import AdapterLayout, AdapterStack
@@ -91,9 +91,7 @@ def main() -> None:
     begin = msgspec.json.decode(sys.argv[1], type=Begin)
     for number in (signal.SIGINT, signal.SIGTERM):  # the first rank hears them too, and decides
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent()
-    if os.getppid() != begin.parent:  # it ended before the line above took effect
-        sys.exit(1)
+    tie_to(begin.parent)
     prepare_cpu(begin.threads)
     group = RankGroup(begin, find_store(begin.port))
     group.join()

@@ -1,7 +1,6 @@
 """`pull`: download an adapter, or its base model with the adapter merged into the weights.
 
-W + scale * B A, in float32, a few rows in memory at once. The new weights have the files, names and dtypes of the base's, so whatever
-loads the one loads the other.
+W + scale * B A, in float32, one file in memory at once. The new weights have the base's files, names and dtypes.
 """
 
 import json
@@ -10,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import numpy as np
 import typer
+from safetensors import SafetensorError, safe_open
 
 from common.errors import InvalidInput
 from common.models.weight_files import StoredTensor, stored_tensors
@@ -28,9 +27,6 @@ INDEX = "model.safetensors.index.json"
 COPIED = (*TEXT_FILES, "*.model")
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 DTYPES = ("F32", "BF16", "F16")
-ROWS = 1024
-"""Rows of a matrix that are merged at once."""
-CHUNK = 16 << 20
 
 
 def pull(
@@ -51,7 +47,7 @@ def pull(
     data: Data = None,
     as_json: Json = False,
 ) -> None:
-    """Download one version of an adapter, of a job or of a run, in the form that PEFT and vLLM load; or merged into its base model."""
+    """Download a version of a job's or run's adapter, as PEFT and vLLM load it; or merged into its base model."""
     if not merged:
         if base:
             raise InvalidInput("--base goes with --merged FOLDER")
@@ -66,16 +62,16 @@ def pull(
 
 
 class Factors(NamedTuple):
-    """The factors of one layer; R rank."""
+    """The factors of one layer, PyTorch's tensors; R rank."""
 
-    a: np.ndarray  # [R, in]
-    b: np.ndarray  # [out, R]
+    a: Any  # [R, in]
+    b: Any  # [out, R]
     scale: float
 
 
 def base_of(config: Mapping[str, Any], given: str | None, base_models: str) -> Path:
-    """The folder of an adapter's base model: as given (a folder or a name of the hub), in MARLAAS_BASE_MODELS, or the hub's model
-    that the adapter names. Raises InvalidInput."""
+    """The folder of an adapter's base model: as given (a folder or a hub's name), in MARLAAS_BASE_MODELS, or the hub's
+    model that the adapter names. Raises InvalidInput."""
     name = str(config.get("base_model_name_or_path") or "")
     known = parse_base_models(base_models).get(name)
     if given or known or Path(name).is_dir():
@@ -86,52 +82,49 @@ def base_of(config: Mapping[str, Any], given: str | None, base_models: str) -> P
 
 
 def merge(adapter: Path, base: Path, to: Path) -> list[str]:
-    """Writes the merged model into a new folder; returns the names of its files. Raises InvalidInput, before it writes anything if
-    the adapter does not fit the base."""
+    """Writes the merged model into a new folder; returns the names of its files.
+
+    Raises InvalidInput, before it writes anything if the adapter does not fit the base.
+    """
     config, factors = read_adapter(adapter)
-    shards = {file: _tensors(file) for file in _weight_files(base)}
-    places = check_fit(factors, config["target_modules"], [t for tensors in shards.values() for t in tensors], base)
+    shards = _weight_files(base)
+    places = check_fit(factors, config["target_modules"], [each for file in shards for each in _tensors(file)], base)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise InvalidInput(f"--merged {to}: there is something already; name a new folder")
     with ExitStack() as undo:
         undo.callback(shutil.rmtree, to, ignore_errors=True)
         try:
             written = _write(base, shards, {name: factors[layer] for name, layer in places.items()}, to)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors' own, where the disk is full
             raise InvalidInput(f"--merged {to}: {error}") from error
         undo.pop_all()
     return written
 
 
-def _write(
-    base: Path, shards: Mapping[Path, Sequence[StoredTensor]], changed: Mapping[str, Factors], to: Path
-) -> list[str]:
+def _write(base: Path, shards: Sequence[Path], changed: Mapping[str, Factors], to: Path) -> list[str]:
     """Writes all files; returns their names."""
     to.mkdir(parents=True, exist_ok=True)
     texts = [file for pattern in COPIED for file in sorted(base.glob(pattern)) if file.is_file()]
     for file in texts:
         shutil.copyfile(file, to / file.name)
-    for file, tensors in shards.items():
-        _write_shard(file, tensors, changed, to / file.name)
+    for file in shards:
+        _write_shard(file, changed, to / file.name)
     return sorted(file.name for file in [*texts, *shards])
-
-
-# ---- what is there --------------------------------------------------------------------------------------------------
 
 
 def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Factors]]:
     """The configuration, and the factors of each layer by the base's name for it: `model.layers.0.mlp.up_proj`."""
-    import safetensors.numpy
+    from safetensors.torch import load_file  # here: it takes a second, and few commands need it
 
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-        tensors = safetensors.numpy.load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS)
         scale = float(config["lora_alpha"]) / int(config["r"])
         layers = [name.removesuffix(A) for name in tensors if name.endswith(A)]
         return config, {
             layer.removeprefix(PREFIX): Factors(tensors[layer + A], tensors[layer + B], scale) for layer in layers
         }
-    except (OSError, KeyError, ValueError, TypeError, safetensors.SafetensorError) as error:
+    except (OSError, KeyError, ValueError, TypeError, SafetensorError) as error:
         raise InvalidInput(f"this is no adapter in PEFT's form: {type(error).__name__} {error}") from error
 
 
@@ -183,49 +176,21 @@ def _misfit(base: Path, reason: str) -> InvalidInput:
     )
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
-
-
-def floats(raw: bytes, dtype: str) -> np.ndarray:
-    """float32 of stored numbers."""
-    if dtype == "BF16":
-        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
-    return np.frombuffer(raw, "<f4" if dtype == "F32" else "<f2").astype(np.float32)
-
-
-def stored(values: np.ndarray, dtype: str) -> bytes:
-    """float32 as it is stored, rounded to the nearest, to the even one of two."""
-    if dtype == "BF16":
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
-    return values.astype("<f4" if dtype == "F32" else "<f2").tobytes()
-
-
-def _write_shard(file: Path, tensors: Sequence[StoredTensor], changed: Mapping[str, Factors], to: Path) -> None:
+def _write_shard(file: Path, changed: Mapping[str, Factors], to: Path) -> None:
     """Copies a file of weights, and changes some on the way."""
-    with file.open("rb") as old, to.open("wb") as new:
-        _copy(old, new, tensors[0].start if tensors else file.stat().st_size)
-        for tensor in tensors:
-            if tensor.name in changed:
-                _merge(old, new, tensor, changed[tensor.name])
-            else:
-                _copy(old, new, tensor.num_bytes)
+    from safetensors.torch import save_file
+
+    with safe_open(file, "pt") as shard:
+        metadata = shard.metadata()
+        weights = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118  it is no mapping
+    for name in weights.keys() & changed.keys():
+        weights[name] = _merge(name, weights[name], changed[name])
+    save_file(weights, to, metadata=metadata)
 
 
-def _copy(old: BinaryIO, new: BinaryIO, num_bytes: int) -> None:
-    for at in range(0, num_bytes, CHUNK):
-        new.write(old.read(min(CHUNK, num_bytes - at)))
-
-
-def _merge(old: BinaryIO, new: BinaryIO, tensor: StoredTensor, factors: Factors) -> None:
+def _merge(name: str, weights: Any, factors: Factors) -> Any:
     """W + scale * B A. Raises InvalidInput if that is more than the dtype holds."""
-    num_rows, width = tensor.shape
-    row_bytes = tensor.num_bytes // num_rows
-    for first in range(0, num_rows, ROWS):
-        b = factors.b[first : first + ROWS].astype(np.float32)
-        weights = floats(old.read(len(b) * row_bytes), tensor.dtype).reshape(len(b), width)
-        with np.errstate(over="ignore"):
-            raw = stored(weights + np.float32(factors.scale) * (b @ factors.a.astype(np.float32)), tensor.dtype)
-        if not np.isfinite(floats(raw, tensor.dtype)).all():
-            raise InvalidInput(f"{tensor.name}: the merged weights are no finite numbers of dtype {tensor.dtype}")
-        new.write(raw)
+    merged = (weights.float() + factors.scale * (factors.b.float() @ factors.a.float())).to(weights.dtype)
+    if not merged.isfinite().all():
+        raise InvalidInput(f"{name}: the merged weights are no finite numbers of dtype {weights.dtype}")
+    return merged

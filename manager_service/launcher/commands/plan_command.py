@@ -19,18 +19,8 @@ from manager_service.launcher.plan import DeviceSplit, Plan, PlannedRow, make_pl
 from marlaas_client.cli.options import Json
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
-COLUMNS = (
-    "context",
-    "trainer GB",
-    "layers again",
-    "keys and values GB",
-    "rows at once",
-    "tokens/s at most",
-    "expected",
-)
+COLUMNS = ("context", "trainer GB", "layers again", "keys and values GB", "rows at once", "tokens/s", "trained/s")
 OWNERS = ("rollout GPUs", "trainer GPUs")
-TRAINED = ("trained/s at most", "expected")
-MOST_GPUS = 64
 
 
 def plan(
@@ -39,7 +29,7 @@ def plan(
         str | None,
         typer.Option("--gpu", help="24GB, 80GiB, or a name such as l4 or h100. Default: this machine's CPU."),
     ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=MOST_GPUS, help="How many of them, in one machine.")] = 1,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=64, help="How many of them, in one machine.")] = 1,
     engine: Annotated[
         EngineName, typer.Option("--engine", envvar="MARLAAS_ENGINE", help="That samples: the embedded one, or vLLM.")
     ] = "torch",
@@ -47,7 +37,7 @@ def plan(
     rank: Annotated[int, typer.Option("--rank", min=1, max=LORA_RANKS[-1], help="Of the adapters.")] = 16,
     as_json: Json = False,
 ) -> None:
-    """Say what of a base model fits on one device or several: context, rows at once, and the most tokens a second."""
+    """Say what of a base model fits on one device or several: context, rows at once, and tokens a second."""
     where = Settings().models.get(model, model)
     found = plan_for(where, gpu=gpu, gpus=gpus, engine=engine, context=context, rank=rank)
     print_json(as_record(found)) if as_json else show(found, model, where)
@@ -64,7 +54,7 @@ def plan_for(
     context: int | None = None,
     rank: int = 16,
 ) -> Plan:
-    """Raises InvalidInput for a model that trainers or the engine do not compute, of which the sizes are not known here, or that has a
+    """Raises InvalidInput for a model that trainers or the engine do not compute, of unknown sizes, or with a
     `marlaas.json` of no use."""
     folder = resolve_config(where)
     OwnSettings.load(folder)
@@ -121,9 +111,7 @@ def as_record(found: Plan) -> dict[str, Any]:
                 "checkpointed_layers": _num_again(found, row),
                 "kv_bytes": row.rollout.kv,
                 "rows": row.rows,
-                "max_tokens_per_s": round(row.most_tokens_per_s),
                 "tokens_per_s": round(row.tokens_per_s),
-                "max_trained_tokens_per_s": round(row.most_trained_per_s),
                 "trained_tokens_per_s": round(row.trained_per_s),
                 "sampling_share": round(row.sampling_share, 3) if found.in_turn else None,
             }
@@ -146,7 +134,7 @@ def show(found: Plan, model: str, where: str) -> None:
         f" for training; {kind} of {device.memory / 1e9:.0f} GB"
     )
     several = found.num_devices > 1
-    columns = COLUMNS + (OWNERS if several else ()) + TRAINED
+    columns = COLUMNS + (OWNERS if several else ())
     shown = table(*columns, right=columns)
     for row in found.rows:
         shown.add_row(*cells(f"{row.context:,}", *_figures(found, row)))
@@ -174,28 +162,18 @@ def start_command(settings: Mapping[str, str], workers: int, options: str = "") 
 
 
 def _figures(found: Plan, row: PlannedRow) -> tuple[object, ...]:
-    split = row.split
-    sampled = _speeds(row.most_tokens_per_s, row.tokens_per_s) if row.rows else ("does not fit", "")
-    trained = _speeds(row.most_trained_per_s, row.trained_per_s) if row.rows else ("", "")
-    memory = (
-        f"{row.trainer.training.total / 1e9:.2f}",
-        _num_again(found, row),
-        f"{row.rollout.kv / 1e9:.2f}",
-        row.rows,
-    )
+    split, training = row.split, row.trainer.training
+    memory = (f"{training.total / 1e9:.2f}", _num_again(found, row), f"{row.rollout.kv / 1e9:.2f}", row.rows)
+    speeds = (f"{row.tokens_per_s:,.0f}", f"{row.trained_per_s:,.0f}") if row.rows else ("does not fit", "")
     owners = () if split.shared else (f"{split.workers} x {split.parallel}", split.ranks)
-    return (*memory, *sampled, *owners, *trained)
-
-
-def _speeds(*tokens_per_s: float) -> tuple[str, ...]:
-    return tuple(f"{each:,.0f}" for each in tokens_per_s)
+    return (*memory, *speeds, *owners)
 
 
 def _assumed(found: Plan, chosen: PlannedRow) -> str:
-    source = "assumed, for it was measured on CPUs alone" if found.device.gpu else "measured on a model of 0.6 B"
+    source = "assumed, for it was measured on CPUs only" if found.device.gpu else "measured on a model of 0.6 B"
     lines = [
-        "tokens/s (sampled) and trained/s at most: what memory and arithmetic allow, in rows of the whole context; expected: the part of it"
-        f" that is reached ({source})."
+        "tokens/s (sampled) and trained/s, in rows of the whole context: the part that is reached of what memory and arithmetic allow"
+        f" ({source})."
     ]
     if found.memory.engine == "vllm":
         lines.append("What vLLM takes beside weights, keys and values is assumed.")
@@ -213,7 +191,7 @@ def _sharing(found: Plan, chosen: PlannedRow) -> str:
     return (
         "Sampling and training share the GPU, and each speed is of one that has it alone: a job that trains each token that it samples"
         f" spends {part:.0%} of its time sampling and {1 - part:.0%} training at a context of {chosen.context:,}, and"
-        f" {part * chosen.tokens_per_s:,.0f} tokens/s go through both (expected)."
+        f" {part * chosen.tokens_per_s:,.0f} tokens/s go through both."
     )
 
 
@@ -246,23 +224,10 @@ def _devices(first: int, number: int) -> str:
 
 
 def advice(found: Plan) -> str:
-    """Names what would help where nothing fits."""
-    wanted = found.rows[0].context
-    shorter = found.fits(found.num_devices, min(LEAST_CONTEXT, wanted))
+    """Names what may help where nothing fits."""
     if found.num_devices == 1 and found.memory.weights > found.device.memory:
         cause = "two copies of the weights are more than the memory"
-    elif shorter:
-        cause = f"beside the weights a context of {wanted:,} does not fit"
     else:
-        cause = "beside the weights no context fits, however short"
-    others = [*["a shorter --context"] * shorter, *_other_devices(found, wanted)]
-    return f"nothing fits: {cause}. A smaller base model helps, or {', or '.join(others)}."
-
-
-def _other_devices(found: Plan, context: int) -> list[str]:
-    """Devices on which the context may fit, where it does not on those that were planned for."""
-    if not found.device.gpu:
-        return ["a GPU"]
-    more = (number for number in (2, 4, 8, 16, 32, MOST_GPUS) if number > found.num_devices)
-    enough = next((number for number in more if found.fits(number, context)), None)
-    return [*[f"more GPUs (--gpus {enough})"] * (enough is not None), "a GPU of more memory"]
+        cause = f"beside the weights a context of {found.rows[0].context:,} does not fit"
+    device = "more GPUs (--gpus), or larger ones" if found.device.gpu else "or a GPU (--gpu)"
+    return f"nothing fits: {cause}. What may help: a smaller base model, a shorter --context, {device}."
