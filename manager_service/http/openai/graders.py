@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.bus.streams import partition_of
-from common.wire.messages import EnvSpec, GradeRequest, GradeResult, Usage
+from common.wire.messages import EnvSpec, GradeRequest, GradeResult
 from manager_service.http.connections import GONE, ClientGone, unless_gone
 from manager_service.http.context import Api, Parts, Tenant
 from manager_service.http.errors import COMMON, declared
@@ -124,28 +124,21 @@ async def _check(api: Api, tenant: TenantRecord, grader: dict[str, Any], item: d
 
 
 def _shown(grader: Mapping[str, Any], result: GradeResult) -> RunResult:
-    failure = None
-    if result.failure is not None:
-        failure = {"kind": result.failure.kind, "reason": result.failure.reason}
-    kind = str(grader["type"])
+    failure, usage, kind = result.failure, result.usage, str(grader["type"])
     return RunResult(
         reward=result.reward or 0.0,
         sub_rewards=result.reward_parts,
-        failure=failure,
+        failure=failure and {"kind": failure.kind, "reason": failure.reason},
         metadata=RunMetadata(
             name=str(grader.get("name") or kind),
             type=kind,
             errors=_errors(kind, result),
             execution_time=result.seconds,
             scores=result.reward_parts,
-            token_usage=_tokens(result.usage) or None,
+            token_usage=usage.prompt_tokens + usage.sampled_tokens + usage.grader_tokens or None,
             sampled_model_name=grader.get("model"),
         ),
     )
-
-
-def _tokens(usage: Usage) -> int:
-    return usage.prompt_tokens + usage.sampled_tokens + usage.grader_tokens
 
 
 def _errors(kind: str, result: GradeResult) -> dict[str, bool | str | None]:

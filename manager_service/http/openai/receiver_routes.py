@@ -80,9 +80,7 @@ async def delete_logger(api: Parts, tenant: Tenant, logger: WithKey) -> Deleted:
 async def create_webhook(api: Parts, tenant: Tenant, body: WebhookGiven) -> NewWebhookObject:
     """Have a URL told when a job of yours ends, signed as OpenAI signs. Only this answer shows the secret."""
     _check_host(body.url, api.settings.webhook_hosts, "url", "MARLAAS_WEBHOOK_HOSTS")
-    events: tuple[WebhookEvent, ...] = (
-        get_args(WebhookEvent) if body.events is None else tuple(dict.fromkeys(body.events))
-    )
+    events: tuple[WebhookEvent, ...] = tuple(dict.fromkeys(body.events or get_args(WebhookEvent)))
     record = await Receivers(api.redis).add_webhook(tenant.id, body.url, events)
     return NewWebhookObject(**shown_webhook(record).model_dump(), secret=record.secret)
 

@@ -1,7 +1,7 @@
 """/v1/admin: tenants, their weights, quotas and keys. Needs the admin key."""
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter
@@ -68,9 +68,7 @@ async def retrieve(api: Parts, admin: Admin, tenant_id: str) -> TenantObject:
 @router.post("/{tenant_id}", responses=declared(404))
 async def update(api: Parts, admin: Admin, tenant_id: str, body: TenantLimits) -> TenantObject:
     """Change weight and quotas. A job keeps the weight that its tenant had when it was made."""
-    before = await api.tenants.get(tenant_id)
-    changed: dict[str, Any] = body.model_dump(exclude_unset=True)
-    record = msgspec.structs.replace(before, **changed)
+    record = msgspec.structs.replace(await api.tenants.get(tenant_id), **body.model_dump(exclude_unset=True))
     await api.tenants.update(record)
     return shown(record)
 
@@ -102,4 +100,4 @@ def shown(record: TenantRecord) -> TenantObject:
 
 
 def shown_key(record: KeyRecord, key: str | None = None) -> KeyObject:
-    return KeyObject(id=record.id, tenant=record.tenant, created_at=record.created_at, hint=record.hint, key=key)
+    return KeyObject(**msgspec.structs.asdict(record), key=key)

@@ -12,7 +12,7 @@ from common.errors import Unavailable
 from common.store.objects import Objects
 from common.wire.messages import Failure
 from common.wire.operations import Action, Operation
-from manager_service.http.errors import RETRY_AFTER_S, ApiError
+from manager_service.http.errors import ApiError, too_many
 from manager_service.http.quota import memory_full
 from manager_service.http.stores.run_store import RunRow
 from manager_service.records.run_records import NUM_SEQS_KEPT
@@ -158,15 +158,15 @@ def _refusal(answer: str, run: RunRow, seq: int) -> ApiError:
     if answer == "no_room":
         return memory_full()
     name = run.spec.public_id
-    if answer in ("full", "holds"):
-        mine = f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: send this again when some are done"
-        all_mine = (
+    if answer == "full":
+        return too_many(
+            f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: send this again when some are done"
+        )
+    if answer == "holds":
+        return too_many(
             f"your runs hold {MAX_HELD_BYTES >> 20} MiB of data that wait, or whose step is not done: send this again when some are"
             " done, call optim_step, or unload models"
         )
-        error = ApiError(429, mine if answer == "full" else all_mine, code="too_many")
-        error.headers = {"Retry-After": str(RETRY_AFTER_S)}
-        return error
     if answer in ("ended", "failed"):
         why = "could not be created" if answer == "failed" else "has ended"
         return ApiError(

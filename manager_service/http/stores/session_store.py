@@ -51,7 +51,10 @@ class ClientSessions:
 
     async def create(self, session: ClientSession) -> None:
         """Raises ApiError if too many are alive."""
-        await self._begin(session)
+        begin, now = self._api.redis.register_script(_BEGIN), time.time()
+        words = [session.id, repr(now), repr(now - SESSION_ALIVE_S), MAX_ALIVE]
+        if not await begin(keys=[_alive(session.tenant)], args=words):
+            raise _too_many()
         await self._write(session)
         await self._show_alive(session)
         of = _all(session.tenant)
@@ -59,13 +62,6 @@ class ClientSessions:
         await self._api.redis.zremrangebyscore(of, "-inf", session.created_at - SESSION_KEPT_S)
         await self._api.redis.expire(of, SESSION_KEPT_S)
         await self._forget_oldest(session.tenant)
-
-    async def _begin(self, session: ClientSession) -> None:
-        """Raises ApiError if too many are alive."""
-        begin, now = self._api.redis.register_script(_BEGIN), time.time()
-        words = [session.id, repr(now), repr(now - SESSION_ALIVE_S), MAX_ALIVE]
-        if not await begin(keys=[_alive(session.tenant)], args=words):
-            raise _too_many()
 
     async def _forget_oldest(self, tenant: str) -> None:
         """Forgets sessions that are not alive beyond MAX_KEPT: first those that were silent the longest."""
@@ -135,15 +131,12 @@ class ClientSessions:
         await self._api.redis.set(_key(session.id), JSON.encode(session), ex=SESSION_KEPT_S)
 
     async def _show_alive(self, session: ClientSession) -> None:
-        """Tells the owners of each cell."""
+        """Tells the owners of each cell. A Redis that is away keeps no other from hearing it."""
         signs = (
             base.redis.set(base.cell.session(session.id), session.tenant, ex=SESSION_ALIVE_S)
             for base in self._api.bases.values()
         )
-        told = await asyncio.gather(
-            *signs, return_exceptions=True
-        )  # a Redis that is away keeps no other from hearing it
-        for error in told:
+        for error in await asyncio.gather(*signs, return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error
 

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import APIRouter, File, Form, Query, Request, UploadFile
+from fastapi import APIRouter, Form, Request, UploadFile
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidInput
@@ -25,7 +25,7 @@ from manager_service.records.job_records import JobSpec
 from manager_service.records.tenants import TenantRecord
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
-MISSING = declared(404)
+JSONL = {"content": {"application/jsonl": {}}, "description": "The file as it was uploaded; of CSV, what it became"}
 SLICE = 100
 """Records that are read at once."""
 MAX_NAME = 255
@@ -37,7 +37,7 @@ async def upload(
     request: Request,
     api: Parts,
     tenant: Tenant,
-    file: Annotated[UploadFile, File()],
+    file: UploadFile,
     purpose: Annotated[str, Form()],
     adapter_config: Annotated[str | None, Form(description="With the purpose adapter: its adapter_config.json")] = None,
 ) -> FileObject | Response:
@@ -86,8 +86,8 @@ async def list_files(
     tenant: Tenant,
     after: After = None,
     limit: FileLimit = 100,
-    order: Annotated[Literal["asc", "desc"], Query()] = "desc",
-    purpose: Annotated[str | None, Query()] = None,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: str | None = None,
 ) -> Page[FileObject]:
     """The tenant's files, newest first."""
     ids = await api.files.ids(tenant.id, newest_first=order == "desc")
@@ -101,22 +101,12 @@ async def list_files(
     return page([shown(record) for record in found[:limit]], has_more=len(found) > limit)
 
 
-@router.get("/{file_id}", responses=MISSING)
+@router.get("/{file_id}", responses=declared(404))
 async def retrieve(api: Parts, tenant: Tenant, file_id: str) -> FileObject:
     return shown(await api.files.get(tenant.id, file_id))
 
 
-@router.get(
-    "/{file_id}/content",
-    response_class=Response,
-    responses={
-        **MISSING,
-        200: {
-            "content": {"application/jsonl": {}},
-            "description": "The file as it was uploaded; of CSV, what it became",
-        },
-    },
-)
+@router.get("/{file_id}/content", response_class=Response, responses={**declared(404), 200: JSONL})
 async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
     record = await api.files.get(tenant.id, file_id)
     length = {"Content-Length": str(record.num_bytes)}
@@ -124,7 +114,7 @@ async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
     return StreamingResponse(api.files.parts(record), media_type=kind, headers=length)
 
 
-@router.delete("/{file_id}", responses={**MISSING, **declared(409)})
+@router.delete("/{file_id}", responses=declared(404, 409))
 async def delete(api: Parts, tenant: Tenant, file_id: str) -> Deleted:
     """Delete a file, unless an unfinished job needs it."""
     await api.files.get(tenant.id, file_id)

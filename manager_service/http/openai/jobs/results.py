@@ -8,13 +8,12 @@ from fastapi import APIRouter, Query
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
-from common.errors import InvalidInput, NotFound
-from common.suggestions import quoted
+from common.errors import NotFound
 from common.wire.messages import AdapterRef
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.adapter_content import ZIP, zip_of
-from manager_service.http.openai.paging import After, Limit, page
+from manager_service.http.openai.paging import After, Limit, page, wrong_cursor
 from manager_service.http.openai.usage_routes import shown as shown_usage
 from manager_service.http.schemas import CheckpointObject, CurvesObject, LedgerObject, Page, UsageObject
 from manager_service.http.stores.job_store import JobRow, JobStore
@@ -47,9 +46,7 @@ def _version_of(checkpoint: str, job: str) -> int:
     """Reads the version in an id. Raises InvalidInput if it is not the id of a checkpoint of the job."""
     owner, _, version = checkpoint.rpartition("@")
     if owner != f"ftckpt-{job}" or not (version.isascii() and version.isdecimal() and len(version) <= 8):
-        raise InvalidInput(
-            f"after: {quoted(checkpoint)} is no checkpoint of this job", param="after", code="invalid_cursor"
-        )
+        raise wrong_cursor(checkpoint, "is no checkpoint of this job")
     return int(version)
 
 
@@ -64,11 +61,7 @@ def _shown(row: JobRow, record: CheckpointRecord) -> CheckpointObject:
     )
 
 
-@router.get(
-    "/checkpoints/{version}/content",
-    response_class=Response,
-    responses={200: ZIP},
-)
+@router.get("/checkpoints/{version}/content", response_class=Response, responses={200: ZIP})
 async def checkpoint_content(api: Parts, tenant: Tenant, job_id: str, version: Version) -> Response:
     """`adapter_config.json` and `adapter_model.safetensors`, checked against their sha256."""
     row = await JobStore(api).find(tenant.id, job_id)

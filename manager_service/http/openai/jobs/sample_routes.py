@@ -49,16 +49,12 @@ class Filter:
 
     def takes(self, one: SampleRecord) -> bool:
         """A sample without a reward is in no range."""
-        if self.failed is not None and (one.failure is not None) != self.failed:
+        if self.failed not in (None, one.failure is not None) or self.item not in (None, one.item):
             return False
-        if self.item is not None and one.item != self.item:
-            return False
-        if self.min_reward is None and self.max_reward is None:
-            return True
-        least, most = self.min_reward, self.max_reward
-        return (
-            one.reward is not None and (least is None or one.reward >= least) and (most is None or one.reward <= most)
-        )
+        if one.reward is None:
+            return self.min_reward is None and self.max_reward is None
+        enough = self.min_reward is None or one.reward >= self.min_reward
+        return enough and (self.max_reward is None or one.reward <= self.max_reward)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from common.bus.bus import Bus
 from common.cancellation import cancel_all, starting
 from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound
 from common.wire.messages import TurnResult, Usage
-from manager_service.http.errors import RETRY_AFTER_S, ApiError
+from manager_service.http.errors import ApiError, too_many
 from manager_service.http.quota import count_inference, tokens_today
 from manager_service.http.sampling.choices import InferenceRequest
 from manager_service.http.sampling.inference import Inference
@@ -112,7 +112,9 @@ class Samples:
         if once and key in self._ids:
             return self._ids[key]
         if self._open[tenant] >= MAX_OPEN or self._num_samples[tenant] + ask.num_choices > MAX_SAMPLES:
-            raise _too_many()
+            raise too_many(
+                f"{MAX_OPEN:,} of your requests for samples are under way, or {MAX_SAMPLES:,} samples: wait until some have ended"
+            )
         name = f"{self._prefix}{next(self._numbers)}"
         task = asyncio.create_task(self._serve(name, ask, session))
         self._requests[name] = Request(name, ask, key, session, task, self._clock())
@@ -347,13 +349,3 @@ def _sampled(result: TurnResult) -> TinkerSample:
     """The context's end reads like the limit of tokens."""
     reason = "stop" if result.stop_reason == "stop" else "length"
     return TinkerSample(result.tokens, result.logprobs, reason, result.prompt_logprobs)
-
-
-def _too_many() -> ApiError:
-    error = ApiError(
-        429,
-        f"{MAX_OPEN:,} of your requests for samples are under way, or {MAX_SAMPLES:,} samples: wait until some have ended",
-        code="too_many",
-    )
-    error.headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return error
