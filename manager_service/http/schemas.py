@@ -1,13 +1,19 @@
-"""The objects of the API's answers: OpenAI's shapes with our extras."""
+"""The objects of the API's answers: OpenAI's shapes with our extras; and what all bodies are."""
 
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from manager_service.records.job_records import Status
 from manager_service.records.receivers import WebhookEvent
 
 T = TypeVar("T")
+
+
+class Given(BaseModel):
+    """A body, or an object in one: unknown fields are refused by name."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class Page(BaseModel, Generic[T]):

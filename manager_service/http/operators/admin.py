@@ -5,13 +5,13 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from manager_service.http.context import Admin, Parts
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.paging import page
 from manager_service.http.reading.bodies import JsonRoute
-from manager_service.http.schemas import Deleted, KeyObject, Page, TenantObject
+from manager_service.http.schemas import Deleted, Given, KeyObject, Page, TenantObject
 from manager_service.records.tenants import KeyRecord, TenantRecord
 
 router = APIRouter(prefix="/v1/admin/tenants", tags=["admin"], responses=COMMON, route_class=JsonRoute)
@@ -32,10 +32,8 @@ MaxJobs = Annotated[int, Field(ge=1, le=100_000)]
 MaxTokens = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class TenantLimits(BaseModel):
+class TenantLimits(Given):
     """The fields to change: an absent one stays as it is; `max_tokens_per_day` null means no limit."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field("", max_length=256)
     weight: Weight = 1.0

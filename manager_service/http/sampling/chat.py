@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
@@ -22,13 +22,12 @@ from manager_service.http.sampling.replies import (
     with_malformed,
 )
 from manager_service.http.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
+from manager_service.http.schemas import Given
 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
 
 
-class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class TextFormat(Given):
     type: Literal["text"]
 
 

@@ -1,7 +1,6 @@
 """One connection that reads the streams of a cell for many waiting requests.
 
-If each request blocked on a connection of its own, a tenant with a hundred open event streams would take all connections that the
-process may have, and its owner would stand still.
+If each request blocked on a connection of its own, a tenant with a hundred event streams would take all of the process'.
 """
 
 import asyncio

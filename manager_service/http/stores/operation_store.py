@@ -22,14 +22,14 @@ MAX_OPEN = 256
 MAX_OPEN_BYTES = 64 << 20
 """Bytes of their payloads."""
 MAX_HELD_BYTES = 256 << 20
-"""Bytes of the payloads of all operations of a tenant that wait, or whose gradient waits for its step. The run that holds the most may
-go on, or runs that all hold something could wait for each other without end."""
+"""Bytes of the payloads of a tenant's operations that wait, or whose gradient waits for its step. The run that holds the most may go
+on, or runs that all hold something could wait for each other without end."""
 
 # KEYS: seqs, run, ops, held. ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most open operations, most bytes of
 # them, most bytes of all of the tenant's, numbers to remember, whether Redis has no room for data (1 or 0), then the entry's fields.
-# Answers with what came of it. The first open operation is taken in any case, for the others wait for it, unless the tenant's runs hold
-# too much: what has no data is taken then too, an optim_step above all, and what the run sends that holds the most (of equals, the first
-# by name), so that one of them always comes to its step.
+# Answers with what came of it. The first open operation is taken, for the others wait for it, unless the tenant's runs hold too much:
+# what has no data is taken then too, an optim_step above all, and what the run sends that holds the most (of equals, the first by
+# name), so that one of them always comes to its step.
 _SUBMIT = """
 local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
 if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
@@ -94,8 +94,8 @@ def wrong(reason: str) -> Failure:
 
 
 async def submit(run: RunRow, new: NewOperation, objects: Objects) -> str:
-    """The id of the operation's future. Raises ApiError: 400 if another operation has this number, 404 if the run has ended, 429 if
-    too many are open, 503 for data behind other operations while Redis is too full."""
+    """The id of the operation's future. Raises ApiError: 400 if the number is taken, 404 if the run has ended, 429 if too many are
+    open, 503 for data behind other operations while Redis is too full."""
     answer = await _submit(run, new, objects)
     if answer not in ("new", "known"):
         raise _refusal(answer, run, new.seq)

@@ -1,5 +1,5 @@
-"""Sessions: one client each. A session is alive while its client sends a sign of life every few seconds. What a tenant has is bounded:
-its sessions alive, what each says of itself, and the sessions that are kept.
+"""Sessions: one client each, alive while it sends a sign of life every few seconds. A tenant's sessions are bounded: those alive,
+those kept, and what each says of itself.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ return 1
 
 
 def check_told(**told: Any) -> None:
-    """Raises InvalidInput if what a client tells of a session or a run is too much to keep. Names are those of the request."""
+    """Raises InvalidInput if what a client tells of a session or a run is too much to keep, by the request's names."""
     num_bytes = len(JSON.encode([each for each in told.values() if each]))
     if num_bytes > MAX_TOLD_BYTES:
         names = ", ".join(told)
@@ -95,7 +95,7 @@ class ClientSessions:
         return [session.decode() for session in found]
 
     async def ids_before(self, tenant: str, before: tuple[int, str] | None) -> list[str]:
-        """Newest first: those that began before a moment and an id, in seconds since 1970; None: all."""
+        """Newest first: those before a beginning, in seconds since 1970, and an id; None: all."""
         latest = "+inf" if before is None else before[0]
         found = await self._api.redis.zrange(_all(tenant), latest, "-inf", desc=True, byscore=True, withscores=True)
         rows = [(int(created_at), session.decode()) for session, created_at in found]

@@ -1,7 +1,7 @@
 """Routes of a run's operations. Each has a number, and is answered by a future.
 
-A request that cannot be read is refused with 400. One that can be, but makes no sense, is a future that fails: a refusal would leave
-a hole in the run's numbers, and whatever comes behind it would wait.
+A request that cannot be read is refused with 400. One that makes no sense is a future that fails: a refusal would leave a hole in
+the run's numbers, for which all behind it would wait.
 """
 
 import math
@@ -59,7 +59,7 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, tinker:
 
 
 MAX_POSITIONS = 262_144
-"""Most positions of one operation, for a trainer does nothing else meanwhile. The largest that the SDK makes by itself has 250,000."""
+"""Most positions of one operation: a trainer does nothing else meanwhile. The SDK's own have at most 250,000."""
 
 
 def _misfit(base: Base, checked: CheckedPass) -> str:
@@ -138,8 +138,7 @@ def _name(body: SaveBody) -> str:
 
 
 async def _saved(api: Api, run: RunRow, body: SaveBody, action: Any, payload: SaveWeights) -> Response:
-    """The SDK gives a sampler another number when it sends the save again, so that a repeat is known by the rest, and answered with the
-    first one's."""
+    """A repeat is known without the sampler's number, which the SDK changes, and has the first one's answer."""
     operation = NewOperation(
         seq=body.seq_id,
         action=action,

@@ -75,7 +75,7 @@ async def _check_session(tenant: TenantRecord, tinker: Records, body: CreateBody
 
 
 async def _load_into(api: Api, tenant: TenantRecord, tinker: Records, body: LoadBody) -> Response:
-    """A load into a run that exists is an operation: what is wrong with it is a future that fails, for it has a number."""
+    """A load into a run is an operation with a number: what is wrong with it is a future that fails."""
     run = await tinker.runs.named(tenant.id, body.model_id or "")
     payload, fault = b"", ""
     try:
@@ -170,7 +170,7 @@ def _check_optimizer(optimizer: OptimizerBody) -> None:
 
 
 def _lora(base: Base, body: LoraBody) -> LoraSpec:
-    """Raises InvalidInput. `train_unembed` is true in every request of the SDK: it is accepted, and not trained."""
+    """Raises InvalidInput. `train_unembed`, true in every request of the SDK, is accepted, and not trained."""
     limit = min(MAX_RANK, base.cluster.max_lora_rank() or MAX_RANK)
     if not 1 <= body.rank <= limit:
         raise InvalidInput(f"rank {body.rank}: this service takes 1 to {limit}", param="lora_config.rank")

@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidInput
 from common.suggestions import quoted
-from manager_service.http.connections import GONE, ClientGone, unless_gone
+from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, Parts, Tenant
 from manager_service.http.errors import COMMON, ApiError, conflict, declared
 from manager_service.http.openai.files.file_store import ADAPTER, content_of
@@ -32,7 +32,7 @@ MAX_NAME = 255
 """Characters of a file's name that are kept."""
 
 
-@router.post("", response_model=FileObject, responses=declared(507))
+@router.post("", responses=declared(507))
 async def upload(
     request: Request,
     api: Parts,
@@ -40,7 +40,7 @@ async def upload(
     file: UploadFile,
     purpose: Annotated[str, Form()],
     adapter_config: Annotated[str | None, Form(description="With the purpose adapter: its adapter_config.json")] = None,
-) -> FileObject | Response:
+) -> FileObject:
     """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`; or CSV, which becomes JSONL. Every line is checked.
     With the purpose `adapter`, `adapter_model.safetensors` as PEFT writes it, for jobs to start from."""
     if purpose not in ("fine-tune", ADAPTER):
@@ -50,14 +50,11 @@ async def upload(
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
     name = shown_name(file.filename or "upload.jsonl")
     async with AsyncExitStack() as held:
-        try:
-            if purpose == ADAPTER:
-                adapter = await unless_gone(request, _check_adapter(api, tenant, file, adapter_config))
-                return shown(await api.files.create(tenant, name, file, adapter))
-            rows = await unless_gone(request, held.enter_async_context(api.tables.rows(tenant, file)))
-            found = await unless_gone(request, api.files.check(tenant, rows.file, rows.named))
-        except ClientGone:
-            return Response(status_code=GONE)
+        if purpose == ADAPTER:
+            adapter = await unless_gone(request, _check_adapter(api, tenant, file, adapter_config))
+            return shown(await api.files.create(tenant, name, file, adapter))
+        rows = await unless_gone(request, held.enter_async_context(api.tables.rows(tenant, file)))
+        found = await unless_gone(request, api.files.check(tenant, rows.file, rows.named))
         return shown(await api.files.create(tenant, name, rows.file, found))
 
 

@@ -96,7 +96,7 @@ class JobStart:
     lora: LoraSpec | None = None  # of the source, or of the file
 
     def shaped(self, given: Hyperparameters, param: str) -> Hyperparameters:
-        """The hyperparameters, which `param` names, with the source's adapter shape. Raises InvalidInput if another one was asked for."""
+        """The hyperparameters, at `param`, with the source's adapter shape. Raises InvalidInput for another one."""
         if self.lora is None:
             return given
         shape = {
@@ -113,9 +113,7 @@ class JobStart:
 
 
 async def find_start(api: Api, tenant: TenantRecord, body: JobGiven) -> JobStart:
-    """A base model, a version of a tuned one, or an uploaded adapter. Raises InvalidInput, with the nearest name, if there is no such
-    model, or if the adapter does not fit it.
-    """
+    """A base model, a version of a tuned one, or an uploaded adapter. Raises InvalidInput, also if the adapter does not fit."""
     model = body.model
     if body.adapter_file is not None:
         return await _uploaded(api, tenant, model, body.adapter_file)
@@ -149,7 +147,7 @@ async def _uploaded(api: Api, tenant: TenantRecord, model: str, file: str) -> Jo
 
 
 def _check_fits(adapter: UploadedAdapter, base: Base) -> None:
-    """Raises InvalidInput if the base has other layers. A manager without the base's weights leaves that to the trainer."""
+    """Raises InvalidInput if the base has other layers. Without its weights here, the trainer checks that."""
     there = base.weights.shapes
     if not there:
         return
@@ -184,7 +182,7 @@ def find_base(api: Api, model: str) -> Base:
 
 
 def _check_environment(api: Api, base: Base, job: Submission) -> None:
-    """Checks what the environment needs of the base model's chat template, of the workers, and of the service's mode."""
+    """Checks what the environment needs of the chat template, the workers and the service's mode."""
     env, tokenizer, code = job.env, base.tokenizer, None
     if fault := reply_fault(tokenizer, reply_roles(env)):
         reason = f"cannot answer {base.name!r}: {fault}"
@@ -232,7 +230,7 @@ def _check_context(base: Base, given: Hyperparameters) -> None:
 
 
 def _check_memory(base: Base, job: Submission, training: FileRecord | None, validation: FileRecord | None) -> None:
-    """Raises InvalidInput if the answers to one prompt never fit next to each other into a rollout worker's memory."""
+    """Raises InvalidInput if the answers to one prompt never fit together into a rollout worker's memory."""
     if job.is_supervised:
         return
     given, most = job.given, largest_group(base.cluster.least_kv_tokens())
@@ -283,9 +281,8 @@ async def _check_items(
     fields: Sequence[str],
     param: str,
 ) -> None:
-    """Raises InvalidInput if rows are of the wrong kind, lack a field that the grader names, or are too long. What the upload found
-    out of all rows together often says enough; otherwise they are read once more, a slice at a time.
-    """
+    """Raises InvalidInput if rows are of the wrong kind, lack a field that the grader names, or are too long. Where what the upload
+    noted does not say enough, they are read again, a slice at a time."""
     if record is None:
         return
     most = job.most_tokens(base.tokenizer.context)

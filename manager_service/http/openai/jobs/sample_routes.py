@@ -1,4 +1,4 @@
-"""/v1/fine_tuning/jobs/{id}/samples: what a job's steps were trained on, to read; one of them token by token; all of them as JSONL."""
+"""/v1/fine_tuning/jobs/{id}/samples: what a job's steps were trained on; one of them token by token; all as JSONL."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ async def samples(
 
 
 def _page_of_samples(records: bytes) -> bytes:
-    """A Page[SampleObject] of SampleRecords in JSON, as they are: to decode those of large groups would stop the event loop."""
+    """A Page[SampleObject] of SampleRecords in JSON, as they are: to decode large groups would stop the event loop."""
     return b'{"object":"list","data":' + records + b',"first_id":null,"last_id":null,"has_more":false}'
 
 
@@ -191,7 +191,7 @@ By = Literal["prompt", "model", "environment"]
 
 
 def _stretches(written: Written, tokens: Sequence[Any] | None = None) -> list[tuple[By, list[Any]]]:
-    """The writer of each stretch that has tokens, and those tokens: ids, or the text of each in `tokens`."""
+    """The writer of each stretch with tokens, and these: ids, or what `tokens` has in their place."""
     found: list[tuple[By, list[Any]]] = []
     at, tokens = 0, written.tokens if tokens is None else tokens
     for place, length in enumerate(written.lengths):

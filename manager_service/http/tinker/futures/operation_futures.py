@@ -46,7 +46,7 @@ class Answered:
 
     @contextmanager
     def of(self, run: str, seq: int) -> Generator[asyncio.Event]:
-        """An event that is set when the operation's result is there. Look for the result after this: what came before is not told."""
+        """An event that is set when the operation's result comes. Look for the result after this call."""
         event = asyncio.Event()
         waiting = self._waiting.setdefault((run, seq), set())
         waiting.add(event)
@@ -121,7 +121,7 @@ def _expired(run: RunSpec, seq: int) -> Expired:
 
 
 async def _missing(bus: Bus, run: RunSpec, head: bytes, seq: int) -> int | None:
-    """The number of the run's first operation without a result if nobody sent it, and it is before this one."""
+    """The run's first operation without a result, if nobody sent it and it is before this one."""
     if int(head) >= seq:
         return None
     there: Any = await bus.retrying(lambda: bus.client.hmget(bus.cell.seqs(run.id), head))

@@ -94,7 +94,7 @@ def _expires() -> datetime:
 
 
 async def _url(request: Request, tinker: Records, path: Path, source: Source, file: str, expires: datetime) -> str:
-    """On the host that the client itself has asked. A proxy that ends TLS must pass the header `Host` on, and say `X-Forwarded-Proto`."""
+    """On the host that the client asked. A proxy that ends TLS passes the header `Host` on, and says `X-Forwarded-Proto`."""
     grant = Grant(source.adapter.tenant, str(path), source.adapter.version, file, int(expires.timestamp()))
     url = request.url_for("signed_file", token=sign(await tinker.signing_key.get(), grant))
     ends_tls = request.headers.get("x-forwarded-proto") == "https"  # who says so falsely misleads only himself
