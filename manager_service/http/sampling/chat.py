@@ -91,10 +91,6 @@ def _logprobs(chat: Chat, answer: AnswerText) -> Json:
 # ---- streaming ------------------------------------------------------------------------------------------------------
 
 
-def _opening(index: int) -> Json:
-    return _delta(index, {"role": "assistant", "content": ""})
-
-
 def _chunks(chat: Chat, fresh: Fresh, text: str) -> Iterator[Json]:
     """The new text; at the end also the tool calls, which are known only then, and the reason for the end."""
     answer = chat.answers[fresh.choice]
@@ -131,5 +127,5 @@ DIALECT = Dialect(
     read=_read,
     choice=_choice,
     chunks=_chunks,
-    opening=_opening,
+    opening=lambda index: _delta(index, {"role": "assistant", "content": ""}),
 )

@@ -55,7 +55,7 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, tinker:
         num_tokens=checked.num_tokens,
         fault=fault,
     )
-    return await _submitted(api, run, operation)
+    return await submitted(api, run, operation)
 
 
 MAX_POSITIONS = 262_144
@@ -79,7 +79,7 @@ async def optim_step(request: Request, api: Parts, tenant: Tenant, tinker: Tinke
     run = await tinker.runs.named(tenant.id, body.model_id)
     fault = _optim_fault(body)
     payload = b"" if fault else msgspec.msgpack.encode(_optim(body.adam_params or {}))
-    return await _submitted(api, run, NewOperation(seq=body.seq_id, action="optim_step", payload=payload, fault=fault))
+    return await submitted(api, run, NewOperation(seq=body.seq_id, action="optim_step", payload=payload, fault=fault))
 
 
 def _optim_fault(body: StepBody) -> str:
@@ -146,7 +146,7 @@ async def _saved(api: Api, run: RunRow, body: SaveBody, action: Any, payload: Sa
         fault=_save_fault(body, payload),
         known_by=msgspec.msgpack.encode(msgspec.structs.replace(payload, sampler="")),
     )
-    return await _submitted(api, run, operation)
+    return await submitted(api, run, operation)
 
 
 def _save_fault(body: SaveBody, payload: SaveWeights) -> str:
@@ -164,5 +164,5 @@ def _save_fault(body: SaveBody, payload: SaveWeights) -> str:
     return ""
 
 
-async def _submitted(api: Api, run: RunRow, operation: NewOperation) -> Response:
+async def submitted(api: Api, run: RunRow, operation: NewOperation) -> Response:
     return answer({"request_id": await submit(run, operation, api.objects), "model_id": run.spec.public_id})

@@ -23,7 +23,7 @@ from manager_service.http.reading.tasks import CheckItems, CheckMethod
 from manager_service.http.stores.model_names import find_model
 from manager_service.records.file_records import FileRecord, UploadedAdapter
 from manager_service.records.job_records import JobSpec
-from manager_service.records.receivers import Integration, Receivers
+from manager_service.records.receivers import Receivers
 from manager_service.records.tenants import TenantRecord
 from manager_service.scheduling.fairness import largest_group
 
@@ -32,7 +32,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     """Raises InvalidInput with the wrong name or value, and the nearest valid name."""
     job = parse(body)
     start = await find_start(api, tenant, body)
-    base, job = start.base, replace(job, given=start.shaped(job.given, job.param))
+    base, given, job = start.base, body.integrations, replace(job, given=start.shaped(job.given, job.param))
     fields = await _grader_fields(api, tenant, job)
     _check_environment(api, base, job)
     _check_hyperparameters(base, job)
@@ -61,7 +61,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         model=start.name,
         source=start.source,
         adapter_file=body.adapter_file,
-        integrations=await _integrations(api, body),
+        integrations=checked_integrations(given, await Receivers(api.redis).installed()) if given else (),
         webhooks=body.webhooks,
         notes=(_OF_TEXTS,) if job.is_supervised and training and training.num_texts else (),
     )
@@ -71,10 +71,6 @@ _OF_TEXTS = (
     "Examples whose prompt and completion are texts are learned as they stand, without the chat template by which chat and other jobs ask: "
     "write lists of messages for that, as `marlaas submit --prompt COLUMN --completion COLUMN` does"
 )
-
-
-async def _integrations(api: Api, body: JobGiven) -> tuple[Integration, ...]:
-    return checked_integrations(body.integrations, await Receivers(api.redis).installed()) if body.integrations else ()
 
 
 async def _grader_fields(api: Api, tenant: TenantRecord, job: Submission) -> list[str]:

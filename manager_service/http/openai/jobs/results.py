@@ -1,7 +1,7 @@
 """The results of a job so far: /metrics, /checkpoints, /checkpoints/{version}/content, /ledger, /usage."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -18,7 +18,7 @@ from manager_service.http.openai.usage_routes import shown as shown_usage
 from manager_service.http.schemas import CheckpointObject, CurvesObject, LedgerObject, Page, UsageObject
 from manager_service.http.stores.job_store import JobRow, JobStore
 from manager_service.records.job_records import has_version
-from manager_service.records.sample_records import CheckpointRecord, EventRecord, Kept
+from manager_service.records.sample_records import CheckpointRecord, Kept
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
 
@@ -98,7 +98,8 @@ async def metrics(
     starts, stretch = _starts(row, points)
     read = min(stretch, MOST_READ)
     found = await store.read(row, lambda records: records.stretches(starts, read))
-    kept = [(steps, _means(steps)) for steps in map(_steps, found) if steps]
+    told = [[event.data for event in events if "reward_mean" in event.data] for events in found]
+    kept = [(steps, _means(steps)) for steps in told if steps]
     events = [event for events in found for event in events]
     return CurvesObject(
         fine_tuning_job_id=job_id,
@@ -115,11 +116,6 @@ def _starts(row: JobRow, points: int) -> tuple[list[int], int]:
     first, last = row.state.kept.get("events", Kept()).dropped + 1, row.state.num_events
     stretch = max(1, math.ceil((last + 1 - first) / points))
     return list(range(first, last + 1, stretch)), stretch
-
-
-def _steps(events: Iterable[EventRecord]) -> list[dict[str, Any]]:
-    """The figures of those events that tell of a step."""
-    return [event.data for event in events if "reward_mean" in event.data]
 
 
 def _means(steps: Sequence[dict[str, Any]]) -> dict[str, float]:

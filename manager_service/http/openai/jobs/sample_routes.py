@@ -43,10 +43,6 @@ class Filter:
         None
     )
 
-    @property
-    def takes_all(self) -> bool:
-        return self == Filter()
-
     def takes(self, one: SampleRecord) -> bool:
         """A sample without a reward is in no range."""
         if self.failed not in (None, one.failure is not None) or self.item not in (None, one.item):
@@ -105,7 +101,7 @@ async def samples(
         lines = _lines(api, tenant, row, wanted, steps.among(kept), evaluation)
         return StreamingResponse(lines, media_type="application/jsonl")
     found = await _read(row, version, evaluation)
-    if not wanted.takes_all:
+    if wanted != Filter():
         found = JSON.encode([one for one in await _decoded(api, tenant, found) if wanted.takes(one)])
     return Response(_page_of_samples(found), media_type="application/json")
 

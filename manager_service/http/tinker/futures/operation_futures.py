@@ -138,7 +138,10 @@ def _encoded(run: RunSpec, action: str, result: OperationResult) -> ReadyResult:
     if action == "unload":
         return _plain({"model_id": public_id, "type": "unload_model"})
     if action in SAVES:
-        return _saved(public_id, action, msgspec.msgpack.decode(result.outputs, type=Saved))
+        saved = msgspec.msgpack.decode(result.outputs, type=Saved)
+        path = {"path": f"tinker://{public_id}/{SAVES[action]}/{saved.name}"}
+        name = {"sampling_session_id": saved.sampler} if saved.sampler else path
+        return _plain(name | {"type": TYPES[action]})
     if action == "load":
         loaded = msgspec.msgpack.decode(result.outputs, type=Saved)
         return _plain({"path": loaded.name, "model_id": public_id, "type": "load_weights"})
@@ -146,13 +149,6 @@ def _encoded(run: RunSpec, action: str, result: OperationResult) -> ReadyResult:
     if action == "optim_step":
         return _plain({"metrics": outputs.metrics, "type": "optim_step"})
     return ReadyResult(protobuf.write_outputs(outputs), protobuf.CONTENT_TYPE)
-
-
-def _saved(run: str, action: str, saved: Saved) -> ReadyResult:
-    kind = {"type": TYPES[action]}
-    if saved.sampler:
-        return _plain({"sampling_session_id": saved.sampler} | kind)
-    return _plain({"path": f"tinker://{run}/{SAVES[action]}/{saved.name}"} | kind)
 
 
 def failed(failure: Failure) -> ReadyResult:
