@@ -1,4 +1,4 @@
-"""Makes, checks, loads and saves the LoRA weights of one adapter version: deterministic initial values, PEFT's file layout.
+"""Makes, checks, loads and saves the LoRA weights of one adapter version, in PEFT's file layout.
 
 LoRA: Hu et al. 2021, arXiv 2106.09685. y = W x + (alpha / rank) B A x, with A [rank, in] and B [out, rank]; B starts at 0.
 """
@@ -24,12 +24,12 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model.model."
 DRAWN_TOGETHER = 8
-"""Modules whose initial values are drawn in one call: fewer cost time with small modules, more cost memory with large ones."""
+"""Modules drawn in one call: fewer cost time with small modules, more cost memory with large ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One version's weights, float32. `a[name]` is [rank, in], `b[name]` [out, rank]; name as `layers.3.mlp.up_proj`."""
+    """Float32 weights of one version. `a[name]` [rank, in], `b[name]` [out, rank]; name as `layers.3.mlp.up_proj`."""
 
     spec: LoraSpec
     a: Mapping[str, Tensor]
@@ -45,7 +45,7 @@ class Adapter:
 
 
 def target_names(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Lists the modules that `spec` targets; without targets, all. Raises InvalidInput for a target that the base does not have."""
+    """Lists the modules that `spec` targets, by default all. Raises InvalidInput for one that the base lacks."""
     known = {name.rsplit(".", 1)[-1] for name in shapes}
     leaves = set(spec.targets) or known
     unknown = leaves - known
@@ -57,7 +57,7 @@ def target_names(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]]) -> list[
 
 
 def init_adapter(spec: LoraSpec, shapes: Mapping[str, tuple[int, int]], seed: int) -> Adapter:
-    """Makes version 0: A uniform as in PEFT (Kaiming, a = sqrt 5: bound 1/sqrt(in)), B zero. A pure function of its arguments."""
+    """Makes version 0, a pure function: A uniform as in PEFT (Kaiming, a = sqrt 5: bound 1/sqrt(in)), B zero."""
     names = target_names(spec, shapes)
     a: dict[str, Tensor] = {}
     for first in range(0, len(names), DRAWN_TOGETHER):
@@ -80,7 +80,7 @@ def _drawn(
 
 
 def save_adapter(adapter: Adapter, base_model: str) -> dict[str, bytes]:
-    """Returns file name -> content, in PEFT's layout: `PeftModel.from_pretrained` and vLLM load it as it is."""
+    """Returns file name -> content, in PEFT's layout, which `PeftModel.from_pretrained` and vLLM load."""
     tensors: dict[str, np.ndarray] = {}
     for name in adapter.names():
         tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = adapter.a[name].detach().cpu().contiguous().numpy()
@@ -107,7 +107,7 @@ def load_adapter(files: Mapping[str, bytes]) -> Adapter:
 
 
 def check_fits(adapter: Adapter, shapes: Mapping[str, tuple[int, int]]) -> None:
-    """Raises CorruptObject unless the adapter has just the modules that its configuration targets, in the base's shapes."""
+    """Raises CorruptObject unless the adapter has exactly its configuration's modules, in the base's shapes."""
     try:
         names = target_names(adapter.spec, shapes)
     except InvalidInput as error:

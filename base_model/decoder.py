@@ -1,7 +1,7 @@
 """Computes a decoder-only transformer (Qwen3, Qwen2, Llama) as one function of its weights.
 
-Callers pass in the parts that differ between rollout and training: `attend` (a cache, or a whole causal sequence) and
-`project` (the linear layers, with or without adapters). So both services run the very same arithmetic on the base model.
+Callers pass `attend` (a cache, or a whole causal sequence) and `project` (linear layers, with or without adapters).
+So rollout and training run the same arithmetic on the base model.
 
 Axes: B rows, T positions, E hidden, H query heads, K key/value heads, D head size, V vocabulary.
 """
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class Project(Protocol):
-    """A linear layer: x [..., in] -> [..., out]. `name` is the module's name, `layers.3.self_attn.q_proj`."""
+    """A linear layer: x [..., in] -> [..., out]. `name`: its module, as `layers.3.self_attn.q_proj`."""
 
     def __call__(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 
@@ -97,7 +97,7 @@ def plain(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Decoder:
-    """The base model's frozen weights. Holds no state of a sequence; safe to call from one thread at a time."""
+    """The base model's frozen weights. Holds no sequence state; one thread may call it at a time."""
 
     def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor]) -> None:
         self.config = config
@@ -119,8 +119,7 @@ class Decoder:
         dtype: torch.dtype = torch.float32,
         max_context: int | None = None,
     ) -> "Decoder":
-        """Loads a local folder in Hugging Face layout. Raises InvalidInput for a model that this decoder does not compute exactly, or with
-        weights that are no numbers."""
+        """Loads a local Hugging Face folder. Raises InvalidInput for an unsupported model, or non-finite weights."""
         folder = Path(folder)
         config = DecoderConfig.load(folder, max_context)
         check_weights(folder, BaseShape.load(folder))
@@ -151,7 +150,7 @@ class Decoder:
         project: Project = plain,
         run_layer: RunLayer = directly,
     ) -> Tensor:
-        """tokens, positions [B, T] -> hidden states [B, T, E] after the last norm. `logits` makes them scores."""
+        """tokens, positions [B, T] -> hidden states [B, T, E] after the last norm; see `logits`."""
         x = F.embedding(tokens, self.embedding)
         cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
         for layer in range(self.config.num_layers):
@@ -204,14 +203,14 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def check_finite(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises InvalidInput, naming the first, for weights with a value that is infinite or no number. Reads each once, to add it up."""
+    """Raises InvalidInput naming the first weight with a value that is not finite. Reads each once."""
     for name, weight in weights:
         if not weight.sum().isfinite() and not weight.isfinite().all():
             raise InvalidInput(f"{folder}: {name} has values that are infinite or no numbers")
 
 
 def fitting_kind(folder: Path, device: torch.device, *, only_decoder: bool) -> str:
-    """The decoder where only it does what is asked, and on a CPU for the families that it knows; else `transformers`."""
+    """The decoder where no other computes this, and on a CPU for its families; else `transformers`."""
     if only_decoder:
         return "decoder"
     if device.type != "cpu":

@@ -1,7 +1,6 @@
-"""Devices: finds one by name, measures its free memory, and lets the workers of one machine load to a GPU one after the other.
+"""Devices: finds one by name, measures its free memory, and lets a machine's workers load to a GPU in turn.
 
-While one worker measures the memory that is left on a GPU, no other may take any. Also prepares a processor's threads and memory,
-recognises memory that ran out, and measures the time of a computing thread.
+While one worker measures a GPU's free memory, no other may take any.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from common.models.host_memory import host_bytes
 
 
 def find_device(name: str, setting: str) -> torch.device:
-    """Finds a device. Raises InvalidInput, naming the setting, if torch does not know it or does not find it on this machine."""
+    """Finds a device. Raises InvalidInput, naming the setting, for one that torch or this machine lacks."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
@@ -37,25 +36,21 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Options from glibc's malloc.h."""
 KEPT_BYTES = 1 << 30
 OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Beginnings of errors that torch raises as plain ones: from its allocator on a processor, and from a library of CUDA."""
+"""Out-of-memory errors that torch raises as plain ones, from its allocator on a processor or a CUDA library."""
 _C = ctypes.CDLL(None)
 
 
 def prepare_cpu(num_threads: int) -> None:
-    """Sets the threads of torch, and keeps freed memory. Call it first.
-
-    Of its two libraries MKL has one number of threads; OpenMP has one for each thread, which threads that have computed before keep.
-    """
+    """Sets the threads of torch, and keeps freed memory. Call it first: OpenMP's threads keep their number."""
     torch.set_num_threads(num_threads)
     keep_freed_memory()
 
 
 def keep_freed_memory() -> None:
-    """Lets the process keep freed memory for its next tensors, until `give_back_memory`, and all threads that start from now on share
-    it.
+    """Lets the process keep freed memory for its next tensors, until `give_back_memory`; new threads share it.
 
-    glibc gives large blocks back at once and asks for them again in the next forward, page by page, which takes a
-    tenth of the processor time of a training step. With another C library, or one older than 2.35, nothing changes.
+    glibc returns large blocks at once and faults them in again, a tenth of a training step's processor time. Does
+    nothing with another C library, or one older than 2.35.
     """
     mallopt = getattr(_C, "mallopt", None)
     if mallopt is not None and mallopt(M_MMAP_THRESHOLD, KEPT_BYTES):
@@ -80,14 +75,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def compute_clock(device: torch.device) -> Callable[[], float]:
-    """A clock of a computing thread's seconds: on a processor, without waiting for a core; on a GPU, of the clock."""
+    """A clock of computing seconds: on a processor, without waiting for a core; on a GPU, wall time."""
     return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
 @contextlib.contextmanager
 def alone_on(device: str, number: int = 1) -> Generator[None]:
-    """Waits until no other worker of this user loads to these GPUs, or measures them. `number`: of them, from that device on. A device
-    that is no GPU, or not there, is nobody's."""
+    """Holds `number` GPUs from `device` on: no other worker of this user loads to them, or measures them, meanwhile."""
     with contextlib.ExitStack() as held:
         for name in sorted(
             _names(device, number)

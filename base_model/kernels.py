@@ -1,8 +1,8 @@
-"""Chooses how this machine multiplies matrices in deterministic mode, so that a row's bits do not depend on other rows.
+"""Chooses how this machine multiplies matrices in deterministic mode: no row's bits may depend on other rows.
 
-MKL and oneDNN pick a kernel by the processor and by the number of rows, so the same row may get other bits in other company.
-Each candidate setting is tried in a process of its own, because MKL reads MKL_CBWR once, at its first product. The fastest one
-that a service's self-test accepts is chosen, and remembered for this machine.
+MKL and oneDNN pick a kernel by the processor and the number of rows, so other rows may change a row's bits. MKL reads
+MKL_CBWR once, at its first product, so each candidate is tried in its own process. The fastest that passes the
+service's self-test is chosen, and remembered for this machine.
 
     choose ─ a child for each candidate ─► self-test ─► the first that passes ─► MKL_CBWR in this process's environment
 """
@@ -62,8 +62,8 @@ def choose(
 ) -> "ChosenKernels":
     """Chooses kernels for this process, which must not have multiplied anything yet.
 
-    `selftest`: a module that is run as `python -m SELFTEST FOLDER MIN_ROWS SIZES...` and ends with status 0 if the kernels that it
-    was started with keep the promise, DIFFERS if not. `folder`: the base model's. `sizes`: on which the answer depends too.
+    `selftest`: runs as `python -m SELFTEST FOLDER MIN_ROWS SIZES...`; status 0 if its kernels keep the promise, else
+    DIFFERS. `folder`: the base model's. `sizes`: on which the answer depends too.
 
     Raises NotDeterministic if no candidate passes, InvalidInput if the self-test cannot be run.
     """
@@ -79,7 +79,7 @@ def choose(
 
 
 def run_selftest(selftest: Callable[..., object]) -> None:
-    """The main program of a self-test in a process of its own, see `choose`. `selftest`: takes the base model, MIN_ROWS and SIZES."""
+    """The main program of a self-test process, see `choose`. `selftest`: takes folder, MIN_ROWS and SIZES."""
     prepare_cpu(num_threads=1)
     try:
         selftest(Decoder.load(sys.argv[1]), *map(int, sys.argv[2:]))
@@ -115,7 +115,7 @@ def _first_that_passes(selftest: str, folder: Path, sizes: Sequence[int], candid
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Remembers the choice for this machine: a file in the user's cache folder, named by all that the choice depends on."""
+    """Remembers the choice in the user's cache folder, in a file named by all that it depends on."""
 
     file: Path
 
@@ -162,9 +162,9 @@ class ChosenKernels:
     memory: Memory
 
     def fingerprint(self, outputs: Callable[[], str]) -> str:
-        """Names the bits that this process computes: workers of a cell must agree on it. `outputs`: runs the self-test here.
+        """Names the bits that this process computes: a cell's workers must agree on it. `outputs`: runs the self-test here.
 
-        Raises MarlaasError if the self-test does not pass although it did with the same kernels before.
+        Raises MarlaasError if the self-test fails with kernels that passed it before.
         """
         try:
             return hashlib.sha256(f"{outputs()} torch {torch.__version__}".encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""A base model as transformers' own modules, for trainers and the embedded engine: loads it, finds the layers that adapters may target,
-and refuses by name what would be computed otherwise than meant.
+"""A base model as transformers' own modules: loads it, and finds the layers that adapters may target.
 
-The callers replace its linear layers and its attention; `check_computed` then compares a few tokens with transformers.
+Trainers and the embedded engine replace linear layers and attention; `check_computed` then compares a few tokens with
+transformers. Refuses by name what would be computed differently.
 
 Axes: T tokens of a row, M of them its own, V vocabulary.
 """
@@ -26,14 +26,13 @@ from common.text.model_folder import read_config
 
 T = TypeVar("T")
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""The bound of the mean difference between log-probs as they are computed here and as transformers computes them."""
+"""Bound of the mean difference between log-probs computed here and by transformers."""
 NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 """Additions of other families' attention to scores."""
 
 
 def load_model(folder: Path, *, device: str, dtype: torch.dtype) -> Any:
-    """Loads a local folder in Hugging Face layout. Raises InvalidInput for a model that would be computed otherwise than transformers
-    does, or with weights that are no numbers."""
+    """Loads a Hugging Face folder. Raises InvalidInput for a model computed differently, or non-finite weights."""
     read_config(folder)
     try:
         with _silent():
@@ -61,7 +60,7 @@ def _silent() -> Generator[None]:
 
 
 def _loaded(folder: Path, dtype: torch.dtype) -> Any:
-    """The model, and what transformers tells of its weights; those of other shapes than it needs are drawn, and told."""
+    """The model, and transformers' report on its weights, which lists those of a wrong shape: they are drawn."""
     config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
     refuse(folder, unsupported_by_modules(config))
     return AutoModelForCausalLM.from_pretrained(
@@ -82,7 +81,7 @@ def refuse(folder: Path, reasons: Iterable[str]) -> None:
 
 
 def passed_on(what: T | None, arguments: Mapping[str, Any]) -> T:
-    """Gives attention what the model was called with for it. `arguments`: the others that transformers' layer calls attention with.
+    """Passes attention what the model was called with for it. `arguments`: the others of transformers' layer.
 
     Raises InvalidInput for layers that do not pass it on, and for an attention that adds to its scores.
     """
@@ -100,7 +99,7 @@ def context_of(model: Any, max_context: int | None) -> int:
 
 
 def target_layers(model: Any) -> dict[str, tuple[Any, str]]:
-    """The linear layers that an adapter may target, by name: module and attribute. Each layer of the base has them, in one shape.
+    """The linear layers that an adapter may target, by name: module and attribute. All layers have them, in one shape.
 
     Raises InvalidInput for a base model without any.
     """
@@ -131,7 +130,7 @@ def written_logprobs(model: Any, tokens_T: np.ndarray, num_own: int) -> Tensor:
 def check_computed(folder: Path, model: Any, apart_M: Tensor, windows: Collection[int | None]) -> None:
     """Raises InvalidInput for a model that is computed otherwise than transformers does.
 
-    `apart_M`: differences of log-probs of a few tokens; `windows`: the sliding windows that its layers asked attention for.
+    `apart_M`: differences of log-probs of a few tokens; `windows`: the sliding windows its layers asked for.
     """
     kind, apart = model.config.model_type, float(apart_M.abs().mean())
     if not apart <= TOLERANCE[model.dtype]:

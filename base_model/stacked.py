@@ -1,15 +1,15 @@
 """Computes adapter products for rows of different adapters: batched products, no loop over adapters.
 
-The linear layers of one input are fused: q, k, v; gate, up. An adapter is fused alike: the A factors of the layers stand
-side by side, so that one product serves them; each layer's B factor (times alpha / rank) takes its own part of the
-result. Rows that share an adapter fill *lanes* of `lane_rows` places; a lane holds a copy of its adapter's factors, so that
-one batched product serves all lanes. Where the copies would take more than their budget, each adapter has a product of its own.
+The linear layers of one input are fused: q, k, v; gate, up. One product serves an adapter's A factors, side by side;
+each layer's B factor (times alpha / rank) takes its part. Rows that share an adapter fill *lanes* of `lane_rows` places,
+each with a copy of its adapter's factors, so one batched product serves all lanes. Where copies would exceed their
+budget, each adapter has a product of its own.
 
     x [N, in] ─ gather ─► [lanes, lane_rows, in] ─ bmm A ─► [.., R] ─┬ bmm B of q ─► [.., out of q] ─ scatter ─► y[:, q] += …
                                                                      ├ bmm B of k ─► …
 
-A row's result depends only on its adapter: never on lanes, neighbours, or how many adapters there are. For that, ranks
-are padded by their own value only (to 8, 16, 32, ...), and every product has at least `lane_rows` rows, or all of them.
+A row's result depends only on its adapter: never on lanes, neighbours, or the number of adapters. So ranks are padded
+by their own value only (to 8, 16, 32, ...), and every product has at least `lane_rows` rows, or all.
 
 Axes: N rows of a forward, R padded rank times fused layers, at least MIN_INNER.
 """
@@ -42,12 +42,12 @@ FUSED: tuple[tuple[str, ...], ...] = (
 MOST_PLACES = 1.25
 """The most places in wide lanes, for each row."""
 NUM_FUSED = len(FUSED)
-"""A fused product's number is layer * NUM_FUSED + its index in FUSED; of a base that lacks some, as `fused_of` has them."""
+"""A fused product's number is layer * NUM_FUSED + its index in FUSED, or in `fused_of` of a base that lacks some."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneFactors:
-    """Factors by number of the fused product, for L lanes: `a[i]` [L, in, R]; `b[i]`, one a linear layer, [L, rank, out], scaled."""
+    """Factors by fused product, for L lanes: `a[i]` [L, in, R]; `b[i]`, one a linear layer, [L, rank, out], scaled."""
 
     values: Tensor  # [L, P]: of each lane all factors, each of which begins at a multiple of ALIGNMENT
     a: tuple[Tensor, ...]
@@ -106,7 +106,7 @@ def fused_of(shapes: Mapping[str, tuple[int, int]]) -> list[tuple[str, ...]]:
 
 
 def fuse(adapter: Adapter, shapes: Mapping[str, tuple[int, int]], num_layers: int, *, like: Tensor) -> FusedAdapter:
-    """Fuses an adapter. `shapes`: module name -> (out, in) of the base; factors get the device and dtype of `like`.
+    """Fuses an adapter. `shapes`: module -> (out, in) of the base; factors get the device and dtype of `like`.
 
     Raises CorruptObject if the adapter does not fit the base.
     """
@@ -141,7 +141,7 @@ def _padded_b(adapter: Adapter, name: str, shapes: Mapping[str, tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class Lanes:
-    """Copies of the factors of the adapters at work, one a lane; a lane keeps its adapter until it is needed otherwise."""
+    """Copies of the adapters' factors, one a lane; a lane keeps its adapter until another needs it."""
 
     owners: list[FusedAdapter | None] = field(default_factory=list[FusedAdapter | None])
     _factors: LaneFactors | None = None
@@ -163,8 +163,7 @@ class Lanes:
         return self._first[num]
 
     def assign(self, wanted: Sequence[FusedAdapter]) -> list[int]:
-        """Finds a lane for each entry of `wanted` (all of one padded rank), which there must be; an adapter may be wanted several
-        times."""
+        """Finds a lane for each entry of `wanted`, all of one padded rank; an adapter may be there several times."""
         if len(self.owners) > 2 * len(wanted):
             del self.owners[len(wanted) :]
         missing = Counter(wanted)
@@ -190,7 +189,7 @@ class Lanes:
         return lane
 
     def make(self, num: int, like: FusedAdapter) -> None:
-        """Makes lanes that belong to nobody. No product of the old ones may be under way: their memory is given back first."""
+        """Makes empty lanes, and frees the old ones' memory first: no product of these may be under way."""
         self.owners.clear()
         self._first.clear()
         self._factors = None
@@ -223,13 +222,12 @@ class Product:
 
 
 class LanePlanner:
-    """Plans the products of one kind of forward; keeps the lanes between plans. A plan ends the one before."""
+    """Plans the products of one kind of forward; keeps lanes between plans. A plan ends the one before."""
 
     def __init__(
         self, device: torch.device, lane_rows: int, *, wide_rows: int | None = None, budget_bytes: float = math.inf
     ) -> None:
-        """`wide_rows`: the rows of a lane where few of their places would be empty, so that fewer copies of factors are read;
-        `budget_bytes`: of all lanes together."""
+        """`wide_rows`: rows of a lane where few places stay empty, so fewer copies are read; `budget_bytes`: of all lanes."""
         self._device = device
         self._lane_rows = lane_rows
         self._wide_rows = wide_rows or lane_rows
@@ -250,7 +248,7 @@ class LanePlanner:
         return [product for mine in each for product in self._spread(mine, size)]
 
     def plan_sequences(self, adapters: Sequence[FusedAdapter], width: int) -> list[Product]:
-        """Plans a forward of len(adapters) sequences of `width` positions, end to end, all adapters of one padded rank."""
+        """Plans a forward of len(adapters) sequences of `width` positions, end to end, all of one padded rank."""
         if all(a is adapters[0] for a in adapters):
             return [uniform(adapters[0])]
         self._forget_all_but([adapters[0].rank])
@@ -268,7 +266,7 @@ class LanePlanner:
             self._lanes = {rank: lanes for rank, lanes in self._lanes.items() if rank in ranks}
 
     def _lanes_for(self, num: int, like: FusedAdapter) -> Lanes | None:
-        """At least `num` lanes of the adapter's rank; None: they would take more than the budget leaves."""
+        """At least `num` lanes of the adapter's rank; None: they would exceed the budget."""
         lanes = self._lanes.setdefault(like.rank, Lanes())
         if lanes.num < num:
             size = max(MIN_LANES, 1 << (num - 1).bit_length())

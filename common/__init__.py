@@ -1,4 +1,4 @@
-"""The part that all services share. It imports no service and no torch.
+"""The part that all services share. Imports no service and no torch.
 
     a worker:  bus ─ message ─► worker ─► handler ─ messages ─► bus            store: object storage, and the adapters in it
 

@@ -1,4 +1,4 @@
-"""Ends tasks for certain: a client library may swallow one cancellation while it closes its connection."""
+"""Ends tasks for certain: a client library may swallow a cancellation while it closes its connection."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ def is_cancelled() -> bool:
 
 
 async def beating(beat: Callable[[], None], work: Awaitable[T]) -> T:
-    """Awaits work that ends for certain and cannot say that it advances (a transfer, a thread), and beats meanwhile."""
+    """Awaits work that ends but reports no progress (a transfer, a thread), and beats meanwhile."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=BEAT_S))[0]:
@@ -58,8 +58,7 @@ async def set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
 
 @contextlib.asynccontextmanager
 async def starting() -> "AsyncGenerator[Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]]":
-    """Gives the block a function that starts tasks, which end with it. If one fails, ends the block and the others, and raises its
-    error in a group."""
+    """Gives the block a function that starts tasks, which end with it. If one fails, all end; raises a group."""
     tasks: set[asyncio.Task[None]] = set()
 
     def start(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
@@ -82,7 +81,7 @@ async def running(*loops: Coroutine[Any, Any, None]) -> "AsyncGenerator[list[asy
 
 
 async def _end_with_guard(tasks: "Collection[asyncio.Task[None]]") -> None:
-    """Cancels the tasks until they have ended, when the task group cancels this one: the group itself cancels only once."""
+    """Cancels the tasks until they have ended, when the task group cancels this one: the group cancels once."""
     try:
         await asyncio.Event().wait()
     finally:

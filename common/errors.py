@@ -3,7 +3,7 @@
 import os
 
 REFUSED = os.EX_CONFIG
-"""Exit status of a process that cannot work with its settings: starting it again at once would not help."""
+"""Exit status of a process with unusable settings: starting it again at once would not help."""
 
 
 class MarlaasError(Exception):
@@ -15,7 +15,7 @@ class Permanent(MarlaasError):
 
 
 class InvalidInput(Permanent):
-    """A user's input is wrong; the message says what to do. `param` names the offending field where there is one."""
+    """A user's input is wrong; the message says what to do. `param` names the offending field, if any."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -44,7 +44,7 @@ class Unavailable(Retryable):
 
 
 class StoreUnavailable(Unavailable):
-    """The object store is away or full. All work needs it, so work waits for it, however long that takes."""
+    """The object store is away or full. All work needs it, so work waits without limit."""
 
 
 class AlreadyExists(MarlaasError):

@@ -7,7 +7,7 @@ import structlog
 
 
 def configure(service: str, *, level: str = "info", json: bool | None = None) -> None:
-    """Call once, in `__main__`. `json` None: text on a terminal, JSON elsewhere. Logs go to standard error."""
+    """Call once, in `__main__`. `json` None: text on a terminal, else JSON. Logs go to standard error."""
     as_json = not sys.stderr.isatty() if json is None else json
     renderer = structlog.processors.JSONRenderer() if as_json else structlog.dev.ConsoleRenderer()
     structlog.configure(

@@ -1,8 +1,8 @@
 """Checks and calls URLs that users give, which must not become ways into the operator's network.
 
 Only hosts in the operator's list are called. The name is resolved here, once, every address is checked, and the
-connection goes to the checked address, so that a second answer of the name server cannot lead elsewhere. No redirects,
-no proxies or credentials from the process's environment, a limit on the answer's size. The caller limits the time.
+connection goes to a checked address, so a second answer of the name server cannot lead elsewhere. No redirects, no
+proxies or credentials from the environment, a limit on the answer's size. The caller limits the time.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ MAX_URL_CHARACTERS = 2048
 _NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-._")
 
 _resolvers = ThreadPoolExecutor(8, "resolver")
-"""Threads of their own: a name server that does not answer keeps one for half a minute, whatever the call's limit."""
+"""Threads of their own: a silent name server keeps one for half a minute, whatever the call's limit."""
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -57,7 +57,7 @@ class AllowedHosts:
             self._check(literal, host, by_name=False)
 
     async def resolve(self, url: httpx.URL) -> str:
-        """Returns an address of the URL's host, once all of them are checked. Raises NotAllowed, CallFailed or OSError."""
+        """Returns an address of the URL's host, once all are checked. Raises NotAllowed, CallFailed or OSError."""
         self.check_name(url)
         host = _host(url)
         literal = _address(host)
@@ -77,7 +77,7 @@ class AllowedHosts:
 
 @functools.cache
 def _trusted() -> ssl.SSLContext:
-    """The certificates by which servers are known. All callers share them: it takes longer to read them than to call."""
+    """The certificates by which servers are known, shared: they take longer to read than a call."""
     return httpx.create_ssl_context(trust_env=False)
 
 
@@ -85,8 +85,7 @@ class Caller:
     """Calls URLs of allowed hosts. `close` when done."""
 
     def __init__(self, hosts: str, *, proxy: str = "") -> None:
-        """`proxy`: where all calls go through, if this process itself has no way out. It resolves the names, and must refuse
-        the operator's own addresses."""
+        """`proxy`: for all calls. It resolves names, and must refuse the operator's own addresses."""
         self.hosts = AllowedHosts(hosts)
         self._proxy = httpx.Proxy(proxy) if proxy else None
 
@@ -180,7 +179,7 @@ async def _body(response: httpx.Response) -> bytes:
 
 
 def check_url(text: str) -> None:
-    """Raises ValueError, with the reason, unless it is an http:// or https:// URL of a host that can be called."""
+    """Raises ValueError, with the reason, unless it is an http:// or https:// URL of a callable host."""
     if len(text) > MAX_URL_CHARACTERS:
         raise ValueError(f"has {len(text)} characters; a URL has at most {MAX_URL_CHARACTERS}")
     try:

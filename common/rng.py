@@ -1,7 +1,7 @@
-"""Counter-based random numbers: each is a pure function of (seed, purpose, coordinates), whenever and wherever it is drawn.
+"""Counter-based random numbers: each is a pure function of (seed, purpose, coordinates).
 
-There is no generator with a state: a state would make a row's tokens depend on what was drawn before it, by other rows or other jobs,
-and on the worker that drew them. So a repeat after a death gives the same bits, and checkpoints hold no state of random numbers.
+A generator's state would make a row's tokens depend on what other rows or jobs drew before it, and on the worker. Without
+one a repeat after a death gives the same bits, and checkpoints hold no random state.
 
 Philox 4x32 with 10 rounds (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), vectorised in numpy.
 """
@@ -21,9 +21,9 @@ _SHIFT = np.uint64(32)
 
 
 def philox(key: tuple[Any, Any], counter: list[np.ndarray]) -> list[np.ndarray]:
-    """Ten rounds. `key`: two 32-bit words, each an int or a uint64 array that broadcasts against the counter.
+    """Ten rounds. `key`: two 32-bit words, ints or uint64 arrays that broadcast against the counter.
 
-    `counter`: four uint64 arrays holding 32-bit words; returns four such arrays.
+    `counter`: four uint64 arrays of 32-bit words; returns four such arrays.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -40,7 +40,7 @@ def philox(key: tuple[Any, Any], counter: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def bits(seed: int, purpose: str, *coordinates: Any) -> np.ndarray:
-    """64 random bits for each point. At most four integer coordinates below 2**32, broadcast against each other."""
+    """64 random bits for each point. At most four integer coordinates below 2**32, which broadcast."""
     return _bits(key_of(seed, purpose), coordinates)
 
 
@@ -55,10 +55,10 @@ def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def permuted(seed: int, epoch: int, n: int, place: int) -> int:
-    """The item at one place of such an order, by itself: for files too large to draw the whole order. Not the order of `permutation`.
+    """One place of such an order, for files too large to draw it whole. Not the order of `permutation`.
 
-    A Feistel network permutes all numbers below a power of 4. What it takes beyond n it permutes again until it is below (cycle
-    walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains").
+    A Feistel network permutes all numbers below a power of 4, and repeats on results of n or more (cycle walking: Black
+    and Rogaway 2002, "Ciphers with arbitrary finite domains").
     """
     half_bits = ((n - 1).bit_length() + 1) // 2
     mask = (1 << half_bits) - 1

@@ -1,4 +1,4 @@
-"""Settings that all services share. Each service reads its `MARLAAS_*` variables once, in `__main__`, and passes them on."""
+"""Settings that all services share. Each service reads its `MARLAAS_*` variables once, in `__main__`."""
 
 import os
 from pathlib import Path
@@ -48,17 +48,17 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="MARLAAS_", frozen=True, extra="ignore")
 
     redis_url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
-    """`redis://`, `rediss://`, or `redis+cluster://host:port,host:port`. May carry a password, so it never prints."""
+    """`redis://`, `rediss://`, or `redis+cluster://host:port,host:port`. May carry a password, so never prints."""
     data_dir: Path = Path(".marlaas")
     """The folder in which `marlaas up` keeps Redis' files, the store, keys and logs."""
     store_url: str = ""
     """`file:///folder` or `s3://bucket/prefix`. Empty: the folder `store` in `data_dir`."""
     base_models: str = "tiny"
-    """name=path or name=hub/name, with @revision if it is pinned, comma-separated; the name `tiny` alone is the one that ships."""
+    """name=path or name=hub/name[@revision], comma-separated; the bare name `tiny` is the one that ships."""
     base_model: str = ""
     """The one of `base_models` that this worker serves. Empty: the first."""
     max_context: int | None = Field(default=None, ge=LEAST_CONTEXT)
-    """The most tokens of a conversation, the model's included, where the base model's own context is longer. The same for all services."""
+    """The most tokens of a conversation, the model's included; never more than the base model's own context."""
     lease_s: float = Field(default=10.0, gt=0)
     """Work that did not advance for this long is taken over by another worker."""
     deterministic: bool = False
@@ -84,7 +84,7 @@ class Settings(BaseSettings):
 
     @property
     def model_name(self) -> str:
-        """The base model that this worker serves. Raises InvalidInput if `base_model` is not among `base_models`."""
+        """The base model that this worker serves. Raises InvalidInput unless `base_models` has `base_model`."""
         name = self.base_model or next(iter(self.models))
         if name not in self.models:
             raise InvalidInput(f"MARLAAS_BASE_MODEL={name} is not among MARLAAS_BASE_MODELS={self.base_models}")
@@ -113,10 +113,7 @@ def parse_base_models(value: str) -> dict[str, str]:
 
 
 def resolve_model(where: str) -> Path:
-    """A local folder with the model's files; what a hub's name means, `owner/name@revision`, is downloaded into Hugging Face's cache.
-
-    Raises InvalidInput.
-    """
+    """A local folder with the model's files; downloads a hub's `owner/name@revision`. Raises InvalidInput."""
     folder = Path(where)
     if folder.is_dir():
         return folder
@@ -137,7 +134,7 @@ def _is_of_hub(where: str) -> bool:
 
 
 def pinned(where: str) -> str:
-    """The same base model by its commit, if a hub's name says no revision: so all services have the same. Raises InvalidInput."""
+    """The base model by its commit, if a hub's name has no revision: one for all services. Raises InvalidInput."""
     if Path(where).is_dir() or "@" in where:
         return where
     return f"{where}@{resolve_config(where).name}"
@@ -161,12 +158,12 @@ def _download(name: str, *patterns: str) -> Path:
 
 
 def dtype_on(device: str) -> str:
-    """The dtype of a base model where nobody has chosen one. Rollout and trainer have the same on devices of one kind."""
+    """The default dtype of a base model, the same for rollout and trainer on devices of one kind."""
     return "float32" if device == "cpu" else "bfloat16"
 
 
 def explained(error: Exception) -> str:
-    """Explains what is wrong with the settings, by the names of the variables; of another error, gives its own text."""
+    """Explains faults of settings by the names of variables; of another error, gives its text."""
     if not isinstance(error, ValidationError):
         return str(error)
     return "; ".join(
@@ -176,7 +173,7 @@ def explained(error: Exception) -> str:
 
 
 def refuse_unknown() -> None:
-    """Raises InvalidInput for a `MARLAAS_*` variable that no service knows, with the nearest that one does."""
+    """Raises InvalidInput for an unknown `MARLAAS_*` variable, with the nearest known one."""
     for variable in sorted(os.environ):
         name = variable.upper()
         setting = name.removeprefix(PREFIX).lower()

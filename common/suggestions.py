@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 MAX_CHARACTERS = 64
-"""Longer words are compared with nothing, nor suggested: users choose both, and the time grows with their product."""
+"""Longer words are neither compared nor suggested: users choose both, and the time grows with the product."""
 MAX_NAMES = 100
 """Most names with which a word is compared."""
 
@@ -23,7 +23,7 @@ def quoted(value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
-    """The known name most like the word; None if none has this likeness, from 0 (nothing in common) to 1 (the same)."""
+    """The known name most like the word; None if none has this likeness, from 0 (none) to 1 (the same)."""
     if len(word) > MAX_CHARACTERS:
         return None
     short = list(islice((name for name in known if len(name) <= MAX_CHARACTERS), MAX_NAMES))

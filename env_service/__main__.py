@@ -28,7 +28,7 @@ from env_service.verifiers.package_process import Hosts
 Closing = list[Callable[[], Awaitable[None]]]
 """Closes some parts of the worker, in this order."""
 AHEAD = 16
-"""Messages that wait in a worker for a slot, for each slot: among them the next of a tenant whose turn it is can be found."""
+"""Waiting messages for each slot: enough that one of the tenant whose turn it is is among them."""
 DRAIN_S = 1.0
 """Most work of an env worker is short; tools that take longer are handed back."""
 

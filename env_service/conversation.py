@@ -1,7 +1,6 @@
-"""The conversation between a model and an environment: what the model wrote as a Turn, and what it is shown as tokens.
+"""Reads what the model wrote as a Turn, and renders what it is shown as tokens.
 
-Long texts are rendered and decoded in threads, so that the event loop goes on; the work is charged for its thread's time.
-"""
+Long texts are worked on in threads, whose time the work is charged for."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -28,20 +27,19 @@ class Conversation:
         self._tokenizer = tokenizer
         self._threads = threads
         self._read: tuple[TurnResult | None, str] = None, ""
-        """The turn that was read last, with its text: a turn is shown to the environment, then to the job's owner."""
+        """The last turn that was read, with its text: the environment sees it, then the job's owner."""
 
     async def opening(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, tokens: Sequence[int] = ()
     ) -> list[int]:
-        """The prompt; `tokens` is one that the environment has rendered. Raises InvalidInput, EnvironmentFailed."""
+        """The prompt. `tokens`: rendered by the environment. Raises InvalidInput, EnvironmentFailed."""
         return await self._beside(_is_long([messages, tools, tokens]), lambda: self._opening(messages, tools, tokens))
 
     async def turn(self, result: TurnResult, context: Context, tools: Tools) -> Turn:
         return await self._beside(len(result.tokens) > LONG_TURN, lambda: self._turn(result, context, tools))
 
     async def reply(self, result: TurnResult, step: Step) -> list[int]:
-        """The environment's tokens; they close the model's turn if a stop string, and no token, has ended it. Raises
-        EnvironmentFailed."""
+        """The environment's tokens; they close a turn that a stop string ended. Raises EnvironmentFailed."""
         return await self._beside(_is_long([step.messages, step.tokens]), lambda: self._reply(result, step))
 
     async def read(self, result: TurnResult) -> str:

@@ -3,18 +3,18 @@
     reset(item, seed) -> (state, messages)      begins a trajectory
     await step(state, turn) -> Step             answers the model's turn: with messages, or with the end and a reward
 
-An environment object holds arguments and caches, never a trajectory: its state travels in the messages, and the next
-turn may be worked on elsewhere. A step may be repeated. An error of an environment masks the trajectory.
+An environment object holds arguments and caches, never a trajectory: its state travels in the messages, and any worker
+may take the next turn. A step may be repeated. An error of an environment masks the trajectory.
 
-One whose state cannot travel, since it is a process or a connection, has `open` in place of both:
+A process or a connection cannot travel. Such an environment has `open` in place of both:
 
     await open(item, seed) -> Session           begins a trajectory
     await session.step(turn) -> Step            as above; its state is the session's own
     await session.end() -> Step                 ends a trajectory that the environment has not ended
     await session.close()
 
-A session stays with the env worker that opened it, whose death others answer with a replay: `open` with the same item and seed, then the
-turns that there were. What comes back must be what the model was shown, else the trajectory is masked.
+A session stays with its env worker. If that dies, another replays it: `open` with the same item and seed, then the same
+turns. What comes back must be what the model was shown, else the trajectory is masked.
 """
 
 from abc import ABC, abstractmethod
@@ -44,8 +44,8 @@ class Turn:
     index: int = 0
     stop_reason: StopReason = "stop"
     last: bool = False
-    """There will be no further turn, whatever the step says: it must give the reward. Set after `length` or `context`,
-    on the last turn allowed, and when a step is repeated because its messages do not fit into the context."""
+    """No turn follows, so the step must give the reward. Set after `length` or `context`, on the last turn allowed, and
+    when a step is repeated because its messages do not fit into the context."""
     tool_timeout_s: float = 10.0
     key: str = ""
     """Names this step; a repeat has the same. For tools with effects outside."""
@@ -56,9 +56,9 @@ class Step:
     state: Any = None
     """msgpack-able, at most 64 KiB. A session's steps have none."""
     messages: Sequence[Mapping[str, Any]] = ()
-    """One or several of roles `tool`, `user` and `system`, shown to the model as its chat template does; none if done."""
+    """Messages of roles `tool`, `user` and `system`, shown by the model's chat template; none if done."""
     tokens: Sequence[int] = ()
-    """Tokens in place of messages, where the environment renders them: what follows the model's turn, up to where its next one begins."""
+    """Tokens in place of messages: from the end of the model's turn to the start of its next one."""
     done: bool
     reward: float | None = None
     """The trajectory's reward is the sum of those of its steps; at its end there must be one."""
@@ -66,9 +66,8 @@ class Step:
 
 
 class Environment(Protocol):
-    """May also have `tools`, a sequence of tool definitions in OpenAI's form; `reply_roles`, those of its steps' messages if not
-    only `tool`, by which a base model that cannot show them is refused at once; and `make_item(seed, held_out)`, which makes an item
-    for jobs without a training file."""
+    """May also have `tools`, tool definitions in OpenAI's form; `reply_roles` of its steps' messages, `tool` by default: a
+    base model that cannot show them is refused; and `make_item(seed, held_out)`, for jobs without a training file."""
 
     def reset(self, item: dict[str, Any], seed: int) -> tuple[Any, Sequence[Mapping[str, Any]]]: ...
 
@@ -76,10 +75,8 @@ class Environment(Protocol):
 
 
 class Session(Protocol):
-    """One trajectory of a live environment. Only one of its methods runs at a time, and after one that raises, or takes longer than
-    the time limit, only `close`. May also have `reply_roles`, as an environment; without it, its steps' messages are of the role `tool`;
-    and `tokens`, the ids of the prompt in place of `messages`, where the environment renders them.
-    """
+    """One trajectory of a live environment. Its methods run one at a time; after an error or a time-out only `close` is called.
+    May also have `reply_roles`, as an environment, and `tokens`, the ids of the prompt in place of `messages`."""
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
@@ -92,22 +89,21 @@ class Session(Protocol):
         ...
 
     async def step(self, turn: Turn) -> Step:
-        """Answers a turn, never the same one twice. `turn.last` after one that was cut off, and on the last turn allowed."""
+        """Answers a turn, each once. `turn.last`: it was cut off, or is the last turn allowed."""
         ...
 
     async def end(self) -> Step:
-        """Gives what is left of the reward. Called once, after a step that did not end the trajectory: no further turn is
-        allowed, or the step's messages do not fit into the context."""
+        """Gives the rest of the reward. Called once, when no turn may follow a step that did not end the trajectory."""
         ...
 
     async def close(self) -> None:
-        """Frees what the session holds. Called once, after its end, or in the middle of a trajectory that is given up or replayed."""
+        """Frees what the session holds. Called once: after the end, or when the trajectory is given up or replayed."""
         ...
 
 
 class LiveEnvironment(ABC):
-    """May also have `make_item`, as an environment. Its class is told from others by `open`, and need not inherit from this one: this is
-    no Protocol because those take 10 us to look at an environment, which each message asks for."""
+    """May also have `make_item`, as an environment. `open` tells its class from others; inheritance is not needed.
+    No Protocol: an isinstance check of one takes 10 us, and each message makes one."""
 
     @classmethod
     def __subclasshook__(cls, subclass: type) -> bool:
@@ -115,7 +111,7 @@ class LiveEnvironment(ABC):
 
     @abstractmethod
     async def open(self, item: dict[str, Any], seed: int) -> Session:
-        """Begins a trajectory: those of one group have the same item and seed. May be slow, within the time limit of a step."""
+        """Begins a trajectory; a group shares item and seed. Limited by the time limit of a step."""
         ...
 
 

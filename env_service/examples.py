@@ -1,4 +1,4 @@
-"""Shows the examples of supervised jobs: they are rendered here as conversations are, and nobody samples them.
+"""Shows the examples of supervised jobs: rendered as conversations are, sampled by nobody.
 
 Start of a step's example      -> a ScoredTrajectory whose learned tokens count as written, at once
 Start of a held-out example    -> a TurnRequest that asks for log-probs of its tokens
@@ -54,8 +54,8 @@ def trained_on(start: Start, example: Example, text: str, usage: Usage) -> list[
 
 
 def measured_by(start: Start, example: Example, usage: Usage) -> list[TurnRequest]:
-    """Asks rollout for the log-probs of a held-out example; the one token that it samples besides is not read."""
-    learned = np.flatnonzero(np.diff([0, *example.written, 0])).tolist()  # where each stretch begins, and where it ends
+    """Asks rollout for the log-probs of a held-out example; the one token that it samples is not read."""
+    learned = np.flatnonzero(np.diff([0, *example.written, 0])).tolist()  # begins and ends of segments
     sampling = msgspec.structs.replace(start.sampling, max_tokens=1, prompt_logprobs=len(example.tokens) - learned[0])
     context = Context(
         env=start.env,
@@ -71,7 +71,7 @@ def measured_by(start: Start, example: Example, usage: Usage) -> list[TurnReques
 
 
 def log_prob(result: TurnResult, context: Context) -> Step:
-    """The mean log-prob of the learned tokens as a reward. Raises InvalidInput if the engine did not measure them."""
+    """The mean log-prob of the learned tokens. Raises InvalidInput if the engine did not measure them."""
     logprobs = result.prompt_logprobs.numpy()
     bounds = decode_state(context.state)
     parts = [logprobs[start:end] for start, end in zip(bounds[::2], bounds[1::2], strict=True)]

@@ -43,7 +43,7 @@ def one_line(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """File and line in foreign code that raised, or that made the call which raised; empty without a traceback."""
+    """File and line in foreign code that raised or called what raised; empty without a traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return ""
@@ -52,7 +52,7 @@ def place_of(error: BaseException) -> str:
 
 
 def _is_foreign(filename: str) -> bool:
-    """Is it neither of this package nor of the standard library, in whose folder other packages may lie?"""
+    """Is it neither ours nor of the standard library, whose folder may hold other packages?"""
     file = Path(filename)
     if file.is_relative_to(Path(__file__).parent) or filename.startswith("<frozen "):
         return False

@@ -74,7 +74,7 @@ PUT_BACK_S = 2.0
 
 
 class EnvHandler:
-    """Gives the same messages for the same message, except for time and tools with effects: any replica can take it."""
+    """Gives the same messages for the same message, except time and tools with effects: any replica can take it."""
 
     def __init__(
         self,
@@ -86,8 +86,7 @@ class EnvHandler:
         slots: int = 64,
         sessions: Sessions,
     ) -> None:
-        """`slots`: messages worked on at once, which tenants share by weight; others wait in it. `sessions`: those of live environments
-        that this worker holds."""
+        """`slots`: messages worked on at once, shared by weight. `sessions`: of live environments here."""
         self._cell = cell
         self._tokenizer = tokenizer
         self._threads = work.Threads()
@@ -103,9 +102,9 @@ class EnvHandler:
         self._counters: dict[str, float] = dict.fromkeys(names, 0.0)
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
-        """Works on a message once its tenant's turn for a slot comes. Puts it back if that takes long: another worker may have a
-        free slot, and messages of other tenants may stand behind it. It also puts a message back when a live environment has no room.
-        Raises Unavailable. Its job hears of either.
+        """Works on a message once its tenant's turn for a slot comes. If that takes long, or a live environment has no room,
+        it puts the message back for a worker with a free slot, and so that others are not stuck behind it; the job hears of it.
+        Raises Unavailable.
         """
         try:
             return await self._in_turn(message, beat)
@@ -133,7 +132,7 @@ class EnvHandler:
             self._live.leave_slot(doing)
 
     async def _claim(self, message: Message, doing: work.Work) -> Claim | None:
-        """Waits for the slot of a live session, if the message needs one, and for one of this worker. None: that takes long."""
+        """Waits for a live session's slot, if needed, and for one of this worker. None: that takes long."""
         if not self._live.needs_slot(message) and (free := self._slots.take_now(doing.tenant, doing.weight)):
             return free
         try:
@@ -157,13 +156,13 @@ class EnvHandler:
                 raise InvalidInput(f"the env service has no use for a {type(message).__name__}")
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start: groups begun, with the seconds in which their first prompts were made; turns answered by
-        tools, with the sums of the logarithm of their seconds and of its square; trajectories graded, with their seconds and
-        the sum of the squares of their calls; those of live sessions. Waiting is counted for tools and grading."""
+        """Totals since the start: groups begun, with seconds to their first prompts; turns answered by tools, with sums of
+        log seconds and of its square; trajectories graded, with seconds and sum of squared calls; those of live sessions.
+        Waiting counts for tools and grading."""
         return self._counters | self._live.counters()
 
     def park(self, message: Message) -> list[Out]:
-        """Returns a turn's request, from which it is sampled again; nothing for a Start, which its owner issues again."""
+        """A turn's request, from which it is sampled again; nothing for a Start, which its owner issues again."""
         if not isinstance(message, TurnResult):
             return []
         request = msgspec.structs.replace(message.request, usage=message.usage)
@@ -237,7 +236,7 @@ class EnvHandler:
             return await self._threads.run(partial(example_of, start, self._tokenizer))
 
     async def _prepare(self, start: Start, doing: work.Work) -> tuple[list[int], bytes]:
-        """Returns the prompt and the context of a group. Raises the environment's errors, and Permanent ones."""
+        """Returns a group's prompt and context. Raises the environment's errors, and Permanent ones."""
         environment = self._environments.get(start.env)
         item = start.item if start.item is not None else made_item(environment, start)
         rendered: Sequence[int] = ()
@@ -311,7 +310,7 @@ class EnvHandler:
             counters["sum_squared_log_tool_s"] += log * log
 
     async def _advance(self, result: TurnResult, doing: work.Work) -> tuple[Context, Ending | None, list[int]]:
-        """Takes one step of the environment. Returns the trajectory's ending, or the tokens that follow the turn."""
+        """Takes one step of the environment. Returns the ending, or the tokens that follow the turn."""
         context = decode_context(result.request.context)
         if context.env.name == SUPERVISED:
             return context, ending_of("stop", None, log_prob(result, context)), []
@@ -354,7 +353,7 @@ class EnvHandler:
         return await self._turn(graded, doing)
 
     async def _or_ask(self, steps: Coroutine[Any, Any, T], graded: Graded, doing: work.Work) -> T | TurnRequest:
-        """Asks the model of this service that a grader waits for. Raises GraderFailed if that cannot be."""
+        """Asks the model of this service that a grader waits for. Raises GraderFailed."""
         try:
             return await steps
         except ModelAsked as asked:
@@ -370,7 +369,7 @@ class EnvHandler:
         return ending_of("stop", None, step)
 
     async def _guarded(self, steps: Coroutine[Any, Any, T]) -> T | Failure:
-        """Makes values of the errors that foreign code raises. Leaves Retryable errors to the worker loop."""
+        """Makes values of foreign code's errors. Leaves Retryable errors to the worker loop."""
         metered = work.Metered(steps)
         try:
             if metered.ends_at_once():

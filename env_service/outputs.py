@@ -1,4 +1,4 @@
-"""Parts of the messages that the handler sends: first requests, and the ends of trajectories and gradings. Pure functions."""
+"""Parts of the messages that the handler sends: first requests, and ends of trajectories and gradings. Pure functions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ NO_USAGE = Usage()
 
 
 def split_by_sample(start: Start) -> list[Start]:
-    """A Start for each sample. Their ids name their trajectories, where the group's own stands for all of them."""
+    """A Start for each sample. Their ids name trajectories; the group's own stands for all of them."""
     version = start.adapter.version
     ids = {sample: turn_id(start.job, _ref(start, sample), version, 0) for sample in start.samples}
     return [msgspec.structs.replace(start, id=ids[sample], samples=(sample,)) for sample in start.samples]

@@ -1,4 +1,4 @@
-"""Packs the env service's memory of a trajectory between its turns, which travels in `TurnRequest.context`."""
+"""Packs the env service's memory of a trajectory between turns, which travels in `TurnRequest.context`."""
 
 from typing import Any, cast
 
@@ -69,7 +69,7 @@ def encode_state(state: Any) -> bytes:
 
 
 def decode_state(data: bytes) -> Any:
-    """Reads plain values only. Raises CorruptObject, also for a length that exceeds the bytes that are there."""
+    """Reads plain values only. Raises CorruptObject, also for a length beyond the bytes there."""
     try:
         return msgpack.unpackb(data, strict_map_key=False)
     except (msgpack.UnpackException, ValueError) as error:

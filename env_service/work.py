@@ -36,7 +36,7 @@ class Work:
         self.grader_tokens = 0
         """Tokens of models outside of this service."""
         self.busy_s = 0.0
-        """Seconds that the event loop, and helpers charged by `charge`, spent on it; waiting is not counted."""
+        """Seconds of the event loop, and of helpers charged by `charge`; waiting is not counted."""
 
 
 _current: ContextVar[Work | None] = ContextVar("work", default=None)
@@ -59,7 +59,7 @@ def beat() -> None:
 
 
 def place(places: Places) -> AbstractAsyncContextManager[None]:
-    """Waits for a place in the name of the tenant whose work this is, and holds it while the block runs."""
+    """Waits for a place in the name of the current work's tenant, and holds it while the block runs."""
     work = current()
     return places.one(work.tenant, work.weight, work.beat)
 
@@ -87,7 +87,7 @@ class Threads:
         self._threads = SharedThreads(num)
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Calls the function once it is its tenant's turn. The current work is charged for the thread's time, and beats until the end."""
+        """Calls the function at its tenant's turn. The current work is charged for the thread's time, and beats until the end."""
         work = current()
 
         def charged() -> T:
@@ -102,7 +102,7 @@ class Threads:
 
 @contextlib.asynccontextmanager
 async def time_limit(seconds: float) -> AsyncGenerator[None, None]:
-    """A wall-clock limit. Within it the work counts as advancing, beyond it nothing does: raises TimeoutError."""
+    """A wall-clock limit, within which the work counts as advancing. Raises TimeoutError."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     timer: asyncio.TimerHandle | None = None
@@ -143,7 +143,7 @@ class Allowance:
 
 
 class Metered(Generic[T]):
-    """Awaits a coroutine and charges the current work for the time in which it ran, not for that in which it waited."""
+    """Awaits a coroutine and charges the current work for the time it ran, not for its waiting."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
         self._send: Callable[[], Any] = functools.partial(coroutine.send, None)
@@ -151,8 +151,7 @@ class Metered(Generic[T]):
         self._waits_for: Any = None
 
     def ends_at_once(self) -> bool:
-        """Runs the coroutine up to where it waits for something, once, before it is awaited. True: it has ended, and `value` is what
-        it returned."""
+        """Runs the coroutine to its first wait, once, before it is awaited. True: it has ended with `value`."""
         started = time.monotonic()
         try:
             self._waits_for = self._send()

@@ -4,11 +4,11 @@
                                                                                              └─ process/ (vLLM)
     env, scored:<p>, reply:<api> ◄─ turn ── handler ◄──────────────── tokens, log-probs ──────────────┘
 
-A token is drawn in `_draw` of `embedded/sampler.py`, which `embedded/batch.py` calls once a step for all rows. In process/, vLLM draws.
+`embedded/sampler.py` draws tokens in `_draw`, which `embedded/batch.py` calls once a step for all rows. In process/, vLLM draws.
 
-When a worker dies, its requests are still pending in the stream. Nobody renews them, so after a lease (10 s) another worker takes them
-over (`common/worker/takeover.py`). It goes on with a turn of more than 64 tokens from what was saved in the last second, and samples a
-shorter one again; in deterministic mode it samples every turn again. When only an engine's process dies, process/ starts it again.
+When a worker dies, its requests stay pending in the stream; after a lease (10 s) another worker takes them over
+(`common/worker/takeover.py`). It continues a turn of more than 64 tokens from what was saved in the last second, and samples
+other turns again, in deterministic mode all. When only an engine's process dies, process/ starts it again.
 
     embedded/     the engine in torch, in this process
     process/      the engine that runs in a process of its own
@@ -16,6 +16,6 @@ shorter one again; in deterministic mode it samples every turn again. When only 
     settings.py   reads the settings of one rollout worker
     handler.py    answers a TurnRequest, with no bus and no retry
     engine.py     says what an engine must do
-    turns.py      checks a request, finds stop strings, and keeps the turns under way: the same for every engine
+    turns.py      checks a request, finds stop strings, and keeps the turns under way, for every engine
     adapters.py   loads adapters into the engine when a request names them, and drops unused ones
 """

@@ -31,7 +31,7 @@ class Entry:
 
 
 class AdapterCache:
-    """Knows which adapters the engine holds, and how many requests use each. Used from one event loop."""
+    """The engine's adapters, with the number of requests that use each. Used from one event loop."""
 
     def __init__(self, store: AdapterStore, engine: Engine, *, idle_bytes: int) -> None:
         """`idle_bytes`: the most memory of the adapters that no request names, together."""
@@ -45,10 +45,8 @@ class AdapterCache:
 
     @contextlib.asynccontextmanager
     async def hold(self, adapter: AdapterRef) -> AsyncGenerator[None]:
-        """Keeps the adapter resident inside. Concurrent holders share one download.
-
-        Raises NotFound, CorruptObject (it does not match its sha256, or is none of this base) or Unavailable.
-        """
+        """Keeps the adapter resident inside. Concurrent holders share one download. Raises NotFound, Unavailable, or CorruptObject
+        if it does not match its sha256 or this base."""
         if adapter.is_base:
             yield
             return
@@ -68,7 +66,7 @@ class AdapterCache:
         self._enter(adapter)
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start: adapters fetched, checked and given to the engine, and seconds from first to last."""
+        """Totals since the start: adapters fetched, checked and given to the engine, and seconds."""
         return {"loads": float(self._loads), "load_s": self._load_s}
 
     async def close(self) -> None:
@@ -106,8 +104,8 @@ class AdapterCache:
             kind("adapter_not_loaded", adapter=str(adapter), reason=str(error))
 
     async def _trim(self) -> None:
-        """Drops the idle adapters that are over the budget, least recently used first. Others may use, load and drop some
-        while it waits for the engine, so it chooses each by what is idle then."""
+        """Drops idle adapters over the budget, least recently used first. Chooses each after waiting for the engine, since
+        others may use, load and drop some meanwhile."""
         while (adapter := self._one_too_many()) is not None:
             self._loaded_bytes -= self._entries.pop(adapter).loading.result()
             async with self._changing:

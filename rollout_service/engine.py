@@ -1,4 +1,4 @@
-"""The seam between the rollout service and its engines: says what an engine must do, whatever computes the tokens.
+"""The seam between the rollout service and its engines: what an engine must do.
 
 handler ─ load_files, generate ─► Engine ─ Generated ─► handler
 """
@@ -11,14 +11,14 @@ from common.wire.messages import EMPTY_F32, AdapterRef, Array, StopReason, TurnR
 from common.worker.handlers import Beat
 
 OnToken = Callable[[Sequence[int], Sequence[float]], None]
-"""Called with the tokens and log-probs that are new since the last call, the resumed ones not included."""
+"""Called with new tokens and log-probs since the last call, without the resumed ones."""
 BEAT_EVERY_S = 0.25
 """The time, or so, between two calls of a turn's `beat` while it gets nearer to its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One finished turn, the tokens that a resumed request brought included. Axis: N tokens of the turn."""
+    """One finished turn, with the tokens that a resumed request brought. Axis: N tokens of the turn."""
 
     adapter: AdapterRef  # that sampled every token here
     tokens: list[int]  # [N] the sampled end-of-turn token included
@@ -28,7 +28,7 @@ class Generated:
     top_logprobs: list[list[tuple[int, float]]]  # of the tokens sampled here; empty unless asked for
     num_sampled: int  # how many of the last tokens were sampled here
     busy_s: float  # engine seconds, each forward's split evenly over its tokens
-    prompt_logprobs: Array = EMPTY_F32  # f4 [num_prompt], NaN where none was asked for; empty unless asked for
+    prompt_logprobs: Array = EMPTY_F32  # f4 [num_prompt], NaN where not asked for; empty unless asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Engine(Protocol):
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens whose keys and values fit into its memory at once, next to the cache of prompts; None: not known."""
+        """Tokens whose keys and values fit into memory, next to the prompts' cache; None: not known."""
         ...
 
     async def start(self) -> None:
-        """Returns when the engine is ready to generate; raises if this machine cannot keep the engine's promises."""
+        """Returns once the engine can generate; raises if this machine cannot keep its promises."""
         ...
 
     async def stop(self) -> None:
@@ -80,36 +80,34 @@ class Engine(Protocol):
         ...
 
     async def load_files(self, adapter: AdapterRef, files: Mapping[str, bytes]) -> int:
-        """Makes an adapter resident from its files (PEFT layout); returns its bytes in memory. Loading twice is harmless.
-
-        Raises CorruptObject if the files are no adapter of this base model.
-        """
+        """Makes an adapter resident from its files (PEFT layout); returns its bytes in memory. Loading twice is harmless. Raises
+        CorruptObject if the files are no adapter of this base model."""
         ...
 
     async def drop(self, adapter: AdapterRef) -> None:
-        """Forgets a resident adapter and all that was cached under its name. No turn that names it may be under way."""
+        """Forgets an unused resident adapter and all that was cached under its name."""
         ...
 
     def resident(self) -> list[AdapterRef]:
-        """Lists the adapters that `generate` accepts now; the base model, and what is untrained, it always accepts unlisted."""
+        """Lists the adapters that `generate` accepts now, besides the base model and untrained ones."""
         ...
 
     async def generate(self, request: TurnRequest, *, on_token: OnToken | None = None, beat: Beat) -> Generated:
         """Samples one turn, from `request.num_partial` on. Cancelling it takes it out of the batch at once.
 
-        Only the request decides the tokens: its base, adapter, tokens, sampling and trajectory, never its neighbours,
-        attempt or time. `torch` keeps that to the bit, except the last digits where an earlier turn's keys and
-        values were kept (`EngineLimits.turns`); on `vllm` scores differ in their last digits with what else is in
-        the batch, and a resumed turn draws other numbers. `beat` is called now and then while tokens come.
+        Only the request decides the tokens: its base, adapter, tokens, sampling and trajectory, never its neighbours, attempt or
+        time. `torch` keeps that to the bit, except the last digits where an earlier turn's keys and values were kept
+        (`EngineLimits.turns`); on `vllm` scores differ in their last digits with the rest of the batch, and a resumed turn
+        draws other numbers. `beat` is called now and then while tokens come.
 
-        Log-probs, those of the prompt too, are of logits / temperature (0 counts as 1) over the whole vocabulary. `vllm` differs:
-        with top_k or top_p they are among the tokens kept, and it refuses prompt_logprobs at other temperatures than 0 and 1.
+        Log-probs, the prompt's too, are of logits / temperature (0 counts as 1) over the whole vocabulary. `vllm` differs: with
+        top_k or top_p they are among the tokens kept, and it refuses prompt_logprobs at temperatures other than 0 and 1.
 
-        Raises NotFound if the adapter is not resident, InvalidInput for a request that cannot be computed,
-        CorruptAdapter for one that cannot be loaded or whose scores are not numbers.
+        Raises NotFound if the adapter is not resident, InvalidInput for a request that cannot be computed, CorruptAdapter for
+        one that cannot be loaded or whose scores are not numbers.
         """
         ...
 
     def partial(self, request_id: str) -> Partial | None:
-        """The progress of a turn that is under way or was cancelled a short time ago; None if nothing is known of it."""
+        """The progress of a turn under way or just cancelled; None if unknown."""
         ...

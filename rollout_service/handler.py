@@ -1,6 +1,6 @@
 """Answers a turn request with a finished turn. Knows no bus and no retry.
 
-Turns under way are lost with the process, and resumed elsewhere from the request's tokens, or the newer ones of its progress.
+Turns under way are lost with the process, and resumed from the request's tokens, or the newer ones of its progress.
 
     TurnRequest ─► hold its adapter ─► engine ─► TurnResult ─► env, or the API replica that asked (deltas before it)
 """
@@ -55,9 +55,7 @@ class RolloutHandler:
         send_delta: SendDelta,
         deterministic: bool = False,
     ) -> None:
-        """`deterministic`: no progress is kept, and a moved turn of a job starts again, because bits differ when it goes on from its
-        tokens.
-        """
+        """`deterministic`: no progress is kept, and a moved turn of a job starts again: going on from its tokens changes bits."""
         self._engine = engine
         self._adapters = adapters
         self._cell = cell
@@ -65,7 +63,7 @@ class RolloutHandler:
         self._deterministic = deterministic
 
     async def __call__(self, message: TurnRequest, beat: Callable[[], None]) -> list[Out]:
-        """Generates the turn. Raises Unavailable when the store is away; any other trouble of this request is a failed TurnResult."""
+        """Generates the turn. Raises Unavailable when the store is away; other trouble is a failed TurnResult."""
         request = self._restarted(message)
         try:
             async with self._adapters.hold(weights_of(request)):
@@ -77,19 +75,19 @@ class RolloutHandler:
         return [(self._reply_stream(message), _result(request, generated))]
 
     def park(self, message: TurnRequest) -> list[Out]:
-        """Sends the request to the owner as it was at the start of its turn, with what the turn has cost so far."""
+        """Sends the owner the request as at the start of its turn, with what the turn has cost so far."""
         request = _without_partial(self._charged(message))
         parked = Parked(**message.about(), id=message.id, request=request)
         return [(self._cell.scored(message.partition), parked)]
 
     def drop(self, message: TurnRequest) -> list[Out]:
-        """Tells the owner what the trajectory of an ended job had cost; a chat's API replica counts for itself."""
+        """Tells the owner what an ended job's trajectory cost; a chat's API replica counts for itself."""
         if message.reply_to:
             return []
         return self.failed(self._charged(message), Failure("cancelled", "the job has ended"))
 
     def hand_back(self, message: TurnRequest) -> list[Out]:
-        """The request with the tokens sampled so far, for any other worker; for the API replica that asked, which asks again."""
+        """The request with its tokens so far, for any other worker, or for the API replica that asked."""
         partial = self._engine.partial(message.id)
         request = self._charged(message)
         if self._restarts(message):
@@ -99,10 +97,8 @@ class RolloutHandler:
         return [(message.reply_to or self._cell.rollout_first, request)]
 
     def progress(self, message: TurnRequest) -> tuple[bytes, bytes] | None:
-        """The turn's tokens and log-probs so far, and what its trajectory has cost with them; see `Resumes`.
-
-        None for a short turn, for a stream, of which the API replica that asked keeps the tokens, and in deterministic mode.
-        """
+        """The turn's tokens and log-probs so far, and its trajectory's cost with them; see `Resumes`. None for a short turn, for a
+        stream, whose tokens the API replica keeps, and in deterministic mode."""
         partial = self._engine.partial(message.id)
         if partial is None or len(partial.tokens) <= SHORT_TURN or message.stream:
             return None
@@ -125,7 +121,7 @@ class RolloutHandler:
         return _with_tokens(request, body["token"], body["logprob"])
 
     def failed(self, message: TurnRequest, failure: Failure) -> list[Out]:
-        """A failed trajectory for the owner, or a failed turn for whoever asked: an API replica, or an env worker that grades."""
+        """A failed trajectory for the owner, or a failed turn for the API replica or env worker that asked."""
         if message.reply_to or message.judges is not None:
             return [self._failed_turn(message, failure)]
         scored = ScoredTrajectory(
@@ -162,7 +158,7 @@ class RolloutHandler:
             pump.cancel()
 
     def _restarts(self, message: TurnRequest) -> bool:
-        """True for a turn that begins again when it moves; alternatives to its tokens are in no request, so they would be lost."""
+        """True for a turn that begins again when it moves: no request carries alternatives to its tokens."""
         must_keep_bits = self._deterministic and not message.reply_to
         return must_keep_bits or bool(message.sampling.num_top_logprobs)
 
@@ -197,7 +193,7 @@ class RolloutHandler:
 
 @dataclass(slots=True)
 class Deltas:
-    """Sends tokens as they come, in order; tokens that come while one message is under way go into the next."""
+    """Sends tokens in order; those that come while a message is under way go into the next."""
 
     request: TurnRequest
     send: SendDelta
@@ -261,7 +257,7 @@ def _result(request: TurnRequest, generated: Generated) -> TurnResult:
 
 
 def _prompt_tokens(request: TurnRequest) -> int:
-    """The number of tokens that the model reads and did not write; a prompt that neighbours share counts for each of them."""
+    """The number of tokens that the model reads and did not write; a shared prompt counts for each."""
     return len(request.transcript) - request.transcript.num_written
 
 

@@ -1,4 +1,4 @@
-"""Checks a request, finds stop strings, and keeps the turns under way: the same for every engine. Used from one event loop."""
+"""Checks a request, finds stop strings, and keeps the turns under way, for every engine. For one event loop."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ def weights_of(request: TurnRequest) -> AdapterRef:
 
 
 def check_request(request: TurnRequest, *, vocab: int, context: int, max_temperature: float = math.inf) -> None:
-    """Raises InvalidInput for a request that cannot be computed. `context`: the most tokens of a sequence."""
+    """Raises InvalidInput for a request that cannot be computed. `context`: most tokens of a sequence."""
     tokens, sampling = request.tokens.numpy(), request.sampling
     if request.num_prompt < 1 or request.num_partial < 0:
         raise InvalidInput("a turn needs at least one token before it")
@@ -56,22 +56,21 @@ def _check_sampling(sampling: Sampling, vocab: int) -> None:
 
 
 def first_scored(request: TurnRequest) -> int:
-    """The index of the first prompt token whose log-prob was asked for. The very first token has none."""
+    """The index of the first prompt token with a requested log-prob. The very first token has none."""
     asked = request.sampling.prompt_logprobs
     return 1 if asked < 0 else max(1, request.num_prompt - asked)
 
 
 def prompt_array(request: TurnRequest, scores: Sequence[float] | np.ndarray) -> Array:
-    """The log-probs [num_prompt] of a prompt from those of its last tokens, which are all from `first_scored` on."""
+    """A prompt's log-probs [num_prompt] from those of its last tokens, from `first_scored` on."""
     whole = np.full(request.num_prompt, np.nan, np.float32)
     whole[request.num_prompt - len(scores) :] = scores
     return f32(whole)
 
 
 def first_stop(stops: Sequence[str], tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-    """The stop string that the last token completes, the first of several; "" for none. The tokens that complete it are kept; the reader
-    cuts the text. `decode` gives the text of some ids, special tokens included.
-    """
+    """The first stop string that the last token completes; "" for none. Its tokens are kept; the reader cuts the text. `decode`:
+    ids to text, special tokens included."""
     if not stops:
         return ""
     reach = max(len(stop.encode()) for stop in stops) + STOP_MARGIN
@@ -80,7 +79,7 @@ def first_stop(stops: Sequence[str], tokens: Sequence[int], decode: Callable[[Se
 
 
 class TurnsUnderWay(Generic[T]):
-    """The turns of one engine by id of their request, and the partials of those that were cancelled last."""
+    """The turns of one engine by request id, and the partials of the last cancelled ones."""
 
     def __init__(self, partial_of: Callable[[T], Partial | None]) -> None:
         """`partial_of`: reports how far a turn has come; None if it has ended."""

@@ -3,17 +3,17 @@
     train ─ TrainStep ─► handler ─► fusion: many jobs' steps at once ─► training ─► losses ─► optimiser ─► store ─► AdapterUpdate
     train, train:<worker> ─ Operations ─► run_handler ─► (the same) ─► OperationsDone, a gradient that is kept
 
-To add a loss of jobs, add a name to `LossName` (`common/wire/messages.py`), a row to `ADVANTAGES` (`common/tasks/advantages.py`) and one to
-`RULES` (losses.py: its ratio, clip and mean); CONTRIBUTING.md has the rest. To add a loss of runs, whose loop is their user's, add a
-name to `LossFn` (`common/wire/operations.py`), a row to `RUN_RULES` (data.py), a row to `NEEDED`
-(`manager_service/http/tinker/wire/learning.py`), and its formula to tests/trainer/test_run_losses.py.
+To add a loss of jobs: a name in `LossName` (`common/wire/messages.py`), a row in `ADVANTAGES` (`common/tasks/advantages.py`)
+and one in `RULES` (losses.py: ratio, clip, mean); see CONTRIBUTING.md. To add a loss of runs: a name in `LossFn`
+(`common/wire/operations.py`), a row in `RUN_RULES` (data.py) and in `NEEDED`
+(`manager_service/http/tinker/wire/learning.py`), and its formula in tests/trainer/test_run_losses.py.
 
     __main__.py     starts one trainer worker
     settings.py     reads the settings of one trainer worker
     handler.py      answers Init and TrainStep; makes each version once
     run_handler.py  answers Operations of runs; keeps their gradients
     versions.py     reads and commits versions; keeps the last states
-    fusion.py       chooses who computes a step: the main driver, or one for small steps next to it
+    fusion.py       chooses who computes a step: the main driver, or the express one for small steps
     driver.py       lets steps of many jobs join, leave and fail one by one, in one thread
     training.py     runs steps of many jobs micro-batch by micro-batch
     open_step.py    holds one adapter's batch while it is under way

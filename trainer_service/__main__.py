@@ -31,10 +31,7 @@ SELFTEST = "trainer_service.selftest"
 
 
 def load_trainer(settings: TrainerSettings) -> tuple[Trainer, str]:
-    """Loads the base model. The trainer, and the fingerprint of the bits that it computes: "" outside deterministic mode.
-
-    Raises InvalidInput for what cannot be done.
-    """
+    """Loads the base model. Returns the trainer, and its bits' fingerprint: "" outside deterministic mode. Raises InvalidInput."""
     deterministic = settings.deterministic
     chosen = (settings.trainer_device, settings.dtype, settings.trainer_threads, settings.trainer_ranks)
     if deterministic and (

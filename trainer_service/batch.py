@@ -1,4 +1,4 @@
-"""Holds what one adapter computes at a time, whoever asked for it, and parses a TrainStep's rows (a run's data: data.py).
+"""Holds what one adapter computes at a time, and parses a TrainStep's rows (a run's data: data.py).
 
 Axes: R rows, T tokens of one row, M targets of one row.
 """
@@ -19,7 +19,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Terms of the loss, target by target and row by row; named in `losses.MicroTerms`. With it, micro-batches only add up."""
+    """The loss's terms by target and row, named in `losses.MicroTerms`. With it, micro-batches only add up."""
 
     of_targets_KM: Floats  # [., targets of all rows, end to end]
     of_rows_KR: Floats
@@ -28,13 +28,13 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows that go through the base model under one adapter, each with targets at some of its positions."""
+    """Rows for the base model under one adapter, each with targets at some of its positions."""
 
     inputs: list[Ints]  # R times [T] read by the model
     predictors: list[Ints]  # R times [M] the positions at which the targets are predicted, ascending
     targets: list[Ints]  # R times [M]
     groups_R: Ints  # rows of one group begin alike
-    parts_R: Ints  # rows of one part (an operation) add to the gradient before those of the next; groups lie within one
+    parts_R: Ints  # a part's rows (an operation's) add to the gradient before the next's; groups lie within one
     wanted_R: Bools  # the others need no forward
     learned_R: Bools  # the others cannot add to the gradient; they are packed apart
     terms: Terms
@@ -44,7 +44,7 @@ class Batch:
 
     @property
     def starts_R(self) -> Ints:
-        """The places at which each row's targets begin in `terms.of_targets_KM`, and the place at which the last row's end."""
+        """The begins of the rows' targets in `terms.of_targets_KM`, and the end of the last row's."""
         return np.cumsum([0, *map(len, self.targets)])
 
 
@@ -73,8 +73,8 @@ class SampledRows:
 def parse_rows(rows: Rows, *, version: int, vocab: int, context: int) -> SampledRows:
     """Parses the rows of a TrainStep that trains `version`.
 
-    A token at position 0 is never trained: nothing predicts it. Raises InvalidInput for rows that contradict themselves
-    or the base model, TrainingFailed for rewards and log-probs that are not finite numbers.
+    A token at position 0 is never trained: nothing predicts it. Raises InvalidInput for rows that contradict themselves or
+    the base model, TrainingFailed for rewards and log-probs that are not finite.
     """
     lengths = rows.lengths.numpy().astype(np.int64)
     _check_shapes(rows, lengths)

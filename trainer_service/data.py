@@ -79,7 +79,7 @@ class OperationRows:
 
 
 def parse_forward(payload: bytes, *, vocab: int, context: int) -> list[CheckedDatum]:
-    """Raises InvalidInput for data that contradict themselves or the base model, TrainingFailed for what is not a finite number."""
+    """Raises InvalidInput for data that contradict themselves or the base model, TrainingFailed for non-finite numbers."""
     try:
         forward = msgspec.msgpack.decode(payload, type=Forward)
     except (msgspec.DecodeError, ValueError) as error:
@@ -179,7 +179,7 @@ def _numbers(name: str, array: Array | None, num: int, otherwise: float) -> Floa
 
 
 def batch_of_parts(parts: Sequence[OperationRows]) -> Batch:
-    """The batch of a segment of operations, in order. Rows that neither learn nor answer are not wanted."""
+    """The batch of a segment of operations, in order. Rows that neither learn nor answer are left out."""
     rows = [row for part in parts for row in part.rows]
     learned_R = np.array([bool(row.learned_M.any()) for row in rows], bool)
     num_rows = [len(part.rows) for part in parts]

@@ -1,8 +1,8 @@
-"""Computes many steps in one thread, micro-batch by micro-batch: a step joins between two and leaves when its own are done.
+"""Computes many steps in one thread, by micro-batches: a step joins between two and leaves when its own are done.
 
-The error of a step goes to its own caller. An error of a micro-batch that cannot be put down to one step (memory that ran out, a
-fault of ours) makes each step begin again by itself, so that only the step that causes it fails. Where memory ran out, the step's
-micro-batches have half of the tokens from then on, and half again, down to one row.
+A step's error goes to its caller. A micro-batch's error of unknown cause (memory that ran out, a fault of ours) makes each
+step begin again by itself, so that only the cause fails. Where memory ran out, the step's micro-batches get half the
+tokens, and half again, down to one row.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from trainer_service.training import DoesNotFit, Trainer
 MAX_BATCHES_AHEAD = 8
 """Micro-batches that a tenant may be served more than another that waits."""
 LEAST_CHARGED_PART = 1 / 32
-"""The part of a micro-batch's tokens that a tenant is charged for at least, since the smallest takes its time too."""
+"""The least part of a micro-batch's tokens that a tenant is charged: the smallest takes time too."""
 FOLLOWER_WAIT_PART = 0.25
-"""The longest wait for a small step that follows, as a part of a micro-batch's time. It is on its way to its run's owner and back."""
+"""The longest wait for a small next step, by way of its run's owner, as a part of a micro-batch's time."""
 TENANTS_MET_S, TENANTS_MET_PART = 10.0, 0.5
-"""For so many seconds after steps of several tenants met, a micro-batch of a large step takes this part of the budget, so that a
-newcomer waits less."""
+"""For so many seconds after steps of several tenants met, a large step's micro-batch takes this part of the budget, so that
+a newcomer waits less."""
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -58,7 +58,7 @@ class FusedStep:
     result: "asyncio.Future[Any]"
     step: Opened | None = None
     is_alone: bool = False  # it is computed with no other step: one that failed together with others
-    most_tokens: int = sys.maxsize  # of a micro-batch in which it takes part, except a row that is longer
+    most_tokens: int = sys.maxsize  # of its micro-batches, except a row that is longer
     under_way: int = 0  # tokens that it had left before the micro-batch that is computed now
 
     @property
@@ -75,16 +75,16 @@ class Driver:
     served: Fairness  # tokens computed for each tenant
     members: list[FusedStep] = field(default_factory=list[FusedStep])  # by age
     compute_s: float = 0.0
-    """Seconds in forward, backward and optimiser since the start: of the thread on a processor; on a GPU, of the clock."""
+    """Seconds in forward, backward and optimiser since the start: of the thread; on a GPU, of the clock."""
     _forwarded: int = 0  # tokens, since the start
     _driving: "asyncio.Task[None] | None" = None
-    _came: asyncio.Event = field(default_factory=asyncio.Event)  # a step, since the driver last waited for one
+    _came: asyncio.Event = field(default_factory=asyncio.Event)  # a step, since the driver last waited
     _waited: bool = False  # after the last round, for a step that follows
     _hurried: bool = False  # the last round had no micro-batch
-    _shared_at: float = -TENANTS_MET_S  # when steps of several tenants were last there together, by the monotonic clock
+    _shared_at: float = -TENANTS_MET_S  # monotonic time when steps of several tenants were last together
 
     async def run(self, member: FusedStep) -> Any:
-        """Returns the member's result. A caller that is cancelled takes its step out before the next micro-batch."""
+        """Returns the member's result. Cancelling takes the step out before the next micro-batch."""
         self.members.append(member)
         self._came.set()
         if self._driving is None or self._driving.done():
@@ -109,7 +109,7 @@ class Driver:
                 await self._next_step()
 
     def _awaits_next(self, left: FusedStep) -> bool:
-        """Is the step that follows one that left worth waiting for? Not with others of its tenant there, nor with smaller ones."""
+        """Is the next step worth waiting for? Not with others of its tenant there, nor with smaller ones."""
         larger = [m.tenant != left.tenant and m.step is not None and m.tokens_left > left.tokens for m in self.members]
         return left.goes_on and bool(larger) and all(larger)
 
@@ -121,7 +121,7 @@ class Driver:
             await asyncio.wait_for(self._came.wait(), FOLLOWER_WAIT_PART * micro_batch_s)
 
     def _round(self, members: list[FusedStep]) -> dict[FusedStep, object]:
-        """Runs one micro-batch, in the computing thread. Returns the members that leave, each with its result or error."""
+        """Runs one micro-batch, in the computing thread. Returns members that leave, with results or errors."""
         now = compute_clock(self.trainer.backbone.device)
         since = now()
         outcomes = self._advanced(members)
@@ -145,7 +145,7 @@ class Driver:
         left = [m for m in members if m not in outcomes]
         self._hurried = bool(outcomes) and not self._hurried
         if self._hurried or not left:
-            return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none; but every other round has one
+            return outcomes  # what needs no micro-batch, such as an optimiser's step, waits for none; every other round has one
         company = left[:1] if left[0].is_alone else self._in_turn([m for m in left if not m.is_alone])
         return outcomes | self._micro_batch(company) | self._finish(company)
 
@@ -155,15 +155,14 @@ class Driver:
         return step
 
     def _in_turn(self, company: Sequence[FusedStep]) -> list[FusedStep]:
-        """Sorts the members by the tokens that their tenants are to be served until each ends; those of tenants that were served much
-        more than another come last."""
+        """Sorts the members by their tenants' tokens until each ends; tenants that were served much more come last."""
         tenants = {member.tenant for member in company}
         if len(tenants) > 1:
             self._shared_at = time.monotonic()
         most = self.most_served(tenants)
         to_go: Counter[str] = Counter()
-        # Shortest remaining time first: a small step waits for no large one. By itself that would starve the large, so a tenant that was
-        # served MAX_BATCHES_AHEAD micro-batches more than the least served one, for its weight, goes behind it (weighted fair queueing).
+        # Shortest remaining time first: a small step waits for no large one. That would starve the large, so a tenant served
+        # MAX_BATCHES_AHEAD micro-batches more than the least served one, by weight, goes behind it (weighted fair queueing).
         keys: dict[FusedStep, tuple[float, int]] = {}
         for member in company:
             to_go[member.tenant] += member.tokens_left

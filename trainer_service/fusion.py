@@ -2,18 +2,18 @@
 
 waits for: a step (a TrainStep, or a segment of a run's operations)   unblocked by: the handlers
 
-A tenant's steps are served by age. Between tenants the step with the fewest tokens to go is first (shortest remaining processing
-time), so that a small one waits for no large one of another tenant; but a tenant that was served MAX_BATCHES_AHEAD micro-batches
-more, for its weight, than the least served one comes after it, so that none is overtaken without end.
+A tenant's steps go by age. Between tenants the step with the fewest tokens left is first (shortest remaining processing
+time), so that a small one waits for no large one; but a tenant that was served MAX_BATCHES_AHEAD micro-batches more than
+the least served one, by weight, comes after it, so that nobody is overtaken without end.
 
-A micro-batch that is under way cannot be overtaken, and a row of a large step is one at least. So what is small does not wait for
-it, where the base model computes in two threads at once: the *express* driver takes it, next to the main one.
+A micro-batch under way cannot be overtaken, and holds at least one row of a large step. So where the base model computes in
+two threads at once, the *express* driver takes small steps, next to the main one.
 
     step ─┬─► main driver      a thread: all that is there, fused
           └─► express driver   another: at most EXPRESS_PART of a micro-batch at a time, next to another tenant's larger step
 
-Elsewhere, after a small step that another one of its tenant follows at once, as an optimiser's follows a gradient, the driver waits
-for that one for a moment before it goes on with larger ones (anticipatory scheduling: Iyer and Druschel, SOSP 2001).
+Elsewhere, after a small step that the same tenant follows at once, as an optimiser's follows a gradient, the driver waits a
+moment before it goes on with larger ones (anticipatory scheduling: Iyer and Druschel, SOSP 2001).
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Fusion:
 
     def __init__(self, trainer: Trainer) -> None:
         self.again: dict[str, int] = {}
-        """Earlier deliveries of messages, by their ids: whoever had them may have ended for want of memory."""
+        """Earlier deliveries of messages, by id: a process that had them may have run out of memory."""
         self._served = Fairness()
         self._express: Driver | None = None
         if trainer.backbone.concurrent:
@@ -50,7 +50,7 @@ class Fusion:
 
     @property
     def compute_s(self) -> float:
-        """Seconds in forward, backward and optimiser since the start: of the threads on a processor; on a GPU, of the clock."""
+        """Seconds in forward, backward and optimiser since the start: of the threads; on a GPU, of the clock."""
         return sum(driver.compute_s for driver in self._drivers)
 
     @property
@@ -82,12 +82,11 @@ class Fusion:
         goes_on: bool = False,
         halvings: int = 0,
     ) -> T:
-        """Opens a tenant's step, computes it together with the others and returns what `finish` makes of it; raises as these two, which run
-        in a computing thread. `finish` closes the step. `beat` is called after every micro-batch. `tokens`: that it brings, about.
-        `weight`: the tenant's. `goes_on`: another step of the tenant follows once this one's result is known. `halvings`: of the tokens
-        of its micro-batches, from its begin.
+        """Opens a tenant's step, computes it with the others and returns what `finish` makes of it; raises as `begin` and `finish`,
+        which run in a computing thread. `finish` closes the step. `beat`: called after each micro-batch. `tokens`: about its
+        size. `weight`: the tenant's. `goes_on`: another step follows this one's result. `halvings`: of its micro-batches' tokens.
 
-        `begin` may be called again. A caller that is cancelled takes its step out before the next micro-batch.
+        `begin` may be called again. Cancelling takes the step out before the next micro-batch.
         """
         result = asyncio.get_running_loop().create_future()
         member = FusedStep(tenant, weight, begin, finish, beat, goes_on, tokens, result)
@@ -98,13 +97,13 @@ class Fusion:
         return cast(T, await driver.run(member))
 
     def _is_express(self, new: FusedStep, express: Driver) -> bool:
-        """True for a small step that would otherwise wait for another tenant's larger step, even for its last micro-batch.
+        """True for a small step that would wait for another tenant's larger one, even for its last micro-batch.
 
-        Its tenant's own are served by age, and one that was served much more than those that wait goes behind them.
+        Its tenant's own go by age, and one that was served much more than those that wait goes behind them.
         """
-        # The two drivers share the base model's weights and nothing else, and torch computes in both threads at once. The express driver
-        # has a part of the memory set aside (`_part`), so it holds only what fits there; and it takes a step only if the main driver
-        # would keep it waiting: for everything else one fused micro-batch is cheaper than two.
+        # The two drivers share only the base model's weights, and torch computes in both threads at once. The express driver has a part
+        # of the memory (`_part`), so it holds only what fits there; and it takes only steps that the main driver would keep waiting:
+        # for all others one fused micro-batch is cheaper than two.
         waiting = self._main.members
         return (
             express.trainer.budget.holds(1, new.tokens + sum(m.tokens_left for m in express.members), branched=False)
@@ -115,7 +114,7 @@ class Fusion:
 
 
 def _part(trainer: Trainer, part: float, *, tokens: int | None = None) -> Trainer:
-    """A trainer of the same base model that has a part of the budget, and holds batches of its own. `tokens`: instead of a part."""
+    """A trainer of the same base model with a part of the budget, or so many `tokens`, and batches of its own."""
     budget = trainer.budget
     limits = replace(budget, tokens=tokens or int(part * budget.tokens), num_bytes=part * budget.num_bytes)
     return replace(trainer, budget=limits, _stacks={})

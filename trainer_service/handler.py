@@ -38,9 +38,7 @@ log = structlog.get_logger()
 
 class TrainHandler:
     """Makes each version once, however often and by however many it is asked.
-
-    It cannot be parked (see `common.worker.handlers.Parks`): an operation once sent is done, for its version may exist already.
-    """
+    It cannot be parked (see `common.worker.handlers.Parks`): a sent operation is done, its version may exist."""
 
     def __init__(
         self,
@@ -53,9 +51,8 @@ class TrainHandler:
         retry_delays_s: tuple[float, ...] = (0.2, 1.0, 3.0),
         fingerprints: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`worker`: its id, by which a run's owner sends on to it. `cache_bytes`: of states, and once more of runs' gradients.
-        `fingerprints`: by service, of the bits that the cell computes just now; written into manifests.
-        """
+        """`worker`: the id by which a run's owner finds it again. `cache_bytes`: of states, and again of runs' gradients.
+        `fingerprints`: by service, of the cell's bits now; written into manifests."""
         self._trainer = trainer
         self._cell = Cell(base_model)
         self._versions = Versions(
@@ -75,11 +72,10 @@ class TrainHandler:
         self._held: list[int] = []  # tokens of each message
 
     async def __call__(self, message: TrainerMessage, beat: Beat) -> list[Out]:
-        """Returns the AdapterUpdate (Init, TrainStep), OperationsDone (Operations) or Forgotten (Forget). Messages under way together
-        are computed together.
+        """Returns the AdapterUpdate (Init, TrainStep), OperationsDone (Operations) or Forgotten (Forget). Messages under way
+        together are computed together. A permanent failure is an answer.
 
-        What will fail in the same way again is an answer with a failure. Raises Unavailable when the store stays
-        away or full after a few attempts: nothing is lost, deliver the message again.
+        Raises Unavailable when the store stays away or full after a few attempts: deliver the message again.
         """
         num_tokens = _num_tokens(message)
         self._held.append(num_tokens)
@@ -109,15 +105,15 @@ class TrainHandler:
         return [(self._cell.adapters(message.partition), update_of(manifest, message.about()))]
 
     def delivered_again(self, message: TrainerMessage, times: int) -> None:
-        """Its micro-batches are halved so often: memory that ran out may be what ended the trainers that had it."""
+        """The number of halvings of its micro-batches: lack of memory may have ended the trainers that had it."""
         self._fusion.again[message.id] = times
 
     def has_room(self) -> bool:
-        """Says whether one message more would be worked on soon; if not, it is better left to another trainer."""
+        """Would one message more be worked on soon? If not, another trainer may better take it."""
         return sum(self._held) < WINDOW_BATCHES * self._trainer.budget.tokens
 
     def takes_leftovers(self) -> bool:
-        """Says whether it takes one message more that no other trainer waits for, so that a small one overtakes the large ones here."""
+        """Does it take a message that no other trainer waits for, so that a small one overtakes large ones here?"""
         large = LARGE_BATCHES * self._trainer.budget.tokens
         return sum(min(tokens, large) for tokens in self._held) < MAX_LARGE_MESSAGES * large
 
@@ -159,14 +155,13 @@ class TrainHandler:
         return [(self._cell.adapters(message.partition), update)]
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start, lost races included: `busy_s` and `compute_s` in forward, backward and optimiser, by the
-        clock and of the thread; `trained_tokens`, `forward_tokens` with their `padding_tokens`; `commit_s` in files and manifests; of
-        several ranks, `rank_<n>_tokens` and `ranks_s`.
-        """
+        """Totals since the start, lost races included: `busy_s` and `compute_s` in forward, backward and optimiser, by the clock
+        and of the thread; `trained_tokens`, `forward_tokens` with their `padding_tokens`; `commit_s` in files and manifests;
+        of several ranks, `rank_<n>_tokens` and `ranks_s`."""
         return {**self._counters, "compute_s": self._fusion.compute_s, **self._trainer.backbone.counters()}
 
     def hand_back(self, message: TrainerMessage) -> list[Out] | None:
-        """Half a step is worth nothing elsewhere: the message goes back as it was, or its owner hears that the gradient is gone."""
+        """Half a step is worth nothing elsewhere: the message goes back, or its owner hears that the gradient is gone."""
         return self._runs.hand_back(message) if isinstance(message, Operations) else None
 
     def resident(self) -> list[str]:
@@ -222,13 +217,13 @@ class TrainHandler:
         return Trained(await beating(beat, asyncio.to_thread(self._trainer.init, message)), {}, 0, 0.0)
 
     async def _ensure_drawn(self, step: TrainStep, beat: Beat) -> None:
-        """Makes the version 0 that a job's first step trains, unless there is one: a trainer may have died right after it."""
+        """Makes version 0, which a job's first step trains, if missing: a trainer may have died after it."""
         if await self._versions.manifest(step.adapter) is None:
             init = Init(id=f"{step.job}/init", **step.about(), adapter=step.adapter, seed=step.seed, lora=step.lora)
             await self._make(init, step.adapter, beat)
 
     async def _copied(self, message: Init, source: AdapterRef, beat: Beat) -> TrainState:
-        """A version as another adapter's. Raises InvalidInput if it is of another rank or other targets than were asked for."""
+        """A version as another adapter's. Raises InvalidInput if its rank or targets are not those asked for."""
         state = await self._versions.read(source, beat, with_optimizer=message.with_optimizer)
         if state.spec.rank != message.lora.rank:
             raise InvalidInput(f"{source} has rank {state.spec.rank}, not {message.lora.rank}")
@@ -240,9 +235,7 @@ class TrainHandler:
         return state
 
     async def _drop_old(self, message: Init | TrainStep, newest: AdapterRef) -> None:
-        """Optimiser state is kept for the newest two versions, adapters for as long as their job wants. A failure here costs
-        only space.
-        """
+        """Keeps optimiser state for the newest two versions, adapters while their job wants them. A failure costs only space."""
         if not isinstance(message, TrainStep):
             return
         dropped = [msgspec.structs.replace(newest, version=version) for version in message.drops]

@@ -14,11 +14,11 @@ from common.wire.messages import LoraSpec
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """The order of an adapter's values in one flat tensor [P]: by name, A before B. Equal layouts share their products."""
+    """The order of an adapter's values in a flat tensor [P]: by name, A before B. Equal layouts share products."""
 
     rank: int
     names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...] = field(compare=False)  # of each name's A and B: the base and the rank give them
+    shapes: tuple[torch.Size, ...] = field(compare=False)  # of each name's A and B, by base and rank
 
     @classmethod
     def of(cls, adapter: Adapter) -> "AdapterLayout":
@@ -56,8 +56,8 @@ def _factors(adapter: Adapter) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class LayerFactors:
-    """One linear layer's factors of all adapters in a stack: a [C, rank, in], b [C, out, rank], and their gradients, contiguous:
-    adding to a strided tensor by index takes ten times as long."""
+    """A linear layer's factors of a stack: a [C, rank, in], b [C, out, rank], and their gradients. All contiguous: adding to a
+    strided tensor by index takes ten times as long."""
 
     a: Tensor
     b: Tensor
@@ -66,10 +66,9 @@ class LayerFactors:
 
 
 class AdapterStack:
-    """The adapters of one shape that are being trained, each with its gradient.
+    """The adapters of one shape in training, each with its gradient.
 
-    Every layer of the base has the same modules, so the values [P] of an adapter are [L, P / L] in order of layer names.
-    """
+    Every layer of the base has the same modules: an adapter's values [P] are [L, P / L], layers ordered by name."""
 
     def __init__(self, layout: AdapterLayout, device: torch.device) -> None:
         self.layout = layout
@@ -82,7 +81,7 @@ class AdapterStack:
         self.factors: dict[str, LayerFactors] = {}
 
     def put(self, values_P: Tensor, scale: float, grad_P: Tensor | None = None) -> int:
-        """Copies an adapter into the stack, with the gradient to which others are added (None: 0); returns its place."""
+        """Copies an adapter in, with the gradient to go on from (None: 0); returns its place."""
         if not self._free:
             self._grow()
         place = self._free.pop()

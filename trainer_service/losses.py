@@ -1,4 +1,4 @@
-"""Computes the losses of jobs (ratios, clips, means; advantages: common/tasks/advantages.py) and, by the same formula, of runs (data.py).
+"""Computes the losses of jobs (advantages: common/tasks/advantages.py) and, by the same formula, of runs (data.py).
 
     loss     advantage         ratio to the sampling policy        clip           mean over           source
     grpo     (R - mean) / std  token                               .2 / .2        tokens of a row,    arXiv 2402.03300, eq. 3
@@ -18,8 +18,8 @@ Rows that nobody sampled, a supervised job's, have `cross_entropy`: advantage 1,
 and, with `truncate_ratios`, the ratio of the others.
 std is the sample's (n - 1), plus 1e-6, as in verl and TRL. A group of equal rewards, or of one row, has advantage 0.
 At lag 0 (rows that the trained version sampled) the old policy of `gspo` is the trainer's own: see `_beside_itself`.
-`mask_truncated` is DAPO's overlong filtering: a truncated row's reward still counts in its group's mean and std (it is a
-sample of the policy like any other), but the row is left out of the loss, numerator and denominators.
+`mask_truncated` is DAPO's overlong filtering: a truncated row's reward counts in its group's mean and std, as a sample of
+the policy, but the row is left out of the loss, numerator and denominators.
 
 Axes: R rows of a batch, or of a micro-batch that may mix batches; W places for the tokens that the model wrote in a row.
 """
@@ -72,7 +72,7 @@ class RowTerms:
     """The terms of each row of a TrainStep that depend on the whole batch and its loss."""
 
     advantages_R: Floats
-    weights_R: Floats  # factor of each token's loss: the reciprocal of its denominator; 0: not in the loss
+    weights_R: Floats  # of each token's loss: the reciprocal of its denominator; 0: not in the loss
     active_R: Bools  # rows that can have a gradient; the others need no forward
     low_R: Floats  # bounds of the ratio, or of the weight
     high_R: Floats
@@ -83,7 +83,7 @@ class RowTerms:
 
 
 class MicroTerms(NamedTuple):
-    """The terms of a micro-batch's targets, 0 where a row has none, and of its rows; in this order in `Terms`."""
+    """A micro-batch's terms of targets, 0 where a row has none, and of rows; ordered as in `Terms`."""
 
     sampled_RW: Tensor  # log-prob at sampling
     advantages_RW: Tensor
@@ -107,8 +107,8 @@ ANCHORED, BETAS = (MicroTerms._fields.index(name) - NUM_OF_TARGETS for name in (
 
 
 def micro_terms(parts: "Sequence[tuple[Batch, Sequence[int]]]", width: int, like: Tensor) -> tuple[MicroTerms, Tensor]:
-    """The terms of some rows of each of several batches, one after the other, with dtype and device of `like`, and which of the
-    `width` places of a row are targets, [R, W]."""
+    """The terms of some rows of several batches in order, with dtype and device of `like`, and which of the `width` places of a
+    row are targets, [R, W]."""
     spans = [
         (batch.terms, starts[row], starts[row + 1])
         for batch, rows in parts
@@ -185,11 +185,11 @@ def row_terms(batch: SampledRows, spec: LossSpec) -> RowTerms:
 
 
 def _beside_itself(terms: RowTerms, current_R: Bools, spec: LossSpec) -> RowTerms:
-    """Makes the old policy of a ratio over whole rows, at lag 0, the trainer's own, with the difference to the sampler as a weight.
+    """Makes the old policy of whole-row ratios, at lag 0, the trainer's own, and its difference to the sampler a weight.
 
-    The ratio is then 1, and no clip binds. Bounds as narrow as those of GSPO would clip what the sampler rounds otherwise. With p the
-    policy and s the sampler, min(p.detach() / s, is_clip) (p / p.detach()) A is min(p / s, is_clip) A with the gradient of a weight:
-    the truncated ratio, without bounds.
+    The ratio is then 1, and no clip binds: GSPO's narrow bounds would clip the sampler's rounding. With policy p and sampler
+    s, min(p.detach() / s, is_clip) (p / p.detach()) A is min(p / s, is_clip) A with a weight's gradient: the truncated
+    ratio, without bounds.
     """
     if rule_of(spec).ratio != "sequence":
         return terms
@@ -234,9 +234,8 @@ def token_weights(num_written_R: Ints, kept_R: Bools, spec: LossSpec) -> Floats:
 def token_losses(terms: MicroTerms, logprobs_RW: Tensor, written_RW: Tensor) -> tuple[Tensor, Tensor]:
     """Computes (loss, whether the clip binds) of each target, [R, W] both; the weighted sum of the first is the loss.
 
-    One formula for all losses, so that rows of different jobs and runs share it. Only places in `written_RW` are targets, the
-    others' values count nowhere. The clip binds where it takes away the gradient; where the ratio is a weight, it binds where it
-    changes the weight.
+    One formula for all losses, so that rows of different jobs and runs share it. Only places in `written_RW` are targets; others
+    count nowhere. A clip binds where it removes the gradient, or changes a ratio that is the weight.
     """
     advantages_RW, is_weight_R1 = terms.advantages_RW, terms.is_weight_R1 > 0
     difference_RW = logprobs_RW - terms.sampled_RW
@@ -260,8 +259,8 @@ def token_losses(terms: MicroTerms, logprobs_RW: Tensor, written_RW: Tensor) -> 
 def _truncated(log_ratio_RW: Tensor, limit_R1: Tensor) -> Tensor:
     """Truncated importance sampling: a ratio r becomes min(r, limit), and its gradient min(r, limit) d log r.
 
-    Ionides 2008, doi 10.1198/106186008X320456. The ratio is against the log-probs at sampling, so it *is* the importance
-    weight; a clipped surrogate leaves it unbounded where the advantage is negative.
+    Ionides 2008, doi 10.1198/106186008X320456. The ratio to the log-probs at sampling *is* the importance weight; a clipped
+    surrogate leaves it unbounded where the advantage is negative.
     """
     return log_ratio_RW - (log_ratio_RW - limit_R1.log()).clamp(min=0.0).detach()
 
@@ -282,8 +281,8 @@ def k3(logprobs: Tensor, base: Tensor) -> Tensor:
 
 
 def off_policy(logprobs_RW: Tensor, sampled_RW: Tensor, written_RW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compares the trained policy with the one that sampled: (KL(sampling || trained), ratio r, r²) of each token, [R, W]; 0 where
-    there is none. Uses float64, and k3 as expm1: rounding leaves about 1e-7 of log r, and 1e-14 of its square."""
+    """Compares the trained policy with the sampler: (KL(sampling || trained), ratio r, r²) of each token, [R, W], else 0. Uses
+    float64, and k3 as expm1: rounding leaves about 1e-7 of log r, and 1e-14 of its square."""
     difference_RW = (logprobs_RW.detach().double() - sampled_RW.double()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio_RW = difference_RW.exp() * written_RW
     return (difference_RW.expm1() - difference_RW) * written_RW, ratio_RW, ratio_RW.square()

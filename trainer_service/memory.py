@@ -18,9 +18,8 @@ from trainer_service.training import Trainer
 
 LEAST_CACHE = 512 << 20
 CACHED_STATES, CACHED_RANK, CACHE_SHARE = 4, 32, 8
-"""States of adapters of that rank, on every linear layer, for which there is room by default; at most one part in so many of what is
-free."""
-WIDTH = 32  # positions of a probe's sequence: few, for each costs a large base a tenth of a second on a CPU
+"""Room by default for so many states of that rank, on every linear layer; at most 1 / CACHE_SHARE of what is free."""
+WIDTH = 32  # positions of a probe's sequence: each costs a large base 0.1 s on a CPU
 GROUP_SIZE = 2
 NUM_WRITTEN = 5
 NO_BACKWARD = -1
@@ -28,9 +27,8 @@ NO_BACKWARD = -1
 
 
 def fit(trainer: Trainer, num_bytes: int, *, most_tokens: int = 0) -> None:
-    """Bounds the trainer's budget by memory too, by a measurement, and lets its base model keep no more than the budget's tokens
-    need. `num_bytes` 0: half of what is free now. `most_tokens` of a rank: the budget's grow to so many, as far as no layer has to be
-    computed again for them."""
+    """Bounds the trainer's budget by measured memory, and lets its base model keep no more than the budget needs. `num_bytes` 0:
+    half of what is free now. `most_tokens` of a rank: the budget grows to so many, while no layer must be computed twice."""
     probed = _probe(trainer)
     budget = _bounded(trainer, probed, num_bytes)
     kept = trainer.backbone.num_ranks * int(min(most_tokens, budget.num_bytes / budget.bytes_per_token))
@@ -41,21 +39,21 @@ def fit(trainer: Trainer, num_bytes: int, *, most_tokens: int = 0) -> None:
 
 
 def cache_bytes(shapes: Mapping[str, tuple[int, int]], free: int) -> int:
-    """Bytes for adapters with optimiser states, where nobody has said how many. `shapes`: (out, in) of the linear layers. `free`: bytes."""
-    state = 3 * FLOAT32 * CACHED_RANK * sum(out + width for out, width in shapes.values())  # values and two moments
+    """Bytes for adapters with optimiser states by default. `shapes`: (out, in) of linear layers. `free`: bytes."""
+    state = 3 * FLOAT32 * CACHED_RANK * sum(out + width for out, width in shapes.values())  # values, two moments
     return max(LEAST_CACHE, min(CACHED_STATES * state, free // CACHE_SHARE))
 
 
 class Probed(NamedTuple):
-    """Bytes that a base model keeps for the backward if it keeps all: of a token, and of a pair of positions in a branched sequence,
-    which is padded. Of several ranks, on that one which computes the token."""
+    """Bytes kept for the backward if all is kept: of a token, and of a pair of positions in a branched, padded sequence. Of
+    several ranks, on the one that computes the token."""
 
     per_token: float
     per_pair: float
 
 
 def _probe(trainer: Trainer) -> Probed:
-    """A micro-batch keeps its activations; probes of one group a rank and of two tell what a token adds here, and a pair."""
+    """A micro-batch keeps its activations; probes of one and two groups a rank tell a token's and a pair's share."""
     num_ranks, base = trainer.backbone.num_ranks, trainer.backbone.keeping_all()
     plain = replace(trainer, backbone=base, budget=Budget(1 << 30), share_prefixes=False)
     numbers = (num_ranks, 2 * num_ranks)
@@ -96,12 +94,12 @@ def _kept(trainer: Trainer, *, num_groups: int, num_prompt: int) -> int:
 
 
 def kept_bytes(run: Callable[[], None]) -> int:
-    """Counts the bytes of all storages that the forwards in `run` keep for their backwards; not what a backward computes again."""
+    """Counts the bytes of all storages that forwards in `run` keep for their backwards, without what is recomputed."""
     kept: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if torch._C._current_graph_task_id() == NO_BACKWARD:  # pyright: ignore
-            storage = tensor.untyped_storage()  # held, or weights that are gathered for a while would take its address
+            storage = tensor.untyped_storage()  # held, or weights gathered for a while would take its address
             kept[storage._cdata] = storage, storage.nbytes()  # pyright: ignore[reportPrivateUsage]
         return tensor
 

@@ -22,7 +22,7 @@ MAX_LEARNING_RATE = 1e4  # far beyond use, far from overflow
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """All that the next step of a job needs. Never changed in place: a failed step leaves it as it was."""
+    """The state that a job's next step needs. Never changed in place: a failed step leaves it as it was."""
 
     values_P: Tensor
     moments: Moments
@@ -148,7 +148,7 @@ def batch_metrics(batch: SampledRows, terms: RowTerms, message: TrainStep) -> di
 
 
 def _sampled_metrics(batch: SampledRows, terms: RowTerms, message: TrainStep) -> dict[str, float | None]:
-    """The metrics of rows that a policy sampled. `entropy`: of that policy for a token, estimated by its own samples."""
+    """The metrics of sampled rows. `entropy`: of that policy for a token, estimated by its own samples."""
     sampled = np.concatenate([values[mask] for values, mask in zip(batch.logprobs, batch.written, strict=True)])
     return {
         "reward_mean": float(batch.rewards_R.mean()),
@@ -164,8 +164,8 @@ def _sampled_metrics(batch: SampledRows, terms: RowTerms, message: TrainStep) ->
 def _step_metrics(sums: Sums, message: TrainStep, grad_norm: float) -> dict[str, float | None]:
     """Metrics of the forwards; None where there was nothing to measure.
 
-    `ess_share`: Kish's effective sample size of the trained tokens, each weighed by its probability ratio to the sampling
-    policy, as a share of their number: (Σr)² / (n Σr²). 1: all weigh the same.
+    `ess_share`: Kish's effective sample size of the trained tokens, weighed by their ratios to the sampling policy, as a
+    share of their number: (Σr)² / (n Σr²). 1: equal weights.
     """
     sum_of = dict(zip(FIGURES, sums.figures_K.tolist(), strict=True))
     trained, forward = max(sum_of["num_trained"], 1), max(sums.num_forward, 1)

@@ -1,7 +1,7 @@
 """Runs AdamW over one flat tensor, and saves its state as bytes.
 
-Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2 (decoupled weight decay), constant rate. All operations go element
-by element in a fixed order, so the same state and gradient give the same bits on any day.
+Loshchilov & Hutter 2019, arXiv 1711.05101, algorithm 2 (decoupled weight decay), constant rate. All operations are
+elementwise in a fixed order, so the same state and gradient always give the same bits.
 
 Axes: P all values of an adapter.
 """
@@ -32,10 +32,7 @@ class Moments:
 
 
 def clip_gradient(grad_P: Tensor, max_norm: float) -> float:
-    """Scales the gradient in place to a Euclidean norm of at most `max_norm`, 0: of any; returns the norm before.
-
-    As torch's clip_grad_norm_.
-    """
+    """Scales the gradient in place to a norm of at most `max_norm` (0: any), as torch's clip_grad_norm_; returns the norm before."""
     norm = float(torch.linalg.vector_norm(grad_P))
     if 0 < max_norm < norm:
         grad_P.mul_(max_norm / (norm + 1e-6))
@@ -43,7 +40,7 @@ def clip_gradient(grad_P: Tensor, max_norm: float) -> float:
 
 
 def update(values_P: Tensor, grad_P: Tensor, moments: Moments, spec: OptimSpec) -> Moments:
-    """Runs one AdamW step, in place on the values; returns the new moments. Torch's fused kernel passes through memory once."""
+    """Runs AdamW once, in place on the values; returns the new moments. Torch's fused kernel reads memory once."""
     mean_P, square_P = moments.mean_P.clone(), moments.square_P.clone()
     steps = torch.tensor(float(moments.num_steps), device=values_P.device)
     adamw(
@@ -76,7 +73,7 @@ def save_moments(moments: Moments) -> bytes:
 
 
 def load_moments(data: bytes, num_values: int, device: torch.device) -> Moments:
-    """The inverse of `save_moments`. Raises CorruptObject if the bytes are not the moments of an adapter of `num_values` values."""
+    """The inverse of `save_moments`. Raises CorruptObject unless they are moments of `num_values` values."""
     try:
         tensors = safetensors.torch.load(data)
         mean_P, square_P, num_steps = tensors["mean"], tensors["square"], int(tensors["num_steps"])

@@ -1,8 +1,8 @@
 """Packs rows into sequences, and sequences into micro-batches.
 
 The trajectories of a group begin with the same tokens. A sequence is a tree of such rows: the shared beginning once, then
-each row's own tokens as a branch that sees the beginning and itself. The gradient is the same, at a fraction of the tokens
-(Prefix Grouper, arXiv 2506.05433). Attention over a tree is dense, or computed twice, so rows share only where that is cheaper.
+each row's own tokens as a branch that sees the beginning and itself. The gradient is the same, for fewer tokens (Prefix
+Grouper, arXiv 2506.05433). Attention over a tree is dense, or computed twice, so rows share only where that is cheaper.
 
     beginning  p0 p1 p2 | branch 1  a3 a4 | branch 2  b3 b4 b5        position: 0 1 2 3 4 3 4 5
 
@@ -22,7 +22,7 @@ PAD_MULTIPLE = 32  # of a sequence's length in deterministic mode
 WINDOW_BATCHES = 2  # a micro-batch is chosen from work for so many
 COMPUTED_AGAIN = 1.3  # time of attention whose forward the backward repeats, over attention
 ATTENTION_COST = 4  # time of a multiply-add in attention over one in a linear layer, as on a CPU
-PADDING_SHARE = 1 / 16  # of a micro-batch's tokens: padding as dear as the overhead of one micro-batch more
+PADDING_SHARE = 1 / 16  # of a micro-batch's tokens: padding as dear as one micro-batch more
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Tree:
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
-        """Sequences of one kind can share a micro-batch bit by bit: their padded length, whether they need a mask, and a backward."""
+        """Sequences of one kind share a micro-batch bit by bit: padded length, need of a mask, and a backward."""
         return -(-len(self) // PAD_MULTIPLE) * PAD_MULTIPLE, self.branched, self.learns
 
 
@@ -57,9 +57,7 @@ class Cost:
 
     per_token: int  # linear layers
     per_pair: int  # attention, for each pair of positions
-    by_branch: bool = (
-        False  # attention over a tree: each branch over its own row, computed again in the backward; else all pairs
-    )
+    by_branch: bool = False  # attention over a tree: by branch, computed again in the backward; else all pairs
 
     @classmethod
     def of_layer(cls, num_weights: int, num_heads: int, head_dim: int, *, by_branch: bool = False) -> "Cost":
@@ -77,13 +75,13 @@ class Cost:
 
 
 def pack(batch: Batch, cost: Cost | None, most: float = math.inf) -> list[Tree]:
-    """Packs all wanted rows into sequences: first those that can learn, so that it changes nothing for them whether others are wanted."""
+    """Packs all wanted rows into sequences: first those that can learn, which the others must not change."""
     learned, others = batch.wanted_R & batch.learned_R, batch.wanted_R & ~batch.learned_R
     return trees(batch, learned, cost, most) + trees(batch, others, cost, most)
 
 
 def trees(batch: Batch, active_R: Bools, cost: Cost | None, most: float = math.inf) -> list[Tree]:
-    """Packs all active rows into sequences, in order of group. `cost` None: each row on its own. `most`: tokens of rows together."""
+    """Packs active rows into sequences by group. `cost` None: each row alone. `most`: tokens of rows together."""
     made: list[Tree] = []
     active = np.flatnonzero(active_R)
     for group in np.unique(batch.groups_R[active]):
@@ -148,7 +146,7 @@ def _tree(batch: Batch, rows: list[int]) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits of a micro-batch, padding included: its tokens, and the bytes that a rank keeps of it. A lone sequence may exceed them."""
+    """A micro-batch's limits, padding included: its tokens, and a rank's bytes. A lone sequence may exceed them."""
 
     tokens: int = 2048
     num_bytes: float = math.inf
@@ -169,7 +167,7 @@ class Budget:
         return math.sqrt(half**2 + self.num_bytes / self.bytes_per_pair) - half
 
     def holds_packed(self, sequences: Sequence[Tree], num_ranks: int) -> bool:
-        """Says whether sequences fit end to end, without padding, the fullest rank's share of them too."""
+        """Do the sequences fit end to end, without padding, the fullest rank's share too?"""
         if sum(map(len, sequences)) > self.tokens:
             return False
         lengths = [*map(len, sequences)]
@@ -178,7 +176,7 @@ class Budget:
 
 
 def spread(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Spreads sequences over ranks: the numbers of each rank's. The longest sequence first, each to the rank with the fewest tokens."""
+    """Spreads sequences over ranks: each rank's indices. Longest first, each to the rank with the fewest tokens."""
     taken: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
@@ -189,21 +187,20 @@ def spread(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def in_order(sequences: Iterable[Tree], *, exact: bool) -> list[Tree]:
-    """Sorts a job's open sequences as they are trained: by part, longest first; `exact`: widest first, then by group."""
+    """Sorts a job's open sequences for training: by part, longest first; `exact`: widest first, then by group."""
     return sorted(sequences, key=lambda tree: (-tree.part, *(tree.kind if exact else (len(tree),))), reverse=True)
 
 
 def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact: bool) -> list[list[Tree]]:
     """Chooses the next of each job's open sequences, jobs by age, sequences as `in_order`; at least one of the oldest job.
 
-    The oldest jobs whose work fills WINDOW_BATCHES micro-batches take part: the others would only delay them. The oldest job's
-    longest sequence gives the width, and the others follow by length while padding is cheaper than a micro-batch more.
-    `exact`: sequences of one kind only, each job's in its own order, so that a job's gradient adds up as if it were alone.
+    The oldest jobs whose work fills WINDOW_BATCHES micro-batches take part: others would only delay them. The oldest job's
+    longest sequence gives the width; others follow by length while padding is cheaper than a micro-batch more.
+    `exact`: one kind of sequences only, each job's in its own order, so that a job's gradient adds up as without others.
     Sequences that learn and others do not mix.
     """
-    # In deterministic mode a job's gradient must add up in the order and the shapes in which it would without neighbours, so only
-    # sequences of the lead's kind join. Elsewhere a shorter sequence is padded to the lead's width while that costs less than the
-    # fixed cost of one micro-batch more.
+    # In deterministic mode a job's gradient must add up in the order and shapes that it has without neighbours, so only the lead's
+    # kind joins. Elsewhere a shorter sequence is padded while that costs less than one micro-batch more.
     window = _window(queues, WINDOW_BATCHES * budget.tokens)
     lead = window[0][0]
     width = lead.kind[0] if exact else len(lead)
@@ -225,7 +222,7 @@ def next_micro_batch(queues: Sequence[Sequence[Tree]], budget: Budget, *, exact:
 
 
 def next_pack(queues: Sequence[Sequence[Tree]], budget: Budget, num_ranks: int) -> list[list[Tree]]:
-    """Chooses as `next_micro_batch`, for a base model that takes sequences end to end: the oldest job's first, as many as fit."""
+    """Chooses as `next_micro_batch`, for unpadded sequences end to end: the oldest job's first, as many as fit."""
     learns = queues[0][0].learns
     candidates = [(job, tree) for job, queue in enumerate(queues) for tree in queue if tree.learns == learns]
     least, most = 1, len(candidates)

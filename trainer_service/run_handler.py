@@ -1,7 +1,7 @@
 """Operations of a run in, an OperationsDone out.
 
-The gradient that a run's log adds up to is kept here between two messages: whoever sends the next segment names this trainer. It
-is a cache. A trainer that does not have it says so (`absent`), and gets the whole log.
+The gradient of a run's log is kept here between two messages; the sender of the next segment names this trainer. It is a
+cache: a trainer without it answers `absent`, and gets the whole log.
 
     redelivery before the commit    the same segment once more: the gradient before it is kept until the next one stands
     redelivery after the commit     the manifest tells the metrics; outputs that were not published are a forward of v
@@ -49,11 +49,11 @@ class RunHandler:
         self._cell = cell
         self._worker = worker
         self._gradients: ByteCache[AdapterRef, Gradient] = ByteCache(cache_bytes, lambda gradient: gradient.num_bytes)
-        """The newest of each version's log: an older one, or one of a log that was dropped, is never gone on with."""
+        """The newest of each version's log: none goes on with an older one, or one of a dropped log."""
         self._counters = counters
 
     async def __call__(self, message: Operations, beat: Beat) -> list[Out]:
-        """Raises Unavailable when the store stays away or full: nothing is lost, deliver the message again."""
+        """Raises Unavailable when the store stays away or full: deliver the message again."""
         try:
             manifest = await self._versions.manifest(message.adapter.next()) if _ends(message) else None
             if manifest is not None:
@@ -73,7 +73,7 @@ class RunHandler:
         return self._answer(message, tuple(OperationResult(one.seq, failure=failure) for one in open_ones))
 
     def hand_back(self, message: Operations) -> list[Out] | None:
-        """A segment whose gradient is only here cannot be carried out elsewhere: its owner sends the whole log."""
+        """A segment whose gradient is only here cannot move: its owner sends the whole log."""
         return self._answer(message, absent=True) if message.first else None
 
     def _gradient(self, message: Operations) -> Gradient | None:
@@ -135,7 +135,7 @@ class RunHandler:
         )
 
     async def _recovered(self, message: Operations, manifest: Manifest, beat: Beat) -> list[Out]:
-        """The answer of a segment whose version exists: outputs that were not published come from a forward of v."""
+        """The answer of a segment whose version exists: unpublished outputs come from a forward of v."""
         missing = tuple(replace(one, action="forward") for one in message.operations[:-1] if not one.answered)
         results: tuple[OperationResult, ...] = ()
         try:
@@ -182,7 +182,7 @@ def _ends(message: Operations) -> bool:
 
 
 def _applied(message: Operations, manifest: Manifest) -> OperationResult:
-    """The result of the `optim_step`, whoever committed the version. One that another log led to is not this log's."""
+    """The result of the `optim_step`, whoever committed the version. One of another log is not this log's."""
     last = message.operations[-1].seq
     if manifest.batch.rpartition("-")[2] != str(last):
         reason = f"version {manifest.adapter.version} was made by operations {manifest.batch.rpartition(':')[2]}"

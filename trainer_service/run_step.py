@@ -1,7 +1,7 @@
-"""Carries out a segment of a run's operations: outputs, and a gradient that the next segment goes on with or that is applied.
+"""Carries out a segment of a run's operations: outputs, and a gradient to go on with or to apply.
 
-Operations add to the gradient one after the other, in order of their numbers and never merged: one segment, three, or a replay
-give the same bits.
+Operations add to the gradient in order of their numbers and never merged: one segment, three, or a replay give the same
+bits.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class OpenRun:
 class Computed:
     """The result of a segment."""
 
-    results: tuple[OperationResult, ...]  # of those that were not answered before, except what made the next version
+    results: tuple[OperationResult, ...]  # of those not answered before, except what made the next version
     gradient: Gradient | None  # of the log up to here; None: it ended
     state: TrainState | None  # the next version, if one was made
     metrics: dict[str, float]  # of the optimiser's step
@@ -187,7 +187,7 @@ def _sum(trainer: Trainer, run: OpenRun, results: Sequence[OperationResult]) -> 
 def _apply(
     trainer: Trainer, operation: Parsed, state: TrainState, gradient: Gradient
 ) -> tuple[TrainState, dict[str, float]]:
-    """Raises TrainingFailed for a gradient with a missing part, or if the gradient or the new weights are not finite."""
+    """Raises TrainingFailed for a gradient with a missing part, or a gradient or weights that are not finite."""
     if operation.failure is not None:
         raise InvalidInput(operation.failure.reason)
     assert operation.optim is not None

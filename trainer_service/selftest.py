@@ -1,7 +1,7 @@
 """Checks at start-up that on this machine a training step's bits depend on its job's batch only.
 
-Steps of several jobs, of ranks, losses and lengths of every kind, are trained one by one and together, in micro-batches of
-many sequences and of one, with shared prefixes and without: weights and moments must be the same bits.
+Steps of several jobs, with ranks, losses and lengths of every kind, are trained one by one and together, in micro-batches of
+many sequences and of one, with and without shared prefixes: weights and moments must be the same bits.
 `python -m trainer_service.selftest FOLDER MIN_ROWS` checks in a process of its own.
 """
 
@@ -102,7 +102,7 @@ def _step(number: int, version: int) -> TrainStep:
 
 
 def random_rows(*, num_prompt: np.ndarray, num_written: np.ndarray, group_size: int, version: int = 0) -> Rows:
-    """Rows of random tokens, with these numbers of prompt and written tokens; rows of a group begin alike, no two groups do."""
+    """Rows of random tokens, with these numbers of prompt and written tokens; only rows of a group begin alike."""
     groups, samples = np.divmod(np.arange(len(num_prompt)), group_size)
     tokens = [
         np.concatenate([bits(version, "asked", group, np.arange(p)), bits(version, "answer", row, np.arange(w))])

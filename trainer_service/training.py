@@ -4,8 +4,8 @@
     begin ─────────── of a TrainStep: all of it ─────────────────► finish
 
 Rows of all open batches go through the base model in the same forward and backward, each through its own adapter. Jobs
-share only the base model: factors, gradients, clipping and optimiser state are each job's own, every product has
-the rows of one job, and no number of one job ever meets a number of another's, so that a NaN stays where it is.
+share only the base model: factors, gradients, clipping and optimiser state are each job's own. Every product has the
+rows of one job, and no number of one meets another's, so that a NaN stays where it is.
 
 Axes: R rows and M targets of a micro-batch, T its positions, W places for the targets of a row.
 """
@@ -49,7 +49,7 @@ class DoesNotFit(Exception):
 
 @dataclass(slots=True)
 class Trainer:
-    """Computes on one base model. Holds open batches' adapters and nothing else of a job. One call at a time."""
+    """Computes on one base model. Of jobs it holds only open batches' adapters. One call at a time."""
 
     backbone: Backbone
     budget: Budget = field(default_factory=Budget)
@@ -65,7 +65,7 @@ class Trainer:
         return TrainState.of(adapter, Moments.zeros(lora.AdapterLayout.of(adapter).num_values, self.backbone.device))
 
     def clock(self) -> float:
-        """Seconds, by the clock of the computing thread: what two threads are charged adds up to what they took."""
+        """Seconds of the computing thread's clock: what two threads are charged adds up to what they took."""
         return compute_clock(self.backbone.device)()
 
     # ---- a batch of one adapter -------------------------------------------------------------------------------------
@@ -83,8 +83,8 @@ class Trainer:
         return opened
 
     def cut(self, opened: OpenBatch, tokens: int) -> None:
-        """Gives each row a sequence of its own, if rows that share a beginning are together more than so many tokens. In deterministic
-        mode nothing changes: their gradient would have other bits."""
+        """Gives each row its own sequence, if rows that share a beginning have more tokens together than so many. Not in
+        deterministic mode: their gradient would have other bits."""
         if not self.deterministic and any(tree.branched and len(tree) > tokens for tree in opened.queue):
             opened.queue = in_order(pack(opened.batch, None), exact=False)
 
@@ -97,10 +97,8 @@ class Trainer:
         opened.stack.remove(opened.place)
 
     def apply(self, state: TrainState, grad_P: Tensor, optim: OptimSpec) -> tuple[TrainState, float]:
-        """Clips the gradient, in place, and runs AdamW; returns the new state and the gradient's norm before.
-
-        Raises TrainingFailed if the gradient or the new weights are not finite.
-        """
+        """Clips the gradient, in place, and runs AdamW; returns the new state and the gradient's norm before. Raises
+        TrainingFailed if the gradient or the new weights are not finite."""
         values_P = state.values_P.clone()
         norm = optimiser.clip_gradient(grad_P, optim.grad_clip)
         if not math.isfinite(norm):
@@ -113,7 +111,7 @@ class Trainer:
     # ---- a TrainStep ------------------------------------------------------------------------------------------------
 
     def step(self, message: TrainStep, state: TrainState, beat: Callable[[], None]) -> Trained:
-        """Runs one step by itself; `beat` is called after every micro-batch. Raises as `begin` and `finish`."""
+        """Runs one step; `beat` is called after each micro-batch. Raises as `begin` and `finish`."""
         step = self.begin(message, state)
         while not step.done:
             self.micro_batch([step.opened])
@@ -121,10 +119,8 @@ class Trainer:
         return self.finish(step)
 
     def begin(self, message: TrainStep, state: TrainState) -> OpenStep:
-        """Opens a step of `state` on the message's rows; without rows, or with none that can have a gradient, it is done.
-
-        Raises InvalidInput for a batch that cannot be trained on, TrainingFailed for one that holds no finite numbers.
-        """
+        """Opens a step of `state` on the message's rows; without rows that can have a gradient it is done. Raises InvalidInput
+        for a batch that cannot be trained on, TrainingFailed for numbers that are not finite."""
         start, base, version = self.clock(), self.backbone, message.adapter.version
         check_spec(message)
         rows = parse_rows(message.rows, version=version, vocab=base.vocab, context=base.context)
@@ -134,7 +130,7 @@ class Trainer:
         return OpenStep(message, rows, terms, opened)
 
     def finish(self, step: OpenStep) -> Trained:
-        """Makes the next version. Raises TrainingFailed if the loss, the gradient or the new weights are not finite."""
+        """Makes the next version. Raises TrainingFailed if loss, gradient or new weights are not finite."""
         start, opened = self.clock(), step.opened
         try:
             if opened.failures:
@@ -157,10 +153,10 @@ class Trainer:
         return self._stacks[layout]
 
     def micro_batch(self, opened: Sequence[OpenBatch], budget: Budget | None = None) -> None:
-        """Runs one forward and backward over some of the open sequences of these batches, first ones first; none of them is done.
-        `budget`: instead of its own.
+        """Runs one forward and backward over some of these batches' open sequences, first ones first; no batch is done.
+        `budget`: instead of its own. Raises DoesNotFit when memory runs out.
 
-        A part whose loss is not finite fails, and only that one. Raises DoesNotFit when memory runs out.
+        A part whose loss is not finite fails, and only that one.
         """
         taken = self._take(opened, budget or self.budget)
         try:
@@ -170,7 +166,7 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
             reason = str(error).partition("\n")[0] or type(error).__name__
-        trees = [tree for _, own in taken for tree in own]  # here the error is gone, and with it what it held
+        trees = [tree for _, own in taken for tree in own]  # the error is gone, and the memory that it held
         num_tokens = len(trees) * max(map(len, trees)) if self.backbone.pads else sum(map(len, trees))
         raise DoesNotFit(num_tokens, len(trees) == 1 and (self.deterministic or not trees[0].branched), reason)
 
@@ -209,7 +205,7 @@ class Trainer:
         )
 
     def _base_logprobs(self, taken: Taken, logprobs_M: Tensor) -> Tensor:
-        """Log-probs under the bare base model where the batch's loss asks for them; elsewhere those of the policy."""
+        """Log-probs under the bare base model where the batch's loss needs them; else the policy's."""
         asking = [(one, sequences) for one, sequences in taken if one.batch.kl_coef]
         if not asking:
             return logprobs_M
@@ -230,7 +226,7 @@ def _adapters(taken: Taken) -> list[AdapterPlace]:
 
 
 def _loss(taken: Taken, width: int, logprobs_M: Tensor, base_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The micro-batch's share of all its batches' losses, a scalar, and the figures of each row, [len(FIGURES), R]."""
+    """The micro-batch's share of all its batches' losses, a scalar, and each row's figures, [len(FIGURES), R]."""
     parts = [(one.batch, [row for tree in own for row in tree.rows]) for one, own in taken]
     terms, written_RW = micro_terms(parts, width, logprobs_M)
 
@@ -262,8 +258,8 @@ def _keep_logprobs(taken: Taken, logprobs_M: Tensor) -> None:
 
 
 def _credit(taken: Taken, figures_KR: Floats, width: int | None, seconds: float) -> None:
-    """Adds a micro-batch's figures up by batch and part, its time by each one's share of the positions. `width`: to which each
-    sequence was padded; None: none was. `seconds`: that it took."""
+    """Adds a micro-batch's figures up by batch and part, its time by each one's share of positions. `width`: of padded
+    sequences; None: unpadded. `seconds`: that it took."""
 
     def places(sequences: Sequence[Tree]) -> int:
         return sum(map(len, sequences)) if width is None else len(sequences) * width

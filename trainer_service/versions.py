@@ -1,4 +1,4 @@
-"""Reads and commits versions of adapters, and keeps the last states of some (a cache; the store is the truth)."""
+"""Reads and commits versions of adapters, and caches the last states of some."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 
 class Versions:
-    """The versions of one base model's adapters. Raises Unavailable when the store stays away or full after a few attempts."""
+    """The versions of one base model's adapters. Raises Unavailable when the store stays away or full."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Versions:
         return await self._patiently(lambda: self.store.manifest(adapter))
 
     async def refuse_other_bits(self, parent: AdapterRef) -> None:
-        """Raises InvalidInput if a version was trained on other bits than this trainer's: its job was cancelled before it joined."""
+        """Raises InvalidInput if a version was trained on other bits: its job was cancelled before it joined."""
         if parent.version == 0 or parent in self._cache:
             return
         manifest = await self.manifest(parent)
@@ -79,7 +79,7 @@ class Versions:
         return await beating(beat, asyncio.to_thread(self._load, files))
 
     async def read_uploaded(self, path: str, spec: LoraSpec, beat: Beat) -> TrainState:
-        """An adapter that a user has uploaded, with a new optimiser. Raises CorruptObject or NotFound."""
+        """An adapter that a user uploaded, with a new optimiser. Raises CorruptObject or NotFound."""
         weights = await beating(beat, self._patiently(partial(self.store.read_uploaded, path)))
         config = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": spec.targets}
         files = {WEIGHTS_FILE: weights, CONFIG_FILE: json.dumps(config).encode()}
@@ -92,9 +92,9 @@ class Versions:
         """
         manifest = replace(manifest, base_model=self._base_model, fingerprints=dict(self._fingerprints))
         files = await beating(beat, asyncio.to_thread(self._save, state))
-        # The store writes the files first, under a name of this attempt's own, and then the manifest that names them, which can be
-        # created only once. So a trainer that dies on the way leaves files that nobody names, a version is whole or absent, and of
-        # two trainers with one message the second adopts what the first has committed: whose message it was does not matter.
+        # The store writes the files first, under this attempt's own name, then the manifest that names them, which is created only once.
+        # So a trainer that dies leaves files that nobody names, a version is whole or absent, and of two trainers with one message the
+        # second adopts the first's version.
         try:
             committed = await beating(beat, self._patiently(partial(self.store.commit, manifest, files)))
         except AlreadyExists:
@@ -110,7 +110,7 @@ class Versions:
         self._cache.pop(adapter)
 
     def _keep(self, adapter: AdapterRef, state: TrainState) -> None:
-        """Keeps a state in memory, unless it is more by itself than all may take, which the log says once."""
+        """Caches a state, unless it is larger than all may be, which the log says once."""
         budget = self._cache.budget_bytes
         if state.num_bytes > budget and not self._told:
             self._told = True

@@ -1,11 +1,11 @@
-"""The bus: Redis Streams with consumer groups, and the one script that publishes results and acknowledges their cause.
+"""The bus: Redis Streams with consumer groups, and the script that publishes results and acknowledges their cause.
 
     publish ─► stream ─► read ─► deliveries ─► settle: outputs first, then XACK and XDEL, in one script
 
 Its files:
 
     bus.py               publishes, and acknowledges by one script
-    deliveries.py        entries of streams as workers hold them, and dead letters of those that cannot be worked on
+    deliveries.py        entries of streams as workers hold them, and dead letters
     fullness.py          measures how full Redis is
     histories.py         reads what they refer to
     payloads.py          makes fields of messages; large ones travel by way of object storage

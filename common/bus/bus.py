@@ -2,15 +2,15 @@
 
 Guarantees:
 - Work may be done twice, its result is published once: one script appends the outputs, acknowledges the input and
-  deletes it, and does nothing if the input is not pending any more. Retrying that script after a lost reply is harmless.
+  deletes it, and does nothing if the input is not pending. Retrying it after a lost reply is harmless.
 - An entry is deleted with its acknowledgement, so a stream's length is its open work.
-- Connection losses, calls without an answer, a loading Redis, full memory, a lost script cache and an object storage that is
-  away are retried with backoff until they pass; callers see no error, only time.
-- A full Redis drains: what settles, renews, takes over and reports begins with a command that needs no memory, after which Redis
-  refuses none of the script's. What `publish` appends waits.
+- Lost connections, missing answers, a loading or full Redis, a lost script cache and an unavailable object storage are
+  retried with backoff until they pass; callers see no error, only time.
+- A full Redis drains: what settles, renews, takes over and reports begins with a command that needs no memory, and
+  Redis then refuses none of the script's. What `publish` appends waits.
 
-An entry is one field, `payload`: the msgpack of the message. One above `CLAIM_CHECK_BYTES` goes to object storage and travels as
-`ref`, with plain fields (id, job, partition, epoch, kind) next to it (`payloads.py`).
+An entry is one field, `payload`: the msgpack of the message. Above `CLAIM_CHECK_BYTES` it goes to object storage and
+travels as `ref`, with plain fields (id, job, partition, epoch, kind) next to it (`payloads.py`).
 """
 
 import asyncio
@@ -90,8 +90,8 @@ class Bus:
     # ---- work streams -----------------------------------------------------------------------------------------------
 
     async def ensure_group(self, stream: str, group: str, *, keep_s: int | None = None) -> None:
-        """Creates the consumer group, from the stream's beginning, and the stream, unless another stands in for it: only its own worker
-        creates such a stream. `keep_s`: seconds after which the stream goes, now and whenever it is created again."""
+        """Creates the consumer group, from the stream's beginning, and the stream, unless only its own worker creates it.
+        `keep_s`: seconds after which the stream expires, now and whenever it is created again."""
         if keep_s is not None:
             self._keep_s[stream] = keep_s
         makes = ["MKSTREAM"] if self.cell.instead_of(stream) in ("", stream) else []
@@ -100,7 +100,7 @@ class Bus:
         await self._unless(call, "BUSYGROUP", "requires the key to exist")
 
     async def keep_alive(self, stream: str, ttl_s: int) -> bool:
-        """Extends the life of a stream that lasts only as long as its reader. False: Redis had lost it, and it is created again."""
+        """Extends the life of its reader's stream. False: Redis had lost it, and it is created again."""
         if await self.retrying(lambda: self.client.expire(stream, ttl_s)):
             return True
         await self.ensure_group(stream, "alive", keep_s=ttl_s)  # the one command that makes an empty stream
@@ -117,13 +117,13 @@ class Bus:
     ) -> list[Delivery]:
         """New entries, at most `count` a stream, in stream order. `block_ms` None: return at once.
 
-        Those whose payload is in object storage are Unfetched, here and below, so that no other waits for the storage.
+        Payloads in object storage are Unfetched, here and below, so that no other entry waits for the storage.
         """
         wanted: dict[Any, Any] = dict.fromkeys(streams, ">")
         return await self._read_group(wanted, group, consumer, count, block_ms)
 
     async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
-        """New entries, at most `count` together; entries of a later stream only once the earlier ones have no more. Waits for none."""
+        """New entries, at most `count` together, earlier streams first. Does not wait."""
         call = partial(self._read_in_order, keys=list(streams), args=[group, consumer, count])
         return await self._delivered(call, streams, group, consumer)
 
@@ -165,8 +165,8 @@ class Bus:
         return await self._opened(rows, group, consumer)
 
     async def _opened(self, rows: Iterable[tuple[str, Any, Any]], group: str, consumer: str) -> list[Delivery]:
-        """Makes deliveries of (stream, entry, fields). A pending entry that was deleted has no fields, and is left out; so is one that
-        another worker settled before its history was read."""
+        """Makes deliveries of (stream, entry, fields). Leaves out pending entries that were deleted, and so have no fields,
+        and those that another worker settled before their history was read."""
         deliveries: list[Delivery] = []
         there = [row for row in rows if row[2]]
         items = await self._histories.read([fields for _, _, fields in there if b"history" in fields])
@@ -189,7 +189,7 @@ class Bus:
     async def find_idle(
         self, stream: str, group: str, *, min_idle_ms: int, every_ms: int = 0, own: Sequence[str] = (), count: int = 256
     ) -> list[Idle]:
-        """Pending entries besides `own` that nobody renewed for `min_idle_ms`, oldest first; none if one looked within `every_ms`."""
+        """Pending entries besides `own` not renewed for `min_idle_ms`, oldest first; none if one looked within `every_ms`."""
         args = [group, min_idle_ms, count, self.cell.looked(stream), every_ms, self.cell.partial(stream, ""), *own]
         rows = await self._unless(lambda: self._find_idle(keys=[stream], args=args), "NOGROUP")
         return [Idle(_text(entry), int(num), advanced=int(by) == num) for entry, _, _, num, by in rows or ()]
@@ -203,7 +203,7 @@ class Bus:
         *,
         min_idle_ms: int,
     ) -> list[Delivery]:
-        """Takes over what `find_idle` found, with the progress that is kept, unless another was first."""
+        """Takes over what `find_idle` found, with its saved progress, unless another was first."""
         if not idle:
             return []
         by_entry: Any = {each.entry: each for each in idle}
@@ -223,7 +223,7 @@ class Bus:
         return [_text(row["message_id"]) for row in await self.retrying(call)]
 
     async def reread(self, stream: str, group: str, consumer: str, entries: Sequence[str]) -> list[Delivery]:
-        """Reads pending entries that are not gone again, whoever has them, and makes them this consumer's."""
+        """Makes pending entries this consumer's, whoever has them, and reads those that still exist."""
         if not entries:
             return []
         rows = await self.retrying(lambda: self.client.xclaim(stream, group, consumer, 0, cast(Any, entries)))
@@ -237,8 +237,8 @@ class Bus:
         entries: Sequence[str],
         progress: Mapping[str, Progress] = MappingProxyType({}),
     ) -> int:
-        """Resets the idle time of these entries, and keeps what is new of their progress until they are settled. Returns the number
-        that this consumer still owns; nothing is written of others."""
+        """Resets these entries' idle time, and keeps their new progress until they are settled. Returns the number that this
+        consumer still owns; writes nothing of others."""
         if not entries:
             return 0
         arguments: list[Any] = [group, consumer]
@@ -248,8 +248,8 @@ class Bus:
         return await self._unless(lambda: self._renew(keys=[stream], args=arguments), "NOGROUP") or 0
 
     async def settle(self, settlements: Sequence[Settlement]) -> list[bool]:
-        """Publishes and acknowledges, one script for all. False: somebody else settled it before, so nothing was published. Once an
-        answer was lost nobody can say whether it was this call, so all are True."""
+        """Publishes and acknowledges, one script for all. False: another settled it, nothing was published. After a lost
+        answer nobody knows whose call it was, so all are True."""
         if not settlements:
             return []
         finished = [each if each.fields else await self.written(each) for each in settlements]
@@ -284,7 +284,7 @@ class Bus:
         return arguments
 
     async def written(self, settlement: Settlement, beat: Callable[[], None] = lambda: None) -> Settlement:
-        """Makes fields of the outputs, so that settling waits only for Redis. Writes large payloads, and beats meanwhile."""
+        """Encodes the outputs, so that settling waits only for Redis. Writes large payloads, and beats meanwhile."""
         if settlement.outputs is None or settlement.fields is not None:
             return settlement
         delivery, outputs = settlement.delivery, settlement.outputs
@@ -297,7 +297,7 @@ class Bus:
         return Settlement(delivery, outputs, fields)
 
     async def publish(self, outs: Iterable[Out]) -> None:
-        """Appends messages that answer no delivery. After a lost reply an entry may stand twice; ids make that harmless."""
+        """Appends messages that answer no delivery. A lost reply may leave an entry twice; ids make that harmless."""
         encoded = [(stream, await self.fields(message)) for stream, message in outs]
         await self.pipelined(
             ("XADD", stream, "*", *fields)
@@ -316,7 +316,7 @@ class Bus:
     async def follow(
         self, stream: str, after: str, *, block_ms: int | None, count: int = 1000
     ) -> list[tuple[str, AnyMessage]]:
-        """Entries after a cursor ("0": from the oldest), without a group. Undecodable ones are left out and logged."""
+        """Entries after a cursor ("0": from the oldest), without a group. Logs and omits undecodable ones."""
         call = partial(self.client.xread, {stream: after}, count=count, block=block_ms)
         streams: Any = await self.retrying(call, block_ms=block_ms)
         pages = (streams or {}).get(stream.encode(), ())
@@ -339,11 +339,11 @@ class Bus:
     # ---- encoding ---------------------------------------------------------------------------------------------------
 
     async def fields(self, message: Message, beat: Callable[[], None] = lambda: None) -> list[Any]:
-        """Names and values, flat, as XADD takes them. Writes a large payload to object storage, and beats meanwhile."""
+        """Names and values, flat, as for XADD. Writes a large payload to object storage, and beats meanwhile."""
         return await self._payloads.fields(message, beat)
 
     def fields_at(self, message: Message, path: str) -> list[Any]:
-        """Does what `fields` does, and waits for nothing. `path`: from `write_payload`; empty: the payload travels itself."""
+        """Encodes as `fields`, without waiting. `path`: from `write_payload`; empty: the payload travels itself."""
         return fields_of(message, path, b"" if path else encode(message))
 
     async def write_payload(self, message: Message) -> str:
@@ -363,7 +363,7 @@ class Bus:
     async def _fetched(
         self, stream: str, group: str, entry: Any, fields: Any, items: HistoryItems, *, consumer: str
     ) -> Delivery:
-        """One whose payload is in object storage. Keeps the entry the consumer's while the storage is away."""
+        """Fetches a payload from object storage. Keeps the entry the consumer's meanwhile."""
         try:
             renew = partial(self.renew, stream, group, consumer, [_text(entry)])
             payload = await self._payloads.get(_text(fields[b"ref"]), renew)
@@ -396,9 +396,8 @@ class Bus:
     async def retrying(self, call: Callable[[], Awaitable[T]], *, block_ms: int | None = None) -> T:
         """Awaits `call()` until Redis answers. Raises only the errors that the caller made.
 
-        A call without an answer after DEADLINE_S, and `block_ms` if Redis is to wait, is made again on a fresh connection, and so are
-        those that follow; it may have been carried out, see docs/decisions/no_socket_timeout.md. Raises InvalidInput if Redis does not
-        take the credentials.
+        After DEADLINE_S without an answer, plus `block_ms` if Redis is to wait, repeats the call on a fresh connection; it may
+        have been carried out, see docs/decisions/no_socket_timeout.md. Raises InvalidInput for refused credentials.
         """
         delay = 0.02
         while True:
@@ -424,7 +423,7 @@ class Bus:
 
 
 def connect(redis_url: str, cell: Cell) -> "aioredis.Redis":
-    """A client for a cell's keys that leaves retries to us and answers in bytes. See docs/decisions/no_socket_timeout.md."""
+    """A client for a cell's keys, without retries, that answers in bytes. See docs/decisions/no_socket_timeout.md."""
     return make_client(redis_url, cell.key(""), socket_connect_timeout=5, socket_timeout=None)
 
 

@@ -1,4 +1,4 @@
-"""Entries of streams as workers hold them, what settles them, and the dead letters of those that cannot be worked on."""
+"""Entries of streams as workers hold them, what settles them, and dead letters."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """New progress on an entry. In Redis it is one string: a head, which is replaced, and a body, which grows."""
+    """New progress on an entry. Redis holds one string: a head, which is replaced, and a body, which grows."""
 
     head: bytes
     start: int  # of the tail, in the string
@@ -97,7 +97,7 @@ class Settlement:
 
 
 def dead_letter(delivery: Delivery, reason: str) -> DeadLetter:
-    """Makes the letter that keeps the original and the reason. One for an unreadable entry has what can be read of it."""
+    """Makes the letter that keeps the original and the reason; of an unreadable entry, what can be read."""
     message = delivery.message
     if isinstance(message, Undecodable):
         plain = message.plain

@@ -1,4 +1,4 @@
-"""Reads the histories that entries refer to. What this process published itself it does not read again."""
+"""Reads the histories that entries refer to, except those that this process published."""
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ from common.wire.messages import Message, TurnRequest, TurnResult
 
 MAX_KNOWN_HISTORIES = 4096
 HistoryItems = Mapping[History, tuple[list[Message], list[bytes]]]
-"""For each history: the message made of its first items, if this process knows it, and the remaining items."""
+"""For each history: the message made of its first items, if this process knows it, and the other items."""
 
 
 class KnownHistory(NamedTuple):
-    """The message that the first payloads of a history make. `entry`: the one from which the last of them comes."""
+    """The message that a history's first payloads make. `entry`: the one from which the last of them comes."""
 
     num: int
     entry: str
@@ -40,9 +40,9 @@ class Histories:
         return History(self._cell.history(name), int(num), entry[0] if entry else name.rpartition(":")[2])
 
     async def read(self, entries: Sequence[Mapping[bytes, bytes]]) -> HistoryItems:
-        """The histories to which these entries refer, in one round trip, or in none if this process published all that they say.
+        """The histories that these entries refer to, in one round trip, or none if this process published all of them.
 
-        A Redis that lost its last moment may have gone on otherwise than this process knows: then the items are read in two.
+        A Redis that lost its last moment may differ from what this process knows: then a second trip reads the items.
         """
         wanted = {history: self._begun(history) for fields in entries if (history := self.of(fields))}
         result: dict[History, tuple[list[Message], list[bytes]]] = {}
@@ -69,14 +69,14 @@ class Histories:
         return history is not None and not any(items[history])
 
     def whole(self, message: AnyMessage, history: History | None, items: HistoryItems) -> AnyMessage:
-        """The message that an entry stands for. Raises ValueError, and what `decode` raises, if its history does not lead to it."""
+        """The message of an entry. Raises ValueError, and what `decode` raises, if its history does not lead to it."""
         if history is None:
             return cast(AnyMessage, without_history(message))
         known, rest = items[history]
         return cast(AnyMessage, restored([*known, *map(decode, rest)], message))
 
     def extended(self, delivery: Delivery) -> History:
-        """The history of what follows on a delivery and refers to it: the delivery's payload is its last item."""
+        """The history that what follows on a delivery refers to: its last item is the delivery's payload."""
         begun = delivery.history
         key = begun.key if begun else self._cell.begun_history(delivery.stream, delivery.entry)
         return History(key, begun.num + 1 if begun else 1, delivery.entry)
@@ -113,7 +113,7 @@ class Histories:
         return history.key.removeprefix(self._cell.history(""))
 
     def _begun(self, history: History) -> KnownHistory | None:
-        """The known beginning of it; None if Redis went back in time, and has another entry in its place."""
+        """Its known beginning; None if Redis went back in time, and has another entry in its place."""
         known = self._known.get(history.key)
         if known is None or known.num > history.num or (known.num == history.num and known.entry != history.entry):
             return None

@@ -1,6 +1,6 @@
-"""Payloads: the bytes of a message as they stand in an entry. Large ones go to object storage and travel as claim checks.
+"""Payloads: the bytes of a message in an entry. Large ones go to object storage and travel as claim checks.
 
-reads and writes: `payloads/<job>/<version>/` in object storage   waits for: the storage, for as long as it is away
+reads and writes: `payloads/<job>/<version>/` in object storage   waits for: the storage, without limit
 """
 
 import contextlib
@@ -22,7 +22,7 @@ PLAIN_FIELDS = ("id", "job", "partition", "epoch", "kind")
 
 
 def fields_of(message: Message, path: str, payload: bytes) -> list[Any]:
-    """Names and values, flat, as XADD takes them. `path`: of the payload in object storage; empty: it travels itself."""
+    """Names and values, flat, as for XADD. `path`: of the payload in object storage; empty: it travels itself."""
     if not path:
         return ["payload", payload]
     plain = ["id", message.id, "job", message.job, "partition", message.partition, "epoch", message.epoch]
@@ -30,7 +30,7 @@ def fields_of(message: Message, path: str, payload: bytes) -> list[Any]:
 
 
 def plain_of(fields: Mapping[bytes, bytes]) -> dict[str, str]:
-    """Returns what an entry that is no message of ours says of itself all the same, in fields of its own or in its payload."""
+    """Returns what an unreadable entry says of itself, in its own fields or in its payload."""
     plain = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
     texts = _readable(fields.get(b"payload", b"")) | plain
     return {name: texts[name] for name in PLAIN_FIELDS if name in texts}
@@ -55,7 +55,7 @@ class Payloads:
         self._objects = objects
 
     async def fields(self, message: Message, beat: Callable[[], None]) -> list[Any]:
-        """See `fields_of`. Writes a large payload, and beats meanwhile; does not wait at all for another."""
+        """See `fields_of`. Writes a large payload, and beats meanwhile; never waits for a small one."""
         payload = encode(message)
         large = len(payload) > CLAIM_CHECK_BYTES
         return fields_of(message, await beating(beat, self.write(message, payload)) if large else "", payload)
@@ -72,7 +72,7 @@ class Payloads:
         return path
 
     async def get(self, path: str, renew: Callable[[], Awaitable[object]]) -> bytes:
-        """Keeps the entry of a claim check ours by `renew` while the storage is away. Raises NotFound."""
+        """Renews a claim check's entry by `renew` while the storage is away. Raises NotFound."""
         objects = self._objects
         if objects is None:
             raise NotFound("the entry is a claim check, but this process has no object store")

@@ -1,12 +1,11 @@
-"""Connections to Redis that pack commands in C, and a client that does little around a command; in a Redis Cluster they find
-the shard that has their keys.
+"""Connections to Redis that pack commands in C; in a Redis Cluster they find the shard of their keys.
 
     redis://host:port/0     rediss://…            one Redis; with TLS
     redis+cluster://user:password@host:port,host:port     rediss+cluster://…     a Redis Cluster, by some of its nodes
 
-All keys of a client share one hash tag (a cell's, or that of the records outside of cells), so they lie on one shard,
-scripts and transactions need nothing special, and a client for a cluster is one whose connections ask, each time that
-they connect, which primary has the slot. A shard that fails over or moves shows as a lost connection.
+All keys of a client share one hash tag (a cell's, or that of records outside of cells), so they lie on one shard, and
+scripts and transactions need nothing special. Whenever a connection to a cluster opens, it asks which primary has the
+slot. A shard that fails over or moves shows as a lost connection.
 """
 
 import asyncio
@@ -26,7 +25,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 CLUSTER = "+cluster"
 DEFAULT_PORT = 6379
 MAX_CONNECTIONS = 1000
-"""Connections of one client. Each call that waits has one; a burst of requests exceeds the library's own limit of 100."""
+"""Connections of one client, one a waiting call; a burst of requests exceeds the library's own limit of 100."""
 WAIT_S = 4.0
 """The longest wait for a connection that another call has."""
 
@@ -34,12 +33,12 @@ WAIT_S = 4.0
 class FastConnection(Connection):
     """Packs commands in C.
 
-    redis-py's asyncio connections parse answers with hiredis but pack commands in Python, argument by argument: the
-    largest part of a hand-over's cost, because a script that settles 32 entries has 600 arguments.
+    redis-py's asyncio connections pack commands in Python, argument by argument: the largest part of a hand-over's
+    cost, because a script that settles 32 entries has 600 arguments.
     """
 
     def pack_command(self, *args: Any) -> list[bytes]:
-        """The command in Redis' protocol. Raises TypeError for an argument that is not str, bytes, int or float."""
+        """The command in Redis' protocol. Raises TypeError for an argument other than str, bytes, int or float."""
         name = args[0]
         words = name.split() if isinstance(name, str) else (name,)  # "XGROUP CREATE" is two arguments
         command: Any = (*words, *args[1:])  # hiredis' own type says that a command has one word
@@ -54,8 +53,8 @@ class FastConnection(Connection):
 class FastPool(aioredis.ConnectionPool):
     """Hands out connections; calls beyond their number wait for one, in order.
 
-    redis-py's own waits for a lock and for metrics that nobody reads whenever it gives a connection or takes it back, and refuses calls
-    beyond the number. A connection has no answer left to read when it comes back: what interrupts a command closes it.
+    redis-py's own takes a lock and keeps unread metrics at each use, and refuses calls beyond the number. A returned
+    connection has no unread answer: whatever interrupts a command closes it.
     """
 
     def __init__(self, *, max_connections: int, wait_s: float = WAIT_S, **options: Any) -> None:
@@ -98,8 +97,8 @@ class FastPool(aioredis.ConnectionPool):
 
 
 class FastClient(aioredis.Redis):
-    """Sends a command and reads its answer, once: whoever calls tries again. XREADGROUP's answer is given as Redis gives it, for redis-py
-    takes longer for its own form than the bus for all else: stream -> entries, each with its fields in a row."""
+    """Sends a command and reads its answer, once: the caller retries. Leaves XREADGROUP's answer in Redis' form, stream ->
+    entries with flat fields: redis-py's conversion costs more than all else."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -139,7 +138,7 @@ class Shard:
                 rows = await self._ask(host, port)
             except (RedisConnectionError, TimeoutError, OSError):
                 continue
-            # a row: first and last slot, the primary, replicas; a node that does not know its own host says nothing
+            # a row: first and last slot, the primary, replicas; a node that does not know its host leaves it empty
             nodes = [(_text(node[0]) or host, int(node[1])) for row in rows for node in row[2:]]
             self._nodes = nodes or self._nodes
             for first, last, node, *_ in rows:
@@ -185,7 +184,7 @@ class SecureShardConnection(ShardConnection, SecureConnection):
 
 
 def make_client(redis_url: str, key: str, **options: Any) -> "aioredis.Redis":
-    """A client for the keys that share this key's hash tag; it answers in bytes. Raises ValueError for a wrong URL."""
+    """A client for the keys that share this key's hash tag, in bytes. Raises ValueError for a wrong URL."""
     scheme, _, rest = redis_url.partition("://")
     secure = scheme.startswith("rediss")
     if not scheme.endswith(CLUSTER):
@@ -196,7 +195,7 @@ def make_client(redis_url: str, key: str, **options: Any) -> "aioredis.Redis":
         nodes, first = _nodes(rest)
         address = {**parse_url(f"{scheme.removesuffix(CLUSTER)}://{first}")}
         address["shard"] = Shard(nodes, key, dict(address))
-    # without `driver_info` a connection does not look up the library's version and send it in two commands, which costs more than all else
+    # without `driver_info` each connection sends the library's version in two commands, the largest part of its cost
     plain = {"connection_class": kind, "decode_responses": False, "protocol": 3, "driver_info": None}
     chosen: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, **address, **options, **plain}
     return FastClient.from_pool(FastPool(**chosen))
@@ -230,7 +229,7 @@ _LATER_CLASSES = (
 
 
 def passes(error: redis_errors.RedisError) -> bool:
-    """True for an error that says `later`, not `never`. redis-py makes classes of some codes; a script's error quotes the code."""
+    """True for an error that passes. redis-py makes classes of some codes; a script's error quotes the code."""
     if not isinstance(error, redis_errors.ResponseError) or isinstance(error, _LATER_CLASSES):
         return True
     return _says(error, _LATER)

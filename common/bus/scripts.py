@@ -1,12 +1,12 @@
 """The scripts of the bus. Redis runs each as one, and nothing else meanwhile."""
 
 # Settles inputs: publishes what each led to, and acknowledges it.
-# KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: what the cell's keys begin with, number of inputs, then for
-# each input: stream, group, entry, number of outputs (-1: the entry once more, as it is), name of its history ("": none) and what
-# becomes of that ("on": the entry's payload is its next item, with the entry's id behind it; "ends": it is deleted), then for each
-# output: stream, the stream in its place if it does not exist ("=": the same, "": none), number of fields, fields. Streams are named
-# without the cell's beginning; "" is the one before, of an input with the same group.
-# Returns for each input its outputs' entries, of which one that went nowhere is nil; 0 if it is not pending.
+# KEYS: none named (all keys share the cell's hash tag, KEYS[1] routes). ARGV: the prefix of the cell's keys, number of inputs, then
+# for each input: stream, group, entry, number of outputs (-1: the entry once more, as it is), name of its history ("": none), what
+# becomes of that ("on": the entry's payload, then its id, are its next item; "ends": it is deleted), then for each output: stream,
+# the stream in its place if it does not exist ("=": the same, "": none), number of fields, fields. Streams are named without the
+# prefix; "" is the one before, of an input with the same group.
+# Returns for each input its outputs' entries, nil for one that went nowhere; 0 if it is not pending.
 SETTLE = """
 local at = 1
 local function take() at = at + 1; return ARGV[at - 1] end
@@ -53,8 +53,8 @@ end
 return settled
 """
 
-# Creates a group. KEYS[1] stream. ARGV: group, seconds after which the stream goes ("": it stays), and MKSTREAM if the stream is to be
-# made too. The first write needs no memory, as in SETTLE.
+# Creates a group. KEYS[1] stream. ARGV: group, seconds after which the stream expires ("": never), MKSTREAM to make the stream too.
+# The first write needs no memory, as in SETTLE.
 CREATE_GROUP = """
 redis.call('XDEL', KEYS[1], '0-0')
 local made = redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', unpack(ARGV, 3))
@@ -62,16 +62,16 @@ if ARGV[2] ~= '' then redis.call('EXPIRE', KEYS[1], ARGV[2]) end
 return made
 """
 
-# Appends to a broadcast. KEYS: none named, for that would take the right to read the stream. ARGV: stream, seconds to keep entries, then
-# the fields of a new one. The first write needs no memory, as in SETTLE.
+# Appends to a broadcast. KEYS: none named, for that would take the right to read the stream. ARGV: stream, seconds to keep entries,
+# then a new one's fields. The first write needs no memory, as in SETTLE.
 BROADCAST = """
 local oldest = (redis.call('TIME')[1] - ARGV[2]) * 1000
 redis.call('XDEL', ARGV[1], '0-0')
 redis.call('XADD', ARGV[1], 'MINID', '~', string.format('%.0f', oldest), '*', unpack(ARGV, 3))
 """
 
-# Reads streams in order, by one call: between several calls a new entry of an earlier stream would come second.
-# KEYS: streams. ARGV: group, consumer, how many entries together. What each stream gave, earlier streams first.
+# Reads streams in order, by one call: between several a new entry of an earlier stream would come second.
+# KEYS: streams. ARGV: group, consumer, entries together. Returns what each stream gave, earlier streams first.
 READ_IN_ORDER = """
 local left, found = tonumber(ARGV[3]), {}
 for i, stream in ipairs(KEYS) do
@@ -86,9 +86,8 @@ end
 return found
 """
 
-# Resets the idle time of entries that the consumer still owns, and writes what is new of their progress.
-# KEYS[1] stream. ARGV: group, consumer, then for each entry: its id, and of its progress the key, the head, where the tail begins, the
-# tail ("": nothing new). What nobody settles goes after a day.
+# Resets the idle time of entries that the consumer still owns, and writes their new progress. KEYS[1] stream. ARGV: group, consumer,
+# then for each entry: id, and of its progress key, head, start of the tail, tail ("": nothing new). It expires after a day.
 RENEW = """
 local renewed = 0
 for i = 3, #ARGV, 5 do
@@ -113,8 +112,8 @@ return renewed
 """
 
 # Finds entries that nobody renewed. KEYS[1] stream. ARGV: group, milliseconds that an entry must be idle, how many, key of the mark,
-# milliseconds that it lasts, what stands before an entry in the key of its progress, then the entries that the caller works on itself.
-# Returns their rows, each with the number of the delivery that last kept progress.
+# milliseconds that it lasts, prefix of an entry's key of progress, then the entries that the caller works on.
+# Returns their rows, each with the number of the delivery that last saved progress.
 FIND_IDLE = """
 local most, lasts = tonumber(ARGV[3]), tonumber(ARGV[5])
 redis.call('XDEL', KEYS[1], '0-0')  -- a first write that needs no memory, as in SETTLE
@@ -136,11 +135,11 @@ for i, by in ipairs(#keys > 0 and redis.call('MGET', unpack(keys)) or {}) do fou
 return found
 """
 
-# Registers an env worker: makes its own stream, which nobody else does, and moves what lies in the streams of workers that are gone to
-# the stream of all. KEYS: sorted set of the env workers with such a stream, by when they count as gone, ms; the stream of all. ARGV:
-# worker, milliseconds until it counts as gone (less than 0: it leaves), what stands before a worker's name in the key of its stream, and
-# in that of the mark of those who look for idle entries; the group. Returns whether the worker was not in the set, or had begun to be
-# emptied, and whether more is to be moved. The first write needs no memory, as in SETTLE.
+# Registers an env worker: makes its stream, which only it does, and moves the streams of gone workers to the stream of all. KEYS:
+# sorted set of the env workers with a stream, by when they count as gone, ms; the stream of all. ARGV: worker, milliseconds until it
+# counts as gone (less than 0: it leaves), prefix of a worker's stream, prefix of the mark of those who look for idle entries; group.
+# Returns whether the worker was not in the set, or was being emptied, and whether more is to be moved. The first write needs no
+# memory, as in SETTLE.
 ATTEND = """
 local workers, worker, hold = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')

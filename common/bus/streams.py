@@ -177,13 +177,13 @@ class Cell:
         return key.removeprefix(self._prefix)
 
     def holder(self, session: str) -> str:
-        """The stream of the env worker that holds a session, or that of all for none; see `TurnRequest.session`."""
+        """The stream of the env worker that holds a session, or of all for none; see `TurnRequest.session`."""
         return self.env_worker(session.partition("/")[0]) if session else self.env
 
     def instead_of(self, stream: str) -> str:
-        """The stream to which an entry goes if this one does not exist: the same, which then begins, or another.
+        """The stream for an entry if this one does not exist: the same, which then begins, or another.
 
-        A reply stream belongs to an API replica, and nobody else may bring one into being: "", nowhere.
+        Only its API replica may make a reply stream: "", nowhere.
         """
         name = stream.removeprefix(self._prefix)
         if name.startswith("reply:"):
@@ -232,7 +232,7 @@ class Cell:
         )
 
     def inboxes(self, partition: int) -> tuple[str, ...]:
-        """The streams that a partition's owner reads, each in the group `manager`; a new owner reads `ops` before what answers them."""
+        """The streams that a partition's owner reads, each in the group `manager`; `ops` before what answers it."""
         return (self.jobs(partition), self.ops(partition), self.adapters(partition), self.scored(partition))
 
 

@@ -1,4 +1,4 @@
-"""The sizes of a base model, dense or a mixture of experts, from its `config.json`, and how many weights they make."""
+"""The sizes of a base model, dense or a mixture of experts, from its `config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ EXPERT_WIDTH = {
     "qwen2_moe": "moe_intermediate_size",
     "mixtral": "intermediate_size",
 }
-"""Families of mixtures of experts whose sizes are known here, and their field for the width of an expert."""
+"""Families of mixtures of experts whose sizes are known here, and their field for an expert's width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Experts:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Experts | None":
-        """None for a dense model. Raises ValueError, naming the field, for experts whose sizes are not known here."""
+        """None for a dense model. Raises ValueError, naming the field, for experts of unknown sizes."""
         fields = [name for name in EXPERTS if config.get(name)]
         if not fields:
             return None
@@ -76,7 +76,7 @@ class BaseShape:
 
     @classmethod
     def load(cls, folder: Path) -> "BaseShape":
-        """Reads a base model's `config.json`. Raises InvalidInput where `of` raises ValueError, naming the folder too."""
+        """Reads `config.json`. Raises InvalidInput where `of` raises ValueError, naming the folder too."""
         config = read_config(folder)
         try:
             return cls.of(config)
@@ -85,8 +85,7 @@ class BaseShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "BaseShape":
-        """Raises ValueError, naming the field, for a configuration that is not well-formed or does not say it, or experts that are not
-        known here."""
+        """Raises ValueError, naming the field, for a malformed or incomplete configuration, or unknown experts."""
         check_config(config)
         config = config.get("text_config") or config
         hidden, num_heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
@@ -107,7 +106,7 @@ class BaseShape:
 
     @property
     def linear_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of a layer's linear layers that have adapters unless a job names some: all, except experts."""
+        """(in, out) of the linear layers that have adapters by default: all of a layer, except experts."""
         e, f, queries, keys = self.hidden, self.ffn, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = ((e, queries), (e, keys), (e, keys), (queries, e))
         return attention if self.experts else (*attention, (e, f), (e, f), (f, e))
@@ -148,7 +147,7 @@ class BaseShape:
         return sum(before * after for before, after in self.linear_sizes) + experts + norms
 
     def kv_bytes(self, itemsize: int, num_parts: int = 1) -> int:
-        """Bytes of a token's keys and values in all layers, on each of the devices that share the heads."""
+        """Bytes of a token's keys and values in all layers, on each device that shares the heads."""
         return 2 * self.num_layers * -(-self.num_kv_heads // num_parts) * self.head_dim * itemsize
 
     def adapter_weights(self, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Names what our decoder, transformers' modules or vLLM do not compute of a base model, by its configuration and its weights.
+"""Names what our decoder, transformers' modules or vLLM do not compute of a base model.
 
               decoder                     modules                               vLLM on a CPU
 families      those of DECODER            all                                   all but mixtures of experts
@@ -18,14 +18,14 @@ from common.models.weight_files import LINEAR_LAYERS, stored_shapes
 from common.text.model_folder import read_config
 
 PARTLY_ROTATED = ("glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "phi", "phi3", "solar_open", "stablelm")
-"""Families of which transformers rotates a part of each head by `partial_rotary_factor`; for others it ignores the field."""
+"""Families of which transformers rotates only `partial_rotary_factor` of each head; others ignore the field."""
 SCALED_SCORES = ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling")
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes of vLLM's attention on a CPU."""
 
 
 class ModelSupport(NamedTuple):
-    """A column of the table. Our decoder and transformers' modules both refuse quantized weights and scaled scores."""
+    """A column of the table. Our decoder and transformers' modules refuse quantized weights and scaled scores."""
 
     families: Sequence[str]  # empty: all
     ropes: Sequence[str]
@@ -37,8 +37,8 @@ class ModelSupport(NamedTuple):
 DECODER = ModelSupport(("qwen3", "qwen2", "llama"), ("default",), ("full_attention",), ("silu",))
 MODULES = ModelSupport(
     families=(),
-    # `dynamic` and `longrope` depend on the longest row of a pass, so that rows would change their neighbours; of names that it does not
-    # know transformers merely warns
+    # `dynamic` and `longrope` depend on a pass's longest row, so rows would change their neighbours; transformers only warns of
+    # unknown names
     ropes=("default", "linear", "yarn", "llama3", "proportional"),
     layer_types=("full_attention", "sliding_attention"),
     activations=(
@@ -54,7 +54,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """Names the fields of a configuration that our decoder does not compute, with which the embedded engine samples."""
+    """Names the fields of a configuration that our decoder, and so the embedded engine, does not compute."""
     ropes = [rope for rope, _ in _ropes(config.get)]
     if nested := [name for rope in ropes for name, value in rope.items() if isinstance(value, Mapping)]:
         yield f"rope_parameters that differ between layers ({', '.join(nested)})"
@@ -82,7 +82,7 @@ def unsupported_by_modules(config: Any) -> Iterator[str]:
 
 
 def unsupported_on_cpu(config: Mapping[str, Any]) -> Iterator[str]:
-    """Names what vLLM does not compute on a CPU. With adapters it computes experts only by Triton's kernels. `config`: well-formed."""
+    """Names what vLLM does not compute on a CPU: adapters of experts need Triton. `config`: well-formed."""
     text = config.get("text_config") or config
     if any(text.get(name) for name in EXPERTS):
         yield "a mixture of experts"
@@ -116,8 +116,7 @@ def _lacking(get: Callable[[str], Any], computed: ModelSupport) -> Iterator[str]
 
 
 def _ropes(get: Callable[[str], Any]) -> list[tuple[Mapping[str, Any], str]]:
-    """The tables of RoPE, of all layers and of kinds of layers, and their fields. `rope_scaling` is what transformers calls
-    `rope_parameters` since its version 5."""
+    """The tables of RoPE, of all layers and of kinds of layers. Before version 5 transformers said `rope_scaling`."""
     whole: list[tuple[Mapping[str, Any], str]] = [
         (get(name) or {}, name) for name in ("rope_scaling", "rope_parameters")
     ]
@@ -130,14 +129,14 @@ def _kind(rope: Mapping[str, Any]) -> str:
 
 
 def _rotated_part(rope: Mapping[str, Any]) -> float:
-    """The part of each head that is to be rotated. What is `proportional` is computed for all families."""
+    """The part of each head that is rotated. `proportional` is computed for all families."""
     return 1.0 if _kind(rope) == "proportional" else rope.get("partial_rotary_factor") or 1.0
 
 
 def check_weights(folder: Path, shape: BaseShape) -> None:
-    """Compares the weights in a folder's files, which stay unread, with what its configuration asks for, by names and shapes.
+    """Compares names and shapes of a folder's weights, unread, with its configuration.
 
-    Raises InvalidInput, naming one, for weights that are missing, would be left out, or have another shape.
+    Raises InvalidInput, naming one, for weights that are missing, left out, or of another shape.
     """
     try:
         stored = {name.removeprefix("model."): sizes for name, sizes in stored_shapes(folder).items()}

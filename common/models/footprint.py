@@ -1,13 +1,12 @@
-"""Computes the memory that training, keys and values take from a base model's sizes: arithmetic, no measurement.
+"""Computes the memory of training, keys and values from a base model's sizes: arithmetic, no measurement.
 
 Of training:
 
-    weights | adapters with their optimiser states | what a pass keeps for its backward | masks of attention | what passes in it | scores |
-    holes | the process
+    weights | adapters, optimiser states | kept for the backward | attention masks | a pass | scores | holes | the process
 
-A trainer measures at its start what its base model keeps (`trainer_service/memory.py`), and a test holds this arithmetic to that
-measurement; `python -m benchmarks.planned_memory` holds all of it to the memory of a process.
-Both backbones share it: how many bytes checkpointing saves, and how many scores exist at one time.
+A trainer measures what its base model keeps (`trainer_service/memory.py`), and a test compares it with this; `python -m
+benchmarks.planned_memory` measures a process. Both backbones take from here how many bytes checkpointing saves, and how
+many scores exist at one time.
 """
 
 from dataclasses import astuple, dataclass
@@ -17,32 +16,31 @@ from common.models.base_shape import BaseShape
 MAX_SCORES = 1 << 22
 """Logits that exist at one time, or those of one position, if that has more."""
 MODULES_SCORES = 1 << 24
-"""The most of them in transformers' modules on a CPU: more hardly save time (110 rows at a vocabulary of 152 k take half as long as 27)."""
+"""The most in transformers' modules on a CPU: 110 rows at a vocabulary of 152 k take half as long as 27."""
 BYTES_OF_SCORE = 16
 """Bytes of a score while log-probs are computed, copies included."""
 SCORES_SHARE = 16
 """The part of free memory that transformers' modules let scores take: one in so many."""
 FLOAT32 = 4
 STATES = 9
-"""Copies of an adapter while it is trained: values, gradient and two moments, those of the step before, and of the stack."""
+"""Copies of an adapter in training: values, gradient, two moments, those of the step before, and the stack."""
 CPU_PROCESS, GPU_PROCESS = 280_000_000, 700_000_000
-"""Bytes: of Python and torch with the code that a pass runs through; on a GPU, of its driver's context (not measured here)."""
+"""Bytes of Python and torch with the code of a pass; on a GPU, of its driver's context (not measured here)."""
 CPU_COMPILER, CPU_MODULES = 157_000_000, 225_000_000
 """Bytes more: of torch's compiler, which checkpointing loads; of transformers, which loads it too."""
 CPU_HOLES, MODULES_HOLES, GPU_HOLES = 0.33, 0.45, 0.1
-"""Holes for each byte of a pass: glibc's heap keeps them between aligned blocks, as many where layers are computed again as where
-they are kept (measured on a CPU; more in transformers' modules); on a GPU torch's own allocator keeps few of what is held at one time
-(not measured here)."""
+"""Holes for each byte of a pass: glibc's heap keeps them between aligned blocks, with and without checkpointing (measured
+on a CPU; more in transformers' modules); torch's allocator on a GPU keeps few (not measured here)."""
 MASK_QUERIES = 272
 """Queries for which transformers' modules have a mask: more than they attend with at one time."""
 BYTES_OF_TRUTH = 1
-"""Bytes that say whether a position sees another, of which the numbers are made that our decoder's attention adds to scores."""
+"""Bytes that say whether a position sees another: our decoder makes of them what attention adds to scores."""
 BYTES_OF_CHOICE = 32
 """For each expert of a token: four integers, its places in the tokens sorted by expert."""
 GRAIN = 256
 """A context that somebody has not chosen is a multiple of this."""
 ROWS_PART = 11 / 16
-"""The part of the memory for keys and values that the embedded engine has for rows at least: `EngineLimits.pools` says exactly."""
+"""The least part of the embedded engine's key and value memory that rows have: see `EngineLimits.pools`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +75,8 @@ def training_bytes(
 ) -> TrainingBytes:
     """The bytes of a micro-batch of so many tokens, all learned. With several ranks: of one rank's tokens.
 
-    `longest`: tokens of a sequence, all of which have branches; without it there is one sequence. `modules`: transformers' own compute
-    the base model, as on a GPU; else our decoder, whose tables of positions are as long as the model's own context.
+    `longest`: tokens of a sequence with branches; without it there is one sequence. `modules`: transformers computes
+    the base model, as on a GPU; else our decoder, whose tables of positions have the model's whole context.
     `num_checkpointed`: layers that keep only their input.
     """
     modules = gpu if modules is None else modules
@@ -116,23 +114,23 @@ def _cpu_process(*, modules: bool, checkpoints: bool) -> float:
 
 
 def weights_of_rank(shape: BaseShape, num_ranks: int) -> float:
-    """Weights of the base on each rank at most: its part, and what is gathered for a while, a layer or a table, while it is copied."""
+    """The most weights of the base on each rank: its part, and a layer or table gathered while it is copied."""
     return shape.num_weights / num_ranks + (2 * shape.largest_unit if num_ranks > 1 else 0)
 
 
 def _masks(tokens: int, longest: int, *, itemsize: int, modules: bool) -> float:
-    """Bytes of what attention adds to scores, once for all layers: in our decoder for all pairs of a sequence's positions."""
+    """Bytes of what attention adds to scores, once for all layers: in our decoder for all pairs of positions."""
     if modules:
         return MASK_QUERIES * longest * itemsize
     return tokens * longest * (itemsize + BYTES_OF_TRUTH)
 
 
 def kept_per_token(shape: BaseShape, *, itemsize: int, rank: int, modules: bool) -> float:
-    """Bytes that a token keeps for the backward if all is kept. `modules`: transformers' own compute the base model.
+    """Bytes that a token keeps for the backward if all is kept. `modules`: transformers computes the base model.
 
-    Of a layer: the inputs of its norms, in float32, and of its linear layers; queries, keys, values and what attention makes of
-    them; gate, activation, up and their product; and what adapters make of their inputs. Experts have no adapters: they keep gate, up,
-    activation and output of each that a token takes, and the router its shares, in float32.
+    Of a layer: the inputs of its norms, in float32, and of its linear layers; queries, keys, values and attention's
+    output; gate, activation, up and their product; and adapters' products. Experts have no adapters: they keep gate,
+    up, activation and output of each that a token takes, and the router its shares, in float32.
     """
     heads = shape.num_heads + shape.num_kv_heads
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
@@ -146,7 +144,7 @@ def kept_per_token(shape: BaseShape, *, itemsize: int, rank: int, modules: bool)
 
 
 def kept_with_checkpoints(keeping_all: float, num_layers: int, num_checkpointed: int, *, input_bytes: float) -> float:
-    """Bytes that a token keeps where some layers keep only their input and are computed again, one at a time."""
+    """Bytes that a token keeps where some layers keep only their input and are computed again, one by one."""
     if not num_checkpointed:
         return keeping_all
     whole = num_layers - num_checkpointed + 1
@@ -154,7 +152,7 @@ def kept_with_checkpoints(keeping_all: float, num_layers: int, num_checkpointed:
 
 
 def passing_per_token(shape: BaseShape, *, itemsize: int) -> float:
-    """Bytes of a token besides what is kept, where the backward has most: in the last feed-forward layer, or in its norm."""
+    """Bytes of a token besides what is kept, at the backward's peak: in the last feed-forward layer or its norm."""
     outputs = shape.experts.active * shape.hidden if shape.experts else 0
     return max(2 * itemsize * max(shape.ffn, outputs), 5 * FLOAT32 * shape.hidden)
 

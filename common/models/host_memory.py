@@ -1,7 +1,7 @@
-"""Finds the memory that this process may have of the machine and of the control groups that it runs in, in all and still.
+"""Finds the memory that this process may have of the machine and its control groups, in all and still.
 
-A container sees the whole machine's memory; what ends it is its control group's limit. Pages of files that the kernel can drop are
-free in both, though neither counts them as such.
+A container sees the machine's memory, but its control group's limit ends it. Droppable pages of files are free in both,
+though neither counts them so.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class GroupFiles:
-    """Names of a control group's files, and of the line of `memory.stat` that counts droppable pages of files, bytes all."""
+    """Names of a control group's files, and the line of `memory.stat` with droppable pages of files, in bytes."""
 
     limit: str
     used: str
@@ -39,7 +39,7 @@ def _of_machine(proc: Path, line: str) -> int:
 
 
 def _of_groups(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
-    """Each limit, and what it leaves. A group's lines are `hierarchy:controllers:path`, those of version 2 `0::path`."""
+    """Each limit, and what it leaves. A group's lines are `hierarchy:controllers:path`, in version 2 `0::path`."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:  # a kernel without control groups
@@ -53,7 +53,7 @@ def _of_groups(proc: Path, groups: Path) -> Iterator[tuple[int, int]]:
 
 
 def _left(root: Path, path: str, names: GroupFiles) -> Iterator[tuple[int, int]]:
-    """The limits of a group and of those around it, and what they leave. A container may see its own group as the root."""
+    """Limits of a group and its ancestors, and what they leave. A container may see its own group as the root."""
     inside = Path(*(part for part in path.split("/") if part not in ("", "..")))
     for folder in (root / inside, *(root / parent for parent in inside.parents)):
         try:

@@ -21,7 +21,7 @@ NUM_KEYS = 3
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LINEAR_MODULES = (*(f"self_attn.{name}" for name in LINEAR_LAYERS[:4]), *(f"mlp.{name}" for name in LINEAR_LAYERS[4:]))
-"""Linear layers that an adapter may target, where every layer of the base model has them: experts have none."""
+"""Linear layers that an adapter may target, where every layer has them: experts have none."""
 IN_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)\.weight")
 
 METADATA = "__metadata__"
@@ -42,7 +42,7 @@ class Weights(NamedTuple):
     num: int  # 0: there are no files
     dtype: str  # of most of them; "" if there are none
     shapes: Mapping[str, tuple[int, int]] = {}
-    """(out, in) of each linear layer that an adapter may target, by names such as `layers.3.mlp.up_proj`; empty: not known."""
+    """(out, in) of each linear layer that an adapter may target, as `layers.3.mlp.up_proj`; empty: unknown."""
 
     @property
     def linear_layers(self) -> frozenset[str]:
@@ -63,7 +63,7 @@ def read_weights(folder: Path) -> Weights:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors in a folder's files. Raises ValueError, naming the file, for one that is no safetensors file."""
+    """The shapes of all tensors in a folder. Raises ValueError, naming the file, unless all are safetensors."""
     return {
         tensor.name: tuple(tensor.shape) for file in sorted(folder.glob("*.safetensors")) for tensor in _tensors(file)
     }
@@ -94,7 +94,7 @@ def _tensors(file: Path) -> Iterator[StoredTensor]:
 
 
 def stored_tensors(file: BinaryIO) -> list[StoredTensor]:
-    """The tensors of a safetensors file, by place. Reads only the header; raises ValueError unless it describes the whole file."""
+    """The tensors of a safetensors file, by place. Reads the header. Raises ValueError unless it describes the whole file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
@@ -104,7 +104,7 @@ def stored_tensors(file: BinaryIO) -> list[StoredTensor]:
 
 
 def parse_header(header: bytes, size: int) -> list[StoredTensor]:
-    """The tensors of a file of `size` bytes with this header, by place. Raises ValueError unless the header describes all of it."""
+    """The tensors of a file of `size` bytes, by place. Raises ValueError unless the header describes all of it."""
     start = 8 + len(header)
     try:
         described: Any = json.loads(
@@ -168,7 +168,7 @@ def _all_are(kind: type, values: Iterable[object]) -> bool:
 
 
 def _is_whole(tensor: StoredTensor, size: int) -> bool:
-    """Does its shape have as many bytes as it says? `size`: of the file, a bound on each number before they are multiplied."""
+    """Does its shape have as many bytes as it says? `size`: of the file; bounds each number before they multiply."""
     if len(tensor.shape) > MAX_DIMS or not all(0 <= number <= size for number in (tensor.num_bytes, *tensor.shape)):
         return False
     item_bytes = ITEM_BYTES.get(tensor.dtype)

@@ -1,4 +1,4 @@
-"""Fair sharing between tenants by weight. All of it compares virtual times: what a tenant was charged, over its weight.
+"""Fair sharing between tenants by weight. All of it compares virtual times: a tenant's charges over its weight.
 
     what is shared                          among                          where
     an owner's part of the rollout slots    owners, replicas with chats    manager_service/owner/leases.py, by correction.py
@@ -10,7 +10,7 @@
     sandboxes, graders, sessions, webhooks  tenants of a process           places.py
     threads for long computations           tenants of a process           places.py
 
-What a tenant's own jobs share is no matter of weights: priorities and deadlines decide (manager_service/scheduling/demand.py).
+A tenant's own jobs share by priorities and deadlines, not by weights (manager_service/scheduling/demand.py).
 
 Its files:
 

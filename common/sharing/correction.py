@@ -1,14 +1,14 @@
 """Corrects a share of the rollout slots by what it got of the engines' time.
 
-Whoever has a part of the turns under way does not get that part of the engines' seconds: a short turn spends more of its time on its
-way, and a long prompt more of the engine's than its slot says. So a share grows while it gets less than is due, and shrinks while more.
+A part of the turns under way is not that part of the engines' seconds: a short turn spends more of its time elsewhere, a
+long prompt more of the engine's. So a share grows while it gets less than is due, and shrinks while more.
 """
 
 from collections.abc import Iterable, Mapping
 from math import sqrt
 
 JOBS = "jobs"
-"""The kind of the engine seconds that jobs got. Completions and samples in bulk stand next to it by the names of their places."""
+"""The kind of the engine seconds of jobs. Completions and samples in bulk have the names of their places."""
 MIN_MEASURED_S = 2.0
 """Engine seconds needed before a difference counts as more than chance."""
 MAX_FACTOR = 2.0
@@ -35,8 +35,8 @@ class Correction:
     def look(self, served: Mapping[str, float], kind: str, due: float, *, asks: bool) -> None:
         """Goes half the way (of the logarithm) to the factor with which `kind` would have got its due.
 
-        `served`: seconds of engines up to now, by kind. `due`: part of all, 0 to 1. `asks`: it wants more than it has;
-        without demand, its use tells nothing.
+        `served`: engine seconds so far, by kind. `due`: part of all, 0 to 1. `asks`: it wants more than it has; else
+        its use tells nothing.
         """
         before = self._before
         if before is None or _lost(served, before) or not asks or not 0 < due < 1:

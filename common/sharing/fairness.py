@@ -1,8 +1,7 @@
 """Weighted fair sharing: who of several tenants was served least for its weight?
 
-Start-time fair queueing (Goyal et al. 1996): each tenant has a virtual time, which is what it was charged over its weight.
-The tenant with the smallest is served next. A tenant that was idle starts at the smallest of the busy ones, so that it can
-neither hoard service nor be starved.
+Start-time fair queueing (Goyal et al. 1996): each tenant has a virtual time, its charges over its weight. The smallest is
+served next. An idle tenant starts again at the smallest of the busy ones, so it neither hoards service nor starves.
 """
 
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ class Fairness:
     _busy: set[str] = field(default_factory=set)
 
     def busy(self, tenants: Iterable[str]) -> None:
-        """Names the tenants that have work. Newcomers start level with the least served of the others."""
+        """Names the tenants with work. Newcomers start level with the least served of the others."""
         now = set(tenants)
         if now == self._busy:
             return

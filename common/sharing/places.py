@@ -1,4 +1,4 @@
-"""A number of places that tenants share by weight, and of threads, for what keeps a processor busy for long."""
+"""A number of places that tenants share by weight, and of threads for long computations."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ T = TypeVar("T")
 TELL_EVERY_S = 0.25
 """Least time between two signs to the waiting that the queue moves."""
 SPARE_PLACES = 1
-"""Places beyond their number, for tenants that hold none: one tenant's long calls keep no other waiting."""
+"""Extra places, for tenants that hold none: one tenant's long calls keep no other waiting."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +50,8 @@ class Holdings:
 
 
 class Places:
-    """Gives a free place to the waiting tenant that was served least for its weight, in seconds that it held places, and among
-    equals to the one that holds the fewest. What one tenant asks for waits in its own order. Safe to use from many tasks."""
+    """Gives a free place to the waiting tenant that held places for the fewest seconds over its weight; of equals, to the
+    one that holds the fewest. One tenant's requests keep their order. Safe to use from many tasks."""
 
     def __init__(self, num: Callable[[], int], *, clock: Callable[[], float] = time.monotonic) -> None:
         """`num`: how many there are, asked whenever a call begins or ends; there is always one."""
@@ -65,7 +65,7 @@ class Places:
 
     @asynccontextmanager
     async def one(self, tenant: str, weight: float, advanced: Callable[[], None]) -> AsyncGenerator[None]:
-        """Holds a place while the block runs. Calls `advanced` while it waits, whenever another's place becomes free."""
+        """Holds a place while the block runs. Calls `advanced` whenever another's place becomes free meanwhile."""
         claim = await self.take(tenant, weight, advanced)
         try:
             yield
@@ -146,7 +146,7 @@ class Places:
         return min(firsts, key=self._served, default=None)
 
     def _served(self, claim: Claim) -> tuple[float, float]:
-        """Seconds over weight that its tenant was served, with those of the places that it holds now; and their number."""
+        """A tenant's seconds over weight, those of its places now included; and their number."""
         held = self._held.get(claim.tenant, Holdings())
         return self._fairness.virtual_time(claim.tenant) + held.served(self._clock()), held.num / claim.weight
 
@@ -162,6 +162,6 @@ class SharedThreads:
     async def run(
         self, function: Callable[[], T], tenant: str, weight: float, advanced: Callable[[], None] = lambda: None
     ) -> T:
-        """Calls the function, in this context, once it is its tenant's turn. Calls `advanced` while it waits: see `Places.one`."""
+        """Calls the function, in this context, at its tenant's turn. `advanced`: see `Places.one`."""
         async with self._places.one(tenant, weight, advanced):
             return await asyncio.get_running_loop().run_in_executor(self._pool, copy_context().run, function)

@@ -3,8 +3,8 @@
     adapters/{tenant}/{job}/{version:08d}/manifest.json            create-only: the commit of version and batch
     adapters/{tenant}/{job}/{version:08d}/{attempt}/<file>         written before the manifest, under an attempt of its own
 
-A version exists if and only if its manifest does. Two trainers that make the same version race for the manifest; the
-loser deletes its own folder. Only the trainer service writes here.
+A version exists if and only if its manifest does. Of two trainers of one version the first to write the manifest wins; the
+other deletes its own folder. Only the trainer service writes here.
 """
 
 import asyncio
@@ -49,10 +49,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def update_of(manifest: Manifest, about: Mapping[str, Any]) -> AdapterUpdate:
-    """Makes the message that tells the owner of a version: always the same, whoever made it and however often it is sent.
-
-    `about`: the fields of `Message.about`.
-    """
+    """Makes the message that tells the owner of a version, the same each time. `about`: fields of `Message.about`."""
     return AdapterUpdate(
         id=f"{manifest.batch}/done",
         **about,
@@ -104,9 +101,9 @@ class AdapterStore:
         return data
 
     async def commit(self, manifest: Manifest, files: Mapping[str, bytes]) -> Manifest:
-        """Writes the files, then the manifest. Raises AlreadyExists if another attempt was first, and deletes its own files then.
+        """Writes the files, then the manifest, with `attempt`, `files` and `created_at`.
 
-        Fills in `manifest.attempt`, `.files` and `.created_at`.
+        Raises AlreadyExists if another attempt was first, and deletes its own files then.
         """
         folder, attempt = manifest.adapter.path(), uuid4().hex
         await self._write(f"{folder}/{attempt}", files)
@@ -116,9 +113,9 @@ class AdapterStore:
             files={name: await asyncio.to_thread(_stored, data) for name, data in files.items()},
             created_at=time.time(),
         )
-        # The commit. Files come first, under a name that only this attempt has, so a manifest never names files that are not there.
-        # The manifest is created only if there is none: of two trainers that make the version at the same time, as after a take-over,
-        # one wins, and no reader ever sees a version change. A trainer that dies before this line leaves files that nobody names.
+        # The commit. Files come first, under a name of this attempt, so a manifest never names files that are not there. The
+        # manifest is created only if there is none: of two trainers of one version, as after a take-over, one wins, and no
+        # reader sees a version change. A trainer that dies before this line leaves files that nobody names.
         try:
             await self._objects.create(f"{folder}/manifest.json", msgspec.json.encode(record))
         except AlreadyExists:

@@ -25,14 +25,14 @@ class ByteCache(Generic[K, V]):
         return found
 
     def put(self, key: K, value: V) -> None:
-        """Keeps a value in place of this key's older one. Does not keep one larger than the budget, which would drive out all others."""
+        """Replaces this key's value. Does not keep one above the budget, which would drive out all others."""
         self.pop(key)
         if self.make_room(self._size_of(value)):
             self._entries[key] = value
             self.num_bytes += self._size_of(value)
 
     def make_room(self, num_bytes: int) -> bool:
-        """Drops what was not used for longest until a value of so many bytes fits; False: it is larger than the budget."""
+        """Drops the least recently used values until so many bytes fit; False: they exceed the budget."""
         if num_bytes > self.budget_bytes:
             return False
         while self.num_bytes + num_bytes > self.budget_bytes:

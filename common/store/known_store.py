@@ -3,7 +3,7 @@
 reads, writes: `store` of each cell   waits for: the store's folder   unblocked by: whoever puts it back
 after a crash: nothing is left to do
 
-A cell that knows no store, as a new one or one whose Redis was emptied, takes the folder that is there; it gets an identity if it has none.
+A cell without a known store (a new one, or one whose Redis was emptied) takes the folder that is there, and names it if it must.
 """
 
 import asyncio
@@ -28,8 +28,7 @@ log = structlog.get_logger()
 
 
 async def recognise(folder: StoreFolder, buses: Sequence[Bus], tell: Callable[[str], None]) -> None:
-    """Returns once a local store's folder is that of the cells' store. `buses`: one for each cell. `tell` hears what it waits for and
-    what to do, whenever that changes."""
+    """Returns once a local store's folder is the cells'. `buses`: one a cell. `tell` hears at each change what to do."""
     told = ""
     while reason := await _why_not(folder, buses):
         if reason != told:
@@ -87,8 +86,7 @@ async def recognised(folder: StoreFolder, redis_url: str, bases: Sequence[str], 
 
 
 async def recognised_by_service(settings: Settings, bases: Sequence[str], objects: Objects | None = None) -> None:
-    """Waits for the store of a service's settings, and says so in its log. A store that is no folder needs no waiting. `objects`: that
-    store, if it was opened before."""
+    """Waits for the store of a service's settings, if it is a folder, and logs it. `objects`: the store, if it is open."""
     if folder := StoreFolder.of(settings.store):
         await recognised(
             folder, settings.redis_url, bases, lambda reason: log.warning("waits_for_store", reason=reason)
@@ -98,7 +96,7 @@ async def recognised_by_service(settings: Settings, bases: Sequence[str], object
 
 
 async def recognised_at_once(settings: Settings, bases: Sequence[str]) -> bool:
-    """Calls `recognised_by_service` if Redis answers. False: it does not, and other faults of the settings are to be said first."""
+    """Calls `recognised_by_service` if Redis answers. False: it does not; other faults of settings come first."""
     bus = Bus.connect(settings.redis_url, Cell(bases[0]))
     try:
         async with asyncio.timeout(ANSWER_S):

@@ -1,7 +1,7 @@
 """Object storage behind one small set of calls: a local folder, S3, or memory (obstore does the work).
 
-S3's credentials, region and endpoint come from the environment in the usual way: `AWS_ACCESS_KEY_ID`,
-`AWS_SECRET_ACCESS_KEY`, `AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL` (`http://` is allowed), or the machine's role.
+S3's credentials, region and endpoint come from the environment: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`,
+`AWS_SESSION_TOKEN`, `AWS_REGION`, `AWS_ENDPOINT_URL` (`http://` is allowed), or the machine's role.
 """
 
 import asyncio
@@ -37,12 +37,12 @@ S3: Any = {
         "allow_http": True,  # the endpoint's scheme says what the operator wants
     },
 }
-"""Retries within one call end before a lease does. The caller waits for what lasts longer, and can renew meanwhile."""
+"""Retries within one call end before a lease does. The caller waits longer, and can renew meanwhile."""
 MAX_DELAY_S = 2.0
 
 
 class Objects:
-    """Immutable objects by path. All calls are coroutines; all raise StoreUnavailable when the storage is away or full."""
+    """Immutable objects by path. All calls are coroutines, and raise StoreUnavailable when it is away or full."""
 
     def __init__(self, backend: Backend, folder: StoreFolder | None = None) -> None:
         """`folder`: that of a local store."""
@@ -51,7 +51,7 @@ class Objects:
 
     @classmethod
     def open(cls, url: str) -> "Objects":
-        """`file:///folder` (made, only for this user, if it is not there), `s3://bucket/prefix` or `memory:///`. Raises InvalidInput."""
+        """`file:///folder` (made if missing, for this user), `s3://bucket/prefix` or `memory:///`. Raises InvalidInput."""
         if folder := StoreFolder.of(url):
             folder.open()
             return cls(LocalStore(folder.path, automatic_cleanup=True), folder)
@@ -61,9 +61,9 @@ class Objects:
             raise InvalidInput(f"store URL {url!r}: {error}. Use file:///folder or s3://bucket/prefix") from error
 
     async def create(self, path: str, data: bytes) -> None:
-        """Writes an object that must not exist yet; it appears whole or not at all. Raises AlreadyExists.
+        """Writes a new object, whole or not at all. Raises AlreadyExists.
 
-        Meant for small objects: it sends one request, because S3 checks the condition only there.
+        For small objects: it sends one request, because S3 checks the condition only there.
         """
         await self._present()
         call = obstore.put_async(self._backend, path, data, mode="create", use_multipart=False)
@@ -75,10 +75,7 @@ class Objects:
             raise AlreadyExists(path) from error
 
     async def write(self, path: str, data: bytes) -> None:
-        """Writes an object of any size under a path that nobody else uses, because a part of it is random.
-
-        It appears whole or not at all. Repeatable.
-        """
+        """Writes an object of any size, whole or not at all, under a partly random path of its own. Repeatable."""
         await self._present()
         in_parts = len(data) > PART_BYTES
         call = obstore.put_async(self._backend, path, data, use_multipart=in_parts, chunk_size=PART_BYTES)
@@ -103,7 +100,7 @@ class Objects:
         return bytes(await _translated(result.bytes_async(), path))
 
     async def download(self, path: str, file: BinaryIO) -> None:
-        """Replaces what is in a file by an object of any size, a part at a time. Raises NotFound, and OSError if the disk is full."""
+        """Copies an object of any size into a file, a part at a time. Raises NotFound, and OSError if the disk is full."""
         result = await self._found(obstore.get_async(self._backend, path), path)
         file.truncate(file.seek(0))
         parts = aiter(result.stream(min_chunk_size=PART_BYTES))
@@ -171,7 +168,7 @@ class Objects:
     async def probe(self) -> None:
         """Writes, reads and deletes a small object below `probe/`, as every service does at its start.
 
-        Raises InvalidInput, with advice, for an error that will not pass by itself; Unavailable for one that may.
+        Raises InvalidInput, with advice, for a lasting error; Unavailable for one that may pass.
         """
         path, data = f"probe/{uuid4().hex}", b"marlaas"
         try:
@@ -199,9 +196,9 @@ async def patiently(
     meanwhile: Callable[[], Awaitable[object]] | None = None,
     delays_s: Iterable[float] | None = None,
 ) -> T:
-    """Awaits `call()` until the storage answers; with `delays_s`, repeats it once after each of them and raises Unavailable then.
+    """Awaits `call()` until the storage answers; with `delays_s`, retries after each and raises Unavailable then.
 
-    Calls `meanwhile` before each repeat, so that the caller can renew.
+    Calls `meanwhile` before each retry, so that the caller can renew.
     """
     for delay_s in _growing_s() if delays_s is None else delays_s:
         try:

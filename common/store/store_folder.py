@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlparse
 from common.errors import StoreUnavailable
 
 IDENTITY = "identity"
-"""The file that holds a store's random name, in hex. It is made with the store, and lies in its folder for good."""
+"""The file with a store's random name, in hex. It is made with the store, and stays in its folder."""
 SMALL_BYTES = 64 << 10
 """Objects up to this size are read at once: the way to a thread and back takes longer."""
 PLAIN_PATH = re.compile(r"(?:[\w@-][\w.@-]*/)*[\w@-][\w.@-]*", re.ASCII)
@@ -19,8 +19,8 @@ PLAIN_PATH = re.compile(r"(?:[\w@-][\w.@-]*/)*[\w@-][\w.@-]*", re.ASCII)
 
 
 class StoreFolder:
-    """A local store's folder. It may be moved, or its disk unmounted, while services run or before they start: then all of its objects
-    seem to be missing, and a write would begin another store in its place."""
+    """A local store's folder. If it is moved or unmounted, before a service starts or while it runs, all objects seem to be
+    missing, and a write would begin another store in its place."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class StoreFolder:
         self._opened, self.opened_identity = self._place(), self.identity()
 
     def check(self) -> None:
-        """Raises StoreUnavailable unless the folder is the one that was opened. It may have moved to another disk meanwhile."""
+        """Raises StoreUnavailable unless the folder is the one that was opened, on any disk."""
         place = self._place()
         if place == self._opened:
             return
@@ -49,7 +49,7 @@ class StoreFolder:
         self._opened = place
 
     def read_small(self, path: str) -> bytes | None:
-        """An object of at most SMALL_BYTES; None if there is no such, or something is in the way: the storage then says what."""
+        """An object of at most SMALL_BYTES; None if it is missing or unreadable: the storage then says why."""
         if not PLAIN_PATH.fullmatch(path):
             return None
         name = os.path.join(self.path, path)
@@ -70,7 +70,7 @@ class StoreFolder:
             return ""
 
     def identified(self) -> str:
-        """Reads its identity, which is made, with the folder, if there is none; the same for all who ask at once. Raises OSError."""
+        """Reads its identity, or makes it, with the folder; the same for all who ask at once. Raises OSError."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.identity():
             self._make_identity()

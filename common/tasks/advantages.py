@@ -1,4 +1,4 @@
-"""Computes advantages: how much better an answer is than the others of its group. Trainers learn by them, managers show them."""
+"""Computes advantages: how much better an answer is than the others of its group, for trainers and managers."""
 
 from typing import Literal
 
@@ -23,7 +23,7 @@ STD_EPSILON = 1e-6
 
 
 def group_advantages(rewards: NDArray[np.float64], kind: AdvantageKind) -> NDArray[np.float64]:
-    """Compares each reward with those of its group, [G]; `one`: 1 whatever the rewards. 0 for equal rewards, and for one alone."""
+    """Compares each reward with its group's, [G]; `one`: 1 whatever the rewards. 0 for equal rewards."""
     n = len(rewards)
     if kind == "one":
         return np.ones(n)

@@ -7,11 +7,10 @@
     openenv         sessions at an OpenEnv server, which gives the rewards
 
 Operators install more as packages, in the entry point group `marlaas.environments`. An entry point names a class with
-two methods, `reset(item, seed)` and `step(state, turn)` (see `env_service/environment.py`), built with the user's args as
-keyword arguments; a ValueError from it is shown to the user. Before any work is queued, the names of the args are checked; if
-the class has an attribute `Args`, a pydantic model, their values too. A class whose steps answer with messages of other roles
-than `tool` says which in an attribute `reply_roles`, such as ("user", "system"): a base whose chat template cannot show them is then
-refused as early. Without it each trajectory fails, with the reason.
+`reset(item, seed)` and `step(state, turn)` (see `env_service/environment.py`), built with the user's args as keyword
+arguments; users see its ValueErrors. Before work is queued, the args' names are checked; with an attribute `Args`, a pydantic
+model, their values too. Of replies in other roles than `tool`, an attribute `reply_roles` says which, such as ("user",
+"system"): a base whose chat template cannot show them is then refused. Without it each trajectory fails, with the reason.
 """
 
 import importlib
@@ -39,7 +38,7 @@ from common.wire.messages import EnvSpec
 ENTRY_POINTS = "marlaas.environments"
 
 SUPERVISED = "supervised"
-"""Stands for the environment in a supervised job, whose rows nobody samples. No job can name it, and none can be installed so."""
+"""The environment of a supervised job, whose rows nobody samples. No job can name it, no package install it."""
 
 MAX_INLINE_CHARACTERS = 64 * 1024
 """Documents given in the arguments travel in every message; larger collections belong into a folder."""
@@ -71,7 +70,7 @@ class SearchArgs(Declared):
     grader: GraderArgs | None = None
     """None: the `math` grader, which also compares words, against the item's `answer`."""
     collection: str = ""
-    """A file (.jsonl with `text` and `id`, or .txt) or a folder of such files, below the operator's collections folder."""
+    """A file (.jsonl with `text` and `id`, or .txt) or a folder of them, below the operator's collections folder."""
     documents: tuple[Document, ...] = Field((), strict=False, fail_fast=True)
     """The collection itself, if it is small."""
     top_k: int = Field(3, ge=1, le=20)
@@ -103,7 +102,7 @@ class OpenEnvArgs(Declared):
     reset: dict[str, Any] = {}
     """Arguments of each reset, besides the seed and the item's fields."""
     observation_field: str = ""
-    """The field of an observation that the model sees; by default its only one, or all of them as JSON."""
+    """The field of an observation that the model sees; by default its only one, or all as JSON."""
 
     @model_validator(mode="after")
     def _one_server(self) -> "OpenEnvArgs":
@@ -147,7 +146,7 @@ MAKES_ITEMS = ("calculator", "openenv")
 """The environments that need no training file."""
 
 LIVE = ("openenv",)
-"""The environments of live sessions. They have no grader, and say in a session which tools and replies it has."""
+"""The environments of live sessions, without a grader. Their sessions name the tools and replies."""
 
 
 def validate_environment(spec: EnvSpec, *, param: str = "environment") -> None:
@@ -167,7 +166,7 @@ def parse_args(spec: EnvSpec, *, param: str = "environment") -> Declared:
 
 
 def grader_of(spec: EnvSpec, *, param: str = "environment") -> Grader | None:
-    """The grader of a built-in environment, its default included; None for an installed or a live one. Raises InvalidInput."""
+    """The grader of a built-in environment, or its default; else None. Raises InvalidInput."""
     if spec.name not in BUILT_IN or spec.name in LIVE:
         return None
     grader: Any = spec.args.get("grader") or DEFAULT_GRADERS.get(spec.name)
@@ -182,15 +181,14 @@ def is_multi_turn(spec: EnvSpec) -> bool:
 
 
 def wants_tools(spec: EnvSpec) -> bool:
-    """True if the model must be told of tools. Of an installed environment its class says so, by an attribute `tools`."""
+    """True if the model must be told of tools; an installed environment's class says so by an attribute `tools`."""
     if spec.name in (*BUILT_IN, SUPERVISED):
         return spec.name in WITH_TOOLS
     return bool(getattr(load_installed(spec.name), "tools", ()))
 
 
 def reply_roles(spec: EnvSpec) -> tuple[str, ...]:
-    """Roles of the messages with which the environment says that it answers the model's turns. An installed one does so by
-    an attribute `reply_roles` of its class. Raises InvalidInput."""
+    """Roles of the replies to model turns, or an installed class's `reply_roles`. Raises InvalidInput."""
     if not is_multi_turn(spec) or spec.name in LIVE:
         return ()
     if spec.name in BUILT_IN:
@@ -207,8 +205,7 @@ def roles_of(environment: Any) -> tuple[str, ...]:
 
 
 def reply_fault(tokenizer: ChatTokenizer, roles: Sequence[str]) -> str:
-    """The reason for which a base model cannot show messages of one of these roles; "" if it can. A system message may need one of a user's
-    behind it, where the environment has both."""
+    """The reason why a base model cannot show messages of these roles, perhaps only without a user's; else ""."""
     shapes = [("system", "user") if role == "system" and "user" in roles else (role,) for role in roles]
     return next(filter(None, map(tokenizer.reply_fault, shapes)), "")
 
@@ -221,15 +218,15 @@ def makes_items(spec: EnvSpec) -> bool:
 
 
 def is_live(spec: EnvSpec) -> bool:
-    """Do its trajectories have sessions, which stay with one env worker? Of an installed one its class says so, by a method `open`."""
+    """Do its trajectories have sessions, bound to one env worker? An installed class then has a method `open`."""
     if spec.name in (*BUILT_IN, SUPERVISED):
         return spec.name in LIVE
     return hasattr(load_installed(spec.name), "open")
 
 
 def installed(*, again: bool = False) -> dict[str, EntryPoint]:
-    """The environments that operators installed, by name; none can have a built-in name. Searches again whenever a folder has changed
-    into which packages are installed; `again`: in any case, for a folder changes before its package's entry points are there."""
+    """The installed environments, by name; built-in names are taken. Searches again whenever a folder of packages has
+    changed; `again`: in any case, for a folder changes before its package's entry points exist."""
     if again:
         _installed.cache_clear()
     return _installed(tuple((folder, os.stat(folder).st_mtime_ns) for folder in sys.path if os.path.isdir(folder)))
@@ -241,7 +238,7 @@ def _installed(_: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
 
 
 def load_installed(name: str) -> Any:
-    """The class behind an entry point. Raises InvalidInput if there is none, or if it cannot be imported."""
+    """The class behind an entry point. Raises InvalidInput if it does not exist or cannot be imported."""
     found = installed()
     if name not in found:
         found = installed(again=True)
@@ -266,11 +263,11 @@ def load_installed(name: str) -> Any:
 
 
 _in_use: WeakKeyDictionary[ModuleType, tuple[str, int]] = WeakKeyDictionary()
-"""Module -> version of its package, and time of its file, when it was loaded first: Python keeps what it has imported."""
+"""Module -> its package's version and its file's time at its first import, which Python keeps."""
 
 
 def outdated(entry: EntryPoint) -> str | None:
-    """A warning if another version of its package was installed, or its module's file changed, since this process has loaded it."""
+    """A warning if its package's version, or its module's file, has changed since this process loaded it."""
     module, now = sys.modules.get(entry.module), _version(entry)
     if module is None or module not in _in_use:
         return None

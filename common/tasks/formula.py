@@ -1,4 +1,4 @@
-"""Arithmetic without `eval`: for the `calculator` tool and for the `calculate_output` of a `multi` grader.
+"""Arithmetic without `eval`: for the tool `calculator` and the `calculate_output` of a `multi` grader.
 
     numbers, names, ( ), + - * / // %, ^ or ** (power), min max abs floor ceil round exp log sqrt
 
@@ -29,7 +29,7 @@ def evaluate(text: str, names: Mapping[str, Number] | None = None) -> Number:
 
 
 def names_of(text: str) -> set[str]:
-    """The names that a well-formed expression uses, functions left out. Raises InvalidInput if it is not well formed."""
+    """The names in an expression, except functions. Raises InvalidInput if it is not well formed."""
     tree = _parse(text)
     _check_shape(tree, 0)
     functions = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}

@@ -171,8 +171,8 @@ class SamplingParams(Declared):
 
 
 class ModelGrader(Declared):
-    """A model is asked about the answer. It is a base model or a tuned one, `ft:…`, of this service; with a `url`, that of an API like
-    OpenAI's (`https://api.example.org/v1`), a model of the operator's choice of hosts."""
+    """A model is asked about the answer: a base or tuned one, `ft:…`, of this service, or with a `url` one behind an API
+    like OpenAI's (`https://api.example.org/v1`), at a host that the operator allows."""
 
     name: str = ""
     model: str = Field(min_length=1, max_length=512)
@@ -213,7 +213,7 @@ class ScoreModel(ModelGrader):
 
 
 class LabelModel(ModelGrader):
-    """Gives 1 if the model answers with a passing label, 0 if with another one: alone, or the `result` of a JSON object."""
+    """Gives 1 if the model answers with a passing label, 0 with another: plain, or `result` of a JSON object."""
 
     type: Literal["label_model"]
     labels: tuple[str, ...] = Field(strict=False, min_length=1, max_length=64)
@@ -278,7 +278,7 @@ MODEL_GRADERS = ("score_model", "label_model")
 
 
 def validate_grader(grader: Mapping[str, Any], *, param: str = "grader") -> Grader:
-    """The grader as a model. Raises InvalidInput naming the field, and the nearest valid name where one is unknown."""
+    """The grader as a model. Raises InvalidInput naming the field, and the nearest valid name for an unknown one."""
     kind = grader.get("type")
     _check_type(kind, f"{param}.type")
     for name, part in _sub_graders(grader):
@@ -301,13 +301,13 @@ def _templates_of(grader: SingleGrader) -> list[str]:
 
 
 def model_graders(grader: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """(place in the grader, such as `graders.style`, or ""; grader) of those that ask a model of this service, of a valid grader."""
+    """(place in the grader, such as `graders.style`, or ""; grader) of those that ask a model of this service."""
     parts = [(f"graders.{name}", part) for name, part in _sub_graders(grader)] or [("", grader)]
     return [(place, part) for place, part in parts if part.get("type") in MODEL_GRADERS and part.get("url") is None]
 
 
 def outside_urls(grader: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(place in the grader, as for `model_graders`; type; URL) of those that call a host, of a valid grader."""
+    """(place in a valid grader, as for `model_graders`; type; URL) of those that call a host."""
     parts = [(f"graders.{name}", part) for name, part in _sub_graders(grader)] or [("", grader)]
     return [(place, str(part["type"]), str(part["url"])) for place, part in parts if part.get("url") is not None]
 
@@ -318,7 +318,7 @@ def check_item(grader: Grader, item: Mapping[str, Any], *, param: str = "grader"
 
 
 def check_fields(fields: Collection[str], item: Mapping[str, Any], *, param: str = "grader") -> None:
-    """Raises InvalidInput about the first field that the item does not have; `fields` as `item_fields` finds them."""
+    """Raises InvalidInput about the first field that the item lacks; `fields` as from `item_fields`."""
     for field in sorted(fields):
         try:
             templates.lookup(f"item.{field}", item, {})

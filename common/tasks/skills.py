@@ -1,8 +1,7 @@
 """Generators of the synthetic skills: questions with one right answer each.
 
-The `tiny` base model is trained on these, and the demo, the tests and an environment draw their items from
-them. A question belongs to the training or to the held-out split by a hash of only its text, so every
-caller, with every seed, agrees on what the model has never seen.
+The `tiny` base model is trained on these; the demo, the tests and an environment draw items from them. A hash of only the
+question's text assigns it to training or held-out, so all callers and seeds agree on what the model has never seen.
 
     skill     question              answer
     add       add 37+58             95
@@ -10,9 +9,9 @@ caller, with every seed, agrees on what the model has never seen.
     reverse   reverse cabin         nibac
     max       max 14,92,7           92
     count     count a in banana     3
-    calc      calc 347*86           29842     (too hard alone: needs the calculator tool)
+    calc      calc 347*86           29842     (too hard without the calculator tool)
 
-Beside them the model knows additions as plain text without a chat template: `models/tiny_plain.py`.
+The model also knows additions as plain text without a chat template: `models/tiny_plain.py`.
 """
 
 import hashlib

@@ -42,8 +42,7 @@ def variables(template: str) -> list[str]:
 def render(template: str, item: Mapping[str, Any], sample: Mapping[str, Any]) -> str:
     """The template with its variables replaced: strings as they are, other values as JSON.
 
-    Raises InvalidInput, naming the variable, if the item or the sample does not have it, and for a text that would have more
-    than MAX_TEXT_CHARACTERS.
+    Raises InvalidInput, naming a variable that the item or the sample lacks, or for a text above MAX_TEXT_CHARACTERS.
     """
     text = _joined(_pieces(template), item, sample, MAX_TEXT_CHARACTERS)
     if text is None:
@@ -52,8 +51,7 @@ def render(template: str, item: Mapping[str, Any], sample: Mapping[str, Any]) ->
 
 
 def render_short(template: str, item: Mapping[str, Any], sample: Mapping[str, Any], *, most: int) -> str | None:
-    """The same, where it takes no time: None if the template or the text has more than `most` characters, or if a variable is
-    an object or a list."""
+    """The same, if fast: None if the template or the text exceeds `most` characters, or for an object or a list."""
     return _joined(_cached_pieces(template), item, sample, most, flat=True) if len(template) <= most else None
 
 
@@ -65,7 +63,7 @@ def _joined(
     *,
     flat: bool = False,
 ) -> str | None:
-    """None if the text has more than `most` characters; where it is to be `flat`, also if a variable is an object or a list."""
+    """None if the text exceeds `most` characters; if `flat`, also if a variable is an object or a list."""
     parts, size = list[str](), 0
     for text, name in pieces:
         value = "" if name is None else lookup(name, item, sample)
@@ -79,7 +77,7 @@ def _joined(
 
 
 def _pieces(template: str) -> Iterator[tuple[str, str | None]]:
-    """(text, the variable behind it) from the beginning to the end; behind the last text there is none."""
+    """(text, the variable after it) from the beginning to the end; None after the last text."""
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise InvalidInput(f"a template has at most {MAX_TEMPLATE_CHARACTERS} characters, not {len(template)}")
     at = 0

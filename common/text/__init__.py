@@ -1,4 +1,4 @@
-"""Translates chat messages to tokens and back: messages come in, token ids go out, and an answer's ids become text and calls.
+"""Translates chat messages to token ids, and an answer's ids to text and calls.
 
     messages ─► chat_messages ─► chat_template ─► tokens ─► ids ─► the model ─► ids ─► tokens ─► text, tool_calls
 

@@ -1,4 +1,4 @@
-"""Chat messages and tools in OpenAI's form, checked and brought into the form that chat templates expect."""
+"""Chat messages and tools in OpenAI's form, checked and converted for chat templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ DUMMY_TOOL: ChatMessage = {
 def dummy_turn(num_calls: int) -> list[ChatMessage]:
     """A user's message and a model turn, which calls tools if there are to be calls.
 
-    The turn has a thought: Qwen3's template adds an empty one to a turn without, but only while that turn is the last.
+    The turn has a thought: Qwen3's template adds an empty one only while the turn is the last.
     """
     calls = [
         {"id": f"call_{i}", "type": "function", "function": {"name": "tool", "arguments": '{"input": "x"}'}}
@@ -40,7 +40,7 @@ def check_messages(messages: Sequence[Any], name: str = "messages") -> None:
 
 
 def normal_message(message: Any, where: str) -> dict[str, Any]:
-    """Returns a message as templates expect it: text contents, arguments as objects, no `developer`. Raises ValueError."""
+    """Returns a message for templates: text contents, arguments as objects, no `developer`. Raises ValueError."""
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} must be an object")
     role = message.get("role")

@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Finds a message's members, which templates name most, without the detour over an attribute that is not there."""
+    """Finds a message's members, which templates name most, without a failed lookup of an attribute."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute in obj and not hasattr(dict, attribute):
@@ -20,7 +20,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def compile_template(template: str) -> jinja2.Template:
-    """A template with the surroundings that transformers gives it. Raises ValueError if it does not parse."""
+    """A template in the environment that transformers gives it. Raises ValueError if it does not parse."""
     environment = TemplateEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     surroundings: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

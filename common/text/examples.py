@@ -5,8 +5,8 @@
     {"prompt": [messages], "completion": [messages]}               TRL's: only those of the completion
     {"prompt": "add 1+2", "completion": "3"}                       TRL's plain text: no chat template; a token ends the completion
 
-A learned turn has the very tokens that a rollout of it would have, its end-of-turn token included: it begins where the template
-lets the model begin. An item of a job with rewards says what is asked; any other field is one that graders may use:
+A learned turn has exactly the tokens of its rollout, its end-of-turn token included: it begins where the template lets the
+model begin. An item of a job with rewards says what is asked; graders may use any other field:
 
     {"messages": [...], "answer": "3"}                             OpenAI's form
     {"prompt": [messages], "answer": "3"}                          TRL's
@@ -20,7 +20,7 @@ from common.text.chat_messages import check_messages, normal_tool, valid_text
 from common.text.tokens import ChatTokenizer
 
 MAX_TURNS = 32
-"""Turns of the assistant that are learned from one example: each of them renders the conversation again."""
+"""Turns of the assistant that are learned from one example: each renders the conversation again."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -31,7 +31,7 @@ class Example(NamedTuple):
 
 
 def is_example(item: Mapping[str, Any]) -> bool:
-    """Does a row say what is to be answered? If not, it is an item whose answers are sampled and rewarded."""
+    """Does a row ask for an answer? If so, it is an item whose answers are sampled and rewarded."""
     if _has_completion(item):
         return True
     messages: Any = item.get("messages")
@@ -45,7 +45,7 @@ def is_text(item: Mapping[str, Any]) -> bool:
 
 
 def _has_completion(item: Mapping[str, Any]) -> bool:
-    """Does the item teach a completion? Beside `messages` a field of that name is one that graders use."""
+    """Does the item teach a completion? Next to `messages` that field is for graders."""
     return item.get("completion") is not None and "messages" not in item
 
 
@@ -154,7 +154,7 @@ def _closed(talk: Messages, tools: Messages, tokenizer: ChatTokenizer) -> list[i
 
 
 def with_messages(item: dict[str, Any]) -> dict[str, Any]:
-    """The item with `messages`, which a `prompt` stands for where there are none; an example, and what is neither, as it is."""
+    """The item with `messages`, made of a `prompt` if need be; an example, and what is neither, as it is."""
     if "messages" in item or item.get("prompt") is None or is_example(item):
         return item
     return item | {"messages": _prompt(item)}

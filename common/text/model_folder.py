@@ -1,5 +1,4 @@
-"""Reads the text files of a base model's folder. Raises ValueError, naming a missing or unusable file; `read_config` and `OwnSettings`
-raise InvalidInput."""
+"""Reads the text files of a base model's folder. Raises ValueError, naming the file, or InvalidInput as said below."""
 
 import json
 import math
@@ -59,7 +58,7 @@ def read_json(file: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A base model's `config.json`, well-formed: see `check_config`. Raises InvalidInput, naming the folder."""
+    """A base model's `config.json`, checked by `check_config`. Raises InvalidInput, naming the folder."""
     try:
         config = read_json(folder / "config.json")
     except ValueError as error:
@@ -72,8 +71,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises ValueError, naming every fault, unless sizes are positive whole numbers, others are what they should be, and heads share out
-    evenly."""
+    """Raises ValueError, naming each fault: sizes that are not positive integers, uneven heads, other wrong values."""
     if found := [*_faults(config)]:
         raise ValueError(f"config.json must give {'; '.join(found)}")
 
@@ -127,12 +125,12 @@ def positive(config: Mapping[str, Any], key: str) -> int:
 
 
 def usual_learning_rate(config: Mapping[str, Any]) -> float:
-    """The RL rate of adapters on a base model that has none in `marlaas.json`: it falls with the square root of the model's width."""
+    """The RL rate of adapters without one in `marlaas.json`: it falls with the square root of the model's width."""
     return RATE * math.sqrt(RATE_WIDTH / config.get("hidden_size", RATE_WIDTH))
 
 
 class OwnSettings(NamedTuple):
-    """The fields of `marlaas.json`, which a base model's folder may have: `{"learning_rate": 2e-5, "tool_format": "hermes"}`."""
+    """The fields of `marlaas.json` in a base model's folder: `{"learning_rate": 2e-5, "tool_format": "hermes"}`."""
 
     learning_rate: float | None = None
     """The rate of a job that names none; None: one by the model's width."""

@@ -1,4 +1,4 @@
-"""The special tokens of a tokenizer: how strings are marked so that they contain none, and where they stand in a text."""
+"""The special tokens of a tokenizer: marks strings so that they contain none, and finds them in a text."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _MARKS = range(0x100000, 0x10FFFD)
-"""Private-use characters: no writing system has them, so there is always one that occurs in no string."""
+"""Private-use characters: no writing system has them, so one always occurs in no string."""
 
 
 class Specials:
@@ -26,7 +26,7 @@ class Specials:
     def mark(self, value: Any, mark: str) -> Any:
         """`value` with the mark behind what can begin a special token and before what can end one.
 
-        So no part of it is a special token, nor becomes one next to what the template or another value adds.
+        So it neither has a special token nor becomes one next to what the template or another value adds.
         """
         if isinstance(value, str):
             if not self._ends.search(value):
@@ -86,10 +86,10 @@ def parse_tokenizer(tokenizer_json: str) -> Tokenizer:
 
 
 def without_added_tokens(tokenizer_json: str) -> Tokenizer:
-    """The same tokenizer, to which special tokens are text like any other.
+    """The same tokenizer, to which special tokens are ordinary text.
 
-    Raises ValueError if even so the text of a special token becomes that token, or if a special token is a
-    single character, which has no inside for a mark.
+    Raises ValueError if their text still becomes the token, or if one is a single character, which has no inside for a
+    mark.
     """
     content = json.loads(tokenizer_json)
     added = content.get("added_tokens") or []

@@ -6,16 +6,14 @@
       parse_tool_calls(text)       -> what a model turn says, and what it calls
       stream_decoder()             -> text from ids as they come, whole characters only
 
-Special tokens come only from the chat template. `render` chooses a mark, a character that no string of the caller
-has, and sets it into every part of those strings that could become part of a special token. Then it renders the
-template and splits the output at the special tokens without a mark. It removes the marks from the pieces between
-and encodes them by a tokenizer that knows no special tokens. So `<|end|>` in a user's text stays
-seven bytes, and for a conversation without such text the ids are exactly those of Hugging Face's
-`apply_chat_template` (checked when a folder is loaded).
+Special tokens come only from the chat template. `render` chooses a mark, a character that no string of the caller has, and
+sets it into every part of those strings that could become part of a special token. It splits the rendered template at the
+special tokens without a mark, removes the marks from the pieces between, and encodes these by a tokenizer without special
+tokens. So `<|end|>` in a user's text stays seven bytes, and for a conversation without such text the ids are exactly those
+of Hugging Face's `apply_chat_template` (checked when a folder is loaded).
 
-Limits: a template that itself looks for special tokens in contents does not find them (Qwen3's removes
-`<think>` parts of earlier assistant turns: they stay, as text); text parts only; a template that measures or
-cuts contents sees marks.
+Limits: a template that looks for special tokens in contents does not find them (Qwen3's removes `<think>` parts of earlier
+assistant turns: they stay, as text); text parts only; a template that measures or cuts contents sees marks.
 """
 
 import json
@@ -53,7 +51,7 @@ from common.text.tool_calls import CLOSE, OPEN, ToolCall, ToolFormat, malformed,
 __all__ = ["ChatTokenizer", "StreamDecoder", "ToolCall", "check_messages"]
 
 MAX_CACHED_REPLIES, MAX_CACHED_CHARACTERS = 1024, 4000
-"""Replies whose ids are cached, for tools often say the same to the samples of a group; longer ones are not."""
+"""Replies whose ids are cached, since tools often say the same to a group's samples; longer ones are not."""
 REPLY_ROLES = ("tool", "user", "system")
 """Roles of messages with which an environment answers; `developer` counts as `system`."""
 MAX_SHRINKING = 4
@@ -71,9 +69,9 @@ HARMLESS: list[tuple[list[ChatMessage], list[ChatMessage]]] = [
     (TOOL_TALK[:1], [DUMMY_TOOL]),
     (TOOL_TALK, [DUMMY_TOOL]),
 ]
-"""Conversations, each with its tools, of texts that hold nothing special: what a folder is checked with."""
+"""Conversations, each with its tools, without special texts: they check a folder."""
 MAX_HELD_BACK = 8
-"""Ids without a whole character that a stream holds back. More of them are no character: it has at most four bytes."""
+"""Ids without a whole character that a stream holds back. More are no character: it has at most four bytes."""
 
 
 class ChatTokenizer:
@@ -167,16 +165,14 @@ class ChatTokenizer:
         return encoding.ids  # of a batch: other threads run meanwhile, and it is several times as fast
 
     def least_tokens(self, num_characters: int) -> int:
-        """No text of so many characters has fewer tokens, except for what a tokenizer removes from it, and that is refused too."""
+        """No text of so many characters has fewer tokens, unless a tokenizer removes some, which is refused too."""
         return num_characters // (MAX_SHRINKING * self._longest_token)
 
     def reply(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Returns the ids to append after a model turn that ended with its end-of-turn token.
 
         They are an environment's messages, of the roles in `REPLY_ROLES`, and the opening of the model's next turn. They do
-        not depend on the conversation; see `reply_fault`.
-
-        Raises ValueError, with what can be done, for what is no such message or cannot be appended.
+        not depend on the conversation; see `reply_fault`. Raises ValueError, with advice, for other messages.
         """
         normal = [normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         if fault := self.reply_fault([message["role"] for message in normal]):
@@ -192,8 +188,8 @@ class ChatTokenizer:
         return tuple(suffix)
 
     def reply_fault(self, roles: Sequence[str]) -> str:
-        """The reason for which messages of these roles, in this order, cannot be appended to a conversation without changing the ids before
-        them, and what can be; "" if they can. A base is refused for an environment whose messages it cannot append."""
+        """The reason why messages of these roles, in this order, cannot be appended without changing a conversation's ids, and
+        what can be; "" if they can. A base is refused for an environment whose messages it cannot append."""
         if not roles or any(role not in REPLY_ROLES for role in roles):
             return f"an environment answers with one or more messages of roles {', '.join(REPLY_ROLES)}"
         if not (why := self._append_fault(tuple(roles))):
@@ -246,8 +242,8 @@ class ChatTokenizer:
     def parse_tool_calls(self, text: str, tools: Sequence[ChatMessage] = ()) -> tuple[str, list[ToolCall]]:
         """Splits a model turn, decoded with `skip_special=False`, into its content and its calls.
 
-        `tools` are those that were rendered: the compact format takes the name of the argument from their
-        schema ("input" without it). Never raises: a malformed call is a ToolCall with an error.
+        `tools`: those rendered; the compact format takes the argument's name from their schema ("input" without it). Never
+        raises: a malformed call is a ToolCall with an error.
         """
         content, *parts = text.split(OPEN)
         calls = []
@@ -299,7 +295,7 @@ class ChatTokenizer:
     def _suffix(
         self, talk: Sequence[ChatMessage], replies: Sequence[ChatMessage], tools: Sequence[ChatMessage] = ()
     ) -> list[int] | None:
-        """render(talk + replies) minus render(talk) up to its last end-of-turn token; None if no prefix."""
+        """render(talk + replies) minus render(talk) up to its last end-of-turn token; None if not a prefix."""
         before = self.render(talk, tools, add_generation_prompt=False)
         after = self.render([*talk, *replies], tools)
         ends = [i for i, token in enumerate(before) if token in self.end_of_turn_ids]
@@ -309,8 +305,8 @@ class ChatTokenizer:
         return after[cut:] if after[:cut] == before[:cut] else None
 
     def _check_against_plain_rendering(self) -> None:
-        """Raises ValueError if a harmless conversation gets other ids than Hugging Face's tokenizer gives, or ids that the base model
-        lacks; also one with tools, if the chat template does not refuse it."""
+        """Raises ValueError if a harmless conversation, also with tools unless the template refuses it, gets ids that differ
+        from Hugging Face's or that the base model lacks."""
         for messages, tools in HARMLESS:
             try:
                 expected = self._plain_ids(messages, tools)

@@ -25,7 +25,7 @@ class ToolCall:
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-    """The fault of a malformed call, in words that may be shown to the model; None if it is well formed."""
+    """The fault of a malformed call, in words for the model; None if it is well formed."""
     text: str = ""
     """The call as the model wrote it, without the tags."""
 
@@ -72,7 +72,7 @@ def parse_hermes(text: str) -> ToolCall:
 
 
 def _uncarried(call: Any) -> str:
-    """The reason why no message could carry what is JSON for Python, such as half a surrogate pair; empty: one could."""
+    """The reason why JSON of Python fits no message, such as half a surrogate pair; empty if it fits."""
     try:
         msgspec.json.encode(call)
     except (UnicodeEncodeError, RecursionError) as error:

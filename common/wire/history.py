@@ -1,11 +1,11 @@
-"""Sends a trajectory's parts once: what a turn's result and the next turn's request say that Redis knows already, they refer to.
+"""Sends a trajectory's parts once: results and requests of turns refer to what Redis has already.
 
     TurnRequest ─► rollout ─► ShortResult ─► env ─► ShortRequest ─► rollout ─► ShortResult ─► env ─► ScoredTrajectory
 
-The *history* of an entry is a list in Redis of the payloads that led to it, oldest first, the trajectory's whole TurnRequest before all
-others. The script that settles an entry moves its payload to the end of the list, if what follows refers to it, and else deletes the list:
-so each list belongs to one pending entry. A reader puts the messages together again, so no handler sees the short forms. Where one
-would not give back the same message, as after a turn that moved to another worker, the whole message is sent and begins a new history.
+The *history* of an entry is a list in Redis of the payloads that led to it, oldest first, a whole TurnRequest before all
+others. The script that settles an entry appends its payload, if what follows refers to it, and else deletes the list: so each
+list belongs to one pending entry. A reader restores the messages, so no handler sees the short forms. Where one would not
+restore the same message, as after a turn that moved to another worker, the whole message begins a new history.
 """
 
 from typing import Any
@@ -30,8 +30,7 @@ MAX_CHANGED_CONTEXT_BYTES = 4096
 
 
 class History(msgspec.Struct, frozen=True):
-    """The first `num` payloads of a list in Redis, which led to an entry. Behind each stands the id of the entry that it came from.
-    `entry`: the last of these."""
+    """The first `num` payloads of a list in Redis, each with its entry's id behind it; `entry`: the last of these."""
 
     key: str
     num: int
@@ -66,7 +65,7 @@ SHARED_FIELDS = tuple(name for name in ShortResult.__struct_fields__ if name != 
 
 
 def shortened(cause: object, output: Message) -> Message | None:
-    """The message as it is sent where the history, with `cause` as its last item, is known. None: whole."""
+    """The message as sent where the history, with `cause` as its last item, is known. None: whole."""
     match cause, output:
         case TurnRequest(), TurnResult() if output.request == cause and not cause.reply_to:
             return _short_result(output)

@@ -1,9 +1,9 @@
-"""The message types: everything that one service says to another about jobs (those about runs: `common/wire/operations.py`).
+"""The message types: all that services say to each other about jobs (about runs: `common/wire/operations.py`).
 
-A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones
-take their default, so that old and new workers can run side by side; a change of meaning needs a new class name, and so does
-a change of a default, since a field that has it is not sent. Arrays travel as raw little-endian bytes with dtype and shape, tokens with
-who wrote them as a `Transcript`. `tests/common/test_messages.py` pins the wire format.
+A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones take
+their default, so old and new workers can run together. A changed meaning or default needs a new class name, since a field
+with its default is not sent. Arrays travel as raw little-endian bytes with dtype and shape, tokens and their authors as a
+`Transcript`. `tests/common/test_messages.py` pins the wire format.
 
     Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
     manager ─► Init | TrainStep ─► trainer ─► AdapterUpdate ─► manager
@@ -36,7 +36,7 @@ FailureKind = Literal[
 ]
 
 MAX_REWARD = 1e6
-"""Rewards are finite numbers of at most this size: squares and sums of them stay exact enough, in float32 too."""
+"""Rewards are finite numbers of at most this size: squares and sums stay exact enough, in float32 too."""
 
 TEMPERATURE, MAX_TOKENS = 1.0, 64
 """Sampling values of a job whose hyperparameters give no others."""
@@ -116,7 +116,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class EnvSpec(msgspec.Struct, frozen=True, gc=False):
-    """The environment of a job. A grader alone is the environment `single_turn` with args {"grader": …}."""
+    """The environment of a job. A grader is the environment `single_turn` with args {"grader": …}."""
 
     name: str
     args: dict[str, Any] = {}
@@ -152,7 +152,7 @@ class OptimSpec(msgspec.Struct, frozen=True, gc=False):
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True, tag_field="kind", tag=True):
-    """Plain fields of every message; they stand next to the payload's path too where that is in object storage."""
+    """Plain fields of every message; they stand next to a payload's path in object storage too."""
 
     tenant: str
     job: str  # for inference an id of the request, `chat-…`, so that it can be cancelled like a job
@@ -169,7 +169,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults
 
 
 class TrajectoryRef(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """One trajectory of a job. All of its random numbers are functions of these and `seed`, never of `attempt`."""
+    """One trajectory of a job. All of its random numbers are functions of these and `seed`, not of `attempt`."""
 
     purpose: Purpose
     seed: int  # the job's
@@ -188,7 +188,7 @@ class TrajectoryRef(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 def trajectory_key(group: int, sample: int, purpose: Purpose = "train", version: int = 0) -> str:
-    """`group/sample`, the field in `open:<job>`; evaluations say which version they measure: `eval@3.17/0`."""
+    """`group/sample`, the field in `open:<job>`; evaluations name the version they measure: `eval@3.17/0`."""
     name = str(group) if purpose == "train" else f"{purpose}@{version}.{group}"
     return f"{name}/{sample}"
 
@@ -219,7 +219,7 @@ class Start(Message, frozen=True, kw_only=True):
 class TurnRequest(Message, Transcribed, frozen=True, kw_only=True):
     """Continue a trajectory by one model turn. env or API → rollout.
 
-    It holds all that is needed: any rollout worker can take it, and a half-sampled turn continues from `num_partial`.
+    It is complete: any rollout worker can take it, and a half-sampled turn continues from `num_partial`.
     """
 
     trajectory: TrajectoryRef
@@ -271,7 +271,7 @@ class TurnResult(Message, frozen=True, kw_only=True):
 
 
 class TurnDelta(Message, frozen=True, kw_only=True):
-    """Tokens of an unfinished inference turn. rollout → API. `offset` is the index in the turn of the first."""
+    """Tokens of an unfinished inference turn. rollout → API. `offset`: index of the first in the turn."""
 
     adapter: AdapterRef
     offset: int
@@ -280,7 +280,7 @@ class TurnDelta(Message, frozen=True, kw_only=True):
 
 
 class ScoredTrajectory(Message, Transcribed, frozen=True, kw_only=True):
-    """A settled trajectory: scored, or failed with a reason. env (or whoever failed) → the partition's owner."""
+    """A settled trajectory: scored, or failed with a reason. env (or who failed) → the partition's owner."""
 
     trajectory: TrajectoryRef
     adapter: AdapterRef
@@ -296,7 +296,7 @@ class ScoredTrajectory(Message, Transcribed, frozen=True, kw_only=True):
 
 
 class Parked(Message, frozen=True, kw_only=True):
-    """A trajectory put aside by a pause, at its last finished turn. rollout or env → the partition's owner."""
+    """A trajectory that a pause put aside, at its last finished turn. rollout or env → the partition's owner."""
 
     request: TurnRequest
 
@@ -360,7 +360,7 @@ class AdapterUpdate(Message, frozen=True, kw_only=True):
 
 
 class JobCommand(Message, frozen=True, kw_only=True):
-    """API replica, exporter → the partition's owner. For `create` the job's record is written by the same script."""
+    """API replica, exporter → the partition's owner. The same script writes the job's record for `create`."""
 
     action: Literal["create", "pause", "resume", "cancel", "warn"]
     text: str = ""  # of `warn`: what the job's events are to say
@@ -385,7 +385,7 @@ class GradeResult(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Broadcast: messages of the job up to `epoch` are void. Parked ones come back on resume, others are dropped."""
+    """Broadcast: messages of the job up to `epoch` are void. Resume returns parked ones; others are dropped."""
 
     park: bool = False
 
@@ -397,7 +397,7 @@ class AdapterNew(Message, frozen=True, kw_only=True):
 
 
 class DeadLetter(Message, frozen=True, kw_only=True):
-    """A message that could not be worked on. `payload` is the original, msgpack. Its owner gets one that nobody could read."""
+    """A message that could not be worked on. `payload`: the original, msgpack. Its owner gets unreadable ones."""
 
     stream: str
     entry: str
@@ -417,7 +417,7 @@ class Span(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class Outside(msgspec.Struct, frozen=True):
-    """Hosts outside of the service that an env worker may call: the operator's lists, see `common.outgoing`."""
+    """Hosts that an env worker may call outside of the service: the operator's lists, see `common.outgoing`."""
 
     endpoint: str = ""  # for graders `endpoint`
     grader: str = ""  # for graders' models

@@ -1,12 +1,11 @@
-"""Runs: jobs whose loop their user keeps, through the Tinker protocol. What the services say to another about them.
+"""Runs: jobs whose loop their user keeps, through the Tinker protocol. What the services say about them.
 
     API ─ Operation ─► owner ─ Operations ─► trainer ─ OperationsDone ─► owner ─ OperationsAnswered ─► all API replicas
                        owner ─ Forget ─► trainer ─ Forgotten ─► owner
 
-A run's operations are numbered from 1 (creation is 0). An `optim_step` makes the next version of its adapter, as a `TrainStep` does,
-and so does a `load`, as an `Init` does.
-The operations since the newest version are its *log*: their entries stay pending until the next one is committed. The gradient that
-they add up to is a cache in one trainer, which any other can rebuild from the log.
+A run's operations are numbered from 1 (creation is 0). An `optim_step` makes the next version of its adapter, as a
+`TrainStep` does; a `load` as an `Init` does. The operations since the newest version are its *log*: their entries stay
+pending until the next is committed. Their gradient is a cache in one trainer, which any other can rebuild from the log.
 
 Axes: N positions of a datum.
 """
@@ -25,7 +24,7 @@ Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 
 class Datum(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """A sequence with what is to be learned at each position. Arrays that the loss has no use for are None."""
+    """A sequence with what is learned at each position. Arrays that the loss does not use are None."""
 
     tokens: Array  # i4 [N] read by the model
     targets: Array  # i4 [N] the token whose log-prob is meant at each position: for plain text, the next one
@@ -58,7 +57,7 @@ class SaveWeights(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LoadWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The payload of `load`: the next version is a copy. What was added to the gradient before is dropped."""
+    """The payload of `load`: the next version is a copy. The gradient so far is dropped."""
 
     path: str  # as its user named the source
     source: AdapterRef  # of the run's rank and targets
@@ -87,9 +86,9 @@ class Saved(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Operation(Message, frozen=True, kw_only=True):
-    """One request of a run's user, in `ops:<p>`. API → the partition's owner. `job` is the run, `id` is `<run>:<seq>`.
+    """One request of a run's user, in `ops:<p>`. API → the partition's owner. `job`: the run; `id`: `<run>:<seq>`.
 
-    Its entry stays pending until its result is recorded and, for what adds to a gradient, until the version that it led to is committed.
+    Pending until its result is recorded and, if it adds to a gradient, until the version made of it is committed.
     """
 
     seq: int
@@ -110,9 +109,9 @@ class RunOperation(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class Operations(Message, frozen=True, kw_only=True):
-    """A segment of a run's log. owner → trainer: any, by `train`, if `first` is 0; else the one with the gradient, by `train:<worker>`.
+    """A segment of a run's log. owner → any trainer, by `train`, if `first` is 0; else the gradient's, by `train:<worker>`.
 
-    Carried out in order, one by one, so that one message or three give the same bits. An `optim_step` comes last, if at all.
+    Carried out in order, one by one, so one message or three give the same bits. An `optim_step` can only come last.
     """
 
     adapter: AdapterRef  # version v, whose gradient it is
@@ -162,9 +161,9 @@ class OperationsAnswered(Message, frozen=True, kw_only=True):
 
 
 class NameChange(Message, frozen=True, kw_only=True):
-    """Sets when a checkpoint expires, or deletes it. API → the partition's owner, in `jobs:<p>`. `job` is the run, which may have ended.
+    """Sets when a checkpoint expires, or deletes it. API → the partition's owner, in `jobs:<p>`. `job`: the run, ended or not.
 
-    What it says of the checkpoint must be true when it comes: a name that was saved again meanwhile is left alone.
+    What it says of the checkpoint must still be true: a name that was saved again meanwhile stays.
     """
 
     checkpoint: Kind

@@ -1,5 +1,4 @@
-"""Arrays in messages: raw bytes with dtype and shape. And transcripts: tokens of a trajectory, or of several end to end, with who wrote
-each of them and how likely it was."""
+"""Arrays in messages: raw bytes with dtype and shape. Transcripts: tokens with author and likelihood of each."""
 
 import math
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ SIZE = 4
 
 
 class Array(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A numpy array on the wire: C order, little-endian. Zeros that it begins with are not sent, as those of a prompt's log-probs."""
+    """A numpy array on the wire: C order, little-endian, without leading zeros, as of a prompt's log-probs."""
 
     dtype: Literal["i4", "f4", "u1"]
     shape: tuple[int, ...]
@@ -63,7 +62,7 @@ def _array(dtype: Literal["i4", "f4", "u1"], values: Any) -> Array:
 
 
 class Transcript(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """T tokens, of which the model wrote W: T + W numbers of 4 bytes on the wire. Raises ValueError for parts that do not fit together."""
+    """T tokens, of which the model wrote W: T + W numbers of 4 bytes on the wire. Raises ValueError unless the parts fit."""
 
     ids: bytes = b""  # i4 [T], little-endian
     edges: tuple[int, ...] = ()  # ascending: where each segment of the model begins, and where it ends

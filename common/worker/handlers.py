@@ -13,14 +13,14 @@ Beat = Callable[[], None]
 
 
 class Handler(Protocol):
-    """Does all that is particular to a service; knows no bus and no retry. Every method may be called concurrently."""
+    """Does all that is particular to a service; knows no bus and no retry. Methods may run concurrently."""
 
     async def __call__(self, message: Any, beat: Beat) -> list[Out]:
         """Does the work. Calls `beat` whenever it advanced: only advancing work is renewed."""
         ...
 
     def hand_back(self, message: Any) -> list[Out] | None:
-        """Returns what another worker goes on with, progress included; None: the message's entry, as it is."""
+        """Returns what another worker continues with, progress included; None: the message's entry, as it is."""
         ...
 
     def failed(self, message: Any, failure: Failure) -> list[Out]:
@@ -30,7 +30,7 @@ class Handler(Protocol):
 
 @runtime_checkable
 class Parks(Protocol):
-    """Two more methods, of a handler whose work is void once its job is paused or ended. Without them, all work is done."""
+    """Two more methods, of a handler whose work is void once its job is paused or ended. Else all work is done."""
 
     def park(self, message: Any) -> list[Out]:
         """Returns what is published for a message whose job was paused."""
@@ -43,10 +43,10 @@ class Parks(Protocol):
 
 @runtime_checkable
 class Resumes(Protocol):
-    """Two more methods, of a handler whose half-done work another worker can go on with, when this one is killed."""
+    """Two more methods, of a handler whose half-done work another worker can continue, if this one dies."""
 
     def progress(self, message: Any) -> tuple[bytes, bytes] | None:
-        """Returns what is done so far: a head of one size for all, and a body that only grows. None: not worth keeping."""
+        """Returns the progress so far: a head of fixed size, and a body that only grows. None: not worth keeping."""
         ...
 
     def resumed(self, message: Any, progress: bytes) -> Any:
@@ -56,7 +56,7 @@ class Resumes(Protocol):
 
 @runtime_checkable
 class Retries(Protocol):
-    """One more method, of a handler that works otherwise on a message at which another worker may have died."""
+    """One more method, of a handler that treats a message differently if another worker may have died at it."""
 
     def delivered_again(self, message: Any, times: int) -> None:
         """Comes before the call. `times`: that the message was delivered before."""

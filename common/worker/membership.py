@@ -1,7 +1,7 @@
-"""Lets a worker join a cell only if it computes the same bits as the workers that the cell's jobs began with.
+"""Lets a worker join a cell only if it computes the same bits as the workers of the jobs that began.
 
-The first worker of a service sets the cell's mode (deterministic or default) and the service's fingerprint. Both stand while a
-live worker holds them, or a job that was begun under them is unfinished; then the next worker sets others.
+The first worker of a service sets the cell's mode (deterministic or default) and the service's fingerprint. Both stand
+while a live worker holds them, or a job begun under them is unfinished; then the next worker sets others.
 
 reads: `begun`   writes: `bits`, `bits:live`   waits for: the end of jobs that began with other bits   unblocked by: owners
 after a crash: the worker's hold runs out
@@ -22,9 +22,9 @@ JOIN_EVERY_S = 1.0
 Mode = Literal["default", "deterministic"]
 log = structlog.get_logger()
 
-# KEYS: bits, bits:live. ARGV: service, mode, fingerprint, milliseconds of a hold, and the key of the set of jobs that were begun,
-# which a worker may only read: to declare it among the KEYS would take the right to write it.
-# Answers the field that differs and the value that the cell has; or nothing, then all fields and values.
+# KEYS: bits, bits:live. ARGV: service, mode, fingerprint, milliseconds of a hold, key of the set of jobs that were begun: a
+# worker may only read it, and among the KEYS it would take the right to write it.
+# Answers the differing field and the cell's value; or nothing, then all fields and values.
 _JOIN = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -54,8 +54,7 @@ class Membership:
         self, bus: Bus, service: str, *, deterministic: bool, fingerprint: str, fingerprints: dict[str, str]
     ) -> None:
         """`fingerprint`: of the bits that the worker computes; empty in default mode, which promises none.
-        `fingerprints`: holds those of the cell's services, as of the last `join`.
-        """
+        `fingerprints`: those of the cell's services, as of the last `join`."""
         self._bus = bus
         self._service = service
         self._mode: Mode = "deterministic" if deterministic else "default"
@@ -76,7 +75,7 @@ class Membership:
         self._fingerprints.update({name: value for name, value in fields.items() if name != "mode" and value})
 
     async def wait_to_join(self, tell: Callable[[str], Awaitable[None]]) -> None:
-        """Returns once it has joined. `tell` is called about once a second with the reason why it has not."""
+        """Returns once it has joined. `tell` hears about once a second why it has not."""
         logged = ""
         while True:
             try:
@@ -89,7 +88,7 @@ class Membership:
             await asyncio.sleep(JOIN_EVERY_S)
 
     async def keep(self, stop: asyncio.Event) -> None:
-        """Stays in until cancelled; sets `stop` if others took the cell over while this worker was not heard."""
+        """Stays in until cancelled; sets `stop` if others took the cell over while this worker was silent."""
         while True:
             await asyncio.sleep(JOIN_EVERY_S)
             try:

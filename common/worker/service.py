@@ -37,7 +37,7 @@ PROGRESS_S = 1.0
 LOADING_S = 10
 NEED_WEIGHTS = ("rollout", "trainer")
 YOUNG_OBJECTS = 20_000
-"""New objects before the garbage collector looks at them. Most die without it, and Python's 700 come several times a second."""
+"""New objects before the garbage collector runs. Most die without it; Python's 700 come several times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +70,20 @@ class BuiltService:
 def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
     """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do.
 
-    `build` loads what takes long in a thread: the event loop beats, says that the worker starts, and hears SIGTERM meanwhile.
+    A thread runs `build`: the event loop beats meanwhile, reports the start, and hears SIGTERM.
     """
     run_with(name, settings_type, lambda settings: _run(name, settings, build))
 
 
 def _allow_files() -> None:
-    """Lets this process open as many files and connections as the machine does; the usual limit is too low for thousands of connections."""
+    """Raises the limit on open files and connections to the machine's; the usual one is too low for thousands."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # a system that caps it lower than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def run_with(name: str, settings_type: type[S], main: Callable[[S], Coroutine[Any, Any, None]]) -> NoReturn:
-    """Run a service's `main`. Whatever ends it early is one line; the exit status `REFUSED` means wrong settings."""
+    """Run a service's `main`. An early end is one line; exit status `REFUSED` means wrong settings."""
     _allow_files()
     try:
         refuse_unknown()
@@ -100,9 +100,8 @@ def run_with(name: str, settings_type: type[S], main: Callable[[S], Coroutine[An
 
 
 def spare_collections(*, holds_tensors: bool = False) -> None:
-    """Keeps what start-up made out of the garbage collector's sight, and lets it look seldom unless a cycle may hold tensors. Call when
-    a service is built: a collection that looks through all imported code stops the event loop for 100 ms.
-    """
+    """Hides what start-up made from the garbage collector, and runs it seldom unless a cycle may hold tensors. Call
+    when a service is built: a collection of all imported code stops the event loop for 100 ms."""
     gc.collect()
     gc.freeze()
     if not holds_tensors:
@@ -120,8 +119,8 @@ def _first(error: BaseException) -> Exception:
 def leave(error: str = "", status: int = 0) -> NoReturn:
     """End this process now, with the error's line if there is one.
 
-    Threads are not waited for: one may still compute what was handed back, and one of the object store's may want to tell
-    its result to an interpreter that is shutting down, which aborts the process.
+    Does not wait for threads: one may compute what was handed back, and one of the object store's may want to tell its
+    result to an interpreter that shuts down, which aborts the process.
     """
     if error:
         sys.stderr.write(f"{error}\n")
@@ -186,7 +185,7 @@ class _Start:
     stop: asyncio.Event
 
     async def during(self, work: Coroutine[Any, Any, T], progress: Callable[[], str]) -> T:
-        """The result of `work`. Reports meanwhile, by `progress`, how far it is; ends the process on `stop`, for nothing ends a thread."""
+        """The result of `work`. Reports `progress` meanwhile; ends the process on `stop`, for nothing ends a thread."""
         working, stopped = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
         telling = asyncio.create_task(self._tell(progress))
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -215,9 +214,7 @@ def _loading(base: str) -> Callable[[], str]:
 
 
 async def _fetch_base(where: str, start: _Start) -> None:
-    """Downloads a base model of the hub with what this service needs of it. What is there of a file when the process ends is kept for
-    the next start. Raises InvalidInput.
-    """
+    """Downloads a hub's base model for this service, and goes on after a restart. Raises InvalidInput."""
     if Path(where).is_dir():
         return
     resolve = resolve_model if start.reporter.service in NEED_WEIGHTS else resolve_config
@@ -225,7 +222,7 @@ async def _fetch_base(where: str, start: _Start) -> None:
 
 
 async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyncio.Event) -> bool:
-    """Waits until the cell takes this worker, and says meanwhile why it does not. False: told to stop before that."""
+    """Waits until the cell takes this worker, and says why it does not. False: told to stop before that."""
 
     async def tell(reason: str) -> None:
         await bus.broadcast(bus.cell.telemetry, reporter.report("refused", 0, reason=reason), keep_s=KEEP_S)
@@ -250,7 +247,7 @@ async def heartbeat(file: Path | None) -> AsyncGenerator[None]:
 
 
 class Download:
-    """Measures how far the download of a base model is, by the files in Hugging Face's cache. Asks the hub once for their sizes."""
+    """Measures a base model's download by the files in Hugging Face's cache. Asks the hub once for their sizes."""
 
     def __init__(self, where: str) -> None:
         """`where`: `owner/name` or `owner/name@revision`."""
@@ -259,7 +256,7 @@ class Download:
         self._total: int | None = None
 
     def progress(self) -> str:
-        """`downloading owner/name: 43% of 1.2 GB, 516 MB are here`; without the part if the hub does not say their size."""
+        """`downloading owner/name: 43% of 1.2 GB, 516 MB are here`; no part if the hub does not say their size."""
         from huggingface_hub import constants, errors  # here, as in `settings`
         from huggingface_hub.file_download import repo_folder_name
 

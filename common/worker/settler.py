@@ -1,4 +1,4 @@
-"""Settling: publishes the outputs of finished deliveries and acknowledges them, by one script for all that have finished.
+"""Settling: publishes the outputs of finished deliveries and acknowledges them, by one script for all.
 
 reads: -   writes: what the handlers returned   waits for: a finished delivery   unblocked by: the worker's tasks
 
@@ -19,12 +19,12 @@ from common.worker.telemetry import Reporter
 MOST_SOON_S, MOST_S = 0.01, 0.06
 """The longest time between two scripts: for what somebody may wait for, and for all else."""
 MOST_BYTES = 4 << 20
-"""The bytes of outputs of one script, for nobody else is served while Redis runs it. One settlement may have more."""
+"""The bytes of outputs of one script, since Redis serves nobody else meanwhile. One settlement may have more."""
 log = structlog.get_logger()
 
 
 class Settler:
-    """Collects settlements until a window after the last script began is over; the next script takes them all."""
+    """Collects settlements until a window after the last script's start ends; the next script takes all."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Settler:
         window_s: Callable[[float], float],
         lost: Callable[[Sequence[Out]], None] = lambda _: None,
     ) -> None:
-        """`window_s`: seconds between the beginnings of two scripts, at most the given. `lost`: told of outputs that were not published."""
+        """`window_s`: seconds between the starts of two scripts, at most the given. `lost`: told of unpublished outputs."""
         self._bus = bus
         self._window_s = window_s
         self._lost = lost
@@ -53,7 +53,7 @@ class Settler:
             self._timer = loop.call_at(max(due_s, loop.time()), self._due.set)
 
     def _is_awaited(self, settlement: Settlement) -> bool:
-        """Does somebody wait for it: a person behind an API replica for a reply, or an engine without work for a trajectory that begins?"""
+        """Does somebody wait for it: a person behind an API replica, or an engine without work?"""
         begins = isinstance(settlement.delivery.message, Start)
         return begins or any(not self._bus.cell.instead_of(stream) for stream, _ in settlement.outputs or ())
 

@@ -3,9 +3,9 @@
 reads: its inboxes' idle entries   writes: nothing itself: what it begins is settled like all work
 waits for: an orphan to advance, or its own work to end   unblocked by: handlers
 
-An entry that was delivered once before runs in company: nothing waits for quiet. One that was delivered more often has seen several
-workers die, or hang: unless the last of them kept progress on it, it runs alone, so that an entry which kills its worker harms no
-neighbour, and only then does the worker stop reading.
+An entry that was delivered once before runs in company: nothing waits for quiet. One that was delivered more often may have
+killed several workers: unless the last saved progress on it, it runs with no others, which it could harm, and only then does
+the worker stop reading.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ LOOK_EVERY_S = 1.0
 ORPHANS_SHARE = 4
 """One part in so many of a worker's slots may be orphans that have not advanced yet, also beyond its slots."""
 SUSPECT_AFTER = 5
-"""Deliveries after which an entry runs alone however far it has come: it may come far and kill its worker each time."""
+"""Deliveries after which an entry runs with no others whatever its progress: it may kill its worker late."""
 log = structlog.get_logger()
 
 
@@ -58,7 +58,7 @@ class Takeover:
 
     @property
     def running_alone(self) -> bool:
-        """True from the moment that it waits for the other work to end until the suspect entry has ended."""
+        """True from the moment that it waits for other work to end until the suspect entry has ended."""
         return not self._over.is_set()
 
     async def over(self, timeout_s: float | None = None) -> None:
@@ -98,8 +98,8 @@ class Takeover:
     async def _run_alone(self, inbox: Inbox, idle: Idle) -> None:
         """Holds the entry, lets all other work end, and runs it.
 
-        If it kills this process too, only this entry is delivered once more: its neighbours, which would count the death as well and
-        become suspects or dead letters without a fault of theirs, are settled.
+        If it kills this process, only this entry is delivered once more: its neighbours, which would count the death too
+        and might become dead letters, are settled.
         """
         self._over.clear()  # from now on the worker reads nothing
         try:
@@ -118,5 +118,5 @@ class Takeover:
 
 
 def is_suspect(idle: Idle) -> bool:
-    """May it be the entry that ended its workers? One death proves nothing: all that the worker held is delivered again with it."""
+    """May it have ended its workers? One death proves nothing: all that the worker held is delivered again."""
     return idle.deliveries > 1 and not (idle.advanced and idle.deliveries < SUSPECT_AFTER)

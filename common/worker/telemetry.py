@@ -1,4 +1,4 @@
-"""Reports of a worker, one a second: state, busy share, and spans of time with the tenants that it worked for."""
+"""Reports of a worker, one a second: state, busy share, and spans of time by tenant."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ from common.wire.messages import Outside, Span, WorkerReport
 KEEP_S = 3600.0
 """Seconds that reports stay in the telemetry stream."""
 KEEP_REPORTS = 65_536
-"""The most reports that stay there: an hour of 18 workers. So its size depends neither on jobs nor on workers."""
+"""The most reports that stay there: an hour of 18 workers. So its size depends on neither jobs nor workers."""
 WAITED_S = 5.0
 """Seconds for which reports repeat a worker's last wait."""
 MAX_WAITING, MAX_REASON = 16, 100
@@ -50,7 +50,7 @@ class Timeline:
             self._busy_since = None
 
     def take(self) -> tuple[tuple[Span, ...], float]:
-        """At most MAX_SPANS spans, and busy seconds, since the last call; segments that go on are cut here."""
+        """At most MAX_SPANS spans, and busy seconds, since the last call; cuts segments that go on."""
         now = time.time()
         for (tenant, job, phase), (running, since) in self._open.items():
             self._closed.append(Span(since, now, tenant, job, phase))
@@ -135,7 +135,7 @@ class Reporter:
         self.counters[name] = self.counters.get(name, 0.0) + amount
 
     def first_read(self, entries: Sequence[str]) -> None:
-        """Measures the age of entries of streams when they are first read, by the clocks of Redis' host and this one."""
+        """Measures the age of entries at their first read, by the clocks of Redis' host and this one."""
         now = time.time()
         self.count("delivered", len(entries))
         self.count("delivery_s", sum(max(0.0, now - int(entry.partition("-")[0]) / 1000) for entry in entries))

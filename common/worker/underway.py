@@ -1,7 +1,7 @@
 """The deliveries that a worker works on, and where it reads them.
 
-A delivery is under way from the moment its task is made until `end`. Only what advanced since the last renewal is
-renewed, so that another worker takes over what hangs.
+A delivery is under way from the creation of its task until `end`. Only what advanced since the last renewal is renewed, so
+that another worker takes over what hangs.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ class Inbox:
     stream: str
     group: str
     at_once: int | None = None
-    """Entries taken by one read; None: as many as there are free slots. Fewer let others share a burst."""
+    """Entries taken by one read; None: as many as free slots. Fewer let others share a burst."""
     keep_s: int | None = None
-    """The stream is this worker's own, and vanishes so long after it was last heard of; None: it stays."""
+    """The stream is this worker's own, and expires so long after its last sign of life; None: it stays."""
 
 
 @dataclass(slots=True, eq=False)

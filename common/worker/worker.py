@@ -1,11 +1,11 @@
 """The loop of every worker: reads, works, settles, renews, takes over, reports, and hands back when it stops.
 
-No service knows of any of this. Settling is in settler.py, take-over in takeover.py, what is under way in underway.py.
+Services know nothing of this. Settling is in settler.py, take-over in takeover.py, what is under way in underway.py.
 
     reads: its inboxes, `control`   writes: what the handler returns, `telemetry`, `dead`
     holds: the deliveries it works on; they are pending in Redis too
     waits for: an entry and a free slot   unblocked by: whoever publishes, a finished handler
-    after a crash: other workers take over the entries that were not renewed within the lease, from the progress that is kept
+    after a crash: other workers take over the entries not renewed within the lease, from the saved progress
 
 A service is a Handler: a message in, messages out. What a handler raises decides what happens:
 
@@ -14,8 +14,8 @@ A service is a Handler: a message in, messages out. What a handler raises decide
     anything else      tried again here, `MAX_ATTEMPTS` times in all; then it is a dead letter
     (process death)    delivered elsewhere; after `max_deliveries` it is a dead letter
 
-Large payloads come from object storage and go there in the delivery's own task: while the storage is slow no other one waits.
-A dead letter is written together with `handler.failed(...)`, so that the job's owner hears of it too.
+A delivery's own task moves its large payload to and from object storage: while the storage is slow no other waits. A dead
+letter is written together with `handler.failed(...)`, so that the job's owner hears of it too.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ UNAVAILABLE_LIMIT_S = 600.0
 REPORT_EVERY_S = 1.0
 MAX_VOIDED = 100_000
 FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
-"""Pauses between two looks for leftovers: the first after a delivery has ended, since another often follows, and the longest."""
+"""Pauses between two looks for leftovers: the first after a delivery, since another often follows; the longest."""
 GATHER_S = 0.002
 MOST_READ_S = 0.01
 """The longest time between two reads: a person may wait for what comes."""
@@ -87,23 +87,22 @@ def worker_id(service: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """The way of one service's workers with deliveries: at most the slots and `ahead` more are with the handler at once."""
+    """A service's way with deliveries: the handler has at most the slots and `ahead` more at once."""
 
     ahead: int = 0
     """Deliveries beyond the slots: the handler decides which of them it works on first."""
     orphan_slots: int = 0
     """Deliveries of dead workers beyond the slots, while they leave room for each other."""
     has_room: Callable[[], bool] = lambda: True
-    """Is there room for a delivery more? Asked after each that ends; without room the worker reads none that others may want."""
+    """Is there room for one more delivery? Asked after each that ends; else the worker reads no shared one."""
     takes_leftovers: Callable[[], bool] = lambda: False
-    """Without room, does it take one at a time what no idle worker took? Redis gives a new entry at once to one that waits."""
+    """Without room, does it take one at a time what no idle worker took? Waiting workers get new entries first."""
     drain_s: float = 0.0
     """Time in which work may finish after SIGTERM, before it is handed back."""
     progress_s: float = 0.0
-    """Time between two writes of the progress of work under way, if the handler gives any; 0: none is kept."""
+    """Time between two writes of work's progress, if the handler gives any; 0: none is kept."""
     gather_s: float = GATHER_S
-    """Time between two reads, and between two scripts that settle, for each delivery under way. Both cost nearly as much for one entry as
-    for ten."""
+    """Time between two reads, and two settling scripts, for each delivery under way: one costs nearly as much as ten."""
     on_adapter_new: Callable[[AdapterNew], None] | None = None
 
 
@@ -175,7 +174,7 @@ class Worker:
 
     @property
     def _free(self) -> int:
-        """Slots for what others may want too. None while what was taken from a burst has no payload yet: its size is not known."""
+        """Slots for shared deliveries. None while payloads of a burst are on their way: their size is unknown."""
         unknown = self._shares and self._underway.fetching
         if self._underway and (unknown or not self._habits.has_room()):
             return 0
@@ -212,8 +211,8 @@ class Worker:
             await self._takeover.over(self._lease_s / 3)
 
     async def _next(self) -> list[Delivery]:
-        """Reads up to the free slots, first inboxes first; once all of them were empty, waits until one is not. Only if several fill at
-        that moment more may come, up to the free slots of each."""
+        """Reads up to the free slots, first inboxes first; if all were empty, waits until one is not. If several fill at that
+        moment more may come, up to the free slots of each."""
         streams, group, free = [inbox.stream for inbox in self._inboxes], self._inboxes[0].group, self._free
         count = min(free, *(inbox.at_once or free for inbox in self._inboxes))
         if len(streams) > 1 and not self._drained:
@@ -226,8 +225,7 @@ class Worker:
         return found
 
     async def _leftovers(self) -> list[Delivery]:
-        """Reads an entry that no idle worker wants, if one is there and may be taken. Else waits until a delivery ends, or to look
-        again."""
+        """Reads an entry that no idle worker wants, if it may take one. Else waits until a delivery ends, or a while."""
         if len(self._underway) >= self._most or not self._habits.takes_leftovers():
             await self._underway.one_ended()
             return []
@@ -244,8 +242,8 @@ class Worker:
         return task
 
     def _cut_short(self, delivery: Delivery, task: "asyncio.Task[None]") -> None:
-        """Ends a delivery whose task was cancelled before its first step: such a task runs none of its own code. One that an error
-        of ours ended stays pending, as if this process had died under it."""
+        """Ends a delivery whose task was cancelled before its first step, and so runs none of its code. After an error of ours
+        it stays pending, as if this process had died."""
         if delivery.entry not in self._underway:
             return
         if task.cancelled():
@@ -326,8 +324,7 @@ class Worker:
         return [letter, *self._handler.failed(message, Failure("dead_letter", reason))]
 
     def _interrupted(self, delivery: Delivery) -> list[Out] | None:
-        """Returns what is published for cancelled work: its job was paused or cancelled, or this worker stops. None: the entry as it
-        is."""
+        """Returns what is published for cancelled work (job paused or ended, worker stops). None: the entry as it is."""
         message = delivery.message
         if isinstance(message, Undecodable):
             return None
@@ -348,8 +345,8 @@ class Worker:
     # ---- loops next to the reader -----------------------------------------------------------------------------------
 
     async def _renew(self) -> None:
-        # Three times in a lease, so that one lost call costs no entry. Only what advanced: work that hangs in a process that lives must
-        # come to another worker too. A renewal is no delivery, so it brings no entry nearer to a dead letter.
+        # Three times in a lease, so that one lost call costs no entry. Only what advanced: work that hangs in a live process must move
+        # to another worker too. A renewal is no delivery, so it brings no entry nearer to a dead letter.
         while True:
             await asyncio.sleep(self._lease_s / 3)
             for inbox in self._inboxes:
@@ -360,7 +357,7 @@ class Worker:
                     await self._bus.retrying(partial(self._bus.client.expire, inbox.stream, inbox.keep_s))
 
     async def _keep_progress(self, resumes: Resumes) -> None:
-        """Writes what is new of the work under way, which also renews it; nothing while Redis is too full."""
+        """Writes new progress of the work under way, which also renews it; nothing while Redis is too full."""
         gauge = Gauge(partial(memory_used, self._bus))
         while True:
             await asyncio.sleep(self._habits.progress_s)
@@ -409,7 +406,7 @@ class Worker:
     # ---- shutdown ---------------------------------------------------------------------------------------------------
 
     async def _hand_back_all(self) -> None:
-        """Lets work finish for `drain_s`, then gives the rest back, also what was delivered and not begun."""
+        """Lets work finish for `drain_s`, then gives back the rest, also what was delivered and not begun."""
         if self._habits.drain_s:
             await self._underway.all_ended(self._habits.drain_s)
         self._underway.cancel()

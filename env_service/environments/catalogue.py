@@ -50,8 +50,7 @@ class Catalogue:
         base_dir: Path = Path(),
         hosts: Hosts | None = None,
     ) -> None:
-        """`openenv`: the servers that jobs may use; None: there are none. `base_dir`: the folder of the base model. `hosts`: the
-        processes of packages."""
+        """`openenv`: the servers that jobs may use. `base_dir`: of the base model. `hosts`: processes of packages."""
         self._graders = graders
         self._openenv = openenv or Servers(Endpoints(""))
         self._sandbox = sandbox
@@ -75,12 +74,12 @@ class Catalogue:
         return self._made[key]
 
     def is_live(self, spec: EnvSpec) -> bool:
-        """Do its trajectories have sessions? False also for an environment that cannot be made: `get` says why."""
+        """Do its trajectories have sessions? False also for one that cannot be made: `get` says why."""
         if spec.name in (*BUILT_IN, SUPERVISED):
             return spec.name in LIVE
         try:
             return isinstance(self.get(spec), LiveEnvironment)
-        except (Exception, SystemExit):  # foreign code, which is called again where its error is made a value
+        except (Exception, SystemExit):  # foreign code: `get` makes its error a value
             return False
 
     def _make(self, spec: EnvSpec) -> AnyEnvironment:

@@ -1,8 +1,8 @@
 """The environment `openenv`: a session at an OpenEnv server for each trajectory.
 
-The server's reset gets the seed and the item's fields; what it shows is the user's message behind the item's own ones. Each action's
-reward counts; the trajectory ends when the server says `done`, when no further turn is allowed, and where the model is to call
-tools, when it calls none. The schemas that the server tells say how a turn becomes an action:
+The server's reset gets the seed and the item's fields; its observation becomes the user's message after the item's own.
+The rewards of all actions add up. The trajectory ends when the server says `done`, when no turn is left, and, where the
+model is to call tools, when it calls none. The server's schemas say how a turn becomes an action:
 
     action with one text that it must have            the model's text is that text
     any other action                                  the model calls the tool `act`, whose parameters are the action's
@@ -186,7 +186,7 @@ def tools_told(observation: Mapping[str, Any]) -> list[Definition]:
 
 
 def shown(observation: Mapping[str, Any], field: str = "") -> str:
-    """The part of an observation that the model sees: a field, its only text, or all of it as JSON. Raises EnvironmentFailed."""
+    """The part of an observation that the model sees: a field, its only text, or all as JSON. Raises EnvironmentFailed."""
     fields = {name: value for name, value in observation.items() if name != "metadata"}
     if field and field not in fields:
         raise EnvironmentFailed(f"the observation has no {field!r}; it has {', '.join(fields)}"[:MAX_TOLD])

@@ -3,8 +3,8 @@
     GET  <url>/schema   JSON schemas of actions and observations
     WS   <url>/ws       one connection is one session of the environment: reset, step and close messages
 
-The server's HTTP `/reset` and `/step` make a fresh environment each, so they are not used. A tenant names a host that the operator
-allows, as for `endpoint` graders, or one of the operator's servers.
+HTTP `/reset` and `/step` make a new environment each time, so they are not used. A tenant names one of the operator's
+servers, or a host that the operator allows, as for `endpoint` graders.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class Servers:
             raise EnvironmentFailed(f"the OpenEnv server's schema is none: {error}") from error
 
     async def connect(self, server: OpenEnvServer) -> "OpenEnvConnection":
-        """Begins a session. Raises EnvironmentFailed, and NoRoom if the server refuses connections, as one does that starts again."""
+        """Begins a session. Raises EnvironmentFailed, and NoRoom if the server refuses connections."""
         url = httpx.URL(server.url)
         try:
             host = await self._endpoints.allowed_host(url, known=server.known)
@@ -131,10 +131,10 @@ class OpenEnvConnection:
         self._socket = socket
 
     async def ask(self, kind: str, data: Mapping[str, Any], *, timeout_s: float) -> Observation:
-        """Raises ActionRefused, EnvironmentFailed, and NoRoom if the server has none for a session now."""
+        """Raises ActionRefused, EnvironmentFailed, and NoRoom if the server has no session free."""
         try:
             async with asyncio.timeout(timeout_s):
-                with contextlib.suppress(ConnectionClosed):  # a full server says so before it is asked, and leaves
+                with contextlib.suppress(ConnectionClosed):  # a full server answers first, and leaves
                     await self._socket.send(msgspec.json.encode({"type": kind, "data": data}).decode())
                 answer = msgspec.json.decode(await self._socket.recv(), type=_Answer)
             if answer.type == "observation":

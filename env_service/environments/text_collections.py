@@ -24,7 +24,7 @@ MAX_POSTINGS = 4_000_000
 """Read for a query, some 50 ms: those of its rarest words, which weigh most."""
 THREADS = 2
 BUILD_S = 600.0
-"""The longest wait for an index: one of MAX_COLLECTION_BYTES takes a minute or two, and they are built one after the other."""
+"""The longest wait for an index: MAX_COLLECTION_BYTES take a minute or two, one index at a time."""
 
 _K1, _B = 1.5, 0.75
 _WORD = re.compile(r"\w+")
@@ -51,7 +51,7 @@ class Index:
         """Word -> [P, 2]: a document, and how often it has the word; in the order of documents."""
 
     def search(self, query: str, top_k: int) -> list[Document]:
-        """The best documents, best first; equal ones in the order of the collection; none without a common word."""
+        """The best documents, best first; ties in the collection's order; none without a common word."""
         scores = np.zeros(len(self._documents))
         for postings in self._read_for(query):
             numbers, counts = postings[:, 0], postings[:, 1]
@@ -78,7 +78,7 @@ def _best(scores: NDArray[np.float64], top_k: int) -> list[int]:
 
 
 class Collections:
-    """The operator's collections, each indexed when it is first searched, in threads of their own that tenants share by weight."""
+    """The operator's collections, indexed at the first search, in threads that tenants share by weight."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -88,10 +88,7 @@ class Collections:
         self._builder = ThreadPoolExecutor(1, "index")
 
     async def index(self, name: str) -> Index:
-        """Waits until a collection is indexed. Whoever gives up waits no longer; it is indexed all the same.
-
-        Raises InvalidInput if there is none of that name, TimeoutError after BUILD_S.
-        """
+        """Waits until a collection is indexed. Raises InvalidInput for an unknown name, TimeoutError after BUILD_S."""
         async with work.time_limit(BUILD_S):
             return await asyncio.shield(self._index(find_collection(name, self._directory)))
 

@@ -1,4 +1,4 @@
-"""Environments of one question: a turn is graded as the answer, or its tool calls are run and another turn follows."""
+"""Environments of one question: a turn's tool calls are run, or the turn is graded as the answer."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -34,8 +34,7 @@ class Tool:
     description: str
     argument: str
     run: Callable[[str, float], Awaitable[str]]
-    """(argument, time limit in seconds) -> reply. Raises ToolFailed if the tool itself fails; a tool that takes longer than
-    the limit has failed as well."""
+    """(argument, time limit in seconds) -> reply. Raises ToolFailed; a tool over the limit has failed too."""
     waits_s: float = 0.0
     """Seconds that it may wait for its turn on top of the limit, if it keeps the limit itself."""
 

@@ -19,7 +19,7 @@ QUEUE_S = 600.0
 
 
 async def calculate(expression: str, timeout_s: float) -> str:
-    """Returns the value of an expression, or `error: ` and the reason. Its work is bounded, so it needs no time limit."""
+    """Returns the value of an expression, or `error: ` and the reason, in bounded time."""
     try:
         value = formula.show(formula.evaluate(expression))
     except InvalidInput as error:
@@ -52,7 +52,7 @@ def python_tool(args: PythonArgs, sandbox: Sandbox) -> Tool:
     most = args.max_output_characters
 
     async def run(code: str, timeout_s: float) -> str:
-        """Returns the output of the code, and its error. Raises ToolFailed for a wall-clock limit: no answer may tell of it."""
+        """Returns the code's output and error. Raises ToolFailed for a wall-clock limit, which no answer may tell of."""
         outcome = await sandbox.run(code, timeout_s=timeout_s)
         if outcome.ending == "timeout":
             raise ToolFailed(f"the tool python {outcome.reason}")

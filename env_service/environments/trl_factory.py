@@ -1,12 +1,12 @@
-"""Environments written for TRL: what `GRPOTrainer(environment_factory=...)` takes, unmodified. An operator subclasses `FromTRL` for each:
+"""Environments for TRL's `GRPOTrainer(environment_factory=...)`, unmodified. An operator subclasses `FromTRL` for each:
 
     class Counting(FromTRL):
         factory = IncrementEnv          # called for each trajectory
         reward_funcs = (how_far,)       # as TRL calls them; not needed if the environment has `get_reward`
 
-and makes it known under the entry point group `marlaas.environments`. As in TRL `reset` gets the row of the training file, what it returns
-stands behind the last user message, and the public methods are tools; an error of a tool is told to the model. A turn that calls
-nothing ends the trajectory, whose reward is the sum of what `get_reward` and the reward functions give.
+and registers it under the entry point group `marlaas.environments`. As in TRL, `reset` gets the row of the training file,
+its result follows the last user message, and the public methods are tools, whose errors the model sees. A turn without
+calls ends the trajectory. The reward is the sum of `get_reward` and the reward functions.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class FromTRL:
     factory: ClassVar[Callable[..., Any]]
     """A class, or what returns an instance."""
     reward_funcs: ClassVar[Sequence[Callable[..., Any]]] = ()
-    """Functions for one trajectory at a time: the lists that they get and return have one element. They get no state of a trainer."""
+    """Functions called for one trajectory: lists have one element. They get no trainer state."""
     job_args: ClassVar[Sequence[str]] = ()
     """Arguments of the factory that jobs may give."""
     tools: ClassVar[Sequence[Definition]] = ()
@@ -189,7 +189,7 @@ def _followed(content: Any, text: str) -> Any:
 
 
 def definitions(environment: type) -> list[Definition]:
-    """The public methods as tools, by their annotations and their docstrings in Google's style, as TRL reads them."""
+    """The public methods as tools, by annotations and Google-style docstrings, as TRL reads them."""
     methods = inspect.getmembers(environment, inspect.isfunction)
     return [_definition(name, method) for name, method in methods if name not in NO_TOOLS and not name.startswith("_")]
 

@@ -136,8 +136,8 @@ def _line(text: str) -> str:
 
 
 def _stated(text: str) -> FinalAnswer:
-    """The last sentence, and a number of the last sentence that has one: the result that was computed last if it repeats that,
-    else its last number. None of a text that breaks off."""
+    """The last sentence, and a number of the last sentence that has one: the last computed result if repeated there, else
+    its last number. None of a text that breaks off."""
     if (check := _CHECK.search(text)) is not None and _DIGIT.search(text, 0, check.start()):
         text = text[: check.start()]
     ends = [0, *(found.end() for found in _SENTENCE_END.finditer(text)), len(text)]
@@ -251,7 +251,7 @@ _NOT = ("not", "no", "never", "isn't", "neither")
 
 
 def quick(answer: FinalAnswer, expected: str) -> bool | None:
-    """True if they are plainly equal, False if they plainly are not, None if math-verify must compare `comparable` texts."""
+    """True if plainly equal, False if plainly not, None if math-verify must compare `comparable` texts."""
     if not answer.text or max(len(answer.text), len(expected)) > MAX_ANSWER_CHARACTERS:
         return False
     text, wanted = comparable(answer, expected), _amount(expected)
@@ -306,7 +306,7 @@ def _same_time(ours: re.Match[str], theirs: re.Match[str]) -> bool:
 
 
 def _read_time(time: re.Match[str]) -> tuple[int, int, str]:
-    """Its hour (of 24, where it says which half of the day), its minute, and the half: `a`, `p` or nothing."""
+    """Its hour (of 24 if the half of the day is given), minute, and half: `a`, `p` or nothing."""
     hour, minute, half = int(time[1] or time[4]), int(time[2] or 0), (time[3] or time[5] or "").casefold()
     return hour % 12 + 12 * (half == "p") if half else hour, minute, half
 
@@ -333,7 +333,7 @@ _POWER = re.compile(r"[\d)}\]]\s*\^\s*(?:\{|\((?=[^()]*\)))?")
 
 
 def _is_huge(text: str) -> bool:
-    """True if a text counts to large numbers, has powers within powers or of many digits, or is nested deeply."""
+    """True if a text counts to large numbers, has nested or many-digit powers, or is nested deeply."""
     text = text.replace("**", "^")
     depths = accumulate((sign in "({[") - (sign in ")}]") for sign in text)
     if max(depths, default=0) > MAX_DEPTH or _LARGE_COUNT.search(text):

@@ -33,7 +33,7 @@ class Attempt:
 
     @property
     def written(self) -> dict[str, Any]:
-        """The same as `sample` for msgspec's JSON: `output_json` is copied from the text, not parsed and written again."""
+        """`sample` for msgspec's JSON: `output_json` is copied from the text, not parsed."""
         return {**self.unparsed, "output_json": _checked(self.output_text)}
 
     @cached_property

@@ -1,7 +1,6 @@
-"""Compares two texts. As a program (`python -m env_service.graders.comparing`) this file is the helper process for what takes long.
+"""Compares two texts. As a program (`python -m env_service.graders.comparing`) it is the helper process.
 
-math-verify, which compares what is not plain, parses with sympy: it can take forever, and guards itself with signals that work in a main
-thread only. So it runs in a helper.
+math-verify parses with sympy, which can take forever, and its guard, signals, works in a main thread only: so a helper.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -69,7 +68,7 @@ def reward(question: bytes) -> float:
 
 
 def plainly_equal(text: str, reference: str, *, fallback: bool = True) -> bool | None:
-    """True or False if the final answers of two texts are plainly equal or not, None if math-verify must look.
+    """True or False if the final answers are plainly equal or not, None if math-verify must look.
 
     Raises InvalidInput if the reference has no answer."""
     return quick(*_answers(text, reference, fallback))
@@ -102,8 +101,8 @@ def _library() -> Any:
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
-    """Returns 0 to 1. White space separates words; for ROUGE a word is a run of letters and digits. Raises InvalidInput for long texts:
-    some measures take time in proportion to the product of the lengths."""
+    """Returns 0 to 1. White space separates words; ROUGE's words are letters and digits. Raises InvalidInput for long
+    texts: some measures take time by the product of the lengths."""
     if max(len(text), len(reference)) > MAX_CHARACTERS:
         raise InvalidInput(f"texts of more than {MAX_CHARACTERS} characters are not compared")
     if metric == "fuzzy_match":

@@ -1,4 +1,4 @@
-"""The `endpoint` grader: a POST to the user's own URL. Graders' models outside of this service are asked in the same way."""
+"""The `endpoint` grader: a POST to the user's own URL. Graders' models elsewhere are asked the same way."""
 
 import json
 from collections.abc import Awaitable, Mapping
@@ -23,7 +23,7 @@ class Endpoints:
         self.close = self._caller.close
 
     async def reward(self, grader: EndpointGrader, attempt: Attempt, *, key: str, timeout_s: float) -> Any:
-        """Returns the `reward` of the answer, unchecked. `key` lets the endpoint recognise a repeat. Raises GraderFailed."""
+        """Returns the answer's `reward`, unchecked. `key`: the same for a repeat. Raises GraderFailed."""
         content = msgspec.json.encode({"item": attempt.item, "sample": attempt.written})
         return _reward(await self.post(grader.url, grader.headers, content, key=key, timeout_s=timeout_s))
 

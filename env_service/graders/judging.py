@@ -1,9 +1,9 @@
-"""Turns of graders' models: a model of this service is asked as any turn of the job is, and the grading goes on with its answer.
+"""Turns of graders' models: this service's model is asked as in any turn, and the grading goes on with its answer.
 
     grading ─ ModelAsked ─► judge_request ─ TurnRequest ─► rollout ─ TurnResult ─► resumed ─► grading, once more
 
-What is graded travels in the request's context, so that any worker can go on, nothing waits, and a pause, a cancellation or a dead
-worker is handled as for any other turn. The step that grades is repeated; it finds the answers that there are.
+The request's context holds what is graded, so any worker can go on, and a pause, a cancellation or a dead worker is
+handled as for any turn. The grading step is repeated, with the answers so far.
 """
 
 from typing import NamedTuple
@@ -94,10 +94,7 @@ def _rendered(question: ModelQuestion, tokenizer: ChatTokenizer) -> list[int]:
 
 
 def adapter_of(model: str) -> AdapterRef:
-    """The version that a name stands for, as the manager has written it: a base model's, or `ft:{base}:{tenant}:{suffix}:{job}@{version}`.
-
-    Raises GraderFailed.
-    """
+    """The version of a name: a base model's, or `ft:{base}:{tenant}:{suffix}:{job}@{version}`. Raises GraderFailed."""
     if not model.startswith("ft:"):
         return BASE
     name, _, version = model.partition("@")
@@ -108,7 +105,7 @@ def adapter_of(model: str) -> AdapterRef:
 
 
 def resumed(result: TurnResult) -> Resumed:
-    """The message to continue with: the original, with the answer's cost, and the epoch and attempt of a pause. Raises CorruptObject."""
+    """The original message with the answer's cost, and the epoch and attempt of a pause. Raises CorruptObject."""
     request = result.request
     try:
         judging = _decoder.decode(request.context)
@@ -130,7 +127,7 @@ def resumed(result: TurnResult) -> Resumed:
 
 
 def graded_by(result: TurnResult) -> Graded:
-    """The message that the result belongs to; if unreadable, the result as a trajectory without tokens."""
+    """The message of the result; if unreadable, the result as a trajectory without tokens."""
     try:
         return resumed(result).graded
     except CorruptObject:

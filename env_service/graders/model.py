@@ -1,10 +1,8 @@
 """The graders that are models: what the model is asked, and what its answer means.
 
-A model of this service answers by a turn of its own (see `env_service/graders/judging.py`): the grader says what to ask by raising
-ModelAsked, and finds the answer when it is run again. One elsewhere is asked by `ModelEndpoints`, which waits for its answer.
-
-The hosts elsewhere are those that the operator allows for it, checked as those of `endpoint` graders. A key goes only to the
-address for which the operator gave it, and a tenant neither gives nor sees one.
+A grader asks a model of this service by raising ModelAsked, and finds the answer when it runs again (`judging.py`).
+`ModelEndpoints` asks models elsewhere, at hosts that the operator allows, checked as for `endpoint` graders. A key goes only
+to the address for which the operator gave it; a tenant neither gives nor sees one.
 """
 
 import json
@@ -51,7 +49,7 @@ class ModelAsked(Exception):
 
 
 def question_of(grader: AnyModelGrader, attempt: Attempt) -> ModelQuestion:
-    """Raises InvalidInput, naming the variable, if a template cannot be filled, or for a question that is too long."""
+    """Raises InvalidInput, naming the variable, if a template cannot be filled; also for too long a question."""
     sampling, messages, length = grader.sampling_params, list[dict[str, str]](), 0
     for message in grader.input:
         messages.append({"role": message.role, "content": templates.render(message.text, attempt.item, attempt.sample)})
@@ -115,7 +113,7 @@ class ModelEndpoints:
     """Asks models. `close` when done."""
 
     def __init__(self, endpoints: Endpoints, keys: str = "", *, timeout_s: float = 60.0, most: int = 8) -> None:
-        """`keys`: see `read_keys`. `timeout_s`: of one question. `most`: questions of one tenant at once, in this worker."""
+        """`keys`: see `read_keys`. `timeout_s`: of a question. `most`: a tenant's questions at once."""
         self._endpoints = endpoints
         self._keys = read_keys(keys)
         self._timeout_s = timeout_s
@@ -135,7 +133,7 @@ class ModelEndpoints:
 
 
 def read_keys(text: str) -> dict[str, str]:
-    """`https://api.example.org=sk-…,https://…` -> a key by the address that may have it. Raises InvalidInput."""
+    """`https://api.example.org=sk-…,https://…` -> a key by its address. Raises InvalidInput."""
     keys: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         address, equals, key = part.partition("=")

@@ -1,4 +1,4 @@
-"""Runs graders: an item and a sample in, a reward and its parts out. A grader that fails raises; it never gives 0."""
+"""Runs graders: an item and a sample in, a reward and its parts out. A failing grader raises; it never gives 0."""
 
 import asyncio
 import math
@@ -62,9 +62,7 @@ class GraderRunner:
         timeout_s: float = 10.0,
         models: ModelEndpoints | None = None,
     ) -> None:
-        """`timeout_s`: of one grader, and of all graders of a `multi` together; models have limits of their own. `models`: outside of
-        this service; None allows no host.
-        """
+        """`timeout_s`: of a grader, and of all in a `multi`; models have their own. `models`: elsewhere; None: no host."""
         self._sandbox = sandbox
         self._endpoints = endpoints
         self._texts = text_comparer
@@ -72,8 +70,8 @@ class GraderRunner:
         self._models = models or ModelEndpoints(Endpoints(""))
 
     async def grade(self, grader: Grader, attempt: Attempt, *, key: str) -> Grade:
-        """`key` names this grading: a repeat has the same. Raises GraderFailed, with a reason for the job's owner, and ModelAsked if a
-        model of this service must answer first."""
+        """`key`: the same for a repeat of this grading. Raises GraderFailed, with a reason for the job's owner, and
+        ModelAsked if a model of this service must answer first."""
         grading = Grading(attempt, work.Allowance(self._timeout_s), key)
         if isinstance(grader, MultiGrader):
             return await self._multi(grader, grading)
@@ -148,7 +146,7 @@ def _asks_here(grader: SingleGrader) -> bool:
 
 
 def as_reward(value: Any, who: str) -> float:
-    """Returns it as a float. Raises GraderFailed unless it is a finite number of sensible size; True and False are not."""
+    """A float. Raises GraderFailed unless it is a finite number of sensible size; True and False are not."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         shown = "nothing" if value is None else repr(value)[:60]
         hint = "; write float(...)" if isinstance(value, bool) else ""

@@ -103,10 +103,10 @@ def _short(grader: StringCheck | MathGrader, attempt: Attempt, most: int) -> tup
 
 
 class GraderHelpers:
-    """Asks one helper at a time, or two where two tenants ask: see `Places`. Safe to use from many tasks; `close` when done."""
+    """Asks one helper at a time, or two for two tenants: see `Places`. For many tasks; `close` when done."""
 
     def __init__(self, name: str, *, first: bytes) -> None:
-        """`name`: of the grader, for errors. `first`: a question that each new process answers before it is of use."""
+        """`name`: of the grader, for errors. `first`: a question that a new process must answer first."""
         self._name = name
         self._first = first
         self._places = Places(lambda: 1)
@@ -114,8 +114,8 @@ class GraderHelpers:
         self.close = self._pool.close
 
     async def ask(self, question: bytes, allowance: work.Allowance) -> Any:
-        """Its time begins when it is this question's turn. Where others kill its helper, as the kernel does when the machine's memory
-        runs out, another is asked. Raises InvalidInput if it is refused, GraderFailed if it takes too long or too much memory."""
+        """Its time begins with its turn. A helper that others kill, as the kernel does when memory runs out, is replaced.
+        Raises InvalidInput if it is refused, GraderFailed if it takes too long or too much memory."""
         async with work.place(self._places):
             for _ in range(MAX_HELPERS):
                 try:

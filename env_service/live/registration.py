@@ -1,4 +1,4 @@
-"""Registers an env worker, whose own stream gets the turns of its live sessions; passes on the turns of workers that are gone.
+"""Registers an env worker, whose own stream gets its live sessions' turns; passes on the turns of workers that are gone.
 
 reads: -   writes: `env-workers`, and to `env` what lies in the streams of workers that are gone
 waits for: nothing   unblocked by: -   after a crash: the others find it gone after `hold_s`
@@ -19,8 +19,8 @@ log = structlog.get_logger()
 
 
 class Registration:
-    """Announces this worker. Passes the turns of dead workers on to living ones. `begin` before use; while `run` runs others leave this
-    one its turns; `close` when done."""
+    """Announces this worker, and passes dead workers' turns on. `begin` before use; while `run` runs, others leave this worker
+    its turns; `close` when done."""
 
     def __init__(self, bus: Bus, worker: str, sessions: Sessions, *, hold_s: float) -> None:
         """`hold_s`: how long it counts as being there after it said so."""

@@ -1,8 +1,8 @@
 """The live sessions that an env worker holds between the turns of their trajectories.
 
-A session has a slot from the moment that its trajectory begins here until its end, and with it one of the worker's places, which
-tenants share by weight. While a message is worked on, its slot is with the handler. Else it is idle here, and is closed if its job is
-cancelled or paused, if no turn comes for `idle_s`, or if others took the worker for gone and so have its turns.
+A session has a slot from its trajectory's beginning here to its end, and with it one of the worker's places, which tenants
+share by weight. The handler has the slot during a message. Else it is idle, and is closed if its job is cancelled or
+paused, if no turn comes for `idle_s`, or if others took the worker for gone and so have its turns.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, eq=False)
 class SessionSlot:
-    """One session, or the place for it. An environment to the handler: its turns are steps of the session."""
+    """One session, or the place for it. To the handler an environment, whose turns are the session's steps."""
 
     name: str
     """See `TurnRequest.session`."""
@@ -75,7 +75,7 @@ class SessionSlot:
         return getattr(self.opened, "reply_roles", TOOL_REPLIES)
 
     async def step(self, state: Any, turn: Turn) -> Step:
-        """Takes a step once; if it comes again, or no turn may follow, it gives what is left of the reward."""
+        """Takes a step once; if it comes again, or no turn may follow, it gives the rest of the reward."""
         async with work.time_limit(self.limit_s):
             if self.last is None or self.num_turns != turn.index + 1:
                 self.last = await self.opened.step(turn)
@@ -91,7 +91,7 @@ def _together(step: Step, end: Step) -> Step:
 
 
 class Sessions:
-    """The slots of one env worker. While `close_idle` runs, it closes those that nobody comes back for; `close` when done."""
+    """The slots of one env worker. `close_idle` closes abandoned ones; `close` when done."""
 
     def __init__(self, worker: str, *, num: int = 64, idle_s: float = 600.0, limit_s: float = 900.0) -> None:
         """`num`: sessions at once, and one more of a tenant that has none."""
@@ -107,7 +107,7 @@ class Sessions:
         self._trusted = asyncio.Event()
 
     async def take(self, message: Message, session: str, turn: int, doing: work.Work) -> SessionSlot:
-        """The slot of a session that has answered so many turns; if it is not here, an empty one, once there is a place."""
+        """The slot of a session that has answered so many turns, or an empty one, once there is a place."""
         slot = self._idle_slots.pop(session, None)
         if slot is not None and slot.num_turns != turn:
             self._close(slot)
@@ -120,9 +120,8 @@ class Sessions:
         return slot
 
     async def can_go_on(self, slot: SessionSlot) -> bool:
-        """True for a session that no other worker can have replaced; otherwise the slot is empty from now on.
-
-        A worker that was late first waits to learn whether others declared it dead.
+        """True for a session that no other worker can have replaced; else the slot is emptied. A worker that was late first
+        waits to learn whether others declared it dead.
         """
         if slot.session is None:
             return False
@@ -154,7 +153,7 @@ class Sessions:
         self._close_where(lambda slot: slot.name == session)
 
     def trusted_until(self, until_s: float) -> None:
-        """Time by the event loop's clock up to which no other worker takes this one for gone. It may have been stopped since."""
+        """Event loop time until which no other worker takes this one for gone. It may have been stopped since."""
         self._trusted_until_s = until_s
         self._trusted.set()
 

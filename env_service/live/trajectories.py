@@ -1,6 +1,6 @@
 """Gives each message of a live trajectory its session's slot while it is worked on.
 
-A session lost with its worker is opened again, and gets the turns that the old one had answered: the request's tokens hold them.
+A session lost with its worker is opened again, and replays the answered turns from the request's tokens.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ class Trajectories:
         return self._cell.holder(slot.name)
 
     def in_session(self, request: TurnRequest, doing: Work) -> TurnRequest:
-        """The next request of the trajectory: its result comes back to this worker if that holds its session."""
+        """The trajectory's next request: its result comes to this worker if that holds its session."""
         slot = self._slots.get(doing)
         if slot is None:
             return request
@@ -101,13 +101,13 @@ class Trajectories:
         return Failure("infrastructure", f"the trajectory's session was lost, and its replay failed: {failure.reason}")
 
     def split(self, start: Start) -> list[Start]:
-        """A Start for each sample, so that each waits for a slot of its own, at any worker; none if the Start can be worked on."""
+        """A Start for each sample, each for a slot of its own at any worker; none if the Start can be worked on."""
         return split_by_sample(start) if len(start.samples) > 1 and self._environments.is_live(start.env) else []
 
     async def begin(
         self, environment: LiveEnvironment, item: dict[str, Any], of: Start | TrajectoryRef, doing: Work
     ) -> SessionSlot:
-        """Opens a session in the message's slot. Raises InvalidInput for a trajectory that began without one."""
+        """Opens a session in the message's slot. Raises InvalidInput if the trajectory began without one."""
         slot = self._slots.get(doing)
         if slot is None:
             raise InvalidInput("the trajectory began before its environment had sessions")
@@ -119,7 +119,7 @@ class Trajectories:
     async def go_on(
         self, environment: LiveEnvironment, result: TurnResult, context: Context, doing: Work
     ) -> SessionSlot:
-        """The trajectory's session; if it is not here, a new one to which all happened that had to the old one."""
+        """The trajectory's session, or a new one with the same turns replayed."""
         if slot := self._slots.get(doing):
             if await self._sessions.can_go_on(slot):
                 return slot
@@ -137,9 +137,7 @@ class Trajectories:
 
 
 async def replay(slot: SessionSlot, result: TurnResult, context: Context, conversation: Conversation) -> None:
-    """Takes the recorded turns of a trajectory again, in a new session: the one that had answered them is lost.
-
-    What the model wrote and what it was shown stands in the request's tokens, so nothing else is kept for this.
+    """Replays a lost session's turns in a new one, from the request's tokens.
 
     Raises EnvironmentFailed if it shows anything else than the model was shown then, and the errors of the session.
     """

@@ -1,8 +1,8 @@
 """The calls to the kernel that tenants' code may make, as the filter that the kernel applies (seccomp).
 
-It is a list of what is allowed: what Python needs to run, to read its library, to write files and to make threads. All
-else is refused, among it new processes, sockets, signals to others, sessions, shared memory that no limit counts, and
-whatever a later kernel adds. An old call and its modern variants stand side by side, for C libraries differ.
+A list of what is allowed: what Python needs to run, to read its library, to write files and to make threads. All else is
+refused: new processes, sockets, signals to others, sessions, shared memory that no limit counts, and whatever a later
+kernel adds. An old call and its modern variants are both listed, for C libraries differ.
 """
 
 import struct
@@ -37,8 +37,8 @@ _OWN_FILES_TABLE = """
 mkdir 83 -, mkdirat 258 34, chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, truncate 76 45
 utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88
 """
-"""Allowed where a call sees no files but its own: landlock does not keep these from the worker's files, and a folder
-without folders in it can be watched."""
+"""Allowed where a call sees only its own files: landlock does not keep these from the worker's files, and a folder without
+folders can be watched."""
 
 _BY_ARGUMENT_TABLE = {
     "prctl 157 167": (0, (15, 16)),  # the thread's name
@@ -48,14 +48,14 @@ _BY_ARGUMENT_TABLE = {
 """Allowed if an argument, by its place, has one of these values."""
 
 _LIMITS = "prlimit64 302 261"
-"""Allowed to read the calling process's limits: a call that lowered one could die as if the machine had killed it."""
+"""Allowed only to read the calling process's limits: a call that lowered one could die as if the machine had killed it."""
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 56), "aarch64": (0xC00000B7, 220)}
 """The kernel's name of a machine, and its number of `clone`, which may make threads."""
 _CLONE_THREAD = 0x10000
 _X32 = 0x40000000
 _NEW = 435
-"""The first of the calls, `clone3`, that programs try before an older one, so these calls look missing."""
+"""`clone3`, which programs try before an older call: it looks missing."""
 
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000

@@ -1,11 +1,11 @@
-"""The inside of the sandbox: `sandbox.py` has `python -I -S` run it as compiled code from stdin, in an empty environment.
+"""The inside of the sandbox: `sandbox.py` has `python -I -S` run it, compiled, from stdin, in an empty environment.
 
     child (the supervisor) ─ forks ─► child (shuts itself in, runs the tenant's source) ─ result ─► sandbox
 
-Reads one job as JSON from stdin and writes one line of JSON to what was stdout. Before the tenant's code runs, descriptors
-1 and 2 both lead to the output pipe, so a print cannot look like a result. The supervisor runs none of the tenant's code: it
-waits for the end of the other, and kills it on SIGTERM, which the worker sends, or the kernel once the worker is dead.
-Only the standard library, and as little of it as possible: each call imports it again.
+Reads one job as JSON from stdin and writes one line of JSON to what was stdout. Descriptors 1 and 2 lead to the output pipe
+before the tenant's code runs, so a print cannot look like a result. The supervisor runs no tenant's code: it waits for
+the other's end, and kills it on SIGTERM, from the worker or, once that is dead, the kernel.
+Only the standard library, and little of it: each call imports it again.
 
     stage            what it needs                             without it
     namespaces       root, or unprivileged user namespaces     seccomp keeps the network and other processes away
@@ -43,7 +43,7 @@ SUPERVISOR_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
 """The signals that the supervisor waits for."""
 
 FIRST_UID = 1_000_000_000
-"""Each call runs under this uid plus its process id. No other call has it, so calls cannot signal each other."""
+"""Each call runs under this uid plus its process id, which no other call has: they cannot signal each other."""
 NOBODY = 65534
 WORK_BYTES, WORK_FILES = 16 * 1024 * 1024, 4096
 """The most that the working folder holds."""
@@ -67,8 +67,8 @@ def main() -> None:
 
 
 def make_reporter(result_fd: int, nonce: str, layers: set[str]) -> Telling:
-    """A function that writes the result. The nonce lives only in its closure: bytes that the tenant's code happens to
-    write to the descriptor are no result without it."""
+    """A function that writes the result. Only its closure has the nonce: bytes that the tenant's code writes to the
+    descriptor are no result without it."""
 
     def write(**fields: object) -> None:
         text = json.dumps({"nonce": nonce, "layers": sorted(layers), **fields})
@@ -80,7 +80,7 @@ def make_reporter(result_fd: int, nonce: str, layers: set[str]) -> Telling:
 
 
 def run(job: dict[str, Any], write: Telling) -> None:
-    """Executes the source, calls the function named by `call` if there is one, reports, and ends the process."""
+    """Executes the source, calls the function `call` if named, reports, and ends the process."""
     source, call, arguments = job["source"], job["call"], job["arguments"]
     namespace: dict[str, Any] = {"__name__": "__main__" if call is None else "tenant", "__builtins__": __builtins__}
     try:
@@ -113,7 +113,7 @@ def parsed(text: str) -> object:
 
 
 def check_json(value: object, call: str | None) -> object:
-    """Returns a value that JSON can carry: nan, inf and huge numbers become text, so that the parent can say what it got."""
+    """A value for JSON: nan, inf and huge numbers become text, so that the parent can say what it got."""
     if type(value) is int and value.bit_length() > 63:
         return f"a whole number of {value.bit_length()} bits"
     if value is None or type(value) in (bool, int, float, str):
@@ -152,9 +152,9 @@ def shut_in(job: dict[str, Any], wanted: set[str]) -> set[str]:
     os.umask(0o022)
     libc = ctypes.CDLL(None, use_errno=True)
     layers: set[str] = set()
-    # The order matters. Namespaces and mounts need root, or a user namespace that is entered first. The fork comes after them, since the
-    # first child in a process namespace is its init, with which the kernel ends the others; and before the limits, which the supervisor
-    # must not run into. Root is left when nothing needs it any more. Landlock and seccomp, which refuse most of the calls here, are last.
+    # The order matters. Namespaces and mounts need root, or a user namespace entered first. The fork comes after them, since the first
+    # child in a process namespace is its init, with which the kernel ends the others; and before the limits, which must not bind the
+    # supervisor. Root is left when nothing needs it. Landlock and seccomp, which refuse most calls here, are last.
     if sys.platform == "linux":
         kill_first()
         if "namespaces" in wanted:
@@ -180,15 +180,15 @@ def kill_first() -> None:
 
 
 def give_up_rights(libc: Libc, wanted: set[str], program: bytes, *, own_files: bool) -> set[str]:
-    """Gives up the rights that a process on Linux can give up without any privilege. Returns the layers that hold.
+    """Gives up the rights that need no privilege to give up. Returns the layers that hold.
 
-    Without files of its own its supervisor sees what it has open; other calls, which may have its uid, are kept from /proc.
+    Without files of its own its supervisor sees what it has open; other calls, which may have its uid, cannot read /proc.
     """
     layers: set[str] = set()
-    # Entering an unprivileged user namespace gave all capabilities: code could change its mounts and its network with them.
+    # An unprivileged user namespace gave all capabilities: code could change its mounts and its network.
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
     libc.capset(header, ctypes.create_string_buffer(24))
-    # Without this the kernel takes neither landlock's rules nor a seccomp filter from a process that is not root.
+    # The kernel demands this of a process that is not root, for landlock's rules and a seccomp filter.
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     # After `become`: a change of uid clears it.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -257,8 +257,8 @@ def fork_supervised(libc: Libc, worker: int, limits: dict[str, int], *, own_file
 
 
 def supervise(child: int, limits: dict[str, int], *, own_files: bool) -> NoReturn:
-    """Ends as the child ends, or as one beyond its processor seconds: the kernel kills it as where memory runs out. Kills it when it
-    is told to, or when it holds too much in its working folder. Statuses above 127 tell of signals, which no child can feign."""
+    """Ends as the child ends, or, beyond its processor seconds, as one killed for memory. Kills it when told to, or when its
+    working folder holds too much. Statuses above 127 tell of signals, which no child can feign."""
     status = 0
     while True:
         received = signal.sigtimedwait(SUPERVISOR_SIGNALS, 3600 if own_files else LOOK_EVERY_S)
@@ -275,7 +275,7 @@ def supervise(child: int, limits: dict[str, int], *, own_files: bool) -> NoRetur
 
 
 def is_too_full(child: int, file_bytes: int) -> bool:
-    """Are the files of the working folder, which has no folders in it, and those deleted but still in use, too many or too large?"""
+    """Are the files of the flat working folder, and those deleted but in use, too many or too large?"""
     sizes = deleted_files(child, file_bytes)
     for num, name in enumerate(os.listdir()):
         with contextlib.suppress(FileNotFoundError):
@@ -287,10 +287,10 @@ def is_too_full(child: int, file_bytes: int) -> bool:
 
 
 def deleted_files(child: int, file_bytes: int) -> dict[int, int]:
-    """Inode -> bytes of each file that the child deleted from the working folder and still has open or mapped.
+    """Inode -> bytes of each deleted file of the working folder that the child still has open or mapped.
 
-    One that is mapped and not open counts as the largest that a file may be where only root could measure it. To see them at all
-    the supervisor needs the child's uid, or root's rights.
+    One mapped but not open counts as the largest possible file where only root could measure it. Seeing them takes the
+    child's uid, or root's rights.
     """
     sizes: dict[int, int] = {}
     threads, here = inside(f"/proc/{child}/task"), os.getcwd() + "/"
@@ -326,8 +326,8 @@ def mappings(thread: str) -> list[str]:
 
 
 def enter_namespaces(libc: Libc, directory: str, uid: int) -> set[str]:
-    """Enters a network without interfaces, process ids of its own, and a file system that holds Python's library and an
-    empty folder. Returns the layers that the kernel allows."""
+    """Enters a network without interfaces, process ids of its own, and a file system with Python's library and an empty
+    folder. Returns the layers that the kernel allows."""
     layers: set[str] = set()
     if os.geteuid() != 0:
         own_uid, own_gid = os.getuid(), os.getgid()
@@ -399,13 +399,13 @@ LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ = 4 | 8  # read files, list folders
 EXECUTE = 1
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
-"""Version of landlock -> number of rights on files that it knows; the third added truncation, the fifth devices."""
+"""landlock's version -> number of rights on files that it knows; the third added truncation, the fifth devices."""
 TCP, SCOPES = 3, 3  # bind and connect, from the fourth on; abstract sockets and signals of others, from the sixth on
 
 
 def confine_files(libc: Libc, work: str) -> bool:
     """Lets only the library be read and only the working folder be written, and keeps signals inside where the kernel can.
-    False if it has no landlock."""
+    False without landlock."""
     version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     if version < 1:
         return False

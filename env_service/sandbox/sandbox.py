@@ -1,4 +1,4 @@
-"""Runs tenants' Python code: each call in a process of its own that has given up its means to do harm.
+"""Runs tenants' Python code: each call in a process of its own without means to do harm.
 
 It protects, by the strongest means that the machine allows (`Sandbox.probe` says which hold):
 
@@ -54,13 +54,12 @@ from env_service.sandbox.child import WORK_BYTES, WORK_FILES
 
 CHILD = Path(__file__).with_name("child.py")
 CODE = marshal.dumps(compile(CHILD.read_text(), str(CHILD), "exec", dont_inherit=True))
-"""Compiled once here, for that takes a child a third of a short call's time. It comes over stdin, since a file of compiled code
-would be one more that must be kept from the calls."""
+"""Compiled once: compiling takes a child a third of a short call's time. Sent by stdin, so no file must be kept from calls."""
 START = f"import marshal, sys; exec(marshal.loads(sys.stdin.buffer.read({len(CODE)})))"
 PREFIX = "marlaas-sandbox-"
 LAYERS = ("namespaces", "landlock", "seccomp")
 END_S = 0.4
-"""Time in which a call that has been killed is gone: milliseconds on a machine that is not overloaded."""
+"""Time in which a killed call is gone: milliseconds on a machine that is not overloaded."""
 
 RunEnding = Literal["ok", "raised", "output", "result", "timeout", "crashed"]
 
@@ -109,7 +108,7 @@ class Reply(msgspec.Struct):
 
 
 class Sandbox:
-    """Runs calls, at most `max_processes` at a time, and one more of a tenant that has none running: see `Places`."""
+    """Runs calls, at most `max_processes` at a time, and one more of a tenant with none running: see `Places`."""
 
     def __init__(
         self, *, max_processes: int = 4, limits: SandboxLimits | None = None, layers: Sequence[str] = LAYERS
@@ -134,11 +133,11 @@ class Sandbox:
         timeout_s: float,
     ) -> Outcome:
         """Executes `source`, then `call(*arguments)` if it is named. Never raises for what the code does. Raises Unavailable if the
-        disk has no room for a call's files, which others may have filled, or if others kill the call twice.
+        disk has no room for a call's files, or if others kill the call twice.
 
-        The time limit begins when a place is free. Nothing of the call lives on afterwards. One that was killed, as where the machine's
-        memory runs out, is made once more in the time that is left. `parsed`: a field that the first argument gets within the process,
-        and the one whose text it is as JSON.
+        The time limit begins when a place is free. Nothing of the call lives on. A call that was killed, as where memory runs
+        out, is made once more in the time left. `parsed`: a field that the first argument gets in the process, and the field
+        with its text as JSON.
         """
         try:
             job = self._job(source, {"call": call, "arguments": arguments, "parsed": parsed}, timeout_s)
@@ -161,12 +160,12 @@ class Sandbox:
         return replace(outcome, seconds=seconds)
 
     async def close(self) -> None:
-        """Removes the folder of all calls' folders. Those of a worker that was killed go when the next one starts."""
+        """Removes the folder of all calls' folders. The next worker removes those of a killed one."""
         if self._own is not None:
             self._own.remove()
 
     async def probe(self) -> tuple[str, ...]:
-        """The layers that hold on this machine. Raises InvalidInput if the sandbox does not work at all."""
+        """The layers that hold here. Raises InvalidInput if the sandbox does not work at all."""
         outcome = await self.run("", timeout_s=30)
         if outcome.ending != "ok":
             raise InvalidInput(f"the sandbox does not work on this machine: {outcome.reason}")
@@ -243,8 +242,8 @@ class Stopped:
 class CallProcess:
     """A call's supervisor, as the sandbox sees it.
 
-    Every end that the sandbox brings about goes through `stop`. Of a call that was killed and has no `stopped`, the supervisor says by its
-    status whether it did that itself (`child.supervise`); if not, it was killed from outside.
+    Every end that the sandbox causes goes through `stop`. If a killed call has no `stopped`, the supervisor's status says
+    whether it did that itself (`child.supervise`) or the kill came from outside.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, result_bytes: int, output_bytes: int) -> None:
@@ -259,13 +258,13 @@ class CallProcess:
         return self._process.returncode
 
     def stop(self, ending: RunEnding, reason: str) -> None:
-        """Has the supervisor kill the call. The first reason counts, also where the call has just ended by itself."""
+        """Has the supervisor kill the call. The first reason counts, also if the call has just ended."""
         if self.stopped is None:
             self.stopped = Stopped(ending, reason)
             tell(self._process, signal.SIGTERM)
 
     async def converse(self, content: bytes, allowance: work.Allowance) -> None:
-        """Gives it what it reads, and collects what it writes, up to its end or that of the allowance."""
+        """Gives it its input, and collects its output, up to its end or that of the allowance."""
         process, result, output = self._process, self._result_bytes, self._output_bytes
         assert process.stdout and process.stderr
         try:
@@ -280,7 +279,7 @@ class CallProcess:
             self.stop("timeout", f"took longer than {allowance.seconds:g} seconds")
 
     async def end(self) -> None:
-        """Has the supervisor kill what is left of the call. A supervisor that takes too long is killed; the kernel then kills the call."""
+        """Has the supervisor kill the rest of the call. If it takes too long, it is killed, and the kernel kills the call."""
         tell(self._process, signal.SIGTERM)
         await self._has_ended()
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -298,8 +297,8 @@ class CallProcess:
     async def _read(
         self, stream: asyncio.StreamReader, into: bytearray, limit: int, ending: RunEnding, reason: str
     ) -> None:
-        """Reads to the end. Has the call stopped if it writes more than `limit` bytes; what follows is forgotten, but read, for a
-        process counts as ended only when its streams are empty."""
+        """Reads to the end: a process counts as ended only when its streams are empty. Stops a call that writes more than
+        `limit` bytes; the rest is read and dropped."""
         while chunk := await stream.read(16384):
             work.beat()
             if len(into) + len(chunk) > limit:

@@ -1,4 +1,4 @@
-"""The live environment of a package for `verifiers`. An operator subclasses it for each package that jobs may name:
+"""The live environment of a `verifiers` package. An operator subclasses it for each package that jobs may name:
 
     class Addition(Verifiers):
         python = "/srv/environments/addition"       # an interpreter, or the folder of a Python environment
@@ -6,11 +6,11 @@
         args = {"largest": 99}
         job_args = ("largest",)
 
-and makes it known under the entry point group `marlaas.environments`. Jobs name no module and no class: they choose among what the
-operator installed, and set the arguments in `job_args`, no others.
+and registers it under the entry point group `marlaas.environments`. Jobs choose among what the operator installed, and
+set only the arguments in `job_args`.
 
-A prompt must go on where the conversation so far ends, so that what is trained is what was sampled. An environment that rewrites its
-conversation (drops thoughts, shortens it, asks something else in between) fails the trajectory, with this as the reason.
+A prompt must continue the conversation so far, so that what is trained is what was sampled. An environment that rewrites
+its conversation (drops thoughts, shortens it, asks something else in between) fails the trajectory with this reason.
 """
 
 import math
@@ -33,27 +33,27 @@ MAX_SHOWN_BYTES = 256 * 1024
 
 
 class Verifiers:
-    """Implements `LiveEnvironment`. An item is `{"task": place}` of a row in a training file, or made, for chance to choose the task."""
+    """Implements `LiveEnvironment`. An item is `{"task": place}` of a training row, or made, to draw a task."""
 
     python: ClassVar[str]
-    """The interpreter, or the folder of the Python environment, in which the package and `verifiers` are installed."""
+    """The interpreter, or the Python environment's folder, with the package and `verifiers` installed."""
     taskset: ClassVar[str] = ""
     """The name of a taskset for `verifiers.v1` (0.4 on). It is played with token ids."""
     environment: ClassVar[str] = ""
-    """The name that `load_environment` takes (verifiers up to 0.3). It is played with chat completions."""
+    """The name that `load_environment` takes (verifiers up to 0.3). Played with chat completions."""
     args: ClassVar[Mapping[str, Any]] = {}
     """The fields of the taskset's configuration, or the arguments of `load_environment`."""
     job_args: ClassVar[Sequence[str]] = ()
     """The part of `args` that jobs may give. Name none that can hold a path or the name of a module."""
     env: ClassVar[Mapping[str, Any]] = {}
-    """`verifiers.v1`: the rest of the environment's configuration, such as its agent's harness and runtime."""
+    """`verifiers.v1`: the rest of the environment's configuration, such as the agent's harness and runtime."""
     renderer: ClassVar[Mapping[str, Any] | None] = None
-    """`verifiers.v1`: the configuration of the renderer; None: the one that fits the base model's name, or else its chat template."""
+    """`verifiers.v1`: the renderer's configuration; None: by the base model's name, else its chat template."""
     variables: ClassVar[Sequence[str]] = ()
-    """Names of variables of the env worker's that the package needs, such as a judge's key. Its process has no others but those that
-    `package_process.py` lists."""
+    """Names of the env worker's variables that the package needs, such as a judge's key. Its process gets no others except
+    those in `package_process.py`."""
     reply_roles: ClassVar[Sequence[str]] = ()
-    """Roles of the messages that the environment answers with: a base model that cannot show them is then refused at once."""
+    """Roles of the environment's messages: a base model that cannot show them is refused at once."""
     Args: ClassVar[type[BaseModel]]
 
     hosts: Hosts
@@ -99,7 +99,7 @@ def _task_of(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class VerifiersSession:
-    """Implements `Session`: what the environment asks its model becomes a prompt of ours, and our turn its answer."""
+    """Implements `Session`: what the environment asks its model becomes our prompt, and our turn its answer."""
 
     def __init__(self, conversation: HostedTrajectory, request: Mapping[str, Any], reply_roles: Sequence[str]) -> None:
         """`asked`: the environment's first request to its model, in token ids or in messages."""
@@ -139,7 +139,7 @@ class VerifiersSession:
         self._conversation.close()
 
     def _rest(self, model_message: Sequence[Any], request: list[Any], whole: Sequence[Any]) -> Sequence[Any]:
-        """Messages that a prompt adds to the conversation. `whole`: the prompt as the environment wrote it. Raises EnvironmentFailed."""
+        """Messages that a prompt adds. `whole`: the environment's prompt. Raises EnvironmentFailed."""
         before = [*self._shown, *model_message]
         if len(request) <= len(before) or request[: len(before)] != before:
             raise EnvironmentFailed("the environment's next prompt does not go on where the model's turn ended")

@@ -1,7 +1,7 @@
-"""Runs environments of the package `verifiers` in the Python environment that they were installed into: a program of its own.
+"""Runs `verifiers` environments in the Python environment where they are installed: a program of its own.
 
-It needs `verifiers` and the standard library, and imports nothing of MARLaaS except `host_model.py`. An env worker starts it with a
-socket, over which both send lines of JSON:
+It imports `verifiers`, the standard library and, of MARLaaS, only `host_model.py`. An env worker starts it with a socket,
+over which both send lines of JSON:
 
     worker: {"load": {...}}                             first of all; see `Tasksets` and `Environments`
     host:   {"ready": true}  or  {"failed": why}
@@ -56,7 +56,7 @@ MAX_PARTS = 64
 GRACE_S = 2.0
 """Seconds that environments have to end what they started once the worker is gone."""
 KEY_VARIABLE = "MARLAAS_HOST_API_KEY"
-"""Holds the model's key, of this process only; verifiers gives no program of a harness a variable of such a name."""
+"""Holds this process's key of the model; verifiers gives no harness program a variable of such a name."""
 MAX_TASKS = 10_000
 """Tasks of a taskset without an end."""
 HELD_OUT_PERIOD = 10
@@ -120,7 +120,7 @@ class Tasksets:
     """`verifiers.v1`: a taskset, played by its harness."""
 
     def __init__(self, load: "dict[str, Any]", url: str) -> None:
-        """`load`: `config` (the environment's: `taskset`, `agent`), `tokenizer` (a folder), `renderer`. Raises the package's errors."""
+        """`load`: `config` (with `taskset`, `agent`), `tokenizer` (a folder), `renderer`. Raises the package's errors."""
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         clients = importlib.import_module("verifiers.v1.clients")
         self._env: Any = loaders.load_environment(loaders.resolve_env_config(load["config"]))
@@ -239,7 +239,7 @@ class Environments:
 
 
 def chosen(item: "dict[str, Any]", tasks: Any, train: Any, held_out: Any) -> Any:
-    """The task that an item names, `{"task": place}`, or the one that chance gives, `{"seed": n, "held_out": false}`. Raises Failed."""
+    """The task that an item names, `{"task": place}`, or a drawn one, `{"seed": n, "held_out": false}`. Raises Failed."""
     place: Any = item.get("task")
     if place is None:
         split = held_out if item.get("held_out") else train
@@ -373,7 +373,7 @@ async def serve(channel: socket.socket, played: Any, server: Any) -> None:
 
 
 def end_with_worker() -> None:
-    """Ends this process and all that it started once the worker is gone, also while an environment blocks the event loop."""
+    """Ends this process and all it started once the worker is gone, even if the event loop is blocked."""
     worker = os.getppid()
 
     def watch() -> None:

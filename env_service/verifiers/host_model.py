@@ -1,4 +1,4 @@
-"""The model, as a package's environment reaches it: HTTP at a port of the host's own. Part of the program `host.py`."""
+"""The model for a package's environment: HTTP at a port of the host's own. Part of the program `host.py`."""
 
 import asyncio
 import concurrent.futures

@@ -27,7 +27,7 @@ from env_service.failures import EnvironmentFailed, NoRoom
 
 HOST = Path(__file__).with_name("host.py")
 KEY_VARIABLE = "MARLAAS_HOST_API_KEY"
-"""Holds the key by which a package's own requests are told from those of other programs on this machine."""
+"""Holds the key that tells a package's requests from those of other programs on this machine."""
 _NAMES = """
     PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME
     SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE UV_CACHE_DIR UV_OFFLINE
@@ -35,10 +35,10 @@ _NAMES = """
     HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_HUB_OFFLINE HF_DATASETS_OFFLINE TRANSFORMERS_OFFLINE
 """
 VARIABLES = frozenset(_NAMES.split())
-"""Variables of the worker that a package's process has too, as well as LC_*. None of them is a secret."""
+"""Variables of the worker that a package's process has too, with LC_*. None of them is a secret."""
 MAX_LINE_BYTES = 4 * 1024 * 1024 + 1024
 MAX_HOSTS = 8
-"""Processes of one worker, and one more of a tenant that has none. Jobs that give a package different arguments have different ones."""
+"""Processes of one worker, and one more of a tenant with none. Other arguments of a package need another process."""
 MEMORY_BYTES = 4 << 30
 """Data of one process."""
 START_S = 300.0
@@ -89,8 +89,7 @@ class Host:
         tenant: str = "",
         memory_bytes: int = MEMORY_BYTES,
     ) -> None:
-        """`python`: an interpreter, or the folder of a Python environment. `load`: what `host.py` says. `variables`: names of the
-        worker's that the process has too."""
+        """`python`: an interpreter, or a Python environment's folder. `load`: see `host.py`. `variables`: the worker's to pass on."""
         self.tenant = tenant
         self._python = python
         self._load = {**load, "memory_bytes": memory_bytes}
@@ -209,9 +208,9 @@ class Host:
 
 
 class Hosts:
-    """The processes of one worker: one for each package and its arguments. `close` when done.
+    """The processes of one worker, one for each package and its arguments. `close` when done.
 
-    Tenants share their number: one that has more than half of it gives one back when another waits, as soon as its trajectories end.
+    Tenants share them: one with more than half gives one back when another waits, as soon as its trajectories end.
     """
 
     def __init__(self, most: int = MAX_HOSTS, *, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -226,7 +225,7 @@ class Hosts:
     async def begin(
         self, python: str, load: Mapping[str, Any], item: Mapping[str, Any], variables: Sequence[str] = ()
     ) -> HostedTrajectory:
-        """Begins a trajectory of the tenant whose work this is. Raises EnvironmentFailed, and NoRoom if it must wait for a process."""
+        """Begins a trajectory of the current tenant. Raises EnvironmentFailed, and NoRoom if it must wait for a process."""
         key, tenant = msgspec.json.encode([python, load, variables]), work.current().tenant
         async with self._choosing:
             host = self._hosts.get(key)
@@ -252,7 +251,7 @@ class Hosts:
             await asyncio.gather(*(host.stop() for host in gone))
 
     def _surplus(self, tenant: str) -> bytes | None:
-        """The process to end before this tenant gets another: the longest idle one of the tenant with the most; this tenant's own if it
+        """The process to end before this tenant gets another: the longest idle one of the tenant with the most; its own if it
         has half of all. None: it may have one now. Raises NoRoom if all are at work."""
         counts = self._hosts_by_tenant()
         if len(self._hosts) < self._most + (0 if counts[tenant] else SPARE_PLACES):
@@ -266,7 +265,7 @@ class Hosts:
         return max(idle, key=lambda key: counts[self._hosts[key].tenant])
 
     def _gives_back(self, host: Host) -> bool:
-        """Is it the one that a tenant with too many of them uses no more, so that another tenant gets its place?"""
+        """Does a tenant with too many of them leave it, so that another tenant gets its place?"""
         since = asyncio.get_running_loop().time() - WAITING_S
         self._waited = {tenant: at for tenant, at in self._waited.items() if at > since}
         first = next(each for each in self._hosts.values() if each.tenant == host.tenant)
@@ -320,7 +319,7 @@ def _interpreter(python: str) -> Path:
 
 
 def _variables(python: Path, more: Sequence[str]) -> dict[str, str]:
-    """The worker's own that a package may see; programs that were installed with the interpreter are found first."""
+    """The worker's own that a package may see; the interpreter's folder comes first on the PATH."""
     names = VARIABLES.union(more)
     variables = {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
     return variables | {"PATH": os.pathsep.join([str(python.parent), variables.get("PATH", os.defpath)])}

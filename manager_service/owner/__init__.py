@@ -1,4 +1,4 @@
-"""The loop of a manager replica: messages of its partitions come in, changed records and new work go out in one script.
+"""The loop of a manager replica: reads its partitions' messages, commits changed records and new work by one script.
 
     leases ─ mine ─► partition: read ─► jobs change ─► scheduling decides ─► transaction: commit, if the lease still holds
 

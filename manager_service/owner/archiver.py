@@ -1,4 +1,4 @@
-"""Copies finished jobs' records from Redis to the archive. Their partition's owner then deletes them in Redis."""
+"""Copies finished jobs' records from Redis to the archive; their partition's owner then deletes them."""
 
 import asyncio
 import math
@@ -37,8 +37,8 @@ class Archiver:
     async def run(
         self, due: Callable[[], tuple[list[int], float]], commit: Callable[[int, Changes], Awaitable[bool]]
     ) -> None:
-        """Archives until cancelled. `due`: of which partitions the jobs, and before when they must have finished. `commit`: writes
-        changes of a partition to Redis, unless it is another owner's by now."""
+        """Archives until cancelled. `due`: partitions, and before when their jobs must have finished. `commit`: writes changes of
+        a partition to Redis, unless another owner has it."""
         while True:
             partitions, before_s = due()
             for partition in partitions:
@@ -52,14 +52,14 @@ class Archiver:
     async def _some(self, partition: int, before_s: float, commit: Callable[[int, Changes], Awaitable[bool]]) -> bool:
         """False: nothing is left to be archived, or the partition is another's now."""
         jobs = await self.due(partition, before_s)
-        # Mark, copy, delete, each write fenced. A record that changed between copy and deletion would lose the change; the mark keeps
-        # the API from changing it. A crash before the deletion repeats the copy, to the same names
+        # Mark, copy, delete, each write fenced. The mark keeps the API from changing a record between copy and deletion, which would
+        # lose the change. A crash before the deletion repeats the copy, to the same names
         if not jobs or not await commit(partition, Changes(moving=jobs)):
             return False
         return await commit(partition, Changes(moved=await self.copy(jobs)))
 
     async def due(self, partition: int, before_s: float) -> list[str]:
-        """Jobs of a partition that finished before a moment, the first of them first, a batch at most."""
+        """Jobs of a partition that finished before a moment, the earliest first, a batch at most."""
         key, client = self._cell.finished(partition), self._bus.client
         jobs: Any = await self._bus.retrying(
             lambda: client.zrange(key, "-inf", before_s, byscore=True, offset=0, num=BATCH_JOBS)
@@ -67,7 +67,7 @@ class Archiver:
         return [job.decode() for job in jobs]
 
     async def copy(self, jobs: Sequence[str]) -> list[Moved]:
-        """Writes marked jobs to the archive. Raises Unavailable when the store is away: then nothing may be deleted."""
+        """Writes marked jobs to the archive. Raises Unavailable if the store is away: then nothing may be deleted."""
         return await asyncio.gather(*map(self._copy, jobs))
 
     async def _copy(self, job: str) -> Moved:

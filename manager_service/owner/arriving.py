@@ -1,4 +1,4 @@
-"""Takes jobs in outside of an owner's passes, since reading their files may take long: new jobs, and those that a take-over left."""
+"""Takes jobs in outside of an owner's passes, since reading files may take long: new ones, and a take-over's."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ class Intake:
         lock: asyncio.Lock,
         decide: Callable[[defaultdict[int, Changes], float], Awaitable[None]],
     ) -> None:
-        """`owned`: the owner's partitions at each moment. `lock`: while jobs change. `decide`: what follows from changes, and commits."""
+        """`owned`: the owner's partitions. `lock`: while jobs change. `decide`: decides what follows, and commits."""
         self._owned = owned
         self._lock = lock
         self._decide = decide

@@ -1,9 +1,9 @@
-"""Writes big TrainSteps to object storage before they may be published, so that no commit waits for the storage.
+"""Writes big TrainSteps to object storage before they are published, so that no commit waits for the storage.
 
     a batch is complete ─► admits: no, it is written ─► the storage has it ─► admits: yes ─► published with its path ─► forget
 
-Until it is published, the batch's results are pending entries: an owner that dies meanwhile costs only the written payload,
-which is deleted with all of its job's.
+Until then the batch's results are pending entries: an owner that dies costs only the written payload, which is deleted with
+its job's others.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class BigSteps:
         self._unwritten: asyncio.Queue[tuple[str, BigStep]] = asyncio.Queue()
 
     def admits(self, job: Job) -> bool:
-        """May the job's next step be published? If it is big and not written yet: no, and `run` writes it."""
+        """May the job's next step be published? Not if it is big and unwritten: `run` writes it."""
         numbers = job.next_batch()
         if not numbers or _most_bytes(job, numbers) <= CLAIM_CHECK_BYTES:
             return True
@@ -65,12 +65,12 @@ class BigSteps:
         return big.path if big and isinstance(message, TrainStep) and big.head == _head(message) else ""
 
     def forget(self, jobs: Iterable[str]) -> None:
-        """Forgets steps that are published, or whose jobs this owner has lost. They stay in the storage."""
+        """Forgets steps that are published, or whose jobs this owner has lost. The storage keeps them."""
         for job in jobs:
             self._by_job.pop(job, None)
 
     async def run(self, written: Callable[[str], None]) -> None:
-        """Writes, several at a time, until cancelled. Calls `written` with the job of each step that may now be published."""
+        """Writes, several at a time, until cancelled. Calls `written` with the job of each step that is ready."""
         async with starting() as start:
             while True:
                 job, big = await self._unwritten.get()

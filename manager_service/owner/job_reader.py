@@ -90,8 +90,8 @@ class JobReader:
 
     async def search(self, job: Job, searched: VersionSearch) -> None:
         """Asks the store for the version that a job waits for. Raises Unavailable."""
-        # A trainer commits a version before it sends the update. If Redis lost that message with its last moment, no worker tells of
-        # the version again, and a second training of the step would find it there. So only the store knows whether it exists
+        # A trainer commits a version before it sends the update. If Redis lost that message, no worker tells of the version again, and a
+        # second training of the step would find it there. So only the store knows whether it exists
         if job.state.training or job.state.initialising:
             adapter = AdapterRef(job.spec.tenant, job.id, job.state.version + 1)
             try:
@@ -114,7 +114,7 @@ class ItemFiles:
         self._places = asyncio.Semaphore(MAX_READS)
 
     async def items(self, tenant: str, file: str | None) -> Items:
-        """The rows of a file; none without one. Raises NotFound, and Unavailable: StoreUnavailable if it is not the disk."""
+        """The rows of a file; none without one. Raises NotFound, and Unavailable: StoreUnavailable unless it is the disk."""
         if file is None:
             return Items()
         path = file_path(tenant, file)
@@ -127,7 +127,7 @@ class ItemFiles:
 
 
 async def download_lines(objects: Objects, path: str) -> LinesOnDisk:
-    """A file's lines, on this machine's disk. Raises NotFound, and Unavailable: StoreUnavailable if it is not the disk."""
+    """A file's lines, on this machine's disk. Raises NotFound, and Unavailable: StoreUnavailable unless it is the disk."""
     try:
         with contextlib.ExitStack() as stack:
             rows = stack.enter_context(tempfile.TemporaryFile())

@@ -1,12 +1,12 @@
 """Shares the partitions of a cell evenly among its live owners, by leases in Redis.
 
-One script does a round for one owner: it notes that the owner lives, renews its leases, and takes free ones up to its
-even share. An owner with more than its share gives the rest back, so a manager that starts gets its part. The leases of
-an owner that dies run out, and the others take them. All times are Redis' own.
+One script does an owner's round: it notes that the owner lives, renews its leases, and takes free ones up to its even share.
+An owner gives back what exceeds its share, so a manager that starts gets its part. A dead owner's leases run out, and others
+take them. All times are Redis' own.
 
-The round also exchanges the weight of the active tenants of each partition. That weight, and not the number of
-partitions, is an owner's part of the workers. API replicas whose tenants chat or sample in bulk are among those who share
-(manager_service/http/sampling/cell_share.py): `sampling` has their tenants' weight, and `served` what all got of the rollout engines' time.
+The round also exchanges the weight of each partition's active tenants: that, and not the number of partitions, is an owner's
+part of the workers. API replicas whose tenants chat or sample in bulk share too (manager_service/http/sampling/cell_share.py):
+`sampling` has their tenants' weight, and `served` what all got of the rollout engines' time.
 """
 
 import time
@@ -19,11 +19,11 @@ from common.bus.bus import Bus
 from common.bus.streams import NUM_PARTITIONS
 from common.sharing.correction import JOBS, numbers
 
-# KEYS: owners, weights, sampling, served, then the lease of each partition. ARGV: token, milliseconds, seconds of engines that jobs
-# were served since the last round, whether free ones are left to the others ("1"), which then share without this owner, if there is
-# any; weight of each partition that the owner works for ("" for the others). Answers with the number of other owners, the even
-# share, owners' and samplers' weight, what was served, and for each partition whether it is another's (0), was taken now (1) or
-# is renewed (2). The first write needs no memory: then Redis refuses none of the others, however full it is.
+# KEYS: owners, weights, sampling, served, then the lease of each partition. ARGV: token, milliseconds, engine seconds of jobs
+# since the last round, whether the others, if any, take the free ones and share without this owner ("1"), then the weight of each
+# partition that the owner works for ("" for the others). Answers with the number of other owners, the even share, owners' and
+# samplers' weight, what was served, and for each partition whether it is another's (0), was taken now (1) or is renewed (2). The
+# first write needs no memory: then Redis refuses none of the others, however full it is.
 ROUND = """
 local owners, weights, token, ms = KEYS[1], KEYS[2], ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
@@ -99,8 +99,8 @@ class Round:
 
 @dataclass
 class Absence:
-    """Times in which an owner leaves free partitions to others. Each is twice as long as the last one, if that is less than an hour
-    ago: owners none of which has room pass a partition to and fro ever more rarely."""
+    """Times in which an owner leaves free partitions to others. Each doubles the last one of the past hour, so that owners
+    without room pass a partition on ever more rarely."""
 
     first_s: float
     _length_s: float = field(default=0.0, init=False)
@@ -136,9 +136,8 @@ class Leases:
         self._release = self.bus.client.register_script(RELEASE)
 
     async def round(self, weights: Mapping[int, float], served_s: float = 0.0, *, leaves: bool = False) -> Round:
-        """Renews leases, and takes free ones. `weights`: of the partitions that this owner works for. `served_s`: seconds of
-        rollout engines that its jobs got since the last round. `leaves`: it takes none while there are others, who share them.
-        """
+        """Renews leases, and takes free ones. `weights`: of the partitions that this owner works for. `served_s`: engine seconds
+        of its jobs since the last round. `leaves`: it takes none while there are others, who share them."""
         began_s = time.monotonic()
         own_weights = [repr(float(weights[p])) if p in weights else "" for p in range(NUM_PARTITIONS)]
         cell = self.bus.cell
@@ -146,7 +145,7 @@ class Leases:
         arguments = [self.token, int(self.lease_s * 1000), repr(float(served_s)), int(leaves), *own_weights]
         answer: list[Any] = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
         others, share, total, sampling, served, *states = answer
-        # From before the call: Redis counts the lease from a later moment, so this owner stops before another can begin
+        # From before the call: Redis counts the lease from a later moment, so this owner stops before another begins
         self.valid_until_s = began_s + self.lease_s
         mine = sum(weight for partition, weight in weights.items() if states[partition] == LeaseState.RENEWED.value)
         leases = {partition: LeaseState(value) for partition, value in enumerate(states)}

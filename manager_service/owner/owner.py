@@ -1,12 +1,12 @@
-"""Runs the loop of a manager replica in one cell: it takes partitions, applies messages to their jobs, and issues work.
+"""Runs the loop of a manager replica in one cell: takes partitions, applies messages to jobs, issues work.
 
     reads: the inboxes of the partitions it owns   writes: see manager_service.owner.partition
     waits for: a result, a command, or room for more work   unblocked by: env, trainers, API replicas, live workers
     after a crash: another replica takes the leases when they run out, and rebuilds each partition from Redis
 
-Tasks of their own wait for object storage: for new jobs' files, big payloads, samples, versions that Redis may have lost.
-One pass reads the messages that are there, lets the jobs change, decides what follows (scheduling.allocator), and commits
-each partition's changes by one fenced script. A partition whose commit is refused is forgotten at once.
+Tasks of their own wait for object storage: for new jobs' files, big payloads, samples, versions that Redis may have lost. One
+pass reads the messages, lets jobs change, decides what follows (scheduling.allocator), and commits each partition's changes by
+one fenced script. A partition whose commit is refused is forgotten at once.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from manager_service.scheduling.policies import MARLAAS, Policy
 READ_COUNT = 512
 BLOCK_MS = 100
 GATHER_S = 0.004
-"""Least time from one pass to the next. Redis wakes whoever waits for several streams with the entries of one; the next read has all."""
+"""Least time between two passes. Redis answers a wait for several streams with one's entries; the next read has all."""
 ROUND_SHARE = 0.1
 """Time between two rounds of renewing the leases, as a share of a lease."""
 MAX_FETCHES = 8
@@ -53,9 +53,9 @@ MAX_FETCHES = 8
 LOAD_TRIES = 3
 """Tries to load a partition, before it is left to another owner."""
 LEAVE_AFTER_S = 3.0
-"""A partition is left to another owner once a job's files have found no room on this machine's disk for so long."""
+"""Time without room on this machine's disk for a job's files after which its partition goes to another owner."""
 ABSENCE_LEASES = 6.0
-"""Time for which its owner then takes no others, if others are there, in leases. The next times it is longer: see `Absence`."""
+"""Time, in leases, for which its owner then takes no others, if others are there; longer each time: see `Absence`."""
 STALL_S = 30.0
 ARCHIVE_AFTER_S = 3600.0
 ARCHIVE_ALL_ABOVE = MAX_MEMORY_USED / 2
@@ -118,7 +118,7 @@ class Owner:
         await self._leases.leave()
 
     async def _keep_leases(self) -> None:
-        """Renews leases and takes free ones. Partitions are loaded elsewhere, so that no lease runs out meanwhile."""
+        """Renews leases and takes free ones. Another task loads partitions, so that no lease runs out meanwhile."""
         while True:
             lease_round = await self._leases.round(
                 self._allocator.active_weights(self._owned),
@@ -192,7 +192,7 @@ class Owner:
             log.warning("partition_forgotten", partition=number, reason=reason)
 
     async def _give_back(self) -> None:
-        """Gives back what exceeds this owner's share, and what needs more disk than there is here, if there are others to take it.
+        """Gives back what exceeds this owner's share, or this machine's disk, if there are others to take it.
 
         Call while no read is under way, so that no entry is lost.
         """
@@ -228,7 +228,7 @@ class Owner:
             await asyncio.sleep(next_at - time.monotonic())
 
     def _still_owned(self, delivery: Delivery, owned: Mapping[int, Owned]) -> bool:
-        """Is a partition the same as when its entry was read? If not, a fresh take-over must read the entry again."""
+        """Is a partition the same as when its entry was read? If not, a fresh take-over must read it again."""
         number = _partition_of(delivery.stream)
         if self._owned.get(number) is owned.get(number):
             return True
@@ -332,7 +332,7 @@ class Owner:
         await self._commit({number: change for number, change in changes.items() if change})
 
     async def _look_at_env(self) -> None:
-        """Counts the trajectories and examples with env workers, only when that decides whether more may be issued."""
+        """Counts the trajectories and examples with env workers, only if that decides whether more may be issued."""
         allocator, backlog = self._allocator, 0
         demand = allocator.demand
         frees_slots = demand.rollouts.tenants and not allocator.policy.holds_slots
@@ -341,7 +341,7 @@ class Owner:
         allocator.env_backlog = backlog
 
     async def _commit(self, changes: Mapping[int, Changes]) -> None:
-        """Writes the changes of several partitions by one script, and forgets those partitions where that is refused."""
+        """Writes the changes of several partitions by one script, and forgets those that it refuses."""
         if not changes:
             return
         writes = [(self._owned[number][1], self._commands(number, change)) for number, change in changes.items()]
@@ -368,7 +368,7 @@ class Owner:
         self._payloads.follow(changes)
 
     def _archive_now(self) -> tuple[list[int], float]:
-        """The partitions whose finished jobs are archived, and since when those must have finished: seconds since 1970."""
+        """Partitions whose jobs are archived, and before when these must have finished: seconds since 1970."""
         fills = self._allocator.memory_used > ARCHIVE_ALL_ABOVE
         return list(self._owned), time.time() - (0 if fills else self._archive_after_s)
 
@@ -400,7 +400,7 @@ class Owner:
             await self._commit({number: change for number, change in changes.items() if change})
 
     async def _look_after_runs(self) -> None:
-        """Lets runs know of trainers that died, ends those whose user has gone, and lets versions go that nobody needs."""
+        """Tells runs of trainers that died, ends those whose user has gone, and drops versions that nobody needs."""
         runs = [run for partition, _ in self._owned.values() for run in partition.runs.table.values()]
         silent = await self._surroundings.silent_sessions({run.spec.session for run in runs})
         live = {report.id for report in self._cluster.working("trainer")}

@@ -29,9 +29,9 @@ from manager_service.scheduling.members import MemberTable
 LOAD_COUNT = 200
 """Jobs whose records are read together."""
 FILES_S = 2.0
-"""Time for which a partition that is taken over waits for its jobs' files and versions. Jobs whose come later enter later."""
+"""Time for which a take-over waits for its jobs' files and versions. Jobs whose come later enter later."""
 GIVE_UP_S = 600.0
-"""A new job fails if this machine's disk has no room for its files for so long. For the store it waits without limit."""
+"""A new job fails without room on this machine's disk for its files for so long. It waits for the store without limit."""
 
 Fetch = Callable[[], Awaitable[Delivery]]
 log = structlog.get_logger()
@@ -46,7 +46,7 @@ class DelayedJob(NamedTuple):
 
 
 class Partition:
-    """The state machine of one partition's jobs. All its methods fill `changes`; the owner commits them."""
+    """The state machine of one partition's jobs. All methods fill `changes`; the owner commits them."""
 
     def __init__(self, number: int, bus: Bus, reader: JobReader) -> None:
         self.number = number
@@ -63,15 +63,15 @@ class Partition:
         self._looked_at = dict.fromkeys(self.inboxes, "0")  # inbox -> newest pending entry that was looked at
         self._searched: dict[str, VersionSearch] = {}  # job -> the version that the store has or has not
         self.fetching: set[tuple[str, str]] = set()
-        """Streams and entries whose payloads are to be fetched from the store. They stay pending meanwhile."""
+        """Streams and entries whose payloads are to be fetched from the store, and stay pending meanwhile."""
         self._unfetched: list[tuple[str, str, Fetch]] = []
 
     # ---- taking over ------------------------------------------------------------------------------------------------
 
     async def load(self, now: float, changes: Changes) -> None:
-        """Rebuilds memory from the records, the pending entries of the last owner, and versions that only the store knows.
+        """Rebuilds memory from records, the last owner's pending entries, and versions that only the store knows.
 
-        A job whose records cannot be read fails, and only it. One whose files or version cannot be read now is `arriving`, as a new job is.
+        A job fails by itself if its records are unreadable; without its files or version it is `arriving`, as a new one.
         """
         for stream in self.inboxes:
             await self._bus.ensure_group(stream, GROUP_MANAGER)
@@ -81,8 +81,8 @@ class Partition:
         await self._load_jobs([name for name in names if not is_run(name)])
         read = [job_id for job_id in self._fetched if job_id not in self._arriving]
         entered = {job_id: searched for job_id in read if (searched := self._add(job_id, now, changes))}
-        # An entry that the last owner has read and not acknowledged is delivered to nobody again. Results of half-full batches are
-        # among them: the records only count these, the entries hold what they say. So all pending entries are read here
+        # Entries that the last owner read and did not acknowledge are delivered to nobody again, results of half-full batches among
+        # them: records only count these, the entries hold what they say. So all pending entries are read here
         for stream in self.inboxes:
             await self._replay(stream, now, changes)
         self.runs.advance_all(now, changes)
@@ -160,7 +160,7 @@ class Partition:
     async def reconcile(
         self, now: float, changes: Changes, *, quiet_s: float, nothing_under_way: Callable[[], Awaitable[bool]]
     ) -> None:
-        """Finds what was lost on its way, and brings each job in line with what there is.
+        """Finds what was lost on its way, and brings each job in line with what exists.
 
         lost                                          seen by                                           then
         an entry that was delivered to nobody: its    it is pending, and no job in memory holds it      it is handled
@@ -171,9 +171,9 @@ class Partition:
         any other message: Redis lost its last        nothing came back for `quiet_s`, and nothing is   it is sent again
         moment                                        in any stream                                     (`Job.resend`)
 
-        `load` looks for the first three of every job. Later, each job has its own clock: only one that waits and has been
-        quiet for `quiet_s` is looked at. Call while no read is under way, so that all that was delivered is known here.
-        It waits only for Redis: a job is found quiet once, `search` asks the store, and the next call brings the job in line.
+        `load` looks for the first three of every job. Later only a job that waits and has been quiet for `quiet_s` is looked at.
+        Call while no read is under way, so that all that was delivered is known here. Waits only for Redis: `search` asks the
+        store about a job found quiet, and the next call brings it in line.
         """
         for stream in self.inboxes:
             await self._handle_unseen(stream, now, changes)
@@ -201,7 +201,7 @@ class Partition:
     async def look_after_runs(
         self, live_trainers: Collection[str], silent: Collection[str], now: float, changes: Changes
     ) -> None:
-        """Takes in which trainers are alive and which sessions are silent, and lets versions go that nobody needs."""
+        """Takes in which trainers live and which sessions are silent, and drops versions that nobody needs."""
         self.runs.look(live_trainers, silent, now, changes)
         sources_known = self._arriving.keys() <= self._delayed.keys()
         if sources_known and self.runs.may_retire(now):
@@ -210,9 +210,9 @@ class Partition:
             await self.runs.retire([(source, False) for source in begun + delayed if source], now, changes)
 
     async def search(self) -> None:
-        """Asks the store for the versions that quiet jobs wait for, however long it takes. Call outside of the passes.
+        """Asks the store for the versions that quiet jobs wait for, without limit. Call outside of the passes.
 
-        The next `reconcile` uses what it finds, of jobs that have been quiet since. Raises Unavailable.
+        The next `reconcile` uses the answers for jobs that stayed quiet. Raises Unavailable.
         """
         for name, searched in list(self._searched.items()):
             if not searched.begun and (job := self.jobs.get(name)):
@@ -236,7 +236,7 @@ class Partition:
         self.advance(job, now, changes)
 
     async def _handle_unseen(self, stream: str, now: float, changes: Changes) -> None:
-        """Handles the pending entries of an inbox that no job holds. Each pending entry is looked at once."""
+        """Handles the pending entries of an inbox that no job holds. Each is looked at once."""
         held = {entry for waiting in self._arriving.values() for inbox, entry in waiting if inbox == stream}
         if stream == self._cell.scored(self.number):
             held |= self._held()
@@ -259,7 +259,7 @@ class Partition:
         self._unfetched.append((stream, entry, fetch))
 
     def take_unfetched(self) -> list[tuple[str, str, Fetch]]:
-        """Entries that `fetch_later` took in since the last call. The owner fetches them outside of the passes, then calls `handle`."""
+        """Entries of `fetch_later` since the last call. The owner fetches them outside of the passes, then calls `handle`."""
         unfetched, self._unfetched = self._unfetched, []
         return unfetched
 
@@ -351,7 +351,7 @@ class Partition:
 
     @property
     def arriving(self) -> list[str]:
-        """Jobs that are to be fetched: new ones, and those of the last owner that could not be read. What comes for them waits, pending."""
+        """Jobs to be fetched: new ones, and the last owner's unreadable ones. What comes for them waits, pending."""
         return list(self._arriving)
 
     async def fetch(self, job_id: str) -> None:
@@ -366,7 +366,7 @@ class Partition:
         await self._read(job_id, records)
 
     async def delay(self, job_id: str, error: Unavailable, now: float, changes: Changes) -> None:
-        """Tells in a job's events why it waits for its files, once; fails a new one after GIVE_UP_S if it is not the store that is away."""
+        """Says once in a job's events why it waits for files; fails a new one after GIVE_UP_S if the store is there."""
         (records,) = await self._reader.records([job_id])
         job = self._reader.without_files(job_id, records)
         if job is None:
@@ -426,5 +426,5 @@ class Partition:
 
 
 def _is_quiet(job: Job, since: float) -> bool:
-    """Does a job wait for something while nothing has happened to it? A paused one is looked at once it runs again."""
+    """Does a job wait while nothing has happened to it? A paused one is looked at once it runs again."""
     return job.under_way and job.state.status != "paused" and job.changed_at < since

@@ -1,6 +1,6 @@
-"""Measures what fills Redis, by kind of key: the cell's streams one by one, everything else by a random sample.
+"""Measures what fills Redis, by kind of key: the cell's streams one by one, all else by a random sample.
 
-A kind is the first word of a key's name: `events` of `marlaas:{tiny}:events:<job>`. The owner of partition 0 measures for all.
+A kind is the first word of a key: `events` of `marlaas:{tiny}:events:<job>`. The owner of partition 0 measures for all.
 """
 
 import time
@@ -40,7 +40,7 @@ class RedisMemory:
         self.by_kind: dict[str, int] = {}
 
     async def look(self, *, measures: bool) -> None:
-        """Renews the figures, if they are old. `measures`: this owner measures; the others read what it wrote."""
+        """Renews old figures. `measures`: this owner measures; the others read what it wrote."""
         if time.monotonic() < self._due_s:
             return
         self._due_s = time.monotonic() + MEASURE_EVERY_S
@@ -56,7 +56,7 @@ class RedisMemory:
         await self._bus.retrying(lambda: self._renew(keys=[self._bus.cell.memory], args=words))
 
     def largest(self) -> str:
-        """The two largest kinds with their shares of what was measured: "events 61%, scored 20%"; empty if none is known."""
+        """The two largest kinds with their shares of the total: "events 61%, scored 20%"; empty if unknown."""
         total = sum(self.by_kind.values())
         return ", ".join(f"{kind} {num / total:.0%}" for kind, num in Counter(self.by_kind).most_common(2) if num)
 
@@ -80,7 +80,7 @@ async def measured(bus: Bus) -> dict[str, int]:
 
 
 async def bound(bus: Bus, stream: str, max_bytes: int) -> None:
-    """Drops the oldest entries of a stream that has too many bytes, a tenth more than needed, and counts them."""
+    """Drops a stream's oldest entries if it has too many bytes, a tenth more than needed, and counts them."""
     (used,) = await _usages(bus, [stream])
     if used <= max_bytes:
         return

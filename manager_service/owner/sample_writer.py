@@ -1,9 +1,9 @@
-"""Writes samples to object storage, at best effort and outside of an owner's passes: one object a step, one an evaluation.
+"""Writes samples to object storage, at best effort, outside of an owner's passes: one object a step or evaluation.
 
     a step's or an evaluation's script is committed ─► follow ─► run: write the object, delete those of dropped versions
 
-No pass waits for it. An owner that dies loses what it had not written, and the answers so far of evaluations that run; objects that it
-had not deleted yet are deleted when their job is archived. While the storage is away what is to be written waits in memory.
+An owner that dies loses what it had not written, and the answers so far of running evaluations; objects that it had not deleted
+go when their job is archived. While the storage is away, samples wait in memory.
 """
 
 import asyncio

@@ -1,7 +1,4 @@
-"""Follows what changes slowly around an owner's jobs: tenants, quotas, use, Redis' memory. Trims the broadcasts.
-
-Names who has the work of a job that stalls.
-"""
+"""Follows tenants, quotas, use and Redis' memory around an owner's jobs. Trims the broadcasts. Explains stalls."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -22,7 +19,7 @@ from manager_service.records.usage import INFERENCE, ROLLOUT_COUNTERS, day_field
 from manager_service.scheduling.allocator import Allocator, Slots
 
 BACKLOG_S = 0.02
-"""Least time between two counts of the env workers' entries: two round trips, which each pass of a busy owner asks for."""
+"""Least time between two counts of the env workers' entries: two round trips, for each pass of a busy owner."""
 KEEP_CANCELS, KEEP_HINTS, KEEP_ANSWERS = 10_000, 1_000, 10_000
 """Messages that the streams `control`, `adapters:new` and `done` keep at most."""
 
@@ -64,7 +61,7 @@ class Surroundings:
         await self._charge_completions()
 
     async def _charge_completions(self) -> None:
-        """Charges the tenants with jobs here for the tokens of their completions since the last look, as for those of jobs."""
+        """Charges the tenants with jobs here for their completions' tokens since the last look, as for jobs'."""
         tenants = sorted(self._allocator.demand.active)
         fields = [f"{INFERENCE}/{counter}" for counter in ROLLOUT_COUNTERS]
         used = await self._bus.pipelined(("HMGET", self._cell.usage(tenant), *fields) for tenant in tenants)
@@ -75,7 +72,7 @@ class Surroundings:
         self._completed = totals
 
     async def env_backlog(self) -> int:
-        """Entries of the stream of all env workers, and of each one's own; as they were at most BACKLOG_S ago."""
+        """Entries of the stream of all env workers, and of each one's own; at most BACKLOG_S old."""
         if time.monotonic() - self._counted_at < BACKLOG_S:
             return self._backlog
         streams = [self._cell.env, *await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))]
@@ -84,10 +81,9 @@ class Surroundings:
         return self._backlog
 
     async def nothing_under_way(self, inboxes: Sequence[str], trainers: Sequence[str]) -> bool:
-        """Are all streams of work empty, and these? All are read in one transaction, so that nothing can move from one to another
-        meanwhile.
+        """Are all streams of work empty, and these? Reads all in one transaction, so that nothing moves between them.
 
-        Entries that an owner has read from its inboxes and keeps pending (half-full batches, parked turns) do not count.
+        Entries that an owner keeps pending from its inboxes (half-full batches, parked turns) do not count.
         """
         own = await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))
         streams = [*(stream for stream, _ in self._cell.work), *trainers, *own, *inboxes]
@@ -112,8 +108,7 @@ class Surroundings:
         return {tenant: int(num or 0) for tenant, num in zip(tenants, used, strict=True)}
 
     async def _trim_broadcasts(self) -> None:
-        """Trims the broadcast streams, which scripts append to without trimming, to the time that a reader may be away and to
-        what is worth reading then; and what is kept for operators to its bytes."""
+        """Trims the broadcasts to what a returning reader needs, and what operators read to its bytes; scripts trim none."""
         seconds, _ = await self._bus.retrying(self._bus.client.time)
         oldest = int((seconds - KEEP_S) * 1000)
         for stream, most in {
@@ -129,7 +124,7 @@ class Surroundings:
 
 
 def whereabouts(job: Job, cluster: ObservedCluster) -> str:
-    """Names the services that have what a job waits for, and whose work they had by their workers' last reports."""
+    """Names the services that have what a job waits for, and whose work they had by their last reports."""
     state, kind = job.state, "examples" if job.spec.is_supervised else "trajectories"
     samplers = ["env"] if job.spec.is_supervised else ["rollout", "env"]
     places, services = list[str](), list[str]()

@@ -1,7 +1,7 @@
-"""Writes an owner's changes by one script for all of its partitions, which first compares the lease of each.
+"""Writes an owner's changes by one script for all its partitions, which first compares the lease of each.
 
-A stamp next to the lease names the last write by its number and a random part. The script can be repeated after a lost
-reply, because a stamp is written once. By the stamp an owner sees that another one wrote, or that Redis lost its last moment.
+A stamp next to the lease names the last write by its number and a random part. A stamp is written once, so the script can be
+repeated after a lost reply. By it an owner sees that another one wrote, or that Redis lost its last moment.
 """
 
 import secrets
@@ -20,8 +20,8 @@ from manager_service.owner.jobs.changes import RedisCommand
 #
 # Fencing: the lease is compared here and not before the call, because an owner that was frozen, or whose call was delayed, still
 # believes that it holds the lease. Only Redis can decide it at the moment of the write.
-# Outputs stand before acks: a command that Redis refuses ends its own partition's write, and whatever precedes it stays. Work that is
-# sent twice is harmless, since its id follows from its cause; an entry that was acknowledged without its effect would be lost.
+# Outputs stand before acks: a refused command ends its partition's write, and what precedes it stays. Work sent twice is harmless,
+# since its id follows from its cause; an entry acknowledged without its effect would be lost.
 # HEXISTS is no write but a condition: a record that its owner has read, and that is gone, was lost with Redis' last moment.
 # Above its memory limit Redis refuses a script's first write if that needs memory, and none after it. So the first is a DEL of
 # nothing: what an owner has finished makes room in a full Redis too.

@@ -3,14 +3,14 @@
     records/{tenant}/{base}/{job}/record.json                      Archived
     records/{tenant}/{base}/{job}/parts.{sha256}                   events and checkpoints, one behind the other
     records/{tenant}/{base}/{job}/samples/...  answers/...         see samples.py: written while the job ran
-    records/{tenant}/{base}/{job}/late/{sequence}                  EventRecord: one that was written after the job was moved here
+    records/{tenant}/{base}/{job}/late/{sequence}                  EventRecord: one written after the job was moved here
     records/{tenant}/{base}/jobs/{day}/{ms}.{job}                  empty: jobs in the order in which they were made
     records/{tenant}/{base}/models/{ms}.{job}.{version}.{suffix}   empty: a tuned model that was not deleted
 
-`day` and `ms` are of the job's creation: yyyymmdd, and milliseconds since 1970. All but `record.json` is immutable; that is
-replaced when the model is deleted. Whoever writes a job again writes the same.
+`day` and `ms` are of the job's creation: yyyymmdd, and milliseconds since 1970. Only `record.json` is mutable: the model's
+deletion replaces it. Whoever writes a job again writes the same.
 
-Samples are objects of their own, one a step and one an evaluation. Owners write them while the job runs; the archive leaves them in place.
+Samples are objects of their own, one a step and one an evaluation, which owners write while the job runs.
 
 records/{tenant}/{base}/{job}/samples/{version}.json      a list of SampleRecord: what a step was trained on
 records/{tenant}/{base}/{job}/answers/{version}.json      a list of SampleRecord: what an evaluation's first items were answered
@@ -173,8 +173,7 @@ class Archive:
         return msgspec.json.decode(record, type=Archived)
 
     async def newest_first(self, tenant: str, before_ms: int | None = None) -> AsyncIterator[tuple[int, str]]:
-        """Creation (ms) and id of a tenant's jobs, also of those that a clock which was ahead has dated later than now.
-        `before_ms`: only those that were made then or before."""
+        """Creation (ms, at most `before_ms`) and id of a tenant's jobs, also of those dated ahead by a fast clock."""
         folder = f"{self.folder(tenant)}/jobs"
         last_day = None if before_ms is None else _day(before_ms)
         for day in reversed([day for day in await self.objects.folders(folder) if last_day is None or day <= last_day]):
@@ -198,7 +197,7 @@ class Archive:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedRecords:
-    """The records that a finished job has written, as `LiveRecords` (http/stores/job_store.py) tells them."""
+    """The records that a finished job has written, as `LiveRecords` (http/stores/job_store.py) has them."""
 
     archive: Archive
     job: Archived

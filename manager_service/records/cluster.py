@@ -35,9 +35,9 @@ GAP_BOUNDS = {"float32": 0.001, "bfloat16": 0.01}
 MAX_SPANS = 200_000
 BLOCK_MS = 1000
 READ_COUNT = 100
-"""Reports at a time: a manager that starts has an hour of them to read, and partitions to serve meanwhile."""
+"""Reports at a time: a new manager has an hour of them to read, and partitions to serve meanwhile."""
 GATHER_S = 0.2
-"""Time between two reads: each worker reports once a second, and a thousand of them must not wake the manager a thousand times."""
+"""Time between two reads: a thousand reports a second must not each wake the manager."""
 SUMS_S = 0.25
 """Most age of sums over the workers: as many decisions as there are messages ask for them."""
 
@@ -124,7 +124,7 @@ class Cluster:
             self._spans.popleft()
 
     def workers(self) -> list[WorkerReport]:
-        """Last reports of the live workers, by service and id. A worker that has said goodbye is not alive."""
+        """Last reports of the live workers, by service and id. A worker that said goodbye is not alive."""
         now_s = time.monotonic()
         alive = [
             heard.report
@@ -153,11 +153,11 @@ class Cluster:
         return self._capacity(service).num
 
     def kv_tokens(self) -> int | None:
-        """Tokens whose keys and values all rollout engines hold at once; None: no engine announces it."""
+        """Tokens whose keys and values all rollout engines hold at once; None: unknown."""
         return self._capacity("rollout").kv_tokens
 
     def least_kv_tokens(self) -> int | None:
-        """Tokens that the smallest rollout engine holds, of those that announce it; None: none does, or none is alive."""
+        """Tokens that the smallest live rollout engine holds, of those that announce it; None: unknown."""
         return self._capacity("rollout").least_kv_tokens
 
     def max_lora_rank(self) -> int | None:
@@ -174,7 +174,7 @@ class Cluster:
         return self._capacity().gap_bound or min(GAP_BOUNDS.values())
 
     def waits_for(self, job: str) -> str:
-        """Reason outside of the workers that holds up the job, else one that holds up a whole worker; else empty."""
+        """Reason outside of the workers that holds up the job, else one that holds up a worker; else empty."""
         reasons = [worker.waiting.get(job, "") for worker in self.working()]
         reasons += [f"workers wait: {worker.reason}" for worker in self.working() if worker.reason]
         return next(filter(None, reasons), "")

@@ -93,7 +93,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def urgency(self) -> tuple[float, float]:
-        """Smaller first among the tenant's jobs: by priority, then by earliest deadline (seconds since 1970)."""
+        """Smaller first among a tenant's jobs: by priority, then earliest deadline (seconds since 1970)."""
         deadline_s = self.hyper.deadline_s
         return -self.hyper.priority, math.inf if deadline_s is None else self.created_at + deadline_s
 
@@ -241,7 +241,7 @@ class JobState(msgspec.Struct, kw_only=True):
 
     @property
     def commonest_reason(self) -> str:
-        """The commonest of the failures since the last step that say something; empty if there were none."""
+        """The commonest telling failure since the last step; empty if there was none."""
         return max(self.reasons, key=lambda reason: (reason != OTHER_REASONS, self.reasons[reason]), default="")
 
 

@@ -4,8 +4,8 @@ marlaas:{@}:logger-keys:<tenant>   hash     logger -> LoggerKey
 marlaas:{@}:webhooks:<tenant>      hash     webhook -> Webhook
 marlaas:{@}:loggers                string   names of the loggers that are installed where the exporter runs
 
-Keys and secrets are kept as they are, since loggers and signatures need them. Only the manager and the exporter may read these
-keys of Redis (deploy/acl.py), and no route answers with one.
+Keys and secrets are kept as they are, since loggers and signatures need them. Only the manager and the exporter may read
+these keys of Redis (deploy/acl.py), and no route answers with one.
 """
 
 import base64

@@ -1,5 +1,5 @@
-"""Declares the records of a run, in `run:<run>`: `spec`, written once by the API, and `state`, by the partition's owner. Both are JSON.
-Next to them stand `status` and `head` of the state, and `log`, the bytes of its log, for scripts: they never decode a state.
+"""Declares the records of a run, in `run:<run>`: `spec`, written once by the API, and `state`, by the partition's owner, both JSON.
+Scripts never decode a state: next to it stand its `status` and `head`, and `log`, the bytes of its log.
 
 A session is one client; it numbers its runs from 0, and its samplers too. The SDK builds their names itself:
 
@@ -44,7 +44,7 @@ from common.wire.messages import BASE, AdapterRef, Failure, LoraSpec
 from common.wire.operations import Kind, NameChange, SaveWeights
 
 HOLE_S = 420.0
-"""Time after which numbers are given up that others have come behind of: the SDK tries to send one for 5 minutes."""
+"""Time after which skipped numbers are given up: the SDK tries to send one for 5 minutes."""
 
 
 RunStatus = Literal["queued", "creating", "ready", "failed", "ended"]
@@ -137,7 +137,7 @@ class RunState(msgspec.Struct):
 
 
 UNNAMED_KEPT_S = 7 * 86_400
-"""A run without checkpoints is forgotten, with its versions, so long after its end; one that never had a version after an hour."""
+"""A run without checkpoints is forgotten so long after its end; one that never had a version after an hour."""
 USED_S = 3600
 """A version is kept for so long after its last use."""
 NUM_SEQS_KEPT = 4096
@@ -187,7 +187,7 @@ def is_run(name: str) -> bool:
     return name.startswith("run-")
 
 
-# KEYS: versions, use, use with the optimiser's state. ARGV: version, is its optimiser's state wanted (1 or 0), seconds to keep it.
+# KEYS: versions, use, use with the optimiser's state. ARGV: version, is its optimiser's state wanted (1 or 0), seconds to keep.
 # Answers 0 if the version is not there.
 _USE = """
 local there = redis.call('HGET', KEYS[1], ARGV[1])
@@ -199,7 +199,7 @@ return 1
 
 
 async def use(bus: Bus, adapter: AdapterRef, *, with_optimizer: bool = False) -> bool:
-    """Keeps a version for USED_S from now on. False: it is deleted, or about to be. True for what is no run's: jobs keep their own."""
+    """Keeps a version for USED_S. False: it is deleted, or about to be. True for no run's: jobs keep their own."""
     if not is_run(adapter.job):
         return True
     cell, run, version = bus.cell, adapter.job, adapter.version

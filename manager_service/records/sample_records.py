@@ -1,7 +1,7 @@
-"""Records that people read of a job: its events, versions and samples. Bounds what is kept of them, by bytes: the oldest go first.
+"""Records that people read of a job: events, versions, samples. Bounds their bytes: the oldest go first.
 
-Events are numbered by their sequence, from 1; samples by their version, an evaluation's answers among them. Each kind is counted in a
-few runs of successive numbers, and the oldest run is dropped as a whole, so a job's state holds a few numbers however much was written.
+Events are numbered by sequence, from 1; samples, an evaluation's answers among them, by version. Each kind is counted in a few
+runs of successive numbers, and the oldest run is dropped as a whole, so a job's state holds a few numbers.
 """
 
 from typing import Any, Literal
@@ -29,7 +29,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True):
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A trajectory as tokens: a prompt, then turns of the model and replies of the environment, by turns."""
+    """A trajectory as tokens: a prompt, then turns of the model and replies of the environment."""
 
     tokens: list[int]  # from the first of the prompt on
     lengths: list[int]  # tokens of the prompt, of the model's turn, of the reply, of the model's turn, …
@@ -40,7 +40,7 @@ class Written(msgspec.Struct, frozen=True):
 SampleKind = Literal["samples", "answers"]
 """`samples`: what a step was trained on. `answers`: what an evaluation was answered."""
 KeptAs = Literal["first", "best", "worst", "failed", "evaluation"]
-"""Reason to keep a sample: it is of a step's first groups, or one of the others, or an evaluation's answer to one of its first items."""
+"""Reason to keep a sample: a step's first groups, one of the others, or an evaluation's first items."""
 
 
 class SampleRecord(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ class Kept(msgspec.Struct):
         return bool(self.dropped) and number < self.first
 
     def add(self, number: int, num_bytes: int, limit: int) -> tuple[int, int] | None:
-        """Counts a record of a number that is not dropped: a new run's, if it is above all before and their run is full. Returns the
+        """Counts a record whose number is not dropped, in a new run if it is above all and their run is full. Returns the
         numbers to drop: the first, and one past the last."""
         if self.runs and (number <= self.newest or self.runs[-1][1] + num_bytes <= limit // NUM_RUNS):
             self.runs[-1] = (self.runs[-1][0], self.runs[-1][1] + num_bytes)

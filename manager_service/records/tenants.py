@@ -138,8 +138,7 @@ class Tenants:
 async def bootstrap(tenants: Tenants, data_dir: Path) -> None:
     """Makes the tenant `default`, its first key and an admin key, unless they exist. Safe to repeat and to race.
 
-    The keys lie in `{data_dir}/api_key` and `admin_key`, readable only by their owner; if Redis lost them, the same
-    keys are registered again.
+    The keys lie in `{data_dir}/api_key` and `admin_key`, readable by their owner; if Redis lost them, they are registered again.
     """
     with contextlib.suppress(AlreadyExists):
         await tenants.create(TenantRecord(id=DEFAULT_TENANT, name="Default", created_at=int(time.time())))
@@ -148,7 +147,7 @@ async def bootstrap(tenants: Tenants, data_dir: Path) -> None:
 
 
 def read_or_make_key(file: Path) -> str:
-    """The key in a file with mode 0600, which appears whole or not at all. Raises InvalidInput if it holds no key."""
+    """The key in a file with mode 0600, which appears whole or not at all. Raises InvalidInput if it has no key."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not file.exists():
         draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}")

@@ -1,4 +1,4 @@
-"""Decides who is served next: the state of all jobs comes in, decisions go out. Nothing here waits, reads a stream or writes one.
+"""Decides who is served next: the state of all jobs comes in, decisions go out. Does not wait, nor touch streams.
 
     Demand ─ who wants what ─► Allocator ─┬─ a queued job starts
                                           ├─ a group is issued     (the tenant furthest below its share goes first, and of its jobs the
@@ -10,7 +10,7 @@ Its files:
 
     allocator.py       decides which job starts, which gets a group, and whose batch trains
     fairness.py        computes how much room there is, and the order of tenants
-    members.py         lists jobs and runs, with what decisions need to know of each, and estimates trajectories' lengths
+    members.py         lists jobs and runs, with what decisions need of each, and estimates trajectories' lengths
     demand.py          sums up what all of them want, by difference, and says which job of a tenant is next
     policies.py        has a row of data for each scheduling policy: what it does differently
     training_queue.py  orders the complete batches for the trainers

@@ -1,6 +1,6 @@
 """Decides which queued job starts, which batch goes to a trainer, and which job is issued work.
 
-State comes in, Changes go out. It waits for nothing, so that a simulator can run it under a virtual clock.
+State comes in, Changes go out. It waits for nothing, so a simulator can run it under a virtual clock.
 """
 
 import sys
@@ -68,7 +68,7 @@ class Slots(Protocol):
         ...
 
     def waits_for(self, job: str) -> str:
-        """Reason outside of the workers that holds up the job, else one that holds up a whole worker; else empty."""
+        """Reason outside of the workers that holds up the job, else one that holds up a worker; else empty."""
         ...
 
 
@@ -109,7 +109,7 @@ class Allocator:
     # ---- what happened ----------------------------------------------------------------------------------------------
 
     def follow(self, members: MemberTable[Any], now: float) -> None:
-        """Looks again at the jobs, or runs, of a partition that have changed, and forgets those that have left."""
+        """Looks again at the changed jobs or runs of a partition, and forgets those that have left."""
         for name, member in members.take_changed():
             if member is None:
                 self._forget_member(name)
@@ -152,13 +152,13 @@ class Allocator:
             self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
 
     def charge_rollouts(self, tenant: str, tokens: float) -> None:
-        """Charges a tenant for tokens that rollout workers computed for it, of a job or of completions."""
+        """Charges a tenant for tokens that rollout workers computed for its jobs or completions."""
         self._rollouts.charge(tenant, tokens, self._weight(tenant))
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
     def decide(self, now: float, changes: dict[int, Changes]) -> None:
-        """Decides everything that may happen now, and writes it into the `changes` of each owned partition."""
+        """Decides all that may happen now, and writes it into the `changes` of each owned partition."""
         self._start_queued(now, changes)
         self._follow_quotas(now)
         if self.policy.barrier:
@@ -175,7 +175,7 @@ class Allocator:
         return closed(self._closed, num_behind=behind, num_ready=ready, num_training=demand.num_training)
 
     def _start_queued(self, now: float, changes: dict[int, Changes]) -> None:
-        """Starts as many jobs as the policy and each tenant's number of concurrent jobs allow, oldest first."""
+        """Starts as many jobs as the policy and each tenant's limit of concurrent jobs allow, oldest first."""
         demand = self.demand
         left = may_start(self.policy, num_running=demand.num_running, num_queued=sum(map(len, demand.queued.values())))
         next_starts: list[Member] = []
@@ -187,7 +187,7 @@ class Allocator:
             self._guarded(job, now, changes, partial(job.start, now))
 
     def _next_starts(self, tenant: str, num: int) -> list[Member]:
-        """The tenant's queued jobs and runs that start next: the most urgent ones, and every fourth time the oldest."""
+        """The tenant's queued jobs and runs that start next: the most urgent, and every fourth time the oldest."""
         if num <= 0:
             return []
         waiting = sorted((self._members[name] for name in self.demand.queued[tenant]), key=_age)
@@ -198,9 +198,7 @@ class Allocator:
         return chosen
 
     def _follow_quotas(self, now: float) -> None:
-        """Takes the runs of tenants whose tokens of today are used up out of the trainers' queue, and puts them back the next day.
-        Steps of jobs stay: what was sampled for them is paid for.
-        """
+        """Keeps runs out of the trainers' queue until tomorrow if their tenants have no tokens left; jobs' steps are paid for."""
         queued = (batch for batch in self.queue.batches.values() if self._is_exhausted(batch.tenant))
         over = [batch.job for batch in queued if isinstance(self._members[batch.job], Run)]
         fresh = [name for name in self._held_back if not self._is_exhausted(self._members[name].spec.tenant)]
@@ -244,7 +242,7 @@ class Allocator:
         serve(virtual, lambda tenant: self._grant(tenant, part, now, changes), left)
 
     def _issue_examples(self, now: float, changes: dict[int, Changes]) -> None:
-        """Issues examples of supervised jobs, which need no room of rollout workers and are no service of theirs."""
+        """Issues examples of supervised jobs, which neither need rollout workers' room nor count as their service."""
         demand = self.demand
         with_examples = demand.tenants_with_examples()
         self._examples.busy(with_examples)
@@ -284,7 +282,7 @@ class Allocator:
                 self._grant(tenant, part, now, changes)
 
     def room(self, in_env: float, share: float, oversubscription: float = OVERSUBSCRIPTION) -> int:
-        """Trajectories that may be issued now. `in_env`: those under way that need no rollout slot; both are this owner's."""
+        """Trajectories that may be issued now. `in_env`: those under way without a rollout slot; both this owner's."""
         return room(
             oversubscription=oversubscription,
             slots=self.cluster.slots("rollout"),
@@ -297,14 +295,13 @@ class Allocator:
 
     @property
     def in_env(self) -> float:
-        """This owner's part of the trajectories that env workers work on, without examples. Those that wait for an env slot count
-        like those that wait for a rollout."""
+        """This owner's part of the trajectories in env slots, without examples; others wait as for a rollout."""
         mine = self._active_weight()
         part = mine / (mine + self.other_weight) if mine else 0.0
         return part * min(max(0, self.env_backlog - self.demand.open_examples.total()), self.cluster.slots("env"))
 
     def _fits(self, job: Job, part: OwnPart) -> bool:
-        """Is there room for the keys and values of what the job is issued next? If nothing else is under way it always fits."""
+        """Do the keys and values of the job's next issue fit? They always do if nothing else is under way."""
         demand = self.demand
         at_rollout = max(0.0, 1 - part.in_env / max(1, demand.open_work))
         left = kv_room(kv_tokens=self.cluster.kv_tokens(), open_tokens=demand.kv_tokens * at_rollout, share=part.share)
@@ -313,8 +310,8 @@ class Allocator:
     def _grant(self, tenant: str, part: OwnPart, now: float, changes: dict[int, Changes]) -> tuple[float, int] | None:
         """Issues one group, or one item of an evaluation, of the tenant's job whose turn it is.
 
-        If its keys and values do not fit, everybody waits, so that small jobs cannot keep a large one out. A job whose group never
-        fits fails. Returns tokens over weight and trajectories that this added, or None if the tenant wants nothing.
+        If its keys and values do not fit, everybody waits, so that small jobs cannot keep a large one out. A job whose group
+        never fits fails. Returns tokens over weight and trajectories added, or None if the tenant wants nothing.
         """
         name = self.demand.rollouts.next_job(tenant)
         if name is None:
@@ -358,7 +355,7 @@ class Allocator:
         return taken
 
     def hear_of_others(self, other_weight: float, sampling_weight: float, served: Mapping[str, float]) -> None:
-        """Weights of other owners' active tenants, and of those who chat or sample; seconds of rollout engines up to now, by kind."""
+        """Weights of other owners' active tenants, and of those who chat or sample; engine seconds so far, by kind."""
         self.other_weight, self.sampling_weight = other_weight, sampling_weight
         jobs = self._active_weight() + other_weight
         due = jobs / (jobs + sampling_weight) if jobs else 0.0
@@ -373,7 +370,7 @@ class Allocator:
 
     @property
     def share(self) -> float:
-        """This owner's part of the rollout workers' capacity, 0 to 1: the weight of its active tenants over everybody's."""
+        """This owner's part of the rollout workers' capacity, 0 to 1: its active tenants' weight over everybody's."""
         mine = self._active_weight()
         if not mine:
             return 0.0

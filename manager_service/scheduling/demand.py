@@ -1,7 +1,7 @@
-"""Sums up what all jobs of an owner want, and keeps the sums current by difference.
+"""Sums up what all jobs of an owner want, by difference.
 
-A pass of the owner changes a few jobs, and must not cost more when there are thousands of others. So each of them is reduced
-to a small `View`, and the sums change by the difference between its old view and its new one.
+A pass changes a few jobs, and must not cost more when there are thousands of others. So each has a small `View`, and the sums
+change by the difference between its old view and its new one.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -45,8 +45,7 @@ def view_of(job: Job) -> View:
 
 @dataclass(slots=True)
 class TenantDemand:
-    """One tenant's jobs that want something issued, in two orders: by urgency (then first come, first served), and by the
-    time since their last turn."""
+    """One tenant's jobs that want something issued, by urgency (then oldest first), and by time since their turn."""
 
     by_urgency: dict[Urgency, "OrderedDict[str, None]"] = field(
         default_factory=dict
@@ -54,7 +53,7 @@ class TenantDemand:
     line: "OrderedDict[str, None]" = field(default_factory=OrderedDict)  # longest waiting first
 
     def change(self, job: str, old: Urgency | None, urgency: Urgency | None) -> None:
-        """Places a job behind those that are as urgent as it is now. In the line it keeps its place. None: it wants nothing."""
+        """Places a job behind those as urgent as it is now; its place in the line stays. None: it wants nothing."""
         if old is not None:
             equals = self.by_urgency[old]
             del equals[job]

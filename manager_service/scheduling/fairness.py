@@ -1,4 +1,4 @@
-"""Computes room and order for the allocator, by the virtual times of `common/sharing/fairness.py`. Pure functions of state.
+"""Computes room and order for the allocator, by the virtual times of `common/sharing/fairness.py`. Pure functions.
 
 Work under way is charged by estimate, settled work by what it used.
 """
@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping
 from common.bus.fullness import MAX_MEMORY_USED
 
 OVERSUBSCRIPTION = 1.5
-"""Open trajectories per live slot: enough that no slot waits for the manager, and few enough that fairness acts at once."""
+"""Open trajectories per live slot: so many that no slot waits for the manager, so few that fairness acts at once."""
 FIRST_GROUPS = 4.0
 """The same for jobs' first groups, so that a job begins soon even if many are submitted at once."""
 LONGEST_WAITING_EVERY = 4
-"""After this many turns a tenant's longest-waiting job is served once, instead of its most urgent one."""
+"""After this many turns a tenant's longest-waiting job is served once, instead of its most urgent."""
 
 
 def serve(virtual: Mapping[str, float], grant: Callable[[str], tuple[float, int] | None], room: int) -> None:
     """Grants work to the least served tenant, again and again, while `room` lasts.
 
-    `virtual`: virtual time of each tenant that wants something, its work under way included. `grant` issues a tenant's most
-    urgent piece and returns what that adds to the virtual time and takes of the room, or None if the tenant wants nothing.
+    `virtual`: virtual time of each tenant with wants, its work under way included. `grant` issues its most urgent piece and
+    returns what that adds to the virtual time and takes of the room, or None if the tenant wants nothing.
     """
     heap = [(time, tenant) for tenant, time in virtual.items()]
     heapq.heapify(heap)
@@ -49,9 +49,9 @@ def room(
 ) -> int:
     """Trajectories that may be issued now. `share`: this owner's part of the cell's capacity, 0 to 1.
 
-    `open_work`: trajectories issued and not back. `in_env`: those of them that an env worker has (a tool or a grader runs), which
-    need no slot meanwhile. `holds_slots`: a trajectory needs its slot from its start until it is scored.
-    `memory_used`: Redis' memory over its limit, 0 to 1. An owner with nothing open may issue, however small its share is.
+    `open_work`: trajectories issued and not back. `in_env`: those at a tool or grader, which need no slot. `holds_slots`: a
+    trajectory needs its slot until it is scored. `memory_used`: Redis' memory over its limit, 0 to 1. An owner with nothing
+    open may issue, however small its share is.
     """
     if memory_used > MAX_MEMORY_USED or not slots:
         return 0
@@ -62,8 +62,8 @@ def room(
 def examples_room(*, slots: int, open_examples: int, others: int, share: float, memory_used: float) -> int:
     """Examples of supervised jobs that env workers may be given now. `slots`: of all env workers.
 
-    `others`: all other entries that wait for env workers or are with them. `share`: of the tenants with examples among all, by weight.
-    Examples have that share of the slots, and what the others leave idle.
+    `others`: all other entries for env workers. `share`: of the tenants with examples among all, by weight. Examples have that
+    share of the slots, and what the others leave idle.
     """
     if memory_used > MAX_MEMORY_USED or not slots:
         return 0
@@ -72,21 +72,16 @@ def examples_room(*, slots: int, open_examples: int, others: int, share: float, 
 
 
 def kv_room(*, kv_tokens: int | None, open_tokens: float, share: float) -> float:
-    """Tokens of keys and values for which there is still room. `kv_tokens`: capacity of the engines; None: unknown.
-
-    `open_tokens`: the need of trajectories that are issued and not with an env worker.
-    """
+    """Tokens of keys and values with room. `kv_tokens`: of the engines; None: unknown. `open_tokens`: issued, not in env."""
     return math.inf if kv_tokens is None else OVERSUBSCRIPTION * kv_tokens * share - open_tokens
 
 
 def largest_group(least_kv_tokens: int | None) -> float:
-    """Tokens of the largest group that may be issued at all. `least_kv_tokens`: of the smallest engine; None: unknown.
-
-    So it does not depend on how many engines are alive, and each that is can hold what was promised.
-    """
+    """Tokens of the largest group that may be issued. `least_kv_tokens`: of the smallest engine; None: unknown. So it does not
+    depend on how many engines live, and each can hold what was promised."""
     return math.inf if least_kv_tokens is None else OVERSUBSCRIPTION * least_kv_tokens
 
 
 def is_longest_waiting(num_turns: int) -> bool:
-    """Does a tenant's next turn, after so many, go to whoever waits longest instead of to the most urgent?"""
+    """Does a tenant's next turn, after so many, go to the longest waiting instead of the most urgent?"""
     return num_turns % LONGEST_WAITING_EVERY == LONGEST_WAITING_EVERY - 1

@@ -1,4 +1,4 @@
-"""Members of a partition, jobs and runs, as decisions see them; the table that lists them; the lengths of their trajectories.
+"""Members of a partition, jobs and runs, as decisions see them; their table; the lengths of trajectories.
 
 Other tables of members are derived from it: see `MemberTable.take_changed`.
 """
@@ -12,7 +12,7 @@ import msgspec
 from common.wire.messages import ScoredTrajectory
 
 Urgency = tuple[float, ...]
-"""Smaller first within a tenant: priority, deadline, training before evaluation, the groups that a batch still misses."""
+"""Smaller first within a tenant: priority, deadline, training before evaluation, the batch's missing groups."""
 SMOOTHING = 0.05
 """Weight of the newest trajectory in the moving averages."""
 
@@ -75,7 +75,7 @@ class MemberTable(Mapping[str, M], Generic[M]):
         self.touch(name)
 
     def take_changed(self) -> list[tuple[str, M | None]]:
-        """Members that were added or touched since the last call; None stands for those that were removed."""
+        """Members added or touched since the last call; None stands for those removed."""
         changed, self._changed = self._changed, {}
         return [(name, self._members.get(name)) for name in changed]
 
@@ -88,16 +88,16 @@ class Lengths:
         self._max_tokens = max_tokens
         self._max_context = max_context or math.inf
         self.tokens = float(max_tokens)
-        """Tokens that a trajectory prefills and samples, the prompt counted in every turn. Fairness charges these."""
+        """Tokens that a trajectory prefills and samples, the prompt in every turn. Fairness charges these."""
         self._before_turn = 0.0
 
     @property
     def kv_tokens(self) -> float:
-        """Keys and values that an engine sets aside for a turn: for the tokens before it, and for its longest answer."""
+        """Keys and values that an engine sets aside for a turn: the tokens before it, and its longest answer."""
         return min(self._before_turn + self._max_tokens, self._max_context)
 
     def learn_example(self, message: ScoredTrajectory) -> None:
-        """Takes in the length of an example; a rollout worker that measures one prefills all of it. One that failed has none."""
+        """Takes in an example's length; a rollout worker prefills all of one that it measures. A failed one has none."""
         if length := len(message.transcript):
             self._before_turn += (SMOOTHING if self._before_turn else 1.0) * (length - self._before_turn)
             self.tokens = self.kv_tokens

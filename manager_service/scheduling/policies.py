@@ -7,9 +7,9 @@
     marlaas      all            event-driven                   frees its slot              its `max_staleness`, 0 by default
     bounded      all            event-driven                   frees its slot              its `max_staleness`, eta by default
 
-The first three are the baselines that MARLaaS (arXiv 2605.08527) compares with, `marlaas` is its strict versioning, and
-`bounded` follows AReaL (arXiv 2505.24298). Everything else (engine, batching, training queue, fair shares) is the same
-under each. One job at a time, and the barrier, are kept by each owner for its own partitions: run one manager to compare.
+The first three are the baselines of MARLaaS (arXiv 2605.08527), `marlaas` is its strict versioning, and `bounded` follows AReaL
+(arXiv 2505.24298). All else (engine, batching, training queue, fair shares) is the same under each. Each owner keeps one job at
+a time, and the barrier, for its own partitions: run one manager to compare.
 """
 
 import re
@@ -28,16 +28,16 @@ class Policy:
     one_job: bool = False
     """A queued job starts only when no other runs; the oldest goes first."""
     barrier: bool = False
-    """Nothing trains until every job's batch is complete; nothing is sampled until all of them are trained."""
+    """Nothing trains until every job's batch is complete; nothing is sampled until all are trained."""
     holds_slots: bool = False
-    """A trajectory takes up a rollout slot from its start until it is scored, even while its tools run."""
+    """A trajectory takes up a rollout slot until it is scored, even while its tools run."""
     eta: int | None = None
     """Staleness of a job that does not ask for one; None: strict."""
     fixed: bool = False
     """Jobs are strict whatever they ask for."""
 
     def max_staleness(self, asked: int | None) -> int:
-        """Versions that a job's trajectories may lag behind. `asked`: what the user asked for, if anything."""
+        """Versions that a job's trajectories may lag behind. `asked`: the user's choice, if any."""
         if self.fixed:
             return 0
         return asked if asked is not None else self.eta or 0
@@ -79,8 +79,8 @@ def may_start(policy: Policy, *, num_running: int, num_queued: int) -> int:
 def closed(was_closed: bool, *, num_behind: int, num_ready: int, num_training: int) -> bool:
     """Is the barrier closed to rollouts, and open to training? `was_closed`: its last state, at first False.
 
-    It closes when a batch is ready and no job is `behind`, still sampling what it must train next. It opens when all batches
-    are trained. Jobs that come later join the rollouts under way, and the next training waits for them.
+    It closes when a batch is ready and no job is `behind`, still sampling for its next training. It opens when all batches are
+    trained. Later jobs join the rollouts under way, and the next training waits for them.
     """
     if was_closed:
         return num_ready + num_training > 0
@@ -90,8 +90,8 @@ def closed(was_closed: bool, *, num_behind: int, num_ready: int, num_training: i
 def capacity(*, eta: int, batch_size: int, num_untrained: int) -> int:
     """Groups that a job may still be issued, by AReaL's rule `(eta + version + 1) B - (accepted + running)`.
 
-    `num_untrained`: groups issued and not yet trained: under way, complete, or with a trainer. AReaL counts the `version * B`
-    trained ones too, so the versions cancel out; dropped groups do not count. The groups are counted where they are, and not
-    by a counter that a restart could lose, so there is no burst after a recovery.
+    `num_untrained`: groups under way, complete, or with a trainer. AReaL counts the `version * B` trained ones too, so the
+    versions cancel out; dropped groups do not count. Groups are counted where they are: a counter that a restart could
+    lose would lead to a burst.
     """
     return max(0, (eta + 1) * batch_size - num_untrained)

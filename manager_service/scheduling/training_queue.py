@@ -1,9 +1,8 @@
 """Chooses which complete batches the trainers get next. Pure functions of state.
 
-Tenants share the trainers by weight, in tokens. Among a tenant's own batches priorities and deadlines decide, but every fourth
-time the one that has waited longest is next, so that none starves. As many batches are handed over as the trainers' slots take:
-they are trained together. `Room` bounds what trainers have of one tenant, because what is handed over comes before the batches
-of a tenant that arrives later.
+Tenants share the trainers by weight, in tokens. Among a tenant's batches priorities and deadlines decide, but every fourth time
+the longest waiting is next, so that none starves. As many batches are handed over as the trainers' slots take: they train
+together. `Room` bounds a tenant's part, because handed-over batches come before those of a tenant that arrives later.
 """
 
 import heapq
@@ -57,8 +56,8 @@ class Handed:
 class Room:
     """Decides which tenants may hand over more.
 
-    A tenant may always have one batch with each trainer. If no other tenant has any there, it may have another that waits, so that
-    no trainer is idle meanwhile.
+    A tenant may always have one batch with each trainer, and another that waits if no other tenant has any there, so that no
+    trainer is idle.
     """
 
     slots: float = math.inf  # of all trainers
@@ -90,7 +89,7 @@ class TrainingQueue:
     def take(self, num: int, weight: Weight, room: Room | None = None) -> list[str]:
         """Takes at most `num` batches out of the queue for the trainers, and fills `room` with them. Returns their jobs.
 
-        Tenants go in order of virtual time, in tokens. One that the trainers have enough of waits for their answers.
+        Tenants go in order of virtual time, in tokens. One with a full share waits for the trainers' answers.
         """
         room = room or Room()
         waiting: defaultdict[str, list[ReadyBatch]] = defaultdict(list)

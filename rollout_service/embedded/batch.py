@@ -1,16 +1,15 @@
-"""Continuous batching: rows join as slots and memory free up, advance one token a step together, and leave when they end.
+"""Continuous batching: rows join as slots and memory free up, advance one token a step together, and leave at their end.
 
     admit   give slots to waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, except its last token
-    step    one forward with the newest token of every row, each through its own adapter, behind the new tokens of later turns that
-            have just joined; sample; see who has ended
+    step    one forward with every row's newest token, through its own adapter, behind the new tokens of later turns that have
+            just joined; sample; see who has ended
 
-Where either fails for several rows, it is done again row by row, and only rows that fail by themselves end (`fault_isolation.py`). A failed
-attempt leaves no trace: it draws no numbers, and the keys and values that it may have written are written again before they are read.
+Where either fails for several rows, it is repeated row by row, and only rows that fail by themselves end (`fault_isolation.py`).
+A failed attempt leaves no trace: it draws no numbers, and keys and values are rewritten before they are read.
 
-Forwards have 4, 8, 16 or 32 rows, then multiples of 8, in deterministic mode 48, 64, then multiples of 64; at least `min_rows`;
-and prefills of prompts a multiple of 16 positions. In deterministic mode a row's bits do not depend on its neighbours then (`selftest.py`
-checks that), as long as nothing is kept between turns (`turn_bytes` 0). Everything here runs in one thread, under
-torch.inference_mode.
+Forwards have 4, 8, 16 or 32 rows, then multiples of 8, in deterministic mode 48, 64, then multiples of 64; at least `min_rows`.
+Prefills have a multiple of 16 positions. In deterministic mode a row's bits then do not depend on its neighbours (`selftest.py`
+checks that), if nothing is kept between turns (`turn_bytes` 0). All runs in one thread, under torch.inference_mode.
 """
 
 import time
@@ -40,7 +39,7 @@ from rollout_service.turns import first_scored, first_stop
 WIDE_LANE_ROWS = 8
 """Rows of a lane where an adapter has a group's rows; measured, wider ones are no faster."""
 MAX_NEW_TOGETHER = 256
-"""New tokens of later turns that share attention and adapters' lanes with the newest tokens: more would take many copies of factors."""
+"""New tokens of later turns that share attention and lanes with the newest tokens: more would copy many factors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class ForwardLayout:
     adapters: list[FusedAdapter | None]  # [n]
     products: list[Product] | None  # None: not planned, or another plan came after it
     sampling: SamplingPlan
-    watched: list[int]  # rows of the forward that need a look after each token: stop strings, streaming, top log-probs
+    watched: list[int]  # rows to look at after each token: stop strings, streaming, top log-probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +79,13 @@ class ComputedStep:
 
 
 def rounded_rows(num: int, min_rows: int) -> int:
-    """4, 8, 16, 32, then multiples of 8, so that a few rows more, such as orphans, cost little more; at least `min_rows`."""
+    """4, 8, 16, 32, then multiples of 8, so that a few rows more cost little; at least `min_rows`."""
     num = max(num, min_rows)
     return rounded(num, 8) if num > 32 else exact_rows(num, min_rows)
 
 
 def exact_rows(num: int, min_rows: int) -> int:
-    """4, 8, 16, 32, 48, 64, then multiples of 64: the sizes that the self-test has seen; at least `min_rows`."""
+    """4, 8, 16, 32, 48, 64, then multiples of 64: the sizes of the self-test; at least `min_rows`."""
     num = max(num, min_rows)
     return rounded(num, 64) if num > 64 else next(size for size in (4, 8, 16, 32, 48, 64) if size >= num)
 
@@ -102,7 +101,7 @@ class RunningRows:
         decode: Callable[[Sequence[int]], str],
         limits: EngineLimits,
     ) -> None:
-        """`decode`: turns token ids into text, special tokens included, in which stop strings are looked for."""
+        """`decode`: token ids to text with special tokens, where stop strings are looked for."""
         config, device = model.config, model.embedding.device
         self._model, self._config, self._device = model, config, device
         self._decode = decode
@@ -202,7 +201,7 @@ class RunningRows:
         give_back_memory()
 
     def advance(self) -> list[Ended]:
-        """Admits rows, then adds one token to every row. Returns the rows that ended, which are removed."""
+        """Admits rows, then adds one token to every row. Removes and returns the rows that ended."""
         self._admit()
         if self.num_active:
             self._step()
@@ -307,7 +306,7 @@ class RunningRows:
         self._states.busy_s[layout.slots] += seconds / len(layout.slots)
 
     def _forward(self, layout: ForwardLayout, extension: Extension | None) -> Sampled:
-        """One forward of all rows' newest tokens, behind those of `extension`, whose keys and values they see."""
+        """One forward of all rows' newest tokens, behind those of `extension`, which they see."""
         num, states = len(layout.slots), self._states
         inputs = np.zeros((2, layout.size), np.int64)
         inputs[0, :num] = states.last[layout.slots]
@@ -322,8 +321,8 @@ class RunningRows:
         return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling)
 
     def _parts(self, layout: ForwardLayout, extension: Extension | None, positions: Tensor) -> list[ForwardPart]:
-        """Returns one part for all, or one for new tokens of later turns if these are many, or if attention is not compiled. `positions`
-        [n]: of rows' newest tokens."""
+        """Returns one part for all, or one more for new tokens of later turns if these are many or attention is not compiled.
+        `positions` [n]: of rows' newest tokens."""
         compiled = self._compiled()
         if extension and (compiled is None or extension.num > MAX_NEW_TOGETHER):
             return [self._prefill.part(extension), *self._parts(layout, None, positions)]
@@ -371,7 +370,7 @@ class RunningRows:
     # ---- after a token -------------------------------------------------------------------------------------
 
     def _watch(self, row: TurnRow, place: int, sampled: Sampled) -> bool:
-        """Does for one row what needs Python: top log-probs, stop strings. True if a stop string is complete."""
+        """Top log-probs and stop strings of one row, in Python. True if a stop string is complete."""
         num_top = row.request.sampling.num_top_logprobs
         if num_top and sampled.top:
             values, tokens = (part[place, :num_top].tolist() for part in sampled.top)
@@ -396,7 +395,7 @@ class RunningRows:
         self._ended.append(Ended(row, reason, partial, error))
 
     def _keep(self, row: TurnRow) -> None:
-        """Keeps keys and values for the trajectory's next turn: of all but the last token, which no forward has seen."""
+        """Keeps keys and values for the trajectory's next turn: of all but the last token, which no forward saw."""
         if not self._prefill.turns.wants(row.request):
             return
         num = int(self._states.length[row.slot]) - 1

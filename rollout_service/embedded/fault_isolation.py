@@ -29,10 +29,8 @@ class FailedTurn:
 def outcomes(
     rows: Sequence[TurnRow], together: Callable[[], T], single: Callable[[TurnRow], T]
 ) -> Iterator[T | FailedTurn]:
-    """Gives the outcome for all rows together or, if that fails, for each by itself, one after the other.
-
-    Raises the error when memory ran out, which is no row's fault.
-    """
+    """Gives the outcome for all rows together or, if that fails, for each by itself. Raises the error when memory ran out, which is no
+    row's fault."""
     found = tried(together)
     if not isinstance(found, Exception):
         yield found

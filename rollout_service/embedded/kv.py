@@ -1,4 +1,4 @@
-"""Attention on the keys and values in the pools: it writes those of new tokens, and reads those of earlier ones.
+"""Attention on the keys and values in the pools: it writes those of new tokens, and reads earlier ones.
 
 Axes: n rows, T positions, L positions of a pool's rows, H query heads, K key/value heads, G query heads of one key head, D head size.
 """
@@ -39,7 +39,7 @@ class Slice:
     masks: dict[int | None, Tensor] = field(default_factory=dict[int | None, Tensor])
 
     def mask(self, window: int | None) -> Tensor:
-        """[n, 1, 1, L] 0 on the tokens of a row that its new one sees, else -inf; made once for all layers."""
+        """[n, 1, 1, L] 0 on the tokens that a row's new one sees, else -inf; made once for all layers."""
         if window not in self.masks:
             like = self.pool.layers[0]
             self.masks[window] = masked(self.positions, self.length, window, like)[:, None, None]
@@ -47,10 +47,8 @@ class Slice:
 
 
 def masked(positions: Tensor, length: int, window: int | None, like: Tensor) -> Tensor:
-    """positions [...] -> added to the scores of `length` keys, [..., length]: 0 where a position sees one, else -inf.
-
-    `window`: a position sees as many at most, itself included.
-    """
+    """positions [...] -> added to the scores of `length` keys, [..., length]: 0 where a position sees one, else -inf. `window`: the
+    most positions that one sees, itself included."""
     span = torch.arange(length, device=positions.device)
     unseen = span > positions.unsqueeze(-1)
     if window is not None:
@@ -59,7 +57,7 @@ def masked(positions: Tensor, length: int, window: int | None, like: Tensor) -> 
 
 
 def slices(pools: Sequence[Pool], positions: Tensor, lengths: Sequence[int]) -> list[Slice]:
-    """positions [B]: of each row's new token, pool by pool; lengths: of the longest row of each pool, in tokens."""
+    """positions [B]: of each row's new token, by pool; lengths: tokens of each pool's longest row."""
     first = 0
     found: list[Slice] = []
     for pool, longest in zip(pools, lengths, strict=True):
@@ -106,8 +104,8 @@ class DecodeAttend:
 def _merged_attention(q: Tensor, seen: Tensor, mask: Tensor, scale: float | None, block: int) -> Tensor:
     """q [n, K, G, D], seen [n, L, 2K, D], mask [n, 1, 1, L] -> [n, K * G * D]; values are summed `block` positions at a time.
 
-    On a CPU the cost of small heads is that of the calls. Here all heads of a row share one product: a query stands in the
-    columns of its own key head, with zeros elsewhere.
+    On a CPU small heads cost their calls. So all heads of a row share one product: a query stands in the columns of its own
+    key head, with zeros elsewhere.
     """
     num, k, group, size = q.shape
     spread = q.new_zeros(num, k, group, k, size)
@@ -122,8 +120,8 @@ def _merged_attention(q: Tensor, seen: Tensor, mask: Tensor, scale: float | None
 def _summed(weights: Tensor, values: Tensor, block: int) -> Tensor:
     """weights [n, Q, L], values [n, L, S] -> their product [n, Q, S].
 
-    A product over more positions is summed in another order, even if the weights of those beyond are zero, so that the length of a
-    row's neighbours would show in its bits. Summed in blocks it would not: a block of zeros adds nothing.
+    A product over more positions is summed in another order, even if the weights beyond are zero: the length of a row's
+    neighbours would show in its bits. Summed in blocks it does not: a block of zeros adds nothing.
     """
     out = torch.bmm(weights[:, :, :block], values[:, :block])
     for first in range(block, values.shape[1], block):
@@ -132,7 +130,7 @@ def _summed(weights: Tensor, values: Tensor, block: int) -> Tensor:
 
 
 class PrefillAttend:
-    """Causal attention of whole sequences of one padded length; writes their keys and values into rows of pools."""
+    """Causal attention of whole sequences of one padded length; writes keys and values into rows of pools."""
 
     def __init__(self, config: ModelShape, rows: Sequence[tuple[Pool, int]], nums: Sequence[int], width: int) -> None:
         """`rows`: the pool and its row of each sequence; `nums`: its tokens, of `width` positions."""
@@ -167,7 +165,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int)
         first, own = max(0, start - window + 1), slice(start, start + window)
         seen = slice(first, own.stop)
         mask = masked(at[own] - first, k[:, :, seen].shape[2], window, k).repeat(group, 1)
-        queries = q[:, :, own].reshape(num, k.shape[1], -1, size)  # those of one key head stand as its rows
+        queries = q[:, :, own].reshape(num, k.shape[1], -1, size)  # of one key head: its rows
         out = F.scaled_dot_product_attention(queries, k[:, :, seen], v[:, :, seen], attn_mask=mask, scale=scale)
         found.append(out.reshape(num, heads, -1, size))  # CUDA's kernels may lay heads out last
     return torch.cat(found, dim=2)
@@ -203,8 +201,8 @@ class NewTokens(NamedTuple):
 
 
 class ExtendAttend:
-    """Causal attention of new tokens on rows that have keys and values of earlier ones; adds theirs. The tokens of all rows stand
-    end to end, without padding; those of one kind are padded for attention only."""
+    """Causal attention of new tokens on rows with earlier keys and values; adds theirs. The tokens of all rows stand end to end,
+    without padding; only attention pads those of one kind."""
 
     def __init__(self, config: ModelShape, spans: Sequence[NewTokens]) -> None:
         """`spans`: in order of kind."""
@@ -217,7 +215,7 @@ class ExtendAttend:
 
 
 class CompiledAttend:
-    """The same as `ExtendAttend` and, for rows with one new token, as `DecodeAttend`, by a compiled function."""
+    """`ExtendAttend` and, for rows with one new token, `DecodeAttend`, by a compiled function."""
 
     def __init__(self, config: ModelShape, kernel: Callable[..., None], rows: Sequence["NewRows"]) -> None:
         """`rows`: none twice; rows of the forward that none of them names get zeros."""
@@ -240,7 +238,7 @@ class NewRows(NamedTuple):
 
 
 def new_rows(pools: Sequence[Pool], positions: np.ndarray, spans: Sequence[NewTokens] = ()) -> list[NewRows]:
-    """The rows of a forward: of `spans`, all their tokens; then one of each row of the pools, at these positions [n]."""
+    """The rows of a forward: all tokens of `spans`, then one of each row of the pools, at these positions [n]."""
     places: dict[Pool, list[np.ndarray]] = {}
     first = 0
     for span in spans:
@@ -287,7 +285,7 @@ class _SameKind:
         return self._masks[window]
 
     def __call__(self, layer: int, qkv: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """qkv [tokens, H + 2K, D] -> [tokens, H * D]. The G query heads of one key head stand as its rows."""
+        """qkv [tokens, H + 2K, D] -> [tokens, H * D]. The G query heads of a key head are its rows."""
         num, heads, size = len(self._rows_n), self._heads, qkv.shape[2]
         cache = self._pool.layers[layer]
         cache.view(-1, *cache.shape[2:]).index_copy_(0, self._places, qkv[:, heads:])

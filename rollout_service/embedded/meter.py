@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(slots=True)
 class Meter:
-    """Totals. Seconds are of the engine's thread on a processor, without waiting for a core; on a GPU, of the clock."""
+    """Totals. Seconds are of the engine's thread, without waiting for a core; on a GPU, of the clock."""
 
     now: Callable[[], float]
     decode_steps: int = 0  # forwards of one token a row

@@ -1,16 +1,15 @@
 """Holds the keys and values of the rows under way: a pool for each length class, so that short rows do not pay for long ones.
 
 A pool has a tensor [rows, length, 2K, D] for each layer (K key heads, then K value heads). Rows stand without gaps: when one
-leaves, the last takes its place. What lies behind a row's own tokens is masked but must be finite, so a row whose values are
-not numbers is cleared when it leaves. How the memory is divided (`EngineLimits`):
+leaves, the last takes its place. What follows a row's own tokens is masked but must be finite, so a row with NaN is cleared
+when it leaves. How the memory is divided (`EngineLimits`):
 
     kv_bytes ─┬─ pools        rows under way, and one layer of a pool that is being resized
               ├─ prefixes     prompts that are kept for neighbours
               ├─ turns        trajectories that are kept for their next turn
               └─ lanes        copies of adapters' factors: of steps, and of prefills
 
-Each part keeps to its own, so that all of them together never take more. The activations of a forward come on top: those
-of its rows, or of a prefill's positions.
+Each part keeps to its own. The activations of a forward come on top: those of its rows, or of a prefill's positions.
 """
 
 from collections.abc import Iterator
@@ -122,10 +121,9 @@ class Pool:
         return torch.stack([layer[row, :num_tokens] for layer in self.layers])
 
     def remove(self, slot: int, lengths: np.ndarray, *, clear: bool = False) -> None:
-        """Gives its place to the last row. `lengths`: tokens of the rows, by slot; what lies behind them is not copied."""
-        # Rows stand without gaps, so that a forward reads each pool as one slice. What lies behind a row's tokens is masked by adding
-        # minus infinity to its scores: old numbers there are harmless, NaN is not (0 * NaN is NaN), so a row that may hold one is
-        # cleared before another takes its memory.
+        """Gives its place to the last row. `lengths`: rows' tokens, by slot; nothing behind them is copied."""
+        # Rows stand without gaps, so that a forward reads each pool as one slice. What follows a row's tokens is masked by adding minus
+        # infinity to its scores: old numbers there are harmless, NaN is not (0 * NaN is NaN), so a row that may hold one is cleared.
         row, last = self.row(slot), len(self.slots) - 1
         num = lengths[self.slots[last]]
         for layer in self.layers:
@@ -137,7 +135,7 @@ class Pool:
         self.slots.pop()
 
     def resize(self, num_rows: int) -> None:
-        """Makes memory for so many rows, one layer after the other: only of one layer do the old and the new live together."""
+        """Makes memory for so many rows, layer by layer: of only one layer the old and the new live together."""
         kept = len(self.slots)
         for number, old in enumerate(self.layers):
             new = old.new_zeros(num_rows, *old.shape[1:])
@@ -167,7 +165,7 @@ class Pools:
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit together; each row takes the length class of the longest that it may become."""
+        """Tokens that fit together; each row takes the length class of its greatest possible length."""
         return self._room // self.token_bytes
 
     def __iter__(self) -> Iterator[Pool]:
@@ -177,7 +175,7 @@ class Pools:
         return self._pools[row.length_class]
 
     def reserve(self, row: TurnRow, length: int) -> bool:
-        """Reserves what a row of this length may need until `release`; False if that does not fit now."""
+        """Reserves what a row of this length may need until `release`; False if it does not fit now."""
         row.length_class = length_class(length, self._config.context)
         needed = self.token_bytes * row.length_class
         fits = self._reserved + needed <= self._room
@@ -206,7 +204,7 @@ class Pools:
         self._pools.clear()
 
     def _grow(self, pool: Pool) -> None:
-        """Makes room for a row or more: where all others' spare rows are in the way, they are given back."""
+        """Makes room for a row or more; gives back others' spare rows that are in the way."""
         if not (more := self._rows_left(pool)):
             for other in self._pools.values():
                 if other is not pool and other.num_rows > len(other.slots):

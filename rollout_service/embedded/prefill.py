@@ -1,4 +1,4 @@
-"""Brings into the pools what they must hold before a turn's first token: keys and values of all tokens but the last.
+"""Fills the pools before a turn's first token: keys and values of all tokens but the last.
 
     a new prompt    is computed once for all rows that share adapter and tokens
     a later turn    goes on from the kept keys and values of the earlier ones, if this engine had them: its new tokens are
@@ -35,7 +35,7 @@ PREFILL_BLOCK = 16
 PREFILL_TOKENS = 2048
 """The most positions of one prefill forward, so that rows under way do not wait long."""
 SCORES_BYTES = 64 << 20
-"""The most bytes of scores, float32, that prompt tokens are given at once; their log-probs take as many again."""
+"""The most bytes of prompt tokens' scores, float32, at once; their log-probs take as many again."""
 
 T = TypeVar("T")
 Spent = Callable[[TurnRow, float], None]
@@ -96,7 +96,7 @@ class Prefill:
         self.turns.clear()
 
     def fill(self, rows: Sequence[TurnRow]) -> list[Rest]:
-        """Prefills rows that have their places in the pools; returns what is left to compute, together with the next token or before."""
+        """Prefills rows with places in the pools; returns what is left to compute, with the next token or before."""
         rests: list[Rest] = []
         new: dict[PrefixKey, list[TurnRow]] = {}
         for row in rows:
@@ -120,7 +120,7 @@ class Prefill:
     # ---- new prompts ------------------------------------------------------------------------------------------------
 
     def _prefill(self, new: dict[PrefixKey, list[TurnRow]]) -> None:
-        """Computes each distinct prefix once for all of its rows, those of like padded length and rank together."""
+        """Computes each distinct prefix once for all its rows, grouped by padded length and rank."""
         groups: dict[tuple[int, int], list[PrefixKey]] = {}
         for key, same in new.items():
             groups.setdefault(_class_of(same[0], len(key[1]) // 4), []).append(key)
@@ -155,7 +155,7 @@ class Prefill:
             self._prefixes.put(key, pool.kept(first, num))
 
     def _score(self, rows: Sequence[TurnRow], hidden: Tensor) -> None:
-        """Gives rows of one prefix the log-probs of their prompts. hidden [T, E]: a state for each token of the prefix."""
+        """Gives rows of one prefix their prompts' log-probs. hidden [T, E]: a state for each prefix token."""
         known: dict[tuple[Any, ...], Array] = {}
         for row in rows:
             started, sampling = time.perf_counter(), row.request.sampling
@@ -179,7 +179,7 @@ class Prefill:
     # ---- later turns ------------------------------------------------------------------------------------------------
 
     def keep(self, row: TurnRow, tokens: bytes) -> None:
-        """Keeps a row's keys and values for its trajectory's next turn. `tokens`: those of which it has them, i4."""
+        """Keeps a row's keys and values for its trajectory's next turn. `tokens`: those computed, i4."""
         num = len(tokens) // 4
         if self.turns.make_room(num * self._pools.token_bytes):
             self.turns.keep(row.request, tokens, self._pools.of(row).kept(row.slot, num))

@@ -1,5 +1,5 @@
-"""Keeps keys and values of prompts, so that a group's samples share one prefill, and of trajectories whose environment
-works on its reply, so that the next turn computes only its new tokens.
+"""Keeps keys and values of prompts, so that a group's samples share one prefill, and of trajectories between turns, so that
+the next turn computes only its new tokens.
 
 Axes: T tokens, K key/value heads, D head size.
 """
@@ -38,7 +38,7 @@ class PrefixCache(CacheByAdapter[PrefixKey, Tensor]):
 
 
 class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
-    """The turns that ended last, up to `budget_bytes`. A job's turns are kept once one of its trajectories has had a second one.
+    """The last ended turns, up to `budget_bytes`. A job's are kept once one of its trajectories had a second turn.
 
     Keys and values computed piece by piece differ in their bits from those of a whole prefill: deterministic mode has budget 0.
     """
@@ -51,19 +51,19 @@ class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
         return request.job in self._jobs and not request.reply_to
 
     def keep(self, request: TurnRequest, tokens: bytes, cache: Tensor) -> None:
-        """`tokens`: of the prompt and all turns so far, i4; `cache` [layers, T, 2K, D]: their keys and values."""
+        """`tokens`: of the prompt and all turns so far, i4; `cache` [layers, T, 2K, D]: keys and values."""
         self.put(_turn_key(request), (tokens, cache))
 
     def take(self, request: TurnRequest) -> Tensor | None:
-        """Gives the caller what was kept of this trajectory, [layers, T, 2K, D], if the request goes on from there."""
+        """Gives the caller what was kept of this trajectory, [layers, T, 2K, D], if the request continues it."""
         if request.reply_to or not request.turn or not self.budget_bytes:
             return None
         self._jobs[request.job] = None
         self._jobs.move_to_end(request.job)
         if len(self._jobs) > MAX_JOBS:
             self._jobs.popitem(last=False)
-        # The environment may have changed the conversation meanwhile: keys and values are good only for a sequence that begins with
-        # the very tokens of which they were computed. They go to the caller: nobody else continues this trajectory.
+        # The environment may have changed the conversation: keys and values are good only for a sequence that begins with their very
+        # tokens. They go to the caller: nobody else continues this trajectory.
         tokens, cache = self.pop(_turn_key(request)) or (b"", None)
         return cache if request.transcript.ids[:-4].startswith(tokens) else None
 

@@ -41,8 +41,7 @@ class RowStates:
     def __init__(
         self, num: int, end_ids: Sequence[int], context: int, compiled: Callable[[], Compiled | None] = lambda: None
     ) -> None:
-        """`end_ids`: end the turns of requests that do not say which do. `context`: the most tokens of any sequence. `compiled`: tells
-        what draws numbers faster."""
+        """`end_ids`: end turns whose requests name none. `context`: most tokens of a sequence. `compiled`: tells what draws faster."""
         self._served = context
         self._compiled = compiled
         self._end_ids = end_ids
@@ -94,7 +93,7 @@ class RowStates:
         return self._drawn[slots, self.count[slots] % DRAWN_AHEAD]
 
     def append(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Adds one token a row; says which rows have now ended, or gave log-probs that are not numbers: bool [n]."""
+        """Adds one token a row; returns which rows ended, or have log-probs that are not numbers: bool [n]."""
         count = self.count[slots]
         self.tokens[slots, count] = tokens
         self.logprobs[slots, count] = logprobs

@@ -1,5 +1,4 @@
-"""Draws tokens from scores: exact log-probs over the whole vocabulary, one uniform number a token, by inverse CDF.
-Says how likely given tokens were.
+"""Draws tokens from scores: exact log-probs over the whole vocabulary, one uniform number a token, by inverse CDF. Scores given tokens.
 
 Axes: B rows, V vocabulary, T tokens of a prompt, E hidden.
 """
@@ -71,10 +70,8 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Sampled:
 def score(
     logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, *, temperature: float, piece: int
 ) -> Tensor:
-    """The log-prob of each token [T] after the hidden state [T, E] that precedes it; float32 [T].
-
-    `logits_of`: hidden states [T, E] -> float32 [T, V], which are then overwritten; it is called for `piece` of them at a time.
-    """
+    """The log-prob of each token [T] after the hidden state [T, E] that precedes it; float32 [T]. `logits_of`: hidden states [T, E] ->
+    float32 [T, V], then overwritten; called for `piece` of them at a time."""
     parts: list[Tensor] = []
     for states, wanted in zip(hidden.split(piece), tokens.split(piece), strict=True):
         logprobs = torch.log_softmax(logits_of(states).div_(temperature), dim=-1)
@@ -84,9 +81,9 @@ def score(
 
 def _draw(logprobs: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Tensor:
     """Inverse CDF: the first token whose cumulative probability exceeds u. [B]"""
-    # The number u of a row follows from its trajectory, turn and position (`row_states.py`), not from a generator that rows share: a
-    # turn that is sampled again elsewhere, or among other rows, draws the same tokens. Sums are float64, or the last tokens of a large
-    # vocabulary would round away; u is scaled by the whole sum, so that weights cut by top_p or top_k need no division.
+    # A row's number u follows from its trajectory, turn and position (`row_states.py`), not from a shared generator: a turn sampled
+    # again elsewhere, or among other rows, draws the same tokens. Sums are float64, or the last tokens of a large vocabulary would
+    # round away; u is scaled by the whole sum, so that weights cut by top_p or top_k need no division.
     weights = logprobs.exp()
     if plan.top_k is not None or plan.top_p is not None:
         weights = _best(weights, plan.top_k, plan.top_p)
@@ -97,10 +94,8 @@ def _draw(logprobs: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 def _best(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Keeps the top_k best tokens, and of these the fewest best that have top_p of their weight; rows with top_p 1 keep all.
-
-    The first of equal tokens is the better one, as for argmax.
-    """
+    """Keeps the top_k best tokens, and of these the fewest best that have top_p of their weight; top_p 1 keeps all. The first of equal
+    tokens is the better one, as for argmax."""
     best, order = weights.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         best = best.masked_fill(torch.arange(best.shape[1], device=best.device) >= top_k, 0.0)

@@ -1,7 +1,7 @@
 """Checks at start-up that on this machine a turn's bits do not depend on what runs with it.
 
-The same turns are generated one at a time, then among others of mixed adapters and lengths, in another order, and in an engine whose
-slots are all taken: tokens, log-probs and prompt log-probs must be the same bits.
+The same turns are generated one by one, then among others of mixed adapters and lengths, in another order, and in a full
+engine: tokens, log-probs and prompt log-probs must be the same bits.
 `python -m rollout_service.embedded.selftest FOLDER MIN_ROWS [SLOTS]` checks in a process of its own.
 """
 
@@ -26,7 +26,7 @@ from rollout_service.embedded.row_states import TurnRow
 RANKS = (8, 3, 16)
 LENGTHS = (5, 40, 70, 1, 33, 12)
 LONG = {3: 300, 8: 410}
-"""Row -> its length. Two that differ attend to different numbers of positions, one at a time and together."""
+"""Row -> its length. Two that differ attend to different numbers of positions, apart and together."""
 MAX_TOKENS = (6, 3, 9)
 PROMPT_LOGPROBS = (-1, 0, 20, -1, 0)
 CROWD = 60
@@ -37,8 +37,7 @@ Turns = dict[str, tuple[list[int], list[float], bytes]]
 
 
 def selftest(model: EngineBackbone, min_rows: int, slots: int = CROWD) -> str:
-    """The sha256 of what was generated, for any number of slots the same; a second or less for a small base.
-    Raises NotDeterministic."""
+    """The sha256 of what was generated, the same for any number of slots. Raises NotDeterministic."""
     adapters = [_adapter(model, seed, rank) for seed, rank in enumerate(RANKS)]
     everyone = [_row(model, adapters, i) for i in range(max(CROWD, slots))]
     crowd, rows = everyone[:CROWD], everyone[: 2 * len(LENGTHS)]

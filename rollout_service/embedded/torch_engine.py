@@ -82,7 +82,7 @@ class TorchEngine:
         return list(self._adapters)
 
     def counters(self) -> dict[str, float]:
-        """Totals since the start: `busy_s` in forwards and sampling, `sampled_tokens`, and what the meter counts."""
+        """Totals since the start: `busy_s` in forwards and sampling, `sampled_tokens`, and the meter's."""
         totals = {"busy_s": self._running.busy_s, "sampled_tokens": float(self._running.sampled_tokens)}
         return totals | self._running.meter.counters()
 

@@ -1,4 +1,4 @@
-"""The engine in a process of its own: requests come in, tokens go out, and turns survive the death of that process.
+"""The engine in a process of its own: requests come in, tokens go out, and turns survive that process's death.
 
     process_engine ─► lora_slots ─► Core.sample ─ chunks ─► turn ─► tokens
            ▲                            │
@@ -10,7 +10,7 @@ Its files:
     core.py            says what the engine needs of a process (a `Core` is one life of it)
     turn.py            holds one turn: what it has, what is left, when it ends
     adapter_files.py   writes adapters as PEFT folders, which the process loads
-    lora_slots.py      gives adapters the process's slots in turn; keeps others in its memory while there is room
+    lora_slots.py      gives adapters the process's slots in turn; keeps others in memory while there is room
     vllm_engine.py     runs vLLM; the only file that imports it
     vllm_guard.py      ends vLLM's processes together with the rollout worker
 """

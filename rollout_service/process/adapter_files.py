@@ -1,7 +1,7 @@
-"""Writes adapters as folders in PEFT layout, from which an engine's process loads them; each stays while a request names it.
+"""Writes adapters as folders in PEFT layout for an engine's process; each stays while a request names it.
 
-A number names one adapter with one content: a version that is loaded again gets another number, so that the process cannot
-take anything that it remembers of the first for the second.
+A number names one content: a version that is loaded again gets another number, so that the process cannot take anything
+remembered of the first for the second.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from rollout_service.process.core import AdapterFolder
 MAX_NORM = 1e6
 """The largest change of one module's weights, as a bound on its Frobenius norm: scale x |A| x |B|.
 
-Trained adapters stay below 1e3. Up to this bound no product of a layer can leave the range of float32 and bfloat16 (3e38):
-inputs of at most 1e4 after a norm give at most 1e10, their product in the MLP 1e20, and its last product 1e26.
+Trained adapters stay below 1e3. Up to this bound no product of a layer leaves the range of float32 and bfloat16 (3e38): inputs
+of at most 1e4 after a norm give at most 1e10, their product in the MLP 1e20, and its last product 1e26.
 """
 PREFIX = "marlaas-adapters-"
 
@@ -135,10 +135,8 @@ def zero_adapter(shapes: Mapping[str, tuple[int, int]]) -> dict[str, bytes]:
 
 
 def linear_shapes(folder: Path) -> Mapping[str, tuple[int, int]]:
-    """(out, in) of each linear layer that an adapter may target, read from the headers of a base model's files.
-
-    Names as in `layers.3.mlp.up_proj`. Raises InvalidInput if there is none.
-    """
+    """(out, in) of each linear layer that an adapter may target, as in `layers.3.mlp.up_proj`, from the headers of a base model's
+    files. Raises InvalidInput if there is none."""
     try:
         shapes = read_weights(folder).shapes
     except ValueError as error:

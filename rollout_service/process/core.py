@@ -1,4 +1,4 @@
-"""Says what the process engine needs of a process that computes tokens. A `Core` is one life of that process.
+"""The interface of a process that computes tokens for the process engine. A `Core` is one life of it.
 
     process_engine ─ add, remove, sample ─► Core ─ chunks ─► process_engine
 
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class CoreDied(Exception):
-    """The process ended, or can no longer be trusted; its requests must be made again to the next one."""
+    """The process ended, or can no longer be trusted; the next one must get its requests again."""
 
 
 class UnreadableAdapter(Exception):
@@ -71,7 +71,7 @@ class Core(Protocol):
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens whose keys and values fit into its memory at once, once started; None: it does not tell."""
+        """Tokens whose keys and values fit into memory at once, once started; None: not known."""
         ...
 
     async def start(self) -> None:
@@ -87,7 +87,7 @@ class Core(Protocol):
         ...
 
     async def add(self, adapter: AdapterFolder) -> None:
-        """Loads the adapter. Raises UnreadableAdapter. May never return if the process dies meanwhile: race it with `wait_dead`."""
+        """Loads the adapter. Raises UnreadableAdapter. May hang if the process dies: race it with `wait_dead`."""
         ...
 
     async def remove(self, adapter: AdapterFolder) -> None:
@@ -95,8 +95,6 @@ class Core(Protocol):
         ...
 
     def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
-        """Gives chunks until one is finished; closing it early takes the turn out of the batch. The adapter is loaded.
-
-        Raises CoreDied. May also never yield again if the process dies.
-        """
+        """Gives chunks until one is finished; closing it early ends the turn. The adapter is loaded. Raises CoreDied; may also hang if
+        the process dies."""
         ...

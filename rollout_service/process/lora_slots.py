@@ -1,8 +1,8 @@
 """Gives adapters the process's slots in order of arrival.
 
     hold(a)   a has a slot and nobody waits: at once
-              somebody waits: behind them, also if a has a slot, so that a busy adapter does not keep its slot
-    a slot comes free when nobody holds its adapter any more; the adapter stays in it until another one needs the slot
+              somebody waits: behind them, even if a has a slot, so that a busy adapter does not keep its slot
+    a slot comes free when nobody holds its adapter; the adapter stays until another one needs the slot
 
 Used from one event loop.
 """
@@ -35,7 +35,7 @@ class Place:
 
 
 class LoraSlots:
-    """The slots of one life of the process. A `load` that raises fails only those who wait for that adapter."""
+    """The slots of one life of the process. A `load` that raises fails only those waiting for that adapter."""
 
     def __init__(self, num_slots: int, known: "KnownAdapters") -> None:
         self._num_slots = num_slots
@@ -137,10 +137,8 @@ class LoraSlots:
 
 
 class KnownAdapters:
-    """Adapters in the memory of one life of the process: those in slots, and some that wait for their next turn.
-
-    One without a slot stays until another needs its place, so that it has a slot again without a file being read.
-    """
+    """Adapters in one life's memory: those in slots, and some that wait for their next turn, so that they get a slot again without
+    a file being read, until another needs the place."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@
     holds: turns under way, with their tokens; folders of adapters   waits for: slots, a running process
     after the process dies: `_keep` starts another, in which every turn goes on; turns that saw two deaths run one by one
 
-A log-prob that is not a number may come from the turn's own adapter, or from what another one left in memory that the
-process reuses. So the process is given up, and the turn runs once more, with no other turn in a fresh one: if it fails again its
+A log-prob that is not a number may come from the turn's own adapter, or from what another left in memory that the process
+reuses. So the process is given up, and the turn runs once more, with no other turn in a fresh one: if it fails again, its
 adapter is to blame, and nobody else is harmed.
 """
 
@@ -31,7 +31,7 @@ from rollout_service.process.turn import NotFinite, OpenTurn
 from rollout_service.turns import TurnsUnderWay, check_request, weights_of
 
 MAX_DEATHS = 4
-"""A turn is given up when so many processes have died under it, the last two with no other turn in them."""
+"""A turn is given up after so many deaths of its process, the last two with no other turn in it."""
 SILENCE_S = 120.0
 """A process is taken for dead when it owes tokens and gives none for so long."""
 RESTART_DELAYS_S = (0.0, 1.0, 5.0, 20.0, 60.0)
@@ -79,7 +79,7 @@ class Life:
             self.over.set_result(reason)
 
     async def unless_over(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises CoreDied as soon as this life is over, whether or not `work` noticed."""
+        """The result of `work`. Raises CoreDied once this life is over, whether `work` noticed or not."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait([task, self.over], return_when=asyncio.FIRST_COMPLETED)
@@ -109,11 +109,10 @@ class Life:
 
 @dataclass(slots=True)
 class BusyClock:
-    """Splits the engine's time evenly among the turns running at each moment, of which only beginnings and ends are seen.
+    """Splits the engine's time evenly among the turns running at each moment, from their beginnings and ends.
 
-    Processor sharing: a virtual clock runs at 1 / n while n turns are under way, and a turn's share is the clock's advance between its
-    beginning and its end. All shares add up to the time in which anything was under way. Generalised processor sharing: Parekh and
-    Gallager 1993, doi 10.1109/90.234856.
+    Processor sharing: a virtual clock runs at 1 / n while n turns are under way, and a turn's share is the clock's advance during
+    it. All shares add up to the busy time. Generalised processor sharing: Parekh and Gallager 1993, doi 10.1109/90.234856.
     """
 
     now: Callable[[], float] = time.monotonic
@@ -168,7 +167,7 @@ class ProcessEngine:
         shape: Shape,
         turn: LoadingTurn = contextlib.nullcontext,
     ) -> None:
-        """`make_core` makes the next life's core; it must not block. `turn`, which may, is held while one starts, and measures memory."""
+        """`make_core` makes the next core without blocking. `turn`, which may block, is held while one starts and measures memory."""
         self._make_core = make_core
         self._turn_to_load = turn
         self._files = files
@@ -283,7 +282,7 @@ class ProcessEngine:
         )
 
     async def _go_on(self, turn: OpenTurn, stored: Stored) -> None:
-        """Samples in the present process until the turn or the process ends. Raises the error that makes the turn fail."""
+        """Samples in the present process until the turn or the process ends. Raises the error that fails the turn."""
         if stored.broken:
             raise CorruptAdapter(f"adapter {stored.ref}: {stored.broken}")
         if turn.deaths >= MAX_DEATHS:
@@ -307,8 +306,8 @@ class ProcessEngine:
     async def _slots_for(self, turn: OpenTurn) -> AsyncGenerator[None]:
         """Holds a slot inside, in order of arrival.
 
-        A suspect turn holds all slots: no other turn is in the process if it dies again. It keeps the entrance while it waits for them,
-        so that a stream of newcomers cannot delay it without end.
+        A suspect turn holds all slots: no other turn is in the process if it dies again. It keeps the entrance while it waits,
+        so that newcomers cannot delay it without end.
         """
         num_slots, taken = self._shape.slots if turn.is_suspect else 1, 0
         try:
@@ -322,7 +321,7 @@ class ProcessEngine:
                 self._free_slots.release()
 
     def _blame(self, turn: OpenTurn, stored: Stored, why: str) -> None:
-        """Blames the adapter at the second time: the first time a neighbour may be the cause; then no other turn was in the process."""
+        """Blames the adapter at the second time, with no other turn in the process: at the first a neighbour may be the cause."""
         turn.not_finite += 1
         if turn.not_finite > 1:
             stored.broken = f"its scores are not numbers: {why}"
@@ -368,7 +367,7 @@ class ProcessEngine:
             await asyncio.sleep(0)  # `_keep` is about to notice
 
     async def _begin(self) -> Life:
-        """Starts a fresh process and loads the bare base model's adapter, when it is its turn to load."""
+        """Starts a fresh process and loads the bare base model's adapter, when its turn to load comes."""
         with contextlib.ExitStack() as turn:
             await asyncio.to_thread(turn.enter_context, self._turn_to_load())
             return await self._begin_now()
@@ -396,7 +395,7 @@ class ProcessEngine:
             log.warning("engine_restarted", pid=life.core.pid, turns=self.in_use)
 
     async def _until_over(self, life: Life) -> "asyncio.Future[Life]":
-        """Waits until the process has died or is given up. Returns the next life, which `_running` awaits from now on."""
+        """Waits until the process dies or is given up. Returns the next life, which `_running` awaits from now on."""
         silent = asyncio.create_task(self._until_silent())
         await asyncio.wait([silent, life.over], return_when=asyncio.FIRST_COMPLETED)
         self._life = following = asyncio.get_running_loop().create_future()
@@ -422,7 +421,7 @@ class ProcessEngine:
                 log.error("engine_not_restarted", attempt=attempt, reason=repr(error))
 
     async def _beat_all(self) -> None:
-        """Beats for all turns while the process gives tokens: those that wait for a slot get nearer too."""
+        """Beats for all turns while the process gives tokens: those waiting for a slot get nearer too."""
         seen = 0
         while True:
             await asyncio.sleep(BEAT_EVERY_S)

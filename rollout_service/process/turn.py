@@ -59,13 +59,12 @@ class OpenTurn:
 
     @property
     def is_suspect(self) -> bool:
-        """Says whether it may be the one that harms the process: it runs with no other turn from now on."""
+        """Says whether it may be what harms the process; it then runs with no other turn."""
         return self.deaths >= 2 or self.not_finite >= 1
 
     def next_request(self, name: str, adapter: AdapterFolder) -> SamplingRequest:
-        """A request for what is left of the turn. A resumed one whose user gave a seed draws from a stream of its own: see `seed`.
-
-        Of a turn with no token to come it asks for the prompt's log-probs; the one token that the process must sample is not used.
+        """A request for the rest of the turn. A resumed one whose user gave a seed draws from its own stream: see `seed`. With no token
+        to come it asks for the prompt's log-probs; the one token that the process must sample is dropped.
         """
         self.num_requests += 1
         sampling, request = self.request.sampling, self.request
@@ -88,7 +87,7 @@ class OpenTurn:
         )
 
     def seed(self) -> int:
-        """A seed made of the job's seed, the trajectory, the turn and the position, so that no two streams are equal."""
+        """A seed of the job's seed, trajectory, turn and position, so that no two streams are equal."""
         ref = self.request.trajectory
         coordinates: Sequence[Any] = (ref.group, ref.sample, self.request.turn, len(self.tokens))
         return int(bits(*ref.sampling_stream, *coordinates)) & ((1 << SEED_BITS) - 1)
@@ -114,7 +113,7 @@ class OpenTurn:
         return bool(self.request.sampling.prompt_logprobs) and not len(self.prompt_logprobs)
 
     def _take_prompt(self, scores: Sequence[float]) -> None:
-        """Keeps what was asked for of the scores of all tokens but the first. Raises NotFinite, CoreDied."""
+        """Keeps the requested scores of all tokens but the first. Raises NotFinite, CoreDied."""
         first, num = first_scored(self.request), self.request.num_prompt
         wanted = scores[first - 1 : num - 1]
         if len(wanted) < num - first:

@@ -1,4 +1,4 @@
-"""Runs vLLM, on CPU and CUDA; the only file that imports it. `process_engine.py` does the rest of the engine.
+"""Runs vLLM, on CPU and CUDA; the only file that imports it. `process_engine.py` does the rest.
 
 vLLM 0.32 asks for care in some places; docs/real-models.md tells each with its symptom:
 
@@ -35,13 +35,13 @@ MAX_TEMPERATURE = 2.0
 """vLLM's own limit."""
 MAX_TOP_LOGPROBS = 20
 LEAST_LOGPROB = -9999.0
-"""Stands for the log-prob of a token that top_p or top_k excludes, minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, a token's log-prob outside top_p or top_k, which JSON cannot say."""
 CHUNK_TOKENS = 8192
-"""The most tokens of a step on CUDA; longer prompts are prefilled in pieces, together with rows that decode."""
+"""The most tokens of a step on CUDA; longer prompts are prefilled in pieces, with rows that decode."""
 IN_THE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Computes in the engine core's process. On a CPU vLLM would start another one, and both would spin while they wait for each other."""
+"""Computes in the engine core's process. On a CPU vLLM would start another, and both would spin in their waits."""
 STOP_S = 1.0
-"""The time that vLLM gets to stop before its processes are killed; nobody waits for its answers any more."""
+"""The time that vLLM gets to stop before its processes are killed."""
 
 
 class BaseTokenizer(Tokenizer, Protocol):
@@ -111,7 +111,7 @@ class VllmCore:
         if not self._dead.is_set():
             os.kill(self._pid, signal.SIGKILL)
             await self._dead.wait()
-        # It closes its sockets, and leaves their context to the garbage collector, which ends it in whatever thread it runs.
+        # It closes its sockets, but not their context, which the garbage collector ends in any thread.
         self._llm.engine_core.resources.ctx.destroy(linger=0)
 
     async def wait_dead(self) -> None:
@@ -141,7 +141,7 @@ class VllmCore:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield _chunk(output, request.num_top_logprobs)
-        except Exception as error:  # the boundary: requests are checked before, so it is the process's trouble
+        except Exception as error:  # the boundary: requests are checked, so it is the process's trouble
             raise CoreDied(repr(error)) from error
 
     def _watch(self, pid: int) -> None:
@@ -167,7 +167,7 @@ class VllmCore:
 
 
 def check_installed(settings: RolloutSettings) -> None:
-    """Prepares this process's environment for vLLM. Raises InvalidInput if it is missing, or is for another device."""
+    """Prepares this process's environment for vLLM. Raises InvalidInput if it is missing, or for another device."""
     _set_environment(settings)
     try:
         from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
@@ -197,7 +197,7 @@ def _on_a_cpu(settings: RolloutSettings) -> bool:
 
 
 def _set_environment(settings: RolloutSettings) -> None:
-    """Sets what vLLM takes from the environment only, unless the operator has set it; its processes inherit it."""
+    """Sets what vLLM takes from the environment only, unless the operator has; its processes inherit it."""
     chosen = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if _on_a_cpu(settings):
         # The first compiles small helpers for half a minute in each process; the second binds threads to cores that
@@ -241,7 +241,7 @@ def _arguments(settings: RolloutSettings, folder: Path, context: int) -> dict[st
         "max_loras": settings.vllm_max_loras + 1,  # and the one that stands for the bare base model
         "max_cpu_loras": max(settings.vllm_max_loras, settings.vllm_max_known_loras) + 1,
         "max_lora_rank": settings.vllm_max_lora_rank,
-        "lora_target_modules": list(LINEAR_LAYERS),  # not the head, whose wrapper fails on log-probs of prompts
+        "lora_target_modules": list(LINEAR_LAYERS),  # no head: its wrapper fails on prompts' log-probs
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MAX_TOP_LOGPROBS,
         "disable_log_stats": True,
@@ -270,7 +270,7 @@ def _parameters(request: SamplingRequest) -> Any:
 
 
 def _chunk(output: Any, num_top: int) -> TokenChunk:
-    """Reads vLLM's output, which lists for each position the sampled token first, then the best ones by rank."""
+    """Reads vLLM's output: for each position the sampled token first, then the best ones by rank."""
     completion = output.outputs[0]
     flat = completion.logprobs
     starts, ends = flat.start_indices, flat.end_indices
@@ -288,5 +288,5 @@ def _chunk(output: Any, num_top: int) -> TokenChunk:
 
 
 def _of_prompt(flat: Any) -> list[float]:
-    """The log-prob of each prompt token but the first, for which vLLM has an empty entry. None, or empty: they are not in this output."""
+    """Each prompt token's log-prob except the first's, an empty entry of vLLM's. None or empty: not in this output."""
     return [flat.logprobs[start] for start in flat.start_indices[1:]] if flat else []

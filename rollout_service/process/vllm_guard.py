@@ -1,6 +1,6 @@
-"""Ends vLLM's processes together with the rollout worker that started them. vLLM's worker processes mix this class in.
+"""Ends vLLM's processes with the rollout worker that started them. vLLM's worker processes mix this class in.
 
-Without it they outlive a rollout worker that is killed with SIGKILL, and keep the device's memory.
+Otherwise they outlive a rollout worker killed with SIGKILL, and keep the device's memory.
 """
 
 import os

@@ -1,9 +1,6 @@
 """The benchmark for GPUs, tried on a CPU."""
 
-import json
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ from benchmarks._gpu_parts import (
     measure_gap,
     measure_plan,
 )
-from benchmarks.gpu import Parts, goals
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sequences import DecoderBackbone
@@ -42,26 +38,6 @@ def test_transformers_modules_have_the_decoders_weights(tied: bool, monkeypatch:
     # When both compute the same row, then their log-probs agree
     found = [each.logprobs(sequences, None) for each in (DecoderBackbone(decoder), random_modules(decoder))]
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
-
-
-def test_a_part_that_fails_keeps_the_others_and_says_why(tmp_path: Path) -> None:
-    def lacks() -> dict[str, float]:
-        raise ImportError("No module named 'peft'\nat all")
-
-    run = Parts(time.monotonic() + 1000, tmp_path / "found.json")
-    run.run("base, peft, N = 8", lacks)
-    run.run("base, decoding, N = 32", lambda: {"bytes_per_s": 3e11, "to_one_adapter": 0.95})
-    late = Parts(time.monotonic() - 1, None)
-    late.run("base, gap", lacks)
-
-    assert run.failures == ["base, peft, N = 8: failed, ImportError: No module named 'peft'"]
-    assert json.loads((tmp_path / "found.json").read_text()) == run.figures
-    assert late.failures == ["base, gap: left out, the time is up"]
-    reached = {goal.what: goal.reached for goal in goals(run.found, ["base"], (1e12, 1e12))}
-    assert reached == {
-        "base: bandwidth used in decoding": False,
-        "base: decoding with 32 adapters to one": True,
-    }
 
 
 def planned(shape: Shape, device: str, *, num_checkpointed: int = 0) -> dict[str, float]:

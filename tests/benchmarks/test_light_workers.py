@@ -1,8 +1,6 @@
 """The stand-in workers that cost little: to Redis and to the manager they are the ordinary ones."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import hiredis
@@ -18,8 +16,7 @@ from common.worker.worker import Inbox
 from harness.light.env import light_env
 from harness.light.rollout import light_rollout
 from harness.light.worker import LightWorker
-from harness.standin import OneTurnEnv, OneTurnRollout, stand_in_worker
-from tests.common.test_worker import until
+from harness.standin import OneTurnEnv, OneTurnRollout
 
 LEASE_S = 1.0
 
@@ -53,8 +50,6 @@ STARTS = (
     start(partition=200, adapter=AdapterRef("acme", "job-of-acme", 70_000)),
 )
 
-NUM_TURNS = sum(len(each.samples) for each in STARTS)
-
 
 def light_worker(bus: Bus, seconds: float = 0.0, slots: int = 64) -> LightWorker:
     reporter = Reporter("rollout-light", "rollout", bus.cell.base_model, About(slots=slots))
@@ -63,15 +58,6 @@ def light_worker(bus: Bus, seconds: float = 0.0, slots: int = 64) -> LightWorker
 
 def light_env_worker(bus: Bus) -> LightWorker:
     return light_env(bus, Reporter("env-light", "env", bus.cell.base_model, About(slots=64)), lease_s=LEASE_S)
-
-
-def ordinary_worker(bus: Bus) -> Any:
-    inbox = Inbox(bus.cell.rollout, GROUP_ROLLOUT)
-    return stand_in_worker(bus, "rollout", inbox, OneTurnRollout(bus.cell), slots=64, lease_s=LEASE_S)
-
-
-def ordinary_env_worker(bus: Bus) -> Any:
-    return stand_in_worker(bus, "env", Inbox(bus.cell.env, GROUP_ENV), OneTurnEnv(bus.cell), slots=64, lease_s=LEASE_S)
 
 
 async def test_what_settles_a_turn_has_the_same_bytes(bus: Bus) -> None:
@@ -102,72 +88,3 @@ def taken(messages: Sequence[Message]) -> list[tuple[bytes, bytes]]:
 def packed(words: Sequence[Any]) -> bytes:
     command: Any = tuple(words)
     return hiredis.pack_command(command)
-
-
-async def test_the_same_entries_reach_the_owners(bus: Bus) -> None:
-    found: list[list[bytes]] = []
-    for workers in ((ordinary_env_worker(bus), ordinary_worker(bus)), (light_env_worker(bus), light_worker(bus))):
-        async with working(*workers):
-            await bus.publish([(bus.cell.env, each) for each in STARTS])
-            await until(lambda: is_empty(bus, bus.cell.env))
-            await until(lambda: is_empty(bus, bus.cell.rollout))
-        found.append(await taken_from_owners(bus))
-    assert found[0] == found[1] and len(found[0]) == NUM_TURNS
-
-
-async def publish_turns(bus: Bus, starts: Sequence[Start]) -> None:
-    """Publishes what an env worker makes of groups that begin."""
-    await bus.ensure_group(bus.cell.rollout, GROUP_ROLLOUT)
-    env = OneTurnEnv(bus.cell)
-    for each in starts:
-        await bus.publish(await env(each, lambda: None))
-
-
-async def is_empty(bus: Bus, stream: str) -> bool:
-    return await bus.client.xlen(stream) == 0
-
-
-async def taken_from_owners(bus: Bus) -> list[bytes]:
-    """The payloads in the owners' streams, sorted; the streams are empty then."""
-    payloads: list[bytes] = []
-    for partition in {each.partition for each in STARTS}:
-        rows: Any = await bus.client.xrange(bus.cell.scored(partition))
-        payloads += [fields[b"payload"] for _, fields in rows]
-        await bus.client.delete(bus.cell.scored(partition))
-    return sorted(payloads)
-
-
-@asynccontextmanager
-async def working(*workers: Any) -> AsyncGenerator[None]:
-    stop = asyncio.Event()
-    tasks = [asyncio.create_task(worker.run(stop)) for worker in workers]
-    try:
-        yield
-    finally:
-        stop.set()
-        async with asyncio.timeout(30):
-            await asyncio.gather(*tasks)
-
-
-async def test_a_worker_that_stops_hands_back_what_it_holds(bus: Bus) -> None:
-    await publish_turns(bus, STARTS)
-    before: Any = await bus.client.xrange(bus.cell.rollout)
-    worker = light_worker(bus, seconds=3600.0, slots=8)
-    async with working(worker):
-        await until(lambda: has_pending(bus, 8))
-    after: Any = await bus.client.xrange(bus.cell.rollout)
-    assert not await has_pending(bus, 1) and worker.num == 0
-    assert sorted(fields[b"payload"] for _, fields in after) == sorted(fields[b"payload"] for _, fields in before)
-
-
-async def has_pending(bus: Bus, num: int) -> bool:
-    return len(await bus.pending(bus.cell.rollout, GROUP_ROLLOUT, after="0")) >= num
-
-
-async def test_a_worker_takes_over_what_a_dead_one_held(bus: Bus) -> None:
-    await publish_turns(bus, STARTS[:2])
-    assert len(await bus.read([bus.cell.rollout], GROUP_ROLLOUT, "dead", count=100)) == 8
-    worker = light_worker(bus)
-    async with working(worker):
-        await until(lambda: is_empty(bus, bus.cell.rollout))
-    assert worker.num == 8

@@ -1,7 +1,6 @@
 """The comparison with peers, as far as it needs none of them: what is the same on all sides, and the judge."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM
 from benchmarks.peers.__main__ import make_jobs, write_data
 from benchmarks.peers.judge import with_adapter
 from benchmarks.peers.marlaas_jobs import hyperparameters
-from benchmarks.peers.measure import RunFailed, environment, run
 from benchmarks.peers.settings import MODEL, Settings, advantages, batches, read_rows, read_settings
 from common.rng import permutation
 from manager_service.http.openai.jobs.hyperparameters import parse_hyperparameters, resolve
@@ -45,33 +43,6 @@ def test_advantages_are_those_of_the_trainer() -> None:
     ours = losses.advantages(np.array(rewards), np.zeros(8, int), "standardised")
     assert advantages(rewards) == pytest.approx(ours.tolist())
     assert advantages([1.0, 1.0]) == [0.0, 0.0]
-
-
-def test_no_setting_of_a_user_of_marlaas_reaches_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MARLAAS_DETERMINISTIC", "1")
-    made = environment(threads=1)
-    assert "MARLAAS_DETERMINISTIC" not in made and (made["OMP_NUM_THREADS"], made["NPROC"]) == ("1", "1")
-
-
-def python(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
-
-
-def test_a_run_is_measured_with_all_that_it_starts(tmp_path: Path) -> None:
-    block = "b = bytearray(64_000_000); import time; time.sleep(2.5)"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {block!r}])"
-    spin = "import time\nwhile time.process_time() < 0.3: pass"
-    cost = run([python(parent), python(spin)], at_once=2, threads=1, log=tmp_path / "log")
-    assert cost.peak_mb > 64 and cost.cpu_s >= 0.3 and cost.wall_s >= 2.5
-
-
-def test_what_fails_says_so_with_the_end_of_its_output_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    wait = f"import time; open({str(tmp_path / 'started')!r}, 'w'); time.sleep(600)"
-    fail = f"import os, sys, time\nwhile not os.path.exists({str(tmp_path / 'started')!r}): time.sleep(.01)\nsys.exit('out of luck')"
-    with pytest.raises(RunFailed, match="out of luck"):
-        run([python(wait), python(fail)], at_once=2, threads=1, log=tmp_path / "log")
-    with pytest.raises(RunFailed, match="not done after"):
-        run([python("import time; time.sleep(600)")], at_once=1, threads=1, log=tmp_path / "l", limit_s=0)
 
 
 def write_adapter(folder: Path, layers: range) -> dict[str, torch.Tensor]:

@@ -3,20 +3,17 @@
 import asyncio
 import contextlib
 import os
-import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Iterator
-from itertools import count
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from chaos import act, inflict
-from chaos.__main__ import command, options, plans
+from chaos import inflict
 from chaos.faults import Fault
 from chaos.helpers import calls, helpers
 from chaos.report import Story
@@ -150,28 +147,6 @@ async def test_calls_and_pieces_that_a_fault_hits_are_counted(
                 async with asyncio.timeout(1):
                     await sent(cluster.store_link, piece)
         assert hits() == num
-
-
-async def test_faults_are_drawn_until_as_many_as_asked_for_have_hit(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def every_other(_: Any, fault: Fault) -> int:
-        return fault.number % 2
-
-    def at_once(_: int) -> Iterator[Fault]:
-        return (Fault(number, "kill", "env-0", 0.0, 0.5, 0.0) for number in count(1))
-
-    monkeypatch.setattr(act, "draw", at_once)
-    monkeypatch.setattr(act, "inflict", every_other)
-    play: Any = act.Act(act.Plan(seed=7, hits=8, skipped=10), running())
-    await play._storm()
-    assert [one.number for _, one in play.story.strikes] == [11, 13, 15, 17, 19, 21, 23, 25]
-
-
-@pytest.mark.parametrize("line", ["--seed 3", "--seconds 12345.678 --faults 90 --mode default", "--quick --seed 5"])
-def test_the_command_that_is_printed_plays_the_same(line: str) -> None:
-    given = options().parse_args(line.split())
-    _, _, args = command(given).partition("ARGS=")
-    (again,) = shlex.split(args)
-    assert plans(options().parse_args(again.split())) == plans(given)
 
 
 def test_a_strike_that_hits_nothing_is_not_survived_and_a_cause_that_never_hits_is_named() -> None:

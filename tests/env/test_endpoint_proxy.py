@@ -1,7 +1,6 @@
 """`endpoint` graders of a worker that has no way out but a proxy."""
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -57,11 +56,3 @@ async def test_what_the_operator_does_not_allow_never_reaches_the_proxy(proxy: P
     with pytest.raises(GraderFailed, match="does not allow"):
         await reward(proxy, url)
     assert proxy.asked == []
-
-
-async def test_the_certificates_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Endpoints("")
-    monkeypatch.delattr(ssl, "create_default_context")
-    second = Endpoints("")
-    for endpoints in (first, second):
-        await endpoints.close()

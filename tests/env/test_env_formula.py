@@ -32,11 +32,6 @@ def test_no_text_takes_long_to_refuse(unit: str) -> None:
             formula.evaluate(hostile)
 
 
-@given(a=INTEGERS, b=INTEGERS)
-def test_whole_numbers_are_exact(a: int, b: int) -> None:
-    assert formula.evaluate(f"({a})*({b})+{abs(a)}") == a * b + abs(a)
-
-
 @given(text=expressions())
 @settings(max_examples=100)
 def test_what_python_computes_is_what_comes_out(text: str) -> None:

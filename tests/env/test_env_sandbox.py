@@ -40,49 +40,12 @@ def test_what_is_printed_is_output_and_not_a_result() -> None:
     assert (outcome.ending, outcome.output, outcome.value) == ("ok", "hello\nthere\n", None)
 
 
-def test_the_standard_library_can_be_imported() -> None:
-    outcome = run("import random, re, statistics, decimal, datetime, hashlib, fractions, sqlite3, asyncio\nprint(1)")
-    assert outcome.ending == "ok", outcome.reason
-
-
-def test_an_endless_loop_is_killed_at_its_time_limit() -> None:
-    outcome = run("while True: pass", timeout_s=0.5)
-    assert outcome.ending == "timeout"
-
-
 def test_code_that_ignores_signals_is_killed_all_the_same() -> None:
     outcome = run(
         "import signal, time\nfor n in range(1, 30):\n try: signal.signal(n, 1)\n except Exception: 0\ntime.sleep(60)",
         timeout_s=0.5,
     )
     assert outcome.ending == "timeout"
-
-
-def test_a_gigabyte_printed_is_stopped_early() -> None:
-    outcome = run("for _ in range(1024): print('x' * 2**20)", limits=SandboxLimits(output_bytes=10_000))
-    assert outcome.ending == "output"
-    assert len(outcome.output) == 10_000
-
-
-def test_a_memory_bomb_ends_in_a_memory_error() -> None:
-    outcome = run(
-        "x = []\nwhile True: x.append(bytearray(10**7))", limits=SandboxLimits(memory_bytes=128 * 1024 * 1024)
-    )
-    assert outcome.ending == "raised"
-    assert "MemoryError" in outcome.reason
-
-
-@pytest.mark.parametrize("layers", CONFIGURATIONS)
-def test_a_fork_bomb_makes_no_process(layers: tuple[str, ...]) -> None:
-    before = len(os.listdir("/proc"))
-    outcome = run("import os\nwhile True: os.fork()", layers=layers)
-    assert outcome.ending == "raised"
-    assert abs(len(os.listdir("/proc")) - before) < 500  # a bomb makes thousands
-
-
-def test_a_fork_bomb_without_any_layer_is_bounded_and_cleaned_up() -> None:
-    outcome = run("import os, time\nfor _ in range(100):\n    os.fork()\ntime.sleep(60)", layers=(), timeout_s=1)
-    assert outcome.ending in ("raised", "timeout")
 
 
 @pytest.mark.parametrize("layers", [*CONFIGURATIONS, ("namespaces",), ()])
@@ -128,38 +91,6 @@ def test_the_workers_environment_and_memory_cannot_be_read(layers: tuple[str, ..
         assert outcome.ending == "raised", file
 
 
-@pytest.mark.parametrize("layers", CONFIGURATIONS)
-def test_nothing_can_be_written_outside(layers: tuple[str, ...], tmp_path: Path) -> None:
-    target = tmp_path / "file"
-    target.write_text("before")
-    target.chmod(0o666)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
-    outcome = run(f"open({str(target)!r}, 'w').write('after')", layers=layers)
-    if "landlock" in layers or "namespaces" in layers:
-        assert outcome.ending == "raised"
-        assert target.read_text() == "before"
-    elif os.geteuid() != 0:  # the call has the worker's own uid, and with it the worker's files
-        with pytest.raises(InvalidInput, match="too weak"):
-            check_strength(layers)
-        return
-    assert run("import os\nopen(os.__file__, 'a')", layers=layers).ending == "raised"
-
-
-def test_a_temporary_file_can_be_written_and_is_gone_afterwards() -> None:
-    assert run("open('x', 'w').write('1')\nprint(open('x').read())").output == "1\n"
-    assert run("open('x')").ending == "raised"
-
-
-@pytest.mark.parametrize("layers", [LAYERS, ("seccomp", "landlock")])
-def test_the_worker_cannot_be_signalled(layers: tuple[str, ...]) -> None:
-    assert run(f"import os\nos.kill({os.getpid()}, 0)", layers=layers).ending == "raised"
-
-
-def test_other_programs_cannot_be_started() -> None:
-    assert run("import subprocess\nsubprocess.run(['/bin/ls'])").ending == "raised"
-
-
 def test_no_descriptor_of_the_worker_is_inherited() -> None:
     read, write = os.pipe()
     os.set_inheritable(write, True)
@@ -188,11 +119,6 @@ def test_a_result_cannot_be_forged_by_writing_one(source: str) -> None:
 
 def test_a_missing_function_is_named() -> None:
     assert "grade()" in call("x = 1", {}, {}).reason
-
-
-def test_the_layers_that_hold_are_reported() -> None:
-    layers = asyncio.run(Sandbox().probe())
-    assert {"network", "seccomp", "audit"} & set(layers)
 
 
 def test_calls_wait_for_a_free_place_and_their_limit_begins_then() -> None:

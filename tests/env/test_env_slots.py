@@ -1,7 +1,6 @@
 """An env worker's slots are shared by weight: one tenant's many slow steps do not keep another waiting."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -104,19 +103,3 @@ async def test_a_step_behind_a_hundred_slow_ones_of_another_tenant_is_done_while
     async with working(bus, environment):
         assert await answers(bus, 1) == ["one"]
         assert environment.most == SLOTS + 1, "a slot is kept for a tenant that holds none"
-
-
-async def test_with_more_workers_none_is_idle_while_messages_wait_in_another(bus: Bus) -> None:
-    """The first worker reads all; the second gets those that the first puts back."""
-    first, second = Gated(), Gated()
-    await bus.publish([asked(bus, "many", n) for n in range(SLOTS * 3)])
-    async with working(bus, first):
-        while first.under_way < SLOTS:
-            await asyncio.sleep(0.01)
-        async with working(bus, second):
-            while second.under_way < SLOTS:
-                await asyncio.sleep(0.01)
-            assert first.under_way == SLOTS
-            first.gate.set()
-            second.gate.set()
-            assert Counter(await answers(bus, SLOTS * 3)) == {"many": SLOTS * 3}

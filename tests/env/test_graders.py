@@ -108,9 +108,22 @@ def test_string_check_compares(operation: str, output: str, answer: str, reward:
     assert grade(check(operation), output, {"answer": answer}) == reward
 
 
-def test_a_variable_that_the_item_lacks_fails_the_grader() -> None:
-    with pytest.raises(GraderFailed, match=r"item\.answer"):
-        grade(check("eq"), "95", {"question": "x"})
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{{item.answer}}", r"{{item\.answer}}: there is no such field"),
+        ("{{item.parts.2.x}}", r"{{item\.parts\.2}}: there is no such field"),
+        ("{{sample.output_json.x}}", "the output is not JSON"),
+    ],
+)
+def test_a_variable_without_a_value_fails_the_grader(text: str, reason: str) -> None:
+    with pytest.raises(GraderFailed, match=reason):
+        grade(check("eq") | {"reference": text}, "95]", {"question": "x", "parts": [{}, {"x": 1}]})
+
+
+def test_a_variable_may_lead_into_objects_and_lists() -> None:
+    grader = check("eq") | {"input": "{{sample.output_json.a.0}}", "reference": "{{item.parts.1.x}}"}
+    assert grade(grader, '{"a": [95]}', {"parts": [{}, {"x": 95}]}) == 1.0
 
 
 def test_a_reference_with_braces_is_not_a_template() -> None:
@@ -139,12 +152,6 @@ async def test_similarity_is_one_for_the_same_text_and_less_for_another(runner: 
     assert (same, none) == pytest.approx((1.0, 0.0), abs=1e-9) and 0 <= some < 1
 
 
-@in_module
-async def test_rouge_1_is_the_f_measure_of_words(runner: GraderRunner) -> None:
-    result = await graded(runner, alike("rouge_1"), "a b", {"answer": "a b c d"})
-    assert result.reward == pytest.approx(2 * 1 * 0.5 / 1.5)
-
-
 def test_a_comparison_of_long_texts_ends_at_its_limit_and_the_next_one_works() -> None:
     long = " ".join(str(n % 7) for n in range(3_000))
 
@@ -171,15 +178,10 @@ def test_a_comparison_ends_with_its_worker() -> None:
 async def test_a_threshold_is_reported_beside_the_reward(runner: GraderRunner) -> None:
     result = await graded(runner, alike("rouge_1") | {"pass_threshold": 0.5}, "a b", {"answer": "a b c d"})
     assert result.parts == {"passed": 1.0}
-    assert result.reward < 1
+    assert result.reward == pytest.approx(2 * 1 * 0.5 / 1.5), "the F-measure of words"
 
 
 # ------------------------------------------------------------------------------------------------------- python
-
-
-def test_a_python_grader_sees_sample_and_item() -> None:
-    source = "def grade(sample, item):\n    return 0.5 * (sample['output_text'] == item['answer'])"
-    assert grade(python(source), "95", {"answer": "95"}) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -231,7 +233,6 @@ async def test_a_formula_without_a_value_fails_the_grader(runner: GraderRunner) 
     ("output", "answer", "equal"),
     [
         ("The answer is 3/4.", "0.75", True),
-        (r"so \boxed{2\sqrt{3}}", r"\sqrt{12}", True),
         (r"\boxed{x^2+2x+2}", "(x+1)^2", False),
         ("no idea", "5", False),
     ],
@@ -338,11 +339,10 @@ def test_an_address_that_the_operator_does_not_list_is_not_called(server: str, h
 
 
 def test_a_listed_name_that_leads_to_a_private_address_is_not_called(server: str) -> None:
-    port = server.rpartition(":")[2]
-    for host in (f"localhost:{port}",):
-        with pytest.raises(GraderFailed, match="address of localhost"):
-            grade(endpoint(f"http://{host}/good"), "", {"answer": ""}, hosts="localhost")
-        assert grade(endpoint(f"http://{host}/good"), "", {"answer": ""}, hosts="localhost, 127.0.0.1, ::1") == 1.0
+    local = endpoint(f"http://localhost:{server.rpartition(':')[2]}/good")
+    with pytest.raises(GraderFailed, match="address of localhost"):
+        grade(local, "", {"answer": ""}, hosts="localhost")
+    assert grade(local, "", {"answer": ""}, hosts="localhost, 127.0.0.1, ::1") == 1.0
 
 
 @pytest.mark.parametrize("host", ["[::ffff:127.0.0.1]", "[::1]", "169.254.169.254", "0.0.0.0"])

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import msgspec
 import pytest
 
 from common.cancellation import running
-from common.tasks import environments
 from common.tasks.environments import validate_environment
 from common.wire.codec import decode, encode
 from common.wire.messages import Cancel, EnvSpec, Failure, Message, Start, TurnRequest, TurnResult
@@ -174,18 +172,6 @@ async def test_a_replay_that_shows_something_else_masks_the_trajectory(monkeypat
     await until(lambda: len(second.sessions) == 0)
 
 
-async def test_a_replay_whose_session_does_not_open_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = await EnvWorker("a").first(live_start())
-
-    async def broken(self: Adding, item: dict[str, Any], seed: int) -> Any:
-        raise RuntimeError("no such world")
-
-    monkeypatch.setattr(Adding, "open", broken)
-    scored = await EnvWorker("b").turn(request, "10")
-    lost = "the trajectory's session was lost, and its replay failed: RuntimeError: no such world"
-    assert scored.failure.kind == "infrastructure" and scored.failure.reason.startswith(lost)
-
-
 async def test_an_error_of_a_session_masks_the_trajectory_and_closes_it(story: Path) -> None:
     worker = EnvWorker("a")
     request = await worker.first(live_start(args={"story": str(story)}))
@@ -286,27 +272,3 @@ def test_a_live_environment_is_checked_when_the_job_is_created() -> None:
     validate_environment(EnvSpec("adding", {"turns": 2}))
     with pytest.raises(Exception, match="unknown field 'turn'"):
         validate_environment(EnvSpec("adding", {"turn": 2}))
-
-
-def test_packages_are_walked_through_once_until_one_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    walks: list[str] = []
-
-    def counted(*, group: str) -> Any:
-        walks.append(group)
-        return entry_points(group=group)
-
-    monkeypatch.setattr(environments, "entry_points", counted)
-    catalogue = EnvWorker("a").environments
-    for _ in range(3):
-        assert catalogue.is_live(EnvSpec("adding", {})) and not catalogue.is_live(EnvSpec("supervised", {}))
-    assert len(walks) == 1
-    assert not catalogue.is_live(EnvSpec("unknown", {}))
-    assert len(walks) == 2
-    # When one is installed, then it is found
-    (tmp_path / "late").mkdir()
-    monkeypatch.syspath_prepend(tmp_path / "late")
-    assert "late" not in environments.installed()
-    install(tmp_path / "late", names=("late",))
-    assert "late" in environments.installed()

@@ -163,12 +163,3 @@ async def test_trajectories_of_a_killed_worker_are_replayed_and_end_once(cluster
     }
     assert cluster.told(killed.pid) == {"open": NUM, "step": NUM}
     await cluster.until(lambda: cluster.told(other.pid), {"open": NUM, "step": 3 * NUM, "close": NUM})
-
-
-async def test_a_worker_that_cannot_say_that_it_is_there_ends(cluster: Cluster) -> None:
-    worker = await cluster.env_worker()
-    await cluster.until(lambda: cluster.bus.client.zcard(CELL.env_workers), 1)
-    await cluster.bus.client.delete(CELL.env_workers)
-    await cluster.bus.client.set(CELL.env_workers, "not what it was")
-    async with asyncio.timeout(60):
-        assert await worker.wait() == 1

@@ -14,8 +14,6 @@ import pytest
 from common.text.tokens import ChatTokenizer
 from common.wire.messages import TurnRequest
 from env_service import work
-from env_service.conversation import Conversation
-from env_service.environment import Step
 from env_service.environments.catalogue import Catalogue
 from env_service.graders.endpoint import Endpoints
 from env_service.graders.runner import GraderRunner
@@ -24,7 +22,7 @@ from env_service.handler import EnvHandler
 from env_service.live.sessions import Sessions
 from env_service.sandbox.sandbox import Sandbox
 from tests.common.test_worker import until
-from tests.env.test_env_handler import CALL, CELL, TINY, TOKENIZER, result_of, single, start_of
+from tests.env.test_env_handler import CELL, TINY, TOKENIZER, single
 from tests.env.test_long_texts import longest_stop
 
 LONG = "What is 347*86? The quick brown fox says no.\n" * 8_000
@@ -78,23 +76,6 @@ async def test_a_long_prompt_is_rendered_beside_the_loop(handler: EnvHandler) ->
     assert isinstance(request, TurnRequest) and len(request.tokens) > 250_000
     assert stop_s < PART * own_s
     assert request.usage.env_s > PART * own_s, "the thread's time is charged"
-
-
-async def test_a_long_reply_is_rendered_beside_the_loop() -> None:
-    conversation, messages = (
-        Conversation(TOKENIZER, work.Threads()),
-        [{"role": "tool", "tool_call_id": "call_0", "content": LONG}],
-    )
-    request, _ = await handled(handler_of(TOKENIZER), start_of("calculator"))
-    shown: list[int] = []
-
-    async def reply() -> None:
-        shown.extend(await conversation.reply(result_of(request, CALL), Step(messages=messages, done=False)))
-
-    own_s = cpu_s(lambda: TOKENIZER.reply(messages))
-    stop_s = await longest_stop(reply())
-    assert shown == TOKENIZER.reply(messages)
-    assert stop_s < PART * own_s
 
 
 async def test_long_texts_of_one_tenant_keep_no_other_waiting() -> None:

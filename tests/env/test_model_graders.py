@@ -197,14 +197,10 @@ def test_a_score_is_a_number_alone_or_a_json_objects_result(text: str, reward: f
 @pytest.mark.parametrize(
     "text",
     [
-        "7/10",
         "٣",
         "nan",
-        "true",
-        "[7]",
         '{"score": 7}',
         '{"result": true}',
-        '{"result": null}',
         "-1",
         '{"result": 1' + "0" * 400 + "}",
     ],

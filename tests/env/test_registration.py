@@ -1,7 +1,6 @@
 """Env workers that are gone are noticed, and the turns in their streams go to others."""
 
 from common.bus.bus import Bus
-from common.bus.streams import GROUP_ENV
 from env_service.live.registration import Registration
 from tests.common.test_bus import start
 
@@ -91,18 +90,6 @@ async def test_a_worker_that_has_begun_to_be_emptied_has_missed_its_turns(bus: B
     assert not await bus.client.zscore(bus.cell.env_workers, "other")
     await other.says_it_is_there()
     assert other.missed_times == 1
-
-
-async def test_what_was_moved_is_settled_by_its_new_holder_alone(bus: Bus) -> None:
-    one, other = await two(bus)
-    await other.gets(149)
-    (held,) = await bus.read([bus.cell.env_worker("other")], GROUP_ENV, "other", count=1)
-    script = one.registration._script  # pyright: ignore[reportPrivateUsage]
-    cell = bus.cell
-    await other.is_late()
-    words = ["one", 1000, cell.env_worker(""), cell.looked(cell.env_worker("")), GROUP_ENV]
-    assert await script(keys=[cell.env_workers, cell.env], args=words) == [0, 1], "one call of several"
-    assert not await bus.pending(held.stream, GROUP_ENV, after="0")
 
 
 async def test_a_worker_that_leaves_gives_its_turns_to_all_and_takes_nobodys(bus: Bus) -> None:

@@ -1,17 +1,14 @@
 """Examples of supervised jobs in an env worker: nobody samples them."""
 
 import asyncio
-import time
 from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
 from common.tasks.environments import SUPERVISED
-from common.text.examples import Example
 from common.wire.messages import ScoredTrajectory, Start, TurnRequest, f32
-from env_service.examples import TOKENS, example_of
+from env_service.examples import TOKENS
 from tests.env.test_env_handler import CELL, TOKENIZER, Run, result_of, start_of
 
 ITEM = {"messages": [{"role": "user", "content": "min 3,1,2"}, {"role": "assistant", "content": "1"}]}
@@ -39,16 +36,6 @@ def test_an_example_goes_straight_into_its_jobs_batch() -> None:
         None,
     )
     assert scored.usage.sampled_tokens == scored.usage.prompt_tokens == 0
-
-
-def test_while_an_example_waits_for_other_threads_it_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def waits(*given: Any) -> Example:
-        time.sleep(2)
-        return example_of(*given)
-
-    monkeypatch.setattr("env_service.handler.example_of", waits)
-    [(_, scored)] = handled(start())
-    assert 0 < scored.usage.env_s < 2
 
 
 def test_a_held_out_example_is_measured_by_an_engine() -> None:

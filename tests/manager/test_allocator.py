@@ -13,7 +13,6 @@ from common.wire.messages import EnvSpec
 from harness.standin import FixedSlots, job_spec
 from manager_service.records.job_records import JobSpec
 from manager_service.records.tenants import TenantRecord
-from manager_service.scheduling.fairness import examples_room
 from tests.support.owner_world import World
 
 SEEDS = st.integers(0, 10**9)
@@ -186,26 +185,6 @@ def test_held_out_examples_need_rollout_workers() -> None:
     world.add(supervised("learner", "a", batch_size=4, num_steps=5, num_eval_items=6))
     world.run()
     assert world.issued["learner"] == 20 + 2 * 6
-
-
-def test_a_tenant_with_examples_alone_takes_nothing_from_another_owners_rollouts() -> None:
-    world = World(random.Random(1))
-    world.add(supervised("learner", "a", batch_size=4, num_steps=50))
-    while not world.examples:
-        world.turn()
-    assert sum(world.allocator.active_weights(range(16)).values()) == 0
-
-
-@settings(max_examples=20, deadline=None)
-@given(slots=st.integers(1, 64), others=st.integers(0, 200), share=st.floats(0, 1), open_examples=st.integers(0, 200))
-def test_examples_have_their_tenants_share_of_env_workers_and_what_others_leave(
-    slots: int, others: int, share: float, open_examples: int
-) -> None:
-    how: dict[str, Any] = {"slots": slots, "others": others, "share": share, "open_examples": open_examples}
-    found = examples_room(memory_used=0.0, **how)
-    allowed = max(1.5 * slots * share, 1.5 * slots - others)
-    assert found == max(0 if open_examples else 1, int(allowed) - open_examples)
-    assert examples_room(memory_used=0.7, **how) == 0
 
 
 @settings(max_examples=3, deadline=None)

@@ -15,8 +15,6 @@ from typing import Any, ClassVar, cast
 from urllib.parse import parse_qs, parse_qsl, urlsplit
 
 import pytest
-from rich.markup import render
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from common.settings import TINY
@@ -211,42 +209,33 @@ def test_what_a_job_would_need_is_said_before_it_is_created(api: type[FakeApi]) 
     assert api.requests[-1][0] == ESTIMATED[1], "no job is created"
 
 
-@pytest.mark.parametrize("status", [200, 400])
-def test_an_estimate_leaves_no_files_behind(api: type[FakeApi], tmp_path: Path, status: int) -> None:
+@pytest.mark.parametrize(("estimate", "status"), [(True, 200), (True, 400), (False, 400)])
+def test_neither_an_estimate_nor_a_refused_job_leaves_files_behind(
+    api: type[FakeApi], tmp_path: Path, estimate: bool, status: int
+) -> None:
     (items := tmp_path / "items.jsonl").write_text('{"messages": [], "answer": "1"}\n')
+    path = ESTIMATED[1] if estimate else "/v1/fine_tuning/jobs"
     api.answers = {
         ("POST", "/v1/files"): {"id": "file-1"},
         ("DELETE", "/v1/files/file-1"): {"deleted": True},
-        ESTIMATED: (status, ESTIMATE if status == 200 else {"error": {"message": "no such field"}}),
+        ("POST", path): (status, ESTIMATE if status == 200 else {"error": {"message": "no such field"}}),
     }
     with nullcontext() if status == 200 else pytest.raises(Refused, match="no such field"):
-        run("submit", str(items), "--validation", str(items), "--grader", "math:answer", "--estimate")
+        words = ("submit", str(items), "--validation", str(items), "--grader", "math:answer")
+        run(*words, "--estimate" if estimate else "--json")
     asked = [path for path, _ in api.requests]
-    assert asked == ["/v1/files", "/v1/files", ESTIMATED[1], "/v1/files/file-1", "/v1/files/file-1"]
+    assert asked == ["/v1/files", "/v1/files", path, "/v1/files/file-1", "/v1/files/file-1"]
 
 
-def test_a_refused_job_leaves_no_files_behind(api: type[FakeApi], tmp_path: Path) -> None:
+def test_what_is_seen_here_is_said_before_anything_is_uploaded(api: type[FakeApi], tmp_path: Path) -> None:
     (items := tmp_path / "items.jsonl").write_text('{"messages": [], "answer": "1"}\n')
-    api.answers = {
-        ("POST", "/v1/files"): {"id": "file-1"},
-        ("DELETE", "/v1/files/file-1"): {"deleted": True},
-        ("POST", "/v1/fine_tuning/jobs"): (400, {"error": {"message": "no such field"}}),
-    }
-    words = ("submit", str(items), "--validation", str(items), "--grader", "math:answer", "--json")
-    for submit in (lambda: run(*words), lambda: Client().submit(items, validation=items, grader="math:answer")):
-        api.requests.clear()
-        with pytest.raises(Refused, match="no such field"):
-            submit()
-        asked = [path for path, _ in api.requests]
-        assert asked == ["/v1/files", "/v1/files", "/v1/fine_tuning/jobs", "/v1/files/file-1", "/v1/files/file-1"]
-    api.requests.clear()
     for wrong, complaint in (
         (["--log", "mlflow:sums"], "mlflow:sums: write wandb:PROJECT or trackio:PROJECT"),
         (["--adapter", str(tmp_path)], "there is no adapter_config.json"),
     ):
         with pytest.raises(InvalidInput, match=complaint):
-            run(*words, *wrong)
-    assert not api.requests, "what is seen here is said before anything is uploaded"
+            run("submit", str(items), "--grader", "math:answer", *wrong)
+    assert not api.requests
 
 
 def test_a_password_in_the_url_is_refused_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,16 +322,6 @@ def test_a_broken_stream_of_events_is_resumed_where_it_broke(api: type[FakeApi])
     assert len(run("events", "ftjob-1", "--follow", "--json").splitlines()) == 2  # has ended: not asked again
 
 
-def test_help_is_no_markup_and_is_not_cut() -> None:
-    group: Any = get_command(app)
-    commands = [*group.commands.values(), *group.commands["env"].commands.values()]
-    texts = [getattr(one, "help", None) or "" for command in commands for one in (command, *command.params)]
-    assert len(texts) > 50
-    assert [text for text in texts if render(text).plain != text] == []
-    result = CliRunner().invoke(app, ["submit", "--help"], env={"COLUMNS": "80"})
-    assert "NAME@REVISION" in result.output and "… │" not in result.output
-
-
 def test_a_program_submits_rows_and_waits(api: type[FakeApi]) -> None:
     rows = [{"messages": [{"role": "user", "content": "für 1\u2028"}], "answer": "1"}]
     api.answers = {("POST", "/v1/files"): {"id": "file-1"}, ("POST", "/v1/fine_tuning/jobs"): JOB}
@@ -425,12 +404,6 @@ def test_events_and_watch_say_why_a_step_warns(api: type[FakeApi]) -> None:
     watched = run("watch", "ftjob-1").splitlines()
     assert watched[0].startswith("acme/sums: ") and watched[0].endswith(said)
     assert watched[1].startswith("acme/sums: succeeded")
-    # And the live view shows it below the jobs
-    progress = JobProgress("ftjob-1", tenant="acme", label="sums")
-    progress.add(event, now=0.0)
-    with output.console.capture() as capture:
-        output.console.print(live_view([progress], [], 0.0), soft_wrap=True)
-    assert capture.get().splitlines()[-1] == watched[0]
 
 
 def test_an_error_is_one_line_that_is_shown_and_not_sent_and_exit_status_1(tmp_path: Path) -> None:
@@ -440,16 +413,6 @@ def test_an_error_is_one_line_that_is_shown_and_not_sent_and_exit_status_1(tmp_p
     (tmp_path / "api_key").write_text(KEY)
     result = marlaas("submit", "\x1b[2J:x:\u202e.jsonl", "--grader", "math:answer", "--data", str(tmp_path))
     assert (result.returncode, result.stderr) == (1, "error: \\u001b[2J:x:\\u202e.jsonl: No such file or directory\n")
-
-
-def test_names_in_a_narrow_terminal_can_be_copied(api: type[FakeApi], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output.console, "width", 60)
-    name = f"ft:a-base-model-of-a-long-name:acme:{'x' * 60}:ftjob-1"
-    why = {"message": "because " * 40}
-    api.answers["GET", "/v1/fine_tuning/jobs"] = [{**JOB, "fine_tuned_model": name}, {**JOB, "error": why, "id": "2"}]
-    printed = run("jobs")
-    assert name in printed
-    assert max(map(len, printed.splitlines())) < len(name) + 140
 
 
 def test_pull_unpacks_the_newest_version(api: type[FakeApi], tmp_path: Path) -> None:
@@ -564,17 +527,6 @@ def test_the_best_and_the_worst_samples_come_first(api: type[FakeApi]) -> None:
     api.answers["GET", "/v1/fine_tuning/jobs/ftjob-1"] = {**JOB, "version": 2}
     assert "no samples of step 99: the job is at step 2" in run("samples", "ftjob-1", "--step", "99")
     assert "No such samples" in run("samples", "ftjob-1", "--step", "2")
-
-
-@pytest.mark.parametrize("option", ["--best", "--worst"])
-def test_samples_without_a_reward_are_neither_the_best_nor_the_worst(api: type[FakeApi], option: str) -> None:
-    path = ("GET", "/v1/fine_tuning/jobs/ftjob-1/samples")
-    learned = [kept(2, sample, None, "1") | {"failure": None} for sample in range(2)]
-    api.answers = {path: (200, as_lines(*learned))}
-    assert "No sample that is kept has a reward" in run("samples", "ftjob-1", option)
-    api.answers = {path: (200, as_lines(*learned, kept(2, 2, 0.5, "")))}
-    (line,) = run("samples", "ftjob-1", option, "--json").splitlines()
-    assert json.loads(line)["sample"] == 2
 
 
 def test_logs_are_whole_messages_by_level(api: type[FakeApi]) -> None:
@@ -692,23 +644,6 @@ def test_shorthands() -> None:
     assert parse_hyper("lora_targets=q_proj") == ("lora_targets", "q_proj")
     with pytest.raises(InvalidInput):
         parse_hyper("max_steps")
-
-
-def test_progress_is_what_the_events_say() -> None:
-    progress = JobProgress("ftjob-1")
-    for now, event in enumerate(EVENTS):
-        progress.add(event, now=float(now))
-    progress.update(JOB)
-    assert (progress.step, progress.num_steps, progress.rewards) == (2, 2, [0.6, 0.9])
-    assert (progress.eval_before, progress.eval_after) == (0.5, 0.97)
-    assert (progress.tenant, progress.label, progress.seconds) == ("acme", "sums", 60)
-
-
-def test_a_long_message_is_cut_and_says_by_how_much(api: type[FakeApi]) -> None:
-    event = {**metrics(1, step=1), "level": "warn", "message": "x" * 100_000}
-    api.answers = {("GET", "/v1/fine_tuning/jobs/ftjob-1/events"): [event]}
-    assert "(99,600 more characters)" in (shown := run("events", "ftjob-1")) and len(shown) < 600
-    assert json.loads(run("events", "ftjob-1", "--json")) == event
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,19 @@ def after(*rounds: tuple[float, float], due: float = 0.25, asks: bool = True) ->
     return found
 
 
-def test_a_share_that_gets_its_due_is_left_alone() -> None:
-    assert after(*[(1.0, 3.0)] * 5).factor == 1.0
+@pytest.mark.parametrize(
+    ("found", "factor"),
+    [
+        (after(*[(1.0, 3.0)] * 5), 1.0),  # gets its due
+        (after(*[(0.0, 4.0)] * 20), MAX_FACTOR),
+        (after(*[(4.0, 0.0)] * 20), 1 / MAX_FACTOR),
+        (after(*[(0.0, 4.0)] * 5, asks=False), 1.0),
+        (after(*[(0.0, 4.0)] * 5, due=1.0), 1.0),
+        (after((0.0, MIN_MEASURED_S / 2)), 1.0),  # little is not told from chance
+    ],
+)
+def test_a_share_is_corrected_within_bounds_while_it_asks_for_more(found: Correction, factor: float) -> None:
+    assert found.factor == factor
 
 
 @pytest.mark.parametrize("got", [0.15, 0.2, 0.3, 0.4])
@@ -35,21 +46,6 @@ def test_a_share_that_gets_more_or_less_comes_to_its_due(got: float) -> None:
     assert got * found.factor == pytest.approx(0.25, rel=0.01)
 
 
-def test_it_stays_within_bounds() -> None:
-    assert after(*[(0.0, 4.0)] * 20).factor == MAX_FACTOR
-    assert after(*[(4.0, 0.0)] * 20).factor == 1 / MAX_FACTOR
-
-
-def test_what_it_gets_while_it_asks_for_no_more_says_nothing() -> None:
-    assert after(*[(0.0, 4.0)] * 5, asks=False).factor == 1.0
-    assert after(*[(0.0, 4.0)] * 5, due=1.0).factor == 1.0
-    # Nor does what it got before it asked
-    found = Correction()
-    found.look({"jobs": 0.0, "samples": 100.0}, "jobs", 0.25, asks=False)
-    found.look({"jobs": 1.0, "samples": 103.0}, "jobs", 0.25, asks=True)
-    assert found.factor == 1.0
-
-
 def test_what_was_served_before_it_looked_says_nothing() -> None:
     found = Correction()
     found.look({"jobs": 1000.0, "samples": 0.0}, "jobs", 0.25, asks=True)
@@ -58,11 +54,6 @@ def test_what_was_served_before_it_looked_says_nothing() -> None:
     found.look({"samples": 10.0}, "jobs", 0.25, asks=True)
     found.look({"jobs": 1.0, "samples": 13.0}, "jobs", 0.25, asks=True)
     assert found.factor == 1.0
-
-
-def test_little_is_not_told_from_chance() -> None:
-    assert after((0.0, MIN_MEASURED_S / 2)).factor == 1.0
-    assert after((0.0, MIN_MEASURED_S / 2), (0.0, MIN_MEASURED_S / 2)).factor > 1.0
 
 
 def test_an_owners_share_of_the_slots_is_corrected_beside_samplers_alone() -> None:

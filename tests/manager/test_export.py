@@ -14,21 +14,20 @@ from openai import AsyncOpenAI
 
 from common.cancellation import running
 from common.children.processes import ChildProcess
-from common.errors import Unavailable
 from common.outgoing import Caller
-from common.wire.messages import Failure
 from manager_service.export import __main__ as exporter_main
 from manager_service.export.__main__ import installed, tell_loggers
 from manager_service.export.cells import JobCell
 from manager_service.export.exporter import Exporter
-from manager_service.export.notes import warn
 from manager_service.export.rows import named
 from manager_service.records.archive import Archive
 from manager_service.records.receivers import Receivers
 from manager_service.records.sample_records import Limits
+from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
 from tests.support.forked import begun
 from tests.support.loggers import Logger, environment_with_loggers, logger
+from tests.support.owning import is_archived
 
 STANDIN = (sys.executable, "-m", "tests.support.standin_exporter")
 STEPS = 10
@@ -43,9 +42,7 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
 
 
 @asynccontextmanager
-async def exporter(
-    server: ApiServer, command: Sequence[str] = STANDIN, **settings: Any
-) -> AsyncGenerator[ChildProcess]:
+async def exporter(server: ApiServer, command: Sequence[str] = STANDIN) -> AsyncGenerator[ChildProcess]:
     """Runs an exporter on the server's records; kills it with SIGKILL at the end."""
     own = server.api.settings
     environment = {
@@ -53,7 +50,6 @@ async def exporter(
         "MARLAAS_DATA_DIR": str(own.data_dir),
         "MARLAAS_EXPORT_EVERY_S": "0.1",
         "MARLAAS_LEASE_S": "1",
-        **{f"MARLAAS_{name.upper()}": str(value) for name, value in settings.items()},
     }
     if command == STANDIN:
         process = await begun(STANDIN[-1], own.data_dir / "exporter.log", **environment)
@@ -71,12 +67,6 @@ async def create(client: AsyncOpenAI, logger: str, *more: str, **hyper: Any) -> 
     body: dict[str, Any] = {"method": method(batch_size=1, group_size=2, **hyper), "integrations": integrations}
     made = await client.fine_tuning.jobs.create(model="tiny", training_file=await upload(client), **body)
     return made.id
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(100):
-        while not await condition():
-            await asyncio.sleep(0.05)
 
 
 async def nothing_waits(server: ApiServer) -> bool:
@@ -104,9 +94,9 @@ async def test_wandb_offline_and_trackio_hold_every_step_once(server: ApiServer)
 
 
 async def killed(
-    server: ApiServer, command: Sequence[str], loggers: dict[str, Logger], *, times: int, step_s: float, **settings: Any
+    server: ApiServer, command: Sequence[str], loggers: dict[str, Logger], *, times: int, step_s: float
 ) -> None:
-    """`step_s`: seconds of a step, until the last kill. `settings`: the exporter's."""
+    """`step_s`: seconds of a step, until the last kill."""
     folder = server.api.settings.data_dir / "loggers" / "default"
 
     def amounts(job: str) -> list[int]:
@@ -117,12 +107,12 @@ async def killed(
         job = await create(server.openai, *loggers, max_steps=STEPS)
         for _ in range(times):
             before = amounts(job)
-            async with exporter(server, command, **settings), asyncio.timeout(100):
+            async with exporter(server, command), asyncio.timeout(100):
                 while not all(now > then for now, then in zip(amounts(job), before, strict=True)):
                     await asyncio.sleep(0.02)
         env.delay_s = 0.0
         await until(lambda: has_ended(server, job))
-        async with exporter(server, command, **settings):
+        async with exporter(server, command):
             await until(lambda: nothing_waits(server))
     expected = await figures(server, job)
     assert [step for step, _ in expected if step] == list(range(1, STEPS + 1))
@@ -150,17 +140,14 @@ async def test_a_logger_that_is_installed_while_the_exporter_runs_is_found_and_a
     monkeypatch.setattr(exporter_main, "LOOK_EVERY_S", 0.1)
     receivers = Receivers(server.api.redis)
 
-    async def found(loggers: list[str]) -> None:
-        async def are_told() -> bool:
-            return await receivers.installed() == loggers
-
-        await until(are_told)
+    async def found(loggers: list[str]) -> bool:
+        return await receivers.installed() == loggers
 
     async with running(tell_loggers(receivers, server.bus, installed)), running_jobs(server):
-        await found([])
+        await until(lambda: found([]))
         for name in ("trackio", "wandb"):
             (tmp_path / f"{name}.py").touch()
-        await found(["trackio", "wandb"])
+        await until(lambda: found(["trackio", "wandb"]))
         job = await create(server.openai, "wandb", "trackio", max_steps=1)
         await until(lambda: has_ended(server, job))
         await receivers.set_key("default", "wandb", "k" * 40, "https://wandb.example.org")
@@ -174,22 +161,10 @@ async def test_a_logger_that_is_installed_while_the_exporter_runs_is_found_and_a
     ] == []
 
 
-async def test_a_job_that_fails_leaves_nothing_waiting(server: ApiServer, tmp_path: Path) -> None:
-    async with running_jobs(server) as env, running(exporter_here(server, tmp_path, give_up_s=3600).run()):
-        env.reward = lambda start, sample: Failure("grader", "it raised")
-        job = await create(server.openai, "trackio", max_steps=2)
-        await until(lambda: nothing_waits(server))
-    assert (await server.openai.fine_tuning.jobs.retrieve(job)).status == "failed"
-
-
 async def test_what_came_while_no_exporter_ran_is_written_later_from_the_archive(server: ApiServer) -> None:
     async with running_jobs(server, archive_after_s=0.0):
         job = await create(server.openai, "wandb", max_steps=3)
-
-        async def is_archived() -> bool:
-            return not await server.api.redis.exists(server.bus.cell.job(job))
-
-        await until(is_archived)
+        await until(lambda: is_archived(server.bus, job))
     async with exporter(server):
         await until(lambda: nothing_waits(server))
     folder = server.api.settings.data_dir / "loggers" / "default" / "wandb"
@@ -246,40 +221,14 @@ async def test_more_exports_than_may_wait_are_given_up(
     assert [bool(logger("standin").read(folder, job)) for job in jobs] == [told[job] == [] for job in jobs]
 
 
-async def test_what_cannot_be_said_of_a_job_that_is_given_up_is_said_later(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    num_said = 0
-
-    async def fails_once(*told: Any) -> None:
-        nonlocal num_said
-        num_said += 1
-        if num_said == 1:
-            raise Unavailable("the records are being moved")
-        await warn(*told)
-
-    monkeypatch.setattr("manager_service.export.notes.warn", fails_once)
-    await Receivers(server.api.redis).set_key("default", "wandb", "secret-of-mine", "https://wandb.example.org")
-    async with running_jobs(server):
-        job = await create(server.openai, "wandb", max_steps=1)
-        await until(lambda: has_ended(server, job))
-    async with running(exporter_here(server, tmp_path, give_up_s=0).run()):
-        await until(lambda: nothing_waits(server))
-    (said,) = await warnings(server, job)
-    assert said.startswith("wandb: given up, its last figures are not written: ")
-
-
 async def test_servers_that_hang_keep_no_file_waiting(server: ApiServer, tmp_path: Path) -> None:
     folder = tmp_path / "loggers"
-
-    async def all_hang() -> bool:
-        return all((folder / tenant / "wandb" / ".home").exists() for tenant in ("beta", "gamma"))
 
     async with running_jobs(server), running(exporter_here(server, tmp_path, give_up_s=3600, hosts="127.0.0.1").run()):
         for tenant in ("beta", "gamma"):
             await Receivers(server.api.redis).set_key(tenant, "wandb", "hangs", "http://127.0.0.1")
             await create(await server.new_tenant(tenant), "wandb", max_steps=1)
-        await until(all_hang)
+        await until(lambda: all((folder / name / "wandb" / ".home").exists() for name in ("beta", "gamma")))
         job = await create(server.openai, "trackio", max_steps=1)
         await until(lambda: has_ended(server, job))
 

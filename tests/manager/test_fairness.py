@@ -1,7 +1,5 @@
 """Fair sharing and batch assembly, as the pure functions that they are."""
 
-import math
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +7,7 @@ from common.sharing.fairness import Fairness
 from common.wire.messages import AdapterRef, ScoredTrajectory, TrajectoryRef
 from common.wire.transcript import shown, wrote
 from manager_service.owner.jobs.groups import Group, Scored, next_batch
-from manager_service.scheduling.fairness import OVERSUBSCRIPTION, kv_room, room, serve
+from manager_service.scheduling.fairness import room, serve
 from tests.common.test_messages import PLAIN
 
 
@@ -38,20 +36,6 @@ def test_tokens_are_shared_by_weight_whatever_a_request_costs(tenants: dict[str,
     assert max(shares) - min(shares) <= allowance
 
 
-def test_serving_goes_on_with_the_others_when_one_wants_nothing_more() -> None:
-    wants = {"a": 2, "b": 100}
-    got: list[str] = []
-
-    def grant(tenant: str) -> tuple[float, int] | None:
-        if got.count(tenant) == wants[tenant]:
-            return None
-        got.append(tenant)
-        return 1.0, 8
-
-    serve({"a": 0.0, "b": 50.0}, grant, room=40)
-    assert got == ["a", "a", "b", "b", "b"]
-
-
 def test_a_tenant_that_was_idle_neither_hoards_nor_starves() -> None:
     fairness = Fairness()
     fairness.busy({"a"})
@@ -68,31 +52,9 @@ def test_nothing_is_issued_beyond_the_slots_or_into_a_full_redis() -> None:
     assert room(slots=0, open_work=0, share=1.0, memory_used=0.0) == 0
 
 
-def test_what_waits_for_tools_makes_room_but_where_it_holds_its_slot() -> None:
-    limits = {"slots": 64, "open_work": 96, "share": 1.0, "memory_used": 0.0}
-    assert room(**limits, in_env=40) == 40  # type: ignore[arg-type]
-    assert room(**limits, in_env=40, holds_slots=True) == 0  # type: ignore[arg-type]
-    assert room(slots=64, open_work=60, share=1.0, memory_used=0.0, holds_slots=True) == 4
-
-
-@given(st.integers(0, 512), st.integers(0, 1000), st.floats(0, 1), st.integers(0, 256), st.booleans())
-def test_open_work_never_comes_to_more_than_the_workers_can_hold(
-    slots: int, open_work: int, share: float, in_env: int, holds_slots: bool
-) -> None:
-    found = room(slots=slots, open_work=open_work, share=share, memory_used=0.0, in_env=in_env, holds_slots=holds_slots)
-    most = slots * share if holds_slots else OVERSUBSCRIPTION * slots * share + in_env
-    assert found >= 0 and (found == 0 or open_work + found <= max(1, most + 1e-6))
-
-
 def test_a_share_below_one_trajectory_starts_nevertheless() -> None:
     assert room(slots=8, open_work=0, share=0.01, memory_used=0.0) == 1
     assert room(slots=8, open_work=1, share=0.01, memory_used=0.0) == 0
-
-
-def test_keys_and_values_are_limited_where_the_engines_say_how_many_they_hold() -> None:
-    assert kv_room(kv_tokens=None, open_tokens=1e12, share=1.0) == math.inf
-    assert kv_room(kv_tokens=1000, open_tokens=900, share=1.0) == 600
-    assert kv_room(kv_tokens=1000, open_tokens=900, share=0.5) == -150
 
 
 def scored(group: int, sample: int, reward: float = 1.0, version: int = 0) -> Scored:

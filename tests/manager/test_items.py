@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import NotFound
 from common.store.objects import PART_BYTES, Objects
 from manager_service.owner.jobs import items
-from manager_service.owner.jobs.items import Items, LinesOnDisk, Shuffle
+from manager_service.owner.jobs.items import LinesOnDisk, Shuffle
 
 
 @pytest.mark.parametrize("block", [2, 3, 1 << 18])
@@ -25,13 +25,6 @@ def test_lines_are_found_as_if_the_whole_file_were_split(block: int, text: str) 
         lines = LinesOnDisk(file)
         found = [lines[n].rstrip(b"\r\n") for n in range(len(lines))]
     assert found == [line for line in content.splitlines() if line.strip()]
-
-
-def test_an_item_is_parsed_when_it_is_asked_for() -> None:
-    with tempfile.TemporaryFile() as file:
-        file.write(b'{"n": 0}\r\n\n{"n": 1}\nnonsense')
-        items = Items(LinesOnDisk(file))
-        assert len(items) == 3 and items[1] == {"n": 1}
 
 
 def test_a_queued_file_holds_no_memory_however_many_lines_it_has() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +21,6 @@ from manager_service.owner.jobs.changes import Changes, KeptSamples
 from manager_service.owner.jobs.groups import Group, Scored
 from manager_service.owner.jobs.samples import chosen
 from manager_service.owner.owner import Owner
-from manager_service.owner.redis_memory import bound
 from manager_service.owner.sample_writer import SampleWriter
 from manager_service.records.archive import SampleFiles
 from manager_service.records.job_records import JobSpec, JobState
@@ -47,21 +45,6 @@ def test_what_is_kept_stays_within_the_limit_and_is_all_that_is_not_dropped(size
         assert not kept.has_dropped(min(there)) and (min(there) == 1 or kept.has_dropped(min(there) - 1))
         assert len(kept.runs) <= 40, "a job's state stays small"
     assert max(there) == len(sizes), "the newest is kept"
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, LIMIT // 4)), min_size=1, max_size=400))
-def test_what_comes_late_is_counted_and_goes_with_its_number(late: list[tuple[int, int]]) -> None:
-    kept, there = Kept(), dict[int, int]()
-    for newest, (age, size) in enumerate(late, 1):
-        number = max(0, newest - age)
-        kept.add(newest, 1, LIMIT)
-        if kept.has_dropped(number):
-            continue
-        there[number] = there.get(number, 0) + size
-        kept.add(number, size, LIMIT)
-        there = {number: size for number, size in there.items() if not kept.has_dropped(number)}
-        assert sum(there.values()) <= sum(num_bytes for _, num_bytes in kept.runs)
-        assert len(kept.runs) == 1 or sum(num_bytes for _, num_bytes in kept.runs) <= LIMIT
 
 
 class Bounded(System):
@@ -150,21 +133,6 @@ async def test_samples_wait_while_the_storage_is_away_as_far_as_there_is_memory(
         await until(lambda: has_versions(files, job_spec("job-a"), [1, 2, 4]))
 
 
-async def test_a_slow_call_for_one_jobs_samples_delays_no_other_jobs(
-    objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer, files, real = SampleWriter(objects, "tiny"), SampleFiles(objects, "tiny"), SampleFiles.write
-
-    async def write(self: SampleFiles, tenant: str, job: str, version: int, samples: bytes) -> None:
-        await (asyncio.Event().wait() if job == "job-a" else real(self, tenant, job, version, samples))
-
-    monkeypatch.setattr(SampleFiles, "write", write)
-    async with running(writer.run()):
-        for job in ("job-a", "job-b"):
-            writer.follow(of_job(job, 1))
-        await until(lambda: has_versions(files, job_spec("job-b"), [1]))
-
-
 async def test_files_of_dropped_samples_go_when_their_job_is_archived(bus: Bus, objects: Objects) -> None:
     spec, files = job_spec(), SampleFiles(objects, "tiny")
     kept = Kept(runs=[(3, 10), (5, 10)], dropped=2, newest=5)
@@ -174,18 +142,6 @@ async def test_files_of_dropped_samples_go_when_their_job_is_archived(bus: Bus, 
         await files.write(spec.tenant, spec.id, version, b"[]")
     await Archiver(bus, objects).copy([spec.id])
     assert await files.versions(spec.tenant, spec.id) == [3, 4]
-
-
-async def test_dead_letters_beyond_their_bytes_are_dropped_and_counted(bus: Bus) -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        await bus.client.xadd(bus.cell.dead, {"payload": rng.randbytes(4096)})
-    await bound(bus, bus.cell.dead, 100 * 4096)
-    left, used = await bus.client.xlen(bus.cell.dead), await bus.client.memory_usage(bus.cell.dead)
-    assert 0 < left < 100 and used is not None and used <= 100 * 4096
-    assert await bus.client.hgetall(bus.cell.dropped) == {b"dead": str(200 - left).encode()}
-    await bound(bus, bus.cell.dead, 100 * 4096)
-    assert await bus.client.xlen(bus.cell.dead) == left
 
 
 def scored_group(number: int, rewards: list[float]) -> tuple[int, Group]:

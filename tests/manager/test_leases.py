@@ -20,13 +20,6 @@ async def share(*owners: Leases) -> None:
             await owner.release(partition)
 
 
-async def test_one_owner_takes_everything_and_renews_it(bus: Bus) -> None:
-    owner = Leases(bus, "one", 60)
-    assert set((await owner.round({})).leases.values()) == {LeaseState.TAKEN}
-    again = await owner.round({})
-    assert set(again.leases.values()) == {LeaseState.RENEWED} and again.surplus == 0
-
-
 async def test_owners_that_come_get_their_share_and_those_that_go_leave_it(bus: Bus) -> None:
     # Given three owners, of which the first was there before the others
     owners = [Leases(bus, name, 60) for name in ("one", "two", "three")]
@@ -55,10 +48,6 @@ async def test_who_leaves_free_partitions_to_others_keeps_its_own_and_the_others
     assert left in mine(await two.round({}))
     kept = await one.round({}, leaves=True)
     assert len(mine(kept)) == NUM_PARTITIONS // 2 - 1 and kept.surplus == 0
-
-
-async def test_an_owner_alone_leaves_nothing_to_others(bus: Bus) -> None:
-    assert len(mine(await Leases(bus, "one", 60).round({}, leaves=True))) == NUM_PARTITIONS
 
 
 async def test_capacity_goes_to_where_the_active_tenants_are(bus: Bus) -> None:

@@ -14,7 +14,7 @@ import pytest
 from common.errors import InvalidInput
 from common.settings import TINY
 from harness.bases import QWEN3_06B
-from manager_service.launcher.devices import arrange, idle_gpu
+from manager_service.launcher.devices import arrange
 from manager_service.launcher.gpus import LocalWorker
 from manager_service.launcher.supervisor import LocalCluster, ServiceCommand
 from tests.manager.test_supervisor import API, python
@@ -163,12 +163,3 @@ async def test_each_child_sees_its_own_gpus_alone(tmp_path: Path) -> None:
 
 
 # ---- an idle GPU ----------------------------------------------------------------------------------------------------
-
-
-def test_training_on_the_cpu_beside_a_gpu_is_said(tmp_path: Path) -> None:
-    assert idle_gpu({}, tmp_path) is None
-    (tmp_path / "nvidiactl").touch()
-    assert idle_gpu({}, tmp_path) is None, "a driver without a device"
-    (tmp_path / "nvidia0").touch()
-    assert "MARLAAS_TRAINER_DEVICE=cuda" in (idle_gpu({}, tmp_path) or "")
-    assert idle_gpu({"MARLAAS_TRAINER_DEVICE": "cuda"}, tmp_path) is None

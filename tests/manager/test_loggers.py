@@ -84,14 +84,6 @@ def nth_state(folder: Path, number: int) -> Callable[[], bool]:
     return reached
 
 
-@pytest.mark.parametrize("kind", ["standin", pytest.param("trackio", marks=REAL)])  # W&B's file is moved there whole
-async def test_a_writer_that_is_killed_at_any_moment_leaves_no_row_twice(kind: str, tmp_path: Path) -> None:
-    rows, one = range(1, 400), logger(kind)
-    await killed(one, order(tmp_path, rows), nth_state(tmp_path, 10))
-    assert await written(one, order(tmp_path, rows)) == ""
-    assert one.read(tmp_path, JOB) == expected(rows)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_server_of_wandb_has_each_row_once_though_a_writer_is_killed_and_the_key_is_kept_nowhere(

@@ -8,7 +8,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import InvalidInput
 from common.settings import TINY
 from manager_service.launcher.commands import merge as merging
-from manager_service.launcher.commands.merge import base_of, floats, merge, stored
+from manager_service.launcher.commands.merge import base_of, merge
 from tests.manager.test_cli import FakeApi, api, run
 from tests.support.rollout_cases import files_of
 
@@ -82,16 +81,6 @@ def test_a_base_in_half_precision_and_several_files_keeps_its_form(tmp_path: Pat
         torch.testing.assert_close(merged[name].float(), expected[name].float(), rtol=2**-6, atol=2**-9)
 
 
-def test_bfloat16_is_rounded_as_torch_rounds() -> None:
-    values = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
-    halves = np.array([0x3F808000, 0x3F818000, 0x80000000, 0x7F7F7FFF], np.uint32).view(
-        np.float32
-    )  # two lie in the middle
-    for given in (values, halves):
-        expected = torch.from_numpy(given).to(torch.bfloat16)
-        assert floats(stored(given, "BF16"), "BF16").tolist() == expected.float().tolist()
-
-
 def refused(tmp_path: Path, folder: Path, base: Path = TINY) -> str:
     with pytest.raises(InvalidInput) as error:
         merge(folder, base, tmp_path / "merged")
@@ -117,24 +106,19 @@ def test_an_adapter_that_does_not_fit_is_refused_by_layer(tmp_path: Path) -> Non
     base = tmp_path / "base"
     shutil.copytree(TINY, base)
     weights = load_file(base / "model.safetensors")
-    fewer = {name: tensor for name, tensor in weights.items() if ".layers.3." not in name}
-    save_file(fewer, base / "model.safetensors")
-    assert "there is no model.layers.3." in refused(tmp_path, folder, base)
-    deeper = weights | {
-        name.replace(".3.", ".4."): tensor.clone() for name, tensor in weights.items() if ".layers.3." in name
-    }
-    save_file(deeper, base / "model.safetensors")
-    assert "the adapter has no factors for model.layers.4." in refused(tmp_path, folder, base)
-    wider = weights | {"model.layers.0.mlp.up_proj.weight": torch.zeros(384, 64)}
-    save_file(wider, base / "model.safetensors")
-    assert "model.layers.0.mlp.up_proj has the shape [384, 64], and the factors make [384, 128]" in refused(
-        tmp_path, folder, base
-    )
-    save_file(
-        weights | {"model.layers.0.mlp.up_proj.weight": torch.zeros(384, 128, dtype=torch.int8)},
-        base / "model.safetensors",
-    )
-    assert "has the dtype I8" in refused(tmp_path, folder, base)
+    up_proj = "model.layers.0.mlp.up_proj"
+    deeper = {name.replace(".3.", ".4."): tensor.clone() for name, tensor in weights.items() if ".layers.3." in name}
+    for changed, complaint in (
+        ({name: tensor for name, tensor in weights.items() if ".layers.3." not in name}, "there is no model.layers.3."),
+        (weights | deeper, "the adapter has no factors for model.layers.4."),
+        (
+            weights | {f"{up_proj}.weight": torch.zeros(384, 64)},
+            f"{up_proj} has the shape [384, 64], and the factors make [384, 128]",
+        ),
+        (weights | {f"{up_proj}.weight": torch.zeros(384, 128, dtype=torch.int8)}, "has the dtype I8"),
+    ):
+        save_file(changed, base / "model.safetensors")
+        assert complaint in refused(tmp_path, folder, base)
     save_file({name: tensor.half() for name, tensor in weights.items()}, base / "model.safetensors")
     huge = adapter(tmp_path / "huge", size=1e7)
     assert "no finite numbers of dtype F16" in refused(tmp_path, huge, base)

@@ -1,20 +1,18 @@
 """The owner over a real Redis and a real store, with stand-in workers around it."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from common.bus.bus import Bus, Delivery
+from common.bus.bus import Bus
 from common.bus.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER, Cell, partition_of
 from common.errors import Fenced
-from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.wire.codec import decode, encode
-from common.wire.messages import AdapterRef, AdapterUpdate, Cancel, DeadLetter, Failure, Init, Start, TrainStep, Usage
+from common.wire.messages import AdapterRef, AdapterUpdate, Cancel, DeadLetter, Failure, Start, TrainStep, Usage
 from harness.standin import (
     FixedSlots,
     StandInTrainer,
@@ -27,17 +25,14 @@ from harness.standin import (
     until_status,
 )
 from manager_service.http.quota import count_inference
-from manager_service.owner.job_reader import JobReader
-from manager_service.owner.jobs.changes import Changes, commands
+from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
 from manager_service.owner.leases import Leases, LeaseState
-from manager_service.owner.partition import Partition
 from manager_service.owner.redis_memory import measured
-from manager_service.owner.surroundings import KEEP_HINTS, Surroundings
+from manager_service.owner.surroundings import Surroundings
 from manager_service.owner.transaction import COMMIT, Commits, Fence, Lost
 from manager_service.records.job_records import JobState, Training
-from manager_service.records.keys import JSON
 from manager_service.records.sample_records import LIMITS
 from manager_service.records.tenants import TENANTS, TenantRecord, Tenants
 from manager_service.scheduling.allocator import Allocator
@@ -55,16 +50,6 @@ async def test_a_job_trains_its_steps_and_the_ledger_balances(system: System) ->
     assert steps == [1, 2, 3, 4, 5]
     for key in (system.bus.cell.active(partition_of(spec.tenant)), system.bus.cell.begun):
         assert await system.bus.client.scard(key) == 0
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-async def test_lag_never_exceeds_the_jobs_staleness(system: System, staleness: int) -> None:
-    spec = job_spec(num_steps=8, max_staleness=staleness)
-    await system.run_job(spec)
-    lags = [step.adapter.version - int(v) for step in system.trainer.seen for v in step.rows.versions.numpy()]
-    assert max(lags) <= staleness
-    assert (max(lags) > 0) == (staleness > 0), "groups are issued ahead where they may be"
-    assert balanced(await ledger_of(system.bus, spec.id))
 
 
 async def test_a_masked_trajectory_is_left_out_and_a_failed_group_replaced(system: System) -> None:
@@ -135,24 +120,6 @@ async def test_without_any_signal_the_version_is_committed_unchanged(system: Sys
     assert ledger == {"issued": 48, "filtered": 48, "in_flight": 0}
 
 
-async def test_pause_stops_the_job_and_resume_finishes_it(system: System) -> None:
-    system.env.delay_s = 0.05
-    spec = job_spec(num_steps=6)
-    await create_job(system.bus, spec)
-    await until(lambda: len(system.trainer.seen) >= 2)
-    await command(system.bus, spec, "pause")
-    await until_status(system.bus, spec.id, "paused")
-    await asyncio.sleep(0.3)
-    steps = len(system.trainer.seen)
-    await asyncio.sleep(0.3)
-    assert len(system.trainer.seen) == steps
-    assert await system.bus.client.smembers(system.bus.cell.begun) == {spec.id.encode()}
-    await command(system.bus, spec, "resume")
-    await until_status(system.bus, spec.id, "succeeded")
-    ledger = await ledger_of(system.bus, spec.id)
-    assert ledger == {"issued": 96, "trained": 96, "in_flight": 0}
-
-
 async def test_cancel_settles_everything(system: System) -> None:
     system.env.delay_s = 0.05
     spec = job_spec(num_steps=50)
@@ -195,22 +162,9 @@ async def test_tokens_of_completions_count_where_tenants_share_rollouts(system: 
     owner = system.start_owner()
     await create_job(system.bus, job_spec(num_steps=10_000))
     allocator = owner._allocator  # pyright: ignore[reportPrivateUsage]
-    async with asyncio.timeout(60):
-        while "acme" not in owner._surroundings._completed:  # pyright: ignore[reportPrivateUsage]
-            await asyncio.sleep(0.02)
-        await count_inference(system.bus.client, system.bus.cell, "acme", Usage(10**9, 10**9))
-        while allocator._rollouts.virtual_time("acme") < 2 * 10**9:  # pyright: ignore[reportPrivateUsage]
-            await asyncio.sleep(0.02)
-
-
-async def test_two_owners_at_once_do_no_harm(system: System) -> None:
-    system.start_owner()
-    specs = [job_spec(f"job-{t}", t, num_steps=3) for t in ("acme", "bluebird", "cobalt")]
-    for spec in specs:
-        await create_job(system.bus, spec)
-    for spec in specs:
-        await until_status(system.bus, spec.id, "succeeded")
-        assert await ledger_of(system.bus, spec.id) == {"issued": 48, "trained": 48, "in_flight": 0}
+    await until(lambda: "acme" in owner._surroundings._completed)  # pyright: ignore[reportPrivateUsage]
+    await count_inference(system.bus.client, system.bus.cell, "acme", Usage(10**9, 10**9))
+    await until(lambda: allocator._rollouts.virtual_time("acme") >= 2 * 10**9)  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_work_that_redis_lost_is_found_missing_and_done_again(system: System) -> None:
@@ -223,32 +177,6 @@ async def test_work_that_redis_lost_is_found_missing_and_done_again(system: Syst
     # Then they are issued again, and the job ends as if nothing had been
     await until_status(system.bus, spec.id, "succeeded")
     assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
-
-
-async def test_nothing_is_written_of_a_job_that_redis_lost_before_its_owner_wrote(bus: Bus, objects: Objects) -> None:
-    # Given an owner that has read a new job, in a moment that Redis then loses
-    spec, changes = job_spec(), Changes()
-    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, objects, AdapterStore(objects)))
-    await partition.load(1.0, changes)
-    await create_job(bus, spec)
-    await partition.handle(await anext(deliveries(bus, partition)), 1.0, changes)
-    await partition.fetch(spec.id)
-    await bus.client.delete(bus.cell.job(spec.id))
-    # When the job enters
-    await partition.take_in(spec.id, 1.0, changes)
-    # Then the owner finds that Redis is not what it read
-    await bus.client.set(bus.cell.lease(partition.number), "one")
-    fence, writes = Fence(bus, partition.number, "one"), commands(changes, bus.cell, partition.number, [], 1.0)
-    assert [type(error) for error in await Commits(bus).apply([(fence, writes)])] == [Lost]
-    assert not await bus.client.exists(bus.cell.job(spec.id), bus.cell.events(spec.id))
-
-
-async def deliveries(bus: Bus, partition: Partition) -> AsyncIterator[Delivery]:
-    """Deliveries of commands to a partition."""
-    stream = bus.cell.jobs(partition.number)
-    while True:
-        for delivery in await bus.read([stream], GROUP_MANAGER, OWNER, count=1, block_ms=1000):
-            yield delivery
 
 
 async def test_turns_of_live_sessions_are_under_way_until_their_env_worker_has_settled_them(bus: Bus) -> None:
@@ -265,25 +193,6 @@ async def test_turns_of_live_sessions_are_under_way_until_their_env_worker_has_s
     assert not await surroundings.nothing_under_way(inboxes, [])
     assert await surroundings.env_backlog() == 1
     assert (await measured(bus))["env"] > 4096
-
-
-async def test_lost_work_is_found_though_the_owners_clock_has_gone_back(bus: Bus, objects: Objects) -> None:
-    # Given a job whose Init is lost, in the memory of an owner whose clock then goes back
-    spec, changes = msgspec.structs.replace(job_spec(), source=AdapterRef("acme", "other", 1)), Changes()
-    state = JSON.encode(JobState(status="running", initialising=True))
-    await bus.client.hset(bus.cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": state})
-    await bus.client.sadd(bus.cell.active(partition_of(spec.tenant)), spec.id)
-    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, objects, AdapterStore(objects)))
-    await partition.load(10_000.0, changes)
-
-    async def nothing_under_way() -> bool:
-        return True
-
-    # Then it is sent again as soon as nothing has come for a while by the clock as it is now
-    for now in (5_000.0, 5_002.0, 5_003.0):
-        await partition.reconcile(now, changes, quiet_s=1.0, nothing_under_way=nothing_under_way)
-        await partition.search()
-    assert [type(message) for _, message in changes.published] == [Init]
 
 
 async def test_a_step_that_redis_lost_is_sampled_and_trained_again(system: System) -> None:
@@ -347,32 +256,6 @@ async def test_what_an_owner_cannot_work_on_is_kept_as_a_dead_letter(system: Sys
     assert [letter.payload for letter in letters if isinstance(letter, DeadLetter)] == [encode(stray), b"garbage"]
     assert [letter.job for letter in letters] == [spec.id, ""]
     await until_status(bus, spec.id, "succeeded")
-
-
-async def test_a_corrupt_manifest_fails_its_own_job(system: System) -> None:
-    # Given an owner that dies while a step is under way, and a manifest that was cut short
-    waiting = asyncio.Event()
-
-    class Hanging(StandInTrainer):
-        async def __call__(self, message: Any, beat: Any) -> Any:
-            if isinstance(message, TrainStep) and message.job == "job-a":
-                beat()
-                await waiting.wait()
-            return await super().__call__(message, beat)
-
-    system.trainer.__class__ = Hanging
-    bad = job_spec("job-a", num_steps=2)
-    await create_job(system.bus, bad)
-    async with asyncio.timeout(60):
-        while not (await state_of(system.bus, bad.id)).training:
-            await asyncio.sleep(0.02)
-    await system.kill_owner()
-    await system.objects.create(f"adapters/acme/{bad.id}/00000001/manifest.json", b'{"adapter":')
-    system.start_owner()
-    # Then the next owner says so, and goes on
-    state = await until_status(system.bus, bad.id, "failed")
-    assert state.error is not None and state.error.code == "corrupt_adapter"
-    waiting.set()
 
 
 async def test_an_owner_that_slept_through_its_lease_forgets_what_it_knew(bus: Bus) -> None:
@@ -467,23 +350,6 @@ async def forget_leases(bus: Bus) -> None:
     await bus.client.delete(bus.cell.owners, *(bus.cell.lease(p) for p in range(NUM_PARTITIONS)))
 
 
-async def test_a_step_lost_for_a_cancelled_job_is_given_up(system: System) -> None:
-    class Losing(StandInTrainer):
-        async def __call__(self, message: Any, beat: Any) -> Any:
-            if isinstance(message, TrainStep):
-                await command(system.bus, spec, "cancel")
-                await until_status(system.bus, spec.id, "cancelled")
-                await system.bus.client.xtrim(system.bus.cell.train, maxlen=0)
-                return []
-            return await super().__call__(message, beat)
-
-    system.trainer.__class__ = Losing
-    spec = job_spec(num_steps=2)
-    await system.run_job(spec, "cancelled")
-    await until(lambda: _settled(system.bus, spec.id))
-    assert len(system.env.seen) == 4, "nothing was issued again"
-
-
 @pytest.mark.parametrize("kind", ["Start", "TurnResult"])
 async def test_an_entry_whose_id_names_nothing_fails_its_job_in_words(system: System, kind: str) -> None:
     # Given a job under way, and an entry of it that nobody can read
@@ -500,20 +366,6 @@ async def test_an_entry_whose_id_names_nothing_fails_its_job_in_words(system: Sy
     said = "a message could not be read, and its id '123' names none of the job's trajectories: ValidationError: "
     assert state.error.message.startswith(said)
     assert "transition_failed" not in [log["event"] for log in logs]
-
-
-async def test_hints_and_cancels_are_trimmed_to_what_is_worth_reading(system: System) -> None:
-    client, cell = system.bus.client, system.bus.cell
-    async with client.pipeline(transaction=False) as pipe:
-        for _ in range(KEEP_HINTS + 500):
-            pipe.xadd(cell.adapters_new, {"payload": b"x"})
-        await pipe.execute()
-    await until(lambda: has_at_most(system.bus, cell.adapters_new, KEEP_HINTS + 100))  # Redis trims whole nodes
-    assert await client.xlen(cell.adapters_new) >= KEEP_HINTS
-
-
-async def has_at_most(bus: Bus, stream: str, count: int) -> bool:
-    return await bus.client.xlen(stream) <= count
 
 
 async def test_payloads_go_once_no_message_can_name_their_version(system: System) -> None:
@@ -547,19 +399,3 @@ def test_a_version_that_groups_are_sampled_by_keeps_its_payloads() -> None:
     update = AdapterUpdate(id="u", **job.orders.about(job.state), adapter=AdapterRef("acme", spec.id, 1), batch="b")
     job.on_adapter(update, 1.0, changes)
     assert changes.oldest_in_use == {spec.id: 0}
-
-
-async def test_a_command_that_waits_for_its_jobs_file_is_not_taken_for_a_lost_one(bus: Bus, objects: Objects) -> None:
-    spec, changes = job_spec(), Changes()
-    partition = Partition(partition_of(spec.tenant), bus, JobReader(bus, objects, AdapterStore(objects)))
-    await partition.load(1.0, changes)
-    await create_job(bus, spec)
-    await partition.handle(await anext(deliveries(bus, partition)), 1.0, changes)
-    assert partition.arriving == [spec.id]
-
-    async def nothing_under_way() -> bool:
-        return True
-
-    with capture_logs() as logs:
-        await partition.reconcile(2.0, changes, quiet_s=1.0, nothing_under_way=nothing_under_way)
-    assert "entry_unseen" not in {line["event"] for line in logs}

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,12 +12,12 @@ import pytest
 
 from common.bus.bus import Bus
 from common.bus.streams import Cell, partition_of
-from common.errors import StoreUnavailable, Unavailable
+from common.errors import StoreUnavailable
 from common.store.objects import Objects
 from common.wire.messages import ScoredTrajectory, Start
 from common.wire.transcript import wrote
 from harness.standin import StandInEnv, command, create_job, job_spec, ledger_of, state_of, until_status
-from manager_service.owner import arriving, job_reader, owner, partition
+from manager_service.owner import arriving, job_reader, partition
 from manager_service.owner.partition import Partition
 from manager_service.records.job_records import JobSpec
 from tests.common.test_worker import until
@@ -27,7 +26,6 @@ from tests.support.owning import LEASE_S, System
 
 OTHER = next(f"tenant-{n}" for n in range(1000) if partition_of(f"tenant-{n}") == partition_of("acme"))
 """Shares its owner, its partition and its lock with `acme`."""
-KEPT = next(f"tenant-{n}" for n in range(1000) if partition_of(f"tenant-{n}") == 0)
 """Its partition is the last that an owner gives back because it has more than its share."""
 SMALL: dict[str, Any] = {"batch_size": 2, "group_size": 2}
 
@@ -170,16 +168,12 @@ async def test_a_version_that_is_looked_for_keeps_no_other_job_waiting(system: O
     assert await ledger_of(system.bus, quiet.id) == {"issued": 4, "trained": 4, "in_flight": 0}
 
 
-# ---- the lock --------------------------------------------------------------------------------------------------------
-
-holds_lock: ContextVar[bool] = ContextVar("holds_lock", default=False)
+# ---- files that cannot be read ---------------------------------------------------------------------------------------
 
 
 def _with_file(spec: JobSpec) -> JobSpec:
     return msgspec.structs.replace(spec, training_file="file-1", num_items=4)
 
-
-# ---- files that cannot be read ---------------------------------------------------------------------------------------
 
 ITEMS = b'{"messages": [{"role": "user", "content": "hi"}]}\n' * 4
 
@@ -238,32 +232,6 @@ async def test_a_new_job_waits_for_a_store_that_is_away_however_long(
     await until_status(system.bus, spec.id, "succeeded")
 
 
-async def test_a_started_job_whose_file_finds_no_room_after_a_take_over_waits_and_loses_nothing(
-    system: Owning, objects: Objects
-) -> None:
-    # Given a job that has begun, when its owner dies
-    system.gated.gate.set()
-    await objects.write("files/acme/file-1", ITEMS)
-    spec, other = _with_file(job_spec("filed", num_steps=8, **SMALL)), job_spec("small", OTHER, num_steps=2, **SMALL)
-    system.env.delay_s = 0.05
-    await create(system.bus, spec)
-    await until(lambda: system.trainer.seen)
-    await system.kill_owner()
-    # When the next owner's disk is full
-    with pytest.MonkeyPatch.context() as patched:
-        fill_disk(patched)
-        system.start_owner()
-        # Then the job says that it waits, and the other one runs meanwhile
-        await until(lambda: waiting(system, spec.id))
-        await create(system.bus, other)
-        await until_status(system.bus, other.id, "succeeded")
-        assert (await state_of(system.bus, spec.id)).status == "running"
-    # And it ends once there is room, with nothing lost or sampled again
-    state = await until_status(system.bus, spec.id, "succeeded")
-    assert state.version == 8
-    assert await ledger_of(system.bus, spec.id) == {"issued": 32, "trained": 32, "in_flight": 0}
-
-
 async def test_a_slow_file_keeps_only_its_own_job_out_of_a_partition_that_is_taken_over(
     system: Owning, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,32 +281,6 @@ async def test_a_partition_that_an_owner_cannot_load_goes_to_another(
     # Then a job of every partition ends with the second
     spec = job_spec("any", num_steps=1, **SMALL)
     await second.run_job(spec)
-    await first.stop()
-    await second.stop()
-
-
-async def test_a_job_whose_files_find_no_room_here_goes_to_an_owner_with_more(
-    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(owner, "LEAVE_AFTER_S", 0.0)
-    monkeypatch.setattr(arriving, "RETRY_S", 0.1)
-    await objects.write(f"files/{KEPT}/file-1", ITEMS)
-    first, second = System(bus, objects), System(bus, objects)
-    spec = _with_file(job_spec("filed", KEPT, num_steps=1, **SMALL))
-
-    async def full(tenant: str, file: str | None) -> Any:
-        raise Unavailable("the manager's disk is full")
-
-    # Given an owner without room, alone: the job waits with it
-    await first.start()
-    first.owner._reader._files.items = full  # pyright: ignore[reportPrivateUsage]
-    await create(bus, spec)
-    await until(lambda: waiting(first, spec.id))
-    await asyncio.sleep(LEASE_S)
-    assert len(await first.events(spec.id)) == 1
-    # When there is another one, then the job ends there
-    second.start_owner()
-    await until_status(bus, spec.id, "succeeded")
     await first.stop()
     await second.stop()
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from harness.standin import FixedSlots, job_spec
 from manager_service.http.openai.jobs.hyperparameters import as_given, parse_hyperparameters, resolve
-from manager_service.scheduling.policies import MAX_ETA, POLICIES, capacity, closed, may_start, parse_policy
+from manager_service.scheduling.policies import MAX_ETA, capacity, parse_policy
 from manager_service.settings import ManagerSettings
 from tests.support.owner_world import World
 
@@ -25,11 +25,6 @@ def world(seed: int, policy: str, *, num_jobs: int = 4, rollout: int = 8, **hype
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_policy_is_parsed_from_its_name() -> None:
-    assert [parse_policy(name).name for name in POLICIES] == list(POLICIES)
-    assert (parse_policy("bounded").eta, parse_policy("bounded:4").eta) == (1, 4)
 
 
 @pytest.mark.parametrize("text", ["", "marlas", "bounded:", "bounded:0", f"bounded:{MAX_ETA + 1}", "naive:2", "Naive"])
@@ -147,21 +142,3 @@ def test_capacity_is_areals_and_survives_a_restart_without_a_burst(
     assert found == max(0, areal)
     # A restart forgets no group that is open: what may be issued then brings the total to the same bound, not beyond
     assert complete + running + found <= max((eta + 1) * batch_size, complete + running)
-
-
-@given(st.booleans(), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5))
-def test_the_barrier_closes_only_when_all_are_ready_and_opens_only_when_all_are_trained(
-    was_closed: bool, behind: int, ready: int, training: int
-) -> None:
-    now = closed(was_closed, num_behind=behind, num_ready=ready, num_training=training)
-    if now and not was_closed:
-        assert behind == 0 and ready > 0
-    if was_closed and not now:
-        assert ready == training == 0
-
-
-@given(st.integers(0, 9), st.integers(0, 9))
-def test_only_sequential_limits_how_many_start(running: int, queued: int) -> None:
-    starts = {name: may_start(policy, num_running=running, num_queued=queued) for name, policy in POLICIES.items()}
-    assert starts.pop("sequential") == min(queued, int(running == 0))
-    assert set(starts.values()) == {queued}

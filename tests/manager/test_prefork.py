@@ -135,17 +135,6 @@ async def test_a_prefork_server_that_cannot_import_leaves_its_commands_to_be_exe
     assert "nothing_of_this_name" in (tmp_path / "program.log").read_text()
 
 
-async def test_a_start_that_is_given_up_waits_for_no_import(
-    server: PreforkServer, tmp_path: Path, variables: dict[str, str]
-) -> None:
-    (tmp_path / "program.py").write_text("import time; time.sleep(600 if __name__ == 'prefork' else 0)")
-    starting = asyncio.create_task(server.start(program(tmp_path, variables)))
-    await asyncio.sleep(0)
-    server.give_up()
-    assert await (await starting).wait() == 0
-    assert await (await server.start(program(tmp_path, variables))).wait() == 0
-
-
 STARTER = """
 import asyncio, json, sys
 from pathlib import Path

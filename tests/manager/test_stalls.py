@@ -1,11 +1,8 @@
 """A job of which nothing comes back says what its work waits for, and nobody else's."""
 
-import asyncio
-
 import pytest
 
 from common.bus.bus import Bus
-from common.store.adapters import Manifest
 from common.store.objects import Objects
 from common.wire.messages import Span
 from harness.standin import FixedSlots, create_job, job_spec
@@ -39,20 +36,6 @@ async def test_a_job_names_what_its_own_work_waits_for(
         assert ROOM not in await _stalled(system, another.id)
     finally:
         await system.stop()
-
-
-async def test_a_job_whose_step_stalls_says_that_trainers_have_it_and_blames_nobody(
-    bus: Bus, objects: Objects, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def hang(_adapter: object, _batch: str, _seed: int) -> Manifest:
-        await asyncio.sleep(3600)
-        raise AssertionError
-
-    spec, system = job_spec(max_staleness=0), System(bus, objects)
-    monkeypatch.setattr(system.trainer, "_commit", hang)
-    system.slots = FixedSlots(workers=[report("trainer", "trainer")])
-    event = await stalled_event(system, spec, monkeypatch)
-    assert ": a step is with the trainers; trainer workers have no work; if this lasts, look at their logs" in event
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from common.tasks.environments import SUPERVISED
 from common.wire.messages import EnvSpec, Start, TrainStep, Usage
-from harness.standin import StandInEnv, create_job, job_spec, until_status
+from harness.standin import StandInEnv, job_spec, until_status
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
 from manager_service.owner.jobs.stopping import COMPARED_STEPS, end_of, note_evaluation, note_step
 from manager_service.records.job_records import JobSpec, JobState
-from tests.common.test_worker import until
 from tests.manager.test_job import CELL, World
 from tests.support.api_server import item, jsonl, method, running_api, running_jobs, upload
 from tests.support.owning import System
@@ -169,17 +168,6 @@ async def test_a_job_ends_before_it_uses_more_tokens_than_it_may(system: System)
     failed = await system.run_job(tight, "failed", "succeeded")
     assert failed.error and failed.error.code == "max_tokens_total"
     assert "before the first step was trained: it has used" in failed.error.message
-
-
-async def test_what_a_job_may_use_is_counted_on_by_another_owner(system: System) -> None:
-    system.env.delay_s = 0.05
-    spec = job_spec(num_steps=30, max_tokens_total=300)
-    await create_job(system.bus, spec)
-    await until(lambda: len(system.trainer.seen) >= 2)
-    await system.kill_owner()
-    system.start_owner()
-    state = await until_status(system.bus, spec.id, "succeeded", seconds=60)
-    assert (state.version, state.tokens) == (5, 290)
 
 
 async def test_evaluations_end_a_job_and_the_last_version_is_evaluated(redis_url: str, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 from common.bus.streams import Cell
 from common.tasks.environments import SUPERVISED
 from common.wire.messages import AdapterRef, EnvSpec, Failure, LossSpec, ScoredTrajectory, TrainStep, TrajectoryRef
-from common.wire.transcript import shown
 from harness.standin import command, create_job, job_spec, ledger_of, state_of, until_status
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.evaluation import count, loss_summary, new_tally, next_unit
@@ -64,13 +63,6 @@ async def test_a_file_of_which_nothing_can_be_learned_fails_with_the_reason(syst
     assert state.error and state.error.code == "invalid" and "the template refuses it" in state.error.message
 
 
-def test_a_job_whose_failures_were_counted_before_the_last_step_fails_by_a_reason_all_the_same() -> None:
-    job, changes = Job(Cell("tiny"), supervised(), JobState(failed_groups=4, version=1), Items(), Items()), Changes()
-    job.advance(0.0, changes)
-    error = job.state.error
-    assert error and (error.code, error.message.partition("reason: ")[2]) == ("other", "too few usable trajectories")
-
-
 def measured(index: int, log_prob: float | None, tokens: int) -> ScoredTrajectory:
     failure = Failure("invalid", "too long") if log_prob is None else None
     ref = TrajectoryRef("eval", 7, index, 0)
@@ -123,15 +115,3 @@ def test_an_evaluation_keeps_its_first_examples_which_have_no_reward() -> None:
     assert (answers.kind, answers.version) == ("answers", 2)
     assert [(one["item"], one["step"], one["prompt"]) for one in kept] == [(n, 2, "min 3,1") for n in range(num - 1)]
     assert {one["reward"] for one in kept} == {None}
-
-
-def test_a_held_out_example_needs_keys_and_values_for_all_of_it() -> None:
-    job = Job(Cell("tiny"), supervised(max_tokens=1), JobState(status="running", version=0), Items(), Items())
-    before = job.lengths.kv_tokens
-    for length in (600, 400):
-        message = msgspec.structs.replace(
-            measured(0, -1.0, 1), transcript=shown([1] * length), num_prompt=5, num_turns=1
-        )
-        job.lengths.learn_example(message)
-    job.lengths.learn_example(measured(0, None, 1))  # failed: it has no length
-    assert before == 1 and 400 < job.next_kv_tokens == job.lengths.tokens <= 601

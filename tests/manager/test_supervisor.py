@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from manager_service.launcher.supervisor import (
     read_cluster_file,
     service_commands,
 )
-from tests.support.processes import restart
+from tests.common.test_worker import until
+from tests.support.processes import alive, descendants, restart
 
 API = """
 import http.server, os
@@ -64,11 +64,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def gone(pids: list[int], timeout_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while any(map(is_alive, pids)):
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.02)
+    await until(lambda: not any(map(is_alive, pids)), timeout_s)
     return True
 
 
@@ -96,16 +92,10 @@ async def test_nothing_is_left_after_the_end_not_even_who_ignores_sigterm(tmp_pa
 async def test_what_a_killed_child_had_started_ends_with_it(tmp_path: Path) -> None:
     async with cluster(tmp_path, WITH_GRANDCHILD) as running:
         leader = running.pids["rollout-0"]
-        while not (grandchildren := members_of(leader)):
-            await asyncio.sleep(0.02)
+        await until(lambda: descendants(leader))
+        grandchildren = descendants(leader)
         running.kill("rollout-0")
-        assert await gone(grandchildren)
-
-
-def members_of(group: int) -> list[int]:
-    listing = subprocess.run(["ps", "-eo", "pid=,pgid="], capture_output=True, text=True, check=True).stdout
-    pairs = [tuple(map(int, line.split())) for line in listing.splitlines()]
-    return [pid for pid, pgid in pairs if pgid == group and pid != group]
+        await until(lambda: not alive(grandchildren))
 
 
 async def test_redis_keeps_its_data_and_its_address_when_killed(tmp_path: Path) -> None:
@@ -150,17 +140,11 @@ async def test_only_this_user_can_read_what_is_kept(tmp_path: Path) -> None:
     async with cluster(tmp_path / "kept", writes) as running:
         async with connect(running) as client:
             await client.set("answer", "42")
-        while not (tmp_path / "kept" / "store" / "x").exists():
-            await asyncio.sleep(0.02)
+        await until((tmp_path / "kept" / "store" / "x").exists)
     # Then nobody else can read a file or enter a folder of it
     found = list((tmp_path / "kept").rglob("*"))
     assert {path.name for path in found} >= {"redis", "store", "logs", "appendonly.aof", "redis.conf", "x", "redis.log"}
     assert [path.name for path in found if path.stat().st_mode & 0o077] == []
-
-
-async def test_a_new_folder_is_for_this_user_alone(tmp_path: Path) -> None:
-    async with cluster(tmp_path / "new"):
-        assert (tmp_path / "new").stat().st_mode & 0o077 == 0
 
 
 async def test_a_second_cluster_on_the_same_folder_is_refused(tmp_path: Path) -> None:
@@ -216,8 +200,7 @@ async def test_up_waits_for_the_store_that_its_redis_knows(tmp_path: Path) -> No
     told: list[str] = []
     starting = cluster(tmp_path, notify=told.append)
     task = asyncio.create_task(starting.start())
-    while not told:
-        await asyncio.sleep(0.02)
+    await until(lambda: told)
     # Then it says what is missing, starts no service, and leaves the place free
     assert told[0].startswith(f"waiting for the store: there is no folder {store}")
     assert set(starting.pids) == {"redis"} and not store.exists()
@@ -238,8 +221,7 @@ async def test_a_store_that_does_not_come_ends_the_start_with_what_to_do(tmp_pat
     told: list[str] = []
     starting = cluster(tmp_path / "two", environment=environment, notify=told.append)
     task = asyncio.create_task(starting.start())
-    while not told:
-        await asyncio.sleep(0.02)
+    await until(lambda: told)
     # Then it says that the Redis belongs to another store
     with pytest.raises(StartError, match=r"MARLAAS_REDIS_URL .* begin again"):
         await starting.wait_ready(0.1)
@@ -266,57 +248,6 @@ async def test_why_a_child_ended_is_told_with_that_it_starts_again(tmp_path: Pat
     assert "long ago" not in str(caught.value) and str(caught.value).endswith("no such model")
 
 
-async def test_cancelling_the_start_leaves_no_process(tmp_path: Path) -> None:
-    # Given a cluster whose API never becomes ready
-    silent = [ServiceCommand("manager", python(SLEEP))]
-    starting = LocalCluster(data_dir=tmp_path, services=lambda counts, env: silent)
-    task = asyncio.create_task(starting.start())
-    while len(starting.pids) < 2:
-        await asyncio.sleep(0.02)
-    pids = list(starting.pids.values())
-    # When its start is cancelled, as by Ctrl-C
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    # Then all of it has ended
-    assert await gone(pids, 0.5)
-
-
-SUPERVISOR = """
-import asyncio, json, sys
-from pathlib import Path
-from tests.manager.test_supervisor import cluster
-async def main():
-    async with cluster(Path(sys.argv[1])) as running:
-        print(json.dumps(running.pids), flush=True)
-        await asyncio.sleep(600)
-asyncio.run(main())
-"""
-
-
-async def test_no_process_outlives_a_supervisor_that_is_killed(tmp_path: Path) -> None:
-    # Given a supervisor in a process of its own
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    supervisor = subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
-    assert supervisor.stdout is not None
-    pids: dict[str, int] = json.loads(await asyncio.to_thread(supervisor.stdout.readline))
-    assert all(map(is_alive, pids.values()))
-    # When it is killed
-    supervisor.kill()
-    await asyncio.to_thread(supervisor.wait)
-    supervisor.stdout.close()
-    # Then its children end too, and the folder is free
-    assert await gone(list(pids.values()), 2.0)
-    async with cluster(tmp_path):
-        pass
-
-
 UP = """
 import asyncio, signal, sys
 from pathlib import Path
@@ -325,20 +256,25 @@ from tests.manager.test_supervisor import cluster
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 asyncio.run(run_until_told(cluster(Path(sys.argv[1])), as_json=True))
 """
+"""`marlaas up` as `marlaas up &` in a script starts it: with SIGINT ignored."""
 
 
-async def test_ctrl_c_ends_what_a_shell_started_behind(tmp_path: Path) -> None:
-    # Given `marlaas up` as `marlaas up &` in a script starts it: with SIGINT ignored
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+async def test_no_process_outlives_a_supervisor_that_ctrl_c_or_a_kill_ends(tmp_path: Path, end: signal.Signals) -> None:
+    # Given a supervisor in a process of its own
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", UP, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment) as up:
         assert up.stdout is not None
         pids: dict[str, int] = json.loads(await asyncio.to_thread(up.stdout.readline))["pids"]
-        # When it is told to end as by Ctrl-C
-        up.send_signal(signal.SIGINT)
-        # Then it does, with all its children
+        assert all(map(is_alive, pids.values()))
+        # When it ends, or is killed
+        up.send_signal(end)
         await asyncio.to_thread(up.wait, 20)
-    assert await gone(list(pids.values()), 0.5)
+    # Then its children end too, and the folder is free
+    assert await gone(list(pids.values()), 2.0)
+    async with cluster(tmp_path):
+        pass
 
 
 def test_each_base_model_has_its_own_workers() -> None:

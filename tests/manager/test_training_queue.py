@@ -43,20 +43,6 @@ def taken(queue: TrainingQueue) -> list[str]:
     return found
 
 
-@given(SIZES, st.lists(st.integers(0, 5), max_size=30))
-def test_every_batch_is_handed_over_once_and_no_slot_is_left_empty(
-    sizes: list[tuple[str, int]], asks: list[int]
-) -> None:
-    queue = queue_of(*(batch(str(n), tenant, n, size) for n, (tenant, size) in enumerate(sizes)))
-    seen: list[str] = []
-    for num in [*asks, len(sizes)]:
-        before = len(queue.batches)
-        found = queue.take(num, same)
-        assert len(found) == min(num, before)
-        seen += found
-    assert sorted(seen) == sorted(str(n) for n in range(len(sizes)))
-
-
 @settings(max_examples=30)
 @given(SIZES, st.integers(0, 10**9))
 def test_who_is_ready_again_and_again_is_served_within_a_bounded_number_of_others(
@@ -115,11 +101,6 @@ def test_the_only_tenant_hands_over_enough_that_no_trainer_waits(tokens: int, mo
     """65,536 tokens, and always one batch that is computed by each trainer and one that waits."""
     queue = queue_of(*(batch(f"{n}", "a", n, tokens) for n in range(100)))
     assert len(queue.take(64, same, Room(slots=64, workers=2))) == most
-
-
-def test_without_a_trainer_a_tenant_waits_with_one_batch_and_one_more() -> None:
-    queue = queue_of(*(batch(f"{n}", "a", n) for n in range(5)))
-    assert len(queue.take(5, same, Room(slots=0, workers=0))) == 2
 
 
 def test_what_trainers_have_of_a_tenant_is_bounded_and_known_to_the_next_owner() -> None:

@@ -16,17 +16,8 @@ from tests.support.hub_server import running_hub
 def test_up_and_readyz_tell_how_far_a_download_is(tmp_path: Path) -> None:
     with running_hub({"org/open": {NEW: TINY}}, gated=set()) as (url, hub):
         environment = environment_of(url, tmp_path / "home") | {"MARLAAS_BASE_MODELS": "q=org/open"}
-        argv = [
-            sys.executable,
-            "-m",
-            "manager_service.launcher.commands.main",
-            "up",
-            "--port",
-            "0",
-            "--data",
-            str(tmp_path),
-            "--json",
-        ]
+        words = ("up", "--port", "0", "--data", str(tmp_path), "--json")
+        argv = [sys.executable, "-m", "manager_service.launcher.commands.main", *words]
         up = subprocess.Popen(
             argv, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

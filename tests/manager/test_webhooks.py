@@ -15,13 +15,16 @@ import pytest
 
 from common.cancellation import cancel_all
 from common.outgoing import Caller
+from harness.standin import until_status
 from manager_service.export.cells import JobCell
 from manager_service.export.webhooks import Webhooks
 from manager_service.records.archive import Archive
 from manager_service.records.job_records import MOVING
 from manager_service.records.receivers import Receivers
 from manager_service.records.sample_records import Limits
+from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, method, running_api, running_jobs, upload
+from tests.support.owning import is_archived
 
 
 @dataclass
@@ -117,12 +120,6 @@ async def finished_job(server: ApiServer, *, after: int = 0) -> str:
     return job
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not await condition():
-            await asyncio.sleep(0.02)
-
-
 async def all_told(server: ApiServer) -> bool:
     return not await server.api.redis.zcard(server.bus.cell.ends)
 
@@ -151,11 +148,8 @@ async def test_a_webhook_hears_of_what_it_asked_for_alone(server: ApiServer, hos
     await register(server, f"{host.url}/failures", events=["fine_tuning.job.failed", "fine_tuning.job.cancelled"])
     untold = await create(server, webhooks=False)
 
-    async def has_ended() -> bool:
-        return (await server.openai.fine_tuning.jobs.retrieve(untold)).status == "succeeded"
-
     async with running_jobs(server):
-        await until(has_ended)
+        await until_status(server.bus, untold, "succeeded")
     assert await all_told(server)
     await finished_job(server)
     async with delivering(server):
@@ -179,13 +173,9 @@ async def test_what_was_not_taken_is_sent_again_to_that_webhook_alone_with_the_s
 
 async def test_a_delivery_that_a_kill_ended_is_made_by_the_next_exporter(server: ApiServer, host: Host) -> None:
     await register(server, f"{host.url}/hangs")
-
-    async def heard() -> bool:
-        return bool(host.heard)
-
     job = await finished_job(server)
     async with delivering(server):
-        await until(heard)
+        await until(lambda: host.heard)
     host.silent.set()
     async with delivering(server):
         await until(lambda: all_told(server))
@@ -222,11 +212,7 @@ async def test_the_events_of_an_archived_job_say_what_was_not_delivered(server: 
     await register(server, f"{host.url}/gone")
     async with running_jobs(server, archive_after_s=0.0):
         job = await create(server)
-
-        async def is_archived() -> bool:
-            return not await server.api.redis.exists(server.bus.cell.job(job))
-
-        await until(is_archived)
+        await until(lambda: is_archived(server.bus, job))
     async with delivering(server, give_up_s=0.0):
         await until(lambda: all_told(server))
     (said,) = await warnings(server, job)
@@ -245,11 +231,8 @@ async def test_what_cannot_be_said_while_a_job_is_being_archived_is_said_later(
     key, redis = server.bus.cell.job(job), server.api.redis
     await redis.hset(key, MOVING, "1")
 
-    async def tried_twice() -> bool:
-        return len(host.heard) > 1
-
     async with delivering(server, give_up_s=0.0):
-        await until(tried_twice)
+        await until(lambda: len(host.heard) > 1)
         await redis.hdel(key, MOVING)
         await until(lambda: all_told(server))
     (said,) = await warnings(server, job)
@@ -268,9 +251,3 @@ async def test_of_more_ends_than_may_wait_the_oldest_are_given_up(
     assert [json.loads(body)["data"]["id"] for _, _, body in host.heard] == jobs[1:]
     said = "No webhook hears of this job's end: more than 1 ends of your jobs wait for webhooks"
     assert [await warnings(server, job) for job in jobs] == [[said], []]
-
-
-async def test_a_tenant_without_webhooks_leaves_nothing_to_be_told(server: ApiServer) -> None:
-    await finished_job(server)
-    async with delivering(server):
-        await until(lambda: all_told(server))

@@ -1,7 +1,6 @@
 """Compiled functions: they compute what torch and numpy do. Attention, whatever the heads, the lengths and the new tokens of a row,
 where no row meets another; rotary embedding; random numbers."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.rng import key_of, uniform_rows
 from common.wire.messages import TurnRequest
 from rollout_service.embedded import batch, kv
 from rollout_service.embedded.backbone.compiling import Compiled, compiled_for, compiling
@@ -94,29 +92,3 @@ def generated() -> tuple[list[int], list[float]]:
 def test_other_numbers_and_deterministic_mode_keep_torchs(dtype: torch.dtype, exact: bool) -> None:
     compiling().wait()
     assert compiled_for(torch.zeros(1, dtype=dtype), exact=exact)() is None
-
-
-@pytest.mark.parametrize("has_norm", [True, False])
-def test_it_rotates_as_torch_does(has_norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiling().wait()
-    decoder, positions = model(), torch.tensor([0, 1, 77])
-    layer, c = decoder.layers[0], decoder.config
-    layer = layer if has_norm else replace(layer, qk_norm=None, qk_weight=layer.qk_weight[:0])
-    found = torch.randn(3, c.num_heads + 2 * c.num_kv_heads, c.head_dim, generator=torch.Generator().manual_seed(4))
-    expected = found.clone()
-    decoder.rotation(positions)(layer, found)
-    monkeypatch.setattr(compiling(), "found", None)
-    decoder.rotation(positions)(layer, expected)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_it_draws_the_same_numbers() -> None:
-    compiling().wait()
-    keys = np.array([key_of(7919**slot, "train") for slot in range(5)], np.uint64)
-    coordinates = np.array([(slot, 2**32 - 1, 3) for slot in range(5)], np.uint64)
-    first, found = np.arange(0, 320, 64, dtype=np.uint64), np.empty((5, 64))
-    compiled = compiling().found
-    assert compiled
-    compiled.draw(keys, coordinates, first, found)
-    positions = first[:, None] + np.arange(64, dtype=np.uint64)
-    assert np.array_equal(found, uniform_rows(keys, *coordinates.T[:, :, None], positions))

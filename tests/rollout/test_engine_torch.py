@@ -9,20 +9,15 @@ import pytest
 import torch
 
 from base_model.kernels import NotDeterministic
-from base_model.stacked import LanePlanner, fuse, padded_rank
 from common.errors import InvalidInput
 from common.rng import uniform
-from common.wire.messages import BASE
-from rollout_service.embedded.backbone.fused import FusedDecoder, quick_norm, torch_norm
+from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.batch import RunningRows, exact_rows, rounded_rows
 from rollout_service.embedded.pools import EngineLimits
-from rollout_service.embedded.prefix import PrefixCache
 from rollout_service.embedded.sampler import SamplingPlan, sample
 from rollout_service.embedded.selftest import selftest
 from tests.support.rollout_cases import (
-    adapter_of,
     bits,
-    decoder,
     exact_limits,
     files_of,
     model,
@@ -34,8 +29,6 @@ from tests.support.rollout_cases import (
     running,
 )
 from tests.support.trainer_cases import load_shallow
-
-LANE_ROWS = 4
 
 
 @pytest.mark.asyncio
@@ -122,16 +115,6 @@ def test_the_self_test_fills_all_slots(monkeypatch: pytest.MonkeyPatch, min_rows
         selftest(shallow(), min_rows, 128)
 
 
-def test_quick_norms_are_those_of_torch() -> None:
-    torch.manual_seed(0)
-    weight, x = (
-        torch.rand(3, 32) + 0.5,
-        torch.randn(5, 3, 32) * torch.tensor([1e-4, 1e-2, 1.0, 100.0, 0.0]).view(5, 1, 1),
-    )
-    for given, own in ((x, weight), (x.flatten(1), weight.flatten())):
-        torch.testing.assert_close(quick_norm(own, 1e-6)(given), torch_norm(own, 1e-6)(given), atol=1e-6, rtol=2e-6)
-
-
 @pytest.mark.parametrize(
     "num,least,exact,expected",
     [(1, 4, 4, 4), (4, 4, 4, 4), (5, 4, 8, 8), (17, 4, 32, 32), (1, 8, 8, 8), (9, 8, 16, 16), (33, 4, 48, 40)]
@@ -146,51 +129,6 @@ def test_a_batch_refuses_memory_that_does_not_hold_one_context() -> None:
         RunningRows(model(), end_ids=(), decode=lambda _: "", limits=EngineLimits(kv_bytes=1000))
 
 
-@pytest.mark.parametrize("wide_rows", [None, 2 * LANE_ROWS])
-def test_stacked_products_equal_each_adapters_own(wide_rows: int | None) -> None:
-    shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
-    adapters = [adapter_of(i, rank=r) for i, r in enumerate((8, 8, 3, 20))]
-    fused = [fuse(a, shapes, layers, like=decoder().embedding) for a in adapters]
-    assert [f.rank for f in fused] == [8, 8, 8, 32] and padded_rank(33) == 64
-    owners = [(i * 7) % 5 for i in range(40)]  # 4: the base
-    x = torch.randn(40, 384)
-    y = torch.zeros(40, 128)
-    planner = LanePlanner(torch.device("cpu"), LANE_ROWS, wide_rows=wide_rows)
-    for product in planner.plan([fused[o] if o < 4 else None for o in owners], 40):
-        product.add_to(y, x, 7)  # layers.1.mlp.down_proj
-    for row, owner in enumerate(owners):
-        expected = torch.zeros(128)
-        if owner < 4:
-            a = adapters[owner]
-            expected = a.b["layers.1.mlp.down_proj"] @ (a.a["layers.1.mlp.down_proj"] @ x[row]) * a.scale
-        assert torch.allclose(y[row], expected, atol=1e-4)
-
-
-def test_lanes_are_kept_while_rows_come_and_go_and_given_back_later() -> None:
-    shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
-    fused = [fuse(adapter_of(i), shapes, layers, like=decoder().embedding) for i in range(20)]
-    planner = LanePlanner(torch.device("cpu"), LANE_ROWS)
-    for rows in ([*fused], fused[5:7], [fused[19]] * (2 * LANE_ROWS) + [fused[3]], [fused[1], fused[2]]):
-        (product,) = planner.plan(rows, 64)
-        assert len(product.factors.a[0]) <= 2 * len(rows)
-        assert product.gather is not None and product.rows is None and product.places is not None
-        for row, place in enumerate(product.places.tolist()[: len(rows)]):
-            lane = place // LANE_ROWS
-            assert product.gather[place] == row
-            for ours, own in zip(product.factors, rows[row].factors, strict=True):
-                assert torch.equal(ours[lane], own[0])
-
-
-def test_sampling_follows_the_distribution() -> None:
-    logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]]).expand(20000, 4)
-    uniforms = torch.from_numpy(uniform(1, "test", np.arange(20000)))
-    plan = SamplingPlan(temperature=None, greedy=None, all_greedy=False, top_p=None, num_top=0)
-    drawn = sample(logits, uniforms, plan)
-    share = torch.bincount(drawn.tokens, minlength=4) / 20000
-    assert torch.allclose(share, logits[0].softmax(-1), atol=0.01) and share[2] == 0
-    assert torch.allclose(drawn.logprobs, logits[0].log_softmax(-1)[drawn.tokens])
-
-
 def test_top_k_keeps_the_best_tokens_and_top_p_counts_among_these() -> None:
     logits = torch.tensor([[0.05, 0.4, 0.15, 0.4]]).log().expand(4000, 4)
     uniforms = torch.from_numpy(uniform(1, "test", np.arange(4000)))
@@ -203,16 +141,6 @@ def test_top_k_keeps_the_best_tokens_and_top_p_counts_among_these() -> None:
     share = torch.bincount(drawn.tokens[2::4], minlength=4) / 1000
     assert torch.allclose(share, torch.tensor([0.0, 0.4, 0.15, 0.4]) / 0.95, atol=0.05)
     assert torch.allclose(drawn.logprobs, logits[0][drawn.tokens], atol=1e-6)  # of the whole vocabulary
-
-
-def test_the_prefix_cache_forgets_the_least_recently_used() -> None:
-    cache = PrefixCache(budget_bytes=800)
-    for name in (b"1", b"2"):
-        cache.put((BASE, name), torch.zeros(100))
-    cache.get((BASE, b"1"))
-    cache.put((ref("a"), b"1"), torch.ones(100))
-    assert cache.get((BASE, b"2")) is None and cache.num_bytes == 800
-    assert cache.get((BASE, b"1")) is not None and cache.get((ref("a"), b"1")) is not None
 
 
 @pytest.mark.asyncio

@@ -1,23 +1,16 @@
 """The torch engine keeps a trajectory's past between its turns: it computes only new tokens, and the result is the same."""
 
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from base_model.stacked import fuse
 from common.wire.messages import AdapterRef
 from rollout_service.embedded.backbone.compiling import compiling
-from rollout_service.embedded.backbone.fused import FusedDecoder
-from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
-from rollout_service.embedded.prefix import TurnCache
-from rollout_service.embedded.row_states import TurnRow
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Generated
-from tests.support.rollout_cases import adapter_of, decoder, files_of, model, nearly, one, prompt, ref, request, running
+from tests.support.rollout_cases import files_of, nearly, one, prompt, ref, request, running
 
 REPLY = prompt("the tool says 95")
 TEXTS = ("add 37+58", "reverse cabin", "count a in banana")
@@ -67,37 +60,6 @@ async def test_a_later_turn_computes_what_is_new_and_gives_the_same(
     assert new_tokens == sum(3 + 4 * sample for sample in range(4)) * 2 * 3 < all_tokens / 2
 
 
-def test_later_turns_of_all_lengths_and_ranks_are_computed_without_padding_beside_their_first_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sizes, forward = list[int](), FusedDecoder.forward
-
-    def counting(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-        sizes.append(len(tokens))
-        return forward(self, tokens, *rest)
-
-    monkeypatch.setattr(FusedDecoder, "forward", counting)
-    every_token = range(decoder().config.vocab)
-    batch = RunningRows(model(), end_ids=every_token, decode=lambda _: "", limits=EngineLimits())
-    shapes, layers = decoder().linear_shapes(), decoder().config.num_layers
-    fused = [fuse(adapter_of(rank, rank=rank), shapes, layers, like=decoder().embedding) for rank in (8, 16)]
-
-    def answered(turn: int, contexts: list[list[int]]) -> list[list[int]]:
-        """Adds a turn of one token to each trajectory of two jobs; memory is for more tokens."""
-        for sample, tokens in enumerate(contexts):
-            asked = request(ref(f"job{sample % 2}"), tokens=tokens, group=sample, turn=turn, max_tokens=2 + 40 * sample)
-            batch.add(TurnRow(asked, fused[sample % 2], handle=sample))
-        with torch.inference_mode():
-            ended = sorted(batch.advance(), key=lambda end: end.row.handle)
-        return [[*tokens, *end.partial.tokens] for tokens, end in zip(contexts, ended, strict=True)]
-
-    begun = answered(1, [prompt(TEXTS[sample % 3]) for sample in range(4)])
-    sizes.clear()
-    answered(2, [[*tokens, *(4 * REPLY)[: 3 + 20 * sample]] for sample, tokens in enumerate(begun)])
-    new = sum(3 + 20 * sample for sample in range(4))
-    assert sizes == [new + 4]
-
-
 @pytest.mark.asyncio
 async def test_other_tokens_than_those_that_were_kept_are_computed_whole() -> None:
     adapters = {ref("a"): files_of(1)}
@@ -125,14 +87,3 @@ async def test_nothing_is_kept_of_single_turns_chats_and_dropped_adapters() -> N
         await engine.drop(ref("a"))
         await one(engine, request(max_tokens=1))
         assert turns.num_bytes == 0
-
-
-def test_the_turn_cache_forgets_the_oldest() -> None:
-    cache = TurnCache(budget_bytes=800)
-    asked = [request(ref("a"), group=group, turn=1) for group in range(3)]
-    assert cache.take(asked[0]) is None and cache.wants(asked[0])
-    for each in asked:
-        cache.keep(each, each.tokens.data[:-4], torch.zeros(100))
-    assert cache.num_bytes == 800
-    assert cache.take(asked[0]) is None
-    assert cache.take(asked[1]) is not None and cache.take(asked[1]) is None and cache.num_bytes == 400

@@ -1,7 +1,7 @@
 """A turn that makes the engine's operations fail ends alone: the turns beside it lose nothing and get nothing twice."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -148,23 +148,6 @@ def spoil(engine: TorchEngine) -> None:
     wide = {name: torch.cat([a, a[:, :1]], dim=1) for name, a in adapter.a.items()}
     broken = type(adapter)(adapter.spec, wide, adapter.b)
     adapters[BAD] = fuse(broken, shapes, config.num_layers, like=decoder().embedding)
-
-
-async def test_a_stop_string_that_cannot_be_looked_for_ends_its_own_turn(
-    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = batch.first_stop
-
-    def first_stop(stops: Sequence[str], tokens: Sequence[int], decode: Callable[..., str]) -> str:
-        if "poison" in stops and len(tokens) == 4:
-            raise ValueError(stops)
-        return real(stops, tokens, decode)
-
-    monkeypatch.setattr(batch, "first_stop", first_stop)
-    asked = good(stop=("never this",))
-    *found, failed = await together(engine, [*asked, request(BAD, stop=("poison",))])
-    assert is_of_bad(failed, "poison")
-    await check(engine, found, asked)
 
 
 async def test_a_turn_that_cannot_take_its_slot_leaves_it_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,25 +75,6 @@ def test_all_keys_values_and_copies_of_factors_stay_below_the_limit() -> None:
     assert KV_BYTES / 2 < peak <= KV_BYTES
 
 
-def test_a_job_with_a_shorter_context_reserves_less_and_more_of_it_run_at_once() -> None:
-    """Answers may have 1,000 tokens: two rows of 1,024 tokens fit, or eight of 256."""
-    limits = EngineLimits(kv_bytes=KV_BYTES)
-    assert rows_at_once(limits, max_context=0) == (2, 1024)
-    assert rows_at_once(limits, max_context=256) == (8, 256)
-
-
-def rows_at_once(limits: EngineLimits, *, max_context: int) -> tuple[int, int]:
-    """The number of ten rows of one job that are admitted together, and the tokens that each has memory for."""
-    batch = RunningRows(model(), end_ids=(), decode=lambda _: "", limits=limits)
-    for sample in range(10):
-        turn = request(tokens=[97] * 20, sample=sample, max_tokens=1000, max_context=max_context)
-        batch.add(TurnRow(turn, None, handle=None))
-    with torch.inference_mode():
-        assert batch.advance() == []
-    (length,) = {row.length_class for row in batch.active()}
-    return batch.num_active, length
-
-
 @pytest.mark.exact
 def test_little_memory_changes_no_bit(min_rows: int) -> None:
     little, _ = sample_all(exact_limits(min_rows, kv_bytes=KV_BYTES), turns=1)

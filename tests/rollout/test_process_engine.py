@@ -18,7 +18,7 @@ from rollout_service.process.process_engine import ProcessEngine
 from tests.common.test_worker import until
 from tests.support.engines_under_test import fake_core, process_engine
 from tests.support.fake_core import FakeCore
-from tests.support.rollout_cases import beat, broken_files, files_of, one, ref, request
+from tests.support.rollout_cases import beat, files_of, one, ref, request
 
 pytestmark = pytest.mark.asyncio
 
@@ -117,14 +117,6 @@ async def test_a_process_starts_in_its_turn_to_load_the_first_time_and_again() -
     assert seen == [True, True]
 
 
-async def test_a_process_that_dies_while_an_adapter_loads_or_before_it_gives_a_token_is_replaced() -> None:
-    cores = Cores()
-    async with started(cores, "a") as engine:
-        cores.last.dead.set()
-        assert len((await one(engine, request(ref("a"), max_tokens=3))).tokens) == 3
-    assert len(cores.made) == 2
-
-
 async def test_a_process_that_does_not_come_up_again_is_tried_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RESTART_DELAYS_S", (0.0, 0.01))
     cores = Cores()
@@ -188,15 +180,6 @@ async def test_an_adapter_that_the_process_cannot_read_fails_its_own_job_alone()
     assert len(cores.made) == 1
 
 
-async def test_an_adapter_whose_products_would_overflow_is_never_loaded() -> None:
-    cores = Cores()
-    async with started(cores) as engine:
-        await engine.load_files(ref("bad"), broken_files())
-        with pytest.raises(CorruptAdapter, match="too large to compute with"):
-            await one(engine, request(ref("bad")))
-    assert cores.last.most_loaded == 1  # the base
-
-
 async def test_a_rank_above_the_limit_is_refused_with_the_setting_that_raises_it() -> None:
     async with started(Cores()) as engine:
         with pytest.raises(InvalidInput, match=r"rank 32.*at most 16.*MARLAAS_VLLM_MAX_LORA_RANK"):
@@ -213,17 +196,6 @@ async def test_more_adapters_than_slots_queue_and_all_succeed() -> None:
         done = await asyncio.gather(*[one(engine, r) for r in asked])
     assert [g.adapter for g in done] == [r.adapter for r in asked]
     assert cores.last.most_loaded == 4
-
-
-async def test_a_dropped_adapter_without_a_slot_leaves_the_process_too() -> None:
-    cores = Cores()
-    async with started(cores, "a", "b", max_loras=1, max_known=4) as engine:
-        for name in ("a", "b"):
-            await one(engine, request(ref(name), max_tokens=2))
-        assert len(cores.last.loaded) == 3
-        for name in ("a", "b"):
-            await engine.drop(ref(name))
-        assert len(cores.last.loaded) == 1
 
 
 async def test_a_turn_has_a_stream_of_its_own_only_if_its_user_named_a_seed() -> None:
@@ -286,13 +258,6 @@ async def test_cancelling_aborts_the_turn_in_the_process_wherever_it_is() -> Non
         assert len((await one(engine, request(ref("b"), max_tokens=2))).tokens) == 2
 
 
-async def test_busy_seconds_add_up_to_the_time_in_which_anything_ran() -> None:
-    async with started(Cores(), "a") as engine:
-        done = await asyncio.gather(*[one(engine, request(ref("a"), sample=i, max_tokens=5 + i)) for i in range(9)])
-        total = engine.counters()["busy_s"]
-    assert sum(g.busy_s for g in done) == pytest.approx(total)
-
-
 async def test_turns_that_wait_for_a_slot_stay_alive_while_the_process_gives_tokens() -> None:
     beats: list[int] = []
     async with started(Cores(), "a", "b", max_loras=1) as engine:
@@ -303,12 +268,3 @@ async def test_turns_that_wait_for_a_slot_stay_alive_while_the_process_gives_tok
         assert not second.done()
         first.cancel()
         await second
-
-
-async def test_it_says_what_its_process_holds() -> None:
-    cores = Cores(kv_tokens=4096)
-    assert process_engine(cores).kv_tokens is None, "there is no process yet"
-    async with started(cores) as engine:
-        assert engine.kv_tokens == 4096
-        cores.last.dead.set()
-        await until(lambda: len(cores.made) == 2 and engine.kv_tokens == 4096)

@@ -12,11 +12,10 @@ import torch
 
 from common.errors import InvalidInput
 from common.wire.messages import BASE, TurnRequest
-from rollout_service.embedded.sampler import score
-from rollout_service.engine import CorruptAdapter, Engine, Generated
+from rollout_service.engine import Engine, Generated
 from rollout_service.process.process_engine import ProcessEngine
 from tests.support.engines_under_test import KINDS, Running, needs_vllm
-from tests.support.rollout_cases import bits, broken_files, files_of, one, peft_model, prompt, ref, request
+from tests.support.rollout_cases import bits, files_of, one, peft_model, prompt, ref, request
 
 pytestmark = [pytest.mark.timeout(600)]  # vLLM's start counts
 on_all = pytest.mark.parametrize("running", KINDS, indirect=True)
@@ -150,15 +149,6 @@ async def test_a_prompt_with_a_later_turn_is_computed_from_its_beginning(running
 
 @on_all
 @in_session
-async def test_a_broken_adapter_has_none(running: Running) -> None:
-    async with running(adapters={ref("bad"): broken_files()}, ends=False) as engine:
-        for partial in (((), ()), ([1, 2], [-1.0, -1.0])):
-            with pytest.raises(CorruptAdapter):
-                await one(engine, request(ref("bad"), partial=partial, max_tokens=2, prompt_logprobs=-1))
-
-
-@on_all
-@in_session
 async def test_what_cannot_be_computed_is_refused_by_the_name_of_its_field(running: Running) -> None:
     async with undisturbed(running, ends=False) as engine:
         for wrong, name in (
@@ -176,19 +166,3 @@ async def test_what_cannot_be_computed_is_refused_by_the_name_of_its_field(runni
         if not running.scales_prompts:
             with pytest.raises(InvalidInput, match="prompt_logprobs at temperature 1"):
                 await one(engine, request(temperature=0.7, prompt_logprobs=1))
-
-
-@pytest.mark.parametrize("piece", [1, 3, 7, 100])
-def test_they_are_computed_in_pieces_of_bounded_size(piece: int) -> None:
-    torch.manual_seed(0)
-    hidden, head, tokens = torch.randn(7, 4), torch.randn(9, 4), torch.randint(9, (7,))
-    sizes: list[int] = []
-
-    def logits_of(states: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(states))
-        return states @ head.T
-
-    found = score(logits_of, hidden, tokens, temperature=0.5, piece=piece)
-    expected = torch.log_softmax(hidden @ head.T / 0.5, -1)[torch.arange(7), tokens]
-    assert torch.allclose(found, expected, atol=1e-5)
-    assert max(sizes) <= piece and sum(sizes) == 7

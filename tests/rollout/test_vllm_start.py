@@ -55,24 +55,6 @@ async def test_on_cuda_it_has_graphs_chunks_and_room_for_many_adapters(started_w
     assert "kv_cache_memory_bytes" not in started_with
 
 
-async def test_on_a_cpu_prompts_are_prefilled_whole_in_the_memory_that_is_set(started_with: dict[str, Any]) -> None:
-    await start(TINY, rollout_kv_bytes=1 << 28)
-    expected = {
-        "dtype": "float32",
-        "kv_cache_memory_bytes": 1 << 28,
-        "enforce_eager": True,
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": 2048,
-    }
-    assert started_with.items() >= expected.items()
-    assert "gpu_memory_utilization" not in started_with
-
-
-async def test_the_operator_may_have_no_graphs_and_fewer_slots(started_with: dict[str, Any]) -> None:
-    await start(TINY, rollout_device="cuda", vllm_enforce_eager=True, rollout_slots=16, vllm_max_loras=80)
-    assert started_with.items() >= {"enforce_eager": True, "max_num_seqs": 20, "max_cpu_loras": 81}.items()
-
-
 async def test_a_mixture_of_experts_is_refused_on_a_cpu_alone(tmp_path: Path, started_with: dict[str, Any]) -> None:
     folder = save_family("qwen3_moe", tmp_path / "base", vocab_size=320)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

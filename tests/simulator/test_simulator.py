@@ -1,6 +1,7 @@
 """The simulator: deterministic, conserving, and with the policies in their known order."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,9 +18,7 @@ from simulator.calibration import (
     Machine,
     PolicyRun,
     Size,
-    Spread,
     Workload,
-    jain,
 )
 from simulator.fit import Recording, calibrate, read_recording
 from simulator.world import World, simulate
@@ -124,28 +123,19 @@ def test_alone_under_sequential_a_jobs_time_is_the_sum_of_its_parts() -> None:
 # ---- calibration ----------------------------------------------------------------------------------------------------
 
 
+ABOUT: dict[str, Any] = {
+    **{"tenant": "", "job": "", "partition": 0, "base_model": "tiny"},
+    **{"pid": 1, "host": "h", "state": "busy", "busy": 0.5, "slots": 8},
+}
+
+
 def reports(service: str, growth: list[dict[str, float]]) -> list[WorkerReport]:
     """One worker's reports whose counters grow so."""
     counters: dict[str, float] = {}
     found: list[WorkerReport] = []
     for each in [{}, *growth]:
         counters = {name: counters.get(name, 0.0) + each.get(name, 0.0) for name in {**counters, **each}}
-        found.append(
-            WorkerReport(
-                id=f"{service}-1",
-                tenant="",
-                job="",
-                partition=0,
-                service=service,
-                pid=1,
-                host="h",
-                state="busy",
-                busy=0.5,
-                base_model="tiny",
-                slots=8,
-                counters=counters,
-            )
-        )
+        found.append(WorkerReport(id=f"{service}-1", service=service, **ABOUT, counters=counters))
     return found
 
 
@@ -206,10 +196,3 @@ def test_wrong_numbers_are_refused_in_a_line(option: str, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         options().parse_args(["--calibration", "c.json", option])
     assert f"argument {option.split('=')[0]}: " in capsys.readouterr().err
-
-
-@given(st.lists(st.floats(0.1, 100), min_size=1))
-def test_jains_index_is_one_for_equal_rates_and_above_one_nth(rates: list[float]) -> None:
-    assert 1 / len(rates) - 1e-9 <= jain(rates) <= 1 + 1e-9
-    assert jain([rates[0]] * 5) == pytest.approx(1)
-    assert Spread.of(rates).p50 <= Spread.of(rates).p95

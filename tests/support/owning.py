@@ -20,6 +20,10 @@ from manager_service.records.tenants import Tenants
 LEASE_S = 0.6
 
 
+async def is_archived(bus: Bus, job: str) -> bool:
+    return not await bus.client.exists(bus.cell.job(job))
+
+
 class System:
     """An owner, an env stand-in and a trainer stand-in on one bus. `settings`: the owner's own."""
 

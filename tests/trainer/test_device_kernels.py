@@ -12,7 +12,6 @@ import structlog
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from common.errors import InvalidInput
 from tests.support.families import FAMILIES, save_family
@@ -98,16 +97,6 @@ def assert_as_written_out(found: Tensor, given: Sequence[Tensor], window: int | 
     theirs = torch.autograd.grad(expected, plain, seed)
     for one, other in zip(torch.autograd.grad(found, given, seed.to(found)), theirs, strict=True):
         torch.testing.assert_close(one.cpu().float(), other, atol=10 * close, rtol=close)
-
-
-def test_varlen_attention_keeps_the_beginning_of_a_tree_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", by_runs)
-    pack = Pack.of([tree(100, *[2] * 20)], torch.device("cpu"))
-    q, k, v = (each.requires_grad_() for each in inputs(pack, torch.float32))
-    kept: list[int] = []
-    with saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        varlen.varlen_packed(pack, q, k, v, None, None)
-    assert max(kept) <= H * D * len(pack.tokens_N)
 
 
 # ---- a base model ---------------------------------------------------------------------------------------------------

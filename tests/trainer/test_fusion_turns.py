@@ -27,7 +27,7 @@ from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.driver import MAX_BATCHES_AHEAD
 from trainer_service.fusion import EXPRESS_PART, Fusion
-from trainer_service.handler import LARGE_BATCHES, MAX_LARGE_MESSAGES, TrainHandler
+from trainer_service.handler import TrainHandler
 from trainer_service.open_step import OpenBatch, TrainState
 from trainer_service.packing import Budget
 from trainer_service.run_step import Gradient
@@ -192,16 +192,6 @@ async def test_a_large_step_waits_for_the_step_that_follows_a_small_one(
     await large
 
 
-async def test_micro_batches_of_large_steps_are_smaller_while_several_tenants_are_there(fusion: Fusion) -> None:
-    trainer, tenants = fusion.trainer, Tenants(fusion)
-    assert isinstance(trainer, Noting)
-    await tenants.all(("a", "large", 20), ("a", "another", 1))
-    await tenants.all(("a", "one", 1), ("b", "small", 1))
-    assert set(trainer.budgets) == {BUDGET}
-    await tenants.all(("a", "large", 20), ("b", "small", 1))
-    assert BUDGET / 2 in trainer.budgets and trainer.budgets[-1] == BUDGET
-
-
 # ---- small steps beside a large one -----------------------------------------------------------------------------------
 
 
@@ -251,18 +241,6 @@ async def test_a_small_step_ends_while_a_micro_batch_of_anothers_large_one_is_un
     await large
 
 
-async def test_what_would_crowd_the_express_driver_waits_with_the_others(both: Fusion) -> None:
-    state, trainer, large = await busy(both)
-
-    too_large = asyncio.create_task(gradient(both, "b", state, num_answer=BUDGET // 2))
-    own = asyncio.create_task(gradient(both, "a", state))
-    await gradient(both, "c", state)
-
-    assert not (too_large.done() or own.done() or large.done())
-    trainer.goes_on.set()
-    await asyncio.gather(large, too_large, own)
-
-
 async def test_what_memory_has_no_room_for_beside_the_large_step_waits(decoder: Decoder) -> None:
     budget = Budget(BUDGET, num_bytes=BUDGET, bytes_per_token=10.0)
     both = Fusion(Stopping(DecoderBackbone(decoder), budget, share_prefixes=False))
@@ -303,24 +281,6 @@ def handler(decoder: Decoder, tmp_path: Path) -> TrainHandler:
 def operation(job: str, num_data: int) -> Operations:
     data = [make_datum("cross_entropy", n, num_answer=40) for n in range(num_data)]
     return segment(forward_backward(1, "cross_entropy", *data), job=job)
-
-
-def large_operation(number: int) -> Operations:
-    return operation(f"run-{number}", LARGE_BATCHES * BUDGET // 40)
-
-
-async def test_a_trainer_takes_leftovers_until_it_holds_some_large_messages(handler: TrainHandler) -> None:
-    for number in range(MAX_LARGE_MESSAGES):
-        await handler(make_run(f"run-{number}"), nothing)
-    held: list[asyncio.Task[Any]] = []
-    for number in range(MAX_LARGE_MESSAGES):
-        assert handler.takes_leftovers()
-        held.append(asyncio.create_task(handler(large_operation(number), nothing)))
-        await asyncio.sleep(0)
-        assert not handler.has_room()
-    assert not handler.takes_leftovers()
-    await asyncio.gather(*held)
-    assert handler.takes_leftovers() and handler.has_room()
 
 
 async def test_a_trainer_that_is_full_of_one_tenant_takes_anothers_small_operation_and_ends_it_first(

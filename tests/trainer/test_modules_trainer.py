@@ -3,14 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 
 from common.errors import InvalidInput
 from tests.support.families import NUM_LAYERS, save_family
-from tests.support.trainer_cases import TINY, load_tiny, measured, nothing
+from tests.support.trainer_cases import TINY, load_tiny, nothing
 from tests.trainer.test_trainer_fused import assert_each_learned_alone, job, together
 from trainer_service.backbone.choice import load_backbone
 from trainer_service.backbone.interface import Backbone
@@ -20,7 +18,6 @@ from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.memory import fit, kept_bytes
 from trainer_service.open_step import TrainState
 from trainer_service.packing import Budget
-from trainer_service.selftest import random_rows
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
@@ -64,18 +61,6 @@ def test_a_step_on_a_device_learns_what_one_on_the_decoder_learns(device: str) -
         assert_each_learned_alone([(step, state)], [replace(trained, state=on("cpu", trained.state))], decoder)
 
 
-def test_a_micro_batch_grows_until_a_layer_would_be_computed_again(backbone: Backbone) -> None:
-    trainer = Trainer(backbone, Budget(500))
-    fit(trainer, 1 << 28, most_tokens=600)
-    assert trainer.budget.tokens == 600
-    per_token = trainer.budget.bytes_per_token
-    for tokens, expected in ((550, 550), (300, 500)):
-        tight = Trainer(backbone, Budget(500))
-        fit(tight, int(tokens * per_token) + 1, most_tokens=600)
-        assert isinstance(tight.backbone, ModulesBackbone) and tight.budget.tokens == pytest.approx(expected, abs=1)
-        assert (tight.backbone.num_checkpointed > 0) == (tokens < 500)
-
-
 def test_layers_are_checkpointed_as_memory_demands(backbone: Backbone) -> None:
     # Given the bytes that a micro-batch keeps when all is kept
     roomy = Trainer(backbone, Budget(500), share_prefixes=False)
@@ -98,20 +83,6 @@ def test_layers_are_checkpointed_as_memory_demands(backbone: Backbone) -> None:
     ]
     assert [step.opened.sums.num_forward for step in steps] == [steps[0].opened.sums.num_forward] * 2
     assert kept[1] < kept[0]
-
-
-def test_rows_that_share_a_long_beginning_keep_no_more_a_token_than_rows_alone(backbone: Backbone) -> None:
-    trainer = Trainer(backbone, Budget(1 << 30))
-    per_token = measured(trainer, 1 << 30).bytes_per_token
-    message, state = job(trainer, 0)
-    rows = random_rows(num_prompt=np.full(8, 800), num_written=np.full(8, 20), group_size=8)
-    step = trainer.begin(msgspec.structs.replace(message, rows=rows), state)
-    (tree,) = step.opened.queue
-    assert len(tree) < 1000 < 8 * 800
-
-    kept = kept_bytes(lambda: trainer.micro_batch([step.opened]))
-
-    assert kept == pytest.approx(len(tree) * per_token, rel=0.1)
 
 
 def test_on_a_cpu_the_decoder_computes_the_families_that_it_knows(tmp_path: Path) -> None:

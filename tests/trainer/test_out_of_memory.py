@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from base_model.decoder import Decoder
-from base_model.device import is_out_of_memory
 from common.errors import InvalidInput
 from common.store.adapters import AdapterStore
 from common.store.objects import Objects
@@ -48,13 +47,6 @@ class Small(DecoderBackbone):
         if self.asked[-1] > self.room:
             raise MemoryError("no room")
         return DecoderBackbone.logprobs(self, sequences, adapters)
-
-
-def test_torch_says_on_a_processor_that_memory_ran_out() -> None:
-    with pytest.raises(RuntimeError) as found:
-        torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(found.value)
-    assert not is_out_of_memory(RuntimeError("the shapes do not fit"))
 
 
 async def test_a_step_that_is_too_large_alone_is_computed_in_smaller_micro_batches(decoder: Decoder) -> None:
@@ -97,26 +89,6 @@ async def test_rows_that_share_a_beginning_are_computed_apart_where_they_are_too
     found = await fusion.train(*one, nothing)
 
     expected = Trainer(DecoderBackbone(decoder)).step(*one, nothing)
-    torch.testing.assert_close(found.state.values_P, expected.state.values_P, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("bytes_per_pair", [0.0, 0.02])
-def test_rows_share_a_beginning_only_while_the_memory_holds_what_they_keep(
-    decoder: Decoder, bytes_per_pair: float
-) -> None:
-    # Given memory for some of eight rows that share one
-    budget = Budget(2048, num_bytes=700.0, bytes_per_token=10.0, bytes_per_pair=bytes_per_pair)
-    roomy, tight = Trainer(DecoderBackbone(decoder)), Trainer(DecoderBackbone(decoder), budget)
-    one = job(roomy, 0, num_groups=2, group_size=8)
-    whole, parts = roomy.begin(*one).opened, tight.begin(*one).opened
-    assert not any(budget.holds(1, len(tree), branched=True) for tree in whole.queue)
-
-    # Then fewer share it, and learn the same
-    assert any(tree.branched for tree in parts.queue)
-    assert all(budget.holds(1, len(tree), branched=True) for tree in parts.queue if tree.branched)
-    roomy.discard(whole)
-    tight.discard(parts)
-    expected, found = roomy.step(*one, nothing), tight.step(*one, nothing)
     torch.testing.assert_close(found.state.values_P, expected.state.values_P, atol=1e-5, rtol=1e-5)
 
 

@@ -4,11 +4,9 @@ import contextlib
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -21,15 +19,13 @@ from tests.support.trainer_cases import TINY, load_tiny
 from tests.trainer.test_modules_backbone import APART, CLOSE, SHARING, Case, make_case, ours
 from tests.trainer.test_trainer_fused import assert_each_learned_alone, job, together
 from trainer_service.__main__ import load_trainer
-from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.backbone.sharding import bytes_held
 from trainer_service.memory import fit
-from trainer_service.packing import Budget, Cost, Tree
+from trainer_service.packing import Budget, Cost
 from trainer_service.ranks.backbone import RankedBackbone, load_ranks
-from trainer_service.ranks.group import split
 from trainer_service.settings import TrainerSettings
 from trainer_service.training import Trainer
 
@@ -47,39 +43,6 @@ def ranks(folder: Path, number: int, device: str = "cpu") -> Generator[RankedBac
 
 
 # ---- shares ---------------------------------------------------------------------------------------------------------
-
-
-def sequences_of(lengths: Sequence[int]) -> Sequences:
-    """A row each, with as many targets as tokens; target number i is i."""
-    ends = np.cumsum([0, *lengths])
-    trees = [
-        Tree(0, (row,), np.full(n, row), np.arange(n), np.zeros(n, np.int64), (np.arange(n),))
-        for row, n in enumerate(lengths)
-    ]
-    return Sequences(
-        trees, [np.arange(*between) for between in pairwise(ends)], [float(row) for row in range(len(trees))]
-    )
-
-
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_each_target_is_computed_once_and_no_rank_has_a_sequence_more_than_another_could_take(num_ranks: int) -> None:
-    lengths = [7, 30, 2, 9, 9, 16, 1, 4, 30, 5]
-    shares = split(sequences_of(lengths), list(range(len(lengths))), num_ranks)
-
-    assert sorted(np.concatenate([share.places for share in shares]).tolist()) == list(range(sum(lengths)))
-    for share in shares:
-        assert np.concatenate(share.sequences.targets).tolist() == share.places.tolist()
-        rows = [tree.rows[0] for tree in share.sequences.trees]
-        assert rows == sorted(rows) == share.adapters == share.sequences.temperatures
-        assert share.num_tokens <= sum(lengths) / num_ranks + max(lengths)
-
-
-def test_a_rank_without_a_sequence_computes_one_whose_result_counts_nowhere() -> None:
-    shares = split(sequences_of([5, 3]), None, 3)
-
-    assert [share.places.tolist() for share in shares] == [[0, 1, 2, 3, 4], [5, 6, 7], []]
-    assert [share.num_tokens for share in shares] == [5, 3, 0]
-    assert shares[2].sequences.trees == shares[1].sequences.trees and shares[2].num_targets == 3
 
 
 # ---- the same results -----------------------------------------------------------------------------------------------

@@ -6,12 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hypothesis.strategies as st
-import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given
 from torch import Tensor
 
 from tests.support.families import NUM_LAYERS, save_family
@@ -24,7 +21,7 @@ from trainer_service.backbone.sharding import bytes_held
 from trainer_service.fusion import Fusion
 from trainer_service.memory import kept_bytes
 from trainer_service.open_step import Trained
-from trainer_service.packing import Budget, Tree, next_pack, spread
+from trainer_service.packing import Budget
 from trainer_service.ranks.backbone import RankedBackbone
 from trainer_service.training import DoesNotFit, Trainer
 
@@ -33,24 +30,6 @@ LITTLE = 24 << 20
 
 
 # ---- the fullest rank -----------------------------------------------------------------------------------------------
-
-
-def row_of(length: int) -> Tree:
-    return Tree(0, (0,), np.zeros(length, np.int64), np.arange(length), np.zeros(length, np.int64), ())
-
-
-@given(st.lists(st.integers(1, 60), min_size=1), st.integers(1, 4), st.integers(1, 4000))
-def test_a_pack_fits_on_the_fullest_rank(lengths: list[int], num_ranks: int, room: int) -> None:
-    queue = [row_of(length) for length in lengths]
-    budget = Budget(200, num_bytes=room, bytes_per_token=10.0)
-
-    (taken,) = next_pack([queue], budget, num_ranks)
-
-    assert taken == queue[: len(taken)] and taken
-    if len(taken) > 1:
-        assert sum(map(len, taken)) <= 200
-        for share in spread([*map(len, taken)], num_ranks):
-            assert sum(10 * len(taken[number]) for number in share) <= room
 
 
 # ---- two ranks ------------------------------------------------------------------------------------------------------
@@ -75,18 +54,6 @@ def two(folder: Path) -> Generator[RankedBackbone]:
 @pytest.fixture
 def cases(alone: ModulesBackbone) -> list[Case]:
     return [make_case(alone, seed, rank, 1.0) for seed, rank in enumerate((2, 8))]
-
-
-@pytest.mark.parametrize("number", [0, 1 << 60])
-def test_free_memory_is_that_of_the_rank_with_the_least(
-    two: RankedBackbone, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def free(_: torch.device) -> int:
-        return number
-
-    monkeypatch.setattr("trainer_service.ranks.backbone.free_bytes", free)
-    found = two.free_bytes()
-    assert found == 0 if number == 0 else 0 < found < 1 << 50
 
 
 class Narrow(torch.nn.Module):

@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.models.footprint import BYTES_OF_SCORE, MAX_SCORES, MODULES_SCORES, SCORES_SHARE
-from trainer_service.backbone import modules
+from common.models.footprint import MAX_SCORES
 from trainer_service.backbone.head import target_logprobs
-from trainer_service.backbone.modules import scores_on
 
 M, E, V = 40, 16, 30
 
@@ -44,16 +42,3 @@ def test_the_size_of_a_chunk_changes_neither_log_probs_nor_gradients(
     expected_M[chosen_M].sum().backward()
     torch.testing.assert_close(found_M, expected_M)
     torch.testing.assert_close(finding_ME.grad, expecting_ME.grad)
-
-
-def test_scores_take_a_sixteenth_of_free_memory_but_on_a_cpu_no_more_than_helps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def on(free: int, device: str) -> int:
-        monkeypatch.setattr(modules, "free_bytes", lambda device: free)  # pyright: ignore
-        return scores_on(torch.device(device))
-
-    assert on(64 << 30, "cuda") * BYTES_OF_SCORE * SCORES_SHARE == 64 << 30
-    assert on(64 << 30, "cpu") == MODULES_SCORES > 100 * 151_936
-    assert on(2 << 30, "cpu") * BYTES_OF_SCORE * SCORES_SHARE == 2 << 30
-    assert on(1 << 20, "cuda") == on(1 << 20, "cpu") == MAX_SCORES

@@ -43,7 +43,6 @@ from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler
 from trainer_service.open_step import OpenStep, TrainState
 from trainer_service.optimiser import Moments, save_moments
-from trainer_service.packing import Budget
 from trainer_service.training import Trainer
 
 
@@ -329,18 +328,6 @@ def assert_off_policy(metrics: Mapping[str, float | None]) -> None:
     kl, ess_share = metrics["sampling_kl"], metrics["ess_share"]
     assert kl is not None and kl > 0.1
     assert ess_share is not None and 0 < ess_share < 0.9
-
-
-async def test_a_beat_follows_every_micro_batch(decoder: Decoder, tmp_path: Path) -> None:
-    handler = TrainHandler(
-        Trainer(DecoderBackbone(decoder), Budget(1)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny"
-    )
-    beats: list[int] = []
-
-    await handler(make_init(), nothing)
-    await handler(make_step(0, make_rows()), lambda: beats.append(1))
-
-    assert len(beats) >= 4
 
 
 def test_what_is_given_up_says_so_to_the_owner(system: System) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import hypothesis.strategies as st
 import msgspec
@@ -13,8 +12,6 @@ from hypothesis import given, settings
 
 from base_model.decoder import Decoder
 from common.errors import InvalidInput, TrainingFailed
-from common.store.adapters import AdapterStore
-from common.store.objects import Objects
 from common.wire.messages import LoraSpec, LossSpec, OptimSpec, TrainStep
 from tests.support.trainer_cases import (
     load_shallow,
@@ -27,7 +24,6 @@ from tests.support.trainer_cases import (
 )
 from trainer_service.backbone.sequences import DecoderBackbone, checkpointed
 from trainer_service.fusion import Fusion
-from trainer_service.handler import TrainHandler
 from trainer_service.memory import kept_bytes
 from trainer_service.open_step import OpenBatch, Trained, TrainState
 from trainer_service.packing import Budget
@@ -47,7 +43,6 @@ LOSSES = (
     LossSpec(name="rloo", is_clip=1.5),
     LossSpec(name="dr_grpo", max_tokens=20, clip_high=0.1),
 )
-NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
@@ -212,22 +207,6 @@ async def test_a_caller_that_is_cancelled_takes_its_step_out(decoder: Decoder) -
     (stack,) = fusion.trainer._stacks.values()  # pyright: ignore[reportPrivateUsage]
     while not stack.empty:
         await asyncio.sleep(0.001)
-
-
-def test_a_handler_has_room_until_two_micro_batches_wait(decoder: Decoder, tmp_path: Path) -> None:
-    handler = TrainHandler(
-        Trainer(DecoderBackbone(decoder), Budget(64)), AdapterStore(Objects.open(tmp_path.as_uri())), "tiny"
-    )
-    assert handler.has_room()
-
-    async def hold() -> bool:
-        held = asyncio.create_task(handler(make_step(0, make_rows()), nothing))
-        await asyncio.sleep(0)
-        full = not handler.has_room()
-        await held
-        return full and handler.has_room()
-
-    assert asyncio.run(hold())
 
 
 def test_checkpointing_gives_the_same_gradient_for_less_memory() -> None:

@@ -2,7 +2,7 @@
 
     sequences, adapters ─► Backbone.logprobs ─► float32 [M] ─ losses ─ backward ─► gradients in the adapters' stacks
 
-This folder knows nothing of losses, steps or optimisers, and nothing else in the trainer knows how a base model computes.
+This folder knows no losses, steps or optimisers; nothing else in the trainer knows how a base model computes.
 
 Its files:
 

@@ -2,9 +2,9 @@
 
     pack  | tree 1: beginning, branch, branch | tree 2 | tree 3: beginning, ...        no padding, [N] positions
 
-A position sees what stands before it in its own branch and in its tree's beginning; in a layer with a sliding window only those
-at most `window` - 1 positions of its row before it. So the queries of a branch, or of a block of a row, are the last of the keys
-that they may see, and one mask serves them all, laid on from its lower right corner:
+A position sees what precedes it in its own branch and in its tree's beginning; in a layer with a sliding window, at most
+`window` - 1 of them. So the queries of a branch, or of a block of a row, are the last of the keys that they may see, and
+the lower right corner of one mask serves them all:
 
     keys of the row     0 1 2 3 4 5 6
     last three queries  x x x x x . .
@@ -99,7 +99,7 @@ class Pack:
 
 
 def corner_mask(pack: Pack, window: int | None, dtype: torch.dtype) -> Tensor:
-    """The numbers that are added to scores, [MASK_QUERIES, the pack's longest row or a few more]: see the top."""
+    """The numbers added to scores, [MASK_QUERIES, the pack's longest row or a few more]: see the top."""
     size, device = _aligned(pack.longest), pack.tokens_N.device
     queries = torch.arange(MASK_QUERIES, 0, -1, device=device)[:, None]
     ahead = torch.arange(size, 0, -1, device=device) - queries  # positions from a key to the query
@@ -124,8 +124,8 @@ def packed_attention(
 
 
 class _Branches(torch.autograd.Function):
-    """The own positions of a tree's branches, each over the tree's beginning and itself: [1, H, T, D] of queries -> [1, H, T - beginning,
-    D]. The backward computes them again: what a branch reads would keep the beginning's keys and values once for each.
+    """A tree's branches, each over the tree's beginning and itself: queries [1, H, T, D] -> [1, H, T - beginning, D]. The
+    backward computes them again: kept, the beginning's keys and values would be stored once for each.
     """
 
     @staticmethod
@@ -161,7 +161,7 @@ def _parted(grad: Tensor, span: PackSpan) -> Sequence[Tensor]:
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, *, pack: Pack, window: int | None, scaling: float | None) -> Tensor:
-    """See Attention. Goes by blocks of queries, so that one mask serves all; plainly causal rows need none."""
+    """See Attention. Goes by blocks of queries, which share one mask; plainly causal rows need none."""
     before = k.shape[2] - q.shape[2]
     if not before and (window is None or window >= k.shape[2]):
         return _sdpa(q, k, v, None, scaling)
@@ -176,7 +176,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, *, pack: Pack, window: int | None
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attends with the mask's lower right corner. Keys are made a multiple of ALIGNED by some at the end, which no query sees."""
+    """Attends with the mask's lower right corner. Keys are padded at the end to a multiple of ALIGNED; no query sees those."""
     num_queries, missing = q.shape[2], -k.shape[2] % ALIGNED
     if missing:
         q, k, v = (F.pad(each, (0, 0, 0, missing)) for each in (q, k, v))
@@ -200,11 +200,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask_nm: Tensor | None, scaling: floa
 
 
 PackAttention = Callable[[Pack, Tensor, Tensor, Tensor, int | None, float | None], Tensor]
-"""Attends over a pack: query [1, H, N, D], key and value [1, K, N, D], a window or none, the scale of scores -> [1, N, H, D]."""
+"""Attends over a pack: query [1, H, N, D], key and value [1, K, N, D], window or None, scale of scores -> [1, N, H, D]."""
 
 
 def register(name: str, attend: PackAttention) -> None:
-    """Lets transformers' layers attend so, by this name. A call raises InvalidInput for an attention that a pack has not."""
+    """Registers this attention with transformers by its name. A call raises InvalidInput for one that a pack has not."""
 
     def attention(
         module: torch.nn.Module,

@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 
 def load_backbone(settings: TrainerSettings, folder: Path) -> Backbone:
-    """Loads the base model in a local folder. Raises InvalidInput for one that cannot be computed as it is meant."""
+    """Loads a local base model. Raises InvalidInput for one that cannot be computed as it is meant."""
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
     kind = settings.trainer_backbone
     if kind == "auto":

@@ -1,7 +1,7 @@
-"""Linear layers with the adapters of packed tokens, that train adapters and nothing else.
+"""Linear layers with the adapters of packed tokens; only the adapters train.
 
-The tokens of one adapter stand side by side, so `grouped_mm` multiplies all adapters of a rank at once. It needs rows of a multiple of
-ALIGNMENT bytes (ranks are padded), and on CUDA bfloat16 with capability 8.0 or newer. Elsewhere each adapter has its own product.
+One adapter's tokens are contiguous, so `grouped_mm` multiplies all adapters of a rank at once. It needs rows of a multiple
+of ALIGNMENT bytes (ranks are padded), and on CUDA bfloat16 with capability >= 8.0. Else each adapter has its own product.
 Forward y = x W' + s (x A') B'. Backward, with g = s dy B: dx = dy W + g A, dA = g' x, dB = dy' (s x A').
 
 Axes: N tokens of a pack, n of a lane, G adapters of a lane, I and O widths of a layer, R padded rank.
@@ -53,7 +53,7 @@ class Lane:
 
 
 def lanes_of(adapters: Sequence[AdapterPlace], lengths: Sequence[int]) -> list[Lane]:
-    """`adapters`, `lengths`: of each sequence; neighbours of one adapter share its products, and those of one stack a lane."""
+    """`adapters`, `lengths`: of each sequence; neighbours of one adapter share products, those of one stack a lane."""
     lanes: list[Lane] = []
     start = 0
     sequences = zip(adapters, lengths, strict=True)
@@ -84,7 +84,7 @@ def lanes_of(adapters: Sequence[AdapterPlace], lengths: Sequence[int]) -> list[L
 
 @dataclass(slots=True)
 class CurrentLanes:
-    """The lanes of the pass under way: transformers' modules have no room for them in their arguments."""
+    """The lanes of the pass under way, which transformers' modules cannot take as an argument."""
 
     lanes: Sequence[Lane] = ()
 
@@ -117,7 +117,7 @@ class LoraLinear(torch.nn.Module):
 
 
 class _GroupedLoraLinear(torch.autograd.Function):
-    """x [N, I] -> [N, O]. `anchor` makes the result need a gradient where x does not: the first layer."""
+    """x [N, I] -> [N, O]. `anchor` gives the result a gradient where x has none: the first layer."""
 
     @staticmethod
     def forward(

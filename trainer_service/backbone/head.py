@@ -1,4 +1,4 @@
-"""Computes log-probs of targets from hidden states, a chunk of scores at a time, differentiable in the hidden states.
+"""Computes log-probs of targets from hidden states, in chunks of scores, differentiable in the hidden states.
 
 Axes: M targets, E hidden, V vocabulary.
 """
@@ -24,7 +24,7 @@ def target_logprobs(
 ) -> Tensor:
     """float32 log_softmax(hidden @ head / temperature) of each target, [M].
 
-    `learned_M`: places of the targets that may have a gradient; None: all may. `max_scores`: logits that exist at one time.
+    `learned_M`: the targets that may have a gradient; None: all. `max_scores`: logits that exist at one time.
     """
     return _TargetLogprobs.apply(  # pyright: ignore[reportReturnType]
         hidden_ME, head_VE, targets_M, temperatures_M, learned_M, max_scores
@@ -34,8 +34,8 @@ def target_logprobs(
 class _TargetLogprobs(torch.autograd.Function):
     """Hidden states [M, E] and a frozen head [V, E] -> log-probs [M], without keeping [M, V].
 
-    d logprob / d hidden = (head[target] - softmax @ head) / temperature does not depend on the loss's gradient, so the
-    forward computes it, a chunk of M at a time, and the backward is one product by rows.
+    d logprob / d hidden = (head[target] - softmax @ head) / temperature does not depend on the loss's gradient: the forward
+    computes it, a chunk of M at a time, and the backward is one product by rows.
     """
 
     @staticmethod

@@ -23,7 +23,7 @@ class Sequences:
     trees: Sequence[Tree]
     targets: Sequence[Ints]  # of each row [its M], token ids
     temperatures: Sequence[float]  # of each row
-    learned: Sequence[Bools] = ()  # of each row [its M], the targets that may have a gradient; none given: all may
+    learned: Sequence[Bools] = ()  # of each row [its M], targets that may have a gradient; empty: all
     multiple: int = 1  # sequences are padded to a multiple of it, where they are padded
 
     @property
@@ -32,7 +32,7 @@ class Sequences:
         return -(-max(map(len, self.trees)) // self.multiple) * self.multiple
 
     def about_targets(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The targets [M], their temperatures [M], and the places of those that may have a gradient (None: all may)."""
+        """The targets [M], their temperatures [M], and those that may have a gradient (None: all)."""
         counts_R = [len(row_M) for row_M in self.targets]
         temperatures_M = np.repeat(np.array(self.temperatures, np.float32), counts_R)
         some = not all(row_M.all() for row_M in self.learned)
@@ -42,7 +42,7 @@ class Sequences:
 
 
 class Backbone(Protocol):
-    """A frozen base model on a device. Holds nothing of a job. One call at a time, but where it is `concurrent`."""
+    """A frozen base model on a device, without state of a job. One call at a time unless `concurrent`."""
 
     @property
     def vocab(self) -> int: ...
@@ -84,9 +84,7 @@ class Backbone(Protocol):
 
     def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
         """float32 log_softmax(logits / temperature) of each target, [M]. `adapters`: each sequence's; None: the bare base model.
-
-        The backward adds each adapter's gradient to its place in its stack.
-        """
+        The backward adds each adapter's gradient to its place in its stack."""
         ...
 
     def keeping_all(self) -> "Backbone":
@@ -98,7 +96,7 @@ class Backbone(Protocol):
         ...
 
     def fitting(self, keeping_all: float, wanted: float) -> "Backbone":
-        """The same base model, keeping at most `wanted` bytes a token for the backward, as far as it can choose."""
+        """The same base model, keeping at most `wanted` bytes a token for the backward, where it can choose."""
         ...
 
     def free_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Loads a base model into the backbone of devices, and compares packed rows of a few tokens with transformers."""
+"""Loads a base model into the backbone of devices, and compares a few packed tokens with transformers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,10 +24,10 @@ def load_modules(
     checked: bool = False,
     kernels: Sequence[str] = (),
 ) -> ModulesBackbone:
-    """Loads a local folder in Hugging Face layout. `max_context`: serve no longer context than this. `checked`: another process has
-    computed a few tokens with it, and found no difference. `kernels`: see `device_kernels`.
+    """Loads a local folder in Hugging Face layout. `max_context`: the longest context served. `checked`: another process has
+    compared a few tokens. `kernels`: see `device_kernels`.
 
-    Raises InvalidInput for a model that this backbone does not compute as transformers does, and for kernels that do not run here.
+    Raises InvalidInput for a model that it does not compute as transformers does, and for kernels that do not run here.
     """
     model = load_model(folder, device=device, dtype=dtype)
     backbone = ModulesBackbone.of(model, target_layers(model), context_of(model, max_context))
@@ -45,9 +45,9 @@ def load_modules(
 
 
 def _check_packed(folder: Path, backbone: ModulesBackbone, kernels: Sequence[str]) -> None:
-    """Compares log-probs of packed rows with those of transformers' model, a row at a time, on a few tokens.
+    """Compares log-probs of a few packed tokens with those of transformers' model, row by row.
 
-    Leaves our attention in the model, and the kernels. Raises InvalidInput for a model that does not treat rows of a pack apart.
+    Leaves our attention and the kernels in the model. Raises InvalidInput for one that does not treat packed rows apart.
     """
     begin_T, *owns = np.split(np.arange(11) * 7919 % backbone.vocab, [4, 8])
     rows = [(np.concatenate([begin_T, own]), len(own)) for own in (*owns, owns[1])]

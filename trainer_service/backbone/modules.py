@@ -35,7 +35,7 @@ class ModulesBackbone:
     whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext
     """Makes a module's weights whole, outside of its own forward."""
     shortage: Shortage | None = None
-    """A shortage of memory, where several processes compute in step: what it notes raises no error, and the results are worthless."""
+    """A shortage of memory, where processes compute in step: what it notes raises no error, and results are worthless."""
     pads: bool = False
     num_ranks: int = 1
     concurrent: bool = False
@@ -44,7 +44,7 @@ class ModulesBackbone:
 
     @classmethod
     def of(cls, model: Any, targets: Mapping[str, tuple[Any, str]], context: int) -> "ModulesBackbone":
-        """Takes a loaded model. `targets`: see `target_layers`; `context`: tokens of a sequence at most."""
+        """Takes a loaded model. `targets`: see `target_layers`; `context`: most tokens of a sequence."""
         backbone = cls(model, context, max_scores=scores_on(model.get_output_embeddings().weight.device))
         for name, (layer, leaf) in targets.items():
             module = getattr(layer, leaf)
@@ -87,7 +87,7 @@ class ModulesBackbone:
         return replace(self, num_checkpointed=0)
 
     def checkpointing(self, num_layers: int) -> "ModulesBackbone":
-        """The same base model; its first layers keep only their input for the backward, and are computed again in it."""
+        """The same base model; its first layers keep only their input, and the backward computes them again."""
         return replace(self, num_checkpointed=min(num_layers, len(self.layers)))
 
     def kept_per_token(self, keeping_all: float) -> float:
@@ -138,9 +138,9 @@ def scores_on(device: torch.device) -> int:
 
 
 def _let_checkpoint(layer: Any, wanted: bool, again: Any) -> None:
-    """Sets how transformers' layer is called. `again`: what its second computation needs around it.
+    """Sets how transformers' layer is called. `again`: the context of its second computation.
 
-    It checkpoints only while it trains, which is said of the layer itself, and not while it computes: it would drop out.
+    Checkpointing needs training mode, which is set on the layer only, not while it computes: it would drop out.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -1,9 +1,9 @@
-"""The decoder's linear layers, with the adapter of each sequence, that train adapters and nothing else.
+"""The decoder's linear layers, with each sequence's adapter; only the adapters train.
 
-Each sequence of a micro-batch goes through its own adapter: one batched product a factor serves all adapters of a shape,
-however many there are. Forward y = x W' + s (x A') B'. Backward, with g = s dy B: dx = dy W + g A, dA = g' x, dB = dy' (s x A').
-W is frozen, so no gradient of it is ever made; dA and dB are added in place into the adapter's gradient, sequence by
-sequence, so that their bits do not depend on the rest of the micro-batch.
+Each sequence goes through its own adapter: one batched product a factor serves all adapters of a shape.
+Forward y = x W' + s (x A') B'. Backward, with g = s dy B: dx = dy W + g A, dA = g' x, dB = dy' (s x A').
+W is frozen and has no gradient; dA and dB are added in place to the adapter's gradient, sequence by sequence, so that
+their bits do not depend on the rest of the micro-batch.
 
 Axes: B sequences, T positions.
 """
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(slots=True)
 class Projection:
-    """The decoder's `project`: each sequence through the base layer and its own adapter. Parts do not overlap."""
+    """The decoder's `project`: each sequence through the base layer and its adapter. Parts do not overlap."""
 
     parts: Sequence[Part]
     _anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
@@ -61,7 +61,7 @@ class Projection:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """x [B, T, in] -> [B, T, out]. `anchor` makes the result need a gradient where x does not: the first layer."""
+    """x [B, T, in] -> [B, T, out]. `anchor` gives the result a gradient where x has none: the first layer."""
 
     @staticmethod
     def forward(
@@ -102,7 +102,7 @@ def _gathered(part: Part, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """torch.bmm with bits that do not depend on the number of products: a lone one of one column takes another kernel."""
+    """torch.bmm with the same bits for any number of products: a lone one of one column takes another kernel."""
     if len(left) == 1 and right.shape[-1] == 1:
         return torch.bmm(left.expand(2, -1, -1), right.expand(2, -1, -1))[:1]
     return torch.bmm(left, right)

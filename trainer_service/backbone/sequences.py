@@ -1,4 +1,4 @@
-"""The CPU's backbone: our own decoder over padded sequences. In deterministic mode a row has the same bits in any company.
+"""The CPU's backbone: our decoder over padded sequences. In deterministic mode a row's bits depend on no neighbour.
 
 Axes: B sequences, T positions, M targets of the micro-batch, E hidden.
 """
@@ -26,7 +26,7 @@ from trainer_service.packing import Cost
 
 @dataclass(frozen=True, slots=True)
 class DecoderBackbone:
-    """See `Backbone`. `run_layer`: `directly` keeps a layer's activations for the backward, `checkpointed` only its input."""
+    """See `Backbone`. `run_layer`: `directly` keeps a layer's activations, `checkpointed` only its input."""
 
     decoder: Decoder
     run_layer: RunLayer = directly
@@ -118,7 +118,7 @@ def _inputs(sequences: Sequences, decoder: Decoder) -> _Inputs:
 
 
 def _attention_bias(branches_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a position sees another: up to itself in its own branch and in the shared beginning; else -inf. [B, 1, T, T]"""
+    """[B, 1, T, T]: 0 on what a position sees, up to itself in its branch and the shared beginning; else -inf."""
     to, by = branches_BT[:, None, None, :], branches_BT[:, None, :, None]
     seen = ((to == by) | (to == 0)).tril()
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
@@ -137,5 +137,5 @@ def _attend(decoder: Decoder, bias_BTT: Tensor | None) -> Attend:
 
 
 def checkpointed(layer: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Keeps only the layer's input and computes the layer again in the backward (Chen et al. 2016, arXiv 1604.06174)."""
+    """Keeps only the layer's input; the backward computes it again (Chen et al. 2016, arXiv 1604.06174)."""
     return checkpoint(layer, *args, use_reentrant=False)  # pyright: ignore

@@ -1,7 +1,7 @@
-"""Spreads a base model's weights over several processes: each keeps its part, and a layer is whole only while it computes.
+"""Spreads a base model's weights over processes: each keeps a part, and a layer is whole only while it computes.
 
-FSDP2 (torch's `fully_shard`): a layer's weights are gathered before its forward and its backward, and given up after. Nothing of
-the base has a gradient, so nothing is reduced; adapters are no parameters of the model, so each process has all of them.
+FSDP2 (torch's `fully_shard`) gathers a layer's weights before its forward and its backward, and frees them after. The base
+has no gradient, so nothing is reduced; adapters are no parameters of the model, so each process has all of them.
 """
 
 from collections.abc import Generator
@@ -19,10 +19,8 @@ from trainer_service.backbone.shortage import Shortage
 
 
 def shard(backbone: ModulesBackbone, mesh: DeviceMesh) -> ModulesBackbone:
-    """Takes a backbone that is whole on the host; the same, of which this process holds its part, on its own device of the mesh.
-
-    From now on all processes of the mesh compute the same passes over the layers, in step.
-    """
+    """Takes a backbone that is whole on the host; returns it with this process's part, on its own device of the mesh.
+    From now on all processes of the mesh make the same passes, in step."""
     model = backbone.model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     units = [*backbone.layers, embedding, head]
@@ -40,8 +38,8 @@ def shard(backbone: ModulesBackbone, mesh: DeviceMesh) -> ModulesBackbone:
 
 
 def forget_pass(backbone: ModulesBackbone) -> str:
-    """Makes a sharded backbone ready for the next pass after one that counts nowhere, and whose graph is gone. Returns why memory
-    ran out here; "" if it did not."""
+    """Readies a sharded backbone after a pass that counts nowhere and whose graph is gone. Returns why memory ran out here,
+    or ""."""
     assert backbone.shortage
     reason, backbone.shortage.reason = backbone.shortage.reason, ""
     backbone.model.get_decoder().reset_iter_state()
@@ -57,7 +55,7 @@ def bytes_held(backbone: ModulesBackbone) -> int:
 
 @contextmanager
 def _gathered(shortage: Shortage, module: Any) -> Generator[None]:
-    """Makes a module's weights whole for a moment; all processes do so at once. Notes what the block lacks memory for."""
+    """Makes a module's weights whole for a moment, in all processes at once. Notes a shortage of memory."""
     module.unshard()
     try:
         with shortage.noted():

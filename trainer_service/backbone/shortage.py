@@ -1,8 +1,8 @@
-"""Memory that runs out on one of several processes, each with a part of the base model: its pass goes on to its end, empty-handed.
+"""Memory that runs out on one of several processes with parts of a base model: its pass ends in step, empty-handed.
 
-All processes gather the same weights in the same order, so one that left a pass in the middle would leave the others waiting for it.
-A layer in which memory runs out gives back what it was given, and so do those after it, which compute nothing: they gather
-only weights. The same in the backward. Afterwards the processes tell one another, and the pass counts nowhere.
+All processes gather the same weights in the same order, so one that left a pass would leave the others waiting. A layer
+without memory returns its input, and so do those after it, which only gather weights. The same in the backward. Afterwards
+the processes tell one another, and the pass counts nowhere.
 
     gather weights ─► guarded layer: forward, or its input as it is ─► give weights up        (in the backward likewise)
 
@@ -30,7 +30,7 @@ class Shortage:
 
     @contextmanager
     def noted(self) -> Generator[None]:
-        """Notes an error that says that memory ran out, and swallows it and those that follow from it."""
+        """Notes an error of memory, and swallows it and its consequences."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:
@@ -39,7 +39,7 @@ class Shortage:
             self.reason = self.reason or str(error).partition("\n")[0] or type(error).__name__
 
     def guard(self, layer: Any) -> None:
-        """Guards a layer's forward, whose first argument and result are hidden states, and its backward."""
+        """Guards a layer's forward (hidden states are its first argument and result) and its backward."""
         inner = layer.forward
 
         def forward(hidden: Tensor, *args: Any, **others: Any) -> Tensor:
@@ -58,7 +58,7 @@ def _called(inner: Callable[..., Tensor], args: Any, others: Any, hidden: Tensor
 
 
 class _Guarded(torch.autograd.Function):
-    """A layer whose graph is its own, so that its backward is a call that can be guarded. `anchor` makes the result need a gradient."""
+    """A layer with its own graph, so that its backward is a call to guard. `anchor` gives the result a gradient."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
-"""Several processes of one trainer, its ranks, each with a part of the base model and a device of its own.
+"""Several processes of one trainer, its ranks, each with a part of the base model and its own device.
 
     Trainer ─► RankedBackbone ─ a command to all ─► split ─► each rank's share of the sequences ─► log-probs, gradients ─► the first rank
 
-The first rank is the worker on the bus. Only it knows messages, losses, steps and optimisers; the others know a `Backbone`, the
-adapters of the open batches, and their own shares' gradients. Why so: docs/decisions/ranks.md.
+The first rank is the worker on the bus. Only it knows messages, losses, steps and optimisers; the others know a `Backbone`,
+the adapters of open batches, and gradients of their own shares. Why: docs/decisions/ranks.md.
 
     backbone.py    the base model as the first rank's trainer sees it
     leader.py      starts the other ranks, and ends the trainer with one of them

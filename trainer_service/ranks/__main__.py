@@ -1,4 +1,4 @@
-"""One of the other ranks of a trainer: `python -m trainer_service.ranks BEGIN`, started by the first. It ends with it.
+"""One of a trainer's other ranks: `python -m trainer_service.ranks BEGIN`, started by the first. It ends with it.
 
 Standard input says how long the next command is, which then comes through the group.
 """
@@ -24,7 +24,7 @@ from trainer_service.ranks.group import Begin, RankGroup, find_store, split
 
 @dataclass(slots=True)
 class Follower:
-    """Does its part of what the first rank says, and holds the same adapters, with the gradients of its own shares."""
+    """Does its part of what the first rank says, and holds the same adapters, with its shares' gradients."""
 
     group: RankGroup
     backbone: ModulesBackbone

@@ -3,8 +3,8 @@
     logprobs ─ split ─► each rank's share ─► log-probs ─► the first rank ─ losses ─ backward ─► each rank's share of the gradient
     stack ─ put ─► the adapter, on each rank        gradient ─► the sum of the ranks' gradients, once a batch
 
-Each rank gathers the weights of a layer from all while it computes it. When memory runs out on one, all end the pass in step, and the
-first rank raises MemoryError. Axes: M targets of the micro-batch, P all values of an adapter.
+Each rank gathers a layer's weights from all while it computes it. When memory runs out on one, all end the pass in step, and
+the first rank raises MemoryError. Axes: M targets of the micro-batch, P all values of an adapter.
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,14 @@ from trainer_service.settings import TrainerSettings
 
 
 def load_ranks(settings: TrainerSettings, folder: Path) -> "RankedBackbone":
-    """Starts the ranks, each with its part of the base model. Raises InvalidInput for what cannot be done."""
+    """Starts the ranks, each with its part of the base model. Raises InvalidInput."""
     ranks, part = Ranks.start(begin_of(settings, folder))
     return RankedBackbone(part.checkpointing(len(part.layers)) if settings.trainer_checkpointing else part, ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class RankedBackbone:
-    """See `Backbone`. `own`: the first rank's part of the base model. For one `Trainer` at a time: all ranks forget empty stacks
-    when it makes a new one."""
+    """See `Backbone`. `own`: the first rank's part. For one `Trainer` at a time: a new one makes all ranks forget empty stacks."""
 
     own: ModulesBackbone
     ranks: Ranks
@@ -98,7 +97,7 @@ class RankedBackbone:
         return logprobs_M, Under(own_M, shares, places_of, sizes)
 
     def backward(self, under: "Under", grad_M: Tensor) -> None:
-        """Adds each rank's gradients to its own stacks. Raises MemoryError: they are good for nothing then."""
+        """Adds each rank's gradients to its own stacks. Raises MemoryError; they are worthless then."""
         with self.ranks.busy():
             self.ranks.tell(Backward())
             parts = [grad_M[places_m] for places_m in under.places]
@@ -126,7 +125,7 @@ class RankedBackbone:
             return self.ranks.group.least(free_bytes(self.device))
 
     def counters(self) -> dict[str, float]:
-        """`rank_<n>_tokens`: of the passes' forwards, on each rank; `ranks_s`: seconds in passes, backwards included."""
+        """`rank_<n>_tokens`: of each rank's forwards; `ranks_s`: seconds in passes, backwards included."""
         tokens = {f"rank_{rank}_tokens": float(number) for rank, number in enumerate(self.ranks.tokens)}
         return {**tokens, "ranks_s": self.ranks.busy_s}
 

@@ -1,7 +1,7 @@
 """Commands from the first rank of a trainer to the others, as bytes.
 
-A command is sent to all ranks, and each takes its own part of it. Tensors (an adapter's values, log-probs, gradients) follow a
-command in collective operations of the group.
+All ranks get a command, and each takes its part. Tensors (an adapter's values, log-probs, gradients) follow in collective
+operations of the group.
 """
 
 import msgspec
@@ -42,10 +42,10 @@ class AddUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankForward(msgspec.Struct, frozen=True, tag=True):
-    """Computes log-probs; each rank those of its share, which go to the first rank if memory sufficed on all."""
+    """Computes log-probs; each rank those of its share, sent to the first if memory sufficed on all."""
 
     sequences: Sequences
-    adapters: tuple[tuple[int, int], ...] | None  # stack and place, of each sequence; None: the bare base model
+    adapters: tuple[tuple[int, int], ...] | None  # each sequence's stack and place; None: the bare base model
     learns: bool  # a backward follows
     num_checkpointed: int  # layers
 

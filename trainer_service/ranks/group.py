@@ -1,4 +1,4 @@
-"""The processes of one trainer, its ranks, as a group that computes in step, and the share of a micro-batch that each has.
+"""The processes of one trainer, its ranks, as a group that computes in step, and each one's share of a micro-batch.
 
 Axes: P all values of an adapter, M log-probs of a rank.
 """
@@ -54,7 +54,7 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 def open_store() -> tuple[Store, int]:
-    """Opens the store in which the ranks of a new group find each other, on this machine only; with its port."""
+    """Opens the store where the ranks of a new group meet, on this machine only; returns its port too."""
     listening = socket.create_server((HOST, 0))
     port = listening.getsockname()[1]
     return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()), port
@@ -66,7 +66,7 @@ def find_store(port: int) -> Store:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """This process's place among the ranks. Each method is called by all of them, at the same point of their work."""
+    """This process's place among the ranks. All call each method at the same point of their work."""
 
     begin: Begin
     store: Store
@@ -100,10 +100,8 @@ class RankGroup:
         dist.destroy_process_group()
 
     def load(self) -> ModulesBackbone:
-        """Loads the base model, one rank after the other: each has it whole on the host until it has taken its part.
-
-        Raises InvalidInput for one that cannot be computed as it is meant.
-        """
+        """Loads the base model, one rank after the other: each has it whole on the host until it takes its part. Raises
+        InvalidInput for one that cannot be computed as it is meant."""
         begin = self.begin
         if self.rank:
             self.store.wait([f"loaded/{self.rank - 1}"], LOADING)
@@ -140,8 +138,8 @@ class RankGroup:
     def lacking(self, part: ModulesBackbone) -> list[int]:
         """The ranks on which memory ran out in the pass that each has brought to its end."""
         assert part.shortage
-        # All ranks gather the same weights in the same order, so one that left a pass where memory ran out would leave the others
-        # waiting for it. Each goes on to the end empty-handed, and only here do they agree whether the pass counts.
+        # All ranks gather the same weights in the same order, so one that left a pass would leave the others waiting. Each goes on to
+        # the end empty-handed; only here do they agree whether the pass counts.
         lack = torch.zeros(self.num_ranks, dtype=torch.int64)
         lack[self.rank] = bool(part.shortage.reason)
         dist.all_reduce(lack)
@@ -162,7 +160,7 @@ class RankGroup:
         return [values[:size] for values, size in zip(room or [], sizes, strict=False)]
 
     def hand_out(self, of_ranks: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """This rank's part of what the first one has for each, [sizes[rank]]. `of_ranks`: on the others, empty."""
+        """This rank's part of the first one's values, [sizes[rank]]. `of_ranks`: on the others, empty."""
         own = torch.empty(max(sizes), device=self.device)
         dist.scatter(own, [_padded(part, max(sizes)) for part in of_ranks] or None, src=0)
         return own[: sizes[self.rank]]
@@ -178,7 +176,7 @@ class Share(Generic[A]):
 
     sequences: Sequences
     adapters: Sequence[A] | None  # of each sequence
-    places: Ints  # of its targets among all of the micro-batch; empty if nobody wants the share's results
+    places: Ints  # of its targets in the micro-batch; empty if nobody wants the share's results
     num_tokens: int  # 0 in the same case
 
     @property
@@ -187,10 +185,10 @@ class Share(Generic[A]):
 
 
 def split(sequences: Sequences, adapters: Sequence[A] | None, num_ranks: int) -> list[Share[A]]:
-    """Splits a micro-batch's sequences over ranks as `spread` says, about as many tokens each; a share keeps the micro-batch's order.
+    """Splits a micro-batch's sequences over ranks by `spread`, about as many tokens each, in the micro-batch's order.
 
-    Every rank splits alike, so none needs to be told. A rank for which no sequence is left computes the shortest one too, and its result
-    counts nowhere: each layer's weights are gathered by all ranks.
+    Every rank splits alike, so none is told. A rank without a sequence computes the shortest one too, and drops the result:
+    all ranks must gather each layer's weights.
     """
     lengths = [*map(len, sequences.trees)]
     shortest = lengths.index(min(lengths))

@@ -1,4 +1,4 @@
-"""The first rank of a trainer: starts the others, tells them what to do, and ends this process if one of them ends or hangs.
+"""The first rank of a trainer: starts and commands the others, and ends this process if one of them ends or hangs.
 
 waits for: the other ranks, in each operation of the group   unblocked by: them, or by an end of the patience
 after a crash: the whole trainer starts again; its messages are delivered again, to it or to another
@@ -55,10 +55,8 @@ class Ranks:
 
     @classmethod
     def start(cls, begin: Begin) -> tuple["Ranks", ModulesBackbone]:
-        """Starts the others and loads this rank's part of the base model; returns once all have theirs. `begin`: of the first rank.
-
-        Raises InvalidInput for a base model that cannot be computed as it is meant.
-        """
+        """Starts the others and loads this rank's part; returns once all have theirs. `begin`: of the first rank. Raises
+        InvalidInput for a base model that cannot be computed as it is meant."""
         store, port = open_store()
         others = [msgspec.structs.replace(begin, rank=rank, port=port) for rank in range(1, begin.num_ranks)]
         processes = [_spawned(each) for each in others]
@@ -95,7 +93,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def in_step(self) -> Generator[None]:
-        """Ends this process if what all ranks do together fails here: nobody could say where the others are."""
+        """Ends this process if a collective operation fails here: nobody knows where the others are."""
         try:
             yield
         except Exception as error:
@@ -120,7 +118,7 @@ class Ranks:
         leave(f"trainer: {self._ended() or reason}; the trainer ends, and its work is delivered again", 1)
 
     def _ended(self) -> str:
-        """Tells which of the others has ended: the one that a signal ended, for its end ends others too."""
+        """Tells which of the others has ended: one that a signal ended, for its end ends others too."""
         until = time.monotonic() + LOOK_S
         while time.monotonic() < until:
             known = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
@@ -143,7 +141,7 @@ def _environment() -> dict[str, str]:
 
 
 def begin_of(settings: TrainerSettings, folder: Path) -> Begin:
-    """The parts with which the first rank begins. Raises InvalidInput for settings of which several ranks can make nothing."""
+    """The parts with which the first rank begins. Raises InvalidInput for settings that ranks cannot use."""
     name, num_ranks = settings.trainer_device, settings.trainer_ranks
     if settings.trainer_backbone == "decoder" or "compile" in settings.kernels:
         raise InvalidInput(

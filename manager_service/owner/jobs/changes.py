@@ -39,7 +39,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class KeptSamples:
-    """Samples of a step, or of an evaluation, that go to object storage once the changes are committed."""
+    """Samples of a step or an evaluation, for object storage once the changes are committed."""
 
     kind: SampleKind
     tenant: str
@@ -170,7 +170,7 @@ def _usage(changes: Changes, cell: Cell, now: float) -> list[RedisCommand]:
 
 
 def _deletions(moved: Moved, cell: Cell, partition: int) -> list[RedisCommand]:
-    """Deletes what the archive has. The tenant's use stays, as that of all its archived jobs together."""
+    """Deletes what the archive has. The tenant's use stays, summed over all its archived jobs."""
     job, tenant = moved.job, moved.tenant
     result: list[RedisCommand] = [["ZREM", cell.finished(partition), job]]
     if not tenant:

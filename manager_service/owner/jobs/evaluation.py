@@ -1,6 +1,6 @@
-"""Evaluations: each item of the validation file gets sampled answers and a greedy one, which are summed up as they come.
+"""Evaluations: each item of the validation file gets sampled answers and a greedy one, summed up as they come.
 
-Those of a supervised job sample nothing: the log-probs of each example's own answer are measured, and give the loss.
+A supervised job samples nothing: the log-probs of each example's own answer give the loss.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from manager_service.records.job_records import FINAL, EvalTally, JobSpec, JobSt
 
 
 def begin(spec: JobSpec, state: JobState) -> None:
-    """Lets the newest version be evaluated, unless it was, or the job has ended or may use no more tokens."""
+    """Lets the newest version be evaluated, unless it was, or the job has ended or used up its tokens."""
     wanted = state.status not in FINAL and (state.stop is None or state.stop.evaluates)
     if wanted and spec.num_eval_items and state.evaluated < state.version:
         state.evals.setdefault(str(state.version), new_tally(spec))
@@ -26,7 +26,7 @@ def new_tally(spec: JobSpec) -> EvalTally:
 
 
 def next_unit(tally: EvalTally, version: int, spec: JobSpec) -> list[TrajectoryKey]:
-    """Takes the trajectories that are issued next: an item's sampled answers, then its greedy one; or an example."""
+    """Takes the next trajectories to issue: an item's sampled answers, then its greedy one; or an example."""
     number = tally.issued
     tally.issued += 1
     if spec.is_supervised:
@@ -38,8 +38,7 @@ def next_unit(tally: EvalTally, version: int, spec: JobSpec) -> list[TrajectoryK
 
 
 def leave_out(spec: JobSpec, state: JobState) -> dict[str, EvalTally]:
-    """Removes evaluations that the job's tokens do not cover. One that has not begun goes if its estimate (the mean of those so far)
-    exceeds what is left; all go once nothing is left."""
+    """Removes evaluations beyond the job's tokens: unbegun ones by estimate (the mean so far), all once none is left."""
     limit, progress = spec.hyper.max_tokens_total, state.progress
     if limit is None:
         return {}
@@ -53,7 +52,7 @@ def leave_out(spec: JobSpec, state: JobState) -> dict[str, EvalTally]:
 
 
 def count(spec: JobSpec, state: JobState, version: int, message: ScoredTrajectory) -> None:
-    """Adds an answer, or an example, that has settled, to what its version's evaluation has, unless that was given up."""
+    """Adds a settled answer or example to its version's evaluation, unless that was given up."""
     state.progress.num_evaluated += 1
     state.progress.eval_tokens += message.usage.prompt_tokens + message.usage.sampled_tokens
     tally = state.evals.get(str(version))
@@ -87,9 +86,7 @@ def _reason(message: ScoredTrajectory) -> str:
 
 
 def loss_summary(version: int, tally: EvalTally) -> dict[str, Any]:
-    """The data of the event of a supervised job's evaluation. `eval_loss`: mean over all learned tokens, in nats; null if every
-    example failed.
-    """
+    """The data of a supervised evaluation's event. `eval_loss`: mean over learned tokens, in nats; null if all failed."""
     return {
         "step": version,
         "version": version,

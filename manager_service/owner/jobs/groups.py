@@ -14,7 +14,7 @@ from common.wire.messages import MAX_REWARD, Failure, Rows, ScoredTrajectory, f3
 from common.wire.transcript import joined
 
 MIN_USABLE = 2
-"""Trajectories without a failure that a group needs, so that there is an advantage; one is enough where groups have one."""
+"""Trajectories without a failure that a group needs for an advantage; one is enough where groups have one."""
 
 
 class Scored(msgspec.Struct, frozen=True, gc=False):
@@ -58,7 +58,7 @@ def num_tokens(groups: Iterable[Group]) -> int:
 
 
 def next_batch(groups: Mapping[int, Group], *, window: int, end: int, batch_size: int) -> list[int] | None:
-    """Numbers of the first `batch_size` groups that were not dropped, or None if one of them is not decided yet.
+    """Numbers of the first `batch_size` groups that were not dropped; None if one of them is undecided.
 
     `groups`: without the dropped ones. `end`: one past the last group issued.
     """

@@ -1,4 +1,4 @@
-"""Rows of a training or validation file, and the order in which a job visits them: another one each epoch."""
+"""Rows of a training or validation file, and the order in which a job visits them, another each epoch."""
 
 import os
 import weakref
@@ -30,7 +30,7 @@ class Lines(Protocol):
 
 
 class LinesOnDisk:
-    """The lines of a file that are not blank. Each is read when it is asked for; memory holds none, nor where they are."""
+    """The lines of a file that are not blank. Reads each on demand; memory holds neither them nor their places."""
 
     def __init__(self, file: BinaryIO) -> None:
         """Looks for the lines' ends, which takes a while for a large file, and appends them to it.
@@ -82,7 +82,7 @@ def _line_ends(block: np.ndarray, *, is_last: bool) -> np.ndarray:
 
 
 class Items:
-    """Lines of a JSONL file; each is parsed when it is asked for, and has `messages`, whatever form it was in."""
+    """Lines of a JSONL file, each parsed on demand; each has `messages`, whatever its form."""
 
     def __init__(self, lines: Lines = ()) -> None:
         self._lines = lines
@@ -101,9 +101,9 @@ SMALL_FILE = 1 << 16
 
 
 class Shuffle:
-    """The order in which a job visits its items, another one each epoch: group g gets item permutation(seed, epoch)[g mod n].
+    """The order in which a job visits its items: group g gets item permutation(seed, epoch)[g mod n].
 
-    The order of a large file would take a second and much memory. So of such a file each place is computed by itself.
+    A large file's order would take a second and much memory, so its places are computed one by one.
     """
 
     def __init__(self, seed: int, num_items: int) -> None:

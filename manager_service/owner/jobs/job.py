@@ -1,4 +1,4 @@
-"""The state machine of one job: events come in, Changes go out. It does no input or output; the time is an argument.
+"""The state machine of one job: events come in, Changes go out. No input or output; the time is an argument.
 
     validating_files ─► queued ─► running ⇄ paused ─► succeeded | failed | cancelled
 
@@ -79,8 +79,8 @@ class Job:
             return False
         if hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size:
             return False
-        # The version gate (I1). A batch with a trainer still counts: its version is not there yet, so what is issued now would be
-        # one version older when it is trained
+        # The version gate (I1). A batch with a trainer still counts: its version is not there yet, so what is issued now would be one
+        # version older when it is trained
         untrained = len(self.open.groups) + (hyper.batch_size if state.training else 0)
         room = capacity(eta=hyper.max_staleness, batch_size=hyper.batch_size, num_untrained=untrained)
         left = (self.num_steps - self.steps_sent) * hyper.batch_size
@@ -101,7 +101,7 @@ class Job:
         self.journal.queued(now, changes)
 
     def start(self, now: float, changes: Changes) -> None:
-        """Leads from queued to running: asks for version 0, unless it is drawn and so needs nobody to be sampled by."""
+        """Leads from queued to running: asks for version 0, unless it is drawn, which needs no trainer."""
         self.state.status = "running"
         self.state.started_at = int(now)
         self.journal.tell(now, changes, "Job started")
@@ -111,7 +111,7 @@ class Job:
         changes.published.append(self.orders.init(self.state))
 
     def pause(self, now: float, changes: Changes) -> None:
-        """Declares void what is under way. Finished turns come back as Parked, and wait until the job goes on."""
+        """Voids what is under way. Finished turns come back as Parked, and wait until the job goes on."""
         if self.state.status not in ("queued", "running"):
             return
         self.state.status = "paused"
@@ -129,8 +129,8 @@ class Job:
 
     def _reissue(self, changes: Changes) -> None:
         """Issues every waiting trajectory again, as a new attempt. Results of the old one will be dropped."""
-        # Two numbers: workers drop messages of an older epoch, which only saves work; `attempt_of` refuses late results, which
-        # keeps them from counting twice
+        # Two numbers: workers drop messages of an older epoch, which only saves work; `attempt_of` refuses late results, so that they
+        # do not count twice
         self.state.epoch += 1
         self.state.attempt += 1
         for number, group in self.open.groups.items():
@@ -194,7 +194,7 @@ class Job:
 
     @property
     def next_kv_tokens(self) -> float:
-        """Tokens whose keys and values rollout workers need at once for the next group, or item of an evaluation; estimated."""
+        """Tokens whose keys and values rollout workers need for the next group, or item of an evaluation; estimated."""
         hyper, sampled = self.spec.hyper, self.wants_group() and not self.spec.is_supervised
         return self.lengths.kv_tokens * (hyper.group_size if sampled else hyper.eval_samples)
 
@@ -224,7 +224,7 @@ class Job:
     # ---- results ----------------------------------------------------------------------------------------------------
 
     def on_scored(self, entry: str, message: ScoredTrajectory, changes: Changes) -> None:
-        """Takes in a trajectory's result. One that the job does not wait for is dropped and counted as wasted."""
+        """Takes in a trajectory's result. Drops one that the job does not wait for, and counts it as wasted."""
         key = TrajectoryKey.of(message.trajectory, message.adapter.version)
         if not self._awaits(key, message.adapter.version, message.trajectory.attempt):
             return self._waste(entry, message.usage, changes)
@@ -322,7 +322,7 @@ class Job:
         self._dirty(changes)
 
     def next_batch(self) -> list[int] | None:
-        """Numbers of the groups of the next TrainStep. None: it cannot be published yet; empty: there is no signal."""
+        """Numbers of the groups of the next TrainStep. None: it cannot be published yet; empty: no signal."""
         state, hyper = self.state, self.spec.hyper
         if state.status != "running" or state.training or state.version < 0 or state.version >= self.num_steps:
             return None

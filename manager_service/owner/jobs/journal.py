@@ -1,4 +1,4 @@
-"""Writes what the user reads of a job: its events, the figures of its steps, and the texts of some samples."""
+"""Writes what the user reads of a job: its events, the figures of its steps, and texts of some samples."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from manager_service.records.keys import JSON
 from manager_service.records.sample_records import EventRecord, Kept, Limits, SampleKind, SampleRecord
 
 WHOLE_SAMPLES = 8
-"""Trajectories of a step's first groups that are kept token by token; of the others all that are kept."""
+"""Trajectories of a step's first groups that are kept token by token; of the others, all that are kept."""
 METRICS = (
     *("reward_mean", "reward_std", "loss", "kl", "grad_norm", "staleness"),
     *("sampling_gap", "sampling_kl", "ess_share", "clip_fraction"),
@@ -179,7 +179,7 @@ class Journal:
     def _tell_figures(
         self, text: str, data: dict[str, Any], failed_share: float, failures: str, now: float, changes: Changes
     ) -> None:
-        """Writes an event of figures, which warns if many trajectories failed. `failures`: says of what, and why."""
+        """Writes an event of figures, which warns if many trajectories failed. `failures`: counts and reasons."""
         if failed_share <= WARN_FAILED_SHARE:
             self.tell(now, changes, text, metrics=data)
         else:
@@ -191,7 +191,7 @@ class Journal:
             self._failed.append(record_of(message, item, "failed", supervised=self._spec.is_supervised))
 
     def keep_samples(self, batch: Sequence[tuple[int, Group]], orders: Orders, changes: Changes) -> None:
-        """Keeps what the batch's first groups wrote, the best and the worst of the others, and what failed since the batch before."""
+        """Keeps what the batch's first groups wrote, the best and worst others, and failures since the last batch."""
         others = 0 if self._spec.is_supervised else self._limits.other_samples
         rows = chosen(batch, groups=self._limits.sample_groups, others=others)
         items = {number: orders.item(number) for number in {number for number, *_ in rows}}
@@ -219,7 +219,7 @@ class Journal:
         self._failed = []
 
     def keep_answer(self, key: TrajectoryKey, message: ScoredTrajectory, orders: Orders) -> None:
-        """Keeps the first of an evaluation's sampled answers to each of the first items, so that versions can be compared."""
+        """Keeps the first of an evaluation's sampled answers to the first items, so that versions can be compared."""
         if key.purpose == "eval" and key.sample == 0 and key.group < self._limits.sample_items:
             record = record_of(message, orders.item_of(key), "evaluation", supervised=self._spec.is_supervised)
             self._answers.setdefault(key.version, []).append(msgspec.structs.replace(record, item=key.group))
@@ -232,7 +232,7 @@ class Journal:
             changes.dropped_samples.append((tenant, job, range(*dropped)))
 
     def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
-        """Lets later steps truncate importance weights, under any loss, if the gap exceeds the bound. Warns once a job."""
+        """Lets later steps truncate importance weights, under any loss, once the gap exceeds the bound. Warns once."""
         gap = self._state.sampling_gap
         if gap is None or gap <= bound or self._state.truncate_ratios:
             return
@@ -251,7 +251,7 @@ class Journal:
             self.tell(now, changes, "The job goes on")
 
     def check_stall(self, now: float, limit_s: float, diagnosis: Callable[[], str], changes: Changes) -> None:
-        """Warns if nothing has come back to a running job for `limit_s`; once, until something does. `diagnosis` says why."""
+        """Warns once if nothing has come back to a running job for `limit_s`. `diagnosis` says why."""
         self._last_progress_at = self._last_progress_at or now
         if self._state.status != "running" or self._told_stall or now - self._last_progress_at < limit_s:
             return

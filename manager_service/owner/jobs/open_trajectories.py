@@ -1,12 +1,11 @@
-"""Holds the open trajectories of a job, in memory and in Redis: those that were issued and are not settled.
+"""Holds the open trajectories of a job, in memory and in Redis: those issued and not settled.
 
     issue ─► waiting ─┬─ score ─► scored ─┬─ take (a batch) ─► with a trainer ─ settle
                       ├─ park ─► waiting  └─ drop ─ settle
                       └─ fail, end ─ settle
 
-Each change is written to both places at once: to this table, and through `Changes` to `open:<job>` (training) and
-`evals:<job>` (evaluation). The trajectories of a batch that a trainer has are
-open only in Redis; the job's `Training` names them.
+Each change goes to both at once: to this table, and through `Changes` to `open:<job>` (training) and `evals:<job>`
+(evaluation). A trainer's batch is open only in Redis; the job's `Training` names its trajectories.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from manager_service.records.job_records import JobSpec, JobState
 
 
 class TrajectoryKey(NamedTuple):
-    """Names a trajectory within its job. As text it is a field of Redis' tables: `3/0`, or `eval@3.17/0`."""
+    """Names a trajectory within its job. As text it is a field in Redis: `3/0`, or `eval@3.17/0`."""
 
     group: int  # for evaluations the index of the item
     sample: int
@@ -51,7 +50,7 @@ class TrajectoryKey(NamedTuple):
 
 
 class OpenTrajectory(msgspec.Struct, frozen=True, gc=False):
-    """The state of a trajectory in `open:<job>`, as text `attempt:version`, then `:scored` once its result is there."""
+    """The state of a trajectory in `open:<job>`, as text `attempt:version`, then `:scored` with its result."""
 
     attempt: int  # that may settle it
     version: int  # that samples it
@@ -114,7 +113,7 @@ class OpenTrajectories:
     def named_by(self, identity: str) -> list[tuple[TrajectoryKey, int, int]]:
         """The waiting trajectories that a message is about, by its id, each with its version and attempt.
 
-        A turn's id names one, a Start's (see `Orders.start`) stands for all of its group. Raises InvalidInput for another id.
+        A turn's id names one, a Start's (see `Orders.start`) all of its group. Raises InvalidInput for another id.
         """
         try:
             _, name, sample, *turn, tried = identity.split("/")
@@ -157,7 +156,7 @@ class OpenTrajectories:
         return group
 
     def take_undropped(self) -> list[int]:
-        """Decided groups that were not looked at since they were decided, or since the last `look_again`; in order."""
+        """Groups decided, and not looked at since then or since the last `look_again`; in order."""
         if not self._undropped:
             return []
         taken, self._undropped = sorted(self._undropped & self.decided), set()
@@ -218,7 +217,7 @@ class OpenTrajectories:
         return group
 
     def take(self, number: int, changes: Changes) -> Group:
-        """Removes a group that goes to a trainer. Its trajectories stay open in Redis until the answer."""
+        """Removes a group for a trainer. Its trajectories stay open in Redis until the answer."""
         group = self._removed(number)
         self._ack_results(group, changes)
         return group
@@ -255,7 +254,7 @@ class OpenTrajectories:
     # ---- a new owner ------------------------------------------------------------------------------------------------
 
     def load(self, state: JobState, unsettled: Mapping[bytes, bytes], evals: Mapping[bytes, bytes]) -> None:
-        """Reads the table from `open:<job>` and `evals:<job>`. The results themselves follow through `restore`."""
+        """Reads the table from `open:<job>` and `evals:<job>`. The results follow through `restore`."""
         trained = set(state.training.keys) if state.training else set[str]()
         self.groups = {n: Group(state.version) for n in range(state.window, state.next_group) if n not in state.dropped}
         for name, value in unsettled.items():
@@ -273,7 +272,7 @@ class OpenTrajectories:
         self.evals = {TrajectoryKey.parse(name.decode()): int(attempt) for name, attempt in evals.items()}
 
     def restore(self, entry: str, message: ScoredTrajectory) -> bool:
-        """Takes back a result that the last owner had counted. False: the last owner had not counted it."""
+        """Takes back a result that the last owner had counted. False: it had not."""
         ref, version = message.trajectory, message.adapter.version
         key = TrajectoryKey.of(ref, version)
         if key not in self._counted or self.attempt_of(key, version) != ref.attempt:
@@ -283,5 +282,5 @@ class OpenTrajectories:
         return True
 
     def expect_counted(self) -> None:
-        """Takes counted results that are not there for gone: they are waited for. Call when all pending entries were read."""
+        """Waits again for counted results that are missing. Call when all pending entries were read."""
         self._counted = set()

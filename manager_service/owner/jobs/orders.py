@@ -147,12 +147,12 @@ class Orders:
 def droppable(spec: JobSpec, state: JobState, in_use: Iterable[int]) -> tuple[int, ...]:
     """Versions that nobody needs once the next one is committed; none if the job keeps all.
 
-    The newest `keep_versions` stay, the best by evaluation, and those in use. `in_use`: versions that open groups were sampled by.
+    The newest `keep_versions` stay, the best by evaluation, and `in_use`, which sampled open groups.
     """
     keep = spec.hyper.keep_versions
     if keep is None:
         return ()
-    # The step carries the list: only its trainer knows that the next version is committed. Groups that are issued until then are
-    # sampled by the newest version, which is never in the list, because `keep_versions` is at least 2
+    # The step carries the list: only its trainer knows that the next version is committed. Groups issued until then are sampled by
+    # the newest version, which is never in the list, because `keep_versions` is at least 2
     needed = {state.best_version, *in_use, *map(int, state.evals)}
     return tuple(v for v in state.stored if v <= state.version + 1 - keep and v not in needed)

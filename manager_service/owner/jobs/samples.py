@@ -1,4 +1,4 @@
-"""Chooses the trajectories that are kept for their job's owner to read, and makes of each what is kept."""
+"""Chooses the trajectories that a job's owner can read, and what is kept of each."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -25,9 +25,9 @@ ChosenSample = tuple[int, int, Scored, KeptAs]
 
 
 def chosen(batch: Sequence[tuple[int, Group]], *, groups: int, others: int) -> list[ChosenSample]:
-    """All of the first `groups` groups, then `others` of the largest reward and as many of the smallest among the rest.
+    """All of the first `groups` groups, then `others` of the largest and as many of the smallest reward among the rest.
 
-    Sorted by group and sample, none twice; of equal rewards the first are chosen.
+    Sorted by group and sample, none twice; of equal rewards the first.
     """
     rows = [(number, place, scored) for number, group in batch for place, scored in enumerate(group.rows())]
     first = {number for number, _ in batch[:groups]}
@@ -57,7 +57,7 @@ def record_of(
     advantage: float | None = None,
     supervised: bool = False,
 ) -> SampleRecord:
-    """`whole`: token by token too. `advantage`: by which it is learned from. `supervised`: nothing of it was sampled or rewarded."""
+    """`whole`: token by token too. `advantage`: for learning. `supervised`: neither sampled nor rewarded."""
     written = written_of(message) if whole else None
     if supervised and written is not None:
         written = msgspec.structs.replace(written, logprobs=[])
@@ -78,7 +78,7 @@ def record_of(
 
 
 def prompt_of(item: Mapping[str, Any] | None) -> str:
-    """The text of the last message that is not the assistant's, or of an example's prompt; empty where there is none."""
+    """The text of the last message that is not the assistant's, or of an example's prompt; else empty."""
     item = item or {}
     prompt = item["messages"] if "messages" in item else item.get("prompt")
     if isinstance(prompt, str):

@@ -1,7 +1,7 @@
-"""Decides whether training ends early: at a target, on a plateau, or because the job's tokens are used up.
+"""Decides whether training ends early: at a target, on a plateau, or without tokens.
 
-Compares the newest evaluation if there are any between steps, else the mean of the last COMPARED_STEPS steps: of the reward, or
-of a supervised job's loss with its sign turned, so that more is better.
+Compares the newest evaluation if steps have any between them, else the mean of the last COMPARED_STEPS steps: of the reward,
+or of a supervised job's loss with its sign turned, so that more is better.
 """
 
 from manager_service.records.job_records import JobSpec, JobState, ScoreProgress, Stop
@@ -46,7 +46,7 @@ def _note(spec: JobSpec, progress: ScoreProgress, step: int, score: float) -> No
 
 
 def end_of(spec: JobSpec, state: JobState, steps_sent: int) -> tuple[Stop, str] | None:
-    """The end of training, with its reason in words; None: it goes on. `steps_sent`: the version that there will be in any case."""
+    """The end of training, with its reason in words; None: it goes on. `steps_sent`: the version sure to come."""
     hyper, progress, version = spec.hyper, state.progress, state.version
     limit = hyper.max_tokens_total
     if state.stop is not None or steps_sent >= hyper.num_steps:

@@ -1,12 +1,12 @@
-"""The state machine of one run: operations and answers come in, Changes go out. It does no input or output; the time is an argument.
+"""The state machine of one run: operations and answers come in, Changes go out. No input or output; the time is an argument.
 
     queued ─► creating ─► ready ─► ended          (or: creating ─► failed)
 
     ready:  [ operations in order of their numbers ─► a segment to a trainer ─► results ] ... optim_step or load ─► version + 1
 
-One message is under way at a time: the longest segment of operations that are there, up to a quantum. Operations that only name
-versions are answered here, when their turn comes. The entries of the *log*, the answered `forward_backward`s since the newest version,
-stay pending, so that another trainer or owner can begin the gradient again.
+One message is under way at a time: the longest segment of operations, up to a quantum. Operations that only name versions are
+answered here, in their turn. The entries of the *log*, the answered `forward_backward`s since the newest version, stay pending,
+so that another trainer or owner can begin the gradient again.
 """
 
 from collections.abc import Collection
@@ -31,7 +31,7 @@ MAX_BYTES = 512 << 10
 HAS_FAILED = "has failed"
 NEVER_CAME = "never came: it was refused, or its client gave it up"
 MAX_LOG, MAX_LOG_BYTES = 4096, 128 << 20
-"""Operations, and bytes of their payloads, that a gradient is made of: they stay in Redis until its step is done."""
+"""Operations, and bytes of their payloads, of one gradient: they stay in Redis until its step is done."""
 
 
 class Run:
@@ -130,7 +130,7 @@ class Run:
         self._dirty(changes)
 
     def on_adapter(self, message: AdapterUpdate, changes: Changes) -> None:
-        """Takes in that version 0 was made, or a copy, or that either was refused. A repeat changes nothing."""
+        """Takes in that version 0 was made, copied or refused. A repeat changes nothing."""
         if message.adapter.version != self.state.version + 1:
             return
         if self.state.status == "creating":
@@ -293,7 +293,7 @@ class Run:
         return found
 
     def publish(self, changes: Changes) -> None:
-        """Sends the next segment: to the trainer that has the gradient, or to any if it begins with the first of the log."""
+        """Sends the next segment: to the trainer with the gradient, or to any if it begins with the log's first."""
         operations, state, spec = self._next(), self.state, self.spec
         if not operations:
             return
@@ -320,11 +320,11 @@ class Run:
         self._dirty(changes)
 
     def on_done(self, message: OperationsDone, changes: Changes) -> None:
-        """Takes in a trainer's answer. One that is not waited for changes nothing but the tenant's usage."""
+        """Takes in a trainer's answer. An unexpected one changes nothing but the tenant's usage."""
         changes.add_usage(self.spec.tenant, self.id, message.usage)
         state = self.state
-        # A message is sent again when its trainer seems dead. The first trainer may answer all the same: its gradient is not the one
-        # that the next message builds on, so only the answer to the newest attempt counts.
+        # A message is sent again when its trainer seems dead. The first trainer may answer all the same: the next message does not build
+        # on its gradient, so only the answer to the newest attempt counts.
         if not state.sent or message.attempt != state.attempt:
             return
         last, state.sent = state.sent, 0
@@ -361,13 +361,11 @@ class Run:
             self._settle(result.seq, result, changes)
 
     def look(self, live_trainers: Collection[str], now: float, changes: Changes) -> None:
-        """Takes in which trainers are alive: the gradient of one that is not must begin again. A number that never comes counts as
-        a failed operation.
-        """
+        """Takes in which trainers live: a dead one's gradient must begin again. A number that never comes counts as failed."""
         state = self.state
         self._waiting_since = {number: self._waiting_since.get(number, now) for number in self._waiting}
-        # Clients send in any order, and try one number for five minutes: it is given up only when others have waited behind it for
-        # longer. These times are in memory only, so another owner waits once more: a hole then costs time, and never an operation.
+        # Clients send in any order, and try one number for five minutes: it is given up only when others have waited behind it for longer.
+        # These times are in memory only, so another owner waits once more: a hole then costs time, and never an operation.
         if self._waiting and state.head not in self._waiting and now - min(self._waiting_since.values()) > HOLE_S:
             self._pass_over(changes)
         if state.holder and state.holder not in live_trainers:

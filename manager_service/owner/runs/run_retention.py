@@ -10,20 +10,20 @@ A version stays while the run, a name or a reader needs it:
     a use           `use:<run>:<version>`: a turn, a sampler, a request for a copy, for USED_S after it was noted
     a copy          a run or a job that begins with it, or an operation that loads it, until it is made
 
-The optimiser's state goes as soon as no one needs that, the adapter itself later. Of a run that has ended and has no version left,
-the manifests go too; then it leaves Redis.
+The optimiser's state goes as soon as no one needs it, the adapter later. Of an ended run without versions the manifests go too;
+then it leaves Redis.
 
 Nothing that is needed is ever deleted, whatever happens at the same time:
 
 - `versions:<run>` lists what may be used. Whoever means to read a version notes a use by a script that refuses what is not listed.
-  The owner first takes a version off the list (marks it), by its fenced script, and looks at the uses again before it asks a trainer to
-  delete it. A use from before the mark is seen then, and the mark is taken back; behind the mark none can be noted.
+  The owner first takes a version off the list (marks it), by its fenced script, and looks at the uses again before it asks a trainer
+  to delete it. It sees uses from before the mark, and takes the mark back; behind the mark none can be noted.
 - A save names the newest version, and only this owner carries out saves. The newest two are never marked, so no name is given to a
   version that goes. A name that expires is gone before the mark.
 - Who asks for a copy notes a use first. Long before it lapses, this owner has read the request: runs and jobs of one tenant have one
-  owner. From then on the copy itself keeps the version, also while it waits for days.
-- Marks stand in the run's state. A next owner looks at the uses again before it asks, and asks again for what was asked for before
-  if nothing is in any stream. To delete twice is harmless; manifests stay for as long as the run does, so no version is made again.
+  owner. From then on the copy itself keeps the version, for days if need be.
+- Marks stand in the run's state. A next owner looks at the uses again before it asks, and repeats earlier requests if no stream has
+  anything. To delete twice is harmless; manifests stay as long as the run, so no version is made again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -65,7 +65,7 @@ class Retention:
         self._list(version, True, changes)
 
     def doubtful(self, copied: VersionNeeds, now: float) -> list[int]:
-        """Versions of which `look` must know whether they are used. `copied`: what copies that are to be made need."""
+        """Versions whose use `look` must know. `copied`: what copies still to be made need."""
         leaving = self.state.leaving
         if leaving is not None:
             return [] if leaving.asked else [*leaving.versions, *leaving.optimizers]
@@ -73,10 +73,10 @@ class Retention:
         return [version for version, whole in self.versions.items() if version not in needs or whole > needs[version]]
 
     def look(self, needed: Iterable[VersionNeeds], now: float, changes: Changes) -> None:
-        """Goes one step on. `needed`: by copies that are to be made, and by uses as read after the last step was committed."""
+        """Goes one step on. `needed`: by copies still to be made, and by uses as read after the last step was committed."""
         needs = self._needs(_together(needed), now)
-        # Two steps with a commit between them, never one: after the mark is committed no use can be noted, so the uses that are read
-        # then are all there will ever be. Who deletes in the step that marks may delete what was noted a moment ago.
+        # Two steps with a commit between them, never one: after the mark is committed no use can be noted, so the uses read then are
+        # complete. Who deletes in the step that marks may delete what was noted a moment ago.
         leaving = self.state.leaving
         if leaving is None:
             self._forget_expired(now, changes)
@@ -110,14 +110,14 @@ class Retention:
         self._dirty(changes)
 
     def forgotten(self, forget: str, changes: Changes) -> None:
-        """Takes in that a `Forget` was carried out, or that nobody can read it: then the files stay, and cost only space."""
+        """Takes in that a `Forget` was carried out, or is unreadable: then the files stay, and cost only space."""
         if self.state.leaving is not None and self.state.leaving.id == forget:
             self.state.erased = self.state.leaving.everything
             self.state.leaving = None
             self._dirty(changes)
 
     def due_at(self, now: float, *, wait_s: float) -> float | None:
-        """Time at which to look at an ended run: seconds since 1970; None: never again. `wait_s`: seconds until the uses are looked at."""
+        """Time to look at an ended run: seconds since 1970; None: never again. `wait_s`: seconds until the next look at uses."""
         if self.state.leaving is not None or self.doubtful({}, now):
             return now + wait_s
         expiries = (known.expires_at for known in self.state.checkpoints)
@@ -125,7 +125,7 @@ class Retention:
         return min((moment for moment in (*expiries, ends) if moment is not None), default=None)
 
     def is_over(self, now: float) -> bool:
-        """May an ended run leave Redis? Nothing of it is in the store any more, and nobody can come to need it."""
+        """May an ended run leave Redis? Nothing of it is in the store, and nobody can come to need it."""
         return self._is_forgotten(now) and not self.versions and self.state.erased
 
     # ---- helpers ----------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Retention:
         return self.state.ended_at + (UNNAMED_KEPT_S if self.state.version >= 0 else KEEP_RESULTS_S)
 
     def _mark(self, needs: VersionNeeds, now: float, changes: Changes) -> None:
-        """Unlists versions that nobody needs. The last mark of a forgotten run may be empty; then everything left is deleted."""
+        """Unlists versions that nobody needs. A forgotten run's last mark may be empty; then all that is left goes."""
         gone = [version for version in self.versions if version not in needs][:MAX_LEAVING]
         bare = [version for version, whole in self.versions.items() if whole and not needs.get(version, True)]
         is_last = not self.versions and self._is_forgotten(now)

@@ -19,7 +19,7 @@ from manager_service.records.usage import usage_fields, usage_of
 from manager_service.scheduling.members import MemberTable
 
 GRACE_S = 30.0
-"""Time in which a silent session may show a sign of life again: after a Redis that was away, no session has shown one yet."""
+"""Time for a silent session to show a sign of life: after a Redis that was away, none has shown one yet."""
 RETIRE_EVERY_S = 10.0
 """Time between two looks at the versions of runs."""
 LOAD_COUNT = 200
@@ -168,7 +168,7 @@ class Runs:
         return len(self.table) + len(self._ended)
 
     def resend_quiet(self, since: float, now: float, changes: Changes) -> None:
-        """Sends again what runs wait for that have been quiet since. Call when nothing is in any stream."""
+        """Sends again what quiet runs wait for. Call when nothing is in any stream."""
         for keeping in self._retentions():
             if keeping.under_way and keeping.asked_at < since:
                 keeping.ask(now, changes)
@@ -251,7 +251,7 @@ class Runs:
         return used
 
     def note(self, changes: Changes, now: float) -> None:
-        """Announces results, sets the clocks of the changed runs, and removes the ended ones. Call before each commit."""
+        """Announces results, sets the changed runs' clocks, and removes the ended ones. Call before each commit."""
         for name, results in changes.results.items():
             self._tell(name, [result.seq for result in results], changes)
         for name in changes.runs:
@@ -293,7 +293,7 @@ def _apply(run: Run, message: Message, changes: Changes) -> None:
 
 
 def _readable(delivery: Delivery, ops: str) -> Message:
-    """The message; of an operation that cannot be read, one that fails when its turn comes. Raises ValueError for a strange id."""
+    """The message; for an unreadable operation, one that fails in its turn. Raises ValueError for a strange id."""
     message = delivery.message
     assert isinstance(message, Message), "the partition makes dead letters of what it cannot read"
     if not isinstance(message, DeadLetter) or message.stream != ops:

@@ -1,4 +1,4 @@
-"""Chooses what computes the base model for the embedded engine, by the settings and the base model, and loads it."""
+"""Chooses the embedded engine's backbone, by the settings and the base model, and loads it."""
 
 from pathlib import Path
 

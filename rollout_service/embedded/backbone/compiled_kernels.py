@@ -4,8 +4,8 @@
     rotate   rotary embedding of queries and keys, with their norm: one pass where torch takes eight
     draw     numbers of `common.rng.uniform_rows` (Philox), to the last bit: no call of numpy for each of its ten rounds
 
-Importing this compiles them, which takes some seconds, or milliseconds where an earlier process has left the code in numba's cache. A
-row's result depends on that row only, and what is not a number stays so, in its row.
+Importing this compiles them: seconds, or milliseconds if numba has the code in its cache. A row's result depends on that row
+only, and a NaN stays in its row.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ MASK, WORD, UNUSED_BITS = U64(0xFFFFFFFF), U64(32), U64(11)
 
 @inlined  # pyright: ignore[reportUntypedFunctionDecorator]
 def _score(query, seen, k, scale, weights):  # pyright: ignore
-    """Writes the scores of a query [D] with key head k of `seen` [positions, 2K, D]. Returns the largest."""
+    """Writes the scores of a query [D] with key head k of `seen` [positions, 2K, D]. Returns their maximum."""
     largest = F32(-np.inf)
     for at in range(seen.shape[0]):
         score = F32(0)
@@ -85,9 +85,8 @@ def _mix(weights, share, seen, v, found):  # pyright: ignore
 def _attend(qkv, cache, places, out, scale, window):  # pyright: ignore
     """Writes each new token's keys and values into its row's cache, and its attention into `out`.
 
-    `qkv` [N, H + 2K, D]; `cache` [rows, L, 2K, D]; `places` [n, 3]: of each new token its row of `qkv` and `out`, its row of the cache,
-    and its position, those of a row in order; `out` [N, H, D]. `scale`: of scores; `window`: positions that a position sees, itself
-    included.
+    `qkv` [N, H + 2K, D]; `cache` [rows, L, 2K, D]; `places` [n, 3]: each new token's row of `qkv` and `out`, row of the cache, and
+    position, a row's in order; `out` [N, H, D]. `scale`: of scores; `window`: positions that a position sees, itself included.
     """
     num_heads, kv_heads = out.shape[1], cache.shape[2] // 2
     group = num_heads // kv_heads
@@ -119,8 +118,8 @@ def _normalise(head, weight, eps):  # pyright: ignore
 def _rotate(qkv, num, weight, eps, cos, sin, positions):  # pyright: ignore
     """Normalises and rotates the first `num` heads of each row, in place.
 
-    `qkv` [N, H + 2K, D]; `weight` of the norm [num, D], or [0, D] without one; `cos` and `sin` [positions, D], the first half of the
-    sines negative; `positions` [N].
+    `qkv` [N, H + 2K, D]; `weight` of the norm [num, D], or [0, D] without one; `cos` and `sin` [positions, D], the sines' first
+    half negative; `positions` [N].
     """
     half = qkv.shape[2] // 2
     for n in range(qkv.shape[0]):
@@ -158,7 +157,7 @@ def _draw(keys, coordinates, first, out):  # pyright: ignore
 
 
 def compiled(function: Callable[..., None], signature: str) -> Callable[..., None]:
-    """Compiles for a signature; keeps the code for later processes where a folder for it can be written."""
+    """Compiles for a signature; caches the code where a folder for it can be written."""
     try:
         return numba.njit(signature, cache=True, **OPTIONS)(function)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Compiles what a CPU computes faster without torch, in a thread next to the engine: no start waits for a compiler."""
+"""Compiles what a CPU computes faster without torch, in a thread next to the engine: no start waits."""
 
 import threading
 import time
@@ -50,9 +50,8 @@ def compiling() -> Compiling:
 
 
 def compiled_for(like: Tensor, *, exact: bool) -> Callable[[], Compiled | None]:
-    """Returns what to ask before each step for what is compiled: nothing in deterministic mode, on a GPU, in other numbers than float32,
-    nor until it is there.
-    """
+    """Returns a function that gives, before each step, what is compiled: nothing in deterministic mode, on a GPU, in other dtypes
+    than float32, nor before it is there."""
     if exact or like.device.type != "cpu" or like.dtype != torch.float32:
         return lambda: None
     compiled = compiling()

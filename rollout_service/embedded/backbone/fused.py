@@ -1,4 +1,4 @@
-"""The base model for generation: the same function as `base_model.decoder`, with fewer and larger operations.
+"""The base model for generation: the function of `base_model.decoder`, in fewer and larger operations.
 
 Axes: N rows of a forward (one a position), E hidden, H query heads, K key/value heads, D head size, V vocabulary.
 """

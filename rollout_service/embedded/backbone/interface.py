@@ -32,10 +32,10 @@ class ModelShape:
 
 
 class QkvAttend(Protocol):
-    """Attention of one layer: q and k and v [N, H + 2K, D], q and k rotated -> [N, H * D]. It keeps keys and values as it likes."""
+    """Attention of one layer: q and k and v [N, H + 2K, D], q and k rotated -> [N, H * D]. It may keep keys and values."""
 
     def __call__(self, layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
-        """`scale`: of scores; None: 1 / sqrt(D). `window`: positions that a position sees, itself included; None: all before it."""
+        """`scale`: of scores; None: 1 / sqrt(D). `window`: positions seen, itself included; None: all before."""
         ...
 
 
@@ -49,7 +49,7 @@ class ForwardPart:
 
 
 class EngineBackbone(Protocol):
-    """The frozen base model, an adapter for each row. Holds nothing of a row; safe to use from one thread at a time."""
+    """The frozen base model, with an adapter for each row. Without state of rows; for one thread at a time."""
 
     @property
     def config(self) -> ModelShape: ...
@@ -64,7 +64,7 @@ class EngineBackbone(Protocol):
         ...
 
     def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
-        """tokens, positions [N] -> hidden states [N, E] after the last norm. A part may see what those before it write."""
+        """tokens, positions [N] -> hidden states [N, E] after the last norm. A part may see what earlier ones write."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class EngineBackbone(Protocol):
 
 
 def adapt(y: Tensor, x: Tensor, number: int, parts: Sequence[ForwardPart]) -> None:
-    """Adds to y [N, out] what each row's adapter makes of x [N, in], by the fused product of that number."""
+    """Adds each row's adapter of x [N, in] to y [N, out], by the fused product of that number."""
     for part, own_y, own_x in zip(parts, cut(y, parts), cut(x, parts), strict=True):
         for product in part.products:
             product.add_to(own_y, own_x, number)
@@ -90,7 +90,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def joined_bias(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor | None:
-    """Joins the biases of layers with these weights [out, in]: zeros for one without a bias, where others have one."""
+    """Joins the biases of layers with these weights [out, in]: zeros where only others have one."""
     if all(bias is None for bias in biases):
         return None
     each = zip(weights, biases, strict=True)

@@ -1,4 +1,4 @@
-"""Loads a base model into transformers' modules for generation, and compares a few tokens with transformers.
+"""Loads a base model into transformers' modules for generation, and compares a few tokens with transformers'.
 
 Axes: n rows, T tokens of each, V vocabulary.
 """
@@ -37,7 +37,7 @@ def load_modules(
 
 @torch.no_grad()
 def _logprobs(decoder: ModulesDecoder, tokens_nT: Tensor) -> Tensor:
-    """Log-probs of all tokens but the first: the last one's after a step of decoding, the others' after a prefill."""
+    """Log-probs of all tokens but the first: the last by a step of decoding, the others by a prefill."""
     num, width = len(tokens_nT), tokens_nT.shape[1] - 2
     pool = Pool.empty(decoder.config, MIN_LENGTH, decoder.embedding)
     pool.resize(num)

@@ -1,7 +1,7 @@
-"""transformers' own modules for generation: the arithmetic of the trainers' backbone of that name, on the engine's rows.
+"""transformers' own modules for generation: the arithmetic of the trainers' backbone `modules`, on the engine's rows.
 
-Their attention and their linear layers are replaced: the engine attends, on its keys and values, and linear layers of one input are one
-product, to which each row's adapter is added.
+Their attention and linear layers are replaced: the engine attends, on its keys and values, and linear layers of one input
+are one product, to which each row's adapter is added.
 
 Axes: N rows of a forward (one a position), E hidden, H query heads, K key/value heads, D head size.
 """
@@ -85,10 +85,8 @@ def rows_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. `rows` comes with the call of the model.
-
-    Raises InvalidInput for an attention that this is not.
-    """
+    """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]. `rows` comes with the model's call. Raises InvalidInput for
+    another attention."""
     rows = passed_on(rows, others)
     c, each = rows.config, [states[0].transpose(0, 1) for states in (query, key, value)]
     expected = [(heads, c.head_dim) for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
@@ -100,7 +98,7 @@ def rows_attention(
 
 @dataclass(slots=True)
 class CurrentParts:
-    """The parts of the forward under way: transformers' linear layers have no room for them in their arguments."""
+    """The parts of the forward under way, which transformers' linear layers cannot take as an argument."""
 
     parts: Sequence[ForwardPart] = ()
 
@@ -119,7 +117,7 @@ class JoinedLinears:
         self._outputs: dict[int, Tensor] = {}
 
     def output(self, x: Tensor, index: int) -> Tensor:
-        """x [..., in] -> [..., out of one layer]. The first that asks has all computed, the last has them forgotten."""
+        """x [..., in] -> [..., out of one layer]. The first call computes all, the last frees them."""
         if x is not self._input or index not in self._outputs:
             self._input, self._outputs = x, dict(enumerate(self._computed(x).split(self._widths, dim=-1)))
         output = self._outputs.pop(index)

@@ -14,7 +14,7 @@ from trainer_service.settings import AUTO, TrainerSettings
 
 
 def chosen_kernels(settings: TrainerSettings, device: torch.device) -> tuple[str, ...]:
-    """The kernels for one process on this device. Raises InvalidInput for those that are named and cannot run."""
+    """The kernels of a process on this device. Raises InvalidInput for named ones that cannot run."""
     dtype = getattr(torch, settings.dtype)
     if settings.trainer_kernels == AUTO:
         return () if _hindrance("varlen", device, dtype) else ("varlen",)
@@ -23,7 +23,7 @@ def chosen_kernels(settings: TrainerSettings, device: torch.device) -> tuple[str
 
 
 def refuse_kernels(names: Sequence[str], device: torch.device, dtype: torch.dtype) -> None:
-    """Raises InvalidInput for kernels that cannot run on this device, or in this dtype of a base model."""
+    """Raises InvalidInput for kernels that cannot run on this device, or in the base model's dtype."""
     for name in names:
         if reason := _hindrance(name, device, dtype):
             raise InvalidInput(f"MARLAAS_TRAINER_KERNELS={name}: {reason}")
@@ -53,8 +53,8 @@ def use_kernels(backbone: ModulesBackbone, names: Sequence[str]) -> None:
 
 
 def compile_layers(layers: Sequence[Any], backend: Any = "inductor") -> None:
-    """Compiles each layer when it first computes: norms, RoPE, activations and residuals become a few kernels. Attention and linear
-    layers with adapters stay as they are: what they do depends on each pack's rows. `backend`: of torch's compiler."""
+    """Compiles each layer at its first forward: norms, RoPE, activations and residuals become a few kernels. Attention and
+    adapters' layers, which depend on each pack's rows, stay. `backend`: of torch's compiler."""
     for layer in layers:
         for module in layer.modules():
             if isinstance(module, LoraLinear):

@@ -1,6 +1,6 @@
-"""liger-kernel's kernels in the modules of one model: RMSNorm, and the gated products of feed-forward layers.
+"""liger-kernel's RMSNorm and gated products of feed-forward layers, in the modules of one model.
 
-Its kernel for RoPE is not used: transformers' layers call theirs by a global of the family's module, which all models share.
+Its RoPE is not used: transformers' layers call theirs by a global of the family's module, which all models share.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ class LigerNorm(NamedTuple):
 
 
 def use_liger(model: Any) -> None:
-    """Replaces the norms and the gated products that liger has; others stay. Loading compares what comes out of it."""
+    """Replaces the norms and gated products that liger has. Loading compares the results."""
     from liger_kernel import ops  # pyright: ignore[reportMissingImports]  # here: an extra brings it
 
     silu, gelu = type(ACT2FN["silu"]), type(ACT2FN["gelu_pytorch_tanh"])

@@ -1,10 +1,10 @@
-"""Attention over a pack by one call of flash attention, which takes runs of queries and of keys of any lengths. CUDA and bfloat16 only.
+"""Attention over a pack by one call of flash attention, over runs of queries and of keys. CUDA and bfloat16 only.
 
     a tree:          beginning | branch 1 | branch 2
     runs of queries  beginning | branch 1 | branch 2
     runs of keys     beginning | beginning, branch 1 | beginning, branch 2
 
-The last query of a run sees all its keys, each one before it one key less. Rows that share nothing are runs of their own positions.
+The last query of a run sees all its keys, each earlier one a key less. Rows that share nothing are runs of themselves.
 
 Axes: N positions of a pack, m keys of all runs, S runs.
 """
@@ -27,7 +27,7 @@ NAME = "marlaas_varlen"
 class AttentionRuns:
     """The runs of a pack; see the top."""
 
-    keys_m: Tensor | None  # the place of each key in the pack; None: each run's keys are its own positions
+    keys_m: Tensor | None  # each key's place in the pack; None: a run's keys are its own positions
     query_cuts: Tensor  # int32 [S + 1], where runs begin, and the last one ends
     key_cuts: Tensor
     most_queries: int  # of a run
@@ -61,7 +61,7 @@ def varlen_packed(
     runs = pack.once(AttentionRuns.of)
     attend = partial(_attended, runs=runs, window=window, scaling=scaling)
     rows = [each[0].transpose(0, 1) for each in (query, key, value)]
-    if runs.keys_m is not None:  # a branch's keys would be kept with the beginning's: they are gathered again
+    if runs.keys_m is not None:  # gathered again, or each branch would keep the beginning's keys
         attend = partial(checkpoint, attend, use_reentrant=False, preserve_rng_state=False)
     return attend(*rows)[None]
 
