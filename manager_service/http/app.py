@@ -3,11 +3,12 @@
 from functools import cache, partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
 from manager_service.http import errors
 from manager_service.http.body_limit import BodyLimit, KeyFirst
+from manager_service.http.connections import GONE, ClientGone
 from manager_service.http.context import Api
 from manager_service.http.open_requests import OpenRequests
 from manager_service.http.openai import adapter_content, environments, graders, models, receiver_routes, usage_routes
@@ -51,6 +52,7 @@ def create_app(api: Api, tinker: Records) -> FastAPI:
     for router in (*(noun.router for noun in ROUTERS), jobs.hyperparameters):
         app.router.routes += router.routes
     errors.install(app)
+    app.add_exception_handler(ClientGone, _unread)
     app.add_middleware(
         BodyLimit,
         larger={f"{PREFIX}/{name}": MAX_PASS_BYTES for name in ("forward", "forward_backward")},
@@ -63,6 +65,10 @@ def create_app(api: Api, tinker: Records) -> FastAPI:
     app.openapi = cache(partial(_openapi, app))
     page_routes.install(app)
     return app
+
+
+async def _unread(request: Request, error: Exception) -> Response:
+    return Response(status_code=GONE)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

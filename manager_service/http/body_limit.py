@@ -1,7 +1,7 @@
 """Asks for the key before a body is read; limits the size of each body, announced or not, and the time in which it comes.
 
-Also limits how much each tenant uploads, and sends in large bodies, at once. What is left of a body that is refused is read and forgotten
-before the answer, within limits: many clients send all of it before they read, and would see a reset connection instead of the reason.
+Also limits what each tenant uploads, and sends in large bodies, at once. The rest of a refused body is read and dropped before the
+answer, within limits: many clients send all of it before they read, and would see a reset instead of the reason.
 """
 
 import asyncio
@@ -114,9 +114,8 @@ class BodyLimit:
 
 
 class KeyFirst:
-    """ASGI middleware: answers a request without a known key before it reads the body, which no such request needs. Ends the connection
-    after such an answer, so that nothing sent behind the request is worked on.
-    """
+    """ASGI middleware: answers a request without a known key before its body is read, and ends the connection: nothing sent behind
+    the request is worked on."""
 
     def __init__(self, app: ASGIApp, api: Api) -> None:
         self._app = app

@@ -1,7 +1,6 @@
 """Closes connections whose clients send no request, give no key or do not read their answers.
 
-They are closed after a while; of too many, the oldest are closed at once. An answer to a request without a key ends its connection
-(`KeyFirst`): what follows it is never worked on.
+They are closed after a while; of too many, the oldest at once. An answer to a request without a key ends its connection (`KeyFirst`).
 """
 
 import asyncio
@@ -26,7 +25,7 @@ class ClientGone(Exception):
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The work's result. Cancels the work and raises ClientGone when the client disconnects. The body must have been read."""
+    """The work's result. When the client disconnects, cancels it and raises ClientGone. Read the body before."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -49,28 +48,27 @@ HEAD_S = 10.0
 KEYLESS_S = 30.0
 """Seconds that a connection lives without a request with a valid key."""
 MAX_KEYLESS = 4096
-"""Connections that have not sent a request with a valid key yet. A busy manager has as many whose first request it has not read."""
+"""Connections without a valid key so far. A busy manager has as many whose first request it has not read."""
 MAX_IDLE = 1024
 """Connections of one tenant that wait for the next request."""
 UNREAD_S = 30.0
-"""Seconds in which a client must have read what waits for it: the buffer's 64 KiB or a little more (see `OpenRequests`), behind
-what the kernel keeps."""
+"""Seconds in which a client must read what waits for it in the buffer: 64 KiB or a little more (see `OpenRequests`)."""
 KERNEL_BYTES = 128 << 10
-"""Bytes of an answer that the kernel keeps (Linux doubles it). Left to itself it keeps megabytes, and a slow client seems to read none."""
+"""Bytes of an answer that the kernel keeps (Linux doubles it). By itself it keeps megabytes, which hides a slow client's reading."""
 AT_ONCE = struct.pack("ii", 1, 0)
-"""The option by which the kernel forgets what it still was to send, instead of keeping it for a client that does not read."""
+"""SO_LINGER's value by which the kernel drops what it still was to send."""
 
 
 class Connection(H11Protocol):
     """One connection. uvicorn itself waits without a limit for a first request, and for a client to read.
 
-    Its class and the fields used here are no public API, so pyproject.toml bounds its version: read `h11_impl.py` before you raise it.
+    Its class and fields are no public API, so pyproject.toml bounds its version: read `h11_impl.py` before you raise it.
     """
 
     _keyless: ClassVar[dict["Connection", None]] = {}
-    """This process' connections that have shown no key yet, and some that have by now: the oldest first."""
+    """This process' connections without a key yet, and some that have one by now: the oldest first."""
     _idle: ClassVar[defaultdict[str, dict["Connection", None]]] = defaultdict(dict)
-    """This process' connections that have shown a key and wait for the next request: by tenant, the longest waiting first."""
+    """This process' connections with a key that wait for a request: by tenant, the longest waiting first."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -164,7 +162,7 @@ class Connection(H11Protocol):
             self._reset()
 
     def _close_unless_read(self) -> None:
-        """Ends the connection if bytes that waited UNREAD_S ago still wait: `resume_writing` stops the timer once most are read."""
+        """Ends the connection if bytes still wait: `resume_writing` stops the timer once most are read."""
         self._reading_due = None
         if self.transport.get_write_buffer_size():
             self._reset()

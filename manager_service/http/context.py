@@ -41,7 +41,7 @@ TINKER_PREFIX = "tml-"
 ANSWER_S = 4.0
 """Seconds that a request waits for Redis before it answers 503."""
 MAX_CONNECTIONS = 64
-"""Connections of one client of requests, whose calls are short: more would take longer to make than they save."""
+"""Connections of one client, whose calls are short: more would take longer to make than they save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +113,7 @@ class Api:
 
 
 def connect_impatiently(redis_url: str, key: str) -> "aioredis.Redis":
-    """A client for the keys that share this key's hash tag. Its calls fail within seconds when Redis is away, so that a
-    request is answered.
-    """
+    """A client for the keys with this key's hash tag. Its calls fail within seconds when Redis is away: a request is answered."""
     backoff = ExponentialWithJitterBackoff(base=0.1, cap=1.0)
     retry = Retry(backoff, 5, supported_errors=(RedisConnectionError,))
     limits: dict[str, Any] = {"socket_timeout": ANSWER_S, "socket_connect_timeout": ANSWER_S}
@@ -144,7 +142,7 @@ async def authenticate(api: Api, scope: Scope) -> KeyRecord:
 
 
 def _given_key(headers: Mapping[bytes, bytes]) -> str:
-    """The key of a request; empty if it has none. `tinker` sends its own way, behind a prefix that it insists on."""
+    """The key of a request; empty if it has none. `tinker` has its own header, and a prefix."""
     if tinker := headers.get(b"x-api-key"):
         return tinker.decode("latin-1").removeprefix(TINKER_PREFIX)
     scheme, key = get_authorization_scheme_param(headers.get(b"authorization", b"").decode("latin-1"))
@@ -175,7 +173,7 @@ Read = Annotated[
 
 
 async def get_tenant(request: Request, api: Parts, key: Key, read: Read = None) -> TenantRecord:
-    """Raises ApiError 403 for an admin key, which belongs to no tenant; with it an operator may read as any tenant, and do nothing."""
+    """Raises ApiError 403 for an admin key, with which an operator may read as any tenant, and do nothing."""
     if key.admin and read is not None and request.method == "GET":
         try:
             return await api.tenants.get(read)

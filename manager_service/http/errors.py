@@ -18,8 +18,7 @@ from common.bus.redis_connection import is_full, passes
 from common.errors import AlreadyExists, InvalidInput, MarlaasError, NotFound
 from common.suggestions import cut, did_you_mean, quoted
 
-RETRY_AFTER_S = 2
-RETRY_LATER = {"Retry-After": str(RETRY_AFTER_S)}
+RETRY_LATER = {"Retry-After": "2"}
 MAX_MESSAGE = 1000
 """Characters. Names in a message are cut before; this is for what nobody thought of."""
 BAD_FORM = (

@@ -1,4 +1,4 @@
-"""Limits how many requests of one tenant are open at once: each costs memory and a connection, and a stream of events work too.
+"""Limits the open requests of one tenant: each costs memory and a connection, and a stream of events work too.
 
 A request is open until its client has read the answer, except for what the connection's buffer holds.
 """
@@ -14,8 +14,7 @@ from manager_service.http.errors import ApiError, answer, too_many
 
 EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests"
 MAX_POLLS = 12_000
-"""More than the futures that a tenant may have in the Tinker protocol, whose clients wait for each in a request of its own and give
-up if one is refused."""
+"""More than a tenant's futures in the Tinker protocol, whose clients wait for each in its own request, and give up if one is refused."""
 PART_BYTES = 64 << 10
 
 
@@ -40,8 +39,8 @@ class OpenRequests:
             await answer(too_many(message, code="too_many_open"))(scope, receive, send)
             return
         self._open[tenant, kind] += 1
-        # The application returns when its last part is sent, and each part waits for the one before (`in_parts`). So a client that
-        # does not read keeps its request open, and pays for the memory of its answer with its own limit.
+        # The application returns when its last part is sent, and each part waits for the one before (`in_parts`): a client that
+        # does not read keeps its request open, and pays for its answer's memory with its own limit.
         try:
             await self._app(scope, receive, send)
         finally:
@@ -49,7 +48,7 @@ class OpenRequests:
             self._open += Counter()  # without the tenants that have none open
 
     async def _tenant(self, scope: Scope) -> str:
-        """The tenant of a request's key; empty for the operator's key, and for a request that the routes will refuse."""
+        """The tenant of a request's key; empty for the operator's, and for a request that the routes will refuse."""
         try:
             return (await authenticate(self._api, scope)).tenant
         except (ApiError, MarlaasError, RedisError):

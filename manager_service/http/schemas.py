@@ -1,13 +1,19 @@
-"""The objects of the API's answers: OpenAI's shapes with our extras."""
+"""The objects of the API's answers: OpenAI's shapes with our extras; and what all bodies are."""
 
 from typing import Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from manager_service.records.job_records import Status
 from manager_service.records.receivers import WebhookEvent
 
 T = TypeVar("T")
+
+
+class Given(BaseModel):
+    """A body, or an object in one: unknown fields are refused by name."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class Page(BaseModel, Generic[T]):
@@ -82,9 +88,7 @@ class JobObject(Identified):
     last_eval_loss: float | None  # of a supervised job's newest version on the validation file: nats a token
     first_eval_reward: float | None  # of version 0 on the validation file
     last_eval_reward: float | None
-    best_version: (
-        int | None
-    )  # with the largest eval_reward_mean so far; of a supervised job with the smallest eval_loss
+    best_version: int | None  # of the largest eval_reward_mean so far; of a supervised job: of the smallest eval_loss
     dropped_events: int = 0  # the oldest, because there were too many bytes
     dropped_samples: int = 0  # versions whose samples are gone, for the same reason
 
@@ -272,9 +276,7 @@ class UsageObject(BaseModel):
     """The use of a tenant, or of one of its jobs."""
 
     object: Literal["usage"] = "usage"
-    job: (
-        str | None
-    )  # None: the tenant's total; `inference`: completions; `archived`: jobs that finished long ago, together
+    job: str | None  # None: the tenant's total; `inference`: completions; `archived`: jobs that finished long ago
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     trained_tokens: int = 0

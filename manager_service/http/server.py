@@ -40,7 +40,7 @@ from manager_service.settings import ManagerSettings
 
 log = structlog.get_logger()
 INFERENCE_SHARE = 0.5
-"""The share of the live rollout slots that the completions of all tenants may take, over all replicas of the manager."""
+"""The share of the live rollout slots that all tenants' completions may take, over all replicas."""
 DRAIN_S = 5
 """Seconds that open requests may go on after SIGTERM."""
 
@@ -78,7 +78,7 @@ async def make_api(settings: ManagerSettings, limits: ApiLimits = LIMITS) -> Asy
 
 
 async def keep_keys(api: Api, every_s: float = 5.0) -> None:
-    """Tells Redis again what it should have lost: the first tenant, the keys of the data folder, and which store the cells have."""
+    """Tells Redis again what it may have lost: the first tenant, its keys, and which store the cells have."""
     buses = [base.bus for base in api.bases.values()]
     while True:
         await asyncio.sleep(every_s)
@@ -130,7 +130,7 @@ def _places(kind: str, cluster: Cluster) -> int:
 
 
 def weights_of(folder: Path) -> Weights:
-    """Computes them from the configuration where the weights are not there: a manager downloads only the text files of the hub's models."""
+    """Without weight files computed from the configuration: of the hub's models a manager downloads only the texts."""
     try:
         found = read_weights(folder)
     except ValueError as error:  # whoever computes with it refuses it
@@ -149,7 +149,7 @@ def weights_of(folder: Path) -> Weights:
 
 
 async def serve(api: Api, tinker: Records, stop: asyncio.Event) -> None:
-    """Answers requests until `stop`, then lets open ones finish for a few seconds. The caller runs the loops of bases and futures."""
+    """Answers requests until `stop`, then lets open ones finish for a while. The caller runs the loops of bases and futures."""
     settings = api.settings
     config = uvicorn.Config(
         create_app(api, tinker),

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from common.bus.bus import Bus
+from common.bus.deliveries import fetched
 from common.bus.streams import GROUP_MANAGER, NUM_PARTITIONS, OWNER
 from common.cancellation import cancel_all
 from common.wire.messages import AdapterRef, Failure, JobCommand, f32
@@ -58,7 +59,8 @@ class StandInRuns:
             await self.bus.ensure_group(stream, GROUP_MANAGER)
         while True:
             await self.going.wait()
-            for delivery in await self.bus.read(streams, GROUP_MANAGER, OWNER, count=64, block_ms=20):
+            for unread in await self.bus.read(streams, GROUP_MANAGER, OWNER, count=64, block_ms=20):
+                delivery = await fetched(unread)
                 if isinstance(delivery.message, JobCommand):
                     await self._create(delivery.message.job)
                 elif isinstance(delivery.message, Operation):

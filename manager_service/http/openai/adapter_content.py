@@ -57,8 +57,7 @@ async def files_of(api: Api, base: Base, adapter: AdapterRef, names: Sequence[st
 
 
 def with_base(config: bytes, where: str) -> bytes:
-    """An adapter's configuration that names the hub's model, if that is its base: so `AutoPeftModel` finds it. `where`: of the
-    base model, a folder of this machine or a name of the hub."""
+    """An adapter's configuration that names the hub's model, if its base is one: so `AutoPeftModel` finds it. `where`: the base's."""
     if Path(where).is_dir():
         return config
     name, _, revision = where.partition("@")

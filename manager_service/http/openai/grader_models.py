@@ -15,8 +15,7 @@ from manager_service.records.tenants import TenantRecord
 
 
 async def pin_environment(api: Api, tenant: TenantRecord, base: Base, env: EnvSpec, *, param: str) -> EnvSpec:
-    """The environment of a valid job, whose grader names a version of each tuned model. `param`: where the grader is. Raises
-    InvalidInput, also for other tenants' models."""
+    """A valid job's environment, whose grader names a version of each tuned model. `param`: the grader's. Raises InvalidInput."""
     grader = grader_in(env)
     if grader is None:
         return env
@@ -45,7 +44,7 @@ async def pin_models(
 
 
 async def base_asked(api: Api, tenant: TenantRecord, grader: Mapping[str, Any]) -> Base:
-    """The base model whose workers have the first model that a valid grader asks; the first of all if it asks none."""
+    """The base whose workers have the first model that a valid grader asks; the first of all if it asks none."""
     for _, part in model_graders(grader):
         with suppress(NotFound):
             return (await find_model(api, tenant, str(part["model"]))).base

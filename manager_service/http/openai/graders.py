@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
 
 from common.bus.streams import partition_of
-from common.wire.messages import EnvSpec, GradeRequest, GradeResult, Usage
-from manager_service.http.connections import GONE, ClientGone, unless_gone
+from common.wire.messages import EnvSpec, GradeRequest, GradeResult
+from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, Parts, Tenant
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.grader_models import base_asked, pin_models
@@ -19,6 +19,7 @@ from manager_service.http.openai.reachable_hosts import check_grader_hosts
 from manager_service.http.quota import check_quota, check_room, count_inference
 from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.reading.tasks import CheckGrader
+from manager_service.http.schemas import Given
 from manager_service.records.keys import JSON
 from manager_service.records.tenants import TenantRecord
 
@@ -33,9 +34,7 @@ NEVER = (
 """OpenAI's flags for errors that are told as another here."""
 
 
-class GraderGiven(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class GraderGiven(Given):
     grader: dict[str, Any]
 
 
@@ -83,8 +82,8 @@ async def validate(api: Parts, tenant: Tenant, body: GraderGiven) -> Validated:
     return Validated(grader=body.grader)
 
 
-@router.post("/run", response_model=RunResult, responses=declared(429))
-async def run(api: Parts, tenant: Tenant, body: RunGiven, request: Request) -> RunResult | Response:
+@router.post("/run", responses=declared(429))
+async def run(api: Parts, tenant: Tenant, body: RunGiven, request: Request) -> RunResult:
     """Run a grader once on an environment worker. Its seconds and its models' tokens count as the tenant's use of `inference`;
     without a result, the seconds for which it ran.
     """
@@ -111,10 +110,7 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven, request: Request) -> R
     await check_room(base.gauge)
     charge = partial(count_inference, base.redis, base.cell, tenant.id)
     running = base.inference.grade(tenant, make, timeout_s=api.limits.grader_run_timeout_s, charge=charge)
-    try:
-        return _shown(grader, await unless_gone(request, running))
-    except ClientGone:
-        return Response(status_code=GONE)
+    return _shown(grader, await unless_gone(request, running))
 
 
 async def _check(api: Api, tenant: TenantRecord, grader: dict[str, Any], item: dict[str, Any] | None) -> None:
@@ -124,28 +120,21 @@ async def _check(api: Api, tenant: TenantRecord, grader: dict[str, Any], item: d
 
 
 def _shown(grader: Mapping[str, Any], result: GradeResult) -> RunResult:
-    failure = None
-    if result.failure is not None:
-        failure = {"kind": result.failure.kind, "reason": result.failure.reason}
-    kind = str(grader["type"])
+    failure, usage, kind = result.failure, result.usage, str(grader["type"])
     return RunResult(
         reward=result.reward or 0.0,
         sub_rewards=result.reward_parts,
-        failure=failure,
+        failure=failure and {"kind": failure.kind, "reason": failure.reason},
         metadata=RunMetadata(
             name=str(grader.get("name") or kind),
             type=kind,
             errors=_errors(kind, result),
             execution_time=result.seconds,
             scores=result.reward_parts,
-            token_usage=_tokens(result.usage) or None,
+            token_usage=usage.prompt_tokens + usage.sampled_tokens + usage.grader_tokens or None,
             sampled_model_name=grader.get("model"),
         ),
     )
-
-
-def _tokens(usage: Usage) -> int:
-    return usage.prompt_tokens + usage.sampled_tokens + usage.grader_tokens
 
 
 def _errors(kind: str, result: GradeResult) -> dict[str, bool | str | None]:

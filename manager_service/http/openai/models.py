@@ -9,10 +9,10 @@ from common.text.tokens import REPLY_ROLES, ChatTokenizer
 from manager_service.http.context import Base, Parts, Tenant
 from manager_service.http.errors import COMMON, conflict, declared
 from manager_service.http.openai.grader_models import asked_models
+from manager_service.http.openai.paging import page
 from manager_service.http.schemas import BaseObject, Deleted, ModelObject, Page
 from manager_service.http.stores.job_store import JobRow, JobStore
-from manager_service.http.stores.model_names import Named, find_model
-from manager_service.records.archive import TunedModel
+from manager_service.http.stores.model_names import find_model
 from manager_service.records.job_records import FINAL
 
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=COMMON)
@@ -25,9 +25,9 @@ async def list_models(api: Parts, tenant: Tenant) -> Page[ModelObject]:
     """Tuned models with at least one trained version, newest first; then the base models."""
     store, found = JobStore(api), dict[tuple[int, str], ModelObject]()  # by creation and job
     for base in api.bases.values():
-        found |= {
-            (model.created_ms, model.job): _archived(base, model) for model in await base.archive.models(tenant.id)
-        }
+        for each in await base.archive.models(tenant.id):
+            shown = _adapter(each.name, each.created_ms // 1000, each.tenant, base.name, each.version)
+            found[each.created_ms, each.job] = shown
         live = await store.live(base, tenant.id)
         rows = await store.present(base, [entry.job for entry in live])
         created = {entry.job: entry[:2] for entry in live}
@@ -36,8 +36,8 @@ async def list_models(api: Parts, tenant: Tenant) -> Page[ModelObject]:
             for row in rows
             if row.state.version >= 1 and not row.deleted
         }
-    shown = [found[key] for key in sorted(found, reverse=True)] + [_base(base) for base in api.bases.values()]
-    return Page(data=shown, first_id=shown[0].id, last_id=shown[-1].id)
+    models = [found[key] for key in sorted(found, reverse=True)] + [_base(base) for base in api.bases.values()]
+    return page(models, has_more=False)
 
 
 @router.get("/{model:path}", responses=declared(404))
@@ -46,7 +46,10 @@ async def retrieve(api: Parts, tenant: Tenant, model: str) -> ModelObject:
     named = await find_model(api, tenant, model)
     if named.adapter.is_base:
         return _base(named.base)
-    return _of_run(named, model) if named.row is None else _tuned(named.row, model)
+    if named.row is not None:
+        return _tuned(named.row, model)
+    base, adapter = named.base, named.adapter
+    return _adapter(model, base.created_at, adapter.tenant, base.name, adapter.version)
 
 
 @router.delete("/{model:path}", responses=declared(404, 409))
@@ -94,15 +97,6 @@ def _rules_out(tokenizer: ChatTokenizer) -> list[str]:
     if not tokenizer.shows_tools():
         found.append("environments with tools: the chat template does not show them")
     return found
-
-
-def _of_run(named: Named, name: str) -> ModelObject:
-    adapter = named.adapter
-    return _adapter(name, named.base.created_at, adapter.tenant, named.base.name, adapter.version)
-
-
-def _archived(base: Base, model: TunedModel) -> ModelObject:
-    return _adapter(model.name, model.created_ms // 1000, model.tenant, base.name, model.version)
 
 
 def _tuned(row: JobRow, name: str) -> ModelObject:

@@ -25,7 +25,11 @@ def rest_after(ids: Sequence[T], after: str | None, key: Any = str) -> Sequence[
     for i, one in enumerate(ids):
         if key(one) == after:
             return ids[i + 1 :]
-    raise InvalidInput(f"after: {quoted(after)} is not in this list", param="after", code="invalid_cursor")
+    raise wrong_cursor(after)
+
+
+def wrong_cursor(after: str, reason: str = "is not in this list") -> InvalidInput:
+    return InvalidInput(f"after: {quoted(after)} {reason}", param="after", code="invalid_cursor")
 
 
 async def take(items: AsyncIterator[T], count: int) -> list[T]:

@@ -15,8 +15,7 @@ from manager_service.http.openai.grader_models import grader_in
 
 
 def check_outside(env: EnvSpec, announced: Collection[Outside], *, param: str) -> None:
-    """Checks a valid environment against all of them, since its trajectories go to any. `param`: where its grader is. Raises
-    InvalidInput."""
+    """Checks a valid environment against all workers, since it goes to any. `param`: its grader's. Raises InvalidInput."""
     args = parse_args(env) if env.name in LIVE else None
     if isinstance(args, OpenEnvArgs):
         for worker in announced:
@@ -48,7 +47,7 @@ def _check_openenv(args: OpenEnvArgs, worker: Outside, param: str) -> None:
 
 
 def check_host(url: str, hosts: str, param: str, setting: str) -> None:
-    """Raises InvalidInput unless the operator allows the host of a valid URL. `hosts`: see `common.outgoing`."""
+    """Raises InvalidInput unless the operator allows a valid URL's host. `hosts`: see `common.outgoing`."""
     try:
         AllowedHosts(hosts).check_name(httpx.URL(url))
     except NotAllowed as error:

@@ -4,7 +4,7 @@ import re
 from typing import Annotated, Literal, get_args
 
 from fastapi import APIRouter, Depends
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from common.errors import InvalidInput, NotFound
 from common.outgoing import check_url
@@ -14,7 +14,7 @@ from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.paging import page
 from manager_service.http.openai.reachable_hosts import check_host
 from manager_service.http.reading.bodies import JsonRoute
-from manager_service.http.schemas import Deleted, LoggerObject, NewWebhookObject, Page, WebhookObject
+from manager_service.http.schemas import Deleted, Given, LoggerObject, NewWebhookObject, Page, WebhookObject
 from manager_service.records.receivers import LoggerKey, Receivers, Webhook, WebhookEvent
 
 router = APIRouter(prefix="/v1", tags=["receivers"], responses=COMMON, route_class=JsonRoute)
@@ -26,19 +26,15 @@ TOKEN, SECRET = re.compile(r"[\w-]+\.[\w-]+\.[\w-]+"), re.compile(r"[\w-]{40,}")
 """W&B's keys: a JSON web token, or what stands in a key after its first dash."""
 
 
-class LoggerKeyGiven(BaseModel):
+class LoggerKeyGiven(Given):
     """`base_url`: of a W&B server of your own."""
-
-    model_config = ConfigDict(extra="forbid")
 
     api_key: Secret
     base_url: str = Field(WANDB_URL, max_length=2048)
 
 
-class WebhookGiven(BaseModel):
+class WebhookGiven(Given):
     """Without `events`: all of them."""
-
-    model_config = ConfigDict(extra="forbid")
 
     url: str = Field(max_length=2048)
     events: list[WebhookEvent] | None = Field(None, min_length=1, max_length=3)
@@ -80,9 +76,7 @@ async def delete_logger(api: Parts, tenant: Tenant, logger: WithKey) -> Deleted:
 async def create_webhook(api: Parts, tenant: Tenant, body: WebhookGiven) -> NewWebhookObject:
     """Have a URL told when a job of yours ends, signed as OpenAI signs. Only this answer shows the secret."""
     _check_host(body.url, api.settings.webhook_hosts, "url", "MARLAAS_WEBHOOK_HOSTS")
-    events: tuple[WebhookEvent, ...] = (
-        get_args(WebhookEvent) if body.events is None else tuple(dict.fromkeys(body.events))
-    )
+    events: tuple[WebhookEvent, ...] = tuple(dict.fromkeys(body.events or get_args(WebhookEvent)))
     record = await Receivers(api.redis).add_webhook(tenant.id, body.url, events)
     return NewWebhookObject(**shown_webhook(record).model_dump(), secret=record.secret)
 

@@ -1,17 +1,17 @@
 """/v1/admin: tenants, their weights, quotas and keys. Needs the admin key."""
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from manager_service.http.context import Admin, Parts
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.paging import page
 from manager_service.http.reading.bodies import JsonRoute
-from manager_service.http.schemas import Deleted, KeyObject, Page, TenantObject
+from manager_service.http.schemas import Deleted, Given, KeyObject, Page, TenantObject
 from manager_service.records.tenants import KeyRecord, TenantRecord
 
 router = APIRouter(prefix="/v1/admin/tenants", tags=["admin"], responses=COMMON, route_class=JsonRoute)
@@ -32,10 +32,8 @@ MaxJobs = Annotated[int, Field(ge=1, le=100_000)]
 MaxTokens = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-class TenantLimits(BaseModel):
+class TenantLimits(Given):
     """The fields to change: an absent one stays as it is; `max_tokens_per_day` null means no limit."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field("", max_length=256)
     weight: Weight = 1.0
@@ -68,9 +66,7 @@ async def retrieve(api: Parts, admin: Admin, tenant_id: str) -> TenantObject:
 @router.post("/{tenant_id}", responses=declared(404))
 async def update(api: Parts, admin: Admin, tenant_id: str, body: TenantLimits) -> TenantObject:
     """Change weight and quotas. A job keeps the weight that its tenant had when it was made."""
-    before = await api.tenants.get(tenant_id)
-    changed: dict[str, Any] = body.model_dump(exclude_unset=True)
-    record = msgspec.structs.replace(before, **changed)
+    record = msgspec.structs.replace(await api.tenants.get(tenant_id), **body.model_dump(exclude_unset=True))
     await api.tenants.update(record)
     return shown(record)
 
@@ -102,4 +98,4 @@ def shown(record: TenantRecord) -> TenantObject:
 
 
 def shown_key(record: KeyRecord, key: str | None = None) -> KeyObject:
-    return KeyObject(id=record.id, tenant=record.tenant, created_at=record.created_at, hint=record.hint, key=key)
+    return KeyObject(**msgspec.structs.asdict(record), key=key)

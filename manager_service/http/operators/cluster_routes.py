@@ -9,13 +9,11 @@ from fastapi import APIRouter, Query
 
 from common.bus.payloads import plain_of
 from common.bus.streams import Cell
-from common.errors import InvalidInput
-from common.suggestions import quoted
 from common.wire.codec import decode
 from common.wire.messages import DeadLetter, WorkerReport
 from manager_service.http.context import Admin, Parts
 from manager_service.http.errors import COMMON
-from manager_service.http.openai.paging import After, Limit, page
+from manager_service.http.openai.paging import After, Limit, page, wrong_cursor
 from manager_service.http.schemas import DeadLetterObject, Page, SpanObject, WorkerObject
 from manager_service.records.cluster import WorkerSpan
 
@@ -49,13 +47,10 @@ async def timeline(
     admin key.
     """
     since_s = time.time() - 600 if since is None else since
-    spans = sorted((s for base in api.bases.values() for s in base.cluster.timeline(since_s)), key=_start)
+    found = [span for base in api.bases.values() for span in base.cluster.timeline(since_s)]
+    spans = sorted(found, key=lambda one: one.span.start_s)
     newest = spans[-MAX_SPANS:]
     return Page(data=[_span(span) for span in newest], has_more=len(spans) > len(newest))
-
-
-def _start(span: WorkerSpan) -> float:
-    return span.span.start_s
 
 
 def _span(one: WorkerSpan) -> SpanObject:
@@ -81,9 +76,7 @@ def _entry_before(after: str | None) -> str:
     if after is None:
         return "+"
     if not _ENTRY.fullmatch(after):
-        raise InvalidInput(
-            f"after: {quoted(after)} is not the id of a dead letter", param="after", code="invalid_cursor"
-        )
+        raise wrong_cursor(after, "is not the id of a dead letter")
     return f"({after}"
 
 

@@ -7,7 +7,7 @@ from redis.exceptions import RedisError
 from starlette.responses import JSONResponse, Response
 
 from common.errors import MarlaasError
-from manager_service.http.context import Api, Base, Parts
+from manager_service.http.context import Api, Parts
 from manager_service.http.schemas import Health, Readiness
 
 router = APIRouter(tags=["health"])
@@ -30,21 +30,19 @@ async def healthz() -> Health:
 async def readyz(api: Parts) -> Response:
     """Redis and the store are there, and at least one worker of each service for each base model."""
     waiting = [name for name, works in await _parts(api) if not works]
-    refused: list[str] = []
-    starting: list[str] = []
     for base in api.bases.values():
         working = {worker.service for worker in base.cluster.working()}
         waiting += [f"{service} ({base.name})" for service in SERVICES if service not in working]
-        refused += _told(base, "refused")
-        starting += _told(base, "starting")
     status = "not_ready" if waiting else "ready"
+    refused, starting = _reasons(api, "refused"), _reasons(api, "starting")
     answer = Readiness(status=status, waiting_for=waiting, refused=refused, starting=starting)
     return JSONResponse(answer.model_dump(), 503 if waiting else 200)
 
 
-def _told(base: Base, state: str) -> list[str]:
+def _reasons(api: Api, state: str) -> list[str]:
     """The reasons that the workers in a state give for it."""
-    return [f"{w.service} ({base.name}): {w.reason}" for w in base.cluster.workers() if w.state == state]
+    workers = [(base.name, worker) for base in api.bases.values() for worker in base.cluster.workers()]
+    return [f"{worker.service} ({base}): {worker.reason}" for base, worker in workers if worker.state == state]
 
 
 async def _parts(api: Api) -> list[tuple[str, bool]]:

@@ -1,8 +1,7 @@
 """GET /: the web page, and the files that it needs at /page. GET /openapi.json, and GET /docs: the same document as a page.
 
-Neither page asks anything of another server. The web page's files are plain ones, in manager_service/http/page: no build makes them. What
-tenants wrote is shown as text only, and the headers forbid whatever else could run it. All is made once: anybody may ask for it, as often
-as they like.
+Neither page asks anything of another server. The web page's files are in manager_service/http/page: no build makes them. What tenants
+wrote is shown as text only, and the headers forbid to run it. All is made once, for anybody may ask for it, as often as they like.
 """
 
 import hashlib

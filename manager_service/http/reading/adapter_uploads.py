@@ -23,7 +23,7 @@ PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".zip")
 PICKLED = (b"\x80", b"PK\x03\x04")
 """First bytes of pickles, and of the archives that torch keeps them in."""
 EXPONENTS = {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
-"""For each dtype, the integer as which a number's bits are read, and the bits that all are 1 if it is not finite."""
+"""For each dtype, the integer that has a number's bits, and those that all are 1 if it is not finite."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
@@ -36,21 +36,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), (None,)),
 }
 """Fields of the configuration that must say nothing else, as PEFT 0.21 has them."""
-HARMLESS = frozenset(
-    (
-        *(
-            "r",
-            "lora_alpha",
-            "lora_dropout",
-            "target_modules",
-            "exclude_modules",
-            "layers_pattern",
-            "ensure_weight_tying",
-        ),
-        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-        *("runtime_config", "megatron_core", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
-    )
-)
+HARMLESS = {
+    *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern"),
+    *("ensure_weight_tying", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "runtime_config", "megatron_core", "eva_config", "corda_config", "lora_ga_config"),
+    "qalora_group_size",
+}
 """Fields of which the adapter's numbers do not depend, once they are there. Of any other it is not known."""
 
 _FACTOR = re.compile(
@@ -76,7 +67,7 @@ def refuse_pickle(name: str, start: bytes) -> None:
 
 
 def header_bytes(start: bytes, size: int) -> int:
-    """The size of the header of a safetensors file that begins so, the eight bytes before its header included."""
+    """The size of the header of a safetensors file that begins so, with the eight bytes before it."""
     length = int.from_bytes(start[:8], "little")
     if size < 8 or length > min(size - 8, MAX_HEADER):
         raise _wrong(
@@ -136,7 +127,7 @@ def _config(text: str) -> tuple[int, float]:
 
 
 def _shapes(tensors: Sequence[StoredTensor], rank: int) -> tuple[dict[str, tuple[int, int]], int]:
-    """(out, in) by the name of a module within a layer, and the number of layers, each of which must have all of them."""
+    """(out, in) by the name of a module within a layer, and the number of layers. Each must have all modules."""
     widths: dict[tuple[str, str], int] = {}
     seen: set[tuple[str, str, int]] = set()
     for tensor in tensors:

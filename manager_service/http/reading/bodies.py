@@ -19,9 +19,7 @@ UNKNOWN_SHOWN = 5
 
 
 class JsonRoute(APIRoute):
-    """A route whose JSON body is refused if messages could not carry it (NaN, bad Unicode, numbers beyond 64 bits, duplicate
-    keys), or if it has very many values. Every route with a JSON body is one.
-    """
+    """A route with a JSON body, which is refused if `parse_json` refuses it. Every route with a JSON body is one."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -48,7 +46,7 @@ class JsonRequest(Request):
 
 
 def few_unknown(value: Any, model: type[BaseModel] | None) -> Any:
-    """The value of a body without all but a few of the fields that its model does not have: each costs time."""
+    """A body's value without all but a few of the fields that its model lacks: each costs time."""
     if not isinstance(value, dict) or model is None:
         return value
     members = cast(dict[str, Any], value)

@@ -1,6 +1,6 @@
 """CSV as lines of items: the first row names the fields, each other row is an item. Row 1 is the first below the names.
 
-Every value is a text, except `messages` and `tools`, which are JSON. Pure functions, which raise InvalidInput with row and column.
+Every value is a text, except `messages` and `tools`: JSON. Pure functions, which raise InvalidInput with row and column.
 """
 
 import csv
@@ -31,7 +31,7 @@ class Converted(msgspec.Struct, frozen=True):
 
 
 def convert_csv(part: bytes, *, columns: Sequence[str], before: int, is_last: bool, max_line_bytes: int) -> Converted:
-    """`columns`: empty for a file's first part, which begins with their names. `before`: the number of rows above these."""
+    """`columns`: empty for a file's first part, which begins with them. `before`: the number of rows above these."""
     names, made, num_rows, done = list(columns), bytearray(), 0, 0
     lines = _Lines(part if is_last else part[: part.rfind(b"\n") + 1])
     try:

@@ -95,9 +95,8 @@ def check_items(
     most: int | None,
     param: str,
 ) -> LongPrompts:
-    """Finds prompts, and examples, of more than `most` tokens. Raises InvalidInput unless all are `examples`, or all items to answer, and
-    have these fields, as `common.tasks.graders.item_fields` finds them.
-    """
+    """Finds prompts, and examples, of more than `most` tokens. Raises InvalidInput unless all are `examples`, or none, and have these
+    fields, as `common.tasks.graders.item_fields` finds them."""
     found, longest, number = list[int](), 0, before
     for number, line in _numbered(lines, before):
         if not line.strip():
@@ -132,7 +131,7 @@ def _numbered(lines: bytes, before: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _lengths(item: dict[str, Any], tokenizers: Mapping[str, ChatTokenizer]) -> dict[str, int]:
-    """Leaves out bases whose template refuses the item: the error comes when a job wants to train such a base on the file."""
+    """Leaves out bases whose template refuses the item: a job that would train one on the file gets the error."""
     found: dict[str, int] = {}
     for base, tokenizer in tokenizers.items():
         with contextlib.suppress(ValueError):
@@ -148,7 +147,7 @@ def _num_tokens(item: dict[str, Any], tokenizer: ChatTokenizer) -> int:
 
 
 def check_item(item: Any) -> None:
-    """Raises ValueError unless it is an object with a conversation that a model can answer, or with one and its answer."""
+    """Raises ValueError unless it is an object with a conversation to answer, or with one and its answer."""
     if not isinstance(item, dict):
         raise ValueError(f"must be a JSON object, not {_kind(item)}")
     row = cast(dict[str, Any], item)

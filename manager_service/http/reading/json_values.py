@@ -4,18 +4,31 @@ import json
 import re
 from collections import Counter
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+
+from common.errors import InvalidInput
 from common.suggestions import quoted
 
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
 """Values of one text. What is done with a text later takes time for each of them."""
 
+T = TypeVar("T")
+
+
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """The value of a body of the Tinker protocol. Raises InvalidInput."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"the body: {error}", code="invalid_json") from error
+
 
 def parse_json(text: bytes) -> Any:
-    """A JSON value that every part of the system can carry. Raises ValueError: duplicate keys, NaN, bad Unicode,
-    numbers beyond 64 bits, deep nesting, very many values."""
+    """A JSON value that messages can carry. Raises ValueError: duplicate keys, NaN, bad Unicode, numbers beyond 64 bits,
+    deep nesting, very many values."""
     try:
         decoded = text.decode()
     except UnicodeDecodeError as error:
@@ -33,8 +46,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def _is_plain(text: str) -> bool:
-    """True if `check_value` finds nothing in the value of this text, which is quicker to see than the value: no value of it is
-    nested deeply, has bad Unicode or many digits."""
+    """True if `check_value` finds nothing in this text's value: none is nested deeply, has bad Unicode or many digits."""
     few = len(text) <= MAX_VALUES and text.count("[") + text.count("{") <= MAX_DEPTH
     return few and "\\u" not in text and not _LONG_NUMBER.search(text)
 

@@ -28,7 +28,7 @@ HELPER = "manager_service.http.reading.process"
 """The program of the helpers."""
 NUM_HELPERS = 2
 SMALL_BYTES = 4 << 10
-"""Smaller inputs are read here: the slowest takes 3 ms. They come first, whichever tenant sent them, so they must be little."""
+"""Smaller inputs are read here, whichever tenant sent them: the slowest takes 3 ms."""
 TINY_BYTES = 1 << 10
 """These are read without a thread, which would often take longer to wake: the slowest takes 2 ms."""
 SLICE_BYTES = 1 << 20
@@ -53,8 +53,7 @@ class Helpers:
         self.close = self._pool.close
 
     async def do(self, tenant: TenantRecord, task: Task, *, num_bytes: int) -> Any:
-        """The answer to a task about a text of this size. Raises InvalidInput, also if it takes too long, and Unavailable if the
-        helper dies."""
+        """The answer to a task about so many bytes. Raises InvalidInput, also if it takes too long; Unavailable if the helper dies."""
         if num_bytes <= TINY_BYTES and not _may_import(task):
             return do(task, self._tokenizers)
         if num_bytes <= SMALL_BYTES:
@@ -63,7 +62,7 @@ class Helpers:
             return await self._ask(await self.beside(tenant, partial(msgspec.msgpack.encode, task)))
 
     async def beside(self, tenant: TenantRecord, function: Callable[[], T]) -> T:
-        """Calls the function in a thread, once it is the tenant's turn: it is ours, and ends soon, but too late for the event loop."""
+        """Calls a function of ours in a thread, once it is the tenant's turn: it would stop the event loop for a moment."""
         return await self._threads.run(function, tenant.id, tenant.weight)
 
     async def _ask(self, encoded: bytes) -> Any:

@@ -243,8 +243,7 @@ def _spelt(ids: list[int], tokenizer: ChatTokenizer) -> list[str]:
 
 
 def with_room(ids: Ids, tokenizer: ChatTokenizer, param: str = "prompt") -> Ids:
-    """The ids of a prompt. Raises InvalidInput if there are none, or if they leave no room for an answer. `param`: what a user may
-    shorten."""
+    """The ids of a prompt. Raises InvalidInput if there are none, or no room for an answer. `param`: what a user may shorten."""
     if not ids:
         raise InvalidInput("the prompt is empty", param="prompt")
     _check_length(len(ids), tokenizer, param)

@@ -1,14 +1,14 @@
 """Shares the cell's places for completions and grader runs among the manager's replicas.
 
-Each replica tells the others in Redis, every EXCHANGE_S, which tenants ask it for places: their weights and how many places
-they ask for. A tenant's weight is split among the replicas by what it asks of each. A replica has the part of the cell's
-places that its tenants' weights are of all, and shares it by those weights.
+Each replica tells the others in Redis, every EXCHANGE_S, the weights of the tenants that ask it for places, and for how many. A
+tenant's weight is split among the replicas by what it asks of each. A replica has the part of the places that its tenants' weights
+are of all, and shares it by those weights.
 
-Tenants that chat or sample in bulk share the rollout workers with jobs: their weight stands in `sampling`, where owners see it, and
-owners' weight is seen here. A tenant that asks for less than its share counts with just that much weight.
+Tenants that chat or sample in bulk share the rollout workers with jobs: owners see their weight in `sampling`, and theirs is seen
+here. A tenant that asks for less than its share counts with just that much weight.
 
-What completions got of the engines' time corrects their places (common/sharing/correction.py), next to owners who correct
-jobs' share; samples in bulk have the rest.
+What completions got of the engines' time corrects their places (common/sharing/correction.py), as owners correct jobs' share;
+samples in bulk have the rest.
 
     reads: `weights`   reads, writes: `inference`, `sampling`, `served`   after a crash: the others forget the replica after GONE_S
 """
@@ -80,9 +80,8 @@ class CellShare:
         slots: Callable[[], int],
         most_for_chat: float,
     ) -> None:
-        """`asking`: for each kind of places, what this replica is asked for at the moment. `slots`: of the cell's rollout workers.
-        `most_for_chat`: the largest part of them that completions have, also where nobody else wants them.
-        """
+        """`asking`: by kind of places, what this replica is asked for now. `slots`: of the cell's rollout workers. `most_for_chat`:
+        the largest part of them that completions have, also where nobody else wants them."""
         self._slots = slots
         self._most_for_chat = most_for_chat
         self._bus = bus
@@ -140,11 +139,11 @@ class CellShare:
                     await self._wanted.wait()
 
     def exchange_soon(self) -> None:
-        """Lets `run` exchange now. Call when a tenant asks for what this replica has no part of yet."""
+        """Lets `run` exchange now. Call when a tenant asks for what this replica has no part of."""
         self._wanted.set()
 
     def part(self, kind: str) -> float:
-        """This replica's part of the cell's places of a kind, 0 to 1: an equal one where nobody asks. Jobs have theirs of rollout slots."""
+        """This replica's part of the cell's places of a kind, 0 to 1, next to jobs': an equal one where nobody asks."""
         weights = sum(self._weights(kind).values())
         if not weights and (kind != BULK or not self._jobs_weight):
             return 1 / max(1, len(self._all))
@@ -156,18 +155,18 @@ class CellShare:
         return due if kind == BULK else min(mine / weights, due / self._most_for_chat * self._correction.factor)
 
     def weight(self, kind: str, tenant: str, weight: float) -> float:
-        """The part of a tenant's weight that counts here, for this kind: as what it asks is of all that it asks for."""
+        """The part of a tenant's weight that counts here, for this kind: as this is of all that it asks for."""
         here = self._mine.get(kind, {}).get(tenant)
         if here is None:
             return weight
         return weight * here.num / self._asked(tenant, *(ROLLOUT if kind in ROLLOUT else (kind,)))
 
     def _sampling_weight(self, *, whole: Collection[str] = ()) -> float:
-        """Sums the weight of chatting and sampling tenants that counts against jobs. `whole`: tenants whose whole weight counts."""
+        """The weight of all who chat or sample that counts against jobs. `whole`: tenants whose whole weight counts."""
         return sum(self._counted(whole=whole).values())
 
     def _counted(self, *, whole: Collection[str] = ()) -> dict[str, float]:
-        """Weight of each tenant that chats or samples in bulk. All chats together count for no more than they may have."""
+        """Weight of each tenant that chats or samples. All chats together count for no more than they may have."""
         tenants = {tenant: weight for kind in ROLLOUT for tenant, weight in self._weights(kind).items()}
         each = (sum(tenants.values()) + self._jobs_weight) / max(1, self._slots())
         found = {t: weight if t in whole else min(weight, self._asked(t) * each) for t, weight in tenants.items()}
@@ -184,6 +183,6 @@ class CellShare:
         return {t: asked.weight for told in self._all for t, asked in told.get(kind, {}).items()}
 
     def _asked(self, tenant: str, *kinds: str) -> int:
-        """The number of places of these kinds, by default of rollout slots, that a tenant asks of all replicas."""
+        """The places of these kinds, by default rollout slots, that a tenant asks of all replicas."""
         found = (told.get(kind, {}).get(tenant) for told in self._all for kind in kinds or ROLLOUT)
         return sum(each.num for each in found if each)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
@@ -22,13 +22,12 @@ from manager_service.http.sampling.replies import (
     with_malformed,
 )
 from manager_service.http.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
+from manager_service.http.schemas import Given
 
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
 
 
-class TextFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class TextFormat(Given):
     type: Literal["text"]
 
 
@@ -92,10 +91,6 @@ def _logprobs(chat: Chat, answer: AnswerText) -> Json:
 # ---- streaming ------------------------------------------------------------------------------------------------------
 
 
-def _opening(index: int) -> Json:
-    return _delta(index, {"role": "assistant", "content": ""})
-
-
 def _chunks(chat: Chat, fresh: Fresh, text: str) -> Iterator[Json]:
     """The new text; at the end also the tool calls, which are known only then, and the reason for the end."""
     answer = chat.answers[fresh.choice]
@@ -132,5 +127,5 @@ DIALECT = Dialect(
     read=_read,
     choice=_choice,
     chunks=_chunks,
-    opening=_opening,
+    opening=lambda index: _delta(index, {"role": "assistant", "content": ""}),
 )

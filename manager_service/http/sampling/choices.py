@@ -1,7 +1,7 @@
-"""One answer that is asked for, and what each message about it says: tokens that are new, a result, a failure, or that its worker
-stops and gives the request back.
+"""One answer that is asked for, and what each message about it says: new tokens, a result, a failure, or that its worker stops and
+gives the request back.
 
-A completion's epoch rises with every attempt. Messages of an older attempt are not used, unless one of them is the whole answer.
+A completion's epoch rises with every attempt. Messages of an older attempt are not used, except for a whole answer.
 """
 
 import time
@@ -145,7 +145,7 @@ def _take_delta(choice: Choice, delta: TurnDelta, index: int) -> Fresh | None:
 
 
 def _take_back(choice: Choice, request: TurnRequest, index: int) -> Fresh | None:
-    """Takes what is new among the tokens that its worker had sampled; `choice.handed_back` then says that it is to be asked for again."""
+    """Takes what is new among its worker's tokens; `choice.handed_back` then says: ask for it again."""
     if request.epoch != choice.request.epoch:
         return None
     choice.request, choice.handed_back = request, True

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from common.errors import InvalidInput
 from common.text.tokens import ChatTokenizer
@@ -14,6 +14,7 @@ from manager_service.http.context import Base
 from manager_service.http.reading.reading_helpers import Helpers
 from manager_service.http.reading.tasks import Encode, Render, Task, with_room
 from manager_service.http.sampling.choices import InferenceRequest
+from manager_service.http.schemas import Given
 from manager_service.http.stores.model_names import Named
 from manager_service.records.tenants import TenantRecord
 
@@ -38,25 +39,26 @@ Neutral = AfterValidator(_neutral)
 """Accepts a parameter only at a value that changes nothing."""
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class StreamOptions(Given):
     include_usage: bool = False
     include_obfuscation: bool | None = None
 
 
-class SamplingGiven(BaseModel):
-    """Parameters of both calls. Those that cannot be honoured are accepted at their neutral value only."""
+class SharedParameters(Given):
+    """Parameters of all calls."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: str
     n: int | None = Field(None, ge=1, le=16)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     max_tokens: int | None = Field(None, ge=1)
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+
+
+class SamplingGiven(SharedParameters):
+    """Parameters of both calls. Those that cannot be honoured are accepted at their neutral value only."""
+
+    model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # not used: OpenAI's own abuse checks need it

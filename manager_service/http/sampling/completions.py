@@ -10,7 +10,6 @@ from common.errors import InvalidInput
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON
 from manager_service.http.reading.bodies import JsonRoute
-from manager_service.http.sampling.choices import Fresh
 from manager_service.http.sampling.completion_requests import (
     Neutral,
     PromptReader,
@@ -69,14 +68,6 @@ async def _prompts(body: CompletionGiven, reader: PromptReader) -> list[list[int
     return [valid_ids(ids, reader.base.tokenizer, "prompt") for ids in prompts]
 
 
-def _whole_choice(completion: TextCompletion, index: int) -> Json:
-    return _choice(completion, index, completion.answers[index].text())
-
-
-def _chunks(completion: TextCompletion, fresh: Fresh, text: str) -> list[Json]:
-    return [_choice(completion, fresh.choice, text)] if text or fresh.result else []
-
-
 def _choice(completion: TextCompletion, index: int, text: str) -> Json:
     answer = completion.answers[index]
     finished = answer.result is not None
@@ -108,6 +99,6 @@ DIALECT = Dialect(
     kind="text_completion",
     chunk_kind="text_completion",
     read=_read,
-    choice=_whole_choice,
-    chunks=_chunks,
+    choice=lambda completion, index: _choice(completion, index, completion.answers[index].text()),
+    chunks=lambda completion, fresh, text: [_choice(completion, fresh.choice, text)] if text or fresh.result else [],
 )

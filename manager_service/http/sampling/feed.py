@@ -1,11 +1,10 @@
 """One connection that reads the streams of a cell for many waiting requests.
 
-If each request blocked on a connection of its own, a tenant with a hundred open event streams would take all connections that the
-process may have, and its owner would stand still.
+If each request blocked on a connection of its own, a tenant with a hundred event streams would take all of the process'.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, cast
@@ -70,17 +69,14 @@ class Feed:
     async def _xread(self, last: Mapping[str, Id]) -> dict[str, list[FeedEntry]]:
         streams = {key: f"{time}-{number}" for key, (time, number) in last.items()}
         pages: Any = await self.bus.client.xread(cast(Any, streams), count=READ_COUNT)
-        return {key.decode(): _entries(chain.from_iterable(found)) for key, found in (pages or {}).items()}
+        found = {key.decode(): chain.from_iterable(rows) for key, rows in (pages or {}).items()}
+        return {key: [(_id(entry), fields) for entry, fields in rows] for key, rows in found.items()}
 
     def _tell(self, found: Mapping[str, list[FeedEntry]]) -> None:
         for reader in list(self._readers):
             entries = [entry for entry in found.get(reader.key, []) if entry[0] > reader.after]
             if entries and not reader.found.done():
                 reader.found.set_result(entries)
-
-
-def _entries(rows: Iterable[tuple[bytes, Mapping[bytes, bytes]]]) -> list[FeedEntry]:
-    return [(_id(entry), fields) for entry, fields in rows]
 
 
 def _id(entry: bytes) -> Id:

@@ -3,7 +3,7 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
@@ -14,7 +14,7 @@ from manager_service.http.sampling.completion_requests import (
     Neutral,
     PromptReader,
     SamplingGiven,
-    StopString,
+    SharedParameters,
     TokenId,
     TokenIds,
     Wanted,
@@ -22,32 +22,23 @@ from manager_service.http.sampling.completion_requests import (
 )
 from manager_service.http.sampling.replies import finish_reason
 from manager_service.http.sampling.serving import ANSWERS, Completion, Dialect, Json, serve
+from manager_service.http.schemas import Given
 
 router = APIRouter(prefix="/inference/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
 
 
-class VllmSamplingParams(BaseModel):
+class VllmSamplingParams(SharedParameters):
     """vLLM's, as far as they can be honoured; unknown ones are refused by name."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    n: int | None = Field(None, ge=1, le=16)
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    max_tokens: int | None = Field(None, ge=1)
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
     stop_token_ids: list[TokenId] | None = Field(
         None, max_length=64, description="Only those that end the model's turns"
     )
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     logprobs: int | None = Field(None, ge=0, le=1, description="They are always told")
     skip_special_tokens: bool | None = None  # of texts, of which there are none
     routed_experts_prompt_start: int | None = None  # the same of experts
 
 
-class GenerateGiven(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class GenerateGiven(Given):
     model: str
     token_ids: TokenIds
     sampling_params: VllmSamplingParams | None = None

@@ -2,8 +2,8 @@
 
     reads: reply:<api>   writes: rollout:first, rollout, env, control   holds: turns under way (lost on a crash, with the connection)
     waits for: a delta or a result   unblocked by: rollout, env
-    when a worker dies: another takes the turn over, from the tokens that were kept; a stream is asked for again after a silence, from
-    those that were seen. When it stops, it gives the turn back, and it is asked for again at once
+    when a worker dies: another takes the turn over, from the tokens that were kept; a stream is asked for again after a silence,
+    from those that were seen. A worker that stops gives the turn back, and it is asked for again at once
 
 A completion is a job of its own, `chat-…`, so that it can be cancelled like one.
 """
@@ -94,7 +94,7 @@ class Replies:
         return found[0][0].decode() if found else "0"
 
     async def heard(self, entry: str) -> None:
-        """Waits until all up to this entry was handed over, or for as long as Redis may have lost the stream unnoticed."""
+        """Waits until all up to this entry was handed over, or while Redis may have lost the stream unnoticed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(REFRESH_S):
                 while _place(self._cursor) < _place(entry):
@@ -131,9 +131,8 @@ class Inference:
         slots: Callable[[str], int],
         most_for_chat: float,
     ) -> None:
-        """`slots`: the number of completions' turns (CHAT), of grader runs (`env`), and of samples in bulk together with jobs'
-        trajectories (BULK), that all replicas may have under way at once. `most_for_chat`: the part of rollout slots that CHAT has of them.
-        """
+        """`slots`: the completions' turns (CHAT), grader runs (`env`), and samples in bulk together with jobs' trajectories (BULK)
+        that all replicas may have under way at once. `most_for_chat`: the part of rollout slots that CHAT may have."""
         self._bus = bus
         self._share = CellShare(
             bus,
@@ -195,14 +194,14 @@ class Inference:
                 await asyncio.shield(cancel_all([asking]))
 
     async def _ask_for(self, choices: "list[Choice]", tenant: TenantRecord) -> None:
-        """Publishes each request as soon as it has a place, those that get one at once together. Raises Unavailable."""
+        """Publishes each request once it has a place, those that get one at once together. Raises Unavailable."""
         waiting, places = deque(choices), self._places_of(choices[0])
         limits = (None, MAX_BULK) if choices[0].bulk else (self._timeout_s, MAX_WAITING)
         with places.behind(tenant, waiting):
             while waiting:
                 if not places.asks(tenant.id):
                     self._share.exchange_soon()
-                # A choice leaves `waiting` before it has a place: `behind` counts what still waits, and `take` counts this one itself.
+                # A choice leaves `waiting` before it has a place: `behind` counts those in it, `take` counts this one.
                 ready = [waiting.popleft()]
                 ready[0].place = await places.take(tenant, *limits)
                 while waiting and (place := places.take_now(tenant)) is not None:
@@ -214,7 +213,7 @@ class Inference:
         return self._places[BULK if choice.bulk else CHAT]
 
     def _end(self, choices: "list[Choice]") -> None:
-        """Gives back the places, and has the workers drop what has no result, and attempts that others took the place of."""
+        """Gives back the places, and has the workers drop what has no result, and replaced attempts."""
         for choice in choices:
             self._give_back(choice)
         if len({choice.request.epoch for choice in choices}) > 1 or any(not choice.is_answered for choice in choices):
@@ -279,8 +278,8 @@ class Inference:
     async def _replace(
         self, lost: Sequence[Choice], queue: "asyncio.Queue[ReplyMessage]", choices: Collection[Choice]
     ) -> None:
-        """Asks again for these, unless something was said of them meanwhile: a turn's entry goes in the moment in which its answer is
-        written, which may be long before this replica reads it."""
+        """Asks again for these, unless something was said of them meanwhile: a turn's entry goes when its answer is written, which may
+        be long before this replica reads it."""
         async with time_for_redis(self._bus, PUBLISH_S):
             newest = await self._replies.newest()
         await self._replies.heard(newest)
@@ -288,10 +287,10 @@ class Inference:
             await self._ask_again(lost, choices)
 
     async def _ask_again(self, lost: Sequence[Choice], choices: Collection[Choice]) -> None:
-        """Asks again for some of a completion's choices. The attempts before are void once they are older than all that goes on."""
-        # The new attempt has a higher epoch and begins behind the tokens that were seen, which its client may have read already. The
-        # worker of the old one may still live: its deltas are told by their epoch and dropped, and the cancellation frees its slot.
-        # Its whole answer would still be used, if it continues the same tokens (`choices.take`).
+        """Asks again for some of a completion's choices. Attempts are void once they are older than all that goes on."""
+        # The new attempt has a higher epoch and begins behind the tokens that were seen, which its client may have read. The worker
+        # of the old one may still live: its deltas are dropped by their epoch, and the cancellation frees its slot. Its whole answer
+        # is still used if it continues the same tokens (`choices.take`).
         for choice in lost:
             log.warning("turn_asked_again", job=choice.request.job, num_tokens=len(choice.tokens))
             choice.request, choice.handed_back = continued(choice), False
@@ -301,8 +300,8 @@ class Inference:
         await self._publish(lost)
 
     async def _is_cared_for(self, choice: Choice) -> bool:
-        """True if the request waits in the stream, or a worker renewed it within the silence. Without a stream of tokens it need not be
-        renewed: another worker takes it over, and goes on from the progress that is kept, of which nothing is known here."""
+        """True if the request waits in the stream, or a worker renewed it within the silence. Without a stream of tokens it need not
+        be renewed: another worker takes it over, and goes on from the progress that is kept."""
         stream, client, entry = self._stream(choice), self._bus.client, choice.entry
         if not await self._bus.retrying(lambda: client.xrange(stream, entry, entry)):
             return False
@@ -338,9 +337,8 @@ class Inference:
         timeout_s: float,
         charge: Callable[[Usage], Awaitable[None]],
     ) -> GradeResult:
-        """Runs a grader once. `make(id, reply_to)` gives the request. `charge` hears what it cost, however it ends: without a
-        result, the seconds from the request on. Raises Unavailable if nobody answers, ApiError 429 if too many wait.
-        """
+        """Runs a grader once. `make(id, reply_to)` gives the request. `charge` hears its cost, without a result the seconds from the
+        request on. Raises Unavailable if nobody answers, ApiError 429 if too many wait."""
         job = f"grade-{secrets.token_hex(12)}"
         request = make(job, self._replies.stream)
         async with self._grades.one(tenant, timeout_s, MAX_GRADES):

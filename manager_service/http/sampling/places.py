@@ -21,9 +21,7 @@ class SharedPlaces:
     def __init__(
         self, name: str, num: Callable[[], int], weight: Callable[[str, float], float] = lambda _, weight: weight
     ) -> None:
-        """`name`: of the places, for errors. `num`: how many there are at the moment; there is always one. `weight`: what
-        counts here of a tenant's weight.
-        """
+        """`name`: of the places, for errors. `num`: of them now; there is always one. `weight`: what counts here of a tenant's."""
         self._name = name
         self._weight = weight
         self._open: dict[str, Asked] = {}
@@ -41,7 +39,7 @@ class SharedPlaces:
             self.give_back(claim)
 
     async def take(self, tenant: TenantRecord, timeout_s: float | None, most: int = MAX_WAITING) -> Claim:
-        """Waits for a place. Raises Unavailable after `timeout_s`, ApiError 429 if `most` of the tenant's requests wait."""
+        """Waits for a place. Raises Unavailable after `timeout_s`, ApiError 429 if `most` of the tenant's wait."""
         if self._waiting[tenant.id] >= most:
             raise too_many(f"{most} of your requests wait for {self._name} already; ask again when some have ended")
         self._waiting[tenant.id] += 1
@@ -50,8 +48,8 @@ class SharedPlaces:
             async with asyncio.timeout(timeout_s):
                 return await self._places.take(tenant.id, self._weight(tenant.id, tenant.weight))
         except (TimeoutError, asyncio.CancelledError) as error:
-            # Whoever gets a place stays counted until `give_back`; whoever leaves the queue, also because its client left, is not
-            # counted any more. Otherwise this replica would claim a part of the cell for nobody.
+            # Whoever gets a place stays counted until `give_back`; whoever leaves the queue is not counted any more: otherwise this
+            # replica would claim a part of the cell for nobody.
             self._ask(tenant.id, tenant.weight, -1)
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -61,7 +59,7 @@ class SharedPlaces:
 
     @contextmanager
     def behind(self, tenant: TenantRecord, rest: Sized) -> Generator[None]:
-        """Counts `rest` as asked for too, as long as it then is, while the block runs: what the caller will take places for next."""
+        """Counts all in `rest` as asked for too while the block runs: the caller will take places for them next."""
         self._behind[id(rest)] = (tenant.id, rest)
         try:
             yield

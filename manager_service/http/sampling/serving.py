@@ -17,7 +17,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from common.wire.messages import Usage
-from manager_service.http.connections import GONE, ClientGone, unless_gone
+from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api
 from manager_service.http.errors import declared
 from manager_service.http.event_stream import DONE, data, event_stream
@@ -99,11 +99,8 @@ async def serve(request: Request, api: Api, tenant: TenantRecord, body: Body, di
     headers = {VERSION_HEADER: str(named.adapter)}
     if body.stream:
         return event_stream(_streamed(api.helpers, completion, dialect), headers)
-    try:
-        answer = await unless_gone(request, _whole(api.helpers, completion, dialect))
-        return Response(answer, media_type="application/json", headers=headers)
-    except ClientGone:
-        return Response(status_code=GONE)
+    answer = await unless_gone(request, _whole(api.helpers, completion, dialect))
+    return Response(answer, media_type="application/json", headers=headers)
 
 
 def _begun(reader: PromptReader, named: Named, body: Body, wanted: Wanted, dialect: Dialect[Body]) -> Completion[Body]:

@@ -26,11 +26,11 @@ from manager_service.records.usage import USAGE_COUNTERS, usage_fields, usage_of
 # KEYS: job, tenant-jobs, jobs-all, active, jobs stream, unfinished, idempotency record (or the job again: none), exports (the same).
 # ARGV: job id, score, spec, state, fingerprint, seconds to remember, most jobs, most bytes, tenant, then the fields of the stream
 # entry.
-# Answers with the idempotency record that was there before, if one was; with a list, of the number of unfinished jobs and the
-# bytes of their records, if this one is too many; otherwise everything was written.
-# All checks come before the first write, because a script that fails half way is not undone. The stream's entry, which wakes the owner,
-# is written in the same moment as the job: an owner never reads of a job that is not there. A client that repeats the request, since it
-# has not heard the answer, gets the job that there is: by its Idempotency-Key, or because the id is there already.
+# Answers with the idempotency record that was there before, if one was; with the number of unfinished jobs and the bytes of their
+# records, if this one is too many; otherwise everything was written.
+# All checks come before the first write, because a script that fails half way is not undone. The stream's entry, which wakes the
+# owner, is written together with the job: an owner never reads of a job that is not there. A client that repeats the request, since
+# it has not heard the answer, gets the job that there is: by its Idempotency-Key, or because the id is there already.
 CREATE = """
 local remembers = KEYS[7] ~= KEYS[1]
 local known = remembers and redis.call('GET', KEYS[7])
@@ -91,7 +91,7 @@ class LiveRecords:
         return _events(found)
 
     async def stretches(self, starts: Sequence[int], length: int) -> list[list[EventRecord]]:
-        """For each start, ascending, the events that have this sequence number or one of the next, `length` at most."""
+        """For each start, ascending, the events from this sequence number on, `length` at most."""
         found: list[list[EventRecord]] = []
         at_once = max(1, EVENTS_AT_ONCE // length)
         for first in range(0, len(starts), at_once):
@@ -184,7 +184,7 @@ class JobStore:
         return found
 
     async def newest_first(self, tenant: str, after: str | None = None) -> AsyncIterator[ListedJob]:
-        """All jobs of a tenant, in Redis and the archive. `after`: begins behind this one. Raises NotFound if there is none such."""
+        """A tenant's jobs, in Redis and the archive, behind the job `after`. Raises NotFound if there is none such."""
         first = None if after is None else await self._place(await self.find(tenant, after))
         before_ms = None if first is None else first[0]
         sources = [self._live(base, tenant) for base in self._api.bases.values()]
@@ -243,9 +243,8 @@ class JobStore:
         return None
 
     async def create(self, base: Base, spec: JobSpec, *, score: float, once: Once | None) -> str | None:
-        """Write the job and tell its owner, in one script. Returns the idempotency record if the key was used before.
-
-        Raises ApiError 429 if the tenant has too many unfinished jobs."""
+        """Writes the job and tells its owner, in one script. Returns the idempotency record if the key was used before. Raises ApiError
+        429 for too many unfinished jobs."""
         cell, partition = base.cell, partition_of(spec.tenant)
         keys = [
             cell.job(spec.id),
@@ -280,7 +279,7 @@ class JobStore:
         await tell_owner(row.base, command(row.spec, action, epoch=row.state.epoch))
 
     async def mark_deleted(self, row: JobRow) -> None:
-        """Notes that the user deleted the tuned model. Raises Unavailable if the job is being archived, and the store is away."""
+        """Notes that the user deleted the tuned model. Raises Unavailable while the job is archived and the store is away."""
         deadline = time.monotonic() + ANSWER_S
         key, mark = row.base.cell.job(row.spec.id), row.base.redis.register_script(DELETE)
         while (answer := await mark(keys=[key], args=[DELETED, MOVING])) == b"moving":

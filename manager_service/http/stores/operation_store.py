@@ -12,7 +12,7 @@ from common.errors import Unavailable
 from common.store.objects import Objects
 from common.wire.messages import Failure
 from common.wire.operations import Action, Operation
-from manager_service.http.errors import RETRY_AFTER_S, ApiError
+from manager_service.http.errors import ApiError, too_many
 from manager_service.http.quota import memory_full
 from manager_service.http.stores.run_store import RunRow
 from manager_service.records.run_records import NUM_SEQS_KEPT
@@ -22,14 +22,14 @@ MAX_OPEN = 256
 MAX_OPEN_BYTES = 64 << 20
 """Bytes of their payloads."""
 MAX_HELD_BYTES = 256 << 20
-"""Bytes of the payloads of all operations of a tenant that wait, or whose gradient waits for its step. The run that holds the most may
-go on, or runs that all hold something could wait for each other without end."""
+"""Bytes of the payloads of a tenant's operations that wait, or whose gradient waits for its step. The run that holds the most may go
+on, or runs that all hold something could wait for each other without end."""
 
 # KEYS: seqs, run, ops, held. ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most open operations, most bytes of
 # them, most bytes of all of the tenant's, numbers to remember, whether Redis has no room for data (1 or 0), then the entry's fields.
-# Answers with what came of it. The first open operation is taken in any case, for the others wait for it, unless the tenant's runs hold
-# too much: what has no data is taken then too, an optim_step above all, and what the run sends that holds the most (of equals, the first
-# by name), so that one of them always comes to its step.
+# Answers with what came of it. The first open operation is taken, for the others wait for it, unless the tenant's runs hold too much:
+# what has no data is taken then too, an optim_step above all, and what the run sends that holds the most (of equals, the first by
+# name), so that one of them always comes to its step.
 _SUBMIT = """
 local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
 if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
@@ -94,8 +94,8 @@ def wrong(reason: str) -> Failure:
 
 
 async def submit(run: RunRow, new: NewOperation, objects: Objects) -> str:
-    """The id of the operation's future. Raises ApiError: 400 if another operation has this number, 404 if the run has ended, 429 if
-    too many are open, 503 for data behind other operations while Redis is too full."""
+    """The id of the operation's future. Raises ApiError: 400 if the number is taken, 404 if the run has ended, 429 if too many are
+    open, 503 for data behind other operations while Redis is too full."""
     answer = await _submit(run, new, objects)
     if answer not in ("new", "known"):
         raise _refusal(answer, run, new.seq)
@@ -158,15 +158,15 @@ def _refusal(answer: str, run: RunRow, seq: int) -> ApiError:
     if answer == "no_room":
         return memory_full()
     name = run.spec.public_id
-    if answer in ("full", "holds"):
-        mine = f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: send this again when some are done"
-        all_mine = (
+    if answer == "full":
+        return too_many(
+            f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: send this again when some are done"
+        )
+    if answer == "holds":
+        return too_many(
             f"your runs hold {MAX_HELD_BYTES >> 20} MiB of data that wait, or whose step is not done: send this again when some are"
             " done, call optim_step, or unload models"
         )
-        error = ApiError(429, mine if answer == "full" else all_mine, code="too_many")
-        error.headers = {"Retry-After": str(RETRY_AFTER_S)}
-        return error
     if answer in ("ended", "failed"):
         why = "could not be created" if answer == "failed" else "has ended"
         return ApiError(

@@ -1,5 +1,5 @@
-"""Finds runs and their checkpoints, and creates runs by one script. Only the partition's owner writes a run's state: it is asked to
-delete a checkpoint, or to let it expire at another time.
+"""Finds runs and their checkpoints, and creates runs by one script. Only the partition's owner writes a run's state, also when a
+checkpoint is deleted, or is to expire at another time.
 """
 
 import asyncio
@@ -133,7 +133,7 @@ class RunStore:
     async def pages(
         self, tenant: str, sessions: Collection[str] | None = None
     ) -> AsyncIterator[list[tuple[RunRow, RunState]]]:
-        """All of a tenant's runs with their states, newest first, some at a time; with `sessions`, those of these sessions."""
+        """A tenant's runs with their states, newest first, some at a time; with `sessions`, only theirs."""
         rows = await self._newest_first(tenant)
         chosen = [row for row in rows if sessions is None or session_of(row[0]) in sessions]
         for start in range(0, len(chosen), PAGE):
@@ -162,10 +162,8 @@ class RunStore:
         return [found[run] for run, _ in chosen if run in found]
 
     async def create(self, base: Base, spec: RunSpec, *, body: msgspec.Struct, kind: str) -> None:
-        """Writes the run and tells its owner, in one script; once, however often it is asked for. `kind`: of the request.
-
-        Raises InvalidInput if something else was asked under the same id, ApiError if the tenant has too many.
-        """
+        """Writes the run and tells its owner, in one script, once. `kind`: of the request. Raises InvalidInput if something else was
+        asked under the same id, ApiError if the tenant has too many."""
         cell, partition = base.cell, partition_of(spec.tenant)
         command = JobCommand(
             id=f"{spec.id}/create/0", tenant=spec.tenant, job=spec.id, partition=partition, action="create"
@@ -183,9 +181,7 @@ class RunStore:
             raise _no_room(answer.decode())
 
     async def source(self, tenant: str, path: str, *, with_optimizer: bool = False) -> Source:
-        """The version that a path names: a run's checkpoint, or a version of a managed job. It is noted as used. Raises
-        InvalidInput, NotFound.
-        """
+        """The version of a run or a job that a path names, noted as used. Raises InvalidInput, NotFound."""
         named = parse_path(path)
         found = await (self._of_job(tenant, named) if named.is_jobs else self._of_run(tenant, named))
         if not await use(found.base.bus, found.adapter, with_optimizer=with_optimizer):
@@ -247,10 +243,8 @@ Announcements = AbstractContextManager[asyncio.Event]
 
 
 async def change_checkpoint(run: RunRow, checkpoint: Checkpoint, announced: Announcements, **to: Any) -> None:
-    """Has the owner carry out a change, and waits until it has. `to`: `deletes`, or `expires_at` in seconds since 1970; None: never.
-
-    Raises Unavailable, and NotFound for a new end of what is gone meanwhile.
-    """
+    """Waits until the owner has made a change. `to`: `deletes`, or `expires_at` in seconds since 1970; None: never. Raises
+    Unavailable, and NotFound for a new end of what is gone meanwhile."""
     change = NameChange(
         id=f"{run.id}/{checkpoint.kind}/{checkpoint.name}@{checkpoint.version}/{to}",
         tenant=run.spec.tenant,

@@ -28,7 +28,7 @@ class Samplers:
         await self.note(base, sampler.tenant, sampler.id, sampler.keep_s)
 
     async def note(self, base: Base, tenant: str, sampler: str, keep_s: int) -> None:
-        """Notes a new one, also one that a save is to make. Beyond MAX_KEPT, those that expire the soonest are forgotten."""
+        """Notes a new one, or one that a save is to make. Beyond MAX_KEPT, those that expire first are forgotten."""
         key, now = base.cell.tenant_samplers(tenant), time.time()
         pipe = base.redis.pipeline(transaction=False)
         pipe.zadd(key, {sampler: now + keep_s})
@@ -71,8 +71,7 @@ class Samplers:
         return number
 
     async def adapter(self, base: Base, sampler: Sampler) -> AdapterRef:
-        """The version that it samples with now, noted as used. Raises NotFound, also when the checkpoint that it was made of is gone, or
-        the job's version."""
+        """The version that it samples with now, noted as used. Raises NotFound, also when what it was made of is gone."""
         if sampler.path is not None:
             await self._runs.check(sampler.tenant, sampler.path)
         adapter = sampler.adapter

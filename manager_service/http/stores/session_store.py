@@ -1,5 +1,5 @@
-"""Sessions: one client each. A session is alive while its client sends a sign of life every few seconds. What a tenant has is bounded:
-its sessions alive, what each says of itself, and the sessions that are kept.
+"""Sessions: one client each, alive while it sends a sign of life every few seconds. A tenant's sessions are bounded: those alive,
+those kept, and what each says of itself.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ return 1
 
 
 def check_told(**told: Any) -> None:
-    """Raises InvalidInput if what a client tells of a session or a run is too much to keep. Names are those of the request."""
+    """Raises InvalidInput if what a client tells of a session or a run is too much to keep, by the request's names."""
     num_bytes = len(JSON.encode([each for each in told.values() if each]))
     if num_bytes > MAX_TOLD_BYTES:
         names = ", ".join(told)
@@ -51,7 +51,10 @@ class ClientSessions:
 
     async def create(self, session: ClientSession) -> None:
         """Raises ApiError if too many are alive."""
-        await self._begin(session)
+        begin, now = self._api.redis.register_script(_BEGIN), time.time()
+        words = [session.id, repr(now), repr(now - SESSION_ALIVE_S), MAX_ALIVE]
+        if not await begin(keys=[_alive(session.tenant)], args=words):
+            raise _too_many()
         await self._write(session)
         await self._show_alive(session)
         of = _all(session.tenant)
@@ -59,13 +62,6 @@ class ClientSessions:
         await self._api.redis.zremrangebyscore(of, "-inf", session.created_at - SESSION_KEPT_S)
         await self._api.redis.expire(of, SESSION_KEPT_S)
         await self._forget_oldest(session.tenant)
-
-    async def _begin(self, session: ClientSession) -> None:
-        """Raises ApiError if too many are alive."""
-        begin, now = self._api.redis.register_script(_BEGIN), time.time()
-        words = [session.id, repr(now), repr(now - SESSION_ALIVE_S), MAX_ALIVE]
-        if not await begin(keys=[_alive(session.tenant)], args=words):
-            raise _too_many()
 
     async def _forget_oldest(self, tenant: str) -> None:
         """Forgets sessions that are not alive beyond MAX_KEPT: first those that were silent the longest."""
@@ -99,7 +95,7 @@ class ClientSessions:
         return [session.decode() for session in found]
 
     async def ids_before(self, tenant: str, before: tuple[int, str] | None) -> list[str]:
-        """Newest first: those that began before a moment and an id, in seconds since 1970; None: all."""
+        """Newest first: those before a beginning, in seconds since 1970, and an id; None: all."""
         latest = "+inf" if before is None else before[0]
         found = await self._api.redis.zrange(_all(tenant), latest, "-inf", desc=True, byscore=True, withscores=True)
         rows = [(int(created_at), session.decode()) for session, created_at in found]
@@ -135,15 +131,12 @@ class ClientSessions:
         await self._api.redis.set(_key(session.id), JSON.encode(session), ex=SESSION_KEPT_S)
 
     async def _show_alive(self, session: ClientSession) -> None:
-        """Tells the owners of each cell."""
+        """Tells the owners of each cell. A Redis that is away keeps no other from hearing it."""
         signs = (
             base.redis.set(base.cell.session(session.id), session.tenant, ex=SESSION_ALIVE_S)
             for base in self._api.bases.values()
         )
-        told = await asyncio.gather(
-            *signs, return_exceptions=True
-        )  # a Redis that is away keeps no other from hearing it
-        for error in told:
+        for error in await asyncio.gather(*signs, return_exceptions=True):
             if isinstance(error, BaseException):
                 raise error
 

@@ -55,7 +55,7 @@ def find_base(api: Api, name: str) -> Base:
 
 
 def tokenizer_id(api: Api, base: Base) -> str:
-    """The place from which a client on this machine loads the tokenizer: a hub's name or a folder."""
+    """The hub's name or the folder from which a client on this machine loads the tokenizer."""
     where = api.settings.models[base.name]
     return str(base.folder) if base.folder.exists() and base.folder.as_posix().endswith(where.lstrip("./")) else where
 

@@ -1,7 +1,7 @@
 """Routes of a run's operations. Each has a number, and is answered by a future.
 
-A request that cannot be read is refused with 400. One that can be, but makes no sense, is a future that fails: a refusal would leave
-a hole in the run's numbers, and whatever comes behind it would wait.
+A request that cannot be read is refused with 400. One that makes no sense is a future that fails: a refusal would leave a hole in
+the run's numbers, for which all behind it would wait.
 """
 
 import math
@@ -55,11 +55,11 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, tinker:
         num_tokens=checked.num_tokens,
         fault=fault,
     )
-    return await _submitted(api, run, operation)
+    return await submitted(api, run, operation)
 
 
 MAX_POSITIONS = 262_144
-"""Most positions of one operation, for a trainer does nothing else meanwhile. The largest that the SDK makes by itself has 250,000."""
+"""Most positions of one operation: a trainer does nothing else meanwhile. The SDK's own have at most 250,000."""
 
 
 def _misfit(base: Base, checked: CheckedPass) -> str:
@@ -79,7 +79,7 @@ async def optim_step(request: Request, api: Parts, tenant: Tenant, tinker: Tinke
     run = await tinker.runs.named(tenant.id, body.model_id)
     fault = _optim_fault(body)
     payload = b"" if fault else msgspec.msgpack.encode(_optim(body.adam_params or {}))
-    return await _submitted(api, run, NewOperation(seq=body.seq_id, action="optim_step", payload=payload, fault=fault))
+    return await submitted(api, run, NewOperation(seq=body.seq_id, action="optim_step", payload=payload, fault=fault))
 
 
 def _optim_fault(body: StepBody) -> str:
@@ -138,8 +138,7 @@ def _name(body: SaveBody) -> str:
 
 
 async def _saved(api: Api, run: RunRow, body: SaveBody, action: Any, payload: SaveWeights) -> Response:
-    """The SDK gives a sampler another number when it sends the save again, so that a repeat is known by the rest, and answered with the
-    first one's."""
+    """A repeat is known without the sampler's number, which the SDK changes, and has the first one's answer."""
     operation = NewOperation(
         seq=body.seq_id,
         action=action,
@@ -147,7 +146,7 @@ async def _saved(api: Api, run: RunRow, body: SaveBody, action: Any, payload: Sa
         fault=_save_fault(body, payload),
         known_by=msgspec.msgpack.encode(msgspec.structs.replace(payload, sampler="")),
     )
-    return await _submitted(api, run, operation)
+    return await submitted(api, run, operation)
 
 
 def _save_fault(body: SaveBody, payload: SaveWeights) -> str:
@@ -165,5 +164,5 @@ def _save_fault(body: SaveBody, payload: SaveWeights) -> str:
     return ""
 
 
-async def _submitted(api: Api, run: RunRow, operation: NewOperation) -> Response:
+async def submitted(api: Api, run: RunRow, operation: NewOperation) -> Response:
     return answer({"request_id": await submit(run, operation, api.objects), "model_id": run.spec.public_id})

@@ -1,4 +1,4 @@
-"""The JSON bodies of the protocol, except those with data or prompts, which `wire/` reads. Fields that are not named are not used."""
+"""The protocol's JSON bodies; `wire/` reads those with data or prompts. Fields that are not named are not used."""
 
 from datetime import datetime
 from typing import Annotated, Any, TypeVar
@@ -7,6 +7,7 @@ import msgspec
 from fastapi import Request
 
 from common.errors import InvalidInput
+from manager_service.http.reading.json_values import decode_body
 
 MAX_BYTES = 64 << 10
 """Bytes of such a body."""
@@ -60,7 +61,7 @@ class CreateBody(msgspec.Struct):
 
 
 class LoadBody(msgspec.Struct):
-    """A run that begins with a checkpoint (`session_id`, `model_seq_id`), or a load into a run (`model_id`, `seq_id`)."""
+    """A run from a checkpoint (`session_id`, `model_seq_id`), or a load into a run (`model_id`, `seq_id`)."""
 
     path: str
     optimizer: bool = False
@@ -137,12 +138,9 @@ class SearchBody(msgspec.Struct):
     cursor: CursorBody | None = None
 
 
-async def read(request: Request, kind: type[T], max_bytes: int = MAX_BYTES) -> T:
+async def read(request: Request, kind: type[T]) -> T:
     """Raises InvalidInput."""
     body = await request.body()
-    if len(body) > max_bytes:
-        raise InvalidInput(f"the body has {len(body)} bytes: at most {max_bytes}", code="too_large")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"the body: {error}", code="invalid_json") from error
+    if len(body) > MAX_BYTES:
+        raise InvalidInput(f"the body has {len(body)} bytes: at most {MAX_BYTES}", code="too_large")
+    return decode_body(body, kind)

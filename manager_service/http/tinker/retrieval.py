@@ -1,7 +1,7 @@
 """Routes of futures: wait for a result, give up a request.
 
-A client that hears 408 asks again at once, and is told what the result waits for. After an error of the server's it would repeat at
-once, hundreds of times a second, so such an error becomes 408 too, after a while.
+A client that hears 408 asks again at once, and is told what the result waits for. After a server's error it would repeat hundreds of
+times a second, so such an error becomes 408 too, after a while.
 """
 
 import asyncio

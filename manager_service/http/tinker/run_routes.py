@@ -13,10 +13,11 @@ from common.suggestions import did_you_mean
 from common.wire.messages import AdapterRef, LoraSpec
 from common.wire.operations import LoadWeights
 from manager_service.http.context import Api, Base, Parts, Tenant
-from manager_service.http.stores.operation_store import NewOperation, submit, submit_unload
+from manager_service.http.stores.operation_store import NewOperation, submit_unload
 from manager_service.http.stores.run_store import RunRow, Source
 from manager_service.http.stores.session_store import check_told
 from manager_service.http.stores.tinker_names import find_base, numbered, parse_path, run_name, tokenizer_id
+from manager_service.http.tinker.operations import submitted
 from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
 from manager_service.http.tinker.request_bodies import (
     CreateBody,
@@ -45,7 +46,11 @@ async def create_model(request: Request, api: Parts, tenant: Tenant, tinker: Tin
     _check_optimizer(body.optimizer_config)
     lora = body.lora_config or LoraBody()
     spec = _spec(tenant, body, base, lora=_lora(base, lora), seed=lora.seed, asked_model=body.base_model)
-    await tinker.runs.create(base, spec, body=body, kind="create_model")
+    return await _created(tinker, base, spec, body, "create_model")
+
+
+async def _created(tinker: Records, base: Base, spec: RunSpec, body: CreateBody | LoadBody, kind: str) -> Response:
+    await tinker.runs.create(base, spec, body=body, kind=kind)
     return answer({"request_id": f"{spec.id}:0", "model_id": spec.public_id})
 
 
@@ -62,8 +67,7 @@ async def load_weights(request: Request, api: Parts, tenant: Tenant, tinker: Tin
     model = body.base_model or source.asked_model
     spec = _spec(tenant, body, source.base, lora=source.lora, asked_model=model, source=source.adapter)
     spec = msgspec.structs.replace(spec, with_optimizer=body.optimizer)
-    await tinker.runs.create(source.base, spec, body=body, kind="load_weights")
-    return answer({"request_id": f"{spec.id}:0", "model_id": spec.public_id})
+    return await _created(tinker, source.base, spec, body, "load_weights")
 
 
 async def _check_session(tenant: TenantRecord, tinker: Records, body: CreateBody | LoadBody) -> None:
@@ -75,7 +79,7 @@ async def _check_session(tenant: TenantRecord, tinker: Records, body: CreateBody
 
 
 async def _load_into(api: Api, tenant: TenantRecord, tinker: Records, body: LoadBody) -> Response:
-    """A load into a run that exists is an operation: what is wrong with it is a future that fails, for it has a number."""
+    """A load into a run is an operation with a number: what is wrong with it is a future that fails."""
     run = await tinker.runs.named(tenant.id, body.model_id or "")
     payload, fault = b"", ""
     try:
@@ -85,7 +89,7 @@ async def _load_into(api: Api, tenant: TenantRecord, tinker: Records, body: Load
     except (InvalidInput, NotFound) as error:
         fault = str(error)
     operation = NewOperation(seq=body.seq_id or 0, action="load", payload=payload, fault=fault)
-    return answer({"request_id": await submit(run, operation, api.objects), "model_id": run.spec.public_id})
+    return await submitted(api, run, operation)
 
 
 def _misfit(run: RunRow, source: Source, path: str) -> str:
@@ -170,7 +174,7 @@ def _check_optimizer(optimizer: OptimizerBody) -> None:
 
 
 def _lora(base: Base, body: LoraBody) -> LoraSpec:
-    """Raises InvalidInput. `train_unembed` is true in every request of the SDK: it is accepted, and not trained."""
+    """Raises InvalidInput. `train_unembed`, true in every request of the SDK, is accepted, and not trained."""
     limit = min(MAX_RANK, base.cluster.max_lora_rank() or MAX_RANK)
     if not 1 <= body.rank <= limit:
         raise InvalidInput(f"rank {body.rank}: this service takes 1 to {limit}", param="lora_config.rank")

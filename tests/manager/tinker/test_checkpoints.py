@@ -40,7 +40,7 @@ async def uses(client: TinkerClient, path: str, session: str) -> list[int]:
     """The statuses of sampling, chat, a start, a new run, and a question about a checkpoint."""
     named = await client.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, model_path=path)
     model = {"model": path, "messages": [{"role": "user", "content": "a"}]}
-    job = {"model": path, "training_file": "file-0"}
+    job = {"model": path, "training_file": "file-0", "method": {"type": "supervised"}}
     headers = {"Authorization": f"Bearer {client.key}"}
     loaded = await client.post("load_weights", session_id=session, model_seq_id=900, path=path)
     answers = [

@@ -1,4 +1,4 @@
-"""Files of versions on their way to clients: a few at a time are made ready, and those that wait for slow readers are on disk."""
+"""Files of versions on their way to clients: a few at a time are made ready; for slow readers they wait on disk."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ class Downloads:
         media_type: str,
         headers: Mapping[str, str],
     ) -> Response:
-        """The response that `pack` makes of the files that `read` returns. Raises ApiError 429 and 507, and what `read` raises."""
+        """The response that `pack` makes of what `read` returns. Raises ApiError 429 and 507, and what `read` raises."""
         tenant = asker.id
         if self._open[tenant] >= MAX_OPEN:
             message = f"{MAX_OPEN} of your downloads are open already: wait until some have ended"

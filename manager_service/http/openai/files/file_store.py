@@ -1,5 +1,5 @@
-"""Files of items: JSONL, one item a line. The upload checks each line, so that nothing malformed is ever queued. No file is in
-memory as a whole. What a tenant keeps is bounded, in number and in bytes.
+"""Files of items: JSONL, one item a line. The upload checks each line, and no file is in memory as a whole. What a tenant keeps is
+bounded, in number and in bytes.
 
 marlaas:{@}:file:<file>       string   FileRecord
 marlaas:{@}:files:<tenant>    zset     file id by creation time
@@ -76,8 +76,8 @@ class Files:
         self._max_stored_bytes = max_stored_bytes
 
     async def check(self, tenant: TenantRecord, file: UploadFile, named: str = "line") -> FoundItems:
-        """Check a file, and measure its prompts once for all jobs. Raises InvalidInput with the line's number, ApiError if there is no
-        room for it. `named`: what its user calls a line."""
+        """Checks a file, and measures its prompts for all jobs. Raises InvalidInput with the line, ApiError if there is no room.
+        `named`: what its user calls a line."""
         read, num_bytes = await content_of(file)
         await self._check_room(tenant.id, num_bytes)
         all_found = FoundItems.none(self._bases)
@@ -200,7 +200,7 @@ def _path(record: FileRecord) -> str:
 
 
 async def content_of(file: UploadFile) -> tuple[ReadPart, int]:
-    """Reads an upload, and says how many bytes it has, both without the mark that Windows programs write."""
+    """Reads an upload, and tells its size, both without the mark that Windows programs write."""
     await file.seek(0)
     start = len(BOM) if await file.read(len(BOM)) == BOM else 0
 
@@ -217,7 +217,7 @@ async def _parts(read: ReadPart, num_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def _slices(read: ReadPart, num_bytes: int, size: int) -> AsyncIterator[bytes]:
-    """Pieces of about this size, each of which ends with a line. A line that is longer than that is cut."""
+    """Pieces of about this size that end with a line. A longer line is cut."""
     at = 0
     while at < num_bytes:
         part = await read(at, size)

@@ -5,12 +5,12 @@ from functools import partial
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import APIRouter, File, Form, Query, Request, UploadFile
+from fastapi import APIRouter, Form, Request, UploadFile
 from starlette.responses import Response, StreamingResponse
 
 from common.errors import InvalidInput
 from common.suggestions import quoted
-from manager_service.http.connections import GONE, ClientGone, unless_gone
+from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, Parts, Tenant
 from manager_service.http.errors import COMMON, ApiError, conflict, declared
 from manager_service.http.openai.files.file_store import ADAPTER, content_of
@@ -25,22 +25,22 @@ from manager_service.records.job_records import JobSpec
 from manager_service.records.tenants import TenantRecord
 
 router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
-MISSING = declared(404)
+JSONL = {"content": {"application/jsonl": {}}, "description": "The file as it was uploaded; of CSV, what it became"}
 SLICE = 100
 """Records that are read at once."""
 MAX_NAME = 255
 """Characters of a file's name that are kept."""
 
 
-@router.post("", response_model=FileObject, responses=declared(507))
+@router.post("", responses=declared(507))
 async def upload(
     request: Request,
     api: Parts,
     tenant: Tenant,
-    file: Annotated[UploadFile, File()],
+    file: UploadFile,
     purpose: Annotated[str, Form()],
     adapter_config: Annotated[str | None, Form(description="With the purpose adapter: its adapter_config.json")] = None,
-) -> FileObject | Response:
+) -> FileObject:
     """Upload JSONL, one item a line: `{"messages": […], "answer": "95"}`; or CSV, which becomes JSONL. Every line is checked.
     With the purpose `adapter`, `adapter_model.safetensors` as PEFT writes it, for jobs to start from."""
     if purpose not in ("fine-tune", ADAPTER):
@@ -50,14 +50,11 @@ async def upload(
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")
     name = shown_name(file.filename or "upload.jsonl")
     async with AsyncExitStack() as held:
-        try:
-            if purpose == ADAPTER:
-                adapter = await unless_gone(request, _check_adapter(api, tenant, file, adapter_config))
-                return shown(await api.files.create(tenant, name, file, adapter))
-            rows = await unless_gone(request, held.enter_async_context(api.tables.rows(tenant, file)))
-            found = await unless_gone(request, api.files.check(tenant, rows.file, rows.named))
-        except ClientGone:
-            return Response(status_code=GONE)
+        if purpose == ADAPTER:
+            adapter = await unless_gone(request, _check_adapter(api, tenant, file, adapter_config))
+            return shown(await api.files.create(tenant, name, file, adapter))
+        rows = await unless_gone(request, held.enter_async_context(api.tables.rows(tenant, file)))
+        found = await unless_gone(request, api.files.check(tenant, rows.file, rows.named))
         return shown(await api.files.create(tenant, name, rows.file, found))
 
 
@@ -86,8 +83,8 @@ async def list_files(
     tenant: Tenant,
     after: After = None,
     limit: FileLimit = 100,
-    order: Annotated[Literal["asc", "desc"], Query()] = "desc",
-    purpose: Annotated[str | None, Query()] = None,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: str | None = None,
 ) -> Page[FileObject]:
     """The tenant's files, newest first."""
     ids = await api.files.ids(tenant.id, newest_first=order == "desc")
@@ -101,22 +98,12 @@ async def list_files(
     return page([shown(record) for record in found[:limit]], has_more=len(found) > limit)
 
 
-@router.get("/{file_id}", responses=MISSING)
+@router.get("/{file_id}", responses=declared(404))
 async def retrieve(api: Parts, tenant: Tenant, file_id: str) -> FileObject:
     return shown(await api.files.get(tenant.id, file_id))
 
 
-@router.get(
-    "/{file_id}/content",
-    response_class=Response,
-    responses={
-        **MISSING,
-        200: {
-            "content": {"application/jsonl": {}},
-            "description": "The file as it was uploaded; of CSV, what it became",
-        },
-    },
-)
+@router.get("/{file_id}/content", response_class=Response, responses={**declared(404), 200: JSONL})
 async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
     record = await api.files.get(tenant.id, file_id)
     length = {"Content-Length": str(record.num_bytes)}
@@ -124,7 +111,7 @@ async def content(api: Parts, tenant: Tenant, file_id: str) -> Response:
     return StreamingResponse(api.files.parts(record), media_type=kind, headers=length)
 
 
-@router.delete("/{file_id}", responses={**MISSING, **declared(409)})
+@router.delete("/{file_id}", responses=declared(404, 409))
 async def delete(api: Parts, tenant: Tenant, file_id: str) -> Deleted:
     """Delete a file, unless an unfinished job needs it."""
     await api.files.get(tenant.id, file_id)

@@ -1,6 +1,6 @@
 """Uploads that are no JSONL: CSV is converted, on disk and part by part in a helper; Parquet is refused with what to do instead.
 
-One file of a tenant is converted at a time, so that what conversion adds to a tenant's uploads on this disk is bounded.
+One file of a tenant is converted at a time, which bounds what conversion adds to its uploads on this disk.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Estimates the needs of a job: before it starts, and while it runs.
 
-Before: tokens by the files' own prompts, and answers as long as those of the tenant's earlier jobs that are most like it; seconds by
-the speed that the cell's workers have had when they were busy, as if they worked only for this job.
+Before: tokens by the files' prompts, and answers as long as those of the tenant's jobs that are most like it; seconds by the speed of
+the cell's workers when they were busy, as if they worked only for this job.
 """
 
 import time
@@ -56,7 +56,7 @@ async def estimate(api: Parts, tenant: Tenant, body: JobGiven) -> EstimateObject
 
 
 async def _jobs_like(api: Api, tenant: TenantRecord, spec: JobSpec) -> list[JobRow]:
-    """Newest jobs of the tenant on this base model that have trained on the same file; if there is none, with such an environment."""
+    """The tenant's newest jobs on this base model that trained on the same file; if there is none, with such an environment."""
     store = JobStore(api)
     rows = await store.several(tenant.id, await take(store.newest_first(tenant.id), NEWEST))
     known = [
@@ -147,8 +147,7 @@ def _tokens_per_s(counters: Iterable[dict[str, float]], counter: str) -> float:
 
 
 def estimated_finish(row: JobRow) -> int | None:
-    """Seconds since 1970 at which a running job ends if its steps go on as they went lately, its last evaluation apart; None before
-    the first step."""
+    """Seconds since 1970 at which a running job ends at the speed of its last steps, without its last evaluation; None: not known."""
     state, now = row.state, time.time()
     if state.status != "running" or state.step_s is None or state.stepped_at is None:
         return None

@@ -49,25 +49,9 @@ SHOWN = ("anyOf", "enum", "exclusiveMaximum", "exclusiveMinimum", "items", "maxi
 
 SAME_IN_LOSSES = {"clip_low", "clip_high", "is_clip", "kl_coef", "mask_truncated", "max_tokens", "temperature"}
 SAME_IN_JOBS = {
-    *(
-        "batch_size",
-        "group_size",
-        "eval_interval",
-        "eval_samples",
-        "temperature",
-        "max_tokens",
-        "max_turns",
-        "max_context",
-    ),
-    *(
-        "dynamic_sampling",
-        "priority",
-        "keep_versions",
-        "target_reward",
-        "plateau_steps",
-        "plateau_delta",
-        "max_tokens_total",
-    ),
+    *("batch_size", "group_size", "eval_interval", "eval_samples", "temperature", "max_tokens", "max_turns"),
+    *("max_context", "dynamic_sampling", "priority", "keep_versions", "target_reward", "plateau_steps"),
+    *("plateau_delta", "max_tokens_total"),
 }
 """The hyperparameters that `LossSpec` and `Hyper` have under the same names."""
 
@@ -201,9 +185,7 @@ def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float
 
 
 def supervised(hyper: Hyper) -> Hyper:
-    """The same of a supervised job: a group is an example, and nothing is sampled. Its rows do not depend on a version, so those of the
-    next step are made while one is trained.
-    """
+    """The same of a supervised job: a group is an example, and nothing is sampled. Rows of the next step are made during one."""
     loss = LossSpec(name="cross_entropy")
     return msgspec.structs.replace(hyper, group_size=1, loss=loss, max_tokens=1, max_turns=1, max_staleness=1)
 

@@ -4,10 +4,11 @@ import re
 from collections.abc import Container, Iterator
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from common.errors import InvalidInput
 from common.suggestions import did_you_mean, quoted
+from manager_service.http.schemas import Given
 from manager_service.records.job_records import JobSpec
 from manager_service.records.receivers import Integration, LoggerName
 
@@ -19,10 +20,8 @@ _TAKEN = re.compile(r"registry-.*|.*_(system|configs|traces|artifact\w*)", re.IG
 """Names that trackio's own files have."""
 
 
-class LoggerGiven(BaseModel):
+class LoggerGiven(Given):
     """`name` of the run: the job's id unless given."""
-
-    model_config = ConfigDict(extra="forbid")
 
     project: str
     name: str | None = Field(None, min_length=1, max_length=128)
@@ -33,9 +32,7 @@ class WandbGiven(LoggerGiven):
     tags: list[Word] | None = Field(None, max_length=16)
 
 
-class IntegrationGiven(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class IntegrationGiven(Given):
     type: str
     wandb: WandbGiven | None = None
     trackio: LoggerGiven | None = None
@@ -85,7 +82,7 @@ def _check_names(logger: LoggerName, given: LoggerGiven, param: str) -> None:
 
 
 def kept_here(spec: JobSpec, keys: Container[LoggerName]) -> Iterator[str]:
-    """Says where the figures of a job lie that are sent to no server. `keys`: loggers for which its tenant has set one."""
+    """Says where a job's figures lie that are sent to no server. `keys`: loggers with a key of its tenant's."""
     for one in spec.integrations:
         folder = f"loggers/{spec.tenant}/{one.type}"
         if one.type == "trackio":

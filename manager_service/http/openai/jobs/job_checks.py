@@ -23,7 +23,7 @@ from manager_service.http.reading.tasks import CheckItems, CheckMethod
 from manager_service.http.stores.model_names import find_model
 from manager_service.records.file_records import FileRecord, UploadedAdapter
 from manager_service.records.job_records import JobSpec
-from manager_service.records.receivers import Integration, Receivers
+from manager_service.records.receivers import Receivers
 from manager_service.records.tenants import TenantRecord
 from manager_service.scheduling.fairness import largest_group
 
@@ -32,7 +32,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     """Raises InvalidInput with the wrong name or value, and the nearest valid name."""
     job = parse(body)
     start = await find_start(api, tenant, body)
-    base, job = start.base, replace(job, given=start.shaped(job.given, job.param))
+    base, given, job = start.base, body.integrations, replace(job, given=start.shaped(job.given, job.param))
     fields = await _grader_fields(api, tenant, job)
     _check_environment(api, base, job)
     _check_hyperparameters(base, job)
@@ -61,7 +61,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         model=start.name,
         source=start.source,
         adapter_file=body.adapter_file,
-        integrations=await _integrations(api, body),
+        integrations=checked_integrations(given, await Receivers(api.redis).installed()) if given else (),
         webhooks=body.webhooks,
         notes=(_OF_TEXTS,) if job.is_supervised and training and training.num_texts else (),
     )
@@ -71,10 +71,6 @@ _OF_TEXTS = (
     "Examples whose prompt and completion are texts are learned as they stand, without the chat template by which chat and other jobs ask: "
     "write lists of messages for that, as `marlaas submit --prompt COLUMN --completion COLUMN` does"
 )
-
-
-async def _integrations(api: Api, body: JobGiven) -> tuple[Integration, ...]:
-    return checked_integrations(body.integrations, await Receivers(api.redis).installed()) if body.integrations else ()
 
 
 async def _grader_fields(api: Api, tenant: TenantRecord, job: Submission) -> list[str]:
@@ -96,7 +92,7 @@ class JobStart:
     lora: LoraSpec | None = None  # of the source, or of the file
 
     def shaped(self, given: Hyperparameters, param: str) -> Hyperparameters:
-        """The hyperparameters, which `param` names, with the source's adapter shape. Raises InvalidInput if another one was asked for."""
+        """The hyperparameters, at `param`, with the source's adapter shape. Raises InvalidInput for another one."""
         if self.lora is None:
             return given
         shape = {
@@ -113,9 +109,7 @@ class JobStart:
 
 
 async def find_start(api: Api, tenant: TenantRecord, body: JobGiven) -> JobStart:
-    """A base model, a version of a tuned one, or an uploaded adapter. Raises InvalidInput, with the nearest name, if there is no such
-    model, or if the adapter does not fit it.
-    """
+    """A base model, a version of a tuned one, or an uploaded adapter. Raises InvalidInput, also if the adapter does not fit."""
     model = body.model
     if body.adapter_file is not None:
         return await _uploaded(api, tenant, model, body.adapter_file)
@@ -149,7 +143,7 @@ async def _uploaded(api: Api, tenant: TenantRecord, model: str, file: str) -> Jo
 
 
 def _check_fits(adapter: UploadedAdapter, base: Base) -> None:
-    """Raises InvalidInput if the base has other layers. A manager without the base's weights leaves that to the trainer."""
+    """Raises InvalidInput if the base has other layers. Without its weights here, the trainer checks that."""
     there = base.weights.shapes
     if not there:
         return
@@ -184,7 +178,7 @@ def find_base(api: Api, model: str) -> Base:
 
 
 def _check_environment(api: Api, base: Base, job: Submission) -> None:
-    """Checks what the environment needs of the base model's chat template, of the workers, and of the service's mode."""
+    """Checks what the environment needs of the chat template, the workers and the service's mode."""
     env, tokenizer, code = job.env, base.tokenizer, None
     if fault := reply_fault(tokenizer, reply_roles(env)):
         reason = f"cannot answer {base.name!r}: {fault}"
@@ -232,7 +226,7 @@ def _check_context(base: Base, given: Hyperparameters) -> None:
 
 
 def _check_memory(base: Base, job: Submission, training: FileRecord | None, validation: FileRecord | None) -> None:
-    """Raises InvalidInput if the answers to one prompt never fit next to each other into a rollout worker's memory."""
+    """Raises InvalidInput if the answers to one prompt never fit together into a rollout worker's memory."""
     if job.is_supervised:
         return
     given, most = job.given, largest_group(base.cluster.least_kv_tokens())
@@ -283,9 +277,8 @@ async def _check_items(
     fields: Sequence[str],
     param: str,
 ) -> None:
-    """Raises InvalidInput if rows are of the wrong kind, lack a field that the grader names, or are too long. What the upload found
-    out of all rows together often says enough; otherwise they are read once more, a slice at a time.
-    """
+    """Raises InvalidInput if rows are of the wrong kind, lack a field that the grader names, or are too long. Where what the upload
+    noted does not say enough, they are read again, a slice at a time."""
     if record is None:
         return
     most = job.most_tokens(base.tokenizer.context)

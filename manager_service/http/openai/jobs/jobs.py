@@ -9,8 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 from fastapi import APIRouter, Header, Request
 
-from common.errors import InvalidInput, NotFound
-from common.suggestions import quoted
+from common.errors import NotFound
 from manager_service.http.context import Api, Parts, Tenant
 from manager_service.http.errors import COMMON, ApiError, conflict, declared
 from manager_service.http.openai.jobs import integrations
@@ -18,7 +17,7 @@ from manager_service.http.openai.jobs.estimates import estimated_finish
 from manager_service.http.openai.jobs.hyperparameters import described
 from manager_service.http.openai.jobs.job_checks import build_spec
 from manager_service.http.openai.jobs.submission import JobGiven
-from manager_service.http.openai.paging import After, Limit, page, take
+from manager_service.http.openai.paging import After, Limit, page, take, wrong_cursor
 from manager_service.http.quota import check_quota, check_room
 from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.schemas import HyperparameterObject, JobObject, Page
@@ -112,12 +111,12 @@ async def list_jobs(
 
 async def _known(store: JobStore, tenant: TenantRecord, after: str | None) -> str | None:
     """The cursor. Raises InvalidInput if it is no job of the tenant's."""
+    if after is None:
+        return None
     try:
-        return None if after is None else (await store.find(tenant.id, after)).spec.id
+        return (await store.find(tenant.id, after)).spec.id
     except NotFound as error:
-        raise InvalidInput(
-            f"after: {quoted(after)} is not in this list", param="after", code="invalid_cursor"
-        ) from error
+        raise wrong_cursor(after) from error
 
 
 def _metadata_filter(request: Request) -> dict[str, str]:

@@ -1,25 +1,24 @@
 """The results of a job so far: /metrics, /checkpoints, /checkpoints/{version}/content, /ledger, /usage."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
-from common.errors import InvalidInput, NotFound
-from common.suggestions import quoted
+from common.errors import NotFound
 from common.wire.messages import AdapterRef
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.adapter_content import ZIP, zip_of
-from manager_service.http.openai.paging import After, Limit, page
+from manager_service.http.openai.paging import After, Limit, page, wrong_cursor
 from manager_service.http.openai.usage_routes import shown as shown_usage
 from manager_service.http.schemas import CheckpointObject, CurvesObject, LedgerObject, Page, UsageObject
 from manager_service.http.stores.job_store import JobRow, JobStore
 from manager_service.records.job_records import has_version
-from manager_service.records.sample_records import CheckpointRecord, EventRecord, Kept
+from manager_service.records.sample_records import CheckpointRecord, Kept
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
 
@@ -47,9 +46,7 @@ def _version_of(checkpoint: str, job: str) -> int:
     """Reads the version in an id. Raises InvalidInput if it is not the id of a checkpoint of the job."""
     owner, _, version = checkpoint.rpartition("@")
     if owner != f"ftckpt-{job}" or not (version.isascii() and version.isdecimal() and len(version) <= 8):
-        raise InvalidInput(
-            f"after: {quoted(checkpoint)} is no checkpoint of this job", param="after", code="invalid_cursor"
-        )
+        raise wrong_cursor(checkpoint, "is no checkpoint of this job")
     return int(version)
 
 
@@ -64,11 +61,7 @@ def _shown(row: JobRow, record: CheckpointRecord) -> CheckpointObject:
     )
 
 
-@router.get(
-    "/checkpoints/{version}/content",
-    response_class=Response,
-    responses={200: ZIP},
-)
+@router.get("/checkpoints/{version}/content", response_class=Response, responses={200: ZIP})
 async def checkpoint_content(api: Parts, tenant: Tenant, job_id: str, version: Version) -> Response:
     """`adapter_config.json` and `adapter_model.safetensors`, checked against their sha256."""
     row = await JobStore(api).find(tenant.id, job_id)
@@ -105,7 +98,8 @@ async def metrics(
     starts, stretch = _starts(row, points)
     read = min(stretch, MOST_READ)
     found = await store.read(row, lambda records: records.stretches(starts, read))
-    kept = [(steps, _means(steps)) for steps in map(_steps, found) if steps]
+    told = [[event.data for event in events if "reward_mean" in event.data] for events in found]
+    kept = [(steps, _means(steps)) for steps in told if steps]
     events = [event for events in found for event in events]
     return CurvesObject(
         fine_tuning_job_id=job_id,
@@ -122,11 +116,6 @@ def _starts(row: JobRow, points: int) -> tuple[list[int], int]:
     first, last = row.state.kept.get("events", Kept()).dropped + 1, row.state.num_events
     stretch = max(1, math.ceil((last + 1 - first) / points))
     return list(range(first, last + 1, stretch)), stretch
-
-
-def _steps(events: Iterable[EventRecord]) -> list[dict[str, Any]]:
-    """The figures of those events that tell of a step."""
-    return [event.data for event in events if "reward_mean" in event.data]
 
 
 def _means(steps: Sequence[dict[str, Any]]) -> dict[str, float]:

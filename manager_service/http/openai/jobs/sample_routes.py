@@ -1,4 +1,4 @@
-"""/v1/fine_tuning/jobs/{id}/samples: what a job's steps were trained on, to read; one of them token by token; all of them as JSONL."""
+"""/v1/fine_tuning/jobs/{id}/samples: what a job's steps were trained on; one of them token by token; all as JSONL."""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -43,22 +43,14 @@ class Filter:
         None
     )
 
-    @property
-    def takes_all(self) -> bool:
-        return self == Filter()
-
     def takes(self, one: SampleRecord) -> bool:
         """A sample without a reward is in no range."""
-        if self.failed is not None and (one.failure is not None) != self.failed:
+        if self.failed not in (None, one.failure is not None) or self.item not in (None, one.item):
             return False
-        if self.item is not None and one.item != self.item:
-            return False
-        if self.min_reward is None and self.max_reward is None:
-            return True
-        least, most = self.min_reward, self.max_reward
-        return (
-            one.reward is not None and (least is None or one.reward >= least) and (most is None or one.reward <= most)
-        )
+        if one.reward is None:
+            return self.min_reward is None and self.max_reward is None
+        enough = self.min_reward is None or one.reward >= self.min_reward
+        return enough and (self.max_reward is None or one.reward <= self.max_reward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +101,13 @@ async def samples(
         lines = _lines(api, tenant, row, wanted, steps.among(kept), evaluation)
         return StreamingResponse(lines, media_type="application/jsonl")
     found = await _read(row, version, evaluation)
-    if not wanted.takes_all:
+    if wanted != Filter():
         found = JSON.encode([one for one in await _decoded(api, tenant, found) if wanted.takes(one)])
     return Response(_page_of_samples(found), media_type="application/json")
 
 
 def _page_of_samples(records: bytes) -> bytes:
-    """A Page[SampleObject] of SampleRecords in JSON, as they are: to decode those of large groups would stop the event loop."""
+    """A Page[SampleObject] of SampleRecords in JSON, as they are: to decode large groups would stop the event loop."""
     return b'{"object":"list","data":' + records + b',"first_id":null,"last_id":null,"has_more":false}'
 
 
@@ -195,7 +187,7 @@ By = Literal["prompt", "model", "environment"]
 
 
 def _stretches(written: Written, tokens: Sequence[Any] | None = None) -> list[tuple[By, list[Any]]]:
-    """The writer of each stretch that has tokens, and those tokens: ids, or the text of each in `tokens`."""
+    """The writer of each stretch with tokens, and these: ids, or what `tokens` has in their place."""
     found: list[tuple[By, list[Any]]] = []
     at, tokens = 0, written.tokens if tokens is None else tokens
     for place, length in enumerate(written.lengths):

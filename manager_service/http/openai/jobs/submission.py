@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from common.errors import InvalidInput
 from common.suggestions import did_you_mean, quoted
@@ -21,20 +21,17 @@ from manager_service.http.openai.jobs.hyperparameters import (
     supervised,
 )
 from manager_service.http.openai.jobs.integrations import IntegrationGiven
+from manager_service.http.schemas import Given
 from manager_service.records.job_records import Hyper
 from manager_service.records.keys import JSON
 from manager_service.scheduling.policies import Policy
 
 MAX_METHOD_BYTES = 384 << 10
-"""Bytes of a job's grader, environment and hyperparameters: they travel in its messages, and stand in every list of jobs."""
+"""Bytes of a job's grader, environment and hyperparameters, which travel in messages and in lists of jobs."""
 METHOD = "method.reinforcement"
 
 _SUFFIX = re.compile(r"[A-Za-z0-9_.-]*")
 _METHODS = ("reinforcement", "supervised")
-
-
-class Given(BaseModel):
-    model_config = ConfigDict(extra="forbid")
 
 
 class EnvironmentGiven(Given):

@@ -46,7 +46,7 @@ class Answered:
 
     @contextmanager
     def of(self, run: str, seq: int) -> Generator[asyncio.Event]:
-        """An event that is set when the operation's result is there. Look for the result after this: what came before is not told."""
+        """An event that is set when the operation's result comes. Look for the result after this call."""
         event = asyncio.Event()
         waiting = self._waiting.setdefault((run, seq), set())
         waiting.add(event)
@@ -121,7 +121,7 @@ def _expired(run: RunSpec, seq: int) -> Expired:
 
 
 async def _missing(bus: Bus, run: RunSpec, head: bytes, seq: int) -> int | None:
-    """The number of the run's first operation without a result if nobody sent it, and it is before this one."""
+    """The run's first operation without a result, if nobody sent it and it is before this one."""
     if int(head) >= seq:
         return None
     there: Any = await bus.retrying(lambda: bus.client.hmget(bus.cell.seqs(run.id), head))
@@ -138,7 +138,10 @@ def _encoded(run: RunSpec, action: str, result: OperationResult) -> ReadyResult:
     if action == "unload":
         return _plain({"model_id": public_id, "type": "unload_model"})
     if action in SAVES:
-        return _saved(public_id, action, msgspec.msgpack.decode(result.outputs, type=Saved))
+        saved = msgspec.msgpack.decode(result.outputs, type=Saved)
+        path = {"path": f"tinker://{public_id}/{SAVES[action]}/{saved.name}"}
+        name = {"sampling_session_id": saved.sampler} if saved.sampler else path
+        return _plain(name | {"type": TYPES[action]})
     if action == "load":
         loaded = msgspec.msgpack.decode(result.outputs, type=Saved)
         return _plain({"path": loaded.name, "model_id": public_id, "type": "load_weights"})
@@ -146,13 +149,6 @@ def _encoded(run: RunSpec, action: str, result: OperationResult) -> ReadyResult:
     if action == "optim_step":
         return _plain({"metrics": outputs.metrics, "type": "optim_step"})
     return ReadyResult(protobuf.write_outputs(outputs), protobuf.CONTENT_TYPE)
-
-
-def _saved(run: str, action: str, saved: Saved) -> ReadyResult:
-    kind = {"type": TYPES[action]}
-    if saved.sampler:
-        return _plain({"sampling_session_id": saved.sampler} | kind)
-    return _plain({"path": f"tinker://{run}/{SAVES[action]}/{saved.name}"} | kind)
 
 
 def failed(failure: Failure) -> ReadyResult:

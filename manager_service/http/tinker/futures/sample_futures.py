@@ -1,4 +1,4 @@
-"""Runs requests for samples, and keeps what they give until it is retrieved: in memory, so any replica asks the one that has it.
+"""Runs requests for samples, and keeps their results in memory until they are retrieved: other replicas ask for them.
 
     asample ─► start ─► a task: waits for quota and places ─► rollout ─► result ─► retrieve_future
     a replica ─ PeerQuestion ─► peers:<the other> ─► it waits for the result ─ PeerAnswer ─► peers:<the replica>
@@ -28,7 +28,7 @@ from common.bus.bus import Bus
 from common.cancellation import cancel_all, starting
 from common.errors import CorruptObject, InvalidInput, MarlaasError, NotFound
 from common.wire.messages import TurnResult, Usage
-from manager_service.http.errors import RETRY_AFTER_S, ApiError
+from manager_service.http.errors import ApiError, too_many
 from manager_service.http.quota import count_inference, tokens_today
 from manager_service.http.sampling.choices import InferenceRequest
 from manager_service.http.sampling.inference import Inference
@@ -47,7 +47,7 @@ KEPT_S, RETRIEVED_S = 600.0, 30.0
 SILENT_S = 300.0
 """A request that nobody asked about for so long is given up."""
 GRACE_S = 20.0
-"""Time in which a silent session may show a sign of life again: after a Redis that was away, none has shown one yet."""
+"""Time for a silent session to show a sign of life: after a Redis that was away, none has shown one yet."""
 LOOK_EVERY_S = 10.0
 USE_EVERY_S = USED_S / 4
 """Seconds between two notes of the use of a version that requests wait for."""
@@ -55,7 +55,7 @@ QUOTA_EVERY_S = 15.0
 TTL_S, REFRESH_S = 60, 5.0
 BLOCK_MS = 1000
 PEER_GRACE_S = 3.0
-"""Seconds that a replica waits for another's answer after that one has stopped waiting for the result."""
+"""Seconds that a replica waits for another's answer after that one's wait for the result."""
 log = structlog.get_logger()
 
 
@@ -106,13 +106,15 @@ class Samples:
         self._silent: dict[str, float] = {}  # session without a sign of life -> since when, as the clock says
 
     def start(self, ask: InferenceRequest, once: str = "", session: str = "") -> str:
-        """The id of the request's future. A request that comes again, as `once` names it, is not made again. Raises ApiError 429."""
+        """The id of the request's future. What comes again, by its `once`, is not made again. Raises ApiError 429."""
         tenant = ask.tenant.id
         key = (tenant, once)
         if once and key in self._ids:
             return self._ids[key]
         if self._open[tenant] >= MAX_OPEN or self._num_samples[tenant] + ask.num_choices > MAX_SAMPLES:
-            raise _too_many()
+            raise too_many(
+                f"{MAX_OPEN:,} of your requests for samples are under way, or {MAX_SAMPLES:,} samples: wait until some have ended"
+            )
         name = f"{self._prefix}{next(self._numbers)}"
         task = asyncio.create_task(self._serve(name, ask, session))
         self._requests[name] = Request(name, ask, key, session, task, self._clock())
@@ -147,7 +149,7 @@ class Samples:
         return request
 
     def give_up(self, tenant: str, name: str) -> None:
-        """Cancels a request that its client does not want any more. What is not here is passed over."""
+        """Cancels a request, if it is here."""
         with contextlib.suppress(Gone):
             self.cancel(self.find(tenant, name))
 
@@ -158,7 +160,7 @@ class Samples:
                 self.cancel(request)
 
     async def end_silent(self) -> None:
-        """Cancels what those clients have under way whose sessions have ended, or show no sign of life."""
+        """Cancels the requests of sessions that have ended, or show no sign of life."""
         sessions, now = sorted({request.session for request in self._requests.values()} - {""}), self._clock()
         keys = [self._bus.cell.session(session) for session in sessions]
         signs: Any = await self._bus.retrying(lambda: self._bus.client.mget(keys)) if keys else []
@@ -347,13 +349,3 @@ def _sampled(result: TurnResult) -> TinkerSample:
     """The context's end reads like the limit of tokens."""
     reason = "stop" if result.stop_reason == "stop" else "length"
     return TinkerSample(result.tokens, result.logprobs, reason, result.prompt_logprobs)
-
-
-def _too_many() -> ApiError:
-    error = ApiError(
-        429,
-        f"{MAX_OPEN:,} of your requests for samples are under way, or {MAX_SAMPLES:,} samples: wait until some have ended",
-        code="too_many",
-    )
-    error.headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return error

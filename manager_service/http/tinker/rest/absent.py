@@ -1,4 +1,4 @@
-"""Routes of what the protocol knows and this service does not offer: each says what to use instead. 404, for 5xx would be repeated."""
+"""Routes that this service does not offer: each says what to use instead. 404, for 5xx would be repeated."""
 
 from collections.abc import Awaitable, Callable
 

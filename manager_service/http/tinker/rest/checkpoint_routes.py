@@ -3,6 +3,7 @@
 import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -10,11 +11,12 @@ from starlette.responses import Response
 from common.errors import InvalidInput, NotFound
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import ApiError
-from manager_service.http.stores.run_store import Announcements, RunRow, Source, change_checkpoint
+from manager_service.http.stores.run_store import Source, change_checkpoint
 from manager_service.http.stores.tinker_names import Path, parse_path, ttl_fault
 from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
 from manager_service.http.tinker.request_bodies import TtlBody, read
 from manager_service.http.tinker.rest.file_links import ARCHIVE, VALID_S, Grant, download, file_names, sign, verified
+from manager_service.records.tenants import TenantRecord
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
 
@@ -24,9 +26,7 @@ ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 @router.delete(ONE)
 async def delete_checkpoint(run_id: str, kind: str, name: str, tenant: Tenant, tinker: Tinker) -> Response:
     """Its version goes when nothing else names it."""
-    run, checkpoint = await tinker.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
-    await change_checkpoint(run, checkpoint, _changes(tinker, run), deletes=True)
-    return answer({})
+    return await _change(tinker, tenant, _of_run(run_id, kind, name), deletes=True)
 
 
 @router.put(f"{ONE}/ttl")
@@ -34,14 +34,14 @@ async def set_ttl(request: Request, run_id: str, kind: str, name: str, tenant: T
     ttl_s = (await read(request, TtlBody)).ttl_seconds
     if fault := ttl_fault(ttl_s):
         raise InvalidInput(fault, param="ttl_seconds")
-    run, checkpoint = await tinker.runs.checkpoint(tenant.id, _of_run(run_id, kind, name))
     expires_at = None if ttl_s is None else int(time.time()) + ttl_s
-    await change_checkpoint(run, checkpoint, _changes(tinker, run), expires_at=expires_at)
+    return await _change(tinker, tenant, _of_run(run_id, kind, name), expires_at=expires_at)
+
+
+async def _change(tinker: Records, tenant: TenantRecord, path: Path, **to: Any) -> Response:
+    run, checkpoint = await tinker.runs.checkpoint(tenant.id, path)
+    await change_checkpoint(run, checkpoint, tinker.futures[run.base.name].answered.of(run.id, 0), **to)
     return answer({})
-
-
-def _changes(tinker: Records, run: RunRow) -> Announcements:
-    return tinker.futures[run.base.name].answered.of(run.id, 0)
 
 
 @router.get(f"{ONE}/external_weights_urls")
@@ -51,10 +51,8 @@ async def external_weights_urls(
     """A signed url for each file of the version."""
     path, expires = parse_path(f"tinker://{run_id}/{kind}/{name}"), _expires()
     source = await tinker.runs.source(tenant.id, str(path))
-    urls = {
-        file: await _url(request, tinker, _grant(tenant.id, path, source, file, expires))
-        for file in await file_names(api, source.adapter)
-    }
+    files = await file_names(api, source.adapter)
+    urls = {file: await _url(request, tinker, path, source, file, expires) for file in files}
     return answer({"urls": urls, "expires": expires.isoformat()})
 
 
@@ -66,7 +64,7 @@ async def archive(
     path, expires = parse_path(f"tinker://{run_id}/{kind}/{name}"), _expires()
     source = await tinker.runs.source(tenant.id, str(path))
     await file_names(api, source.adapter)
-    url = await _url(request, tinker, _grant(tenant.id, path, source, ARCHIVE, expires))
+    url = await _url(request, tinker, path, source, ARCHIVE, expires)
     return Response(status_code=302, headers={"Location": url, "Expires": format_datetime(expires, usegmt=True)})
 
 
@@ -95,12 +93,9 @@ def _expires() -> datetime:
     return datetime.now(UTC).replace(microsecond=0) + timedelta(seconds=VALID_S)
 
 
-def _grant(tenant: str, path: Path, source: Source, file: str, expires: datetime) -> Grant:
-    return Grant(tenant, str(path), source.adapter.version, file, int(expires.timestamp()))
-
-
-async def _url(request: Request, tinker: Records, grant: Grant) -> str:
-    """On the host that the client itself has asked. A proxy that ends TLS must pass the header `Host` on, and say `X-Forwarded-Proto`."""
+async def _url(request: Request, tinker: Records, path: Path, source: Source, file: str, expires: datetime) -> str:
+    """On the host that the client asked. A proxy that ends TLS passes the header `Host` on, and says `X-Forwarded-Proto`."""
+    grant = Grant(source.adapter.tenant, str(path), source.adapter.version, file, int(expires.timestamp()))
     url = request.url_for("signed_file", token=sign(await tinker.signing_key.get(), grant))
     ends_tls = request.headers.get("x-forwarded-proto") == "https"  # who says so falsely misleads only himself
     return str(url.replace(scheme="https") if ends_tls else url)

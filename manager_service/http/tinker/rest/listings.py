@@ -150,14 +150,18 @@ def _cursor(limit: int, offset: int, num: int) -> dict[str, int]:
 @router.post("/sessions/search")
 async def search_sessions(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     """Newest first. A session is kept for a month after its last sign of life."""
-    body = _checked(await read(request, SearchBody))
+    body = await read(request, SearchBody)
+    if not 1 <= body.limit <= MAX_FOUND:
+        raise InvalidInput(f"limit is between 1 and {MAX_FOUND}", param="limit")
+    if body.project_ids:
+        raise InvalidInput("there are no projects here: leave project_ids out", param="project_ids")
     found: list[tuple[ClientSession, bool]] = []
     before = None if body.cursor is None else (body.cursor.created_at, body.cursor.last_session_id)
-    ids = await tinker.sessions.ids_before(tenant.id, before) if _is_own(body, tenant.id) else []
+    is_own = body.owner.type != "user" or tenant.id in body.owner.owner_urns  # nobody sees another's sessions
+    ids = await tinker.sessions.ids_before(tenant.id, before) if is_own else []
     for start in range(0, len(ids), NUM_READ):
-        for session, alive in await _read(tinker, tenant.id, ids[start : start + NUM_READ]):
-            if _fits(body, session, alive=alive):
-                found.append((session, alive))
+        rows = await _read(tinker, tenant.id, ids[start : start + NUM_READ])
+        found += [(session, alive) for session, alive in rows if _fits(body, session, alive=alive)]
         if len(found) > body.limit:
             break
     shown, more = found[: body.limit], len(found) > body.limit
@@ -166,19 +170,6 @@ async def search_sessions(request: Request, tenant: Tenant, tinker: Tinker) -> R
     next_cursor = last and {"last_created_at": _time(last.created_at), "last_session_id": last.id}
     rows = [_summary(session, alive=alive, num_checkpoints=nums[session.id]) for session, alive in shown]
     return answer({"sessions": rows, "next_cursor": next_cursor if more else None})
-
-
-def _checked(body: SearchBody) -> SearchBody:
-    if not 1 <= body.limit <= MAX_FOUND:
-        raise InvalidInput(f"limit is between 1 and {MAX_FOUND}", param="limit")
-    if body.project_ids:
-        raise InvalidInput("there are no projects here: leave project_ids out", param="project_ids")
-    return body
-
-
-def _is_own(body: SearchBody, tenant: str) -> bool:
-    """Does it ask for the tenant's own sessions? Nobody sees another's."""
-    return body.owner.type != "user" or tenant in body.owner.owner_urns
 
 
 async def _read(tinker: Records, tenant: str, ids: list[str]) -> list[tuple[ClientSession, bool]]:

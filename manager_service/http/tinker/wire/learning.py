@@ -8,8 +8,7 @@
     gspo                  logprobs, advantages, sequence_ratio_mask; optional are          clip_low_threshold, clip_high_threshold
                           clip_low_threshold and clip_high_threshold
 
-What is wrong with a pass is a value, for its operation fails when its turn comes: a refused request would leave a hole in the
-numbers of a run's operations.
+What is wrong with a pass is a value, for its operation fails in its turn: a refusal would leave a hole in the run's numbers.
 
 Axes: N positions of a datum.
 """
@@ -26,13 +25,14 @@ from common.errors import InvalidInput
 from common.suggestions import did_you_mean
 from common.wire.messages import Array, f32, i32
 from common.wire.operations import Datum, Forward, LossFn
+from manager_service.http.reading.json_values import decode_body
 from manager_service.http.tinker.wire import protobuf
 from manager_service.http.tinker.wire import tinker_pb2 as pb
 
 DTYPES = {pb.DTYPE_FLOAT32: "<f4", pb.DTYPE_INT64: "<i8", pb.DTYPE_INT32: "<i4"}
 MAX_TOKEN = 2**31 - 1
 MAX_VALUE = 1e9
-"""The largest of weights, advantages, log-probs and thresholds: squares of them, and sums of those, stay numbers in float32."""
+"""The largest weight, advantage, log-prob and threshold: sums of their squares stay numbers in float32."""
 
 JSON_TYPE = "application/json"
 TOO_OLD = "this client sends data as JSON, which this service does not read: install tinker 0.24.1 or newer"
@@ -82,7 +82,7 @@ class PassNumber(msgspec.Struct):
 
 
 def read_pass(body: bytes, *, content_type: str, encoding: str, max_bytes: int) -> CheckedPass:
-    """A pass over data. Raises InvalidInput for a body that cannot be read; what is wrong in one that can is in `fault`."""
+    """A pass over data. Raises InvalidInput for a body that cannot be read; what else is wrong is in `fault`."""
     unpacked = unpack(body, encoding, max_bytes=max_bytes)
     kind = content_type.partition(";")[0].strip().lower()
     if kind == JSON_TYPE:
@@ -97,10 +97,7 @@ def read_pass(body: bytes, *, content_type: str, encoding: str, max_bytes: int) 
 
 def _too_old(body: bytes) -> CheckedPass:
     """Keeps the number, so that the operations behind it do not wait for it."""
-    try:
-        given = msgspec.json.decode(body, type=PassNumber)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"the body: {error}", code="invalid_json") from error
+    given = decode_body(body, PassNumber)
     return CheckedPass(given.model_id, given.seq_id, forward_only=False, fault=TOO_OLD)
 
 

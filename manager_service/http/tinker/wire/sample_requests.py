@@ -7,6 +7,7 @@ import msgspec
 
 from common.errors import InvalidInput
 from common.wire.messages import EMPTY_F32, Array, Sampling, i32
+from manager_service.http.reading.json_values import decode_body
 
 MAX_SAMPLES = 1024
 """Samples of one request."""
@@ -78,17 +79,12 @@ class TinkerSample(msgspec.Struct, frozen=True):
     tokens: Array  # i4 [T]
     logprobs: Array  # f4 [T]
     stop_reason: Literal["stop", "length"]
-    prompt_logprobs: Array = (
-        EMPTY_F32  # f4 [tokens of the prompt], NaN where none was asked for; only of the first sample
-    )
+    prompt_logprobs: Array = EMPTY_F32  # f4 [tokens of the prompt], NaN where none was asked for; of the first sample
 
 
 def read_sample(body: bytes) -> CheckedSample:
     """Raises InvalidInput."""
-    try:
-        given = msgspec.json.decode(body, type=SampleGiven)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"the body: {error}", code="invalid_json") from error
+    given = decode_body(body, SampleGiven)
     for name, hint in NOT_OFFERED.items():
         if getattr(given, name):
             raise InvalidInput(f"{name}: {hint}", param=name, code="not_offered")
@@ -149,7 +145,7 @@ def _sampling(params: TinkerSamplingParams, prompt_logprobs: int) -> Sampling:
 
 
 def _stops(stop: str | Sequence[str | int] | None) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
-    """The strings, and the ids in place of the model's own; None: its own. An empty list: nothing ends a sample but its length."""
+    """The strings, and the ids in place of the model's own; None: its own; empty: only its length ends a sample."""
     stops = (stop,) if isinstance(stop, str) else stop
     if stops is None:
         return (), None
