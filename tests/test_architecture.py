@@ -143,7 +143,7 @@ MAX_FILE, MAX_FUNCTION = 450, 38
 MAX_FILES = 12
 FULL_FOLDERS = {"marlaas_client/cli", "trainer_service"}
 SIZED = ("common", "base_model", *SERVICES)
-MAX_SIZED = 56_507
+MAX_SIZED = 50_500
 """Lines of these packages together. A change that raises it says in its message what it bought; one that needs less lowers it."""
 BUDGET = {
     "marlaas_client": 2_600,
@@ -151,9 +151,9 @@ BUDGET = {
     "harness": 1_750,
     "chaos": 2_200,
     "examples": 1_700,
-    "deploy docker": 600,
-    "tests": 47_200,
-    "benchmarks": 9_002,
+    "deploy": 600,
+    "tests": 39_500,
+    "benchmarks": 5_300,
 }
 """Lines of Python of the folders around them, at most."""
 MAX_PAGE = 1_700
