@@ -62,7 +62,7 @@ class Settings(BaseSettings):
     lease_s: float = Field(default=10.0, gt=0)
     """Work that did not advance for this long is taken over by another worker."""
     deterministic: bool = False
-    """Bit-exact mode: section 3 of the design, I8."""
+    """Bit-exact mode: docs/architecture.md, I8."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     heartbeat_file: Path | None = None
     """A file that a living worker touches once a second, whatever it waits for. None: no such file."""

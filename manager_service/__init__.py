@@ -8,7 +8,7 @@ imports the other. What both read is in records/.
 
     which group is issued next     `Allocator.decide` (scheduling/) picks the tenant, `next_job` (scheduling/demand.py) its job, and
                                    `Job.issue_group` (owner/jobs/) makes that job's next group
-    which batch is trained next    `TrainingQueue.take` (scheduling/); its groups are those of `next_batch` (owner/jobs/groups.py)
+    which batch is trained next    `TrainingQueue.take` (scheduling/); its groups are those of `Job.next_batch` (owner/jobs/job.py)
     a version is committed         by the trainer, in object storage (trainer_service/versions.py). Then `Job.on_adapter` counts it, and
                                    the owner's own writes are committed by `COMMIT` (owner/transaction.py)
     an owner that dies             another one takes its leases (owner/leases.py) and rebuilds its partitions: `Partition.load` (owner/)

@@ -4,7 +4,8 @@
                                                                                              └─ process/ (vLLM)
     env, scored:<p>, reply:<api> ◄─ turn ── handler ◄──────────────── tokens, log-probs ──────────────┘
 
-`embedded/sampler.py` draws tokens in `_draw`, which `embedded/batch.py` calls once a step for all rows. In process/, vLLM draws.
+`sample` (embedded/sampler.py) draws tokens in `_draw`; `Batch._forward` (embedded/batch.py) calls it once a step,
+for all rows. In process/, vLLM draws.
 
 When a worker dies, its requests stay pending in the stream; after a lease (10 s) another worker takes them over
 (`common/worker/takeover.py`). It continues a turn of more than 64 tokens from what was saved in the last second, and samples

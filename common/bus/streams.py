@@ -5,7 +5,7 @@
     env:<worker>               stream   TurnResult of sessions that the worker holds group `env`
     env-workers                zset     env workers with such a stream, by when they count as gone, ms
     rollout                    stream   TurnRequest, first turns                   group `rollout`
-    rollout:first              stream   TurnRequest, later turns and inference     group `rollout`
+    rollout:first              stream   TurnRequest that is read first: later turns, inference  group `rollout`
     train                      stream   Init, TrainStep, Operations, Forget        group `trainer`
     scored:<p>                 stream   ScoredTrajectory, Parked, DeadLetter       group `manager`, consumer `owner`
     adapters:<p>               stream   AdapterUpdate, OperationsDone, Forgotten,

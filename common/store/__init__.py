@@ -4,7 +4,7 @@
 
 Its files:
 
-    adapters.py      keeps versions of adapters in object storage
+    adapters.py      commits versions of adapters: files first, then the manifest, which is created only once
     byte_cache.py    caches what was used last, up to a number of bytes
     known_store.py   waits for the store that a cell knows
     objects.py       reads and writes object storage

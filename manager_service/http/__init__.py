@@ -1,6 +1,6 @@
 """The HTTP API: a request comes in; a record for an owner, or an answer read from Redis, goes out. It never imports owner/.
 
-    HTTP ─► app ─► a route of openai/, tinker/ or operators/ ─► a record in Redis ─► the owner
+    HTTP ─► app ─► a route of openai/, tinker/ or operators/ ─► stores/ ─► a record in Redis ─► the owner
                                                             └─► sampling/ ─► the same workers as training
 
 Its files:
@@ -20,5 +20,5 @@ Its files:
     openai/           OpenAI's API: jobs, files, models, graders
     operators/        tenants, workers, metrics, health; the web page
     stores/           finds jobs, runs and versions in Redis, and creates them
-    tinker/           the Tinker protocol; only app.py and server.py import it
+    tinker/           the Tinker protocol
 """

@@ -1,6 +1,6 @@
 """Holds one partition: its jobs in memory, and the messages that change them.
 
-reads: scored:<p>, adapters:<p>, jobs:<p>   writes: env, rollout:first, train, control, and the jobs' records
+reads: scored:<p>, adapters:<p>, jobs:<p>, ops:<p>   writes: env, rollout:first, train, control, and the jobs' records
 holds: unfinished jobs with their half-full batches (lost on a crash, read again from the pending entries)
 after a crash: the next owner takes the lease, loads the records, and reads the entries that the last one had pending
 """

@@ -2,7 +2,7 @@
 
     records/{tenant}/{base}/{job}/record.json                      Archived
     records/{tenant}/{base}/{job}/parts.{sha256}                   events and checkpoints, one behind the other
-    records/{tenant}/{base}/{job}/samples/...  answers/...         see samples.py: written while the job ran
+    records/{tenant}/{base}/{job}/samples/...  answers/...         see below: written while the job ran
     records/{tenant}/{base}/{job}/late/{sequence}                  EventRecord: one written after the job was moved here
     records/{tenant}/{base}/jobs/{day}/{ms}.{job}                  empty: jobs in the order in which they were made
     records/{tenant}/{base}/models/{ms}.{job}.{version}.{suffix}   empty: a tuned model that was not deleted

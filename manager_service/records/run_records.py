@@ -95,7 +95,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Leaving(msgspec.Struct):
-    """Versions that nobody may begin to use, because a trainer is to delete them; see retention.py."""
+    """Versions that nobody may begin to use, because a trainer is to delete them; see owner/runs/run_retention.py."""
 
     id: str  # of the message to the trainer
     versions: dict[int, bool]  # version -> its optimiser's state was there

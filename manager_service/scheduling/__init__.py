@@ -1,8 +1,9 @@
 """Decides who is served next: the state of all jobs comes in, decisions go out. Does not wait, nor touch streams.
 
     Demand ─ who wants what ─► Allocator ─┬─ a queued job starts
-                                          ├─ a group is issued     (the tenant furthest below its share goes first, and of its jobs the
-                                          └─ a batch is trained     one that `next_job` of demand.py names)
+                                          ├─ a group is issued     of the tenant furthest below its share, and of its jobs the one that
+                                          │                        `next_job` of demand.py names
+                                          └─ a batch is trained    the one that `TrainingQueue.take` gives
 
 A *member* is a job, or a run: a job whose user keeps the training loop (manager_service/owner/runs/).
 

@@ -1,4 +1,4 @@
-"""Chooses which complete batches the trainers get next. Pure functions of state.
+"""Chooses which complete batches the trainers get next. No input or output, no clock: it changes only its own state.
 
 Tenants share the trainers by weight, in tokens. Among a tenant's batches priorities and deadlines decide, but every fourth time
 the longest waiting is next, so that none starves. As many batches are handed over as the trainers' slots take: they train

@@ -12,7 +12,7 @@ const LEDGER = ["trained", "in_flight", "filtered", "stale", "failed", "cancelle
 export const CHARTS = [
   ["Reward", ["reward_mean"], "mean reward of a step's trajectories; dots: evaluations with their 95 % intervals"],
   ["KL to the base", ["kl"], "of the trained policy to the base model, a token"],
-  ["KL to the sampler", ["sampling_kl"], "of the trained from the sampling policy, a token"],
+  ["KL to the sampler", ["sampling_kl"], "KL(sampling ‖ trained), a token"],
   ["Entropy", ["entropy"], "mean of −log p of the sampled tokens, in nats"],
   ["Length", ["length"], "tokens that the model wrote, a trajectory"],
   ["Truncated", ["truncated_share"], "share of the trajectories that ended for want of tokens"],

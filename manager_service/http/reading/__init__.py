@@ -1,7 +1,7 @@
 """Reads what tenants send: bytes come in; checked values, token ids and counts go out, and the event loop never stops for long.
 
-    bodies, file_store, submission, sampling ─ a task ─► helpers ─┬─ small ─► here
-                                                                  └─ large ─► process (two, fair between tenants)
+    bodies, file_store, job_checks, sampling/ ─ a task ─► reading_helpers ─┬─ small ─► here
+                                                                           └─ large ─► process (two, fair between tenants)
 
 Its files:
 

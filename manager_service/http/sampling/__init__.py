@@ -1,8 +1,8 @@
 """Chat and text completions, and tokens for tokens: a prompt comes in, turns are asked of the same workers as training, an answer goes out.
 
-    chat, completions, generate ─► serving ─► shares ─ TurnRequest ─► rollout ─ deltas, result ─► shares ─► serving ─► replies
+    chat, completions, generate ─► serving ─► inference ─ TurnRequest ─► rollout ─ deltas, result ─► inference ─► serving ─► replies
 
-When no worker has a turn any more, `shares` asks for it again, from the tokens that were already seen.
+When no worker has a turn any more, `inference` asks for it again, from the tokens that it has seen.
 
 Its files:
 
@@ -16,5 +16,5 @@ Its files:
     completion_requests.py  checks the parameters that both share, and makes the request for turns
     feed.py                 reads the streams that many requests wait for over one connection
     inference.py            sends turns to rollout, gives each tenant its share of the slots, gathers deltas and results
-    places.py               shares a number of places among tenants
+    places.py               limits how many requests of a tenant run and wait, and how long they wait
 """

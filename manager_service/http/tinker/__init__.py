@@ -1,8 +1,8 @@
 """The Tinker protocol, as the `tinker` SDK speaks it: next to OpenAI's, over the same runs, workers and tenants.
 
-    SDK ─► routes ─┬─ a run's operations ─► store ─► ops:<p> ─► the owner (runs/) ─► trainers
+    SDK ─► routes ─┬─ a run's operations ─► stores ─► ops:<p> ─► the owner (runs/) ─► trainers
                    │       results ◄─ futures ◄─ done, results:<run> ◄─┘
-                   └─ requests for samples ─► futures/samples ─► rollout
+                   └─ requests for samples ─► sample_futures ─► rollout
 
 Its files:
 

@@ -1,7 +1,7 @@
 """Results that clients wait for: a replica's memory holds those of samples, Redis those of operations.
 
-    done ─► results ─► retrieval (routes)
-    rollout ─► samples ─┘
+    done ─► operation_futures ──► retrieval (routes)
+    rollout ─► sample_futures ─┘
 
 Its files:
 
