@@ -37,7 +37,7 @@ _WORKER = """
 _ENV = "xrange zrangebyscore zrem rpush lrange"
 _ROLLOUT = "info strlen rpush lrange"
 _MANAGER = """
-    multi exec info dbsize randomkey memory|usage
+    multi exec info dbsize randomkey memory|usage pttl
     xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hexists hgetall hincrby hincrbyfloat
     hkeys hlen hmget hset hsetnx hvals sadd smembers srem zadd zcard zinter zmscore zrange zrem zremrangebyscore
 """

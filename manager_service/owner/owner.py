@@ -115,6 +115,7 @@ class Owner:
             self._samples.run(), self._archiver.run(self._archive_now, self._commit_archived),
         ):  # fmt: skip
             await stop.wait()
+            await self._samples.drain()
         await self._leases.leave()
 
     async def _keep_leases(self) -> None:

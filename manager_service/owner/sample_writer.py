@@ -7,6 +7,7 @@ go when their job is archived. While the storage is away, samples wait in memory
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import get_args
@@ -23,6 +24,9 @@ MAX_CALLS = 8
 """Calls of the storage under way at once, so that slow ones hold up few others."""
 MAX_WAITING_BYTES = 64 << 20
 """Bytes of samples that wait at most; what comes beyond them is lost."""
+
+DRAIN_S = 3.0
+"""Seconds that an owner that is told to stop waits for its last samples."""
 
 log = structlog.get_logger()
 
@@ -49,6 +53,12 @@ class SampleWriter:
             for files in self._files.values():
                 self._calls.put_nowait((partial(files.drop, *dropped), 0))
 
+    async def drain(self) -> None:
+        """Waits until all is written that was taken in, for a few seconds at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await self._calls.join()
+
     async def run(self) -> None:
         """Works until cancelled."""
         async with running(*(self._work() for _ in range(MAX_CALLS))):
@@ -57,5 +67,8 @@ class SampleWriter:
     async def _work(self) -> None:
         while True:
             call, num_bytes = await self._calls.get()
-            await patiently(call)
+            try:
+                await patiently(call)
+            finally:
+                self._calls.task_done()
             self._waiting_bytes -= num_bytes

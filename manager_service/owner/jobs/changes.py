@@ -16,7 +16,7 @@ from common.wire.messages import Usage
 from common.wire.operations import OperationResult
 from manager_service.records.job_records import MOVING, JobState
 from manager_service.records.keys import JSON
-from manager_service.records.run_records import USED_S, RunState, Sampler, session_of
+from manager_service.records.run_records import NUM_SEQS_KEPT, USED_S, RunState, Sampler, session_of
 from manager_service.records.sample_records import CheckpointRecord, EventRecord, SampleKind
 from manager_service.records.usage import ARCHIVED, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
 
@@ -207,6 +207,10 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[RedisCommand]
     for run, results in changes.results.items():
         pairs = [part for each in results for part in (each.seq, msgspec.msgpack.encode(each))]
         result += [["HSET", cell.results(run), *pairs], ["EXPIRE", cell.results(run), KEEP_RESULTS_S]]
+        if forgotten := [each.seq - NUM_SEQS_KEPT for each in results if each.seq > NUM_SEQS_KEPT]:
+            result.append(
+                ["HDEL", cell.results(run), *forgotten]
+            )  # nobody can ask for these: `seqs` has forgotten them
     for moved in changes.over:
         run, tenant = moved.job, moved.tenant
         result.append(["DEL", *(key(run) for key in (cell.run, cell.versions, cell.seqs, cell.results))])
