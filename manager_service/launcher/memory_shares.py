@@ -12,7 +12,7 @@ from common.models.base_shape import BaseShape
 from common.models.families import unsupported
 from common.models.footprint import ROWS_PART, cache_room
 from common.models.host_memory import host_bytes
-from common.settings import dtype_on, parse_base_models, resolve_config
+from common.settings import LEAST_CONTEXT, dtype_on, parse_base_models, resolve_config
 from common.text.model_folder import read_config
 from manager_service.launcher.engines import Device
 from manager_service.launcher.fitting import FIRST_CONTEXT, LEAST_KV, Copies, Fit, SharedMemory, settings_for
@@ -50,6 +50,8 @@ def choose(
         bases = _read(environment)
         own = max(base.shape.context for base in bases.values())
         wanted = int(environment.get("MARLAAS_MAX_CONTEXT", own))
+        if wanted < LEAST_CONTEXT:
+            return Chosen()
         memories = list(_memories(environment, workers, placement, gpus, bases, free))
     except (OSError, ValueError, KeyError, InvalidInput):
         return Chosen()
@@ -95,11 +97,13 @@ def _memories(
     """The GPUs with their workers, and the machine with those on the processor, unless the memory is plenty."""
     for number, gpu in enumerate(gpus):
         placed = [worker for worker in workers if number in placement.get(worker.name, ())]
-        device = Device(gpu.free, 0, 0)
-        yield from _reckoned(environment, f"GPU {number}", device, gpu.memory, _copies(placed, bases, gpu=True))
+        if placed:
+            device = Device(gpu.free, 0, 0)
+            yield from _reckoned(environment, f"GPU {number}", device, gpu.memory, _copies(placed, bases, gpu=True))
     on_cpu = [each for each in workers if environment.get(f"MARLAAS_{each.service.upper()}_DEVICE", "cpu") == "cpu"]
-    device = Device(free(), 0, 0, gpu=False)
-    yield from _reckoned(environment, "this machine", device, device.memory, _copies(on_cpu, bases, gpu=False))
+    if on_cpu:
+        device = Device(free(), 0, 0, gpu=False)
+        yield from _reckoned(environment, "this machine", device, device.memory, _copies(on_cpu, bases, gpu=False))
 
 
 def _copies(workers: Sequence[LocalWorker], bases: Mapping[str, Copies], *, gpu: bool) -> list[Copies]:
@@ -117,9 +121,12 @@ def _reckoned(
     """`whole`: bytes of the memory, of which vLLM's own setting names a part. Raises ValueError."""
     kv, share = environment.get("MARLAAS_ROLLOUT_KV_BYTES"), LocalSettings.of(environment).rollout_share
     vllm = environment.get("MARLAAS_ENGINE") == "vllm"
-    if vllm and device.gpu:
+    rollouts, trainers = any(each.rollouts for each in copies), any(each.trainers for each in copies)
+    if not (rollouts and trainers):
+        share = None
+    if vllm and device.gpu and rollouts:
         of_whole = float(environment.get("MARLAAS_VLLM_MEMORY_FRACTION", 0))
-        share = share or of_whole * whole / device.memory or None
+        share = share or of_whole * whole / max(1, device.memory) or None
     memory = SharedMemory(
         device=device,
         engine="vllm" if vllm else "torch",

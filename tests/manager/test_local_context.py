@@ -99,6 +99,7 @@ def test_nothing_is_chosen_where_a_base_is_small_or_something_is_wrong(qwen: Pat
     for name, value in (("BASE_MODELS", "x"), ("ROLLOUT_KV_BYTES", "much"), ("BASE_MODELS", "x=/nowhere")):
         assert chosen(qwen, 64, **{name: value}) == Chosen(), "its service says what is wrong"
     assert chosen(qwen, 64, ROLLOUT_SHARE="2") == Chosen()
+    assert chosen(qwen, 64, MAX_CONTEXT="0") == chosen(qwen, 64, MAX_CONTEXT="-1") == Chosen()
 
 
 def test_two_copies_that_do_not_fit_are_refused_with_both_numbers(qwen: Path) -> None:
@@ -127,6 +128,19 @@ def test_a_gpu_is_split_between_rollouts_and_training_and_a_share_moves_the_spli
         assert 0.3 < float(less.settings[name]) <= 0.4 and float(even.settings[name]) < 0.9
     with pytest.raises(InvalidInput, match=r"GPU 0: 2 copies take \d\.\d GB, and it has 3\.0 GB"):
         choose(environment, WORKERS, BOTH_ON_0, [Gpu("0", 3 * GB)])
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_memory_without_rollouts_or_without_workers_has_no_share(qwen: Path, engine: str) -> None:
+    environment = {"MARLAAS_BASE_MODELS": f"qwen={qwen}", "MARLAAS_ENGINE": engine} | ON_GPU
+    apart, gpus = {"rollout-0": (0,), "trainer-0": (1,)}, [Gpu("0", 80 * GB), Gpu("1", 80 * GB)]
+    alone, full = choose(environment, WORKERS, apart, gpus), Gpu("2", 80 * GB, held=80 * GB)
+    assert len(alone.lines) == 2
+    assert choose(environment | {"MARLAAS_ROLLOUT_SHARE": "0.9"}, WORKERS, apart, gpus) == alone
+    by_fraction = environment | {"MARLAAS_VLLM_MEMORY_FRACTION": "0.9"}
+    assert len(choose(by_fraction, WORKERS, apart, [*gpus, full]).lines) == 2
+    with pytest.raises(InvalidInput, match=r"and it has 0\.0 GB"):
+        choose(by_fraction, WORKERS, apart, [full, *gpus])
 
 
 @pytest.mark.parametrize("engine", ["torch", "vllm"])
