@@ -49,12 +49,14 @@ class Helper:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._closed = False
         self.is_new = True
         """Has it answered nothing yet?"""
 
     @property
     def alive(self) -> bool:
-        return self._process.returncode is None
+        # a cancelled `close` may not have heard yet that the process, which it killed, has ended
+        return self._process.returncode is None and not self._closed
 
     async def ask(self, question: bytes) -> Any:
         """Kills the helper unless it answers. Raises InvalidInput if it refuses, HelperKilled, or ConnectionError if it ended."""
@@ -85,6 +87,7 @@ class Helper:
         return HelperKilled("the helper was killed") if killed else ConnectionError("the helper ended")
 
     async def close(self) -> None:
+        self._closed = True
         tell(self._process, signal.SIGKILL)
         await self._process.communicate()
 

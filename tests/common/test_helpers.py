@@ -55,6 +55,16 @@ async def test_a_helper_that_died_while_idle_is_not_handed_out(pool: HelperPool)
     assert await ask(pool, b"x") == b"xx"
 
 
+async def test_a_helper_whose_asker_is_cancelled_again_and_again_is_not_handed_out(pool: HelperPool) -> None:
+    await ask(pool, b"x")
+    asking = asyncio.create_task(ask(pool, b"hang"))
+    await asyncio.sleep(0.1)
+    while not asking.done():
+        asking.cancel()
+        await asyncio.sleep(0)
+    assert await ask(pool, b"x") == b"xx"
+
+
 async def test_a_process_that_has_just_ended_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a process that has ended, while the thread that waits for it has not come to run
     may_wait, waits = threading.Event(), os.waitpid

@@ -42,7 +42,9 @@ async def server(redis_url: str, tmp_path: Path) -> AsyncGenerator[ApiServer]:
 
 
 @asynccontextmanager
-async def exporter(server: ApiServer, command: Sequence[str] = STANDIN) -> AsyncGenerator[ChildProcess]:
+async def exporter(
+    server: ApiServer, command: Sequence[str] = STANDIN, **settings: Any
+) -> AsyncGenerator[ChildProcess]:
     """Runs an exporter on the server's records; kills it with SIGKILL at the end."""
     own = server.api.settings
     environment = {
@@ -50,6 +52,7 @@ async def exporter(server: ApiServer, command: Sequence[str] = STANDIN) -> Async
         "MARLAAS_DATA_DIR": str(own.data_dir),
         "MARLAAS_EXPORT_EVERY_S": "0.1",
         "MARLAAS_LEASE_S": "1",
+        **{f"MARLAAS_{name.upper()}": str(value) for name, value in settings.items()},
     }
     if command == STANDIN:
         process = await begun(STANDIN[-1], own.data_dir / "exporter.log", **environment)
