@@ -53,7 +53,8 @@ def _plain(text: str) -> str:
         text = text.replace(written, sign)
     text = _SCIENTIFIC.sub(lambda m: f"{Decimal(m[1]).scaleb(int(m[2] or m[3])):f}", text)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1].strip('(){}')}}}", text)
-    return _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", _WRITTEN.sub(r" \1", text))
+    text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", _WRITTEN.sub(r" \1", text))
+    return _BLANKS.sub(" ", text)
 
 
 def _without_thoughts(text: str) -> str:
@@ -166,11 +167,11 @@ def _stated_number(sentence: str, text: str) -> str:
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}.])-\s?)?(?:(?:\b[A-Z]{1,3})?[$€£¥₹]\s?)?(?P<late>-)?(?<![\w^.:])(?<!\d,)"
     r"(?P<number>[1-9]\d{0,2}(?:(?P<comma>[, '])\d{3})(?:(?P=comma)\d{3})*(?!\d)(?:\.\d+)?|[1-9]\d{0,2}(?:\.\d{3})+(?:,\d+|(?=\.\d{3}))"
-    r"|\d+(?:\.\d+|(?<![\[({]\d),\d+)?|\.\d+)(?![\d:]|,\d)"
+    r"|(?:\d+(?:\.\d+|(?<![\[({]\d),\d+)?|\.\d+)(?:[eE][-+]?\d{1,2}(?![\w.^]))?)(?![\d:]|,\d)"
     r"(?: (?P<top>\d+)/(?P<bottom>[1-9]\d*)| ?/ ?(?P<below>[1-9]\d*(?:\.\d+)?)(?![\d:]))?(?P<percent> ?%)?"
 )
-"""A number as people write it: `-$1,234.50`, `3 1/2`, `3/4`, `12,5`, `1.234,50`, `40 %`."""
-_ALTERNATIVES = re.compile(r"\b(?:either|neither|not|between|one of)\b|\d,? or [$€£]?\d", re.IGNORECASE)
+"""A number as people write it: `-$1,234.50`, `3 1/2`, `3/4`, `12,5`, `1.234,50`, `2e-3`, `40 %`."""
+_ALTERNATIVES = re.compile(r"\b(?:either|neither|not|between|one of)\b|\d,? or (?:[a-z] ?= ?)?[$€£]?\d", re.IGNORECASE)
 _UNIT = r"(?:[A-Za-zÀ-ÿ]{2,}+\.?|[mgshlLCFKVWAJN](?![A-Za-z]))(?:\^\{?-?\d\}?)?"
 _UNITS = re.compile(rf"(?:[ /*-]*+{_UNIT}){{0,8}}+\s*[.$€£]*")
 _ABOUT = re.compile(
@@ -200,8 +201,11 @@ def _amounts(text: str) -> Iterator[tuple[Amount, re.Match[str]]]:
 
 def _numbers(text: str) -> list[str]:
     """None of a text that names alternatives."""
-    found = [number[0] for _, number in _amounts(text)]
-    return [] if _ALTERNATIVES.search(text) and len({amount.value for amount, _ in _amounts(text)}) > 1 else found
+    return [] if _names_alternatives(text) else [number[0] for _, number in _amounts(text)]
+
+
+def _names_alternatives(text: str) -> bool:
+    return _ALTERNATIVES.search(text) is not None and len({amount.value for amount, _ in _amounts(text)}) > 1
 
 
 def _value(number: str) -> Fraction:
@@ -248,13 +252,18 @@ _LAST_UNITS = re.compile(rf"(?:[ /*-]+{_UNIT})+[ .*]*$")
 _STARTS_WITH_NUMBER = re.compile(r"[$€£]?-?\d[\d.,/]*%?(?!\d| ?[-+*/=^:(.]| ?\\)")
 _WORD = re.compile(r"[^\W_]+")
 _NOT = ("not", "no", "never", "isn't", "neither")
+_NEGATION = re.compile(r"\b(?:not|no|never|neither|nor|cannot|hardly)\b|n['’]t\b", re.IGNORECASE)
+_REASON = re.compile(r"\b(?:because|since|in (?=\d))", re.IGNORECASE)
+"""What follows may name other numbers."""
+_PAIR = re.compile(r"-?\d+,(?!\d{3}$)\d+")
+"""A reference that may be a list, so that it is no number with a decimal comma."""
 
 
 def quick(answer: FinalAnswer, expected: str) -> bool | None:
     """True if plainly equal, False if plainly not, None if math-verify must compare `comparable` texts."""
     if not answer.text or max(len(answer.text), len(expected)) > MAX_ANSWER_CHARACTERS:
         return False
-    text, wanted = comparable(answer, expected), _amount(expected)
+    text, wanted = comparable(answer, expected), _wanted(expected)
     if wanted is not None and (found := _amount(text)) is not None:
         return _same_amount(found, wanted)
     if _squeezed(text) == _squeezed(expected):
@@ -269,7 +278,7 @@ def quick(answer: FinalAnswer, expected: str) -> bool | None:
 
 def comparable(answer: FinalAnswer, expected: str) -> str:
     """The part of an answer that is of the same kind as what is expected."""
-    wanted, text = _amount(expected), answer.text
+    wanted, text = _wanted(expected), answer.text
     if "≈" in text:
         exact, _, rounded = text.rpartition("≈")
         text = exact if wanted is None or wanted.is_ratio else rounded
@@ -280,6 +289,8 @@ def comparable(answer: FinalAnswer, expected: str) -> str:
             math = _MATH.findall(answer.text)
             text = _LAST_UNITS.sub("", math[0 if answer.is_marked else -1] if math else tail)
         return _bare(text)
+    if answer.is_marked and (_NEGATION.search(text) or _names_alternatives(text)):
+        return ""
     if _amount(text) is not None:
         return text
     starts = _STARTS_WITH_NUMBER.match(text)
@@ -287,7 +298,12 @@ def comparable(answer: FinalAnswer, expected: str) -> str:
         return tail
     if not answer.is_marked:
         return answer.number
-    return next(iter(_numbers(text if starts else tail)), "")
+    found = list(_amounts(_REASON.split(text if starts else tail)[0]))
+    return found[0][1][0] if len({amount.value for amount, _ in found}) == 1 else ""
+
+
+def _wanted(expected: str) -> Amount | None:
+    return None if _PAIR.fullmatch(expected) else _amount(expected)
 
 
 def _bare(text: str) -> str:

@@ -96,6 +96,12 @@ def rewarded(text: str, reference: str) -> bool:
         STEPS + "Tom has 18 apples.\n\n**Verification:** 18 - 9 = 9 ✓",
         "18",
         "x = 18",
+        "The answer is 9*2 = $18.",
+        "She makes 9 * 2 = $18 a day",
+        "The answer is 2 eggs * 9 = 18",
+        "**Answer:** \n$18",
+        "Final Answer: $18/day",
+        "The answer is: **18**",
         "4 * 5 = 20 apples, and after eating 2 of them he has 18 left.",
     ],
 )
@@ -135,6 +141,14 @@ def test_the_final_answer_is_18(text: str) -> None:
         ("3 × 10⁻²", "0.03", True),
         (r"7.83 \approx 8", "8", True),
         ("2/15 ≈ 0.133", "2/15", True),
+        ("1e3", "1000", True),
+        ("1.5e3", "1500", True),
+        ("2e-3", "0.002", True),
+        (r"18 \text{ dollars}", "18", True),
+        ("3 hours 5 min", "3 hours 5 min", True),
+        ("3 hours 5 min", "3", False),
+        ("3,4", "3,4", True),
+        ("x = 5 or x = 6", "6", False),
         ("five", "5", False),
         ("either 10 or 12", "12", False),
         ("not 10 but 12", "10", False),
@@ -171,12 +185,25 @@ def test_plain_answers_are_compared_without_a_library(answer: str, reference: st
         (r"\boxed{(3, 5)}", "(5, 3)", False),
         (r"\boxed{\begin{pmatrix} 5 \\ 1 \end{pmatrix}}", r"\begin{pmatrix} 1 \\ 5 \end{pmatrix}", False),
         (r"\boxed{2^{10}}", "1024", True),
+        (r"\boxed{3.4}", "3,4", False),
         (r"The area is $4 \cdot 9\pi$ cm².", r"36\pi", True),
         ("x = y = 2z = 7 - w", r"7 - w", True),
     ],
 )
 def test_what_is_not_plain_is_left_to_math_verify(answer: str, reference: str, holds: bool) -> None:
     assert equal(answer, reference) == holds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(rf"\boxed{{{answer}}}" for answer in ("5 and 6", "5; 6", "5 to 6", "5 vs 6", r"5 \text{ or } 6", r"5 \text{or} 6")),
+        r"\boxed{5 apples, 6 pears}", r"\boxed{\text{not } 5}", "The answer is 5 or maybe 6.", "The answer is never 5",
+        "The answer is definitely not 5.", r"\boxed{\text{not } x = 5}",
+    ],
+)  # fmt: skip
+def test_a_hedged_or_negated_answer_earns_nothing(text: str) -> None:
+    assert not rewarded(text, "5")
 
 
 @pytest.mark.parametrize(
