@@ -254,7 +254,7 @@ _WORD = re.compile(r"[^\W_]+")
 _NOT = ("not", "no", "never", "isn't", "neither")
 _NEGATION = re.compile(r"\b(?:not|no|never|neither|nor|cannot|hardly)\b|n['’]t\b", re.IGNORECASE)
 _REASON = re.compile(r"\b(?:because|since|in (?=\d))", re.IGNORECASE)
-"""What follows may name other numbers."""
+"""Words behind which other numbers may stand."""
 _PAIR = re.compile(r"-?\d+,(?!\d{3}$)\d+")
 """A reference that may be a list, so that it is no number with a decimal comma."""
 

@@ -9,10 +9,7 @@ import torch
 from base_model.decoder import Decoder
 from benchmarks import _gpu_parts
 from benchmarks._gpu_bases import SHAPES_OF_BASES, Shape, random_decoder, random_modules, sampling_backbone
-from benchmarks._gpu_parts import (
-    measure_gap,
-    measure_plan,
-)
+from benchmarks._gpu_parts import measure_gap, measure_plan
 from trainer_service.backbone.interface import Sequences
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.backbone.sequences import DecoderBackbone

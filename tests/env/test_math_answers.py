@@ -194,14 +194,20 @@ def test_what_is_not_plain_is_left_to_math_verify(answer: str, reference: str, h
     assert equal(answer, reference) == holds
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(rf"\boxed{{{answer}}}" for answer in ("5 and 6", "5; 6", "5 to 6", "5 vs 6", r"5 \text{ or } 6", r"5 \text{or} 6")),
-        r"\boxed{5 apples, 6 pears}", r"\boxed{\text{not } 5}", "The answer is 5 or maybe 6.", "The answer is never 5",
-        "The answer is definitely not 5.", r"\boxed{\text{not } x = 5}",
-    ],
-)  # fmt: skip
+HEDGED = (
+    "5 and 6",
+    "5; 6",
+    "5 to 6",
+    "5 vs 6",
+    r"5 \text{ or } 6",
+    r"5 \text{or} 6",
+    "5 apples, 6 pears",
+    r"\text{not } 5",
+)
+NEGATED = ("The answer is 5 or maybe 6.", "The answer is never 5", "The answer is definitely not 5.")
+
+
+@pytest.mark.parametrize("text", [*(rf"\boxed{{{answer}}}" for answer in HEDGED), *NEGATED])
 def test_a_hedged_or_negated_answer_earns_nothing(text: str) -> None:
     assert not rewarded(text, "5")
 

@@ -14,16 +14,7 @@ from common.cancellation import cancel_all
 from common.wire.codec import decode
 from common.wire.messages import Cancel, Failure, GradeRequest, GradeResult, TurnRequest, TurnResult, Usage
 from tests.common.test_worker import until
-from tests.support.api_server import (
-    GRADER,
-    ApiServer,
-    Script,
-    create,
-    played,
-    played_grader,
-    running_api,
-    write_state,
-)
+from tests.support.api_server import GRADER, ApiServer, Script, create, played, played_grader, running_api, write_state
 
 CALCULATOR = {
     "type": "function",

@@ -12,14 +12,7 @@ from common.wire.messages import LoraSpec, LossSpec, OptimSpec, WorkerReport
 from manager_service.records.job_records import Hyper
 from manager_service.scheduling.policies import POLICIES, parse_policy
 from simulator.__main__ import options
-from simulator.calibration import (
-    Calibration,
-    LogNormal,
-    Machine,
-    PolicyRun,
-    Size,
-    Workload,
-)
+from simulator.calibration import Calibration, LogNormal, Machine, PolicyRun, Size, Workload
 from simulator.fit import Recording, calibrate, read_recording
 from simulator.world import World, simulate
 

@@ -17,16 +17,7 @@ from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Mani
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, OptimSpec, f32, i32
 from common.wire.operations import Forget, Forgotten, Operations, OperationsDone
-from tests.support.run_cases import (
-    ADAM,
-    forward,
-    forward_backward,
-    make_datum,
-    make_run,
-    optim_step,
-    outputs,
-    segment,
-)
+from tests.support.run_cases import ADAM, forward, forward_backward, make_datum, make_run, optim_step, outputs, segment
 from tests.support.trainer_cases import FullDisk, load_shallow, nothing
 from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler

@@ -13,15 +13,7 @@ from hypothesis import given, settings
 from base_model.decoder import Decoder
 from common.errors import InvalidInput, TrainingFailed
 from common.wire.messages import LoraSpec, LossSpec, OptimSpec, TrainStep
-from tests.support.trainer_cases import (
-    load_shallow,
-    load_tiny,
-    make_init,
-    make_rows,
-    make_step,
-    measured,
-    nothing,
-)
+from tests.support.trainer_cases import load_shallow, load_tiny, make_init, make_rows, make_step, measured, nothing
 from trainer_service.backbone.sequences import DecoderBackbone, checkpointed
 from trainer_service.fusion import Fusion
 from trainer_service.memory import kept_bytes
