@@ -238,10 +238,6 @@ def _same_amount(ours: Amount, theirs: Amount) -> bool:
 
 # ---- equality -------------------------------------------------------------------------------------------------------
 
-_TIME = re.compile(
-    r"(?<![\d:])(\d{1,2})(?::|\s?h\s?)(\d\d)(?!\d)(?:\s*([ap])\.?\s?m)?|(?<![\d:])(\d{1,2})\s*([ap])\.?\s?m\b",
-    re.IGNORECASE,
-)
 _EXPRESSION = re.compile(
     r"(?:[\d\s+\-*/^().,=\[\]{}_|<>!:$&√∞≤≥]|\\[A-Za-z]++|\\[{}|\\]|(?<![A-Za-z])[A-Za-z](?![A-Za-z]))++"
 )
@@ -253,7 +249,7 @@ _STARTS_WITH_NUMBER = re.compile(r"[$€£]?-?\d[\d.,/]*%?(?!\d| ?[-+*/=^:(.]| ?
 _WORD = re.compile(r"[^\W_]+")
 _NOT = ("not", "no", "never", "isn't", "neither")
 _NEGATION = re.compile(r"\b(?:not|no|never|neither|nor|cannot|hardly)\b|n['’]t\b", re.IGNORECASE)
-_REASON = re.compile(r"\b(?:because|since|in (?=\d))", re.IGNORECASE)
+_REASON = re.compile(r" \(|\b(?:because|since|(?:in|for|from) (?=\d))", re.IGNORECASE)
 """Words behind which other numbers may stand."""
 _PAIR = re.compile(r"-?\d+,(?!\d{3}$)\d+")
 """A reference that may be a list, so that it is no number with a decimal comma."""
@@ -268,9 +264,6 @@ def quick(answer: FinalAnswer, expected: str) -> bool | None:
         return _same_amount(found, wanted)
     if _squeezed(text) == _squeezed(expected):
         return True
-    if wanted is None and (time := _TIME.fullmatch(expected.strip(" ."))) is not None:
-        times = list(_TIME.finditer(answer.text))
-        return bool(times) and _same_time(times[0 if answer.is_marked else -1], time)
     if not _EXPRESSION.fullmatch(expected) or _OPTION.fullmatch(expected):
         return _same_words(answer, expected)
     return None if _EXPRESSION.fullmatch(text) and not (_is_huge(text) or _is_huge(expected)) else False
@@ -312,19 +305,6 @@ def _bare(text: str) -> str:
 
 def _squeezed(text: str) -> str:
     return re.sub(r"[\s$]|\\(?=[%$])", "", text).casefold()
-
-
-def _same_time(ours: re.Match[str], theirs: re.Match[str]) -> bool:
-    (hour, minute, half), (other, others, others_half) = (_read_time(time) for time in (ours, theirs))
-    if (half and not others_half and other <= 12) or (others_half and not half and hour <= 12):
-        hour, other = hour % 12, other % 12
-    return (hour, minute) == (other, others)
-
-
-def _read_time(time: re.Match[str]) -> tuple[int, int, str]:
-    """Its hour (of 24 if the half of the day is given), minute, and half: `a`, `p` or nothing."""
-    hour, minute, half = int(time[1] or time[4]), int(time[2] or 0), (time[3] or time[5] or "").casefold()
-    return hour % 12 + 12 * (half == "p") if half else hour, minute, half
 
 
 def _same_words(answer: FinalAnswer, expected: str) -> bool:
