@@ -381,7 +381,8 @@ async def test_the_oldest_of_too_many_silent_connections_is_closed(
     server: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "MAX_KEYLESS", 20)
-    monkeypatch.setattr(connections, "HEAD_S", 600)  # none is closed for its silence
+    for limit in ("HEAD_S", "KEYLESS_S"):
+        monkeypatch.setattr(connections, limit, 600)  # none is closed for its silence
     opened = [await half_open(server, b"") for _ in range(30)]
     try:
         assert all([await is_closed(connection) for connection in opened[:10]])
