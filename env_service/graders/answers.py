@@ -247,7 +247,6 @@ _MATH = re.compile(r"\$([^$\n]+)\$")
 _LAST_UNITS = re.compile(rf"(?:[ /*-]+{_UNIT})+[ .*]*$")
 _STARTS_WITH_NUMBER = re.compile(r"[$€£]?-?\d[\d.,/]*%?(?!\d| ?[-+*/=^:(.]| ?\\)")
 _WORD = re.compile(r"[^\W_]+")
-_NOT = ("not", "no", "never", "isn't", "neither")
 _NEGATION = re.compile(r"\b(?:not|no|never|neither|nor|cannot|hardly)\b|n['’]t\b", re.IGNORECASE)
 _REASON = re.compile(r" \(|\b(?:because|since|(?:in|for|from) (?=\d))", re.IGNORECASE)
 """Words behind which other numbers may stand."""
@@ -313,7 +312,7 @@ def _same_words(answer: FinalAnswer, expected: str) -> bool:
         return bool(theirs)
     if answer.is_marked and ours[: len(theirs)] == theirs:
         return True
-    return ours[-len(theirs) :] == theirs and not any(word in _NOT for word in ours[: -len(theirs)])
+    return ours[-len(theirs) :] == theirs and not _NEGATION.search(" ".join(ours[: -len(theirs)]))
 
 
 # ---- what takes long to compute -------------------------------------------------------------------------------------

@@ -67,8 +67,6 @@ class SampleWriter:
     async def _work(self) -> None:
         while True:
             call, num_bytes = await self._calls.get()
-            try:
-                await patiently(call)
-            finally:
-                self._calls.task_done()
+            await patiently(call)
             self._waiting_bytes -= num_bytes
+            self._calls.task_done()
