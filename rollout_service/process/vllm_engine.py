@@ -270,13 +270,15 @@ def _parameters(request: SamplingRequest) -> Any:
 
 
 def _chunk(output: Any, num_top: int) -> TokenChunk:
-    """Reads vLLM's output: for each position the sampled token first, then the best ones by rank."""
+    """Reads vLLM's output: for each position the sampled token first, then the best ones. Where two outputs waited, vLLM joins them and
+    names a token that is both only once."""
     completion = output.outputs[0]
     flat = completion.logprobs
     starts, ends = flat.start_indices, flat.end_indices
     pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))
     top = [
-        [(t, max(p, LEAST_LOGPROB)) for t, p in pairs[s + 1 : e][:num_top]] for s, e in zip(starts, ends, strict=True)
+        [(t, max(p, LEAST_LOGPROB)) for t, p in sorted(dict(pairs[s:e]).items(), key=lambda pair: -pair[1])[:num_top]]
+        for s, e in zip(starts, ends, strict=True)
     ]
     return TokenChunk(
         tokens=list(completion.token_ids),

@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,3 +82,18 @@ async def test_heads_of_a_size_that_vllm_has_none_of_are_refused_on_a_cpu_alone(
 def test_vllm_has_heads_of_the_sizes_that_are_said() -> None:
     backend: Any = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
     assert tuple(backend.CPUAttentionBackend.get_supported_head_sizes()) == HEAD_DIMS
+
+
+def test_outputs_that_vllm_joined_still_name_the_sampled_token_among_the_best() -> None:
+    """As `FlatLogprobs.extend` leaves them: a token that is sampled and among the best is written once."""
+    flat = SimpleNamespace(
+        token_ids=[7, 7, 3, 9, 7, 3],
+        logprobs=[-0.1, -0.1, -3.0, -4.0, -0.5, -2.0],
+        start_indices=[0, 3],
+        end_indices=[3, 6],
+    )
+    output = SimpleNamespace(
+        outputs=[SimpleNamespace(logprobs=flat, token_ids=[7, 9])], finished=False, prompt_logprobs=None
+    )
+    chunk = vllm_engine._chunk(output, 2)  # pyright: ignore[reportPrivateUsage]
+    assert chunk.top_logprobs == [[(7, -0.1), (3, -3.0)], [(7, -0.5), (3, -2.0)]] and chunk.logprobs == [-0.1, -4.0]
