@@ -115,11 +115,12 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return min(served, self.max_context or served)
 
 
-class EnvSpec(msgspec.Struct, frozen=True, gc=False):
+class EnvSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """The environment of a job. A grader is the environment `single_turn` with args {"grader": …}."""
 
     name: str
     args: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = {}  # values of the chat template's own variables
 
 
 class LoraSpec(msgspec.Struct, frozen=True, gc=False):

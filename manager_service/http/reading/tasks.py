@@ -8,6 +8,7 @@ import msgspec
 from common.errors import InvalidInput
 from common.tasks.environments import grader_of, validate_environment
 from common.tasks.graders import check_item, item_fields, validate_grader
+from common.text.chat_template import TemplateKwargs
 from common.text.tokens import ChatTokenizer
 from common.wire.messages import EnvSpec
 from manager_service.http.reading.adapter_uploads import read_adapter
@@ -32,6 +33,7 @@ class Render(msgspec.Struct, tag=True, frozen=True):
     base: str
     messages: list[Any]
     tools: list[Any]
+    told: TemplateKwargs = {}
 
 
 class Encode(msgspec.Struct, tag=True, frozen=True):
@@ -92,6 +94,7 @@ class CheckItems(msgspec.Struct, tag=True, frozen=True):
     fields: list[str]  # that all must have
     most: int | None  # tokens of a prompt, or an example; None: they are not measured
     param: str
+    told: TemplateKwargs = {}
 
 
 class ReadPass(msgspec.Struct, tag=True, frozen=True):
@@ -149,7 +152,7 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
         case ParseBody():
             return _body(task.text)
         case Render():
-            return _render(task, tokenizers[task.base])
+            return _render(task, tokenizers[task.base].told(task.told))
         case Encode():
             return [_encode(text, tokenizers[task.base]) for text in task.texts]
         case Spell():
@@ -165,7 +168,7 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
         case ReadAdapter():
             return read_adapter(task.header, task.size, task.config)
         case CheckItems():
-            return _check_items(task, tokenizers[task.base])
+            return _check_items(task, tokenizers[task.base].told(task.told))
         case ReadPass():
             return read_pass(
                 task.body, content_type=task.content_type, encoding=task.encoding, max_bytes=task.max_bytes

@@ -8,6 +8,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
+from common.text.chat_template import TemplateKwargs
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON
 from manager_service.http.reading.bodies import JsonRoute
@@ -42,6 +43,7 @@ class ChatGiven(SamplingGiven):
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: bool | None = None  # the model decides how many it makes
     response_format: TextFormat | None = None
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="The template's own: enable_thinking")
     store: Annotated[bool | None, Neutral] = Field(None, description="Only false: completions are not stored")
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -62,7 +64,7 @@ async def chat_completions(request: Request, api: Parts, tenant: Tenant, body: C
 
 async def _read(body: ChatGiven, reader: PromptReader) -> Wanted:
     tools = None if body.tool_choice == "none" else body.tools or None
-    prompt = await reader.render(body.messages, tools or [])
+    prompt = await reader.render(body.messages, tools or [], body.chat_template_kwargs)
     limit = body.max_completion_tokens or body.max_tokens
     num_top, told = body.top_logprobs or 0, bool(body.logprobs)
     return Wanted(prompts=[prompt], limit=limit, num_top=num_top, with_logprobs=told, tools=tools)
