@@ -99,10 +99,10 @@ class Archiver:
         )
         parts = in_parts("events", [(int(entry.partition(b"-")[0]), fields[b"event"]) for entry, fields in events])
         parts |= in_parts("checkpoints", sorted((int(version), value) for version, value in checkpoints.items()))
-        await self._archive.write(archived, parts)
+        num_bytes = await self._archive.write(archived, parts)
         kept = state.kept.get("samples", Kept())
         if kept.dropped:  # an owner that died may have left files of them
             for files in (self._archive.sample_files, self._archive.answer_files):
                 await files.drop_below(spec.tenant, job, kept.first)
         await self._objects.delete_folder(f"payloads/{job}")
-        return Moved(job, spec.tenant, usage)
+        return Moved(job, spec.tenant, usage, num_bytes)

@@ -103,6 +103,11 @@ class Leaving(msgspec.Struct):
     asked: bool = False  # the message is sent: there is no way back
     everything: bool = False  # whatever else the store has of the run is deleted too
 
+    def num_bytes(self, size: tuple[int, int]) -> int:
+        """The bytes that their deletion frees. `size`: as in RunState."""
+        adapter, optimizer = size
+        return adapter * len(self.versions) + optimizer * (sum(self.versions.values()) + len(self.optimizers))
+
 
 class RunState(msgspec.Struct):
     """Changes with every operation that is answered."""
@@ -119,6 +124,7 @@ class RunState(msgspec.Struct):
     in_log: int = 0  # how many of the log are in it
     failed_at: int | None = None  # a failed operation since the newest version: the next optim_step fails too
     failed_why: str = ""  # what became of that operation
+    size: tuple[int, int] = (0, 0)  # bytes of each version: of the adapter, of the optimiser's state
     checkpoints: list[Checkpoint] = []
     inflight: int = -1  # the version of the newest save for samplers that follow such saves
     failure: Failure | None = None  # why it can do nothing more

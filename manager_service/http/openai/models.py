@@ -14,6 +14,7 @@ from manager_service.http.schemas import BaseObject, Deleted, ModelObject, Page
 from manager_service.http.stores.job_store import JobRow, JobStore
 from manager_service.http.stores.model_names import find_model
 from manager_service.records.job_records import FINAL
+from manager_service.records.stored import free_stored
 
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=COMMON)
 
@@ -71,6 +72,7 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
         raise conflict(f"graders of the job {job} ask this model until it has ended", code="model_in_use")
     await JobStore(api).mark_deleted(named.row)
     await api.adapters.delete_job(tenant.id, named.row.spec.id)
+    await free_stored(named.base.redis, named.base.cell, tenant.id, named.row.spec.id)
     return Deleted(id=model, object="model")
 
 

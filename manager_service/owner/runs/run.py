@@ -141,7 +141,7 @@ class Run:
     def _on_created(self, message: AdapterUpdate, changes: Changes) -> None:
         if message.failure is None:
             self.state.status, self.state.version = "ready", 0
-            self.retention.committed(0, changes)
+            self.retention.committed(0, message.size, changes)
             self._answer(OperationResult(0, msgspec.msgpack.encode(Saved(0))), changes)
         else:
             self._refuse_all(message.failure, changes)
@@ -157,7 +157,7 @@ class Run:
             self._refuse(number, failure, changes)
             return
         state.version, state.failed_at = message.adapter.version, None
-        self.retention.committed(state.version, changes)
+        self.retention.committed(state.version, message.size, changes)
         self._drop_log(changes)
         saved = Saved(state.version, load_of(operation).path)
         self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
@@ -340,7 +340,7 @@ class Run:
         state.in_log = sum(number <= last for number in self._log) if state.held else 0
         if committed:
             state.version += 1
-            self.retention.committed(state.version, changes)
+            self.retention.committed(state.version, message.size, changes)
             self._drop_log(changes)
         elif state.failed_at is not None:
             self._forget_gradient()
