@@ -26,6 +26,9 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     max_jobs: int = 16  # running at once in a cell; more are queued
     max_tokens_per_day: int | None = None  # prompt, sampled and trained; beyond it nothing is issued or accepted
+    max_stored_bytes: int | None = (
+        None  # in object storage; beyond it nothing is trained or accepted; None: the service's
+    )
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -95,6 +95,10 @@ class Run:
             ready=bool(self._next()),
         )
 
+    def commits_next(self) -> bool:
+        """Does the next message to a trainer make a version?"""
+        return bool(segment := self._next()) and segment[-1].action in ("optim_step", "load")
+
     def ready_tokens(self) -> int:
         """Positions of the next message to a trainer, at least 1."""
         return num_tokens(self._next())
