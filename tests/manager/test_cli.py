@@ -459,12 +459,14 @@ def test_usage_and_ledger(api: type[FakeApi]) -> None:
     row = {"job": "ftjob-1", **counters}
     report = {"data": [row], "total": {"job": None, **counters}}
     report |= {"tokens_today": 12_345, "max_tokens_per_day": 20_000}
+    report |= {"stored_bytes": 54_321, "max_stored_bytes": 60_000}
     api.answers = {
         ("GET", "/v1/usage"): report,
         ("GET", "/v1/fine_tuning/jobs/ftjob-1/usage"): row,
         ("GET", "/v1/fine_tuning/jobs/ftjob-1/ledger"): dict.fromkeys(account.FATES, 5) | {"issued": 30},
     }
     assert "12,345 tokens today of 20,000" in (printed := run("usage"))
+    assert "54,321 bytes stored of 60,000" in printed
     assert "ftjob-1" in printed and "total" in printed
     assert json.loads(run("usage", "--json")) == report
     assert "ftjob-1" in (printed := run("usage", "ftjob-1")) and "today" not in printed

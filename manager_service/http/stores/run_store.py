@@ -25,6 +25,7 @@ from manager_service.http.stores.tinker_names import Path, parse_path
 from manager_service.records.job_records import has_version, newest_stored
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import (
+    MAX_KEPT,
     Checkpoint,
     RunSpec,
     RunState,
@@ -36,9 +37,6 @@ from manager_service.records.run_records import (
 
 NUM_KEPT = 10_000
 """Runs whose specs a replica remembers: they never change."""
-
-MAX_KEPT = 10_000
-"""Runs of one tenant in a cell that Redis keeps, ended ones too."""
 
 WAIT_S = 20.0
 """Seconds that a request waits for the owner: another takes over within a lease."""

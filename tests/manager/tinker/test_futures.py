@@ -50,6 +50,9 @@ async def test_a_result_that_takes_long_is_asked_for_again(
     await until(server, 1)
     waits = (await client.retrieve(future(run, 1))).json()
     assert waits == told | {"queue_state": "active", "queue_state_reason": None}
+    await server.bus.client.hset(server.bus.cell.stored("default"), "total", 1 << 40)
+    waits = (await client.retrieve(future(run, 1))).json()
+    assert waits["queue_state"] == "paused_capacity" and "delete files, models" in waits["queue_state_reason"]
 
 
 async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, client: TinkerClient, run: str) -> None:
@@ -214,7 +217,7 @@ async def test_the_first_open_operation_is_taken_when_no_more_are(
     assert statuses == [200, 200, 200, 429, 429]
     assert (await client.send(pass_over(run, 1))).status_code == 200
     monkeypatch.setattr(operation_store, "MAX_OPEN", 100)
-    monkeypatch.setattr(operation_store, "MAX_OPEN_BYTES", 5000)
+    monkeypatch.setattr(operation_store, "MAX_HELD_BYTES", 5000)
     statuses = [(await client.send(pass_over(run, seq, num_tokens=100))).status_code for seq in range(5, 15)]
     assert statuses[0] == 200 and statuses[-1] == 429
 
