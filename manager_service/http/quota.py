@@ -42,7 +42,7 @@ async def check_stored(stored: StoredBytes, tenant: TenantRecord, more: int = 0)
 
 async def storage_fault(stored: StoredBytes, tenant: TenantRecord, more: int = 0) -> str:
     """The reason for which the tenant may store nothing more, with what to delete; empty if it may."""
-    limit, used = stored.limit(tenant), (await stored.totals([tenant.id]))[tenant.id]
+    limit, used = tenant.may_store(stored.max_bytes), (await stored.totals([tenant.id]))[tenant.id]
     if used + max(1, more) <= limit:
         return ""
     largest = ", ".join(f"{name} ({size:,})" for name, size in await stored.largest(tenant.id))

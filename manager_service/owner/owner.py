@@ -407,7 +407,6 @@ class Owner:
             for number, (partition, _) in self._owned.items():
                 for job in partition.jobs.values():
                     if self._allocator.waits_for_storage(job.id):
-                        job.journal.waits(time.time())
                         continue
                     limit_s, why = max(STALL_S, 3 * self._lease_s), partial(self._diagnosis, job)
                     job.journal.check_stall(time.time(), limit_s, why, changes[number])

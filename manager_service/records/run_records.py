@@ -154,6 +154,14 @@ MAX_KEPT = 10_000
 """Sessions that a tenant keeps, and, in a cell, its runs, and its samplers."""
 
 
+LEAST_HELD = 64 << 10
+
+
+def held_bytes(payload: bytes) -> int:
+    """The bytes for which an operation's data count while they stay in Redis: an owner looks at each, so small ones count for more."""
+    return max(len(payload), LEAST_HELD) if payload else 0
+
+
 async def forget_oldest(redis: Any, key: str, *records: Callable[[str], str]) -> None:
     """Forgets the first names of a sorted set beyond MAX_KEPT, with the records of each."""
     gone = [name.decode() for name in await redis.zrange(key, 0, -1 - MAX_KEPT)]

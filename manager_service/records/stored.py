@@ -55,9 +55,6 @@ class StoredBytes:
     cells: Mapping[Cell, Any]  # each with a client for its keys
     max_bytes: int  # of a tenant whose record says nothing else
 
-    def limit(self, tenant: TenantRecord) -> int:
-        return self.max_bytes if tenant.max_stored_bytes is None else tenant.max_stored_bytes
-
     async def totals(self, tenants: Sequence[str]) -> Counter[str]:
         """Bytes of each of these tenants, files included."""
         totals = Counter[str]()
@@ -74,7 +71,7 @@ class StoredBytes:
     async def room_for_files(self, tenant: TenantRecord) -> int:
         """Bytes that its files may have: what else it keeps leaves so many."""
         files = sum(map(int, await self.redis.hvals(file_sizes(tenant.id))))
-        return self.limit(tenant) - (await self.totals([tenant.id]))[tenant.id] + files
+        return tenant.may_store(self.max_bytes) - (await self.totals([tenant.id]))[tenant.id] + files
 
     async def largest(self, tenant: str, num: int = 3) -> list[tuple[str, int]]:
         """A tenant's files, jobs and runs that take the most bytes: names, as in the records above, with bytes."""

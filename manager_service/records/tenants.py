@@ -30,6 +30,10 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
         None  # in object storage; beyond it nothing is trained or accepted; None: the service's
     )
 
+    def may_store(self, default: int) -> int:
+        """Bytes. `default`: the service's."""
+        return default if self.max_stored_bytes is None else self.max_stored_bytes
+
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Stored under the sha256 of the key; the key itself is shown once."""

@@ -146,7 +146,6 @@ class Allocator:
 
     def charge(self, changes: Changes) -> None:
         """Charges the tenants for what they actually used."""
-        self.storage.charge(changes)
         for (tenant, _, counter), amount in changes.usage.items():
             if counter in ROLLOUT_COUNTERS:
                 self.charge_rollouts(tenant, amount)
@@ -164,7 +163,7 @@ class Allocator:
 
     def decide(self, now: float, changes: dict[int, Changes]) -> None:
         """Decides all that may happen now, and writes it into the `changes` of each owned partition."""
-        self.storage.expect(changes.values())
+        self.storage.charge(changes.values())
         self._start_queued(now, changes)
         self._follow_quotas(now, changes)
         if self.policy.barrier:
@@ -209,12 +208,14 @@ class Allocator:
         fresh = [name for name in self._held_back if not self._must_wait(self._members[name])]
         for name in (*over, *fresh):
             self._look_at(self._members[name], now)
-        for name in self._held_back - self._told_full:
+        for name in self._held_back ^ self._told_full:
             job = self._members[name]
-            if isinstance(job, Job) and (why := self.storage.why(self._tenant(job.spec.tenant))):
+            if isinstance(job, Job) and name in self._told_full:
+                self._told_full.discard(name)
+                job.journal.progressed(now, changes[job.partition])  # it has waited for no worker
+            elif isinstance(job, Job) and (why := self.storage.why(self._tenant(job.spec.tenant))):
                 self._told_full.add(name)
                 job.journal.warn(now, why, changes[job.partition])
-        self._told_full &= self._held_back
 
     def _publish_steps(self, now: float, changes: dict[int, Changes]) -> None:
         slots = self.cluster.slots("trainer")

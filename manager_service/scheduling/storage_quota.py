@@ -11,18 +11,16 @@ from manager_service.records.tenants import TenantRecord
 
 @dataclass(slots=True)
 class StorageQuota:
-    """The bytes that tenants store, as they were last read, and what was committed since."""
+    """The bytes that tenants store: as they were read last, and what has happened since."""
 
     max_bytes: int | None = None  # of a tenant whose record says nothing else; None: nobody reads, and nothing waits
     unread: set[str] = field(default_factory=set)  # tenants that were asked about, and are to be read
     _read: Counter[str] = field(default_factory=Counter)
     _since: Counter[str] = field(default_factory=Counter)
-    _coming: Counter[str] = field(default_factory=Counter)  # by the changes that the next commit has
 
     def begin_reading(self) -> None:
-        """Call before the bytes are read: what is committed meanwhile may count twice until the next time, and never not at all."""
-        for tenant in self._read:
-            self._read[tenant] += self._since[tenant]
+        """Call before the bytes are read: what happens meanwhile may count twice until the next time, and never not at all."""
+        self._read = Counter({tenant: num + self._since[tenant] for tenant, num in self._read.items()})
         self._since.clear()
 
     def read(self, num_bytes: Counter[str]) -> None:
@@ -30,12 +28,10 @@ class StorageQuota:
         self._read = num_bytes
         self.unread -= num_bytes.keys()
 
-    def charge(self, changes: Changes) -> None:
-        self._since.update(_bytes_of([changes]))
-
-    def expect(self, changes: Iterable[Changes]) -> None:
-        """Takes in what else has happened, and is not committed yet."""
-        self._coming = _bytes_of(changes)
+    def charge(self, changes: Iterable[Changes]) -> None:
+        for change in changes:
+            for (tenant, _), num_bytes in change.stored.items():
+                self._since[tenant] += num_bytes
 
     def is_full(self, tenant: TenantRecord) -> bool:
         """Does it keep all that it may, as far as is known? Then its jobs add at most one version each: that of a step under way."""
@@ -44,25 +40,14 @@ class StorageQuota:
         if tenant.id not in self._read:
             self.unread.add(tenant.id)
             return True
-        return self._used(tenant.id) >= self._limit(tenant)
+        return self._used(tenant) >= tenant.may_store(self.max_bytes)
 
     def why(self, tenant: TenantRecord) -> str:
         """Says to its users why their jobs wait; empty while it is not known."""
-        if tenant.id not in self._read:
+        if self.max_bytes is None or tenant.id not in self._read:
             return ""
-        what = f"its tenant stores {self._used(tenant.id):,} bytes, and may store {self._limit(tenant):,}"
+        what = f"its tenant stores {self._used(tenant):,} bytes, and may store {tenant.may_store(self.max_bytes):,}"
         return f"The job waits: {what}. {WHAT_TO_DELETE.capitalize()}: then it goes on by itself"
 
-    def _used(self, tenant: str) -> int:
-        return self._read[tenant] + self._since[tenant] + self._coming[tenant]
-
-    def _limit(self, tenant: TenantRecord) -> int:
-        return (self.max_bytes or 0) if tenant.max_stored_bytes is None else tenant.max_stored_bytes
-
-
-def _bytes_of(changes: Iterable[Changes]) -> Counter[str]:
-    found = Counter[str]()
-    for change in changes:
-        for (tenant, _), num_bytes in change.stored.items():
-            found[tenant] += num_bytes
-    return found
+    def _used(self, tenant: TenantRecord) -> int:
+        return self._read[tenant.id] + self._since[tenant.id]

@@ -264,10 +264,6 @@ class Journal:
             self._told_stall = False
             self.tell(now, changes, "The job goes on")
 
-    def waits(self, now: float) -> None:
-        """Notes that nothing can come back, and that the job has said why."""
-        self._last_progress_at = now
-
     def check_stall(self, now: float, limit_s: float, diagnosis: Callable[[], str], changes: Changes) -> None:
         """Warns once if nothing has come back to a running job for `limit_s`. `diagnosis` says why."""
         self._last_progress_at = self._last_progress_at or now

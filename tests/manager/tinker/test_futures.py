@@ -14,6 +14,7 @@ from manager_service.http.stores import operation_store
 from manager_service.http.tinker import operations, retrieval
 from manager_service.http.tinker.futures import operation_futures
 from manager_service.http.tinker.wire import protobuf, tinker_pb2
+from manager_service.records import run_records
 from manager_service.records.run_records import RunState, run_of
 from tests.manager.test_api_cluster import report, tell, until
 from tests.support.api_server import ApiServer, running_api
@@ -212,14 +213,16 @@ async def test_operations_are_numbered_from_one(client: TinkerClient, run: str, 
 async def test_the_first_open_operation_is_taken_when_no_more_are(
     client: TinkerClient, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run_records, "LEAST_HELD", 0)
     monkeypatch.setattr(operation_store, "MAX_OPEN", 4)
     statuses = [(await client.send(pass_over(run, seq))).status_code for seq in (2, 3, 4, 5, 6)]
     assert statuses == [200, 200, 200, 429, 429]
     assert (await client.send(pass_over(run, 1))).status_code == 200
     monkeypatch.setattr(operation_store, "MAX_OPEN", 100)
     monkeypatch.setattr(operation_store, "MAX_HELD_BYTES", 5000)
-    statuses = [(await client.send(pass_over(run, seq, num_tokens=100))).status_code for seq in range(5, 15)]
-    assert statuses[0] == 200 and statuses[-1] == 429
+    assert (await client.post("optim_step", model_id=run, seq_id=5, adam_params={})).status_code == 200
+    statuses = [(await client.send(pass_over(run, seq, num_tokens=100))).status_code for seq in range(6, 16)]
+    assert statuses[0] == 200 and statuses[-1] == 429, "there is room again once the step is done"
 
 
 async def test_numbers_are_not_remembered_for_ever(
