@@ -24,8 +24,6 @@ from manager_service.records.usage import usage_fields, usage_of
 BATCH_JOBS = 20
 """Jobs that are moved together."""
 
-READ_TENANTS = 1000
-"""Tenants of which it is looked at once whether they are counted."""
 RECOUNT_EVERY_S = 1.0
 log = structlog.get_logger()
 
@@ -127,12 +125,12 @@ class Recount:
         """Counts until cancelled. `tenants`: of the owned partitions. `commit`: as in `Archiver.run`."""
         cell = self._bus.cell
         while True:
-            names = [name for name in tenants() if name not in self._counted][:READ_TENANTS]
+            names = [name for name in tenants() if name not in self._counted]
             counted = await self._bus.pipelined(("HEXISTS", cell.stored(name), COUNTED) for name in names)
-            self._counted.update(name for name, known in zip(names, counted, strict=True) if known)
-            for name in [name for name in names if name not in self._counted]:
+            for name, is_counted in zip(names, counted, strict=True):
                 try:
-                    await commit(partition_of(name), await self._count(name))
+                    if is_counted or await commit(partition_of(name), await self._count(name)):
+                        self._counted.add(name)
                 except Unavailable as error:
                     log.warning("recount_delayed", tenant=name, reason=str(error))
             await asyncio.sleep(RECOUNT_EVERY_S)

@@ -406,7 +406,7 @@ class Owner:
             changes = {number: Changes() for number in self._owned}
             for number, (partition, _) in self._owned.items():
                 for job in partition.jobs.values():
-                    if self._allocator.waits_for_storage(job.id):
+                    if job.id in self._allocator.storage.told:
                         continue
                     limit_s, why = max(STALL_S, 3 * self._lease_s), partial(self._diagnosis, job)
                     job.journal.check_stall(time.time(), limit_s, why, changes[number])

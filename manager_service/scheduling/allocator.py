@@ -107,7 +107,6 @@ class Allocator:
     _closed: bool = False  # the barrier, under a policy that has one
     _told_quota: set[tuple[str, str]] = field(default_factory=set)
     _held_back: set[str] = field(default_factory=set)  # ready, but their tenants have no tokens or no storage left
-    _told_full: set[str] = field(default_factory=set)  # jobs of these that have said so
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
@@ -127,7 +126,7 @@ class Allocator:
     def _forget_member(self, name: str) -> None:
         self._members.pop(name, None)
         self._held_back.discard(name)
-        self._told_full.discard(name)
+        self.storage.told.discard(name)
         self.demand.update(name, None)
         self.queue.remove(name)
 
@@ -189,6 +188,7 @@ class Allocator:
             next_starts += self._next_starts(tenant, min(free, left))
         for job in sorted(next_starts, key=_age)[:left]:
             self._starts[job.spec.tenant] += 1
+            self.storage.ask(job.spec.tenant)
             self._guarded(job, now, changes, partial(job.start, now))
 
     def _next_starts(self, tenant: str, num: int) -> list[Member]:
@@ -208,14 +208,9 @@ class Allocator:
         fresh = [name for name in self._held_back if not self._must_wait(self._members[name])]
         for name in (*over, *fresh):
             self._look_at(self._members[name], now)
-        for name in self._held_back ^ self._told_full:
-            job = self._members[name]
-            if isinstance(job, Job) and name in self._told_full:
-                self._told_full.discard(name)
-                job.journal.progressed(now, changes[job.partition])  # it has waited for no worker
-            elif isinstance(job, Job) and (why := self.storage.why(self._tenant(job.spec.tenant))):
-                self._told_full.add(name)
-                job.journal.warn(now, why, changes[job.partition])
+        for name in self._held_back ^ self.storage.told:
+            if isinstance(job := self._members[name], Job):
+                self.storage.tell(job, self._tenant(job.spec.tenant), now, changes[job.partition])
 
     def _publish_steps(self, now: float, changes: dict[int, Changes]) -> None:
         slots = self.cluster.slots("trainer")
@@ -406,9 +401,6 @@ class Allocator:
                 text = f"The tenant's {limit} tokens of today are used up; the job goes on tomorrow"
                 job.journal.warn(now, text, changes[job.partition])
         return False
-
-    def waits_for_storage(self, job: str) -> bool:
-        return job in self._told_full
 
     def _must_wait(self, member: Member) -> bool:
         """Must its next message to a trainer wait? A job's steps are paid for, so only a lack of storage holds them up; of a run, it
