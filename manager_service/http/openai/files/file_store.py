@@ -18,7 +18,7 @@ from fastapi import UploadFile
 from common.errors import InvalidInput, NotFound
 from common.store.objects import PART_BYTES, Objects
 from common.suggestions import quoted
-from manager_service.http.errors import too_many
+from manager_service.http.errors import ApiError
 from manager_service.http.quota import check_stored
 from manager_service.http.reading.item_lines import FoundItems
 from manager_service.http.reading.reading_helpers import SLICE_BYTES, Helpers
@@ -122,12 +122,12 @@ class Files:
         keys = [_key(record.id), _index(tenant.id), file_sizes(tenant.id)]
         room = await self._stored.room_for_files(tenant)
         words = [record.id, JSON.encode(record), repr(now), num_bytes, MAX_FILES, room]
-        if not await self._redis.register_script(_KEEP)(
-            keys=keys, args=words
-        ):  # others were faster, or there are too many
+        kept = await self._redis.register_script(_KEEP)(keys=keys, args=words)
+        if not kept:  # others were faster, or there are too many
             await self._objects.delete(_path(record))
             await check_stored(self._stored, tenant, num_bytes)
-            raise too_many(f"you have {MAX_FILES:,} files: delete some first", code="too_many_files")
+            told = f"you have {MAX_FILES:,} files: delete some first"
+            raise ApiError(429, told, code="too_many_files", retry=False)
         return record
 
     async def get(self, tenant: str, file: str) -> FileRecord:
