@@ -16,6 +16,7 @@ MAX_DRAWN = 3
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled")
+"""`stale` stays 0: the version gate issues no group that could become too old (`owner/jobs/job.py`)."""
 
 
 def tuned_model(base_model: str, tenant: str, suffix: str, job: str) -> str:
@@ -179,7 +180,7 @@ class JobState(msgspec.Struct, kw_only=True):
     initialising: bool = False  # an Init is under way
     window: int = 0  # first group that no batch has used yet
     next_group: int = 0  # first group that was not issued yet
-    dropped: list[int] = []  # groups in the window that failed, were filtered or stale
+    dropped: list[int] = []  # groups in the window that failed or were filtered
     drawn: int = 0  # groups issued for the coming step, replacements included
     failed_groups: int = 0  # since the last step
     reasons: dict[str, int] = {}  # of failures since the last step
