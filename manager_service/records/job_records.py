@@ -200,9 +200,9 @@ class JobState(msgspec.Struct, kw_only=True):
     last_reward: float | None = None  # reward_mean of the newest step
     last_loss: float | None = None  # of the newest step
     last_eval_loss: float | None = None  # of a supervised job: eval_loss of the newest evaluation
-    sampling_gap: float | None = None  # of the newest step that measured one
+    gaps: dict[str, float] = {}  # `sampling_gap` and `lagged_gap`, each of the newest step that measured it
     steps_without_signal: int = 0  # the newest ones in a row
-    truncate_ratios: bool = False  # the gap exceeded its bound, so is_clip bounds the ratios of every loss
+    truncate_ratios: bool = False  # a gap exceeded its bound, so is_clip bounds the ratios of every loss
     tokens: int = 0  # prompt, sampled and trained; what was used since the state was last written may be missing
     evaluated: int = -1  # the version of the newest evaluation
     progress: ScoreProgress = msgspec.field(default_factory=ScoreProgress)

@@ -280,12 +280,13 @@ def test_a_job_that_starts_from_an_adapter_waits_for_its_copy(start: dict[str, A
     assert isinstance(message, Start) and not message.untrained
 
 
-def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_later_step() -> None:
+@pytest.mark.parametrize("name", ["sampling_gap", "lagged_gap"])
+def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_later_step(name: str) -> None:
     spec = job_spec(num_steps=3, batch_size=1, group_size=2)
     job = Job(CELL, spec, JobState(status="running", version=1), Items(), Items())
     changes = Changes()
     for gap in (None, 0.0009, 0.02, 0.03, 0.0001):
-        job.state.sampling_gap = gap
+        job.state.gaps = {} if gap is None else {"sampling_gap": 0.0, name: gap}
         before = job.orders.step(job.state, [], 1).loss.truncate_ratios
         job.journal.check_sampling_gap(1.0, 0.001, changes)
         after = job.orders.step(job.state, [], 1).loss.truncate_ratios
@@ -294,7 +295,7 @@ def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_l
     ((_, event),) = changes.events
     assert (
         event.level == "warn"
-        and "sampling_gap 0.0200 is beyond 0.001" in event.message
+        and f"{name} 0.0200 is beyond 0.001" in event.message
         and "is_clip = 2" in event.message
     )
 

@@ -19,9 +19,11 @@ from manager_service.records.sample_records import EventRecord, Kept, Limits, Sa
 
 WHOLE_SAMPLES = 8
 """Trajectories of a step's first groups that are kept token by token; of the others, all that are kept."""
+GAPS = ("sampling_gap", "lagged_gap")
+"""Metrics of how far rollout's and trainer's log-probs differ, over rows of the trained version and of older ones."""
 METRICS = (
     *("reward_mean", "reward_std", "loss", "kl", "grad_norm", "staleness"),
-    *("sampling_gap", "sampling_kl", "ess_share", "clip_fraction"),
+    *(*GAPS, "sampling_kl", "ess_share", "clip_fraction"),
 )
 """Metrics that every step's event has, null where there is no signal."""
 WARN_FAILED_SHARE = 0.05
@@ -112,8 +114,7 @@ class Journal:
         state, metrics = self._state, update.metrics
         state.trained_tokens += update.usage.trained_tokens
         state.last_reward, state.last_loss = metrics.get("reward_mean"), metrics.get("loss")
-        gap = metrics.get("sampling_gap")
-        state.sampling_gap = state.sampling_gap if gap is None else gap
+        state.gaps |= {name: gap for name in GAPS if (gap := metrics.get(name)) is not None}
         step = update.adapter.version
         failed_share = training.num_failed / max(1, training.num_failed + len(training.keys))
         data = {
@@ -232,12 +233,12 @@ class Journal:
             changes.dropped_samples.append((tenant, job, range(*dropped)))
 
     def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
-        """Lets later steps truncate importance weights, under any loss, once the gap exceeds the bound. Warns once."""
-        gap = self._state.sampling_gap
-        if gap is None or gap <= bound or self._state.truncate_ratios:
+        """Lets later steps truncate importance weights, under any loss, once a gap exceeds the bound. Warns once."""
+        name, gap = max(self._state.gaps.items(), key=lambda item: item[1], default=("", 0.0))
+        if gap <= bound or self._state.truncate_ratios:
             return
         self._state.truncate_ratios = True
-        what = f"sampling_gap {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
+        what = f"{name} {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
         limit = self._spec.hyper.loss.is_clip
         self.warn(now, f"{what}; importance weights are truncated at is_clip = {limit:g} from now on", changes)
 
