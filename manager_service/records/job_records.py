@@ -202,6 +202,8 @@ class JobState(msgspec.Struct, kw_only=True):
     last_eval_loss: float | None = None  # of a supervised job: eval_loss of the newest evaluation
     gaps: dict[str, float] = {}  # `sampling_gap` and `lagged_gap`, each of the newest step that measured it
     steps_without_signal: int = 0  # the newest ones in a row
+    steps_far: int = 0  # that trained far from the policy that sampled: the newest ones in a row
+    warns_far_from: int = 0  # the first version at which that is warned of again
     truncate_ratios: bool = False  # a gap exceeded its bound, so is_clip bounds the ratios of every loss
     tokens: int = 0  # prompt, sampled and trained; what was used since the state was last written may be missing
     evaluated: int = -1  # the version of the newest evaluation
@@ -209,6 +211,11 @@ class JobState(msgspec.Struct, kw_only=True):
     stop: Stop | None = None  # training ends early
     stepped_at: float | None = None  # when the newest version was committed, or the job went on: seconds since 1970
     step_s: float | None = None  # of a step, averaged over the newest
+
+    @property
+    def learned_nothing(self) -> bool:
+        """Has no step had anything to learn from?"""
+        return 0 < self.version <= self.steps_without_signal
 
     def move_window(self, first: int) -> None:
         """A batch has used the groups below `first`."""

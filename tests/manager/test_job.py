@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -294,9 +295,7 @@ def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_l
     assert after
     ((_, event),) = changes.events
     assert (
-        event.level == "warn"
-        and f"{name} 0.0200 is beyond 0.001" in event.message
-        and "is_clip = 2" in event.message
+        event.level == "warn" and f"{name} 0.0200 is beyond 0.001" in event.message and "is_clip = 2" in event.message
     )
 
 
@@ -400,6 +399,57 @@ def test_an_evaluation_of_which_too_much_failed_is_a_warning_with_a_reason(num_f
     ((_, event),) = changes.events
     assert event.level == level
     assert event.message.endswith("; 10% of it failed, the first of them: grader: it raised") == (level == "warn")
+
+
+GOOD: dict[str, float | None] = {"num_signal_rows": 8.0, "advantage_std": 0.9, "ess_share": 0.9, "sampling_kl": 0.01}
+EQUAL: dict[str, float | None] = {"num_signal_rows": 0.0, "advantage_std": 0.0, "reward_mean": 0.0}
+
+
+def told(*steps: dict[str, float | None]) -> list[tuple[int, str]]:
+    """The warnings of a job whose steps have these metrics, and its last event: each with the version after which it came."""
+    state = JobState(status="running", version=0)
+    journal, found = Journal(job_spec(num_steps=len(steps)), state, LIMITS), list[tuple[int, str]]()
+    for metrics in steps:
+        state.version, changes = state.version + 1, Changes()
+        adapter = AdapterRef("t", "j", state.version)
+        update = AdapterUpdate(id="u", tenant="t", job="j", partition=0, adapter=adapter, batch="b", metrics=metrics)
+        journal.trained(update, Training("b", (), 0, (0,)), 1.0, changes)
+        if state.version == len(steps):
+            journal.completed(2.0, changes)
+        found += [(state.version, event.message) for _, event in changes.events if event.type == "message"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nothing", "why"),
+    [
+        (EQUAL, r"no group's rewards differ \(their mean is 0.00\)\. Read the samples\."),
+        (EQUAL | {"num_signal_rows": 8.0}, "no group's rewards differ"),  # of a job with a KL term
+        ({"no_signal": 1.0}, "no group's rewards differ. Read the samples"),  # dynamic sampling has dropped them
+        (EQUAL | {"truncated_share": 0.9}, r"max_tokens \(90% of the answers were cut off\)"),
+        (EQUAL | {"advantage_std": 0.5}, "mask_truncated leaves out all answers whose rewards differ"),
+    ],
+)
+def test_steps_that_learn_nothing_are_warned_of_and_a_job_of_such_steps_says_so_at_its_end(
+    nothing: dict[str, float | None], why: str
+) -> None:
+    (_, first), *others, (version, last) = told(nothing, nothing, nothing)
+    assert re.search(f"^For 2 steps nothing was learned: .*{why}", first) and not others
+    assert version == 3 and "completed, but nothing was learned: in none of its 3 steps" in last
+    assert told(nothing, GOOD, nothing) == [(3, "The job has successfully completed")]
+
+
+@pytest.mark.parametrize(
+    ("far", "why"),
+    [({"ess_share": 0.29}, "ess_share 0.29 is below 0.3"), ({"sampling_kl": 0.11}, "sampling_kl 0.11 is above 0.1")],
+)
+def test_two_steps_far_from_the_policy_that_sampled_are_warned_of_at_most_once_in_ten(
+    far: dict[str, float | None], why: str
+) -> None:
+    stale = GOOD | far | {"staleness": 1.0}
+    *warnings, _ = told(GOOD, stale, GOOD, *[stale] * 14)
+    assert [version for version, _ in warnings] == [5, 15]
+    assert all(f"({why}): lower max_staleness" in message for _, message in warnings)
 
 
 # ---- a new owner ----------------------------------------------------------------------------------------------------

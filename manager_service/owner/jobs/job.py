@@ -306,7 +306,7 @@ class Job:
             self.fail(state.unanswerable(), now, changes)
         elif state.status == "running" and state.version >= self.num_steps and not state.evals:
             self._finish("succeeded", now, changes)
-            self.journal.tell(now, changes, "The job has successfully completed")
+            self.journal.completed(now, changes)
 
     def _drop_groups(self, changes: Changes) -> None:
         hyper, state = self.spec.hyper, self.state
