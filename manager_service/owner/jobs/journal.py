@@ -167,10 +167,9 @@ class Journal:
         """Writes the last event of a job that has succeeded."""
         if not self._state.learned_nothing:
             return self.tell(now, changes, "The job has successfully completed")
-        text = f"The job has completed, but nothing was learned: in none of its {self._state.version} steps did rewards differ"
-        self.tell(
-            now, changes, f"{text} within a group that was trained", level="warn", data={"code": "nothing_learned"}
-        )
+        none = f"in none of its {self._state.version} steps did a trained group's rewards differ"
+        text = f"The job has completed, but nothing was learned: {none}"
+        self.tell(now, changes, text, level="warn", data={"code": "nothing_learned"})
 
     def _shown(self) -> str:
         """The newest step's figure."""
