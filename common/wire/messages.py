@@ -138,7 +138,7 @@ class LossSpec(msgspec.Struct, frozen=True, gc=False):
     truncate_ratios: bool = False  # is_clip bounds all other losses' ratios too: the job's sampling gap was too wide
     kl_coef: float = 0.0
     mask_truncated: bool = False
-    max_tokens: int = MAX_TOKENS  # dr_grpo's denominator
+    max_tokens: int = MAX_TOKENS  # dr_grpo's denominator: the most that the model can write in a trajectory
     temperature: float = TEMPERATURE
 
 
