@@ -15,6 +15,10 @@ LIMITS = LLParserLimits(max_grammar_size=50_000, max_lexer_states=20_000, verbos
 MAX_ITEMS = 10_000
 """Each that `minItems` or `maxItems` counts costs a kilobyte before the library looks at its limits."""
 ITEM_COUNTS = ("minItems", "maxItems")
+OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose members have names of the user's, and are schemas."""
+AS_THEY_ARE = ("const", "enum", "default", "examples", "allOf")
+"""Keywords of values; and the one whose schemas are met together, each with properties of its own."""
 COMPACT = {"whitespace_flexible": False}
 """JSON without white space: a model that could write it without end does."""
 AS_TRAINED = COMPACT | {"item_separator": ", ", "key_separator": ": "}
@@ -50,7 +54,26 @@ def call_grammar(functions: Sequence[Mapping[str, Any]], *, tags_are_tokens: boo
 def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     if (num := sum(_counted_items(schema))) > MAX_ITEMS:
         raise ValueError(f"minItems and maxItems come to {num:g}: at most {MAX_ITEMS}")
-    return f"%json {_text({**schema, 'x-guidance': options})}"
+    return f"%json {_text({**_closed(schema), 'x-guidance': options})}"
+
+
+def _closed(schema: Any) -> Any:
+    """The schema, by which objects whose properties are named have no others unless it says so: small models would write some
+    without end."""
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    members: Mapping[str, Any] = schema
+    closed = {name: _closed_member(name, value) for name, value in members.items()}
+    return {"additionalProperties": False, **closed} if "properties" in members and "allOf" not in members else closed
+
+
+def _closed_member(name: str, value: Any) -> Any:
+    if name in OF_NAMES and isinstance(value, Mapping):
+        schemas: Mapping[str, Any] = value
+        return {key: _closed(each) for key, each in schemas.items()}
+    return value if name in AS_THEY_ARE else _closed(value)
 
 
 def _counted_items(value: Any) -> Iterator[float]:

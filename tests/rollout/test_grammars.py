@@ -9,9 +9,11 @@ import pytest
 
 from common.errors import InvalidInput
 from common.text.grammars import json_grammar
+from rollout_service.engine import Generated
 from tests.support.engines_under_test import KINDS, Running, process_engine
 from tests.support.fake_core import FakeCore
 from tests.support.rollout_cases import bits, files_of, nearly, one, prompt, ref, request, tokenizer
+from tests.support.rollout_cases import running as running_torch
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 MASKING = [kind for kind in KINDS if kind != "fake"]
@@ -89,13 +91,12 @@ async def test_a_moved_turn_goes_on_in_its_grammar_or_is_refused(running: Runnin
                     await one(engine, moved)
 
 
-@follows
-async def test_what_is_no_grammar_fails_its_own_turn_by_name(running: Running) -> None:
-    if running.scales_prompts:
-        async with running() as engine:
-            with pytest.raises(InvalidInput, match=r"the answer cannot follow its grammar: .*nowhere"):
-                await one(engine, asked(grammar="start: nowhere"))
-            assert value((await one(engine, asked())).tokens)
+async def test_a_turn_that_cannot_follow_its_grammar_fails_alone() -> None:
+    async with running_torch() as engine:
+        odd = [asked(grammar="start: nowhere"), asked(grammar='start: "a"', partial=([98], [-1.0]))]
+        *failed, answer = await asyncio.gather(*[one(engine, each) for each in (*odd, asked())], return_exceptions=True)
+    assert all("the answer cannot follow its grammar" in str(error) for error in failed)
+    assert isinstance(answer, Generated) and value(answer.tokens)
 
 
 async def test_an_engine_whose_process_masks_nothing_refuses_grammars() -> None:

@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 ASKED: Any = [{"role": "user", "content": "where to?"}]
 
 
-class Night(BaseModel, extra="forbid"):
+class Night(BaseModel):
     kind: Literal["room", "tent"]
     beds: int = Field(ge=1, le=9)
 
 
-class Stay(BaseModel, extra="forbid"):
+class Stay(BaseModel):
     city: Literal["Oslo", "Rome"]
     nights: list[Night] = Field(min_length=1, max_length=2)
     note: str | None = Field(max_length=4)
