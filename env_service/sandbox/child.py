@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import resource
@@ -47,6 +48,7 @@ FIRST_UID = 1_000_000_000
 NOBODY = 65534
 WORK_BYTES, WORK_FILES = 16 * 1024 * 1024, 4096
 """The most that the working folder holds."""
+NUMPY = ("numpy", "numpy.fft", "numpy.linalg", "numpy.ma", "numpy.polynomial", "numpy.random")
 LOOK_EVERY_S = 0.02
 """Seconds between two looks into a working folder that is no file system of its own."""
 
@@ -58,9 +60,19 @@ def main() -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free: 0
+    if "numpy" in job["source"]:
+        import_numpy(job["site"])
     layers = shut_in(job, set(job["layers"]))
     write = make_reporter(result_fd, job["nonce"], layers)
     run(job, write)
+
+
+def import_numpy(site: str) -> None:
+    """Imports what numpy imports only where it is first named: once shut in, the call no longer finds its files."""
+    sys.path.append(site)
+    for name in NUMPY:
+        importlib.import_module(name)
+    sys.path.remove(site)
 
 
 # ------------------------------------------------------------------------------------------------- tenant's code

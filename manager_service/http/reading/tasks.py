@@ -7,7 +7,7 @@ import msgspec
 
 from common.errors import InvalidInput
 from common.tasks.environments import grader_of, validate_environment
-from common.tasks.graders import check_item, item_fields, validate_grader
+from common.tasks.graders import Grader, check_item, check_sources, item_fields, validate_grader
 from common.text.grammars import call_grammar, json_grammar
 from common.text.tokens import ChatTokenizer
 from common.text.tool_calls import OPEN
@@ -205,18 +205,26 @@ def _check_items(task: CheckItems, tokenizer: ChatTokenizer) -> LongPrompts:
 
 
 def _check_grader(task: CheckGrader) -> None:
-    grader = validate_grader(task.grader, param=task.param)
+    grader = _grader(task.grader, task.param)
     if task.item is not None:
         check_item(grader, task.item, param=task.param)
 
 
 def _fields_of_method(task: CheckMethod) -> list[str]:
     if task.grader is not None:
-        return sorted(item_fields(validate_grader(task.grader, param=f"{task.param}.grader")))
+        return sorted(item_fields(_grader(task.grader, f"{task.param}.grader")))
     spec, param = EnvSpec(task.environment, task.args), f"{task.param}.environment"
     validate_environment(spec, param=param)
     grader = grader_of(spec, param=param)
+    if grader:
+        check_sources(grader, param=f"{param}.args.grader")
     return sorted(item_fields(grader)) if grader else []
+
+
+def _grader(given: dict[str, Any], param: str) -> Grader:
+    grader = validate_grader(given, param=param)
+    check_sources(grader, param=param)
+    return grader
 
 
 def _body(text: bytes) -> Any:
