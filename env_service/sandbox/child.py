@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import os
 import resource
@@ -48,7 +47,6 @@ FIRST_UID = 1_000_000_000
 NOBODY = 65534
 WORK_BYTES, WORK_FILES = 16 * 1024 * 1024, 4096
 """The most that the working folder holds."""
-NUMPY = ("numpy", "numpy.fft", "numpy.linalg", "numpy.ma", "numpy.polynomial", "numpy.random")
 LOOK_EVERY_S = 0.02
 """Seconds between two looks into a working folder that is no file system of its own."""
 
@@ -60,19 +58,13 @@ def main() -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free: 0
-    if "numpy" in job["source"]:
-        import_numpy(job["site"])
+    sys.path.append(job["site"])
+    for name in job["imports"]:  # once shut in, the call no longer finds their files
+        __import__(name)
+    sys.path.pop()
     layers = shut_in(job, set(job["layers"]))
     write = make_reporter(result_fd, job["nonce"], layers)
     run(job, write)
-
-
-def import_numpy(site: str) -> None:
-    """Imports what numpy imports only where it is first named: once shut in, the call no longer finds its files."""
-    sys.path.append(site)
-    for name in NUMPY:
-        importlib.import_module(name)
-    sys.path.remove(site)
 
 
 # ------------------------------------------------------------------------------------------------- tenant's code
@@ -219,10 +211,7 @@ def set_limits(limits: dict[str, int]) -> None:
     pairs = (
         (resource.RLIMIT_CPU, cpu),  # holds even if the supervisor is stopped
         (resource.RLIMIT_AS, memory),  # the address space: a limit of memory that needs no cgroup
-        (
-            resource.RLIMIT_FSIZE,
-            limits["file_bytes"],
-        ),  # bounds a file between two looks of the supervisor
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),  # bounds a file between two looks of the supervisor
         (resource.RLIMIT_NOFILE, 32),
         (resource.RLIMIT_NPROC, 8),  # threads count too
         (resource.RLIMIT_CORE, 0),  # no copy of a crashed call on the disk

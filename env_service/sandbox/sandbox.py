@@ -57,6 +57,8 @@ CHILD = Path(__file__).with_name("child.py")
 CODE = marshal.dumps(compile(CHILD.read_text(), str(CHILD), "exec", dont_inherit=True))
 """Compiled once: compiling takes a child a third of a short call's time. Sent by stdin, so no file must be kept from calls."""
 SITE = str(Path(np.__file__).parents[1])
+NUMPY = ("numpy", "numpy.fft", "numpy.linalg", "numpy.ma", "numpy.polynomial", "numpy.random")
+"""Modules for source that names numpy, with those that numpy imports only where they are first used."""
 START = f"import marshal, sys; exec(marshal.loads(sys.stdin.buffer.read({len(CODE)})))"
 PREFIX = "marlaas-sandbox-"
 LAYERS = ("namespaces", "landlock", "seccomp")
@@ -198,7 +200,8 @@ class Sandbox:
             "memory_bytes": self._limits.memory_bytes,
             "file_bytes": self._limits.file_bytes,
         }
-        job = {"source": source, **call, "limits": limits, "layers": self._layers, "site": SITE}
+        imports = {"site": SITE, "imports": NUMPY if "numpy" in source else ()}
+        job = {"source": source, **call, "limits": limits, "layers": self._layers, **imports}
         return msgspec.json.encode(job | self._filters | {"worker": os.getpid()})
 
     async def _run(self, job: bytes, allowance: work.Allowance) -> Outcome:
