@@ -85,13 +85,11 @@ async def calls_are_forced(client: openai.AsyncOpenAI) -> None:
         answer: Any = await client.chat.completions.create(
             model="calls", messages=asked, tools=tools, tool_choice=choice, n=8, max_tokens=400
         )
-        called = set[str]()
         for each in answer.choices:
             (call,) = each.message.tool_calls
             assert (each.finish_reason, each.message.content) == ("tool_calls", None)
             assert kinds[call.function.name].model_validate_json(call.function.arguments)
-            called.add(call.function.name)
-        assert called == ({"book", "ask"} if choice == "required" else {"ask"})
+            assert choice == "required" or call.function.name == "ask"
 
 
 async def what_cannot_be_followed_is_refused_by_name(client: openai.AsyncOpenAI) -> None:
