@@ -45,6 +45,9 @@ class NoEnd:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return ""
 
+    def to_json(self) -> str:
+        raise NotImplementedError("no grammar is asked for here")
+
 
 def adapter_files(decoder: Decoder, seed: int) -> dict[str, bytes]:
     """An adapter's files, random."""
