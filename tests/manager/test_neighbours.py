@@ -1,6 +1,9 @@
 """Large lists, bodies and downloads of one tenant cost the others little of Redis' memory and of the manager's processor."""
 
 import asyncio
+import os
+import resource
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 from common.bus.bus import Bus
 from common.bus.fullness import memory_used
 from common.bus.streams import Cell
+from common.children.helpers import Helper
 from common.store.objects import Objects
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.http.openai.jobs import jobs as job_routes
@@ -44,6 +48,18 @@ async def large_jobs(server: ApiServer) -> list[str]:
     for job in made:
         await write_state(server, job, status="succeeded", version=1)
     return made[::-1]
+
+
+async def helper_of(server: ApiServer) -> Helper:
+    """The helper that reads large bodies, once it has read one."""
+    body = {"model": "tiny", "training_file": "x" * 8192}
+    assert (await server.http.post("/v1/fine_tuning/jobs", json=body)).status_code == 400
+    (helper,) = idle(server)
+    return helper
+
+
+def idle(server: ApiServer) -> list[Helper]:
+    return server.api.helpers._pool._idle  # pyright: ignore[reportPrivateUsage]
 
 
 async def figure(server: ApiServer, section: str, name: str) -> int:
@@ -105,3 +121,24 @@ async def test_what_waits_for_a_client_to_read_it_is_no_memory_used(
     finally:
         await bus.close()
         redis.stop()
+
+
+async def test_a_helper_has_a_gigabyte_of_address_space_beyond_its_start(server: ApiServer) -> None:
+    pid = (await helper_of(server))._process.pid  # pyright: ignore[reportPrivateUsage]
+    most, _ = resource.prlimit(pid, resource.RLIMIT_AS)
+    has = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    assert 0.9 * 2**30 < most - has <= 2**30
+
+
+async def test_a_helper_whose_client_leaves_is_killed(server: ApiServer) -> None:
+    body, headers = b"[" + b"1," * 8192, {"Content-Type": "application/json"}
+    for path in ("/v1/fine_tuning/jobs", "/api/v1/asample", "/api/v1/forward"):
+        helper = await helper_of(server)
+        os.kill(helper._process.pid, signal.SIGSTOP)  # pyright: ignore[reportPrivateUsage]
+        asking = asyncio.create_task(server.http.post(path, content=body, headers=headers))
+        async with asyncio.timeout(60):
+            while idle(server):
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            while helper.alive:
+                await asyncio.sleep(0.01)
