@@ -1,6 +1,8 @@
 """Large lists, bodies and downloads of one tenant cost the others little of Redis' memory and of the manager's processor."""
 
 import asyncio
+import base64
+import hashlib
 import os
 import resource
 import signal
@@ -142,3 +144,13 @@ async def test_a_helper_whose_client_leaves_is_killed(server: ApiServer) -> None
             asking.cancel()
             while helper.alive:
                 await asyncio.sleep(0.01)
+
+
+async def test_the_pages_for_people_run_and_load_nothing_of_others(server: ApiServer) -> None:
+    for path in ("/docs", "/openapi.json", "/"):
+        answer = await server.http.get(path)
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+    style = (await server.http.get("/docs")).text.partition("<style>")[2].partition("</style>")[0]
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"'sha256-{digest}'" in answer.headers["content-security-policy"]
