@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -83,7 +84,10 @@ def test_what_paths_are_added_to_has_neither_a_query_nor_a_fragment(url: str) ->
 def test_a_name_that_leads_into_a_refused_network_is_not_called_unless_that_is_listed(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (address, 80))])
+    def found(*_: object, **__: object) -> list[Any]:
+        return [(0, 0, 0, "", (address, 80))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
     with pytest.raises(NotAllowed, match=r"address of example\.org"):
         asyncio.run(AllowedHosts("example.org").resolve(httpx.URL("http://example.org/")))
     network = next(network for network in PRIVATE if _holds(network, address))

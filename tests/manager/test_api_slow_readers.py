@@ -176,6 +176,10 @@ async def test_a_download_that_nobody_sends_leaves_its_place(monkeypatch: pytest
     assert [file.closed for file in files] == [True, True]
 
 
+def nothing(_: object, file: IO[bytes]) -> None:
+    pass
+
+
 async def test_downloads_of_a_tenant_compute_in_one_thread_and_keep_no_other_tenant_waiting(server: ApiServer) -> None:
     job = (await create(server.openai)).id
     await commit_version(server, job, 1)
@@ -186,7 +190,7 @@ async def test_downloads_of_a_tenant_compute_in_one_thread_and_keep_no_other_ten
     reading = asyncio.create_task(files_of(api, api.bases["tiny"], mine, adapter))
     # Then another tenant's files are hashed and packed meanwhile, and this one's afterwards
     read = partial(files_of, api, api.bases["tiny"], other, adapter)
-    await api.downloads.answer(other, read, lambda *_: None, "text/plain", {})
+    await api.downloads.answer(other, read, nothing, "text/plain", {})
     assert not reading.done()
     may_go.set()
     assert await computing and set(await reading) == set(PEFT_FILES)
@@ -203,9 +207,6 @@ async def test_downloads_are_made_by_the_weights_of_their_tenants(monkeypatch: p
             return {}
 
         await made.answer(TenantRecord(id=tenant, created_at=0, weight=weight), read, nothing, "text/plain", {})
-
-    def nothing(_: object, file: IO[bytes]) -> None:
-        pass
 
     # One place is held all the time, and two tenants share the other
     asked = [("long", 1.0, 1.0), *[("light", 1.0, 0.1)] * 2, *[("heavy", 1000.0, 0.1)] * 3]

@@ -1,7 +1,7 @@
 """The codec: our bytes are the SDK's, what is wrong with a pass is told, and no body costs more than its limit."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 import numpy as np
@@ -232,7 +232,7 @@ MANY: list[tuple[dict[str, Any], str]] = [
 def test_what_would_become_too_many_objects_fails_its_operation_before(
     parts: dict[str, list[bytes]], told: str
 ) -> None:
-    body = pb.PassOutline(model_id="run", seq_id=7, **parts).SerializeToString()
+    body = pb.PassOutline(model_id="run", seq_id=7, **cast(Any, parts)).SerializeToString()
     found = checked(zstandard.compress(body), encoding="zstd")
     assert (found.model, found.seq) == ("run", 7) and told in found.fault
 
