@@ -42,7 +42,7 @@ TINKER_PREFIX = "tml-"
 ANSWER_S = 4.0
 """Seconds that a request waits for Redis before it answers 503."""
 MAX_READS = 2
-"""Reads of jobs' records by one tenant at once: each may have a megabyte, and an answer to compute."""
+"""Reads of jobs' or runs' records by one tenant at once: each may have a megabyte or two."""
 MAX_CONNECTIONS = 64
 """Connections of one client, whose calls are short: more would take longer to make than they save."""
 

@@ -90,10 +90,6 @@ def test_a_name_that_leads_into_a_refused_network_is_not_called_unless_that_is_l
     monkeypatch.setattr(socket, "getaddrinfo", found)
     with pytest.raises(NotAllowed, match=r"address of example\.org"):
         asyncio.run(AllowedHosts("example.org").resolve(httpx.URL("http://example.org/")))
-    network = next(network for network in PRIVATE if _holds(network, address))
+    network = next(one for one in PRIVATE if ipaddress.ip_address(address) in ipaddress.ip_network(one))
     listed = AllowedHosts(f"example.org,{network}")
     assert asyncio.run(listed.resolve(httpx.URL("http://example.org/"))) == address
-
-
-def _holds(network: str, address: str) -> bool:
-    return ipaddress.ip_address(address) in ipaddress.ip_network(network)

@@ -17,10 +17,13 @@ from common.bus.fullness import memory_used
 from common.bus.streams import Cell
 from common.children.helpers import Helper
 from common.store.objects import Objects
+from common.wire.messages import LoraSpec
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.http.openai.jobs import jobs as job_routes
 from manager_service.http.stores import job_store
 from manager_service.launcher.embedded_redis import find_server
+from manager_service.records.keys import JSON
+from manager_service.records.run_records import Checkpoint, RunSpec, RunState
 from tests.support.api_server import ApiServer, create, running_api, upload, write_state
 
 SOURCE = "def grade(sample, item):\n    return 1.0\n#" + "x" * 200_000
@@ -30,17 +33,12 @@ NUM = 12
 
 
 @pytest.fixture
-async def redis(tmp_path: Path) -> AsyncIterator[RedisServer]:
-    """A Redis of its own, whose figures nobody else changes."""
-    server = RedisServer.start(tmp_path, durable=False)
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-async def server(redis: RedisServer, tmp_path: Path) -> AsyncIterator[ApiServer]:
+async def server(tmp_path: Path) -> AsyncIterator[ApiServer]:
+    """The API over a Redis of its own, whose figures nobody else changes."""
+    redis = RedisServer.start(tmp_path, durable=False)
     async with running_api(redis.url, tmp_path / "data") as running:
         yield running
+    redis.stop()
 
 
 async def large_jobs(server: ApiServer) -> list[str]:
@@ -92,8 +90,14 @@ async def test_a_page_of_jobs_is_bounded_in_bytes_and_openai_reads_on(server: Ap
 
 async def test_many_lists_at_once_leave_redis_memory_flat(server: ApiServer) -> None:
     await large_jobs(server)
+    state = RunState(checkpoints=[Checkpoint("weights", "x" * 100, 1, 1)] * 1000)
+    for run in (f"run-0123456789abcdef-{number}" for number in range(40)):
+        spec = RunSpec(run, "default", "ses-0123456789abcdef", "tiny", "tiny", LoraSpec(), 1, 1)
+        await server.api.redis.hset(server.bus.cell.run(run), mapping={"spec": JSON.encode(spec), **state.fields()})
+        await server.api.redis.zadd(server.bus.cell.tenant_runs("default"), {run: 1})
     before = await figure(server, "memory", "used_memory_peak")
-    pages = [server.http.get(url) for url in ("/v1/fine_tuning/jobs?limit=100", "/v1/models") for _ in range(20)]
+    urls = ("/v1/fine_tuning/jobs?limit=100", "/v1/models", "/api/v1/training_runs?limit=1000", "/api/v1/checkpoints")
+    pages = [server.http.get(url) for url in urls for _ in range(15)]
     assert {page.status_code for page in await asyncio.gather(*pages)} == {200}
     assert await figure(server, "memory", "used_memory_peak") - before < 16 << 20
 

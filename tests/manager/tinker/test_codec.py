@@ -237,13 +237,6 @@ def test_what_would_become_too_many_objects_fails_its_operation_before(
     assert (found.model, found.seq) == ("run", 7) and told in found.fault
 
 
-def test_a_pass_of_as_many_data_as_may_be_is_read() -> None:
-    one = pb.ForwardBackwardRequest.FromString(given()).data[0]
-    body = pb.ForwardBackwardRequest(loss_fn="cross_entropy", data=[one] * 4096).SerializeToString()
-    found = read_pass(body, content_type=protobuf.CONTENT_TYPE, encoding="", max_bytes=MAX_BYTES)
-    assert not found.fault and found.num_tokens == 4096 * found.longest
-
-
 def test_a_body_is_one_whole_frame() -> None:
     frame = zstandard.ZstdCompressor().compress(given())
     for body in (frame * 2, frame[:-8]):
