@@ -309,6 +309,8 @@ def test_log_probs_of_the_prompt_and_the_best_tokens_are_asked_for(fields: dict[
         ({"sampling_params": {"max_tokens": 2**64}}, "sampling_params.max_tokens"),
         ({"seq_id": 2**64}, "seq_id"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"response_format": {"type": "json_object"}}}, "response_format: samples to learn from"),
+        ({"sampling_params": {"structured_outputs": {}}}, "structured_outputs: samples to learn from"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens must be at least 1"),
         ({"num_samples": 0}, "num_samples is between 1 and"),
         ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "not chunks of kind 'image'"),
