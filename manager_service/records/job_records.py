@@ -256,6 +256,8 @@ class JobState(msgspec.Struct, kw_only=True):
 
 DELETED, MOVING = "deleted", "moving"
 """Fields of `job:<job>` that stand there only if they are true."""
+SUFFIX, VERSION = "suffix", "version"
+"""Fields of `job:<job>` that repeat a little of its specification and state, for lists."""
 
 
 def has_version(spec: JobSpec, state: JobState, version: int) -> bool:

@@ -342,6 +342,21 @@ async def test_a_stream_tells_events_in_order_as_they_come_is_kept_alive_and_end
             break
 
 
+async def test_a_stream_of_events_ends_with_the_key_that_opened_it(server: ApiServer) -> None:
+    job, keys = (await create(server.openai)).id, "/v1/admin/tenants/default/keys"
+    made = (await server.http.post(keys, headers=server.as_admin())).json()
+    own = {"Authorization": f"Bearer {made['key']}"}
+    await write_events(server, job, STEPS[:1])
+    url = f"/v1/fine_tuning/jobs/{job}/events?stream=true"
+    async with asyncio.timeout(60), server.http.stream("GET", url, headers=own) as answer:
+        lines = answer.aiter_lines()
+        assert await anext(lines) == "id: 1"
+        assert (await server.http.delete(f"{keys}/{made['id']}", headers=server.as_admin())).status_code == 200
+        await write_events(server, job, STEPS[1:2], first=2)
+        told = [line async for line in lines]
+    assert "invalid_api_key" in told[-2] and not any(line == "id: 2" for line in told)
+
+
 # Results -------------------------------------------------------------------------------------------------------------
 
 
