@@ -220,7 +220,7 @@ class Cell:
 
     def records(self, job: str) -> tuple[str, ...]:
         """All keys of one job."""
-        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints)
+        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints, self.versions)
         return tuple(key(job) for key in keys)
 
     @property

@@ -340,7 +340,6 @@ class TrainStep(Message, frozen=True, kw_only=True):
     rows: Rows  # empty: nothing to learn from, the version is committed unchanged (`no_signal`)
     trajectories: tuple[str, ...] = ()  # ids of the rows
     next_group: int  # the data cursor, kept in the manifest
-    drops: tuple[int, ...] = ()  # versions of the job whose files go once v+1 is committed
     weight: float = 1.0  # the tenant's, among those whose steps a trainer holds
     untrained: bool = False  # `adapter` is a version 0 to be drawn from `seed`, unless a trainer has done so
 
