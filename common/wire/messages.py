@@ -443,6 +443,7 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     dtype: str = ""  # that a rollout worker samples in: float32, bfloat16
     fingerprint: str = ""  # of the bits that it computes in deterministic mode
     reason: str = ""  # why it was refused, or what it waits for
+    disk_full: bool = False  # the store's disk has less than its reserve free
     waiting: dict[str, str] = {}  # job -> what its work waits for, outside of this worker
     spans: tuple[Span, ...] = ()
     counters: dict[str, float] = {}  # totals since its start, for /metrics

@@ -65,6 +65,7 @@ OCCURRENCES: dict[str, Iterable[int]] = {
     "HVALS": (1,),
     "XREADGROUP": (1, 25, *range(47, 56, 2)),
     "INFO": (1,),
+    "EXISTS": (1,),
     "TIME": (1,),
     "ZRANGE": (1, 3),
     "XTRIM": (1, 4),
