@@ -70,6 +70,12 @@ class SampleFiles:
         folder = self._folder(tenant, job)
         await self._objects.delete(*(f"{folder}/{version}.json" for version in versions))
 
+    async def delete(self, tenant: str, job: str) -> int:
+        """Deletes all of a job's. Returns their bytes."""
+        sizes = await self._objects.sizes(self._folder(tenant, job))
+        await self._objects.delete(*sizes)
+        return sum(sizes.values())
+
     async def drop_below(self, tenant: str, job: str, first: int) -> None:
         """Deletes whatever is there of versions below `first`."""
         await self.drop(tenant, job, [version for version in await self.versions(tenant, job) if version < first])

@@ -196,6 +196,7 @@ async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiS
     await tab.page.get_by_text("No worker is alive").wait_for()
     await tab.go("/usage")
     await tab.page.get_by_role("link", name="bluebird").wait_for()
+    await tab.page.get_by_role("cell", name="of 16.0 GiB").first.wait_for()
 
 
 async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(

@@ -18,7 +18,7 @@ from manager_service.records.job_records import MOVING, JobState
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import NUM_SEQS_KEPT, USED_S, RunState, Sampler, session_of
 from manager_service.records.sample_records import CheckpointRecord, EventRecord, SampleKind
-from manager_service.records.stored import add_stored, records_of
+from manager_service.records.stored import COUNTED, add_stored, records_of
 from manager_service.records.usage import ARCHIVED, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
 
 RedisCommand = list[Any]
@@ -36,7 +36,7 @@ class Moved:
     job: str
     tenant: str = ""  # empty: its record cannot be read, so it stays where it is
     usage: Mapping[str, float] = field(default_factory=dict[str, float])  # counter -> amount
-    num_bytes: int = 0  # that were written
+    num_bytes: int = 0  # that were written; of a run, that were deleted and still count: negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ class Changes:
     stored: Counter[tuple[str, str]] = field(
         default_factory=Counter
     )  # (tenant, what) -> bytes more; see records.stored
+    counted: list[str] = field(default_factory=list)  # tenants whose stored bytes are complete from now on
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
     samples: list[KeptSamples] = field(default_factory=list)
     dropped_samples: list[tuple[str, str, range]] = field(default_factory=list)  # tenant, job, versions
@@ -92,7 +93,7 @@ class Changes:
 
     def __bool__(self) -> bool:
         parts = (self.published, self.acks, self.ledger, self.opened, self.closed, self.events, self.usage, self.states)
-        parts += (self.moving, self.moved, self.entered, self.runs, self.retire, self.over, self.stored)
+        parts += (self.moving, self.moved, self.entered, self.runs, self.retire, self.over, self.stored, self.counted)
         return any(parts)
 
     def ack(self, stream: str, entry: str) -> None:
@@ -125,6 +126,7 @@ def commands(
     result += _usage(changes, cell, now)
     for (tenant, what), num_bytes in changes.stored.items():
         result += add_stored(cell, tenant, what, num_bytes)
+    result += [["HSET", cell.stored(tenant), COUNTED, 1] for tenant in changes.counted]
     for job, event in changes.events:
         result.append(["XADD", cell.events(job), f"{event.sequence}-0", "event", JSON.encode(event)])
     for job, first in changes.dropped_events.items():
@@ -221,6 +223,7 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[RedisCommand]
         run, tenant = moved.job, moved.tenant
         result.append(["DEL", *(key(run) for key in (cell.run, cell.versions, cell.seqs, cell.results))])
         result += [["ZREM", key, run] for key in (cell.tenant_runs(tenant), cell.retire(partition))]
+        result += add_stored(cell, tenant, run, moved.num_bytes) + [["HDEL", cell.stored(tenant), run]]
         result += _used_up(moved, cell)
     return result
 
