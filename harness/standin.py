@@ -303,7 +303,7 @@ async def held_out(objects: Objects, spec: JobSpec, num: int) -> JobSpec:
 async def create_job(bus: Bus, spec: JobSpec, state: JobState | None = None) -> None:
     """Creates a job as the API's script does."""
     cell, partition = bus.cell, partition_of(spec.tenant)
-    record = {"spec": JSON.encode(spec), "state": JSON.encode(state or JobState())}
+    record: dict[Any, Any] = {"spec": JSON.encode(spec), "state": JSON.encode(state or JobState())}
     await bus.client.hset(cell.job(spec.id), mapping=record)
     await bus.client.sadd(cell.active(partition), spec.id)
     await command(bus, spec, "create")

@@ -163,7 +163,8 @@ async def test_while_redis_disk_is_full_only_reads_deletes_and_cancels_are_serve
     async with running_api(redis_url, tmp_path) as server, running_jobs(server) as env:
         jobs, client = server.openai.fine_tuning.jobs, server.bus.client
         file, other = [await upload(server.openai, jsonl(item())) for _ in range(2)]
-        going = await jobs.create(model="tiny", training_file=file, method=method(**SMALL, max_steps=10_000))
+        how: Any = method(**SMALL, max_steps=10_000)
+        going = await jobs.create(model="tiny", training_file=file, method=how)
         body: dict[str, Any] = {"model": "tiny", "training_file": file, "method": method(**SMALL, max_steps=1)}
         await client.set(server.bus.cell.disk_full, 1)
         await until(lambda: _refuses(server))

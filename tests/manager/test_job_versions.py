@@ -45,7 +45,7 @@ async def ended(bus: Bus, job: str, tenant: str) -> bool:
 async def trained(server: ApiServer, **hyper: Any) -> str:
     """A job that has ended, of which somebody used version 1."""
     file = await upload(server.openai, jsonl(*(item() for _ in range(4))))
-    how = method(batch_size=1, group_size=2, max_steps=STEPS, **hyper)
+    how: Any = method(batch_size=1, group_size=2, max_steps=STEPS, **hyper)
     job = (await server.openai.fine_tuning.jobs.create(model="tiny", training_file=file, method=how)).id
     await server.bus.client.set(server.bus.cell.use(job, 1), "")
     async with running_jobs(server):

@@ -75,7 +75,7 @@ OCCURRENCES: dict[str, Iterable[int]] = {
 """Every command that an owner sends (a script by its name, a pipeline by its first), and at which of them it dies."""
 
 
-SELDOM = {"MULTI", "XPENDING", "SCRIPT", "HMGET"}
+SELDOM = {"MULTI", "XPENDING", "SCRIPT", "HMGET", "HGET"}
 """Commands that slow loops send, only if the job lasts long enough for them to turn again, and changes nothing; and the first use of
 a script that Redis does not know yet."""
 
