@@ -15,11 +15,21 @@ from common.store.objects import Objects
 from common.wire.messages import AdapterRef, EnvSpec
 from harness.standin import create_job, job_spec, state_of, until_status
 from manager_service.owner.runs import runs
-from manager_service.records.job_records import JobState
-from manager_service.records.run_records import use
+from manager_service.records.job_records import JobState, Training
+from manager_service.records.run_records import Leaving, use
 from tests.common.test_worker import until
 from tests.manager.test_archive import archived
-from tests.support.api_server import ApiServer, item, jsonl, method, running_api, running_jobs, upload
+from tests.support.api_server import (
+    ApiServer,
+    create,
+    item,
+    jsonl,
+    method,
+    running_api,
+    running_jobs,
+    upload,
+    write_state,
+)
 from tests.support.owning import System
 
 STEPS, KEEP = 11, 4
@@ -114,3 +124,23 @@ async def test_what_unfinished_jobs_copy_or_ask_stays_and_an_owner_that_dies_del
 
 async def _reached(bus: Bus, version: int) -> bool:
     return (await state_of(bus, "job-a")).version >= version
+
+
+async def test_a_model_is_deleted_only_when_no_trainer_is_to_delete_versions_of_it(server: ApiServer) -> None:
+    """The bytes would be counted as deleted twice. A step that waits for room on a full disk keeps nobody from making some."""
+    client, active = server.bus.client, server.bus.cell.active(partition_of("default"))
+    ends: list[dict[str, Any]] = [
+        {"leaving": Leaving("f", {1: False}, [])},
+        {},
+        {"training": Training("b", (), 0, (1,))},
+    ]
+    for refused, state in zip((True, True, False), ends, strict=True):
+        job = (await create(server.openai)).id
+        await write_state(server, job, status="cancelled", version=3, **state)
+        await client.sadd(active, job)  # its owner has more to do
+        if refused:
+            with pytest.raises(openai.ConflictError, match="has just ended") as told:
+                await server.openai.models.delete(f"ft:tiny:default::{job}")
+            assert told.value.code == "wrong_job_state"
+            await client.srem(active, job)
+        assert (await server.openai.models.delete(f"ft:tiny:default::{job}")).deleted
