@@ -63,6 +63,7 @@ IMPORTERS = {
         "manager_service/launcher/redis_room.py",
         "manager_service/launcher/supervisor.py",
         "manager_service/owner/transaction.py",
+        "manager_service/records/stored.py",
     },
     "datasets": {"marlaas_client/dataset.py"},
     "pyarrow": {"marlaas_client/dataset.py"},

@@ -74,7 +74,7 @@ class Surroundings:
         while True:
             storage.begin_reading()
             tenants = sorted({*self._allocator.demand.active, *storage.unread})
-            storage.read(await self._bus.retrying(lambda t=tenants: self._stored.totals(t)))
+            storage.read(await self._bus.retrying(lambda t=tenants: self._stored.totals(t, own=self._cell)))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STORAGE_EVERY_S):
                     await self.storage_asked.wait()

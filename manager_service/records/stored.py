@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from redis.exceptions import RedisError
+
 from common.bus.streams import Cell
 from common.store.objects import Objects
 from manager_service.records.keys import GLOBAL
@@ -55,15 +57,19 @@ class StoredBytes:
     cells: Mapping[Cell, Any]  # each with a client for its keys
     max_bytes: int  # of a tenant whose record says nothing else
 
-    async def totals(self, tenants: Sequence[str]) -> Counter[str]:
-        """Bytes of each of these tenants, files included."""
+    async def totals(self, tenants: Sequence[str], *, own: Cell | None = None) -> Counter[str]:
+        """Bytes of each of these tenants, files included. A cell whose Redis is away is left out, for it lets nothing be stored
+        meanwhile; `own` is not."""
         totals = Counter[str]()
         for cell, redis in self.cells.items():
             pipe = redis.pipeline(transaction=False)
             for tenant in tenants:
                 pipe.hget(cell.stored(tenant), TOTAL)
-            for tenant, num_bytes in zip(tenants, await pipe.execute(), strict=True):
-                totals[tenant] += int(num_bytes or 0)
+            try:
+                totals.update({name: int(num or 0) for name, num in zip(tenants, await pipe.execute(), strict=True)})
+            except RedisError:
+                if cell == own:
+                    raise
         for tenant in tenants:
             totals[tenant] += sum(map(int, await self.redis.hvals(file_sizes(tenant))))
         return totals

@@ -283,7 +283,7 @@ async def test_a_phone_shows_all_of_a_job_its_failed_share_and_the_models_name_t
     await tab.go(f"/job/{job}")
     await tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     await tab.page.get_by_role("button", name="Copy").click()
-    assert await tab.page.evaluate("navigator.clipboard.readText()") == tuned != None
+    assert tuned and await tab.page.evaluate("navigator.clipboard.readText()") == tuned
 
 
 async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServer, tab: Tab) -> None:

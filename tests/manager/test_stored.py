@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.exceptions import RedisError
 
 from common.bus.bus import Bus
+from common.bus.redis_connection import make_client
+from common.bus.streams import Cell
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef
+from harness.redis_server import free_port
 from harness.standin import StandInTrainer, commit, create_job, state_of, until_status
 from manager_service.records.archive import SampleFiles
 from manager_service.records.keys import JSON
@@ -158,6 +162,17 @@ async def test_what_was_stored_before_it_was_counted_is_listed_once(bus: Bus, ob
         COUNTED: 1,
     }
     await system.stop()
+
+
+async def test_a_cell_whose_redis_is_away_keeps_nobody_from_counting_in_others(bus: Bus) -> None:
+    away, cell = make_client(f"redis://127.0.0.1:{free_port()}/0", "away"), Cell("away")
+    await bus.client.hset(bus.cell.stored(TENANT), TOTAL, 7)
+    await bus.client.hset(file_sizes(TENANT), "file-a", 2)
+    stored = StoredBytes(bus.client, {cell: away, bus.cell: bus.client}, 0)
+    assert await stored.totals([TENANT, "other"], own=bus.cell) == {TENANT: 9, "other": 0}
+    with pytest.raises(RedisError):
+        await stored.totals([TENANT], own=cell)
+    await away.aclose()
 
 
 # ---- the API --------------------------------------------------------------------------------------------------------
