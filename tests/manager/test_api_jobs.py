@@ -157,6 +157,24 @@ async def test_a_job_s_prompts_leave_room_in_its_own_context(server: ApiServer) 
     assert (await spec_of(server, made.id)).hyper.max_context == 300
 
 
+@pytest.mark.parametrize(
+    ("how", "hyper", "most"),
+    [
+        ({"grader": GRADER}, {"max_tokens": 30}, 30),  # its environment asks once
+        ({"environment": {"name": "calculator"}}, {"max_tokens": 30, "max_turns": 4}, 120),
+        ({"environment": {"name": "calculator"}}, {"max_tokens": 60, "max_turns": 60}, 2048),
+        ({"environment": {"name": "calculator"}}, {"max_tokens": 30, "max_context": 100}, 100),
+    ],
+)
+async def test_dr_grpo_divides_by_the_most_that_a_trajectory_can_write(
+    server: ApiServer, how: dict[str, Any], hyper: dict[str, int], most: int
+) -> None:
+    file = await upload(server.openai)
+    given = {"type": "reinforcement", "reinforcement": {**how, "hyperparameters": {"loss": "dr_grpo", **hyper}}}
+    made = await create(server.openai, training_file=file, method=given)
+    assert (await spec_of(server, made.id)).hyper.loss.max_tokens == most
+
+
 async def test_prompts_are_measured_at_upload_else_at_creation(server: ApiServer) -> None:
     file = await upload(server.openai, jsonl(item("x" * 2040), item()))
     key = f"{GLOBAL}file:{file}"

@@ -18,7 +18,7 @@ from common.errors import InvalidInput, Unavailable
 from common.sharing.places import SharedThreads
 from common.tasks.environments import BUILT_IN
 from common.text.tokens import ChatTokenizer
-from manager_service.http.reading.tasks import CheckMethod, Task, do
+from manager_service.http.reading.tasks import CheckMethod, Constrain, Task, do
 from manager_service.http.sampling.places import SharedPlaces
 from manager_service.records.tenants import TenantRecord
 
@@ -54,9 +54,10 @@ class Helpers:
 
     async def do(self, tenant: TenantRecord, task: Task, *, num_bytes: int) -> Any:
         """The answer to a task about so many bytes. Raises InvalidInput, also if it takes too long; Unavailable if the helper dies."""
-        if num_bytes <= TINY_BYTES and not _may_import(task):
+        is_slow = isinstance(task, Constrain)  # however small it is, and another language's code
+        if num_bytes <= TINY_BYTES and not is_slow and not _may_import(task):
             return do(task, self._tokenizers)
-        if num_bytes <= SMALL_BYTES:
+        if num_bytes <= SMALL_BYTES and not is_slow:
             return await self.beside(tenant, partial(do, task, self._tokenizers))
         async with self._places.one(tenant, WAIT_S):
             return await self._ask(await self.beside(tenant, partial(msgspec.msgpack.encode, task)))

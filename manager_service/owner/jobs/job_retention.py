@@ -64,8 +64,7 @@ class JobRetention(Retention[JobSpec, JobState]):
         n = spacing(state.version, keep)
         needed = [version for version in self.versions if version % n == 0]
         needed += [group.version for group in self._open.groups.values()]
-        needed += map(int, state.evals)
-        needed += state.training.versions if state.training else ()
+        needed += [*map(int, state.evals), *(state.training.versions if state.training else ())]
         needed += [] if state.best_version is None else [state.best_version]
         return dict.fromkeys(needed, False) | {state.version: True, state.version - 1: True}
 

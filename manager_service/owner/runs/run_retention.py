@@ -136,8 +136,6 @@ class Retention(Generic[Spec, State]):
         """Has the state written."""
         raise NotImplementedError
 
-    # ---- helpers ----------------------------------------------------------------------------------------------------
-
     def _needs(self, others: VersionNeeds, now: float) -> VersionNeeds:
         return _together([self._own(now), others])
 

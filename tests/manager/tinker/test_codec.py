@@ -285,6 +285,8 @@ def test_log_probs_of_the_prompt_and_the_best_tokens_are_asked_for(fields: dict[
         ({"sampling_params": {"stop": [""]}}, "strings of 1 to"),
         ({"sampling_params": {"stop": list(range(65))}}, "at most 64 token ids"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"response_format": {"type": "json_object"}}}, "response_format: samples to learn from"),
+        ({"sampling_params": {"structured_outputs": {}}}, "structured_outputs: samples to learn from"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens must be at least 1"),
         ({"num_samples": 0}, "num_samples is between 1 and"),
         ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "not chunks of kind 'image'"),

@@ -39,6 +39,8 @@ class TinkerSamplingParams(msgspec.Struct):
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    response_format: Any = None  # refused, as is vLLM's name for it
+    structured_outputs: Any = None
 
 
 class SampleGiven(msgspec.Struct):
@@ -132,6 +134,10 @@ def _sampling(params: TinkerSamplingParams, prompt_logprobs: int) -> Sampling:
         raise InvalidInput("sampling_params.top_p is above 0, and at most 1", param="sampling_params.top_p")
     if params.top_k < -1:
         raise InvalidInput("sampling_params.top_k is at least 1, or -1 for all tokens", param="sampling_params.top_k")
+    for name in ("response_format", "structured_outputs"):
+        if getattr(params, name) is not None:
+            hint = "samples to learn from follow no grammar: leave it out"
+            raise InvalidInput(f"sampling_params.{name}: {hint}", param=f"sampling_params.{name}", code="not_offered")
     words, ids = _stops(params.stop)
     return Sampling(
         temperature=params.temperature,
