@@ -27,6 +27,7 @@
     bits:live                  zset     services that have live workers, by when they count as gone, ms
     store                      string   identity of the local store that the cell's first service found
     memory                     hash     kind of key -> bytes of Redis' memory, estimated by one owner
+    disk-full                  string   set while the disk of `marlaas up`'s Redis is full
     dropped                    hash     stream -> entries that were dropped because it had too many bytes
     owners                     zset     tokens of live owners by when they count as dead, ms
     weights                    hash     partition, from 1 -> weight of its active tenants
@@ -133,6 +134,7 @@ class Cell:
     bits_live = Key("bits:live")
     store = Key("store")
     memory = Key("memory")
+    disk_full = Key("disk-full")
     dropped = Key("dropped")
     owners = Key("owners")
     weights = Key("weights")
@@ -220,7 +222,7 @@ class Cell:
 
     def records(self, job: str) -> tuple[str, ...]:
         """All keys of one job."""
-        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints)
+        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints, self.versions)
         return tuple(key(job) for key in keys)
 
     @property

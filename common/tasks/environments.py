@@ -176,6 +176,12 @@ def grader_of(spec: EnvSpec, *, param: str = "environment") -> Grader | None:
     return validate_grader(cast(Mapping[str, Any], grader), param=where)
 
 
+def grader_in(spec: EnvSpec) -> Mapping[str, Any] | None:
+    """The grader among a valid environment's arguments; None: there is none that this service runs."""
+    grader: Any = spec.args.get("grader") if spec.name in BUILT_IN else None
+    return cast(Mapping[str, Any], grader) if isinstance(grader, Mapping) else None
+
+
 def is_multi_turn(spec: EnvSpec) -> bool:
     return spec.name not in ("single_turn", SUPERVISED)
 

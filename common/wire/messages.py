@@ -341,7 +341,6 @@ class TrainStep(Message, frozen=True, kw_only=True):
     rows: Rows  # empty: nothing to learn from, the version is committed unchanged (`no_signal`)
     trajectories: tuple[str, ...] = ()  # ids of the rows
     next_group: int  # the data cursor, kept in the manifest
-    drops: tuple[int, ...] = ()  # versions of the job whose files go once v+1 is committed
     weight: float = 1.0  # the tenant's, among those whose steps a trainer holds
     untrained: bool = False  # `adapter` is a version 0 to be drawn from `seed`, unless a trainer has done so
 
@@ -445,6 +444,7 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     dtype: str = ""  # that a rollout worker samples in: float32, bfloat16
     fingerprint: str = ""  # of the bits that it computes in deterministic mode
     reason: str = ""  # why it was refused, or what it waits for
+    disk_full: bool = False  # the store's disk has less than its reserve free
     waiting: dict[str, str] = {}  # job -> what its work waits for, outside of this worker
     spans: tuple[Span, ...] = ()
     counters: dict[str, float] = {}  # totals since its start, for /metrics

@@ -109,7 +109,7 @@ def translated(error: Exception) -> ApiError:
         case InvalidInput():
             return ApiError(400, str(error), code=error.code or "invalid_request", param=error.param)
         case NotFound():
-            return ApiError(404, str(error), code="not_found")
+            return ApiError(404, str(error), code=error.code)
         case AlreadyExists():
             return conflict(str(error), code="already_exists")
         case ClientDisconnect():

@@ -340,8 +340,8 @@ def test_composes_store_keeps_objects_on_a_volume_that_is_the_bucket_and_every_s
         assert len(keys) == 1 and store["environment"][name] == f"${{MANAGER_AWS_{part}:-}}"
 
 
-NOT_IN_COMPOSE = {"MARLAAS_BASE_MODEL", "MARLAAS_DEVICES", "MARLAAS_ROLLOUT_SHARE"}
-"""Set in services that an operator adds, or of `marlaas up` alone."""
+NOT_IN_COMPOSE = {"MARLAAS_BASE_MODEL", "MARLAAS_DEVICES", "MARLAAS_ROLLOUT_SHARE", "MARLAAS_DISK_RESERVE_BYTES"}
+"""Set in services that an operator adds, or of `marlaas up` alone, or of a store that is a folder."""
 
 
 def test_what_the_docs_tell_an_operator_to_set_reaches_the_containers() -> None:

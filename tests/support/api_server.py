@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.fine_tuning import FineTuningJob
 
 from common.bus.bus import Bus, Out, Settlement
-from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT
+from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, partition_of
 from common.cancellation import cancel_all
 from common.store.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.wire.messages import (
@@ -40,7 +40,7 @@ from manager_service.http.server import make_api, serve
 from manager_service.http.tinker.parts import Records, make_records
 from manager_service.owner.jobs.journal import MAX_TEXT
 from manager_service.records.archive import SampleFiles
-from manager_service.records.job_records import VERSION, JobSpec, JobState
+from manager_service.records.job_records import FINAL, VERSION, JobSpec, JobState
 from manager_service.records.keys import JSON
 from manager_service.records.sample_records import LIMITS, CheckpointRecord, EventRecord, Kept, SampleKind, SampleRecord
 from manager_service.settings import ManagerSettings
@@ -320,6 +320,8 @@ async def write_state(server: ApiServer, job: str, **changes: Any) -> None:
     state = JobState(**changes)
     fields = {"state": JSON.encode(state), VERSION: state.version}
     await server.api.redis.hset(server.bus.cell.job(job), mapping=fields)
+    if state.status in FINAL:
+        await server.api.redis.srem(server.bus.cell.active(partition_of("default")), job)
 
 
 async def write_events(

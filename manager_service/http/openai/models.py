@@ -4,10 +4,11 @@ from pathlib import Path
 
 from fastapi import APIRouter
 
+from common.bus.streams import partition_of
 from common.errors import InvalidInput
 from common.text.tokens import REPLY_ROLES, ChatTokenizer
 from manager_service.http.context import Base, Parts, Tenant
-from manager_service.http.errors import COMMON, conflict, declared
+from manager_service.http.errors import COMMON, RETRY_LATER, ApiError, conflict, declared
 from manager_service.http.openai.grader_models import asked_models
 from manager_service.http.openai.paging import page
 from manager_service.http.schemas import BaseObject, Deleted, ModelObject, Page
@@ -52,7 +53,7 @@ async def retrieve(api: Parts, tenant: Tenant, model: str) -> ModelObject:
 async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
     """Delete all versions of a finished job's adapter, and its samples; the job and its events stay.
 
-    All other writes to the adapter store are by trainers. A finished job has no trainer, so nobody races with this.
+    All other writes to the adapter store are by trainers. A finished job has none, but for a step under way.
     """
     named = await find_model(api, tenant, model)
     if named.adapter.is_base:
@@ -63,6 +64,9 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
         raise InvalidInput("a single version cannot be deleted: name the model without @", param="model")
     if named.row.state.status not in FINAL:
         raise conflict(f"the model's job is {named.row.state.status}: cancel it first", code="wrong_job_state")
+    if await _is_leaving(named.base, named.row):  # its owner would count the same bytes as deleted once more
+        told = "the model's job has just ended, and some of its versions are being deleted: try again in some seconds"
+        raise ApiError(409, told, code="wrong_job_state", headers=RETRY_LATER)
     if job := await JobStore(api).unfinished_user(tenant.id, lambda spec: model in asked_models(spec.env)):
         raise conflict(f"graders of the job {job} ask this model until it has ended", code="model_in_use")
     await JobStore(api).mark_deleted(named.row)
@@ -70,6 +74,14 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
     await free_stored(named.base.redis, named.base.cell, tenant.id, named.row.spec.id)
     await _delete_samples(named.base, tenant.id, named.row.spec.id)
     return Deleted(id=model, object="model")
+
+
+async def _is_leaving(base: Base, row: JobRow) -> bool:
+    """Are versions of an ended job deleted just now, or will they be?"""
+    state, active = row.state, base.cell.active(partition_of(row.spec.tenant))
+    if state.leaving is None and (state.training or state.initialising):
+        return False  # a trainer may wait for room on a full disk, which deletions make
+    return row.archived is None and bool(await base.redis.sismember(active, row.spec.id))
 
 
 async def _delete_samples(base: Base, tenant: str, job: str) -> None:
