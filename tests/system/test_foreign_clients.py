@@ -20,7 +20,7 @@ from tests.support.trainer_cases import TINY
 from tests.support.verifiers_python import python_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
-TASK = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}"}
+TASK = {"dataset_path": "json", "test_split": "test", "doc_to_text": "{{question}}", "target_delimiter": ""}
 TASKS: dict[str, dict[str, Any]] = {
     "continues": {
         "output_type": "generate_until",
