@@ -242,8 +242,9 @@ def _installed(_: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
 async def imported(spec: EnvSpec) -> None:
     """Imports an installed environment in a thread if it is new here: that takes some half a minute, in which the event loop must go on.
     What fails is told by `load_installed`."""
-    entry = installed().get(spec.name)
-    if spec.name in (*BUILT_IN, SUPERVISED) or (entry is not None and sys.modules.get(entry.module) in _in_use):
+    if spec.name in (*BUILT_IN, SUPERVISED):
+        return
+    if (entry := installed().get(spec.name)) and sys.modules.get(entry.module) in _in_use:
         return
     with suppress(InvalidInput):
         await asyncio.to_thread(load_installed, spec.name)
