@@ -141,7 +141,8 @@ async def test_a_gateway_chats_and_fine_tunes(service: tuple[LocalCluster, Api])
     file = await api.upload("examples.jsonl", jsonl(rows))
     python = await asyncio.to_thread(python_with, "litellm", "1.110.2")
     told = await run(python, "-c", GATEWAY, f"{cluster.base_url}/v1", cluster.api_key, file)
-    text, num_tokens, job = json.loads(told.splitlines()[-1])
+    (line,) = (line for line in told.splitlines() if line.startswith("["))  # it says more
+    text, num_tokens, job = json.loads(line)
     assert isinstance(text, str) and num_tokens > 0
     (done,) = await api.until_done(job)
     assert (done["status"], done["method"]["type"], done["num_steps"]) == ("succeeded", "supervised", 4)
