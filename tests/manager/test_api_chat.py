@@ -159,8 +159,9 @@ async def test_an_echo_begins_with_the_prompt_and_has_an_entry_for_every_token(s
         assert (plain.choices[0].text, plain.choices[0].logprobs) == ("ab95", None)
     assert {request.sampling.prompt_logprobs for request in script.seen} == {-1, 0}
     for wrong in ({"n": 2}, {"stream": True}, {"logprobs": 1, "temperature": 0.7}, {"echo": False, "max_tokens": 0}):
+        body: dict[str, Any] = {"model": "tiny", "prompt": "ab", "echo": True, **wrong}
         with pytest.raises(openai.BadRequestError, match="echo"):
-            await create(**{"model": "tiny", "prompt": "ab", "echo": True, **wrong})
+            await create(**body)
 
 
 async def test_a_tuned_model_answers_with_its_newest_or_a_pinned_version(server: ApiServer) -> None:

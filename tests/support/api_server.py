@@ -224,7 +224,7 @@ class Script:
         """The result of these tokens; None: of all."""
         tokens = self._tokens(request) if tokens is None else tokens
         tops = [[(int(t), -0.5), (65, -2.0)][: request.sampling.num_top_logprobs] for t in tokens]
-        of_prompt = {}
+        of_prompt: dict[str, Any] = {}
         if request.sampling.prompt_logprobs:
             before = request.num_prompt - 1
             top = [(66, -0.25), (67, -0.25)][: request.sampling.num_top_logprobs]

@@ -35,7 +35,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "metric_list": [{"metric": "acc"}],
     },
 }
-ITEMS = [
+ITEMS: list[dict[str, Any]] = [
     {
         "question": f"<|user|>add {a}+{b}<|end|><|assistant|>",
         "answer": str(a + b),
