@@ -126,7 +126,7 @@ EXAMPLES: list[AnyMessage] = [
         next_group=9,
         drops=(1,),
     ),
-    AdapterUpdate(**PLAIN, adapter=ADAPTER, batch="b", metrics={"loss": 0.5, "kl": None}),
+    AdapterUpdate(**PLAIN, adapter=ADAPTER, batch="b", metrics={"loss": 0.5, "kl": None}, size=(9, 18)),
     JobCommand(**PLAIN, action="warn", text="w"),
     GradeRequest(**PLAIN, env=EnvSpec("e"), item={}, output_text="x", reply_to="r"),
     GradeResult(**PLAIN, reward=0.5),
@@ -155,13 +155,15 @@ EXAMPLES: list[AnyMessage] = [
         first=2,
         operations=(RunOperation(3, "optim_step", b"p", True),),
     ),
-    OperationsDone(**PLAIN, adapter=ADAPTER, attempt=1, results=(OperationResult(3, b"r"),), held=3, holder="w"),
+    OperationsDone(
+        **PLAIN, adapter=ADAPTER, attempt=1, results=(OperationResult(3, b"r"),), held=3, holder="w", size=(9, 18)
+    ),
     OperationsAnswered(**PLAIN, seqs=(3, 4)),
     NameChange(**PLAIN, checkpoint="weights", name="n", version=3, created_at=5, expires_at=9, deletes=True),
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "4889368ec368126a51ed9983fc8bbf429cc5ee82b7a9d59f43c88ee93d5c3617"
+SNAPSHOT = "6faec5972a3fe546c4b4c3bbbcf4beb258233150bb5cc3905d67d6d51702cffd"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 

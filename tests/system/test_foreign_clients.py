@@ -66,7 +66,7 @@ async def run(python: Path, *words: str, **variables: str) -> str:
 
 
 async def evaluated(cluster: LocalCluster, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """What lm_eval writes of each task's items."""
+    """Items of each task as lm_eval writes them."""
     items = folder / "items.jsonl"
     items.write_bytes(jsonl(ITEMS))
     for name, task in TASKS.items():
