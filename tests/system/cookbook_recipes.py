@@ -23,8 +23,8 @@ PUBLIC = "Qwen/Qwen3-8B-Base"
 """A name whose renderer and sizes the cookbook knows. Here it is a link to `tiny`."""
 CONVERSATIONS = "tinker_cookbook/example_data/conversations.jsonl"
 STEPS = 20
-TESTED = "Qwen/Qwen3.5-4B"
-"""The model of the cookbook's own tests. Here it is `tiny`, two of whose tokens have names of Qwen's, for which the renderer looks."""
+TESTED, ANSWERER = "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B"
+"""The models of the cookbook's own tests. Here they are `tiny`, two of whose tokens have names of Qwen's, for which the renderer looks."""
 SOURCES = PYTHON.absolute().parents[1] / "tinker_cookbook-0.6.1.tar.gz"
 
 
@@ -37,12 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(MODEL, made / TESTED)
     for file in (made / TESTED / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")):
         file.write_text(file.read_text().replace("<|end|>", "<|im_end|>").replace("<|tools|>", "</think>"))
+    (made / ANSWERER).symlink_to(made / TESTED)
     return made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(folder: Path) -> AsyncGenerator[LocalCluster]:
-    served = [f"{Path(name).name}={folder / name}" for name in (PUBLIC, TESTED)]
+    served = [f"{Path(name).name}={folder / name}" for name in (PUBLIC, TESTED, ANSWERER)]
     bases = {"MARLAAS_BASE_MODELS": ",".join([f"tiny={MODEL}", *served])}
     async with running(folder / "data", environment=bases) as (started, _):
         yield started
