@@ -54,8 +54,11 @@ async def completions(request: Request, api: Parts, tenant: Tenant, body: Comple
 
 async def _read(body: CompletionGiven, reader: PromptReader) -> Wanted:
     prompts, told = await _prompts(body, reader), body.logprobs is not None
+    grammar = await reader.grammar(body.answer_schema())
     limit, echo = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, bool(body.echo)
-    return Wanted(prompts=prompts, limit=limit, num_top=body.logprobs or 0, with_logprobs=told, echo=echo)
+    return Wanted(
+        prompts=prompts, limit=limit, num_top=body.logprobs or 0, with_logprobs=told, echo=echo, grammar=grammar
+    )
 
 
 def _check_echo(body: CompletionGiven) -> None:
