@@ -2,8 +2,7 @@
 
 A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones take
 their default, so old and new workers can run together. A changed meaning or default needs a new class name, since a field
-with its default is not sent. Arrays travel as raw little-endian bytes with dtype and shape, tokens and their authors as a
-`Transcript`. `tests/common/test_messages.py` pins the wire format.
+with its default is not sent. Arrays travel as raw little-endian bytes, tokens and their authors as a `Transcript`.
 
     Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
     manager ─► Init | TrainStep ─► trainer ─► AdapterUpdate ─► manager
