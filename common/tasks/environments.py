@@ -13,12 +13,14 @@ model, their values too. Of replies in other roles than `tool`, an attribute `re
 "system"): a base whose chat template cannot show them is then refused. Without it each trajectory fails, with the reason.
 """
 
+import asyncio
 import importlib
 import inspect
 import os
 import site
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -241,6 +243,17 @@ def installed(*, again: bool = False) -> dict[str, EntryPoint]:
 @lru_cache(maxsize=1)
 def _installed(_: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in (*BUILT_IN, SUPERVISED)}
+
+
+async def imported(spec: EnvSpec) -> None:
+    """Imports an installed environment in a thread if it is new here: that takes some half a minute, in which the event loop must go on.
+    What fails is told by `load_installed`."""
+    if spec.name in (*BUILT_IN, SUPERVISED):
+        return
+    if (entry := installed().get(spec.name)) and sys.modules.get(entry.module) in _in_use:
+        return
+    with suppress(InvalidInput):
+        await asyncio.to_thread(load_installed, spec.name)
 
 
 def load_installed(name: str) -> Any:

@@ -2,8 +2,7 @@
 
 A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones take
 their default, so old and new workers can run together. A changed meaning or default needs a new class name, since a field
-with its default is not sent. Arrays travel as raw little-endian bytes with dtype and shape, tokens and their authors as a
-`Transcript`. `tests/common/test_messages.py` pins the wire format.
+with its default is not sent. Arrays travel as raw little-endian bytes, tokens and their authors as a `Transcript`.
 
     Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
     manager ─► Init | TrainStep ─► trainer ─► AdapterUpdate ─► manager
@@ -15,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.wire.transcript import EMPTY, Array, Transcribed, Transcript, f32, i32
+from common.wire.transcript import EMPTY, Array, Tops, Transcribed, Transcript, f32, i32
 from common.wire.transcript import u8 as u8
 
 Purpose = Literal["train", "eval", "eval_greedy", "chat"]
@@ -99,7 +98,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     max_tokens: int = MAX_TOKENS  # bounds each turn
     top_p: float = 1.0  # inference only
     stop: tuple[str, ...] = ()  # strings; the tokens that complete one are kept, text is cut by the reader
-    num_top_logprobs: int = 0  # inference only
+    num_top_logprobs: int = 0  # inference only; for the prompt's tokens too, where they have log-probs
     top_k: int = 0  # inference only, applied before top_p; 0: all tokens
     stop_ids: tuple[int, ...] | None = None  # any of them ends the turn as its last token; None: the model's own
     seeded: bool = False  # a user named the seed: also an engine that draws for all from one stream gives it its own
@@ -257,8 +256,9 @@ class TurnResult(Message, frozen=True, kw_only=True):
     logprobs: Array  # f4 [N]
     stop_reason: StopReason
     stop_string: str = ""  # the one that ended the turn, if one did
-    top_logprobs: list[list[tuple[int, float]]] = []  # [N][num_top_logprobs] token, log-prob
+    top_logprobs: Tops = []  # [N][num_top_logprobs]
     prompt_logprobs: Array = EMPTY_F32  # f4 [num_prompt] of each token before the turn, NaN where none was asked for
+    prompt_top_logprobs: Tops = []  # [num_prompt][num_top_logprobs], none where there is no log-prob
     usage: Usage  # of the trajectory, this turn included
     failure: Failure | None = None
 

@@ -73,7 +73,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_items: int  # rows of the training file; 0: the environment makes its own
     num_eval_items: int = 0
     weight: float = 1.0  # the tenant's at creation
-    model: str = ""  # that it goes on from, with its version; empty: it begins with the base model
+    model: str = ""  # that it begins with, as its user named it, and with a tuned one's version; empty, of older jobs: base_model
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
     adapter_file: str | None = None  # version 0 is the adapter in this file
     integrations: tuple[Integration, ...] = ()

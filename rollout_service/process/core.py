@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from common.wire.messages import Tops
+
 
 class CoreDied(Exception):
     """The process ended, or can no longer be trusted; the next one must get its requests again."""
@@ -60,6 +62,7 @@ class TokenChunk:
     prompt_logprobs: list[float] = field(
         default_factory=list[float]
     )  # of all tokens of the request but the first, if asked for
+    prompt_top_logprobs: Tops = field(default_factory=Tops)  # of the same
 
 
 class Core(Protocol):

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -223,8 +224,17 @@ class Script:
         """The result of these tokens; None: of all."""
         tokens = self._tokens(request) if tokens is None else tokens
         tops = [[(int(t), -0.5), (65, -2.0)][: request.sampling.num_top_logprobs] for t in tokens]
+        of_prompt: dict[str, Any] = {}
+        if request.sampling.prompt_logprobs:
+            before = request.num_prompt - 1
+            top = [(66, -0.25), (67, -0.25)][: request.sampling.num_top_logprobs]
+            of_prompt = {
+                "prompt_logprobs": f32([math.nan] + [-1.5] * before),
+                "prompt_top_logprobs": [[]] + [top] * before,
+            }
         result = TurnResult(
             **_plain(request),
+            **of_prompt,
             request=request,
             adapter=request.adapter,
             tokens=i32(tokens),

@@ -33,7 +33,9 @@ async def list_models(api: Parts, tenant: Tenant) -> Page[ModelObject]:
         for each in (*live, *await base.archive.models(tenant.id)):
             shown = _adapter(each.name, each.created_ms // 1000, each.tenant, base.name, each.version)
             found[each.created_ms, each.job] = shown
-    models = [found[key] for key in sorted(found, reverse=True)] + [_base(base) for base in api.bases.values()]
+    models = [found[key] for key in sorted(found, reverse=True)] + [
+        _base(base, base.name) for base in api.bases.values()
+    ]
     return page(models, has_more=False)
 
 
@@ -42,7 +44,7 @@ async def retrieve(api: Parts, tenant: Tenant, model: str) -> ModelObject:
     """`@{version}` behind a tuned model's name asks whether that version exists."""
     named = await find_model(api, tenant, model)
     if named.adapter.is_base:
-        return _base(named.base)
+        return _base(named.base, model)
     if named.row is not None:
         return _tuned(named.row, model)
     base, adapter = named.base, named.adapter
@@ -91,7 +93,7 @@ async def _delete_samples(base: Base, tenant: str, job: str) -> None:
         await base.redis.execute_command(*words)
 
 
-def _base(base: Base) -> ModelObject:
+def _base(base: Base, name: str) -> ModelObject:
     weights, tokenizer = base.weights, base.tokenizer
     about = BaseObject(
         source=Path(base.where).name if Path(base.where).is_dir() else base.where,
@@ -101,7 +103,7 @@ def _base(base: Base) -> ModelObject:
         learning_rate=tokenizer.learning_rate,
         rules_out=_rules_out(tokenizer),
     )
-    return ModelObject(id=base.name, created=base.created_at, owned_by=OPERATOR, root=base.name, base=about)
+    return ModelObject(id=name, created=base.created_at, owned_by=OPERATOR, root=base.name, base=about)
 
 
 def _rules_out(tokenizer: ChatTokenizer) -> list[str]:

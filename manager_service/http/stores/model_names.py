@@ -1,6 +1,6 @@
 """Finds the adapter that a model's name means.
 
-tiny                                       a base model
+tiny, any/path/tiny                        a base model
 ft:{base}:{tenant}:{suffix}:{job}          a job's model, or a run's, which has no suffix; with `@{version}` a version of it
 tinker://{run}/sampler_weights/{name}      a run's checkpoint; of a job: tinker://{job}/sampler_weights/{version}
 """
@@ -13,6 +13,7 @@ from common.wire.messages import BASE, AdapterRef, LoraSpec
 from manager_service.http.context import Api, Base
 from manager_service.http.stores.job_store import JobRow, JobStore
 from manager_service.http.stores.run_store import RunStore
+from manager_service.http.stores.tinker_names import base_named
 from manager_service.records.job_records import newest_stored, tuned_model
 from manager_service.records.run_records import is_run, use
 from manager_service.records.tenants import TenantRecord
@@ -30,8 +31,8 @@ class Named:
 
 async def find_model(api: Api, tenant: TenantRecord, name: str) -> Named:
     """The newest committed version unless one is pinned. Raises NotFound, also for other tenants' models."""
-    if name in api.bases:
-        return Named(api.bases[name], BASE)
+    if base := base_named(api, name):
+        return Named(base, BASE)
     if name.startswith("tinker://"):
         return await _checkpoint(api, tenant, name)
     plain, at, pinned = name.partition("@")

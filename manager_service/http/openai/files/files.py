@@ -46,6 +46,8 @@ async def upload(
     With the purpose `adapter`, `adapter_model.safetensors` as PEFT writes it, for jobs to start from."""
     if purpose not in ("fine-tune", ADAPTER):
         raise InvalidInput(f"purpose {quoted(purpose)} is not offered: use 'fine-tune' or 'adapter'", param="purpose")
+    if any(name.startswith("expires_after") for name in await request.form()):
+        raise InvalidInput("expires_after is not offered: a file stays until it is deleted", param="expires_after")
     await check_disk(next(iter(api.bases.values())).gauge)
     limit = api.limits.max_file_bytes
     if (file.size or 0) > limit:

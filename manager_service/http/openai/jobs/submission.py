@@ -8,7 +8,7 @@ import msgspec
 from pydantic import Field
 
 from common.errors import InvalidInput
-from common.suggestions import did_you_mean, quoted
+from common.suggestions import cut, did_you_mean, quoted
 from common.tasks.environments import SUPERVISED
 from common.wire.messages import EnvSpec
 from manager_service.http.openai.jobs.hyperparameters import (
@@ -77,7 +77,9 @@ class JobGiven(Given):
     metadata: dict[str, Label] | None = Field(None, max_length=16)
     integrations: list[IntegrationGiven] | None = Field(None, max_length=4)
     webhooks: bool = Field(True, description="Do your webhooks hear of its end?")
-    hyperparameters: dict[str, Any] | None = Field(None, description="OpenAI's old place for them: not used here")
+    hyperparameters: dict[str, Any] | None = Field(
+        None, description="OpenAI's old place for them: of a job without `method`, which is supervised"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +129,11 @@ def parse(body: JobGiven) -> Submission:
         raise InvalidInput("suffix: use letters, digits, '.', '_' and '-'", param="suffix")
     if any(len(key) > 64 for key in body.metadata or {}):
         raise InvalidInput("metadata: a key has at most 64 characters", param="metadata")
-    if body.hyperparameters:
-        raise InvalidInput(f"hyperparameters belong into {PARAM}", param="hyperparameters")
+    if body.hyperparameters and body.method:
+        raise InvalidInput(
+            f"hyperparameters stand in method.{cut(body.method.type)}.hyperparameters where there is a method",
+            param="hyperparameters",
+        )
     method = _method(body)
     if isinstance(method, SupervisedGiven):
         given = parse_hyperparameters(method.hyperparameters or {}, supervised=True)
@@ -148,10 +153,7 @@ def check_num_bytes(name: str, num_bytes: int, *, param: str) -> None:
 def _method(body: JobGiven) -> ReinforcementGiven | SupervisedGiven:
     method = body.method
     if method is None:
-        raise InvalidInput(
-            'method is missing: {"type": "reinforcement", "reinforcement": {"grader": …}}, or {"type": "supervised"}',
-            param="method",
-        )
+        return SupervisedGiven(hyperparameters=body.hyperparameters)
     if method.type == "dpo":
         raise InvalidInput("method 'dpo' is not offered: use 'reinforcement' or 'supervised'", param="method.type")
     if method.type not in _METHODS:
