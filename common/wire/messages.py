@@ -233,6 +233,7 @@ class TurnRequest(Message, Transcribed, frozen=True, kw_only=True):
     reply_to: str = ""  # a reply stream; "": the env stream
     session: str = ""  # `<env worker>/<number>` of a live environment: that worker gets the result; "": any
     stream: bool = False  # inference: send TurnDelta as tokens come
+    chat: bool = False  # inference, but no sample in bulk: it goes before what waits in an engine
     judges: AdapterRef | None = None  # set if a grader's model answers: the version that sampled the trajectory
     untrained: bool = False  # as in Start
 

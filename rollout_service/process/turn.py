@@ -84,6 +84,7 @@ class OpenTurn:
             seed=self.seed() if sampling.seeded else None,
             top_k=min(sampling.top_k, ALL_TOKENS),
             prompt_logprobs=self._lacks_prompt,
+            chat=request.chat,
         )
 
     def seed(self) -> int:
