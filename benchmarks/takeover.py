@@ -193,7 +193,7 @@ async def first_tokens(chats: int) -> dict[int, list[float]]:
     found: dict[int, list[float]] = {}
     async with live.running() as (cluster, api):
         admin = live.Api(cluster.base_url, cluster.admin_key)
-        other = await admin.tenant("other")
+        other = await admin.tenant("bulk")
         for length in SAMPLES:
             async with running(*(keep_sampling(other, length) for _ in range(10))):
                 await asyncio.sleep(WARM_S)
