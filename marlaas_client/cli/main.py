@@ -7,7 +7,7 @@ import typer
 
 from marlaas_client.cli import account, chat, environments, jobs, models, pull, receivers, samples, submit, watch
 from marlaas_client.cli.output import visible
-from marlaas_client.errors import ClientError
+from marlaas_client.errors import ClientError, InvalidInput
 
 LINE_END = "\n"
 """An error may show the last lines of a log."""
@@ -30,6 +30,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     chat.chat,
 )
 """Each is called as its function is."""
+
+OPERATORS = ("dead", "example", "plan", "tenants", "up", "workers")
+"""Commands that the package of the service adds."""
 
 
 def make_app(*operators: Callable[..., None]) -> typer.Typer:
@@ -59,8 +62,16 @@ def run(program: Callable[[], None], *errors: type[Exception]) -> None:
         sys.exit(0)
 
 
+def missing(context: typer.Context) -> None:
+    raise InvalidInput(f"`marlaas {context.info_name}` {pull.ELSEWHERE}")
+
+
 def main() -> None:
-    run(make_app(), ClientError)
+    app = make_app()
+    for name in OPERATORS:
+        as_given = {"allow_extra_args": True, "ignore_unknown_options": True}
+        app.command(name, hidden=True, context_settings=as_given)(missing)
+    run(app, ClientError)
 
 
 if __name__ == "__main__":

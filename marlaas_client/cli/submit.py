@@ -15,7 +15,7 @@ from marlaas_client.cli.output import print_json, say
 from marlaas_client.cli.watch import watch_jobs
 from marlaas_client.client import Client
 from marlaas_client.dataset import TALK, Columns, as_jsonl, rows_of_dataset, rows_of_file
-from marlaas_client.errors import InvalidInput
+from marlaas_client.errors import InvalidInput, Refused
 from marlaas_client.records import Job, Record
 from marlaas_client.submission import Method, content_of, grader_of, request_of
 
@@ -113,19 +113,29 @@ def complete(client: Client, request: Record, files: "SourceFiles", unused: Exit
     request["model"] = client.model_of(request["model"])
     for field, source in (("training_file", files.training), ("validation_file", files.validation)):
         if source:
-            client.attach(request, field, upload(client, source, files.columns), unused)
+            try:
+                client.attach(request, field, upload(client, source, files.columns), unused)
+            except Refused as error:
+                raise Refused(f"{field}: {error}", error.status) from error
     if files.adapter:
         client.attach(request, "adapter_file", client.upload_adapter(files.adapter)["id"], unused)
 
 
 def tell(client: Client, job: Job, url: str | None, data: Path | None, *, watch: bool, as_json: bool) -> None:
-    """Prints the job, then watches it until it has ended, or says how to."""
+    """Prints the job, then watches it until it has ended, or says how to; and what may be done with its model."""
+    name = job["id"]
     print_json(job) if as_json else print_status(job)
     if watch:
         with connect_operator(url, data) as operator:
-            watch_jobs(client, [job["id"]], operator=operator, as_json=as_json)
+            watch_jobs(client, [name], operator=operator, as_json=as_json)
+        if not as_json and (tuned := client.job(name)["fine_tuned_model"]):
+            say(
+                f"model {tuned}\ntalk to it:   marlaas chat {name}\ntake it home: marlaas pull {name}",
+                keep="\n",
+                err=True,
+            )
     elif not as_json:
-        say(f"marlaas watch {job['id']}", err=True)
+        say(f"marlaas watch {name}", err=True)
 
 
 def method_of(grader: str | None, environment: str | None, hyper: list[str], *, supervised: bool = False) -> Record:

@@ -29,6 +29,17 @@ async def test_the_one_of_two_methods() -> None:
     assert (await guessing.step(step.state, Turn(item=item, text="2", last=True))).reward == 0.0
 
 
+async def test_the_one_with_a_tool() -> None:
+    prices = defined("environments.md", "prices.py")["Prices"]()
+    item = {"messages": [{"role": "user", "content": "What is a pen?"}], "prices": {"pen": "3"}, "answer": "3"}
+    state, messages = prices.reset(item, 1)
+    assert messages == item["messages"] and prices.tools[0]["function"]["name"] == "price_of"
+    call = ToolCall(name="price_of", arguments={"name": "pen"})
+    step = await prices.step(state, Turn(item=item, text="", calls=(call,)))
+    assert not step.done and step.messages == [{"role": "tool", "content": "3"}]
+    assert (await prices.step(state, Turn(item=item, text="3"))).reward == 1.0
+
+
 async def test_the_one_for_trl() -> None:
     session = await defined("environments.md", "our_environments.py")["Counting"](largest=3).open({}, 5)
     assert session.messages == [{"role": "user", "content": "Count to 3."}]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.api_server import ApiServer
+from tests.support.api_server import ApiServer, spec_of
 
 MODULE = """
 import math
@@ -95,6 +95,8 @@ async def test_a_package_that_is_installed_while_the_service_runs_is_found(serve
     os.utime(source, ns=(0, source.stat().st_mtime_ns + 1_000_000))
     changed = "the file of edited_module has changed, and the older one is in use until"
     assert (await listed(server))["edited"]["error"].startswith(changed)
+    job = (await create(server, "edited", depth=1)).json()["id"]
+    assert (await spec_of(server, job)).notes[0].startswith(f"The environment edited: {changed}")
     info = folder / "edited-1.2.dist-info" / "entry_points.txt"
     info.write_text(info.read_text().replace(":Late", ":Later"))
     assert f"has no attribute 'Later'; {changed}" in (await listed(server))["edited"]["error"]

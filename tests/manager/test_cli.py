@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, parse_qsl, urlsplit
 import pytest
 from typer.testing import CliRunner
 
+from common.errors import MarlaasError
 from common.settings import TINY
 from manager_service.launcher.commands.main import app
 from marlaas_client.adapters import unpack
@@ -591,6 +592,59 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
     assert "me" in printed
     assert "poison" in run("dead")
     assert json.loads(run("dead", "--json")) == [letter]
+
+
+def test_an_operator_makes_a_tenant_with_a_key_and_changes_its_quota(api: type[FakeApi]) -> None:
+    tenant = {"id": "alpha", "name": "A", "weight": 2.0, "max_jobs": 4, "max_tokens_per_day": None}
+    admin = "/v1/admin/tenants"
+    api.answers = {
+        ("POST", admin): tenant,
+        ("GET", admin): [tenant],
+        ("POST", f"{admin}/alpha"): tenant,
+        ("POST", f"{admin}/alpha/keys"): {"id": "key-1", "key": "sk-new"},
+    }
+    assert run("tenants", "add", "alpha", "--weight", "2") == "sk-new\n" == run("tenants", "key", "alpha")
+    assert json.loads(api.requests[0][1]) == {"id": "alpha", "name": "", "weight": 2.0}
+    assert "alpha" in run("tenants", "list")
+    changed = run("tenants", "quota", "alpha", "--max-jobs", "4", "--max-tokens-per-day", "none", "--json")
+    assert json.loads(changed) == [tenant]
+    assert json.loads(api.requests[-1][1]) == {"max_jobs": 4, "max_tokens_per_day": None}
+    with pytest.raises(InvalidInput, match="--max-tokens-per-day many"):
+        run("tenants", "quota", "alpha", "--max-tokens-per-day", "many")
+
+
+def test_an_example_runs_by_its_name_and_gets_what_follows_it() -> None:
+    assert "quickstart" in run("example")
+    helped = marlaas("example", "quickstart", "--help")
+    assert helped.returncode == 0 and "--steps" in helped.stdout
+    with pytest.raises(MarlaasError, match="no example 'quick': demo, "):
+        run("example", "quick")
+
+
+def test_the_client_alone_names_the_package_of_what_it_lacks() -> None:
+    for command in (["plan", "--base", "x"], ["pull", "ftjob-1", "--merged", "x"], ["tenants", "list"]):
+        told = subprocess.run(
+            [sys.executable, "-m", "marlaas_client.cli.main", *command], capture_output=True, text=True, check=False
+        )
+        assert told.returncode == 1 and "pip install marlaas" in told.stderr
+
+
+def test_a_watched_job_ends_with_its_models_name_and_what_comes_next(api: type[FakeApi]) -> None:
+    api.answers = {
+        ESTIMATED: ESTIMATE,
+        ("POST", "/v1/fine_tuning/jobs"): JOB,
+        ("GET", "/v1/fine_tuning/jobs/ftjob-1"): JOB,
+        ("GET", "/v1/fine_tuning/jobs/ftjob-1/events"): EVENTS[::-1],
+    }
+    told = CliRunner().invoke(app, ["submit", "--environment", "calculator", "--watch"]).stderr
+    assert "ft:tiny:acme:sums:ftjob-1" in told and "marlaas chat ftjob-1" in told and "marlaas pull ftjob-1" in told
+
+
+def test_an_error_of_a_file_says_which(api: type[FakeApi], tmp_path: Path) -> None:
+    (train := tmp_path / "train.jsonl").write_text("{}\n")
+    api.answers = {("POST", "/v1/files"): (400, {"error": {"message": "line 1: no messages"}})}
+    with pytest.raises(Refused, match=r"^training_file: line 1: no messages"):
+        run("submit", str(train), "--grader", "math:answer")
 
 
 def test_errors_are_the_apis_own_words(api: type[FakeApi], monkeypatch: pytest.MonkeyPatch) -> None:

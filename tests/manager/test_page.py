@@ -16,6 +16,7 @@ from manager_service.records.sample_records import EventRecord, SampleRecord, Wr
 from tests.support.api_server import (
     ApiServer,
     Script,
+    commit_version,
     create,
     item,
     jsonl,
@@ -221,6 +222,9 @@ async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(
         await tab.page.get_by_role("button", name="Take the file's first").click()
         await expect(tab.page.get_by_label("Item", exact=True)).to_have_value(re.compile('"add 1'))
         assert await tab.page.locator("[name=compute_multiplier], [name=reasoning_effort]").count() == 0
+        usual = tab.page.locator("fieldset > .fields").last.locator("label")
+        assert await usual.count() == 5 and await tab.page.locator("input[name=max_steps]").is_visible()
+        await tab.page.get_by_text("More", exact=True).click()
         await tab.page.get_by_text("default: all linear layers").wait_for()
         await tab.page.locator("input[name=batch_size]").fill("0")
         await tab.page.get_by_role("button", name="Submit the job").click()
@@ -241,6 +245,7 @@ async def test_two_jobs_lie_over_each_other(server: ApiServer, tab: Tab) -> None
     unnamed = (await create(server.openai, method=method(n_epochs=2))).id
     for job in jobs:
         await write_steps(server, job, range(1, 5))
+    await write_events(server, jobs[0], [{"version": 4, "eval_reward_mean": 0.9, "eval_n": 8}], 5, version=4)
     await tab.enter(server.key)
     for name in ("one", "two"):
         await tab.page.get_by_label(f"Compare {name}").check()
@@ -249,6 +254,7 @@ async def test_two_jobs_lie_over_each_other(server: ApiServer, tab: Tab) -> None
     await chart.wait_for()
     said = await chart.get_attribute("aria-label") or ""
     assert "one: 0 at step 1, 0.75 at step 4" in said and "two: 0 at step 1" in said
+    assert "one, evaluation: 0.9 at step 4" in said
     await tab.page.get_by_text("batch_size 2").wait_for()
     await tab.page.set_viewport_size({"width": 1200, "height": 800})
     await tab.go(f"/compare?jobs={','.join([*jobs, unnamed])}")
@@ -256,6 +262,27 @@ async def test_two_jobs_lie_over_each_other(server: ApiServer, tab: Tab) -> None
     box = await tab.page.get_by_role("link", name=unnamed).bounding_box()
     assert box is not None and box["height"] < 40, "in one line"
     assert "n_epochs" not in await tab.page.locator(".compared").inner_text(), "one of them alone has it"
+    assert f"{unnamed}: nothing yet" in (await chart.get_attribute("aria-label") or "")
+
+
+async def test_a_phone_shows_all_of_a_job_its_failed_share_and_the_models_name_to_copy(
+    server: ApiServer, tab: Tab
+) -> None:
+    job = (await create(server.openai, suffix="failing")).id
+    rows = [{"step": n, "version": n, "reward_mean": 0.5, "loss": 0.25, "failed_share": 0.25} for n in (1, 2)]
+    await write_events(server, job, rows, version=2, last_reward=0.5, last_loss=0.25)
+    await tab.page.set_viewport_size({"width": 390, "height": 800})
+    await tab.enter(server.key)
+    row = tab.page.locator(".jobs tbody tr")
+    for text in ("failing", "25 % failed", "2/", "0.50", "0.250"):
+        await expect(row.get_by_text(text).first).to_be_visible()
+    assert await tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is beside the screen"
+    await commit_version(server, job, 1)
+    tuned = (await server.openai.fine_tuning.jobs.retrieve(job)).fine_tuned_model
+    await tab.go(f"/job/{job}")
+    await tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    await tab.page.get_by_role("button", name="Copy").click()
+    assert await tab.page.evaluate("navigator.clipboard.readText()") == tuned != None
 
 
 async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServer, tab: Tab) -> None:

@@ -85,7 +85,7 @@ def test_vllm_has_heads_of_the_sizes_that_are_said() -> None:
 
 
 def test_outputs_that_vllm_joined_still_name_the_sampled_token_among_the_best() -> None:
-    """As `FlatLogprobs.extend` leaves them: a token that is sampled and among the best is written once."""
+    """A token that is sampled and among the best stands once in them, as `FlatLogprobs.extend` leaves it."""
     flat = SimpleNamespace(
         token_ids=[7, 7, 3, 9, 7, 3],
         logprobs=[-0.1, -0.1, -3.0, -4.0, -0.5, -2.0],

@@ -3,7 +3,7 @@
 import {follow, job as readJob, jobs, ofJob, session} from "./api.js";
 import {Chart, colour, load} from "./curves.js";
 import {fill, h, table} from "./dom.js";
-import {evaluated, FINAL, name, newest, number} from "./format.js";
+import {evaluated, FINAL, isSupervised, loss, name, number, reward} from "./format.js";
 import {CHARTS, Curves} from "./figures.js";
 import {address} from "./jobs.js";
 
@@ -51,11 +51,11 @@ function summary(found, wanted) {
   const rows = found.map((job, i) => {
     const swatch = h("i", {class: "swatch"});
     swatch.style.background = colour(i);
-    return [h("span", {class: "pair"}, swatch, h("a", {href: address(job), class: "cut", title: name(job)}, name(job))), job.status, `${Math.max(0, job.version)}/${job.num_steps}`, newest(job),
+    return [h("span", {class: "pair"}, swatch, h("a", {href: address(job), class: "cut", title: name(job)}, name(job))), job.status, `${Math.max(0, job.version)}/${job.num_steps}`, isSupervised(job) ? "–" : reward(job.last_reward), loss(job.last_loss),
       evaluated(job), number(job.trained_tokens), differing(job, found),
       h("button", {type: "button", class: "quiet", onclick: () => go(wanted.map((one) => one.text).filter((text) => !text.endsWith(job.id)))}, "Leave out")];
   });
-  return table("Jobs compared", ["Job", "Status", ">Steps", ">Reward or loss", ">Evaluation", ">Tokens trained", "What differs", ""], rows, "compared");
+  return table("Jobs compared", ["Job", "Status", ">Steps", ">Reward", ">Loss", ">Evaluation", ">Tokens trained", "What differs", ""], rows, "compared");
 }
 
 /** The hyperparameters that all of them have, and not all the same. */
@@ -68,13 +68,18 @@ function differing(job, found) {
 function drawAll(uPlot, grid, charts, found, all) {
   for (const [title, [figure], note] of CHARTS) {
     if (!all.some((curves) => curves.columns[figure]?.some((value) => value !== null && value !== undefined))) continue;
-    const xs = [...new Set(all.flatMap((curves) => curves.steps))].sort((a, b) => a - b);
+    const evaluations = all.map((curves) => curves.evaluations.filter((data) => typeof data[`eval_${figure}`] === "number"));
+    const xs = [...new Set([...all.flatMap((curves) => curves.steps), ...evaluations.flat().map((data) => data.version)])].sort((a, b) => a - b);
     const place = new Map(xs.map((x, i) => [x, i]));
-    const series = all.map((curves, i) => {
+    const placed = (points) => {
       const values = new Array(xs.length).fill(null);
-      curves.steps.forEach((step, k) => { values[place.get(step)] = curves.columns[figure]?.[k] ?? null; });
-      return {label: name(found[i]).slice(-12), values, colour: colour(i)};
-    });
+      for (const [x, value] of points) values[place.get(x)] = value ?? null;
+      return values;
+    };
+    const series = all.flatMap((curves, i) => [
+      {label: name(found[i]), values: placed(curves.steps.map((step, k) => [step, curves.columns[figure]?.[k]])), colour: colour(i)},
+      ...(evaluations[i].length ? [{label: `${name(found[i])}, evaluation`, values: placed(evaluations[i].map((data) => [data.version, data[`eval_${figure}`]])), dots: true, colour: colour(i)}] : []),
+    ]);
     if (!charts.has(title)) {
       charts.set(title, new Chart(uPlot, title, {note}));
       grid.append(charts.get(title).node);

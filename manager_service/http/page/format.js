@@ -31,8 +31,13 @@ export const bytes = (count) => count < 1024 ? `${count} B` : count < 1 << 20 ? 
 
 /** Does a job learn its file's own answers? Then it has losses, and no rewards. */
 export const isSupervised = (job) => job.method.type === "supervised";
-/** The newest figure of a job's steps, and of its evaluations. */
-export const newest = (job) => isSupervised(job) ? loss(job.last_loss) : reward(job.last_reward);
+const WORTH_A_BADGE = 0.05;
+/** Share of the trajectories that failed, over all steps; 0 if it is not worth a word. */
+export function failedShare(curves) {
+  const shares = (curves?.metrics.failed_share ?? []).filter((value) => value !== null);
+  const mean = shares.reduce((sum, value) => sum + value, 0) / Math.max(1, shares.length);
+  return mean < WORTH_A_BADGE ? 0 : mean;
+}
 /** The event that says best how a job stands: the newest warning or error, but none of a standstill that is over; else the newest. */
 export const standing = (newest) => newest.find((event, i) => event.level !== "info" && !(i && event.message.startsWith("Nothing has come back"))) ?? newest[0];
 

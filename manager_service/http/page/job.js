@@ -45,8 +45,10 @@ function makeHead(head, view) {
   };
   const buttons = Object.keys(ACTIONS).map((action) => h("button", {type: "button", class: "tenant-only", onclick: act(action)}, action[0].toUpperCase() + action.slice(1)));
   const chat = h("a", {class: "button tenant-only", href: "#/chat"}, "Chat");
+  const model = h("code"), copy = h("button", {type: "button", class: "quiet", onclick: async () => { await navigator.clipboard.writeText(view.job.fine_tuned_model); announce("Copied"); }}, "Copy");
+  const tuned = h("p", {class: "bar"}, "Model ", model, copy);
   const compare = h("a", {class: "button", href: `#/compare?${new URLSearchParams({jobs: session.isOperator ? `${view.tenant}/${view.id}` : view.id})}`}, "Compare");
-  head.append(h("div", {class: "bar"}, h("h1", {}, name(view.job)), status, bar, steps, h("span", {class: "grow"}), chat, compare, buttons), facts, waits, refused);
+  head.append(h("div", {class: "bar"}, h("h1", {}, name(view.job)), status, bar, steps, h("span", {class: "grow"}), chat, compare, buttons), tuned, facts, waits, refused);
   const parts = {
     wasFinal: false,
     update(newest) {
@@ -63,7 +65,8 @@ function makeHead(head, view) {
       say(waits, job.error ? job.error.message : FINAL.has(job.status) || !told ? "" : `${told.message} (${ago(told.created_at)})`);
       waits.classList.toggle("error", Boolean(job.error));
       buttons.forEach((button, i) => { button.hidden = !ACTIONS[Object.keys(ACTIONS)[i]].includes(job.status); });
-      chat.hidden = job.fine_tuned_model === null;
+      chat.hidden = tuned.hidden = job.fine_tuned_model === null;
+      say(model, job.fine_tuned_model ?? "");
       if (job.fine_tuned_model) chat.href = `#/chat?${new URLSearchParams({a: `${job.fine_tuned_model}@${job.version}`, b: job.version > 1 ? `${job.fine_tuned_model}@1` : job.model})}`;
       parts.wasFinal = FINAL.has(job.status);
     },

@@ -2,12 +2,12 @@
 
 import {get, job as readJob, jobs, ofJob, session} from "./api.js";
 import {announce, fill, h, repeat, say, select} from "./dom.js";
-import {ago, duration, evaluated, FINAL, isSupervised, name, newest, standing} from "./format.js";
+import {ago, duration, evaluated, failedShare, FINAL, isSupervised, loss, name, reward, share, standing} from "./format.js";
 import {spark} from "./spark.js";
 
 const POINTS = 40;
 const EVERY_MS = 3000;
-const COLUMNS = {"": "tick", Tenant: "short", Status: "short", Progress: "middle", "Reward or loss": "middle", Evaluation: "short", "Newest event": "long", Made: "short"};
+const COLUMNS = {"": "tick", Tenant: "short", Status: "short", Progress: "middle", Reward: "middle", Loss: "middle", Evaluation: "short", "Newest event": "long", Made: "short"};
 const STATUSES = ["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"];
 
 export const address = (job, more = {}) => `#/job/${encodeURIComponent(job.id)}?${new URLSearchParams({...of(job.organization_id), ...more})}`;
@@ -20,7 +20,7 @@ export async function show(node, {params, signal}) {
   const word = h("input", {type: "search", placeholder: "name, id or model", "aria-label": "Find jobs", value: params.get("find") ?? ""});
   const status = select([["", "any status"], ...STATUSES], params.get("status") ?? "", {"aria-label": "Status"});
   const compare = h("button", {type: "button", disabled: true, onclick: () => { location.hash = comparing(rows); }}, "Compare");
-  const heads = ["", "Job", ...(session.isOperator ? ["Tenant"] : []), "Status", "Progress", "Reward or loss", "Evaluation", "Newest event", "Made"];
+  const heads = ["", "Job", ...(session.isOperator ? ["Tenant"] : []), "Status", "Progress", "Reward", "Loss", "Evaluation", "Newest event", "Made"];
   fill(node,
     h("div", {class: "bar"}, h("h1", {}, "Jobs"), count, h("span", {class: "grow"}), word, status, compare),
     h("div", {class: "scroll"}, h("table", {class: "jobs"}, h("caption", {class: "sr"}, "Jobs, newest first"),
@@ -110,13 +110,14 @@ function makeRow(job, onmark) {
   const row = {
     job, box, isSeen: false, isDrawn: false,
     status: h("span"), steps: h("span", {class: "number"}), bar: h("progress", {max: 1, value: 0, "aria-label": "Steps"}),
-    last: h("span", {class: "number"}), curve: h("span", {class: "spark"}), evals: h("td", {class: "number"}), waits: h("span", {class: "cut"}), since: h("span", {class: "muted"}), made: h("td", {class: "muted"}),
+    failed: h("span", {class: "badge failed", hidden: true}), reward: h("span", {class: "number"}), loss: h("span", {class: "number"}), curve: h("span", {class: "spark"}), evals: h("td", {class: "number"}), waits: h("span", {class: "cut"}), since: h("span", {class: "muted"}), made: h("td", {class: "muted"}),
   };
   row.node = h("tr", {"data-key": job.id},
     h("td", {}, box),
     h("td", {}, h("a", {href: address(job), class: "cut name"}, name(job)), h("span", {class: "muted cut"}, `${job.model} · ${job.id.slice(-8)}`)),
     session.isOperator && h("td", {}, job.organization_id),
-    h("td", {}, row.status), h("td", {}, h("span", {class: "pair"}, row.bar, row.steps)), h("td", {}, h("span", {class: "pair"}, row.curve, row.last)), row.evals,
+    h("td", {}, row.status, " ", row.failed), h("td", {}, h("span", {class: "pair"}, row.bar, row.steps)),
+    [[!isSupervised(job), row.reward], [isSupervised(job), row.loss]].map(([isMain, last]) => h("td", {}, h("span", {class: "pair"}, isMain && row.curve, last))), row.evals,
     h("td", {class: "waits"}, row.waits, " ", row.since), row.made);
   update(row, job);
   return row;
@@ -128,7 +129,8 @@ function update(row, job) {
   say(row.status, job.status.replace("_", " "));
   row.bar.value = Math.max(0, job.version) / Math.max(1, job.num_steps);
   say(row.steps, `${Math.max(0, job.version)}/${job.num_steps}`);
-  say(row.last, newest(job));
+  say(row.reward, isSupervised(job) ? "" : reward(job.last_reward));
+  say(row.loss, loss(job.last_loss));
   say(row.evals, evaluated(job));
   say(row.made, ago(job.created_at));
   if (FINAL.has(job.status)) {
@@ -148,6 +150,9 @@ async function refresh(row, signal) {
     const curves = row.job.version > 0 ? await ofJob(id, "metrics", {query: {points: POINTS}, tenant, signal}) : null;
     if (curves && isSupervised(row.job)) spark(row.curve, curves.metrics.loss ?? [], row.job.last_loss, "loss");
     else if (curves) spark(row.curve, curves.metrics.reward_mean ?? [], row.job.last_reward);
+    const failed = failedShare(curves);
+    row.failed.hidden = failed === 0;
+    say(row.failed, `${share(failed)} failed`);
     if (FINAL.has(row.job.status)) return;
     const events = (await ofJob(id, "events", {query: {limit: 5}, tenant, signal})).data;
     const told = standing(events);

@@ -20,6 +20,7 @@ const EMPTY = {array: [], object: {}, string: "", number: 0, integer: 0, boolean
 const METHODS = {reinforcement: "reinforcement: rewards", supervised: "supervised: examples"};
 const NEUTRAL = ["compute_multiplier", "reasoning_effort"]; // OpenAI's, of which the service takes only one value
 const FIRST_BYTES = 262_144;
+const USUAL = {reinforcement: ["max_steps", "batch_size", "group_size", "max_tokens", "learning_rate"], supervised: ["n_epochs", "max_steps", "batch_size", "learning_rate"]};
 
 export async function show(node, {signal}) {
   if (session.isOperator) return fill(node, h("h1", {}, "Submit"), h("p", {}, "Jobs are a tenant's: open this page with a tenant's key."));
@@ -30,19 +31,22 @@ export async function show(node, {signal}) {
   const judge = judging(training, environments.data, () => models.data.find((one) => one.id === model.value)?.root ?? model.value);
   const method = select(Object.entries(METHODS), "reinforcement", {id: "method", onchange: choose});
   const settings = Object.fromEntries(Object.keys(METHODS).map((name, i) => [name, hyperFields(hyper[i].data)]));
-  const fields = h("div", {class: "fields"});
+  const fields = h("div", {class: "fields"}), more = h("div", {class: "fields"});
   const refused = h("p", {class: "error", role: "alert"});
   const estimate = h("p", {role: "status"});
   const asking = h("button", {type: "button", onclick: () => ask("/v1/fine_tuning/jobs/estimate", (found) => say(estimate, inWords(found)))}, "Estimate");
   const send = h("button", {type: "button", class: "primary", onclick: () => ask("/v1/fine_tuning/jobs", (job) => { location.hash = `#/job/${job.id}`; })}, "Submit the job");
   fill(node, h("h1", {}, "Submit"), h("p"),
-    h("fieldset", {}, h("legend", {}, "Model and items"), h("div", {class: "fields"}, h("label", {}, "Model", model), h("label", {}, "Method", method), training.node, validation.node, h("label", {}, "Name", suffix), h("label", {}, "Seed", seed))),
-    judge.node, h("fieldset", {}, h("legend", {}, "Hyperparameters"), fields), refused, estimate, h("p", {class: "bar"}, send, asking));
+    h("fieldset", {}, h("legend", {}, "Model and items"), h("div", {class: "fields"}, h("label", {}, "Model", model), h("label", {}, "Method", method), training.node, validation.node, h("label", {}, "Name", suffix))),
+    judge.node, h("fieldset", {}, h("legend", {}, "Hyperparameters"), fields, h("details", {}, h("summary", {}, "More"), more)), refused, estimate, h("p", {class: "bar"}, send, asking));
   choose();
 
   function choose() {
     judge.node.hidden = method.value === "supervised";
-    fill(fields, settings[method.value].nodes);
+    const {nodes} = settings[method.value];
+    const isUsual = ({id}) => USUAL[method.value].includes(id);
+    fill(fields, nodes.filter(isUsual).map((one) => one.node));
+    fill(more, nodes.filter((one) => !isUsual(one)).map((one) => one.node), h("label", {}, "seed", seed));
   }
 
   /** Sends the job that the form describes. */
@@ -162,7 +166,7 @@ function parsed(text, what) {
 /** A field for each hyperparameter that has a choice; an empty one means the default. */
 function hyperFields(all) {
   const fields = all.filter(({id}) => !NEUTRAL.includes(id)).map(({id, default_text: usual, schema}) => ({id, kind: flat(schema), usual})).map((one) => ({...one, input: inputOf(one)}));
-  const nodes = fields.map(({id, kind, usual, input}) => h("label", {}, id, input, h("small", {}, [`default: ${usual}`, limits(kind)].filter(Boolean).join(" · "))));
+  const nodes = fields.map(({id, kind, usual, input}) => ({id, node: h("label", {}, id, input, h("small", {}, [`default: ${usual}`, limits(kind)].filter(Boolean).join(" · ")))}));
   const read = () => Object.fromEntries(fields.filter(({input}) => input.value !== "").map(({id, kind, input}) => [id, valueOf(kind, input.value)]));
   return {nodes, read};
 }

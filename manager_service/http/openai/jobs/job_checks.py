@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -10,7 +10,7 @@ import msgspec
 from common.errors import InvalidInput, NotFound
 from common.models.weight_files import LINEAR_LAYERS
 from common.suggestions import did_you_mean, quoted
-from common.tasks.environments import is_live, makes_items, reply_fault, reply_roles, wants_tools
+from common.tasks.environments import installed, is_live, makes_items, outdated, reply_fault, reply_roles, wants_tools
 from common.wire.messages import AdapterRef, LoraSpec
 from manager_service.http.context import Api, Base
 from manager_service.http.openai.grader_models import pin_environment
@@ -63,8 +63,16 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         adapter_file=body.adapter_file,
         integrations=checked_integrations(given, await Receivers(api.redis).installed()) if given else (),
         webhooks=body.webhooks,
-        notes=(_OF_TEXTS,) if job.is_supervised and training and training.num_texts else (),
+        notes=tuple(_notes(job, training)),
     )
+
+
+def _notes(job: Submission, training: FileRecord | None) -> Iterator[str]:
+    """The lines of its first events."""
+    if job.is_supervised and training and training.num_texts:
+        yield _OF_TEXTS
+    if (entry := installed().get(job.env.name)) and (why := outdated(entry)):
+        yield f"The environment {entry.name}: {why}"
 
 
 _OF_TEXTS = (
