@@ -16,7 +16,7 @@ from harness.s3_server import S3Server
 from manager_service.records.keys import GLOBAL
 
 RECORDS = (
-    "job:", "ledger:", "events:", "checkpoints:", "usage:", "tenant-jobs:", "jobs-all", "idempotency:",
+    "job:", "ledger:", "events:", "checkpoints:", "usage:", "stored:", "tenant-jobs:", "jobs-all", "idempotency:",
     "finished:", "num-archived", "rev:", "weights", "inference", "served", "owners", "bits", "memory", "dropped", "telemetry", "control",
     "adapters:new", "done", "ends", "env-workers",
 )  # fmt: skip
@@ -24,7 +24,7 @@ RECORDS = (
 EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:",
             "session:", "sampler:", "tenant-samplers:")  # fmt: skip
 """Keys that a process which was killed leaves behind, for a time."""
-OUTSIDE = ("tenants", "keys", "sessions:", "alive:", "format", "signing-key", "loggers")
+OUTSIDE = ("tenants", "keys", "sessions:", "format", "signing-key", "loggers")
 OUTSIDE_EXPIRING = ("session:", "exporter")
 """The same outside of the cell: neither a file nor an upload is among them."""
 GONE = -2

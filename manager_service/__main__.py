@@ -50,6 +50,7 @@ def make_owner(api: Api, base: Base) -> Owner:
         store=api.adapters,
         objects=api.objects,
         tenants=api.tenants,
+        stored=api.stored,
         lease_s=settings.lease_s,
         policy=settings.scheduling,
         archive_after_s=settings.archive_after_s,

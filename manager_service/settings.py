@@ -19,7 +19,7 @@ class ManagerSettings(Settings):
     """The times at which jobs may sample and train: sequential, synchronous, naive, marlaas, bounded or bounded:ETA. See
     `manager_service.scheduling.policies`."""
     max_stored_bytes: int = Field(default=16 << 30, ge=1)
-    """Bytes of all files that a tenant keeps."""
+    """Bytes that a tenant keeps in object storage, unless its record says otherwise."""
     max_open_requests: int = Field(default=1024, ge=1)
     """Requests of one tenant that are open at once on this manager, besides those for events."""
     inference_timeout_s: float = Field(default=120.0, gt=0)

@@ -62,6 +62,7 @@ IMPORTERS = {
         "manager_service/http/",
         "manager_service/launcher/supervisor.py",
         "manager_service/owner/transaction.py",
+        "manager_service/records/stored.py",
     },
     "datasets": {"marlaas_client/dataset.py"},
     "pyarrow": {"marlaas_client/dataset.py"},

@@ -167,6 +167,7 @@ class RunHandler:
             holder=self._worker,
             absent=absent,
             usage=manifest.usage if manifest else usage or Usage(),
+            size=manifest.size if manifest else (0, 0),
         )
         return [(self._cell.adapters(message.partition), done)]
 

@@ -49,6 +49,7 @@
     events:<job>               stream   the job's event log; entry id is `<sequence>-0`
     checkpoints:<job>          hash     version -> checkpoint record, JSON
     evals:<job>                hash     unsettled trajectories of evaluations
+    stored:<tenant>            hash     bytes in object storage: of a job's or run's versions, `<job>/records`, and `total`
     usage:<tenant>             hash     `<job>/<counter>` -> amount; `day/<yyyymmdd>` -> tokens
     hours:<tenant>:<yyyymmddhh> hash    `<session>/<counter>` -> tokens of an hour, UTC; no session: jobs and chat; expires
     run:<run>                  hash     `spec` (immutable), `state` (mutable): JSON
@@ -155,6 +156,7 @@ class Cell:
     events = KeyOf[str]("events")
     checkpoints = KeyOf[str]("checkpoints")
     evals = KeyOf[str]("evals")
+    stored = KeyOf[str]("stored")
     usage = KeyOf[str]("usage")
     run = KeyOf[str]("run")
     seqs = KeyOf[str]("seqs")

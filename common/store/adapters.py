@@ -47,6 +47,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     fingerprints: dict[str, str] = {}  # service -> of the bits that it computed, in deterministic mode
     created_at: float = 0.0  # seconds since 1970, the trainer's clock
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Bytes of the files as they were written: of the adapter, and of the optimiser's state."""
+        sizes = {name: file.size for name, file in self.files.items()}
+        optimizer = sizes.pop(OPTIMIZER_FILE, 0)
+        return sum(sizes.values()), optimizer
+
 
 def update_of(manifest: Manifest, about: Mapping[str, Any]) -> AdapterUpdate:
     """Makes the message that tells the owner of a version, the same each time. `about`: fields of `Message.about`."""
@@ -58,6 +65,7 @@ def update_of(manifest: Manifest, about: Mapping[str, Any]) -> AdapterUpdate:
         next_group=manifest.next_group,
         metrics=manifest.metrics,
         usage=manifest.usage,
+        size=manifest.size,
     )
 
 

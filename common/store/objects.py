@@ -117,9 +117,13 @@ class Objects:
 
     async def paths(self, prefix: str) -> list[str]:
         """Paths below a folder, sorted."""
+        return sorted(await self.sizes(prefix))
+
+    async def sizes(self, prefix: str) -> dict[str, int]:
+        """Path of each object below a folder, with its bytes."""
         await self._present()
         pages = obstore.list(self._backend, prefix).collect_async()
-        return sorted(meta["path"] for meta in await _translated(pages, prefix))
+        return {meta["path"]: meta["size"] for meta in await _translated(pages, prefix)}
 
     async def folders(self, prefix: str) -> list[str]:
         """Names of the folders directly below a folder, sorted."""

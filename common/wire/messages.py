@@ -354,6 +354,7 @@ class AdapterUpdate(Message, frozen=True, kw_only=True):
     next_group: int = 0
     metrics: dict[str, float | None] = {}
     usage: Usage = Usage()
+    size: tuple[int, int] = (0, 0)  # bytes of its files in the store: the adapter, and the optimiser's state
     failure: Failure | None = None
 
 

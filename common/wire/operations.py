@@ -137,6 +137,7 @@ class OperationsDone(Message, frozen=True, kw_only=True):
     holder: str = ""  # that trainer
     absent: bool = False  # the gradient is not here: nothing was done; send the whole log to any trainer
     usage: Usage = Usage()
+    size: tuple[int, int] = (0, 0)  # of v + 1 if it was committed: see AdapterUpdate
 
 
 class Forget(Message, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ from manager_service.http.sampling.feed import Feed
 from manager_service.http.sampling.inference import Inference
 from manager_service.records.archive import Archive
 from manager_service.records.cluster import Cluster
+from manager_service.records.stored import StoredBytes
 from manager_service.records.tenants import ADMIN, KeyRecord, TenantRecord, Tenants
 from manager_service.settings import ManagerSettings
 
@@ -106,6 +107,7 @@ class Api:
     adapters: AdapterStore
     tenants: Tenants
     helpers: Helpers
+    stored: StoredBytes
     files: Files
     tables: Tables
     bases: dict[str, Base]

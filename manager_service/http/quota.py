@@ -9,6 +9,7 @@ from common.bus.fullness import MAX_USED_FOR_NEW, Gauge
 from common.bus.streams import Cell
 from common.wire.messages import Usage
 from manager_service.http.errors import ApiError, unavailable
+from manager_service.records.stored import WHAT_TO_DELETE, StoredBytes
 from manager_service.records.tenants import TenantRecord
 from manager_service.records.usage import INFERENCE, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
 
@@ -31,6 +32,22 @@ async def check_quota(redis: Any, cell: Cell, tenant: TenantRecord) -> None:
             code="quota_exceeded",
             retry=False,
         )
+
+
+async def check_stored(stored: StoredBytes, tenant: TenantRecord, more: int = 0) -> None:
+    """Raises ApiError 429 if the tenant keeps all that it may, or would with `more` bytes."""
+    if fault := await storage_fault(stored, tenant, more):
+        raise ApiError(429, fault, code="storage_exceeded", retry=False)
+
+
+async def storage_fault(stored: StoredBytes, tenant: TenantRecord, more: int = 0) -> str:
+    """The reason for which the tenant may store nothing more, with what to delete; empty if it may."""
+    limit, used = tenant.may_store(stored.max_bytes), (await stored.totals([tenant.id]))[tenant.id]
+    if used + max(1, more) <= limit:
+        return ""
+    largest = ", ".join(f"{name} ({size:,})" for name, size in await stored.largest(tenant.id))
+    this = f", this is {more:,}" if more else ""
+    return f"you store {used:,} bytes{this}, and may store {limit:,}: {WHAT_TO_DELETE}; the largest are {largest or 'none'}"
 
 
 async def check_room(gauge: Gauge) -> None:

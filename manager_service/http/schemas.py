@@ -292,6 +292,8 @@ class UsageReport(BaseModel):
     tenant: str
     tokens_today: int
     max_tokens_per_day: int | None
+    stored_bytes: int  # files, versions, samples and archived records
+    max_stored_bytes: int
     total: UsageObject
     data: list[UsageObject]  # one a job
     days: dict[str, int] = {}  # tokens by day of UTC, such as 2026-11-22
@@ -305,6 +307,7 @@ class TenantObject(Identified):
     weight: float
     max_jobs: int
     max_tokens_per_day: int | None
+    max_stored_bytes: int | None
 
 
 class KeyObject(Identified):

@@ -34,6 +34,7 @@ from manager_service.http.tinker.parts import Records
 from manager_service.records.archive import Archive
 from manager_service.records.cluster import Cluster
 from manager_service.records.keys import GLOBAL
+from manager_service.records.stored import StoredBytes
 from manager_service.records.tenants import Tenants, bootstrap, check_format
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 from manager_service.settings import ManagerSettings
@@ -59,16 +60,19 @@ async def make_api(settings: ManagerSettings, limits: ApiLimits = LIMITS) -> Asy
         bus = next(iter(bases.values())).bus
         await bus.retrying(lambda: check_format(redis))
         await bus.retrying(lambda: bootstrap(tenants, settings.data_dir))
+        stored = StoredBytes(redis, {base.cell: base.redis for base in bases.values()}, settings.max_stored_bytes)
         files = Files(
             redis,
             objects,
             helpers,
             bases=bases,
             max_line_bytes=limits.max_line_bytes,
-            max_stored_bytes=settings.max_stored_bytes,
+            stored=stored,
         )
         tables = Tables(helpers, max_file_bytes=limits.max_file_bytes, max_line_bytes=limits.max_line_bytes)
-        yield Api(settings, limits, redis, objects, AdapterStore(objects), tenants, helpers, files, tables, bases)
+        yield Api(
+            settings, limits, redis, objects, AdapterStore(objects), tenants, helpers, stored, files, tables, bases
+        )
     finally:
         await helpers.close()
         for base in bases.values():

@@ -1,4 +1,6 @@
-"""Copies finished jobs' records from Redis to the archive; their partition's owner then deletes them."""
+"""Copies finished jobs' records from Redis to the archive; their partition's owner then deletes them. Counts what tenants store
+whose count is missing.
+"""
 
 import asyncio
 import math
@@ -8,6 +10,7 @@ from typing import Any
 import structlog
 
 from common.bus.bus import Bus
+from common.bus.streams import partition_of
 from common.errors import Unavailable
 from common.store.objects import Objects
 from manager_service.owner.jobs.changes import Changes, Moved
@@ -15,11 +18,13 @@ from manager_service.records.archive import Archive, Archived, in_parts
 from manager_service.records.job_records import DELETED, JobSpec, JobState
 from manager_service.records.keys import read_record
 from manager_service.records.sample_records import Kept
+from manager_service.records.stored import COUNTED, listed
 from manager_service.records.usage import usage_fields, usage_of
 
 BATCH_JOBS = 20
 """Jobs that are moved together."""
 
+RECOUNT_EVERY_S = 1.0
 log = structlog.get_logger()
 
 
@@ -99,10 +104,48 @@ class Archiver:
         )
         parts = in_parts("events", [(int(entry.partition(b"-")[0]), fields[b"event"]) for entry, fields in events])
         parts |= in_parts("checkpoints", sorted((int(version), value) for version, value in checkpoints.items()))
-        await self._archive.write(archived, parts)
+        num_bytes = await self._archive.write(archived, parts)
         kept = state.kept.get("samples", Kept())
         if kept.dropped:  # an owner that died may have left files of them
             for files in (self._archive.sample_files, self._archive.answer_files):
                 await files.drop_below(spec.tenant, job, kept.first)
         await self._objects.delete_folder(f"payloads/{job}")
-        return Moved(job, spec.tenant, usage)
+        return Moved(job, spec.tenant, usage, num_bytes)
+
+
+class Recount:
+    """Counts from a listing, once, what a tenant stored before it was counted."""
+
+    def __init__(self, bus: Bus, objects: Objects) -> None:
+        self._bus = bus
+        self._objects = objects
+        self._counted: set[str] = set()
+
+    async def run(self, tenants: Callable[[], list[str]], commit: Callable[[int, Changes], Awaitable[bool]]) -> None:
+        """Counts until cancelled. `tenants`: of the owned partitions. `commit`: as in `Archiver.run`."""
+        cell = self._bus.cell
+        while True:
+            names = [name for name in tenants() if name not in self._counted]
+            counted = await self._bus.pipelined(("HEXISTS", cell.stored(name), COUNTED) for name in names)
+            for name, is_counted in zip(names, counted, strict=True):
+                try:
+                    if is_counted or await commit(partition_of(name), await self._count(name)):
+                        self._counted.add(name)
+                except Unavailable as error:
+                    log.warning("recount_delayed", tenant=name, reason=str(error))
+            await asyncio.sleep(RECOUNT_EVERY_S)
+
+    async def _count(self, tenant: str) -> Changes:
+        """The bytes that the count lacks. A version that is committed while the store is listed may be in both."""
+        cell, changes = self._bus.cell, Changes(counted=[tenant])
+        before, jobs, runs = await self._bus.pipelined(
+            [
+                ("HGETALL", cell.stored(tenant)),
+                ("ZRANGE", cell.tenant_jobs(tenant), 0, -1),
+                ("ZRANGE", cell.tenant_runs(tenant), 0, -1),
+            ]
+        )
+        known = [name.decode() for name in (*jobs, *runs)]
+        for what, num_bytes in (await listed(self._objects, cell, tenant, known)).items():
+            changes.stored[tenant, what] = num_bytes - int(before.get(what.encode(), 0))
+        return changes

@@ -20,13 +20,13 @@ import structlog
 
 from common.bus.bus import Bus, Delivery, Undecodable, Unfetched
 from common.bus.fullness import MAX_MEMORY_USED
-from common.bus.streams import GROUP_MANAGER, OWNER
+from common.bus.streams import GROUP_MANAGER, OWNER, partition_of
 from common.cancellation import running, starting
 from common.errors import Unavailable
 from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.wire.messages import TrainStep
-from manager_service.owner.archiver import Archiver
+from manager_service.owner.archiver import Archiver, Recount
 from manager_service.owner.arriving import Intake, Owned
 from manager_service.owner.big_steps import BigSteps, PayloadTidier
 from manager_service.owner.job_reader import JobReader
@@ -38,6 +38,7 @@ from manager_service.owner.sample_writer import SampleWriter
 from manager_service.owner.surroundings import ObservedCluster, Surroundings, whereabouts
 from manager_service.owner.transaction import Commits, Fence
 from manager_service.records.sample_records import LIMITS, Limits
+from manager_service.records.stored import StoredBytes
 from manager_service.records.tenants import Tenants
 from manager_service.scheduling.allocator import Allocator
 from manager_service.scheduling.policies import MARLAAS, Policy
@@ -75,6 +76,7 @@ class Owner:
         store: AdapterStore,
         objects: Objects,
         tenants: Tenants,
+        stored: StoredBytes,
         lease_s: float = 10.0,
         policy: Policy = MARLAAS,
         archive_after_s: float = ARCHIVE_AFTER_S,
@@ -91,6 +93,7 @@ class Owner:
         self._owned: dict[int, Owned] = {}
         self._archiver = Archiver(bus, objects, every_s=min(lease_s, 1 + archive_after_s / 10))
         self._archive_after_s = archive_after_s
+        self._recount = Recount(bus, objects)
         self._samples = SampleWriter(objects, bus.cell.base_model)
         self._payloads = PayloadTidier(objects)
         self._wanted = asyncio.Event()  # a partition wants something of the object storage
@@ -100,7 +103,7 @@ class Owner:
         self._intake = Intake(self._owned, self._lock, self._decide)
         self._big_steps = BigSteps(bus, objects)
         self._allocator = Allocator(cluster, policy, admits=self._big_steps.admits)
-        self._surroundings = Surroundings(bus, tenants, self._allocator, limits)
+        self._surroundings = Surroundings(bus, tenants, stored, self._allocator, limits)
         self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
 
     # ---- leases -----------------------------------------------------------------------------------------------------
@@ -113,6 +116,7 @@ class Owner:
             self._keep_leases(), self._load_taken(), self._watch(), self._intake.run(),
             self._payloads.run(), self._passes(), self._big_steps.run(self._written), self._ask_store(),
             self._samples.run(), self._archiver.run(self._archive_now, self._commit_archived),
+            self._surroundings.watch_storage(), self._recount.run(self._tenants, self._commit_archived),
         ):  # fmt: skip
             await stop.wait()
             await self._samples.drain()
@@ -330,6 +334,8 @@ class Owner:
             self._allocator.follow(partition.runs.table, now)
         await self._look_at_env()
         self._allocator.decide(now, changes)
+        if self._allocator.storage.unread:
+            self._surroundings.storage_asked.set()
         await self._commit({number: change for number, change in changes.items() if change})
 
     async def _look_at_env(self) -> None:
@@ -373,6 +379,10 @@ class Owner:
         fills = self._allocator.memory_used > ARCHIVE_ALL_ABOVE
         return list(self._owned), time.time() - (0 if fills else self._archive_after_s)
 
+    def _tenants(self) -> list[str]:
+        """The tenants of the partitions that it owns."""
+        return [name for name in self._allocator.tenants if partition_of(name) in self._owned]
+
     async def _commit_archived(self, number: int, changes: Changes) -> bool:
         """False: the partition is another's now."""
         async with self._lock:
@@ -396,6 +406,8 @@ class Owner:
             changes = {number: Changes() for number in self._owned}
             for number, (partition, _) in self._owned.items():
                 for job in partition.jobs.values():
+                    if job.id in self._allocator.storage.told:
+                        continue
                     limit_s, why = max(STALL_S, 3 * self._lease_s), partial(self._diagnosis, job)
                     job.journal.check_stall(time.time(), limit_s, why, changes[number])
             await self._commit({number: change for number, change in changes.items() if change})

@@ -1,5 +1,7 @@
 """Follows tenants, quotas, use and Redis' memory around an owner's jobs. Trims the broadcasts. Explains stalls."""
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
@@ -14,12 +16,14 @@ from manager_service.owner.redis_memory import RedisMemory, bound
 from manager_service.records.cluster import env_streams, named
 from manager_service.records.job_records import JobSpec
 from manager_service.records.sample_records import Limits
+from manager_service.records.stored import StoredBytes
 from manager_service.records.tenants import Tenants
 from manager_service.records.usage import INFERENCE, ROLLOUT_COUNTERS, day_field
 from manager_service.scheduling.allocator import Allocator, Slots
 
 BACKLOG_S = 0.02
 """Least time between two counts of the env workers' entries: two round trips, for each pass of a busy owner."""
+STORAGE_EVERY_S = 1.0
 KEEP_CANCELS, KEEP_HINTS, KEEP_ANSWERS = 10_000, 1_000, 10_000
 """Messages that the streams `control`, `adapters:new` and `done` keep at most."""
 
@@ -35,11 +39,14 @@ class ObservedCluster(Slots, Protocol):
 class Surroundings:
     """Tells an Allocator what it cannot see from jobs and messages."""
 
-    def __init__(self, bus: Bus, tenants: Tenants, allocator: Allocator, limits: Limits) -> None:
+    def __init__(self, bus: Bus, tenants: Tenants, stored: StoredBytes, allocator: Allocator, limits: Limits) -> None:
+        allocator.storage.max_bytes = stored.max_bytes
         self.memory = RedisMemory(bus)
         self._bus = bus
         self._cell = bus.cell
         self._tenants = tenants
+        self._stored = stored
+        self.storage_asked = asyncio.Event()  # a tenant's bytes are to be read that were not
         self._allocator = allocator
         self._limits = limits
         self._backlog, self._counted_at = 0, float("-inf")
@@ -59,6 +66,19 @@ class Surroundings:
         limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
         self._allocator.used_today.update(await self._used_today(limited))
         await self._charge_completions()
+
+    async def watch_storage(self) -> None:
+        """Tells what tenants with work here store, each second and as soon as one is new, until cancelled. It asks other cells' Redis
+        too, so nothing else waits for it."""
+        storage = self._allocator.storage
+        while True:
+            storage.begin_reading()
+            tenants = sorted({*self._allocator.demand.active, *storage.unread})
+            storage.read(await self._bus.retrying(lambda t=tenants: self._stored.totals(t, own=self._cell)))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STORAGE_EVERY_S):
+                    await self.storage_asked.wait()
+            self.storage_asked.clear()
 
     async def _charge_completions(self) -> None:
         """Charges the tenants with jobs here for their completions' tokens since the last look, as for jobs'."""

@@ -37,6 +37,7 @@ Its files:
     receivers.py       records of where a tenant's jobs report to, and who keeps them
     run_records.py     names what Redis keeps of a run
     sample_records.py  records of events, versions and samples, and the bound on what is kept of them
+    stored.py          counts the bytes that tenants keep in object storage
     tenants.py         records of tenants and keys, and who keeps them; refuses a Redis that another version wrote
     usage.py           names the counters of tenants' usage, and lists those that quotas count
 """

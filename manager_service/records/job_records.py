@@ -195,6 +195,7 @@ class JobState(msgspec.Struct, kw_only=True):
     last_eval: float | None = None
     best_eval: float | None = None  # the largest eval_reward_mean, or -eval_loss, and the version that had it first
     best_version: int | None = None
+    size: tuple[int, int] = (0, 0)  # bytes of each version: of the adapter, of the optimiser's state
     stored: list[int] = []  # versions in the store, of a job that does not keep all
     last_reward: float | None = None  # reward_mean of the newest step
     last_loss: float | None = None  # of the newest step

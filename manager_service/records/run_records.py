@@ -20,7 +20,6 @@ What only an API replica writes, except samplers of saves:
 
     marlaas:{@}:session:<session>   string   ClientSession, for SESSION_KEPT_S after its last sign of life
     marlaas:{@}:sessions:<tenant>   zset     session id by creation time
-    marlaas:{@}:alive:<tenant>      zset     those of them that are alive, by their last sign of life
     use:<run>:<version>             string   noted by whoever means to read that version; `…:optimizer` too if with its optimiser's
                                              state; both expire after USED_S
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
@@ -34,7 +33,7 @@ What only an API replica writes, except samplers of saves:
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -103,6 +102,11 @@ class Leaving(msgspec.Struct):
     asked: bool = False  # the message is sent: there is no way back
     everything: bool = False  # whatever else the store has of the run is deleted too
 
+    def num_bytes(self, size: tuple[int, int]) -> int:
+        """The bytes that their deletion frees. `size`: as in RunState."""
+        adapter, optimizer = size
+        return adapter * len(self.versions) + optimizer * (sum(self.versions.values()) + len(self.optimizers))
+
 
 class RunState(msgspec.Struct):
     """Changes with every operation that is answered."""
@@ -119,6 +123,7 @@ class RunState(msgspec.Struct):
     in_log: int = 0  # how many of the log are in it
     failed_at: int | None = None  # a failed operation since the newest version: the next optim_step fails too
     failed_why: str = ""  # what became of that operation
+    size: tuple[int, int] = (0, 0)  # bytes of each version: of the adapter, of the optimiser's state
     checkpoints: list[Checkpoint] = []
     inflight: int = -1  # the version of the newest save for samplers that follow such saves
     failure: Failure | None = None  # why it can do nothing more
@@ -145,6 +150,24 @@ NUM_SEQS_KEPT = 4096
 
 
 SESSION_ALIVE_S, SESSION_KEPT_S = 300, 30 * 86_400
+MAX_KEPT = 10_000
+"""Sessions that a tenant keeps, and, in a cell, its runs, and its samplers."""
+
+
+LEAST_HELD = 64 << 10
+
+
+def held_bytes(payload: bytes) -> int:
+    """The bytes for which an operation's data count while they stay in Redis: an owner looks at each, so small ones count for more."""
+    return max(len(payload), LEAST_HELD) if payload else 0
+
+
+async def forget_oldest(redis: Any, key: str, *records: Callable[[str], str]) -> None:
+    """Forgets the first names of a sorted set beyond MAX_KEPT, with the records of each."""
+    gone = [name.decode() for name in await redis.zrange(key, 0, -1 - MAX_KEPT)]
+    if gone:
+        await redis.delete(*(record(name) for name in gone for record in records))
+        await redis.zrem(key, *gone)
 
 
 class ClientSession(msgspec.Struct, frozen=True):

@@ -99,6 +99,10 @@ class Kept(msgspec.Struct):
         """The oldest that is kept; all below are dropped."""
         return self.runs[0][0] if self.runs else 0
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.runs)
+
     def has_dropped(self, number: int) -> bool:
         return bool(self.dropped) and number < self.first
 
@@ -112,7 +116,7 @@ class Kept(msgspec.Struct):
             self.runs.append((number, num_bytes))
         self.newest = max(number, self.newest)
         first = self.runs[0][0]
-        while len(self.runs) > 1 and sum(size for _, size in self.runs) > limit:
+        while len(self.runs) > 1 and self.num_bytes > limit:
             self.runs.pop(0)
         end = self.runs[0][0]
         self.dropped += end - first

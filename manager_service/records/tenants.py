@@ -26,6 +26,13 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     max_jobs: int = 16  # running at once in a cell; more are queued
     max_tokens_per_day: int | None = None  # prompt, sampled and trained; beyond it nothing is issued or accepted
+    max_stored_bytes: int | None = (
+        None  # in object storage; beyond it nothing is trained or accepted; None: the service's
+    )
+
+    def may_store(self, default: int) -> int:
+        """Bytes. `default`: the service's."""
+        return default if self.max_stored_bytes is None else self.max_stored_bytes
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):

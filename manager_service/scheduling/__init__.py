@@ -14,5 +14,6 @@ Its files:
     members.py         lists jobs and runs, with what decisions need of each, and estimates trajectories' lengths
     demand.py          sums up what all of them want, by difference, and says which job of a tenant is next
     policies.py        has a row of data for each scheduling policy: what it does differently
+    storage_quota.py   says which tenants keep all that they may in object storage
     training_queue.py  orders the complete batches for the trainers
 """

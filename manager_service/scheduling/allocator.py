@@ -35,6 +35,7 @@ from manager_service.scheduling.fairness import (
 )
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
+from manager_service.scheduling.storage_quota import StorageQuota
 from manager_service.scheduling.training_queue import ReadyBatch, Room, TrainingQueue
 
 STEPS_PER_SLOT = 2
@@ -89,6 +90,7 @@ class Allocator:
     queue: TrainingQueue = field(default_factory=TrainingQueue)
     tenants: dict[str, TenantRecord] = field(default_factory=dict)
     used_today: dict[str, int] = field(default_factory=dict)  # tenant -> tokens
+    storage: StorageQuota = field(default_factory=StorageQuota)
     memory_used: float = 0.0  # Redis' memory over its limit, 0 to 1
     other_weight: float = 0.0  # of active tenants that other owners have
     sampling_weight: float = 0.0  # of those who chat or sample in bulk
@@ -104,7 +106,7 @@ class Allocator:
     _starts: Counter[str] = field(default_factory=Counter)  # tenant -> jobs started
     _closed: bool = False  # the barrier, under a policy that has one
     _told_quota: set[tuple[str, str]] = field(default_factory=set)
-    _held_back: set[str] = field(default_factory=set)  # runs that are ready, of tenants without tokens left today
+    _held_back: set[str] = field(default_factory=set)  # ready, but their tenants have no tokens or no storage left
 
     # ---- what happened ----------------------------------------------------------------------------------------------
 
@@ -124,6 +126,7 @@ class Allocator:
     def _forget_member(self, name: str) -> None:
         self._members.pop(name, None)
         self._held_back.discard(name)
+        self.storage.told.discard(name)
         self.demand.update(name, None)
         self.queue.remove(name)
 
@@ -133,7 +136,7 @@ class Allocator:
         self._held_back.discard(member.id)
         if member.id not in self.demand.ready:
             self.queue.remove(member.id)
-        elif isinstance(member, Run) and self._is_exhausted(member.spec.tenant):
+        elif self._must_wait(member):
             self.queue.remove(member.id)
             self._held_back.add(member.id)
         elif member.id not in self.queue.batches and (isinstance(member, Run) or self.admits(member)):
@@ -159,8 +162,9 @@ class Allocator:
 
     def decide(self, now: float, changes: dict[int, Changes]) -> None:
         """Decides all that may happen now, and writes it into the `changes` of each owned partition."""
+        self.storage.charge(changes.values())
         self._start_queued(now, changes)
-        self._follow_quotas(now)
+        self._follow_quotas(now, changes)
         if self.policy.barrier:
             self._closed = self._is_closed()
         if self._closed or not self.policy.barrier:
@@ -184,6 +188,7 @@ class Allocator:
             next_starts += self._next_starts(tenant, min(free, left))
         for job in sorted(next_starts, key=_age)[:left]:
             self._starts[job.spec.tenant] += 1
+            self.storage.ask(job.spec.tenant)
             self._guarded(job, now, changes, partial(job.start, now))
 
     def _next_starts(self, tenant: str, num: int) -> list[Member]:
@@ -197,13 +202,15 @@ class Allocator:
             chosen.append(waiting.pop(0) if oldest else waiting.pop(_most_urgent(waiting)))
         return chosen
 
-    def _follow_quotas(self, now: float) -> None:
-        """Keeps runs out of the trainers' queue until tomorrow if their tenants have no tokens left; jobs' steps are paid for."""
-        queued = (batch for batch in self.queue.batches.values() if self._is_exhausted(batch.tenant))
-        over = [batch.job for batch in queued if isinstance(self._members[batch.job], Run)]
-        fresh = [name for name in self._held_back if not self._is_exhausted(self._members[name].spec.tenant)]
+    def _follow_quotas(self, now: float, changes: dict[int, Changes]) -> None:
+        """Keeps out of the trainers' queue what must wait, and lets it in again. A job says once that it waits for storage."""
+        over = [name for name in self.queue.batches if self._must_wait(self._members[name])]
+        fresh = [name for name in self._held_back if not self._must_wait(self._members[name])]
         for name in (*over, *fresh):
             self._look_at(self._members[name], now)
+        for name in self._held_back ^ self.storage.told:
+            if isinstance(job := self._members[name], Job):
+                self.storage.tell(job, self._tenant(job.spec.tenant), now, changes[job.partition])
 
     def _publish_steps(self, now: float, changes: dict[int, Changes]) -> None:
         slots = self.cluster.slots("trainer")
@@ -394,6 +401,14 @@ class Allocator:
                 text = f"The tenant's {limit} tokens of today are used up; the job goes on tomorrow"
                 job.journal.warn(now, text, changes[job.partition])
         return False
+
+    def _must_wait(self, member: Member) -> bool:
+        """Must its next message to a trainer wait? A job's steps are paid for, so only a lack of storage holds them up; of a run, it
+        holds up what commits a version."""
+        is_full = self.storage.is_full(self._tenant(member.spec.tenant))
+        if isinstance(member, Job):
+            return is_full
+        return self._is_exhausted(member.spec.tenant) or (is_full and member.commits_next())
 
     def _is_exhausted(self, tenant: str) -> bool:
         limit = self._tenant(tenant).max_tokens_per_day

@@ -39,6 +39,7 @@ def usage(
     if not job:
         limit = report["max_tokens_per_day"]
         say(f"{report['tokens_today']:,} tokens today" + ("" if limit is None else f" of {limit:,}"))
+        say(f"{report['stored_bytes']:,} bytes stored of {report['max_stored_bytes']:,}")
 
 
 def ledger(job: JobId, url: Url = None, data: Data = None, as_json: Json = False) -> None:

@@ -126,7 +126,7 @@ EXAMPLES: list[AnyMessage] = [
         next_group=9,
         drops=(1,),
     ),
-    AdapterUpdate(**PLAIN, adapter=ADAPTER, batch="b", metrics={"loss": 0.5, "kl": None}),
+    AdapterUpdate(**PLAIN, adapter=ADAPTER, batch="b", metrics={"loss": 0.5, "kl": None}, size=(9, 18)),
     JobCommand(**PLAIN, action="warn", text="w"),
     GradeRequest(**PLAIN, env=EnvSpec("e"), item={}, output_text="x", reply_to="r"),
     GradeResult(**PLAIN, reward=0.5),
@@ -155,13 +155,15 @@ EXAMPLES: list[AnyMessage] = [
         first=2,
         operations=(RunOperation(3, "optim_step", b"p", True),),
     ),
-    OperationsDone(**PLAIN, adapter=ADAPTER, attempt=1, results=(OperationResult(3, b"r"),), held=3, holder="w"),
+    OperationsDone(
+        **PLAIN, adapter=ADAPTER, attempt=1, results=(OperationResult(3, b"r"),), held=3, holder="w", size=(9, 18)
+    ),
     OperationsAnswered(**PLAIN, seqs=(3, 4)),
     NameChange(**PLAIN, checkpoint="weights", name="n", version=3, created_at=5, expires_at=9, deletes=True),
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "6593943d47bf13e93d3a106f2e638b70534d17c7bc17e5a2138212d2ebf576bc"
+SNAPSHOT = "0069ceb2d2b3594ddb51dc8a72f26d471193f24b3f06acc3f5b6bdb5037ef789"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 

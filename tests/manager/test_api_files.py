@@ -190,8 +190,8 @@ async def test_the_files_that_a_tenant_keeps_are_bounded_in_number_and_bytes_eve
         answers = await asyncio.gather(*(send(large) for _ in range(6)))
         assert Counter(answer.status_code for answer in answers) == {200: 2, 429: 4}
         refused = next(answer.json()["error"] for answer in answers if answer.status_code == 429)
-        assert refused["code"] == "too_many_files"
-        assert f"you have 2 files of {2 * len(large)} bytes" in refused["message"]
+        assert refused["code"] == "storage_exceeded"
+        assert f"you store {2 * len(large):,} bytes, this is {len(large):,}" in refused["message"]
         assert len(await server.api.objects.paths("files/default")) == 2, "what was refused is not kept"
         kept = [answer.json()["id"] for answer in answers if answer.status_code == 200]
         await server.openai.files.delete(kept[0])

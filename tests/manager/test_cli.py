@@ -460,12 +460,14 @@ def test_usage_and_ledger(api: type[FakeApi]) -> None:
     row = {"job": "ftjob-1", **counters}
     report = {"data": [row], "total": {"job": None, **counters}}
     report |= {"tokens_today": 12_345, "max_tokens_per_day": 20_000}
+    report |= {"stored_bytes": 54_321, "max_stored_bytes": 60_000}
     api.answers = {
         ("GET", "/v1/usage"): report,
         ("GET", "/v1/fine_tuning/jobs/ftjob-1/usage"): row,
         ("GET", "/v1/fine_tuning/jobs/ftjob-1/ledger"): dict.fromkeys(account.FATES, 5) | {"issued": 30},
     }
     assert "12,345 tokens today of 20,000" in (printed := run("usage"))
+    assert "54,321 bytes stored of 60,000" in printed
     assert "ftjob-1" in printed and "total" in printed
     assert json.loads(run("usage", "--json")) == report
     assert "ftjob-1" in (printed := run("usage", "ftjob-1")) and "today" not in printed
@@ -595,7 +597,14 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
 
 
 def test_an_operator_makes_a_tenant_with_a_key_and_changes_its_quota(api: type[FakeApi]) -> None:
-    tenant = {"id": "alpha", "name": "A", "weight": 2.0, "max_jobs": 4, "max_tokens_per_day": None}
+    tenant = {
+        "id": "alpha",
+        "name": "A",
+        "weight": 2.0,
+        "max_jobs": 4,
+        "max_tokens_per_day": None,
+        "max_stored_bytes": 9,
+    }
     admin = "/v1/admin/tenants"
     api.answers = {
         ("POST", admin): tenant,
@@ -606,9 +615,20 @@ def test_an_operator_makes_a_tenant_with_a_key_and_changes_its_quota(api: type[F
     assert run("tenants", "add", "alpha", "--weight", "2") == "sk-new\n" == run("tenants", "key", "alpha")
     assert json.loads(api.requests[0][1]) == {"id": "alpha", "name": "", "weight": 2.0}
     assert "alpha" in run("tenants", "list")
-    changed = run("tenants", "quota", "alpha", "--max-jobs", "4", "--max-tokens-per-day", "none", "--json")
+    changed = run(
+        "tenants",
+        "quota",
+        "alpha",
+        "--max-jobs",
+        "4",
+        "--max-tokens-per-day",
+        "none",
+        "--max-stored-bytes",
+        "9",
+        "--json",
+    )
     assert json.loads(changed) == [tenant]
-    assert json.loads(api.requests[-1][1]) == {"max_jobs": 4, "max_tokens_per_day": None}
+    assert json.loads(api.requests[-1][1]) == {"max_jobs": 4, "max_tokens_per_day": None, "max_stored_bytes": 9}
     with pytest.raises(InvalidInput, match="--max-tokens-per-day many"):
         run("tenants", "quota", "alpha", "--max-tokens-per-day", "many")
 

@@ -38,6 +38,7 @@ from manager_service.owner.transaction import COMMIT, Commits, Fence, Lost
 from manager_service.records.job_records import JobState, Training
 from manager_service.records.keys import JSON
 from manager_service.records.sample_records import LIMITS
+from manager_service.records.stored import StoredBytes
 from manager_service.records.tenants import TENANTS, TenantRecord, Tenants
 from manager_service.scheduling.allocator import Allocator
 from tests.common.test_worker import length, until
@@ -185,7 +186,7 @@ async def test_work_that_redis_lost_is_found_missing_and_done_again(system: Syst
 
 async def test_turns_of_live_sessions_are_under_way_until_their_env_worker_has_settled_them(bus: Bus) -> None:
     allocator = Allocator(FixedSlots())
-    surroundings = Surroundings(bus, Tenants(bus.client), allocator, LIMITS)
+    surroundings = Surroundings(bus, Tenants(bus.client), StoredBytes(bus.client, {}, 1), allocator, LIMITS)
     inboxes = [bus.cell.scored(0), bus.cell.adapters(0)]
     for stream in inboxes:
         await bus.ensure_group(stream, GROUP_MANAGER)

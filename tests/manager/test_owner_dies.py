@@ -39,6 +39,7 @@ from harness.standin import (
 from manager_service.owner.leases import RELEASE, ROUND
 from manager_service.owner.owner import Owner
 from manager_service.owner.transaction import COMMIT
+from manager_service.records.stored import StoredBytes
 from manager_service.records.tenants import Tenants
 from tests.common.test_worker import until
 
@@ -202,6 +203,7 @@ class Life:
             store=store,
             objects=self.objects,
             tenants=Tenants(bus.client),
+            stored=StoredBytes(bus.client, {self.cell: bus.client}, 16 << 30),
             lease_s=LEASE_S,
         )
 

@@ -196,6 +196,7 @@ async def test_the_operator_sees_every_tenants_jobs_and_the_cluster(server: ApiS
     await tab.page.get_by_text("No worker is alive").wait_for()
     await tab.go("/usage")
     await tab.page.get_by_role("link", name="bluebird").wait_for()
+    await tab.page.get_by_role("cell", name="of 16.0 GiB").first.wait_for()
 
 
 async def test_a_job_is_submitted_with_a_file_and_a_changed_hyperparameter(
@@ -282,7 +283,7 @@ async def test_a_phone_shows_all_of_a_job_its_failed_share_and_the_models_name_t
     await tab.go(f"/job/{job}")
     await tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     await tab.page.get_by_role("button", name="Copy").click()
-    assert await tab.page.evaluate("navigator.clipboard.readText()") == tuned != None
+    assert tuned and await tab.page.evaluate("navigator.clipboard.readText()") == tuned
 
 
 async def test_a_thousand_jobs_and_ten_thousand_steps_are_shown(server: ApiServer, tab: Tab) -> None:

@@ -15,6 +15,7 @@ from harness.standin import FixedSlots, StandInEnv, StandInTrainer, create_job, 
 from manager_service.owner.owner import Owner
 from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.sample_records import EventRecord
+from manager_service.records.stored import StoredBytes
 from manager_service.records.tenants import Tenants
 
 LEASE_S = 0.6
@@ -29,7 +30,8 @@ class System:
 
     def __init__(self, bus: Bus, objects: Objects, *, lease_s: float = LEASE_S, **settings: Any) -> None:
         self.lease_s = lease_s
-        self.settings: dict[str, Any] = {"tenants": Tenants(bus.client), **settings}
+        stored = StoredBytes(bus.client, {bus.cell: bus.client}, 16 << 30)
+        self.settings: dict[str, Any] = {"tenants": Tenants(bus.client), "stored": stored, **settings}
         self.bus = bus
         self.objects = objects
         self.store = AdapterStore(objects)

@@ -102,7 +102,7 @@ class HashingTrainer(StandIn):
         if message.first and not gradient:
             return answer(message.adapter, absent=True)
         results: list[OperationResult] = []
-        adapter, held = message.adapter, message.first
+        adapter, held, size = message.adapter, message.first, (0, 0)
         for operation in message.operations:
             failure = self.refuse(operation)
             if operation.action == "optim_step" and any(result.failure for result in results):
@@ -110,7 +110,7 @@ class HashingTrainer(StandIn):
             if failure is None and operation.action == "optim_step":
                 files = await self.store.read(message.adapter, (WEIGHTS,))
                 content = hashlib.sha256(files[WEIGHTS] + gradient + operation.payload).digest()
-                await self._commit(message.adapter.next(), content, message.id)
+                size = (await self._commit(message.adapter.next(), content, message.id)).size
                 adapter, held = message.adapter.next(), 0
             elif operation.action == "forward_backward":
                 gradient, held = gradient + operation.payload, held + 1
@@ -119,7 +119,8 @@ class HashingTrainer(StandIn):
                 results.append(OperationResult(operation.seq, b"" if failure else outputs, failure))
         if held:
             self.gradients[message.adapter, held] = gradient
-        return answer(adapter, results=results, held=held, holder=self.name, usage=Usage(trained_tokens=1))
+        more = {"held": held, "holder": self.name, "usage": Usage(trained_tokens=1), "size": size}
+        return answer(adapter, results=results, **more)
 
     async def _commit(self, adapter: AdapterRef, content: bytes, batch: str) -> Manifest:
         files = {WEIGHTS: content, CONFIG: b"{}", OPTIMIZER_FILE: b"moments"}

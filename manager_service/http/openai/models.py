@@ -14,6 +14,7 @@ from manager_service.http.schemas import BaseObject, Deleted, ModelObject, Page
 from manager_service.http.stores.job_store import JobRow, JobStore
 from manager_service.http.stores.model_names import find_model
 from manager_service.records.job_records import FINAL
+from manager_service.records.stored import add_stored, free_stored, records_of
 
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=COMMON)
 
@@ -54,7 +55,7 @@ async def retrieve(api: Parts, tenant: Tenant, model: str) -> ModelObject:
 
 @router.delete("/{model:path}", responses=declared(404, 409))
 async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
-    """Delete all versions of a finished job's adapter; the job and its events stay.
+    """Delete all versions of a finished job's adapter, and its samples; the job and its events stay.
 
     All other writes to the adapter store are by trainers. A finished job has no trainer, so nobody races with this.
     """
@@ -71,7 +72,16 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
         raise conflict(f"graders of the job {job} ask this model until it has ended", code="model_in_use")
     await JobStore(api).mark_deleted(named.row)
     await api.adapters.delete_job(tenant.id, named.row.spec.id)
+    await free_stored(named.base.redis, named.base.cell, tenant.id, named.row.spec.id)
+    await _delete_samples(named.base, tenant.id, named.row.spec.id)
     return Deleted(id=model, object="model")
+
+
+async def _delete_samples(base: Base, tenant: str, job: str) -> None:
+    archive = base.archive
+    num_bytes = sum([await files.delete(tenant, job) for files in (archive.sample_files, archive.answer_files)])
+    for words in add_stored(base.cell, tenant, records_of(job), -num_bytes):
+        await base.redis.execute_command(*words)
 
 
 def _base(base: Base) -> ModelObject:

@@ -35,6 +35,8 @@ async def usage(api: Parts, tenant: Tenant) -> UsageReport:
         tenant=tenant.id,
         tokens_today=days[time.strftime("%Y-%m-%d", time.gmtime())],
         max_tokens_per_day=tenant.max_tokens_per_day,
+        stored_bytes=(await api.stored.totals([tenant.id]))[tenant.id],
+        max_stored_bytes=tenant.may_store(api.stored.max_bytes),
         total=total,
         data=rows,
         days=dict(sorted(days.items())),

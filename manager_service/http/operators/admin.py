@@ -29,16 +29,18 @@ Weight = Annotated[
     float, AfterValidator(_in_range), Field(json_schema_extra={"minimum": LEAST_WEIGHT, "maximum": MOST_WEIGHT})
 ]
 MaxJobs = Annotated[int, Field(ge=1, le=100_000)]
-MaxTokens = Annotated[int, Field(ge=0, lt=2**53)]
+MaxAmount = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class TenantLimits(Given):
-    """The fields to change: an absent one stays as it is; `max_tokens_per_day` null means no limit."""
+    """The fields to change: an absent one stays as it is; `max_tokens_per_day` null means no limit,
+    `max_stored_bytes` null the service's."""
 
     name: str = Field("", max_length=256)
     weight: Weight = 1.0
     max_jobs: MaxJobs = 16
-    max_tokens_per_day: MaxTokens | None = None
+    max_tokens_per_day: MaxAmount | None = None
+    max_stored_bytes: MaxAmount | None = None
 
 
 class TenantGiven(TenantLimits):

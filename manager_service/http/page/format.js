@@ -27,7 +27,7 @@ export function duration(seconds) {
 export const ago = (seconds) => `${duration(Date.now() / 1000 - seconds)} ago`;
 export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 export const moment = (seconds) => new Date(seconds * 1000).toLocaleString();
-export const bytes = (count) => count < 1024 ? `${count} B` : count < 1 << 20 ? `${(count / 1024).toFixed(0)} KiB` : `${(count / (1 << 20)).toFixed(1)} MiB`;
+export const bytes = (count) => count < 1024 ? `${count} B` : count < 1 << 20 ? `${(count / 1024).toFixed(0)} KiB` : count < 2 ** 30 ? `${(count / (1 << 20)).toFixed(1)} MiB` : `${(count / 2 ** 30).toFixed(1)} GiB`;
 
 /** Does a job learn its file's own answers? Then it has losses, and no rewards. */
 export const isSupervised = (job) => job.method.type === "supervised";

@@ -1,7 +1,7 @@
 """Puts an operation into its run's stream, once. One script writes the entry, and what was asked under its number."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -15,21 +15,19 @@ from common.wire.operations import Action, Operation
 from manager_service.http.errors import ApiError, too_many
 from manager_service.http.quota import memory_full
 from manager_service.http.stores.run_store import RunRow
-from manager_service.records.run_records import NUM_SEQS_KEPT
+from manager_service.records.run_records import NUM_SEQS_KEPT, held_bytes
 
 MAX_OPEN = 256
 """Operations of a run from its first without a result on; later ones are told to come again."""
-MAX_OPEN_BYTES = 64 << 20
-"""Bytes of their payloads."""
 MAX_HELD_BYTES = 256 << 20
 """Bytes of the payloads of a tenant's operations that wait, or whose gradient waits for its step. The run that holds the most may go
-on, or runs that all hold something could wait for each other without end."""
+on one by one, or runs that all hold something could wait for each other without end."""
 
 # KEYS: seqs, run, ops, held. ARGV: number, sha256 of what was asked, what was asked, bytes, the run, most open operations, most bytes of
-# them, most bytes of all of the tenant's, numbers to remember, whether Redis has no room for data (1 or 0), then the entry's fields.
-# Answers with what came of it. The first open operation is taken, for the others wait for it, unless the tenant's runs hold too much:
-# what has no data is taken then too, an optim_step above all, and what the run sends that holds the most (of equals, the first by
-# name), so that one of them always comes to its step.
+# all of the tenant's, numbers to remember, whether Redis has no room for data (1 or 0), then the entry's fields.
+# Answers with what came of it. What has no data is taken, an optim_step above all, if it is no longer than MAX_OPEN behind the first
+# open operation. That first one, for which the others wait, is taken unless the tenant's runs hold too much: then only of the run that
+# holds the most (of equals, the first by name), so that one of them always comes to its step; and unless it is too much for one step.
 _SUBMIT = """
 local seq, known = tonumber(ARGV[1]), redis.call('HGET', KEYS[1], ARGV[1])
 if known then return string.sub(known, 1, 64) == ARGV[2] and 'known' or 'other' end
@@ -38,16 +36,17 @@ if not status or status == 'ended' or status == 'failed' and ARGV[3] ~= 'unload'
 -- A number below the head has its result, or was given up: to take it now would carry it out behind its step.
 head = tonumber(head)
 if seq < head then return 'past' end
-local numbers, bytes = {}, tonumber(ARGV[4])
+local numbers, bytes, steps = {}, tonumber(ARGV[4]), false
 for number = head, head + tonumber(ARGV[6]) - 1 do numbers[#numbers + 1] = number end
-for _, asked in ipairs(redis.call('HMGET', KEYS[1], unpack(numbers))) do
+for at, asked in ipairs(redis.call('HMGET', KEYS[1], unpack(numbers))) do
   if asked then bytes = bytes + tonumber(string.match(asked, '%d+$')) end
+  steps = steps or asked and numbers[at] < seq and string.find(asked, ' optim_step ', 1, true)
 end
-if seq > head and (seq > numbers[#numbers] or bytes > tonumber(ARGV[7])) then return 'full' end
-local has_data = string.sub(ARGV[3], 1, 7) == 'forward'
-if seq > head and has_data and ARGV[10] == '1' then return 'no_room' end
+if seq > numbers[#numbers] then return 'full' end
+local has_data = string.sub(ARGV[3], 1, 7) == 'forward' and ARGV[4] ~= '0'
+if seq > head and has_data and ARGV[9] == '1' then return 'no_room' end
 bytes = bytes + tonumber(log or 0)
-local mine, held, most = tonumber(redis.call('HGET', KEYS[4], ARGV[5]) or 0), bytes, true
+local mine, held, most = tonumber(redis.call('HGET', KEYS[4], ARGV[5]) or 0), bytes, seq == head
 local all = redis.call('HGETALL', KEYS[4])
 for at = 1, #all, 2 do
   local name, size = all[at], tonumber(all[at + 1])
@@ -57,12 +56,13 @@ for at = 1, #all, 2 do
   end
 end
 -- Were the run that holds the most refused too, runs that wait for room would wait for each other: none would come to its step.
-if has_data and held > tonumber(ARGV[8]) and not most then return 'holds' end
+if has_data and bytes > tonumber(ARGV[7]) then return steps and 'holds' or 'too much' end
+if has_data and held > tonumber(ARGV[7]) and not most then return 'holds' end
 if bytes > 0 then redis.call('HSET', KEYS[4], ARGV[5], bytes) end
-redis.call('XADD', KEYS[3], '*', unpack(ARGV, 11))
+redis.call('XADD', KEYS[3], '*', unpack(ARGV, 10))
 local last = tonumber(redis.call('HGET', KEYS[1], 'last') or 0)
 redis.call('HSET', KEYS[1], seq, ARGV[2] .. ' ' .. ARGV[3] .. ' ' .. ARGV[4], 'last', math.max(seq, last))
-if seq > tonumber(ARGV[9]) then redis.call('HDEL', KEYS[1], seq - tonumber(ARGV[9])) end
+if seq > tonumber(ARGV[8]) then redis.call('HDEL', KEYS[1], seq - tonumber(ARGV[8])) end
 if ARGV[3] == 'unload' then redis.call('HSET', KEYS[1], 'unload', seq) end
 return 'new'
 """
@@ -84,8 +84,8 @@ class NewOperation:
 
     @property
     def digest(self) -> str:
-        same = self.payload if self.known_by is None else self.known_by
-        return hashlib.sha256(b"\0".join((self.action.encode(), self.fault.encode(), same))).hexdigest()
+        fault, same = (self.fault, self.payload) if self.known_by is None else ("", self.known_by)
+        return hashlib.sha256(b"\0".join((self.action.encode(), fault.encode(), same))).hexdigest()
 
 
 def wrong(reason: str) -> Failure:
@@ -97,6 +97,9 @@ async def submit(run: RunRow, new: NewOperation, objects: Objects) -> str:
     """The id of the operation's future. Raises ApiError: 400 if the number is taken, 404 if the run has ended, 429 if too many are
     open, 503 for data behind other operations while Redis is too full."""
     answer = await _submit(run, new, objects)
+    if answer == "too much":  # its client waits for it, and would wait for ever
+        told = f"this run holds {MAX_HELD_BYTES >> 20} MiB of data that wait, or whose step is not done: call optim_step before this one"
+        answer = await _submit(run, replace(new, payload=b"", fault=told, known_by=new.payload), objects)
     if answer not in ("new", "known"):
         raise _refusal(answer, run, new.seq)
     return f"{run.id}:{new.seq}"
@@ -134,10 +137,10 @@ async def _submit(run: RunRow, new: NewOperation, objects: Objects) -> str:
     )
     seqs = cell.seqs(run.id)
     keys = [seqs, cell.run(run.id), cell.ops(partition), cell.held(run.spec.tenant)]
-    limits = [MAX_OPEN, MAX_OPEN_BYTES, MAX_HELD_BYTES, NUM_SEQS_KEPT]
+    limits = [MAX_OPEN, MAX_HELD_BYTES, NUM_SEQS_KEPT]
     fields = await run.base.bus.fields(operation)
     no_room = int(await run.base.gauge.used() > MAX_USED_FOR_NEW)
-    words = [new.seq, new.digest, new.action, len(new.payload), run.id, *limits, no_room, *fields]
+    words = [new.seq, new.digest, new.action, held_bytes(new.payload), run.id, *limits, no_room, *fields]
     answer: bytes = await run.base.redis.register_script(_SUBMIT)(keys=keys, args=words)
     if answer not in (b"new", b"known"):  # "known" may be this one's: Redis' answer to the first try was lost
         await _tidy(fields, objects)
@@ -159,9 +162,7 @@ def _refusal(answer: str, run: RunRow, seq: int) -> ApiError:
         return memory_full()
     name = run.spec.public_id
     if answer == "full":
-        return too_many(
-            f"{name} has {MAX_OPEN} operations or {MAX_OPEN_BYTES >> 20} MiB of data that wait: send this again when some are done"
-        )
+        return too_many(f"{name} has {MAX_OPEN} operations that wait: send this again when some are done")
     if answer == "holds":
         return too_many(
             f"your runs hold {MAX_HELD_BYTES >> 20} MiB of data that wait, or whose step is not done: send this again when some are"

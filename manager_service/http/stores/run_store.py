@@ -19,11 +19,13 @@ from common.wire.messages import AdapterRef, JobCommand, LoraSpec
 from common.wire.operations import NameChange
 from manager_service.http.context import Api, Base
 from manager_service.http.errors import ApiError
+from manager_service.http.quota import storage_fault
 from manager_service.http.stores.job_store import JobStore, tell_owner
 from manager_service.http.stores.tinker_names import Path, parse_path
 from manager_service.records.job_records import has_version, newest_stored
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import (
+    MAX_KEPT,
     Checkpoint,
     RunSpec,
     RunState,
@@ -36,9 +38,6 @@ from manager_service.records.run_records import (
 NUM_KEPT = 10_000
 """Runs whose specs a replica remembers: they never change."""
 
-MAX_KEPT = 10_000
-"""Runs of one tenant in a cell that Redis keeps, ended ones too."""
-
 WAIT_S = 20.0
 """Seconds that a request waits for the owner: another takes over within a lease."""
 
@@ -46,18 +45,20 @@ PAGE = 100
 """Runs that are read together: their states have up to a thousand checkpoints each."""
 
 # KEYS: run, seqs, tenant-runs, jobs stream, active, unfinished. ARGV: sha256 of the request, run id, score, spec, state, its status, its
-# head, the kind of request, most unfinished jobs and runs, most bytes of their records, most runs that are kept, then the fields of the
-# stream entry. Answers `new`, `known`, `other` if another request had the same id, or why there is no room for one more.
+# head, the kind of request, most unfinished jobs and runs, most bytes of their records, most runs that are kept, whether the tenant may
+# store more (1 or 0), then the fields of the stream entry. Answers `new`, `known`, `other` if another request had the same id, or why there
+# is no room for one more.
 _CREATE = """
 -- Number 0 of the run's operations is its creation: a client that got no answer sends it again, and must not make a second run.
 local known = redis.call('HGET', KEYS[2], '0')
 if known then return string.sub(known, 1, 64) == ARGV[1] and 'known' or 'other' end
 if redis.call('EXISTS', KEYS[1]) == 1 then return 'other' end
+if ARGV[12] == '0' then return 'full' end
 if redis.call('ZCARD', KEYS[3]) >= tonumber(ARGV[11]) then return 'kept' end
 local sizes, size, total = redis.call('HVALS', KEYS[6]), #ARGV[4] + #ARGV[5], 0
 for _, each in ipairs(sizes) do total = total + each end
 if #sizes >= tonumber(ARGV[9]) or total + size > tonumber(ARGV[10]) then return 'unfinished ' .. #sizes end
-redis.call('XADD', KEYS[4], '*', unpack(ARGV, 12))
+redis.call('XADD', KEYS[4], '*', unpack(ARGV, 13))
 redis.call('HSET', KEYS[6], ARGV[2], size)
 redis.call('HSET', KEYS[1], 'spec', ARGV[4], 'state', ARGV[5], 'status', ARGV[6], 'head', ARGV[7])
 redis.call('ZADD', KEYS[3], ARGV[3], ARGV[2])
@@ -173,10 +174,14 @@ class RunStore:
         digest = hashlib.sha256(msgspec.json.encode(body)).hexdigest()
         words = [digest, spec.id, repr(time.time()), JSON.encode(spec), *RunState().fields().values(), kind]
         words += [self._api.settings.max_unfinished_jobs, self._api.limits.max_unfinished_bytes, MAX_KEPT]
+        full = await storage_fault(self._api.stored, await self._api.tenants.get(spec.tenant))
+        words.append(int(not full))
         fields = await base.bus.fields(command)
         answer: bytes = await base.redis.register_script(_CREATE)(keys=keys, args=[*words, *fields])
         if answer == b"other":
             raise InvalidInput(f"{spec.public_id} was created before, with other arguments", code="conflict")
+        if answer == b"full":  # a 429 would be repeated by the SDK for minutes
+            raise ApiError(400, full, code="storage_exceeded", retry=False)
         if answer not in (b"new", b"known"):
             raise _no_room(answer.decode())
 

@@ -9,12 +9,10 @@ from common.wire.messages import AdapterRef
 from manager_service.http.context import Api, Base
 from manager_service.http.stores.run_store import RunStore
 from manager_service.records.keys import JSON
-from manager_service.records.run_records import Sampler, use
+from manager_service.records.run_records import Sampler, forget_oldest, use
 
 NAMED_KEPT_S = 30 * 86_400
 """Seconds that a sampler of the base model or of a checkpoint is kept after its last use."""
-MAX_KEPT = 20_000
-"""Samplers of one tenant in a cell."""
 
 
 class Samplers:
@@ -34,12 +32,8 @@ class Samplers:
         pipe.zadd(key, {sampler: now + keep_s})
         pipe.expire(key, NAMED_KEPT_S)
         pipe.zremrangebyscore(key, "-inf", now)
-        pipe.zcard(key)
-        too_many = (await pipe.execute())[-1] - MAX_KEPT
-        if too_many > 0:
-            oldest = [name.decode() for name in await base.redis.zrange(key, 0, too_many - 1)]
-            await base.redis.delete(*map(base.cell.sampler, oldest), *map(base.cell.clients, oldest))
-            await base.redis.zrem(key, *oldest)
+        await pipe.execute()
+        await forget_oldest(base.redis, key, base.cell.sampler, base.cell.clients)
 
     async def of_session(self, tenant: str, session: str) -> list[str]:
         found: list[str] = []

@@ -9,8 +9,8 @@ from fastapi import Request
 from common.errors import InvalidInput
 from manager_service.http.reading.json_values import decode_body
 
-MAX_BYTES = 64 << 10
-"""Bytes of such a body."""
+MAX_BYTES = 8 << 10
+"""Bytes of such a body, and so of what a session or a run tells of itself."""
 
 T = TypeVar("T")
 
@@ -142,5 +142,7 @@ async def read(request: Request, kind: type[T]) -> T:
     """Raises InvalidInput."""
     body = await request.body()
     if len(body) > MAX_BYTES:
-        raise InvalidInput(f"the body has {len(body)} bytes: at most {MAX_BYTES}", code="too_large")
+        raise InvalidInput(
+            f"the body has {len(body)} bytes, of at most {MAX_BYTES}: keep what is longer yourself", code="too_large"
+        )
     return decode_body(body, kind)

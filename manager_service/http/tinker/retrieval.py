@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.errors import ApiError
-from manager_service.http.quota import tokens_today
+from manager_service.http.quota import storage_fault, tokens_today
 from manager_service.http.stores.operation_store import wrong
 from manager_service.http.stores.run_store import RunRow
 from manager_service.http.stores.tinker_names import parse_future
@@ -107,10 +107,10 @@ async def _operation(api: Api, tenant: TenantRecord, tinker: Records, future: st
                     answered.clear()
                 return _ready(found)
     except TimeoutError:
-        return _try_again(future, *await _run_waits(run, tenant, pending))
+        return _try_again(future, *await _run_waits(api, run, tenant, pending))
 
 
-async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
+async def _run_waits(api: Api, run: RunRow, tenant: TenantRecord, pending: Pending) -> tuple[QueueState, str]:
     """The state of the queue in which an operation waits, and the reason."""
     if not pending.status:
         reason = "the service's memory is away for a moment"
@@ -120,7 +120,10 @@ async def _run_waits(run: RunRow, tenant: TenantRecord, pending: Pending) -> tup
     elif pending.status == "queued":
         reason = f"your {tenant.max_jobs} jobs and runs at once are there: it begins when one has ended"
     else:
-        return await _base_waits(run.base, tenant, "trainer")
+        state, reason = await _base_waits(run.base, tenant, "trainer")
+        if reason or not (reason := await storage_fault(api.stored, tenant)):
+            return state, reason
+        reason += "; steps wait until then, and go on by themselves"
     return "paused_capacity", reason
 
 

@@ -15,7 +15,6 @@ from common.wire.operations import LoadWeights
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.stores.operation_store import NewOperation, submit_unload
 from manager_service.http.stores.run_store import RunRow, Source
-from manager_service.http.stores.session_store import check_told
 from manager_service.http.stores.tinker_names import find_base, numbered, parse_path, run_name, tokenizer_id
 from manager_service.http.tinker.operations import submitted
 from manager_service.http.tinker.parts import PREFIX, Records, Tinker, answer
@@ -75,7 +74,6 @@ async def _check_session(tenant: TenantRecord, tinker: Records, body: CreateBody
     session = await tinker.sessions.find(tenant.id, body.session_id or "")
     if session.finished:
         raise InvalidInput(f"the session {session.id} has finished: create another", param="session_id")
-    check_told(user_metadata=body.user_metadata)
 
 
 async def _load_into(api: Api, tenant: TenantRecord, tinker: Records, body: LoadBody) -> Response:

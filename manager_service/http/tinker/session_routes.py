@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import ApiError
-from manager_service.http.stores.session_store import check_told
 from manager_service.http.tinker.parts import PREFIX, Tinker, answer
 from manager_service.http.tinker.request_bodies import FinishBody, NameBody, SessionBody, read
 from manager_service.records.run_records import ClientSession
@@ -71,7 +70,6 @@ async def capabilities(api: Parts, tenant: Tenant) -> Response:
 @router.post("/create_session")
 async def create_session(request: Request, tenant: Tenant, tinker: Tinker) -> Response:
     body = await read(request, SessionBody)
-    check_told(user_metadata=body.user_metadata, display_name=body.display_name, tags=body.tags)
     session = ClientSession(
         id=f"ses-{secrets.token_hex(8)}",
         tenant=tenant.id,

@@ -15,6 +15,7 @@ Tenant = Annotated[str, typer.Argument(help="The tenant's id.")]
 Weight = Annotated[float | None, typer.Option(help="Its part of the machines, beside the weights of the others.")]
 MaxJobs = Annotated[int | None, typer.Option(help="Jobs that run at once; others wait.")]
 MaxTokens = Annotated[str | None, typer.Option(help="Tokens it may use a day, or `none`: no limit.")]
+MaxStored = Annotated[str | None, typer.Option(help="Bytes it may store, or `none`: as many as the service says.")]
 app = typer.Typer(no_args_is_help=True, help="Tenants, their weights, quotas and keys (needs the admin key).")
 
 
@@ -33,13 +34,16 @@ def add(
     weight: Weight = None,
     max_jobs: MaxJobs = None,
     max_tokens_per_day: MaxTokens = None,
+    max_stored_bytes: MaxStored = None,
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
 ) -> None:
     """Make a tenant, and its first key."""
     with connect(url, data, admin=True) as client:
-        client.post(TENANTS, {"id": tenant, "name": name} | _limits(weight, max_jobs, max_tokens_per_day))
+        client.post(
+            TENANTS, {"id": tenant, "name": name} | _limits(weight, max_jobs, max_tokens_per_day, max_stored_bytes)
+        )
         _show_key(client.post(f"{TENANTS}/{tenant}/keys", {}), as_json=as_json)
 
 
@@ -56,33 +60,36 @@ def quota(
     weight: Weight = None,
     max_jobs: MaxJobs = None,
     max_tokens_per_day: MaxTokens = None,
+    max_stored_bytes: MaxStored = None,
     url: Url = None,
     data: Data = None,
     as_json: Json = False,
 ) -> None:
     """Show a tenant's weight and quotas, or change those that are given. Jobs that were made keep their weight."""
-    limits = _limits(weight, max_jobs, max_tokens_per_day)
+    limits = _limits(weight, max_jobs, max_tokens_per_day, max_stored_bytes)
     with connect(url, data, admin=True) as client:
         record = client.post(f"{TENANTS}/{tenant}", limits) if limits else client.get(f"{TENANTS}/{tenant}")
     _show([record], as_json=as_json)
 
 
-def _limits(weight: float | None, max_jobs: int | None, max_tokens_per_day: str | None) -> dict[str, Any]:
+def _limits(
+    weight: float | None, max_jobs: int | None, max_tokens: str | None, max_stored: str | None
+) -> dict[str, Any]:
     """The fields that were given. Raises InvalidInput."""
     limits = {"weight": weight, "max_jobs": max_jobs}
     given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-    if max_tokens_per_day is not None:
+    for name, amount in (("max_tokens_per_day", max_tokens), ("max_stored_bytes", max_stored)):
         try:
-            given["max_tokens_per_day"] = None if max_tokens_per_day == UNLIMITED else int(max_tokens_per_day)
+            given |= {} if amount is None else {name: None if amount == UNLIMITED else int(amount)}
         except ValueError:
-            raise InvalidInput(f"--max-tokens-per-day {max_tokens_per_day}: a number of tokens, or none") from None
+            raise InvalidInput(f"--{name.replace('_', '-')} {amount}: a number, or none") from None
     return given
 
 
 def _show(records: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         return print_json(records)
-    numbers = ("weight", "max_jobs", "max_tokens_per_day")
+    numbers = ("weight", "max_jobs", "max_tokens_per_day", "max_stored_bytes")
     shown = table("tenant", "name", *numbers, right=numbers)
     for record in records:
         shown.add_row(*cells(record["id"], record["name"], *(record[name] for name in numbers)))

@@ -18,6 +18,7 @@ from manager_service.records.job_records import MOVING, JobState
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import NUM_SEQS_KEPT, USED_S, RunState, Sampler, session_of
 from manager_service.records.sample_records import CheckpointRecord, EventRecord, SampleKind
+from manager_service.records.stored import COUNTED, add_stored, records_of
 from manager_service.records.usage import ARCHIVED, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
 
 RedisCommand = list[Any]
@@ -35,6 +36,7 @@ class Moved:
     job: str
     tenant: str = ""  # empty: its record cannot be read, so it stays where it is
     usage: Mapping[str, float] = field(default_factory=dict[str, float])  # counter -> amount
+    num_bytes: int = 0  # that were written; of a run, that were deleted and still count: negative
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class Changes:
     events: list[tuple[str, EventRecord]] = field(default_factory=list)
     dropped_events: dict[str, int] = field(default_factory=dict)  # job -> the first sequence that is kept
     usage: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (tenant, job, counter)
+    stored: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # (tenant, what) -> bytes more; see records.stored
+    counted: list[str] = field(default_factory=list)  # tenants whose stored bytes are complete from now on
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
     dropped_versions: list[tuple[str, int]] = field(default_factory=list)  # of adapters: their files are gone
     samples: list[KeptSamples] = field(default_factory=list)
@@ -88,7 +94,7 @@ class Changes:
 
     def __bool__(self) -> bool:
         parts = (self.published, self.acks, self.ledger, self.opened, self.closed, self.events, self.usage, self.states)
-        parts += (self.moving, self.moved, self.entered, self.runs, self.retire, self.over)
+        parts += (self.moving, self.moved, self.entered, self.runs, self.retire, self.over, self.stored, self.counted)
         return any(parts)
 
     def ack(self, stream: str, entry: str) -> None:
@@ -119,6 +125,9 @@ def commands(
     result += [["XADD", stream, "*", *fields] for stream, fields in encoded]
     result += _bookkeeping(changes, cell)
     result += _usage(changes, cell, now)
+    for (tenant, what), num_bytes in changes.stored.items():
+        result += add_stored(cell, tenant, what, num_bytes)
+    result += [["HSET", cell.stored(tenant), COUNTED, 1] for tenant in changes.counted]
     for job, event in changes.events:
         result.append(["XADD", cell.events(job), f"{event.sequence}-0", "event", JSON.encode(event)])
     for job, first in changes.dropped_events.items():
@@ -179,6 +188,7 @@ def _deletions(moved: Moved, cell: Cell, partition: int) -> list[RedisCommand]:
     result.append(["HDEL", cell.unfinished(tenant), job])
     result += [["ZREM", key, job] for key in (cell.tenant_jobs(tenant), cell.jobs_all)]
     result.append(["INCR", cell.num_archived])
+    result += add_stored(cell, tenant, records_of(job), moved.num_bytes)
     return result + _used_up(moved, cell)
 
 
@@ -215,6 +225,7 @@ def _of_runs(changes: Changes, cell: Cell, partition: int) -> list[RedisCommand]
         run, tenant = moved.job, moved.tenant
         result.append(["DEL", *(key(run) for key in (cell.run, cell.versions, cell.seqs, cell.results))])
         result += [["ZREM", key, run] for key in (cell.tenant_runs(tenant), cell.retire(partition))]
+        result += add_stored(cell, tenant, run, moved.num_bytes) + [["HDEL", cell.stored(tenant), run]]
         result += _used_up(moved, cell)
     return result
 

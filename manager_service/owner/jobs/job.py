@@ -21,7 +21,7 @@ from manager_service.owner.jobs.open_trajectories import OpenTrajectories, Traje
 from manager_service.owner.jobs.orders import Orders
 from manager_service.owner.jobs.stopping import end_of, note_step
 from manager_service.records.job_records import FINAL, MAX_DRAWN, JobError, JobSpec, JobState, Status, Stop, Training
-from manager_service.records.sample_records import LIMITS, CheckpointRecord, Limits
+from manager_service.records.sample_records import LIMITS, Limits
 from manager_service.scheduling.members import Lengths
 from manager_service.scheduling.policies import capacity
 
@@ -371,6 +371,7 @@ class Job:
         self.journal.charge(message.usage, changes)
         self.state.stored = [version for version in self.state.stored if version not in training.drops]
         changes.dropped_versions += [(self.id, version) for version in training.drops]
+        changes.stored[self.spec.tenant, self.id] -= message.size[0] * len(training.drops)
         self._commit(message, now, changes)
         self.journal.trained(message, training, now, changes)
         note_step(self.spec, self.state, ahead=sum(group.tokens_used for group in self.open.groups.values()))
@@ -388,8 +389,7 @@ class Job:
     def _commit(self, message: AdapterUpdate, now: float, changes: Changes) -> None:
         self._reach(message.adapter.version, now, changes)
         changes.published.append(self.orders.new_version(self.state, message.adapter))
-        if self.state.version > 0:
-            changes.checkpoints.append((self.id, CheckpointRecord(self.state.version, int(now), message.metrics)))
+        self.journal.committed(message, now, changes)
 
     def _reach(self, version: int, now: float, changes: Changes) -> None:
         """Samples by this version from now on."""

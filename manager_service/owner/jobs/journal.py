@@ -15,7 +15,8 @@ from manager_service.owner.jobs.samples import MAX_TEXT, advantages, chosen, rec
 from manager_service.owner.jobs.stopping import note_evaluation
 from manager_service.records.job_records import EvalTally, JobSpec, JobState, Stop, Training
 from manager_service.records.keys import JSON
-from manager_service.records.sample_records import EventRecord, Kept, Limits, SampleKind, SampleRecord
+from manager_service.records.sample_records import CheckpointRecord, EventRecord, Kept, Limits, SampleKind, SampleRecord
+from manager_service.records.stored import records_of
 
 WHOLE_SAMPLES = 8
 """Trajectories of a step's first groups that are kept token by token; of the others, all that are kept."""
@@ -106,6 +107,16 @@ class Journal:
             state.step_s = before + (took - before) / min(max(1, state.version), AVERAGED_STEPS)
         state.stepped_at = now
         return took
+
+    def committed(self, update: AdapterUpdate, now: float, changes: Changes) -> None:
+        """Lists a new version, and counts its bytes. The first that is trained brings a drawn version 0 with it; from the second on,
+        each takes the place of the optimiser's state of the last but one."""
+        spec, version, (adapter, optimizer) = self._spec, update.adapter.version, update.size
+        self._state.size = update.size
+        if version > 0:
+            changes.checkpoints.append((spec.id, CheckpointRecord(version, int(now), update.metrics)))
+        brought = 2 if version == 1 and spec.is_drawn else 1
+        changes.stored[spec.tenant, spec.id] += brought * adapter + (0 if version > 1 else brought * optimizer)
 
     def trained(self, update: AdapterUpdate, training: Training, now: float, changes: Changes) -> None:
         """Writes the event of a step, and keeps its figures."""
@@ -228,8 +239,11 @@ class Journal:
         tenant, job = self._spec.tenant, self._spec.id
         encoded = JSON.encode([msgspec.structs.replace(record, step=version) for record in records])
         changes.samples.append(KeptSamples(kind, tenant, job, version, encoded))
-        if dropped := self._kept("samples").add(version, len(encoded), self._limits.samples):
+        kept = self._kept("samples")
+        before = kept.num_bytes
+        if dropped := kept.add(version, len(encoded), self._limits.samples):
             changes.dropped_samples.append((tenant, job, range(*dropped)))
+        changes.stored[tenant, records_of(job)] += kept.num_bytes - before
 
     def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
         """Lets later steps truncate importance weights, under any loss, once the gap exceeds the bound. Warns once."""

@@ -21,7 +21,7 @@ from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.runs.pending import PendingOperation, for_trainer, is_for_trainer, load_of, num_tokens
 from manager_service.owner.runs.run_retention import Retention, VersionNeeds
 from manager_service.records.job_records import JobError
-from manager_service.records.run_records import HOLE_S, SAVES, USED_S, RunSpec, RunState, Sampler, give_name
+from manager_service.records.run_records import HOLE_S, SAVES, USED_S, RunSpec, RunState, Sampler, give_name, held_bytes
 from manager_service.scheduling.members import View
 
 MAX_TOKENS = 16_384
@@ -30,8 +30,6 @@ MAX_BYTES = 512 << 10
 """Bytes of payloads in one message to a trainer, so that it travels itself. One operation may have more."""
 HAS_FAILED = "has failed"
 NEVER_CAME = "never came: it was refused, or its client gave it up"
-MAX_LOG, MAX_LOG_BYTES = 4096, 128 << 20
-"""Operations, and bytes of their payloads, of one gradient: they stay in Redis until its step is done."""
 
 
 class Run:
@@ -73,12 +71,12 @@ class Run:
 
     @property
     def log_bytes(self) -> int:
-        return sum(len(pending.operation.payload) for pending in self._log.values())
+        return sum(held_bytes(pending.operation.payload) for pending in self._log.values())
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of the payloads that stay in Redis because of this run."""
-        return self.log_bytes + sum(len(pending.operation.payload) for pending in self._waiting.values())
+        """The `held_bytes` that stay in Redis because of this run."""
+        return self.log_bytes + sum(held_bytes(pending.operation.payload) for pending in self._waiting.values())
 
     @property
     def trainer_stream(self) -> str:
@@ -94,6 +92,10 @@ class Run:
             training_tokens=self.state.sent_tokens if self.state.sent else 0,
             ready=bool(self._next()),
         )
+
+    def commits_next(self) -> bool:
+        """Does the next message to a trainer make a version?"""
+        return bool(segment := self._next()) and segment[-1].action in ("optim_step", "load")
 
     def ready_tokens(self) -> int:
         """Positions of the next message to a trainer, at least 1."""
@@ -141,7 +143,7 @@ class Run:
     def _on_created(self, message: AdapterUpdate, changes: Changes) -> None:
         if message.failure is None:
             self.state.status, self.state.version = "ready", 0
-            self.retention.committed(0, changes)
+            self.retention.committed(0, message.size, changes)
             self._answer(OperationResult(0, msgspec.msgpack.encode(Saved(0))), changes)
         else:
             self._refuse_all(message.failure, changes)
@@ -157,7 +159,7 @@ class Run:
             self._refuse(number, failure, changes)
             return
         state.version, state.failed_at = message.adapter.version, None
-        self.retention.committed(state.version, changes)
+        self.retention.committed(state.version, message.size, changes)
         self._drop_log(changes)
         saved = Saved(state.version, load_of(operation).path)
         self._settle(number, OperationResult(number, msgspec.msgpack.encode(saved)), changes)
@@ -218,8 +220,6 @@ class Run:
         if failure is None and operation.action == "optim_step" and state.failed_at is not None:
             told = f"the gradient is not whole: operation {state.failed_at} of this step {state.failed_why}"
             failure = Failure("invalid", told)
-        if failure is None and operation.action == "forward_backward":
-            failure = self._too_much(operation)
         if failure is not None:
             self._refuse(number, failure, changes)
         elif operation.action in SAVES:
@@ -230,15 +230,6 @@ class Run:
         else:
             return False
         return True
-
-    def _too_much(self, operation: Operation) -> Failure | None:
-        """The reason why the log cannot take one more; None if it can."""
-        if len(self._log) < MAX_LOG and self.log_bytes + len(operation.payload) <= MAX_LOG_BYTES:
-            return None
-        return Failure(
-            "invalid",
-            f"one step has at most {MAX_LOG} operations and {MAX_LOG_BYTES >> 20} MiB of data: call optim_step before this one",
-        )
 
     def _save(self, operation: Operation, now: float, changes: Changes) -> None:
         """Names the newest version."""
@@ -340,7 +331,7 @@ class Run:
         state.in_log = sum(number <= last for number in self._log) if state.held else 0
         if committed:
             state.version += 1
-            self.retention.committed(state.version, changes)
+            self.retention.committed(state.version, message.size, changes)
             self._drop_log(changes)
         elif state.failed_at is not None:
             self._forget_gradient()

@@ -60,8 +60,10 @@ class Retention:
         """Is a trainer to delete something?"""
         return self.state.leaving is not None and self.state.leaving.asked
 
-    def committed(self, version: int, changes: Changes) -> None:
+    def committed(self, version: int, size: tuple[int, int], changes: Changes) -> None:
         """Lists a new version."""
+        self.state.size = size
+        changes.stored[self.spec.tenant, self.spec.id] += sum(size)
         self._list(version, True, changes)
 
     def doubtful(self, copied: VersionNeeds, now: float) -> list[int]:
@@ -112,6 +114,7 @@ class Retention:
     def forgotten(self, forget: str, changes: Changes) -> None:
         """Takes in that a `Forget` was carried out, or is unreadable: then the files stay, and cost only space."""
         if self.state.leaving is not None and self.state.leaving.id == forget:
+            changes.stored[self.spec.tenant, self.spec.id] -= self.state.leaving.num_bytes(self.state.size)
             self.state.erased = self.state.leaving.everything
             self.state.leaving = None
             self._dirty(changes)

@@ -217,10 +217,14 @@ class Runs:
                 del self._ended[name]
 
     async def _used_up(self, spec: RunSpec) -> Moved:
-        """The whole usage of a run that leaves Redis."""
-        key, fields = self._cell.usage(spec.tenant), usage_fields(spec.id)
-        amounts: Any = await self._bus.retrying(lambda: self._bus.client.hmget(key, fields))
-        return Moved(spec.id, spec.tenant, usage_of(amounts))
+        """The whole usage of a run that leaves Redis, and the bytes of its versions that still count: they are deleted."""
+        amounts, stored = await self._bus.pipelined(
+            [
+                ("HMGET", self._cell.usage(spec.tenant), *usage_fields(spec.id)),
+                ("HGET", self._cell.stored(spec.tenant), spec.id),
+            ]
+        )
+        return Moved(spec.id, spec.tenant, usage_of(amounts), -int(stored or 0))
 
     def _retentions(self) -> list[Retention]:
         return [*(run.retention for run in self.table.values()), *self._ended.values()]

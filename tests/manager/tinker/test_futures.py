@@ -14,6 +14,7 @@ from manager_service.http.stores import operation_store
 from manager_service.http.tinker import operations, retrieval
 from manager_service.http.tinker.futures import operation_futures
 from manager_service.http.tinker.wire import protobuf, tinker_pb2
+from manager_service.records import run_records
 from manager_service.records.run_records import RunState, run_of
 from tests.manager.test_api_cluster import report, tell, until
 from tests.support.api_server import ApiServer, running_api
@@ -50,6 +51,9 @@ async def test_a_result_that_takes_long_is_asked_for_again(
     await until(server, 1)
     waits = (await client.retrieve(future(run, 1))).json()
     assert waits == told | {"queue_state": "active", "queue_state_reason": None}
+    await server.bus.client.hset(server.bus.cell.stored("default"), "total", 1 << 40)
+    waits = (await client.retrieve(future(run, 1))).json()
+    assert waits["queue_state"] == "paused_capacity" and "delete files, models" in waits["queue_state_reason"]
 
 
 async def test_who_waits_is_woken_when_the_result_is_there(server: ApiServer, client: TinkerClient, run: str) -> None:
@@ -209,14 +213,16 @@ async def test_operations_are_numbered_from_one(client: TinkerClient, run: str, 
 async def test_the_first_open_operation_is_taken_when_no_more_are(
     client: TinkerClient, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run_records, "LEAST_HELD", 0)
     monkeypatch.setattr(operation_store, "MAX_OPEN", 4)
     statuses = [(await client.send(pass_over(run, seq))).status_code for seq in (2, 3, 4, 5, 6)]
     assert statuses == [200, 200, 200, 429, 429]
     assert (await client.send(pass_over(run, 1))).status_code == 200
     monkeypatch.setattr(operation_store, "MAX_OPEN", 100)
-    monkeypatch.setattr(operation_store, "MAX_OPEN_BYTES", 5000)
-    statuses = [(await client.send(pass_over(run, seq, num_tokens=100))).status_code for seq in range(5, 15)]
-    assert statuses[0] == 200 and statuses[-1] == 429
+    monkeypatch.setattr(operation_store, "MAX_HELD_BYTES", 5000)
+    assert (await client.post("optim_step", model_id=run, seq_id=5, adam_params={})).status_code == 200
+    statuses = [(await client.send(pass_over(run, seq, num_tokens=100))).status_code for seq in range(6, 16)]
+    assert statuses[0] == 200 and statuses[-1] == 429, "there is room again once the step is done"
 
 
 async def test_numbers_are_not_remembered_for_ever(

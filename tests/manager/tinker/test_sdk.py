@@ -107,12 +107,12 @@ print(json.dumps({"path": path, "loaded": [load.result().path for load in loads]
     assert [(load.source.version, load.with_optimizer) for load in sources] == [(1, False), (1, True)]
 
 
-@pytest.mark.parametrize(("version", "limit"), [("0.38.0", "MAX_OPEN"), ("0.24.1", "MAX_OPEN_BYTES")])
+@pytest.mark.parametrize("version", ["0.38.0", "0.24.1"])
 async def test_one_call_may_have_more_data_than_may_be_open_at_once(
-    server: ApiServer, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch, version: str, limit: str
+    server: ApiServer, owner: StandInRuns, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     """Its first part comes first: a client that sent that one last would wait for it in vain."""
-    monkeypatch.setattr(operation_store, limit, {"MAX_OPEN": 3, "MAX_OPEN_BYTES": 1000}[limit])
+    monkeypatch.setattr(operation_store, "MAX_OPEN", 3)
     monkeypatch.setitem(session_routes.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 1)
     told = await run_program(
         server,

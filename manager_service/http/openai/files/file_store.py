@@ -19,11 +19,13 @@ from common.errors import InvalidInput, NotFound
 from common.store.objects import PART_BYTES, Objects
 from common.suggestions import quoted
 from manager_service.http.errors import ApiError
+from manager_service.http.quota import check_stored
 from manager_service.http.reading.item_lines import FoundItems
 from manager_service.http.reading.reading_helpers import SLICE_BYTES, Helpers
 from manager_service.http.reading.tasks import CheckLines
 from manager_service.records.file_records import FileRecord, UploadedAdapter, file_path, uploaded_path
 from manager_service.records.keys import GLOBAL, JSON
+from manager_service.records.stored import StoredBytes, file_sizes
 from manager_service.records.tenants import TenantRecord
 
 LINES_A_SLICE = 4
@@ -38,16 +40,16 @@ BOM = b"\xef\xbb\xbf"
 """Windows programs write it before UTF-8."""
 
 # KEYS: file, files, file-bytes. ARGV: the file, its record, score, bytes, most files, most bytes of them.
-# If there is no room for one more, it writes nothing, and answers with the number of files and their bytes.
+# Answers 0 if there is no room for one more; then it writes nothing.
 _KEEP = """
 local total = 0
 for _, each in ipairs(redis.call('HVALS', KEYS[3])) do total = total + each end
 local num = redis.call('ZCARD', KEYS[2])
-if num >= tonumber(ARGV[5]) or total + ARGV[4] > tonumber(ARGV[6]) then return {num, total} end
+if num >= tonumber(ARGV[5]) or total + ARGV[4] > tonumber(ARGV[6]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[2])
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
 redis.call('HSET', KEYS[3], ARGV[1], ARGV[4])
-return false
+return 1
 """
 
 ReadPart = Callable[[int, int], Awaitable[bytes]]
@@ -65,21 +67,21 @@ class Files:
         *,
         bases: Collection[str],
         max_line_bytes: int,
-        max_stored_bytes: int,
+        stored: StoredBytes,
     ) -> None:
-        """`bases`: names of the base models; `max_stored_bytes`: of all files that a tenant keeps."""
+        """`bases`: names of the base models."""
         self._redis = redis
         self._objects = objects
         self._helpers = helpers
         self._bases = bases
         self._max_line_bytes = max_line_bytes
-        self._max_stored_bytes = max_stored_bytes
+        self._stored = stored
 
     async def check(self, tenant: TenantRecord, file: UploadFile, named: str = "line") -> FoundItems:
         """Checks a file, and measures its prompts for all jobs. Raises InvalidInput with the line, ApiError if there is no room.
         `named`: what its user calls a line."""
         read, num_bytes = await content_of(file)
-        await self._check_room(tenant.id, num_bytes)
+        await check_stored(self._stored, tenant, num_bytes)
         all_found = FoundItems.none(self._bases)
         async for part in _slices(read, num_bytes, max(SLICE_BYTES, LINES_A_SLICE * self._max_line_bytes)):
             task = CheckLines(part, all_found.num_lines, self._max_line_bytes, named)
@@ -117,28 +119,16 @@ class Files:
             await self._objects.write_parts(_path(record), _parts(read, num_bytes))
         else:
             await self._objects.write(_path(record), await read(0, num_bytes))
-        keys = [_key(record.id), _index(tenant.id), _sizes(tenant.id)]
-        words = [record.id, JSON.encode(record), repr(now), num_bytes, MAX_FILES, self._max_stored_bytes]
-        full: list[int] | None = await self._redis.register_script(_KEEP)(keys=keys, args=words)
-        if full is not None:  # others were faster
+        keys = [_key(record.id), _index(tenant.id), file_sizes(tenant.id)]
+        room = await self._stored.room_for_files(tenant)
+        words = [record.id, JSON.encode(record), repr(now), num_bytes, MAX_FILES, room]
+        kept = await self._redis.register_script(_KEEP)(keys=keys, args=words)
+        if not kept:  # others were faster, or there are too many
             await self._objects.delete(_path(record))
-            raise self._no_room(num_bytes, *full)
+            await check_stored(self._stored, tenant, num_bytes)
+            told = f"you have {MAX_FILES:,} files: delete some first"
+            raise ApiError(429, told, code="too_many_files", retry=False)
         return record
-
-    async def _check_room(self, tenant: str, num_bytes: int) -> None:
-        num, sizes = await self._redis.zcard(_index(tenant)), await self._redis.hvals(_sizes(tenant))
-        total = sum(map(int, sizes))
-        if num >= MAX_FILES or total + num_bytes > self._max_stored_bytes:
-            raise self._no_room(num_bytes, num, total)
-
-    def _no_room(self, num_bytes: int, num: int, total: int) -> ApiError:
-        return ApiError(
-            429,
-            f"you have {num} files of {total} bytes together; with this one, of {num_bytes}, that is more than {MAX_FILES} files or"
-            f" {self._max_stored_bytes} bytes: delete some first",
-            code="too_many_files",
-            retry=False,
-        )
 
     async def get(self, tenant: str, file: str) -> FileRecord:
         """Raises NotFound, also for another tenant's file."""
@@ -167,7 +157,7 @@ class Files:
         record = await self.get(tenant, file)
         pipe = self._redis.pipeline(transaction=True)
         pipe.zrem(_index(tenant), file)
-        pipe.hdel(_sizes(tenant), file)
+        pipe.hdel(file_sizes(tenant), file)
         pipe.delete(_key(file))
         await pipe.execute()
         await self._objects.delete(_path(record))
@@ -188,10 +178,6 @@ def _key(file: str) -> str:
 
 def _index(tenant: str) -> str:
     return f"{GLOBAL}files:{tenant}"
-
-
-def _sizes(tenant: str) -> str:
-    return f"{GLOBAL}file-bytes:{tenant}"
 
 
 def _path(record: FileRecord) -> str:

@@ -18,7 +18,7 @@ from manager_service.http.openai.jobs.hyperparameters import described
 from manager_service.http.openai.jobs.job_checks import build_spec
 from manager_service.http.openai.jobs.submission import JobGiven
 from manager_service.http.openai.paging import After, Limit, page, take, wrong_cursor
-from manager_service.http.quota import check_quota, check_room
+from manager_service.http.quota import check_quota, check_room, check_stored
 from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.schemas import HyperparameterObject, JobObject, Page
 from manager_service.http.stores.job_store import JobRow, JobStore, Once
@@ -78,6 +78,7 @@ async def _checked(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     base = api.bases[spec.base_model]
     await check_quota(base.redis, base.cell, tenant)
     await check_room(base.gauge)
+    await check_stored(api.stored, tenant)
     if not spec.integrations:
         return spec
     keys = await Receivers(api.redis).keys(tenant.id)
