@@ -18,5 +18,6 @@ other turns again, in deterministic mode all. When only an engine's process dies
     handler.py    answers a TurnRequest, with no bus and no retry
     engine.py     says what an engine must do
     turns.py      checks a request, finds stop strings, and keeps the turns under way, for every engine
+    grammar.py    says which tokens may come next in a turn that follows a grammar
     adapters.py   loads adapters into the engine when a request names them, and drops unused ones
 """

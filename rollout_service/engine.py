@@ -52,6 +52,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str: ...
 
+    def to_json(self) -> str: ...
+
 
 class Engine(Protocol):
     """Generates turns, many at a time, each with its own adapter. Used from one event loop."""
@@ -101,7 +103,7 @@ class Engine(Protocol):
         draws other numbers. `beat` is called now and then while tokens come.
 
         Log-probs, the prompt's too, are of logits / temperature (0 counts as 1) over the whole vocabulary. `vllm` differs: with
-        top_k or top_p they are among the tokens kept, and it refuses prompt_logprobs at temperatures other than 0 and 1.
+        top_k, top_p or a grammar they are among the tokens kept, and it refuses prompt_logprobs at temperatures other than 0 and 1.
 
         Raises NotFound if the adapter is not resident, InvalidInput for a request that cannot be computed, CorruptAdapter for
         one that cannot be loaded or whose scores are not numbers.

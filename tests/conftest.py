@@ -206,4 +206,4 @@ def running(request: pytest.FixtureRequest) -> "Running":
     if request.param == "fake":
         return ProcessRunning(fake_core)
     shared = request.getfixturevalue("vllm")
-    return ProcessRunning(lambda: SharedCore(shared))
+    return ProcessRunning(lambda: SharedCore(shared), masks=True)

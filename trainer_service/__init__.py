@@ -17,6 +17,7 @@ and one in `RULES` (losses.py: ratio, clip, mean); see CONTRIBUTING.md. To add a
     driver.py       lets steps of many jobs join, leave and fail one by one, in one thread
     training.py     runs steps of many jobs micro-batch by micro-batch
     open_step.py    holds one adapter's batch while it is under way
+    lagged.py       measures how far engine and trainer differ in rows of older versions
     run_step.py     carries out a segment of a run's operations
     batch.py        holds a batch, and parses a job's rows
     data.py         parses the data of a run's operations; the losses of runs, with their defaults

@@ -23,6 +23,7 @@ from common.wire.messages import AdapterRef, AdapterUpdate, Failure, Init, Train
 from common.wire.operations import Forget, Forgotten, Operations
 from common.worker.handlers import Beat
 from trainer_service.fusion import Fusion
+from trainer_service.lagged import is_lagged, measure
 from trainer_service.open_step import Trained, TrainState, failure_of
 from trainer_service.packing import WINDOW_BATCHES
 from trainer_service.run_handler import RunHandler
@@ -51,7 +52,8 @@ class TrainHandler:
         retry_delays_s: tuple[float, ...] = (0.2, 1.0, 3.0),
         fingerprints: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`worker`: the id by which a run's owner finds it again. `cache_bytes`: of states, and again of runs' gradients.
+        """`worker`: the id by which a run's owner finds it again. `cache_bytes`: of states, again of runs' gradients, and
+        an eighth of it of older weights.
         `fingerprints`: by service, of the cell's bits now; written into manifests."""
         self._trainer = trainer
         self._cell = Cell(base_model)
@@ -180,7 +182,7 @@ class TrainHandler:
             return manifest
         self._counters["commit_s"] += time.monotonic() - since
         if isinstance(message, TrainStep):
-            self._versions.forget(message.adapter)  # nothing is trained from it again
+            self._versions.retire(message.adapter, is_read=is_lagged(message))
         log.info("version_committed", job=message.job, version=target.version, train_s=trained.train_s)
         return manifest
 
@@ -209,7 +211,10 @@ class TrainHandler:
             if message.untrained:
                 await self._ensure_drawn(message, beat)
             await self._versions.refuse_other_bits(message.adapter)
-            return await self._fusion.train(message, await self._versions.state(message.adapter, beat), beat)
+            state = await self._versions.state(message.adapter, beat)
+            lagged = await measure(message, self._fusion, self._versions, beat)
+            trained = await self._fusion.train(message, state, beat)
+            return lagged.added_to(trained) if lagged else trained
         if message.source is not None:
             return Trained(await self._copied(message, message.source, beat), {}, 0, 0.0)
         if message.file:
@@ -242,7 +247,7 @@ class TrainHandler:
         try:
             if newest.version >= 2:
                 old = msgspec.structs.replace(newest, version=newest.version - 2)
-                self._versions.forget(old)
+                self._versions.retire(old, is_read=is_lagged(message))
                 await self._versions.store.drop_optimizer(old)
             for old in dropped:
                 await self._versions.store.drop_files(old)

@@ -3,10 +3,10 @@
     loss     advantage         ratio to the sampling policy        clip           mean over           source
     grpo     (R - mean) / std  token                               .2 / .2        tokens of a row,    arXiv 2402.03300, eq. 3
                                                                                   then rows
-    dr_grpo  R - mean          token                               .2 / .2        sum / max_tokens,   arXiv 2503.20783, sec. 3.1
+    dr_grpo  R - mean          token                               .2 / .2        sum / most tokens,  arXiv 2503.20783, sec. 3.1
                                                                                   then rows
     dapo     (R - mean) / std  token                               .2 / .28       tokens of the batch arXiv 2503.14476, eq. 8
-    rloo     R - mean(others)  none; weight min(r, is_clip)        -              as grpo             arXiv 2402.14740, eq. 8
+    rloo     R - mean(others)  none; weight min(r, is_clip)        -              sum, then rows      arXiv 2402.14740, eq. 8
     cispo    (R - mean) / std  weight clip(r, low, high), stopped  0 to 4         tokens of the batch arXiv 2506.13585, eq. 4
     gspo     (R - mean) / std  geometric mean over the row         3e-4 / 4e-4    as grpo             arXiv 2507.18071, eq. 5
     ppo      (R - mean) / std  token                               .2 / .2        tokens of the batch arXiv 1707.06347, eq. 7
@@ -16,7 +16,8 @@ Rows that nobody sampled, a supervised job's, have `cross_entropy`: advantage 1,
 `clip_low`, `clip_high` are distances from 1 (r in [1 - low, 1 + high]); for `cispo` they are the bounds of the weight.
 `is_clip` bounds the weight of a loss without a ratio (truncated importance sampling: Espeholt et al. 2018, arXiv 1802.01561)
 and, with `truncate_ratios`, the ratio of the others.
-std is the sample's (n - 1), plus 1e-6, as in verl and TRL. A group of equal rewards, or of one row, has advantage 0.
+std is the sample's (n - 1), plus 1e-4, as in TRL. A group of equal rewards, or of one row, has advantage 0.
+The most tokens, `max_tokens` of the loss, are those that the model can write in one trajectory of the job.
 At lag 0 (rows that the trained version sampled) the old policy of `gspo` is the trainer's own: see `_beside_itself`.
 `mask_truncated` is DAPO's overlong filtering: a truncated row's reward counts in its group's mean and std, as a sample of
 the policy, but the row is left out of the loss, numerator and denominators.
@@ -46,14 +47,14 @@ class Rule:
     ratio: Literal["token", "sequence", "weight", "none"]
     clip_low: float
     clip_high: float
-    mean: Literal["rows", "max_tokens", "tokens"]
+    mean: Literal["rows", "sums", "max_tokens", "tokens"]
 
 
 RULES: dict[LossName, Rule] = {
     "grpo": Rule("token", 0.2, 0.2, "rows"),
     "dr_grpo": Rule("token", 0.2, 0.2, "max_tokens"),
     "dapo": Rule("token", 0.2, 0.28, "tokens"),
-    "rloo": Rule("none", 0.0, 0.0, "rows"),
+    "rloo": Rule("none", 0.0, 0.0, "sums"),
     "cispo": Rule("weight", 0.0, 4.0, "tokens"),
     "gspo": Rule("sequence", 3e-4, 4e-4, "rows"),
     "ppo": Rule("token", 0.2, 0.2, "tokens"),
@@ -221,14 +222,14 @@ def advantages(rewards_R: Floats, groups_R: Ints, kind: AdvantageKind) -> Floats
 
 def token_weights(num_written_R: Ints, kept_R: Bools, spec: LossSpec) -> Floats:
     """The factor of each token's loss by row, [R]; denominators count kept rows of the whole batch."""
-    mean = rule_of(spec).mean
-    if mean == "tokens":
-        denominator_R = np.full(len(kept_R), num_written_R[kept_R].sum(), np.float64)
-    elif mean == "max_tokens":
-        denominator_R = np.full(len(kept_R), kept_R.sum() * spec.max_tokens, np.float64)
-    else:
-        denominator_R = kept_R.sum() * num_written_R.astype(np.float64)
-    return np.where(kept_R, 1.0 / np.maximum(denominator_R, 1.0), 0.0)
+    num_rows = float(kept_R.sum())
+    denominators: dict[str, Floats | float] = {
+        "rows": num_rows * num_written_R,
+        "sums": num_rows,
+        "max_tokens": num_rows * spec.max_tokens,
+        "tokens": float(num_written_R[kept_R].sum()),
+    }
+    return np.where(kept_R, 1.0 / np.maximum(denominators[rule_of(spec).mean], 1.0), 0.0)
 
 
 def token_losses(terms: MicroTerms, logprobs_RW: Tensor, written_RW: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Reads and commits versions of adapters, and caches the last states of some."""
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -46,6 +47,8 @@ class Versions:
         self._retry_delays_s = retry_delays_s
         self._cache: ByteCache[AdapterRef, TrainState] = ByteCache(cache_bytes, lambda state: state.num_bytes)
         """Each of a committed version."""
+        self._older: ByteCache[AdapterRef, TrainState] = ByteCache(cache_bytes // 8, lambda state: state.num_bytes)
+        """Weights without optimiser states, that rows were sampled by and that nothing is trained from any more."""
         self._told = False
 
     def resident(self) -> list[AdapterRef]:
@@ -70,6 +73,14 @@ class Versions:
         if state is None:
             state = await self.read(adapter, beat)
             self._keep(adapter, state)
+        return state
+
+    async def weights(self, adapter: AdapterRef, beat: Beat) -> TrainState:
+        """A state for forwards alone, from memory, else from the store. Raises CorruptObject or NotFound."""
+        state = self._cache.get(adapter) or self._older.get(adapter)
+        if state is None:
+            state = await self.read(adapter, beat, with_optimizer=False)
+            self._keep_weights(adapter, state)
         return state
 
     async def read(self, adapter: AdapterRef, beat: Beat, *, with_optimizer: bool = True) -> TrainState:
@@ -105,9 +116,19 @@ class Versions:
         self._keep(manifest.adapter, state)
         return committed, True
 
+    def retire(self, adapter: AdapterRef, *, is_read: bool) -> None:
+        """Makes room in memory: nothing is trained from this version any more. `is_read`: rows that it sampled may be trained."""
+        state = self._cache.pop(adapter)
+        if state and is_read:
+            self._keep_weights(adapter, state)
+
     def forget(self, adapter: AdapterRef) -> None:
         """Makes room in memory: nothing is computed from this version any more."""
         self._cache.pop(adapter)
+        self._older.pop(adapter)
+
+    def _keep_weights(self, adapter: AdapterRef, state: TrainState) -> None:
+        self._older.put(adapter, dataclasses.replace(state, moments=Moments.zeros(0, self._backbone.device)))
 
     def _keep(self, adapter: AdapterRef, state: TrainState) -> None:
         """Caches a state, unless it is larger than all may be, which the log says once."""

@@ -66,10 +66,10 @@ def reward(answer: str, expected: str) -> float:
 
 
 def advantages(rewards: list[float]) -> list[float]:
-    """(R − mean) / std of one group: the sample's std plus 1e-6, as MARLaaS and TRL have it; 0 if all are equal."""
+    """(R − mean) / std of one group: the sample's std plus 1e-4, as MARLaaS and TRL have it; 0 if all are equal."""
     mean = sum(rewards) / len(rewards)
     std = (sum((r - mean) ** 2 for r in rewards) / (len(rewards) - 1)) ** 0.5
-    return [(r - mean) / (std + 1e-6) for r in rewards] if std else [0.0] * len(rewards)
+    return [(r - mean) / (std + 1e-4) for r in rewards] if std else [0.0] * len(rewards)
 
 
 def write_json(file: Path, value: Settings | Job) -> None:

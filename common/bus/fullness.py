@@ -19,9 +19,10 @@ async def memory_used(bus: Bus) -> float:
 
 
 def used_of(memory: Any) -> float:
-    """The same, from the answer of INFO."""
+    """The same, from the answer of INFO. What waits for clients to read it does not count: it goes by itself, and no new work is in it."""
     limit = int(memory.get("maxmemory", 0))
-    return int(memory["used_memory"]) / limit if limit else 0.0
+    used = int(memory["used_memory"]) - int(memory.get("mem_clients_normal", 0))
+    return max(0, used) / limit if limit else 0.0
 
 
 class Gauge:

@@ -19,7 +19,7 @@ ADVANTAGES: dict[JobLoss, AdvantageKind] = {
     "cross_entropy": "one",
 }
 """The kind that each loss has; `trainer_service/losses.py` names the sources."""
-STD_EPSILON = 1e-6
+STD_EPSILON = 1e-4
 
 
 def group_advantages(rewards: NDArray[np.float64], kind: AdvantageKind) -> NDArray[np.float64]:

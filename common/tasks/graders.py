@@ -7,6 +7,7 @@ math, endpoint                                   ours
 
 import string
 import types
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
@@ -83,13 +84,6 @@ class PythonGrader(Declared):
     type: Literal["python"]
     name: str = ""
     source: str = Field(max_length=MAX_SOURCE_CHARACTERS)
-
-    @field_validator("source")
-    @classmethod
-    def _parses(cls, source: str) -> str:
-        if "def grade(" not in source and "grade =" not in source:
-            raise ValueError("the source must define grade(sample, item)")
-        return source
 
 
 class MathGrader(Declared):
@@ -285,6 +279,26 @@ def validate_grader(grader: Mapping[str, Any], *, param: str = "grader") -> Grad
         _check_type(part.get("type"), f"{param}.graders.{cut(name)}.type")
     model: Any = parse(GRADERS[str(kind)], grader, param=param)
     return model
+
+
+def check_sources(grader: Grader, *, param: str = "grader") -> None:
+    """Raises InvalidInput about source of Python that does not compile, with its line, or that defines no `grade`."""
+    parts = grader.graders if isinstance(grader, MultiGrader) else {"": grader}
+    for name, part in parts.items():
+        if isinstance(part, PythonGrader) and (fault := _fault_of(part.source)):
+            where = f"{param}.graders.{name}.source" if name else f"{param}.source"
+            raise InvalidInput(f"{where}: {fault}", param=where)
+
+
+def _fault_of(source: str) -> str:
+    try:
+        with warnings.catch_warnings(action="ignore"):  # such as an odd escape, of which nobody here would hear
+            code = compile(source, "<source>", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        return f"line {error.lineno}: {error.msg}"
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"it does not compile: {error or 'it is nested too deeply'}"
+    return "" if "grade" in code.co_names else "the source must define grade(sample, item)"
 
 
 def item_fields(grader: Grader) -> set[str]:

@@ -10,5 +10,6 @@ Its files:
     special_tokens.py   finds the special tokens of a tokenizer
     examples.py         reads a job's rows: prompts, and examples of supervised jobs with the tokens that are learned
     tool_calls.py       parses the calls in a model's turn
+    grammars.py         makes the grammars that answers follow: JSON of a schema, or one tool call
     model_folder.py     reads the text files of a base model's folder, `marlaas.json` included
 """

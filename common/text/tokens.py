@@ -228,6 +228,14 @@ class ChatTokenizer:
 
     # ------------------------------------------------------------------------------------------ ids to text
 
+    def to_json(self) -> str:
+        """The tokenizer as `tokenizer.json` has it."""
+        return self._full.to_str()
+
+    def adds(self, text: str) -> bool:
+        """True if the text is one of the tokens that were added to the vocabulary."""
+        return any(token.content == text for token in self._full.get_added_tokens_decoder().values())
+
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of some ids; bytes that are no UTF-8 become U+FFFD.
 

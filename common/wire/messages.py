@@ -105,6 +105,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     seeded: bool = False  # a user named the seed: also an engine that draws for all from one stream gives it its own
     prompt_logprobs: int = 0  # log-probs of so many of the last tokens before the turn; -1: of all
     max_context: int = 0  # bounds the trajectory over all turns, the prompt included; 0: only the service's own bound
+    grammar: str = ""  # in llguidance's Lark, which the turn follows to its end; completions only
 
     def __post_init__(self) -> None:
         if 0 < self.temperature < LEAST_TEMPERATURE:
@@ -138,7 +139,7 @@ class LossSpec(msgspec.Struct, frozen=True, gc=False):
     truncate_ratios: bool = False  # is_clip bounds all other losses' ratios too: the job's sampling gap was too wide
     kl_coef: float = 0.0
     mask_truncated: bool = False
-    max_tokens: int = MAX_TOKENS  # dr_grpo's denominator
+    max_tokens: int = MAX_TOKENS  # dr_grpo's denominator: the most that the model can write in a trajectory
     temperature: float = TEMPERATURE
 
 

@@ -58,6 +58,10 @@ def main() -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
     os.close(0)
     os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free: 0
+    sys.path.append(job["site"])
+    for name in job["imports"]:  # once shut in, the call no longer finds their files
+        __import__(name)
+    sys.path.pop()
     layers = shut_in(job, set(job["layers"]))
     write = make_reporter(result_fd, job["nonce"], layers)
     run(job, write)
@@ -207,10 +211,7 @@ def set_limits(limits: dict[str, int]) -> None:
     pairs = (
         (resource.RLIMIT_CPU, cpu),  # holds even if the supervisor is stopped
         (resource.RLIMIT_AS, memory),  # the address space: a limit of memory that needs no cgroup
-        (
-            resource.RLIMIT_FSIZE,
-            limits["file_bytes"],
-        ),  # bounds a file between two looks of the supervisor
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),  # bounds a file between two looks of the supervisor
         (resource.RLIMIT_NOFILE, 32),
         (resource.RLIMIT_NPROC, 8),  # threads count too
         (resource.RLIMIT_CORE, 0),  # no copy of a crashed call on the disk

@@ -89,6 +89,7 @@ class ModelHandler(BaseHTTPRequestHandler):
 
 def generate(body: "dict[str, Any]", ask: Any) -> "dict[str, Any]":
     """vLLM's `/inference/v1/generate`: tokens in, tokens with their log-probs out."""
+    refuse_grammars(body.get("sampling_params") or {})
     answer = ask({"tokens": [int(token) for token in body["token_ids"]]})
     pairs = zip(answer["tokens"], answer["logprobs"], strict=True)
     content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
@@ -101,6 +102,7 @@ def complete(body: "dict[str, Any]", ask: Any) -> "dict[str, Any]":
     """OpenAI's `/v1/chat/completions`, of one choice and without streaming."""
     if body.get("stream") or (body.get("n") or 1) != 1:
         raise ValueError("this model gives one whole completion: no `stream`, no `n`")
+    refuse_grammars(body)
     answer = ask({"messages": body["messages"], "tools": body.get("tools") or []})
     message: dict[str, Any] = {"role": "assistant", "content": answer["text"]}
     if answer["calls"]:
@@ -109,3 +111,12 @@ def complete(body: "dict[str, Any]", ask: Any) -> "dict[str, Any]":
     about = {"id": "chatcmpl-marlaas", "object": "chat.completion", "created": int(time.time()), "model": MODEL}
     counts = {"prompt_tokens": 0, "completion_tokens": len(answer["tokens"]), "total_tokens": len(answer["tokens"])}
     return {**about, "choices": [choice], "usage": counts}
+
+
+def refuse_grammars(asked: "dict[str, Any]") -> None:
+    """Raises ValueError where what is sampled would have to follow one: the loss would compare other distributions."""
+    free = {"response_format": ({"type": "text"},), "tool_choice": ("auto", "none"), "structured_outputs": ()}
+    if any(asked.get(name) and asked[name] not in values for name, values in free.items()):
+        raise ValueError(
+            "a job's samples follow no grammar: leave out response_format, structured_outputs and a tool_choice but auto"
+        )

@@ -12,7 +12,7 @@ one fenced script. A partition whose commit is refused is forgotten at once.
 import asyncio
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
 
@@ -405,7 +405,10 @@ class Owner:
         async with self._lock:
             changes = {number: Changes() for number in self._owned}
             for number, (partition, _) in self._owned.items():
+                live = Counter(run.spec.tenant for run in partition.runs.table.values() if run.view().active)
                 for job in partition.jobs.values():
+                    if (num := live[job.spec.tenant]) and self._allocator.is_full(job.spec.tenant):
+                        job.journal.waits_for_runs(num, time.time(), changes[number])
                     if job.id in self._allocator.storage.told:
                         continue
                     limit_s, why = max(STALL_S, 3 * self._lease_s), partial(self._diagnosis, job)

@@ -16,6 +16,7 @@ MAX_DRAWN = 3
 Status = Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
 LEDGER = ("issued", "trained", "filtered", "stale", "failed", "cancelled")
+"""`stale` stays 0: the version gate issues no group that could become too old (`owner/jobs/job.py`)."""
 
 
 def tuned_model(base_model: str, tenant: str, suffix: str, job: str) -> str:
@@ -179,7 +180,7 @@ class JobState(msgspec.Struct, kw_only=True):
     initialising: bool = False  # an Init is under way
     window: int = 0  # first group that no batch has used yet
     next_group: int = 0  # first group that was not issued yet
-    dropped: list[int] = []  # groups in the window that failed, were filtered or stale
+    dropped: list[int] = []  # groups in the window that failed or were filtered
     drawn: int = 0  # groups issued for the coming step, replacements included
     failed_groups: int = 0  # since the last step
     reasons: dict[str, int] = {}  # of failures since the last step
@@ -200,15 +201,22 @@ class JobState(msgspec.Struct, kw_only=True):
     last_reward: float | None = None  # reward_mean of the newest step
     last_loss: float | None = None  # of the newest step
     last_eval_loss: float | None = None  # of a supervised job: eval_loss of the newest evaluation
-    sampling_gap: float | None = None  # of the newest step that measured one
+    gaps: dict[str, float] = {}  # `sampling_gap` and `lagged_gap`, each of the newest step that measured it
     steps_without_signal: int = 0  # the newest ones in a row
-    truncate_ratios: bool = False  # the gap exceeded its bound, so is_clip bounds the ratios of every loss
+    steps_far: int = 0  # that trained far from the policy that sampled: the newest ones in a row
+    warns_far_from: int = 0  # the first version at which that is warned of again
+    truncate_ratios: bool = False  # a gap exceeded its bound, so is_clip bounds the ratios of every loss
     tokens: int = 0  # prompt, sampled and trained; what was used since the state was last written may be missing
     evaluated: int = -1  # the version of the newest evaluation
     progress: ScoreProgress = msgspec.field(default_factory=ScoreProgress)
     stop: Stop | None = None  # training ends early
     stepped_at: float | None = None  # when the newest version was committed, or the job went on: seconds since 1970
     step_s: float | None = None  # of a step, averaged over the newest
+
+    @property
+    def learned_nothing(self) -> bool:
+        """Has no step had anything to learn from?"""
+        return 0 < self.version <= self.steps_without_signal
 
     def move_window(self, first: int) -> None:
         """A batch has used the groups below `first`."""
@@ -248,6 +256,8 @@ class JobState(msgspec.Struct, kw_only=True):
 
 DELETED, MOVING = "deleted", "moving"
 """Fields of `job:<job>` that stand there only if they are true."""
+SUFFIX, VERSION = "suffix", "version"
+"""Fields of `job:<job>` that repeat a little of its specification and state, for lists."""
 
 
 def has_version(spec: JobSpec, state: JobState, version: int) -> bool:

@@ -191,6 +191,10 @@ class Allocator:
             self.storage.ask(job.spec.tenant)
             self._guarded(job, now, changes, partial(job.start, now))
 
+    def is_full(self, tenant: str) -> bool:
+        """Has the tenant as many jobs and runs at once as it may?"""
+        return self.demand.active[tenant] >= self._tenant(tenant).max_jobs
+
     def _next_starts(self, tenant: str, num: int) -> list[Member]:
         """The tenant's queued jobs and runs that start next: the most urgent, and every fourth time the oldest."""
         if num <= 0:

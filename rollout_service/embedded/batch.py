@@ -32,7 +32,7 @@ from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
 from rollout_service.embedded.prefill import Extension, Prefill, Rest
 from rollout_service.embedded.row_states import RowStates, TurnRow
-from rollout_service.embedded.sampler import Sampled, SamplingPlan, sample
+from rollout_service.embedded.sampler import Allowed, Sampled, SamplingPlan, sample
 from rollout_service.engine import Partial
 from rollout_service.turns import first_scored, first_stop
 
@@ -62,7 +62,8 @@ class ForwardLayout:
     adapters: list[FusedAdapter | None]  # [n]
     products: list[Product] | None  # None: not planned, or another plan came after it
     sampling: SamplingPlan
-    watched: list[int]  # rows to look at after each token: stop strings, streaming, top log-probs
+    watched: list[int]  # rows to look at after each token: stop strings, top log-probs, grammars
+    masked: list[int]  # those with a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,7 @@ class RunningRows:
         ended = self._states.append(slots, step.tokens, step.logprobs)
         for place in layout.watched:
             row = self._row(int(slots[place]))
-            has_stopped = tried(lambda row=row, place=place: self._watch(row, place, step.sampled))
+            has_stopped = tried(lambda row=row, place=place: self._watch(row, place, step))
             if isinstance(has_stopped, Exception):
                 self._end(row, None, error=has_stopped)
                 ended[place] = False
@@ -319,7 +320,14 @@ class RunningRows:
         parts = self._parts(layout, extension, positions[before : before + num])
         hidden = self._model.forward(tokens, positions, parts)[before:]
         uniforms = torch.from_numpy(states.uniforms(layout.slots)).to(self._device)
-        return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling)
+        return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling, self._allowed(layout))
+
+    def _allowed(self, layout: ForwardLayout) -> Allowed | None:
+        if not layout.masked:
+            return None
+        guides = [self._row(int(layout.slots[place])).guide for place in layout.masked]
+        tokens = np.stack([guide.allowed() for guide in guides if guide])
+        return Allowed(torch.tensor(layout.masked, device=self._device), torch.from_numpy(tokens).to(self._device))
 
     def _parts(self, layout: ForwardLayout, extension: Extension | None, positions: Tensor) -> list[ForwardPart]:
         """Returns one part for all, or one more for new tokens of later turns if these are many or attention is not compiled.
@@ -357,8 +365,9 @@ class RunningRows:
         size = self._rounded(len(rows), self._limits.min_rows)
         adapters = [row.adapter for row in rows]
         watched = [i for i, row in enumerate(rows) if _is_watched(row)]
+        masked = [i for i, row in enumerate(rows) if row.guide]
         plan = SamplingPlan.of([row.request.sampling for row in rows], self._config.vocab, self._device)
-        return ForwardLayout(pools, slots, size, adapters, None, plan, watched)
+        return ForwardLayout(pools, slots, size, adapters, None, plan, watched, masked)
 
     def _has_slot(self, row: TurnRow) -> bool:
         return row.slot >= 0 and self._states.rows[row.slot] is row
@@ -370,11 +379,13 @@ class RunningRows:
 
     # ---- after a token -------------------------------------------------------------------------------------
 
-    def _watch(self, row: TurnRow, place: int, sampled: Sampled) -> bool:
-        """Top log-probs and stop strings of one row, in Python. True if a stop string is complete."""
+    def _watch(self, row: TurnRow, place: int, step: ComputedStep) -> bool:
+        """Top log-probs, stop strings and grammar of one row, in Python. True if a stop string is complete."""
+        if row.guide:
+            row.guide.take([int(step.tokens[place])])
         num_top = row.request.sampling.num_top_logprobs
-        if num_top and sampled.top:
-            values, tokens = (part[place, :num_top].tolist() for part in sampled.top)
+        if num_top and step.sampled.top:
+            values, tokens = (part[place, :num_top].tolist() for part in step.sampled.top)
             row.top_logprobs.append(list(zip(tokens, values, strict=True)))
         if stops := row.request.sampling.stop:
             row.stop_string = first_stop(stops, self._states.sampled(row.slot)[0], self._decode)
@@ -420,4 +431,4 @@ def _sum_of_scores(row: TurnRow) -> float:
 
 
 def _is_watched(row: TurnRow) -> bool:
-    return bool(row.request.sampling.stop or row.request.sampling.num_top_logprobs)
+    return bool(row.request.sampling.stop or row.request.sampling.num_top_logprobs or row.guide)

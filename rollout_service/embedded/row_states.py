@@ -14,6 +14,7 @@ from common.rng import key_of, uniform_rows
 from common.wire.messages import EMPTY_F32, Array, StopReason, TurnRequest
 from rollout_service.embedded.backbone.compiling import Compiled
 from rollout_service.engine import OnToken
+from rollout_service.grammar import Guide
 
 DRAWN_AHEAD = 64
 """Uniform numbers are drawn for so many positions of a row at once."""
@@ -33,6 +34,7 @@ class TurnRow:
     stop_string: str = ""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
     prompt_logprobs: Array = EMPTY_F32  # see `Generated`
+    guide: Guide | None = None  # of a turn with a grammar
 
 
 class RowStates:

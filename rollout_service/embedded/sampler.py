@@ -51,15 +51,29 @@ class Sampled:
     top: tuple[Tensor, Tensor] | None  # [B, num_top] log-probs, tokens
 
 
-def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> Sampled:
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The tokens that the grammars of some rows allow. Axis: M such rows."""
+
+    rows: Tensor  # [M]
+    tokens: Tensor  # bool [M, V]
+
+    def among(self, logits: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and log-probs by which these rows choose among their tokens; those of all other rows keep their bits."""
+        own = logits[self.rows].masked_fill(~self.tokens, -torch.inf)
+        return logits.index_copy(0, self.rows, own), logprobs.index_copy(0, self.rows, torch.log_softmax(own, dim=-1))
+
+
+def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan, allowed: Allowed | None = None) -> Sampled:
     """Draws a token for each row. logits float32 [B, V], uniforms float64 [B] in [0, 1)."""
     if plan.temperature is not None:
         logits = logits / plan.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
+    logits, choosing = (logits, logprobs) if allowed is None else allowed.among(logits, logprobs)
     if plan.all_greedy:
         tokens = logits.argmax(-1)
     else:
-        tokens = _draw(logprobs, uniforms, plan)
+        tokens = _draw(choosing, uniforms, plan)
         if plan.greedy is not None:
             tokens = torch.where(plan.greedy, logits.argmax(-1), tokens)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)

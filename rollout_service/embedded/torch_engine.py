@@ -20,13 +20,14 @@ import torch
 
 from base_model.adapter import load_adapter
 from base_model.stacked import FusedAdapter, fuse
-from common.errors import NotFound
+from common.errors import InvalidInput, NotFound
 from common.wire.messages import AdapterRef, TurnRequest
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.embedded.batch import Ended, RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.row_states import TurnRow
 from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
+from rollout_service.grammar import Grammars
 from rollout_service.turns import TurnsUnderWay, check_request, weights_of
 
 IDLE_S = 5.0
@@ -54,6 +55,7 @@ class TorchEngine:
             decode=lambda ids: tokenizer.decode(ids, skip_special=False),
             limits=self._limits,
         )
+        self._grammars = Grammars(tokenizer, model.config.vocab)
         self._shapes = model.linear_shapes()
         self._adapters: dict[AdapterRef, FusedAdapter] = {}
         self._turns = TurnsUnderWay(self._running.progress)
@@ -117,6 +119,8 @@ class TorchEngine:
         fused = self._check(request)
         ticket = Ticket(asyncio.get_running_loop().create_future(), beat)
         row = TurnRow(request, fused, ticket, on_token)
+        if request.sampling.grammar:
+            row.guide = await asyncio.to_thread(self._grammars.guide, request)
         try:
             with self._turns.enter(request.id, row):
                 self._submit(lambda: self._add(row))
@@ -233,6 +237,8 @@ class TorchEngine:
 
 
 def _result(end: Ended) -> Generated | Exception:
+    if isinstance(end.error, InvalidInput):
+        return end.error
     if end.error is not None:
         return RuntimeError(f"a turn of job {end.row.request.job} failed by itself: {end.error!r}")
     if end.stop_reason is None:

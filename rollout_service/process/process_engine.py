@@ -51,6 +51,7 @@ class Shape:
     max_loras: int  # adapters at once, the bare base model not counted
     max_known: int  # adapters in the process's memory, likewise
     max_temperature: float
+    masks: bool = False  # does the process follow grammars?
 
 
 class Life:
@@ -268,6 +269,10 @@ class ProcessEngine:
         check_request(request, vocab=shape.vocab, context=shape.context, max_temperature=shape.max_temperature)
         if sampling.prompt_logprobs and sampling.temperature not in (0, 1):
             raise InvalidInput("this engine gives prompt_logprobs at temperature 1 (or 0, which counts as 1) only")
+        if sampling.grammar and (request.num_partial or not shape.masks):
+            raise InvalidInput(
+                "this engine cannot follow a grammar here: leave out response_format, force no tool_choice"
+            )
         return stored
 
     def _turn(self, request: TurnRequest, on_token: OnToken | None, beat: Beat) -> OpenTurn:

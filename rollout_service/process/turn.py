@@ -68,6 +68,8 @@ class OpenTurn:
         """
         self.num_requests += 1
         sampling, request = self.request.sampling, self.request
+        if sampling.grammar:  # which a process follows from the first token that it samples
+            self.tokens, self.logprobs, self.top_logprobs = [], [], []
         sequence = request.tokens.numpy()[: request.num_prompt].tolist()
         if self.stop_reason is None:
             sequence += self.tokens
@@ -83,6 +85,7 @@ class OpenTurn:
             end_ids=self.end_ids,
             seed=self.seed() if sampling.seeded else None,
             top_k=min(sampling.top_k, ALL_TOKENS),
+            grammar=sampling.grammar,
             prompt_logprobs=self._lacks_prompt,
             chat=request.chat,
         )
@@ -106,7 +109,7 @@ class OpenTurn:
                     raise NotFinite(f"the log-probability of token {len(self.tokens)} is not a number")
                 self._append(token, chunk.logprobs[index], chunk.top_logprobs[index : index + 1])
         finally:
-            if self.on_token and len(self.tokens) > before:
+            if self.on_token and not self.request.sampling.grammar and len(self.tokens) > before:
                 self.on_token(self.tokens[before:], self.logprobs[before:])
 
     @property
@@ -138,7 +141,9 @@ class OpenTurn:
         return "context" if self.request.num_prompt + len(self.tokens) >= self.context else None
 
     def partial(self) -> Partial:
-        return Partial(list(self.tokens), list(self.logprobs), self.num_sampled, self.busy_s)
+        """Without tokens where a grammar has the turn begin again in the next process: nobody shall have seen them."""
+        kept = 0 if self.request.sampling.grammar else len(self.tokens)
+        return Partial(self.tokens[:kept], self.logprobs[:kept], self.num_sampled, self.busy_s)
 
     def generated(self) -> Generated:
         assert self.stop_reason is not None, "the turn has not ended"

@@ -67,6 +67,7 @@ def vllm_engine(settings: RolloutSettings, folder: Path, tokenizer: BaseTokenize
         settings.vllm_max_loras,
         settings.vllm_max_known_loras,
         MAX_TEMPERATURE,
+        masks=True,
     )
     turn = partial(alone_on, settings.rollout_device, settings.vllm_tensor_parallel)
     return ProcessEngine(lambda: VllmCore(settings, folder, tokenizer.context), files, tokenizer, shape, turn)
@@ -226,7 +227,7 @@ def _arguments(settings: RolloutSettings, folder: Path, context: int) -> dict[st
     return {
         **memory,
         "model": str(folder),
-        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "structured_outputs_config": {"backend": "guidance"},  # it reads the tokenizer for this alone: ids in, ids out
         "generation_config": "vllm",  # not the base model's own sampling defaults
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.vllm_tensor_parallel,
@@ -252,7 +253,11 @@ def _arguments(settings: RolloutSettings, folder: Path, context: int) -> dict[st
 
 
 def _parameters(request: SamplingRequest) -> Any:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
     return SamplingParams(
         temperature=request.temperature,
@@ -268,6 +273,7 @@ def _parameters(request: SamplingRequest) -> Any:
         flat_logprobs=True,
         skip_clone=True,
         output_kind=RequestOutputKind.DELTA,
+        structured_outputs=StructuredOutputsParams(grammar=request.grammar) if request.grammar else None,
     )
 
 

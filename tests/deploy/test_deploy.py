@@ -20,6 +20,7 @@ import yaml
 
 from common.bus.streams import Cell
 from common.children.own_folder import SHARED_MEMORY
+from common.private_networks import PRIVATE
 from common.settings import KNOWN, PREFIX, TINY
 from deploy.make_secrets import read_settings
 from rollout_service.settings import ON_GPU
@@ -470,6 +471,17 @@ def test_the_proxy_lets_listed_names_out_and_private_addresses_only_if_they_are_
         "http_access allow named",
         "http_access deny all",
     ]
+
+
+def test_the_proxy_refuses_what_the_services_refuse_and_its_image_has_that_list(tmp_path: Path) -> None:
+    dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text().partition(" AS egress\n")[2].partition("\nFROM ")[0]
+    for source, target in re.findall(r"^COPY (\S+) /app/(\S+)$", dockerfile, re.MULTILINE):
+        (tmp_path / target).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / source, tmp_path / target)
+    program = "import egress; print(egress.configuration(''))"
+    alone = [sys.executable, "-S", "-c", program]  # with the standard library and nothing else, as there
+    told = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert f"acl private dst {' '.join(PRIVATE)}" in told.splitlines()
 
 
 def test_the_proxy_without_a_list_lets_nothing_out() -> None:

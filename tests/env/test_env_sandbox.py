@@ -35,6 +35,18 @@ def test_a_function_gets_its_arguments_and_returns_its_value() -> None:
     assert (outcome.ending, outcome.value) == ("ok", 7)
 
 
+@pytest.mark.parametrize("layers", CONFIGURATIONS)
+def test_numpy_is_there_and_no_other_package(layers: tuple[str, ...]) -> None:
+    found = run(
+        "import numpy as np, numpy.random\n"
+        "print(round(np.linalg.det(2 * np.eye(3))), int(np.fft.fft(np.ones(4))[0].real), np.random.default_rng(1).integers(5, 6))",
+        layers=layers,
+        timeout_s=30,
+    )
+    assert (found.ending, found.output) == ("ok", "8 4 5\n")
+    assert run("import numpy, msgspec", layers=layers, timeout_s=30).ending == "raised"
+
+
 def test_what_is_printed_is_output_and_not_a_result() -> None:
     outcome = run("print('hello')\nimport sys\nprint('there', file=sys.stderr)")
     assert (outcome.ending, outcome.output, outcome.value) == ("ok", "hello\nthere\n", None)

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from common.errors import InvalidInput
-from common.tasks.graders import check_item, item_fields, validate_grader
+from common.tasks.graders import check_item, check_sources, item_fields, validate_grader
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints
@@ -383,7 +383,6 @@ def test_an_endpoint_that_is_not_there_fails_the_grader() -> None:
             "reference is missing",
             "grader.reference",
         ),
-        (python("x = 1"), "must define grade", "grader.source"),
         (endpoint("ftp://host/"), "http://", "grader.url"),
         (endpoint("http://u:p@host/"), "password", "grader.url"),
         (endpoint("http://host/", headers={"Host": "x"}), "cannot be set", "grader.headers"),
@@ -403,6 +402,25 @@ def test_a_wrong_grader_is_refused_by_name(grader: dict[str, Any], message: str,
         validate_grader(grader)
     assert message in str(caught.value)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("x = 1", "must define grade"),
+        ("def grade(sample, item):\n    return 1 +", "line 2: invalid syntax"),
+        ("def grade(sample, item)\n    return 1", "line 1: expected ':'"),
+        ("grade = " + "(" * 150 + ")" * 150 + "[" * 2000, "line 1"),
+        ("grade = " + "-" * 100_000 + "1", "it does not compile"),
+        ("grade = 1\0", "null byte"),
+    ],
+)
+def test_source_that_cannot_run_is_refused_when_it_is_given(source: str, fault: str) -> None:
+    for grader in (python(source), {"type": "multi", "graders": {"own": python(source)}, "calculate_output": "own"}):
+        with pytest.raises(InvalidInput, match=fault) as caught:
+            check_sources(validate_grader(grader))
+        assert caught.value.param in ("grader.source", "grader.graders.own.source")
+    check_sources(validate_grader(python("import re\ngrade = lambda sample, item: len(re.findall('\\d', 'x'))")))
 
 
 def test_the_fields_that_a_grader_needs_are_checked_against_a_row() -> None:

@@ -19,6 +19,7 @@ from common.wire.messages import EnvSpec, StopReason, f32
 from env_service.environment import Turn
 from env_service.failures import EnvironmentFailed, NoRoom
 from env_service.verifiers.environment import Verifiers
+from env_service.verifiers.host_model import complete, generate
 from env_service.verifiers.package_process import Hosts
 from tests.env.test_env_handler import TINY, ids_of
 from tests.env.test_live_sessions import EnvWorker, live_start
@@ -402,3 +403,18 @@ async def test_what_is_trained_is_what_was_sampled_also_after_a_replay(
     for worker in (first, second):
         await worker.sessions.close()
         await worker.environments.close()
+
+
+async def test_samples_of_a_job_follow_no_grammar() -> None:
+    def ask(_: Any) -> dict[str, Any]:
+        return {"text": "7", "tokens": [55], "logprobs": [0.0], "calls": [], "finish": "stop"}
+
+    form, named = {"type": "json_object"}, {"type": "function", "function": {"name": "look"}}
+    asked: list[dict[str, Any]] = [{"response_format": form}, {"tool_choice": "required"}, {"tool_choice": named}]
+    for body in asked:
+        with pytest.raises(ValueError, match="a job's samples follow no grammar: leave out response_format"):
+            complete({"messages": [], **body}, ask)
+    with pytest.raises(ValueError, match="structured_outputs"):
+        generate({"token_ids": [1], "sampling_params": {"structured_outputs": {"json": {}}}}, ask)
+    free = {"messages": [], "tool_choice": "auto", "response_format": {"type": "text"}}
+    assert complete(free, ask)["choices"][0]["message"]["content"] == "7"

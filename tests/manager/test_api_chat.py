@@ -169,10 +169,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0}, "top_p"),
     ({"stop": [""]}, "stop"),
     ({"frequency_penalty": 0.5}, "frequency_penalty: not offered"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "yaml"}}, "response_format: .*'json_schema'"),
     ({"top_logprobs": 2}, "needs logprobs=true"),
     ({"tools": [{"type": "function"}]}, r"tools\[0\]"),
-    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice needs tools"),
     ({"extra_body": {"top_k": 3}}, "unknown parameter 'top_k'"),
     ({"stream_options": {"include_usage": True}}, "needs stream=true"),
 ]

@@ -157,6 +157,24 @@ async def test_a_job_s_prompts_leave_room_in_its_own_context(server: ApiServer) 
     assert (await spec_of(server, made.id)).hyper.max_context == 300
 
 
+@pytest.mark.parametrize(
+    ("how", "hyper", "most"),
+    [
+        ({"grader": GRADER}, {"max_tokens": 30}, 30),  # its environment asks once
+        ({"environment": {"name": "calculator"}}, {"max_tokens": 30, "max_turns": 4}, 120),
+        ({"environment": {"name": "calculator"}}, {"max_tokens": 60, "max_turns": 60}, 2048),
+        ({"environment": {"name": "calculator"}}, {"max_tokens": 30, "max_context": 100}, 100),
+    ],
+)
+async def test_dr_grpo_divides_by_the_most_that_a_trajectory_can_write(
+    server: ApiServer, how: dict[str, Any], hyper: dict[str, int], most: int
+) -> None:
+    file = await upload(server.openai)
+    given = {"type": "reinforcement", "reinforcement": {**how, "hyperparameters": {"loss": "dr_grpo", **hyper}}}
+    made = await create(server.openai, training_file=file, method=given)
+    assert (await spec_of(server, made.id)).hyper.loss.max_tokens == most
+
+
 async def test_prompts_are_measured_at_upload_else_at_creation(server: ApiServer) -> None:
     file = await upload(server.openai, jsonl(item("x" * 2040), item()))
     key = f"{GLOBAL}file:{file}"
@@ -322,6 +340,21 @@ async def test_a_stream_tells_events_in_order_as_they_come_is_kept_alive_and_end
         async for line in answer.aiter_lines():
             assert line == ": keep-alive"
             break
+
+
+async def test_a_stream_of_events_ends_with_the_key_that_opened_it(server: ApiServer) -> None:
+    job, keys = (await create(server.openai)).id, "/v1/admin/tenants/default/keys"
+    made = (await server.http.post(keys, headers=server.as_admin())).json()
+    own = {"Authorization": f"Bearer {made['key']}"}
+    await write_events(server, job, STEPS[:1])
+    url = f"/v1/fine_tuning/jobs/{job}/events?stream=true"
+    async with asyncio.timeout(60), server.http.stream("GET", url, headers=own) as answer:
+        lines = answer.aiter_lines()
+        assert await anext(lines) == "id: 1"
+        assert (await server.http.delete(f"{keys}/{made['id']}", headers=server.as_admin())).status_code == 200
+        await write_events(server, job, STEPS[1:2], first=2)
+        told = [line async for line in lines]
+    assert "invalid_api_key" in told[-2] and not any(line == "id: 2" for line in told)
 
 
 # Results -------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
@@ -64,6 +65,7 @@ class World:
     pauses: int = 0
     now: float = 0.0
     metrics: dict[str, float | None] = field(default_factory=dict[str, float | None])  # of every step
+    loses: bool = False  # all that is under way, now and then
 
     def started(self) -> Self:
         changes = Changes()
@@ -167,6 +169,9 @@ class World:
             job.pause(self.now, changes)
         elif dice < 0.3 and job.state.status == "paused":
             job.resume(self.now, changes)
+        elif dice < 0.05 and self.loses and job.state.status == "running":
+            self.on_its_way.clear()
+            job.resend(self.now, changes)
         elif dice < 0.6 and job.wants_group():
             job.issue_group(changes)
         elif self.on_its_way:
@@ -178,10 +183,10 @@ class World:
         self.apply(changes)
 
 
-def run(seed: int, **hyper: Any) -> World:
+def run(seed: int, *, loses: bool = False, **hyper: Any) -> World:
     small: dict[str, Any] = {"num_steps": 4, "batch_size": 3, "group_size": 4}
     spec = job_spec(**small | hyper)
-    return World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items())).started().ended()
+    return World(random.Random(seed), Job(CELL, spec, JobState(), Items(), Items()), loses=loses).started().ended()
 
 
 def trained(world: World) -> list[Any]:
@@ -196,16 +201,17 @@ def test_what_a_job_trains_on_does_not_depend_on_order_delays_repeats_or_pauses(
     assert trained(run(seed, dynamic_sampling=dynamic)) == trained(run(0, dynamic_sampling=dynamic))
 
 
-@settings(max_examples=12)
-@given(st.integers(0, 10**9), st.integers(0, 3))
-def test_every_trajectory_is_accounted_for_and_none_is_too_old(seed: int, staleness: int) -> None:
-    world = run(seed, max_staleness=staleness)
+@settings(max_examples=24)
+@given(st.integers(0, 10**9), st.integers(0, 3), st.booleans())
+def test_every_trajectory_is_accounted_for_and_none_is_too_old(seed: int, staleness: int, dynamic: bool) -> None:
+    world = run(seed, loses=True, max_staleness=staleness, dynamic_sampling=dynamic, num_steps=8)
     assert world.job.state.status == "succeeded"
     assert world.open == set()
     for step in world.steps:
         lag = step.adapter.version - step.rows.versions.numpy()
-        assert lag.min() >= 0 and lag.max() <= staleness
-    assert [s.adapter.version for s in world.steps] == list(range(4))
+        assert all((lag >= 0) & (lag <= staleness))
+    assert {s.adapter.version for s in world.steps} == set(range(8))
+    assert not world.ledger["stale"]
 
 
 @pytest.mark.parametrize("end", ["cancel", "fail"])
@@ -237,17 +243,6 @@ def started(**changes: Any) -> tuple[Job, Changes]:
     job.queue(0, changes_of)
     job.start(0, changes_of)
     return job, changes_of
-
-
-def test_a_group_that_has_become_too_old_is_dropped_and_counted() -> None:
-    job, changes = started()
-    job.issue_group(changes)
-    start = cast(Start, changes.published[-1][1])
-    job.state.version = 1
-    for sample in start.samples:
-        job.on_scored(f"{sample}-0", StandInEnv(CELL, outcome).scored(start, sample), changes)
-    job.advance(1, changes)
-    assert (job.open.groups, changes.ledger[job.id, "stale"]) == ({}, 2)
 
 
 def test_a_result_of_an_attempt_that_a_pause_made_void_is_dropped() -> None:
@@ -286,12 +281,13 @@ def test_a_job_that_starts_from_an_adapter_waits_for_its_copy(start: dict[str, A
     assert isinstance(message, Start) and not message.untrained
 
 
-def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_later_step() -> None:
+@pytest.mark.parametrize("name", ["sampling_gap", "lagged_gap"])
+def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_later_step(name: str) -> None:
     spec = job_spec(num_steps=3, batch_size=1, group_size=2)
     job = Job(CELL, spec, JobState(status="running", version=1), Items(), Items())
     changes = Changes()
     for gap in (None, 0.0009, 0.02, 0.03, 0.0001):
-        job.state.sampling_gap = gap
+        job.state.gaps = {} if gap is None else {"sampling_gap": 0.0, name: gap}
         before = job.orders.step(job.state, [], 1).loss.truncate_ratios
         job.journal.check_sampling_gap(1.0, 0.001, changes)
         after = job.orders.step(job.state, [], 1).loss.truncate_ratios
@@ -299,9 +295,7 @@ def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_l
     assert after
     ((_, event),) = changes.events
     assert (
-        event.level == "warn"
-        and "sampling_gap 0.0200 is beyond 0.001" in event.message
-        and "is_clip = 2" in event.message
+        event.level == "warn" and f"{name} 0.0200 is beyond 0.001" in event.message and "is_clip = 2" in event.message
     )
 
 
@@ -405,6 +399,57 @@ def test_an_evaluation_of_which_too_much_failed_is_a_warning_with_a_reason(num_f
     ((_, event),) = changes.events
     assert event.level == level
     assert event.message.endswith("; 10% of it failed, the first of them: grader: it raised") == (level == "warn")
+
+
+GOOD: dict[str, float | None] = {"num_signal_rows": 8.0, "advantage_std": 0.9, "ess_share": 0.9, "sampling_kl": 0.01}
+EQUAL: dict[str, float | None] = {"num_signal_rows": 0.0, "advantage_std": 0.0, "reward_mean": 0.0}
+
+
+def told(*steps: dict[str, float | None]) -> list[tuple[int, str]]:
+    """The warnings of a job whose steps have these metrics, and its last event: each with the version after which it came."""
+    state = JobState(status="running", version=0)
+    journal, found = Journal(job_spec(num_steps=len(steps)), state, LIMITS), list[tuple[int, str]]()
+    for metrics in steps:
+        state.version, changes = state.version + 1, Changes()
+        adapter = AdapterRef("t", "j", state.version)
+        update = AdapterUpdate(id="u", tenant="t", job="j", partition=0, adapter=adapter, batch="b", metrics=metrics)
+        journal.trained(update, Training("b", (), 0, (0,)), 1.0, changes)
+        if state.version == len(steps):
+            journal.completed(2.0, changes)
+        found += [(state.version, event.message) for _, event in changes.events if event.type == "message"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nothing", "why"),
+    [
+        (EQUAL, r"no group's rewards differ \(their mean is 0.00\)\. Read the samples\."),
+        (EQUAL | {"num_signal_rows": 8.0}, "no group's rewards differ"),  # of a job with a KL term
+        ({"no_signal": 1.0}, "no group's rewards differ. Read the samples"),  # dynamic sampling has dropped them
+        (EQUAL | {"truncated_share": 0.9}, r"max_tokens \(90% of the answers were cut off\)"),
+        (EQUAL | {"advantage_std": 0.5}, "mask_truncated leaves out all answers whose rewards differ"),
+    ],
+)
+def test_steps_that_learn_nothing_are_warned_of_and_a_job_of_such_steps_says_so_at_its_end(
+    nothing: dict[str, float | None], why: str
+) -> None:
+    (_, first), *others, (version, last) = told(nothing, nothing, nothing)
+    assert re.search(f"^For 2 steps nothing was learned: .*{why}", first) and not others
+    assert version == 3 and "completed, but nothing was learned: in none of its 3 steps" in last
+    assert told(nothing, GOOD, nothing) == [(3, "The job has successfully completed")]
+
+
+@pytest.mark.parametrize(
+    ("far", "why"),
+    [({"ess_share": 0.29}, "ess_share 0.29 is below 0.3"), ({"sampling_kl": 0.11}, "sampling_kl 0.11 is above 0.1")],
+)
+def test_two_steps_far_from_the_policy_that_sampled_are_warned_of_at_most_once_in_ten(
+    far: dict[str, float | None], why: str
+) -> None:
+    stale = GOOD | far | {"staleness": 1.0}
+    *warnings, _ = told(GOOD, stale, GOOD, *[stale] * 14)
+    assert [version for version, _ in warnings] == [5, 15]
+    assert all(f"({why}): lower max_staleness" in message for _, message in warnings)
 
 
 # ---- a new owner ----------------------------------------------------------------------------------------------------

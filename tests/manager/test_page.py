@@ -116,6 +116,16 @@ async def test_a_curve_grows_while_it_is_watched_and_goes_on_after_the_connectio
     await tab.page.get_by_text("10/1").wait_for()
 
 
+async def test_a_job_that_has_ended_and_learned_nothing_says_so_above_its_figures(server: ApiServer, tab: Tab) -> None:
+    job = (await create(server.openai)).id
+    await write_events(server, job, [{}], status="succeeded")
+    event = EventRecord(2, 1, "warn", "The job has completed, but nothing was learned")
+    await server.api.redis.xadd(server.bus.cell.events(job), {"event": JSON.encode(event)}, id="2-0")
+    await tab.enter(server.key)
+    await tab.go(f"/job/{job}")
+    await expect(tab.page.locator(".head .waits")).to_contain_text("nothing was learned")
+
+
 async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: ApiServer, tab: Tab) -> None:
     file = await upload(server.openai, jsonl(item(HOSTILE, HOSTILE)))
     job = (await create(server.openai, training_file=file, metadata={"x": HOSTILE})).id

@@ -66,6 +66,19 @@ async def test_turns_go_on_from_their_tokens_when_the_process_dies() -> None:
     assert len(cores.made) == 2 and engine.pid is None
 
 
+async def test_a_turn_with_a_grammar_begins_again_in_the_next_process_and_nobody_saw_what_it_had() -> None:
+    cores, told = Cores(), list[int]()
+    async with started(cores, "a", masks=True) as engine:
+        asked = request(ref("a"), max_tokens=50, temperature=0.0, grammar="start: /(.|\n)*/")
+        task = asyncio.create_task(engine.generate(asked, on_token=lambda tokens, _: told.extend(tokens), beat=beat))
+        await until(lambda: (p := engine.partial(asked.id)) and p.num_sampled > 5 and not p.tokens)
+        cores.last.dead.set()
+        answer = await task
+        whole = await one(engine, request(ref("a"), max_tokens=50, temperature=0.0))
+    assert (answer.tokens, answer.num_sampled, told) == (whole.tokens, 50, [])
+    assert cores.last.lengths[0] == len(asked.tokens), "it follows its grammar from the first token that it samples"
+
+
 async def test_prompt_log_probs_are_asked_for_until_they_came_and_then_no_more() -> None:
     cores = Cores()
     async with started(cores, "a") as engine:

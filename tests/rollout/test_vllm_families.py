@@ -1,6 +1,7 @@
 """vLLM beside transformers with PEFT: the same log-probs of every row, for families of base models that it is meant for."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from base_model.adapter import Adapter, init_adapter, save_adapter
+from common.settings import TINY
 from common.wire.messages import BASE, AdapterRef, LoraSpec
 from rollout_service.engine import Generated
 from rollout_service.process import vllm_engine
@@ -92,6 +94,8 @@ async def test_log_probs_are_pefts(tmp_path: Path, family: str, monkeypatch: pyt
     if family == "qwen3_moe":
         compute_experts_on_a_cpu(monkeypatch)
     folder = save_family(family, tmp_path / "base", **SIZES)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
     async with running(folder) as engine:
         await assert_logprobs_are_pefts(engine, folder, tmp_path)
 

@@ -40,7 +40,7 @@ from manager_service.http.server import make_api, serve
 from manager_service.http.tinker.parts import Records, make_records
 from manager_service.owner.jobs.journal import MAX_TEXT
 from manager_service.records.archive import SampleFiles
-from manager_service.records.job_records import JobSpec, JobState
+from manager_service.records.job_records import VERSION, JobSpec, JobState
 from manager_service.records.keys import JSON
 from manager_service.records.sample_records import LIMITS, CheckpointRecord, EventRecord, Kept, SampleKind, SampleRecord
 from manager_service.settings import ManagerSettings
@@ -317,7 +317,9 @@ async def create(client: AsyncOpenAI, **changes: Any) -> FineTuningJob:
 
 async def write_state(server: ApiServer, job: str, **changes: Any) -> None:
     """Writes a job's state as the owner would."""
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(JobState(**changes)))
+    state = JobState(**changes)
+    fields = {"state": JSON.encode(state), VERSION: state.version}
+    await server.api.redis.hset(server.bus.cell.job(job), mapping=fields)
 
 
 async def write_events(

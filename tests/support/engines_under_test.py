@@ -90,12 +90,13 @@ class ProcessRunning:
     make_core: Callable[[], Core]
     exact: bool = False
     scales_prompts: bool = False
+    masks: bool = False  # whether its process follows grammars
 
     @contextlib.asynccontextmanager
     async def __call__(
         self, *, adapters: Adapters | None = None, ends: bool = True, slots: int = 64
     ) -> AsyncGenerator[ProcessEngine]:
-        engine = process_engine(self.make_core, ends=ends, slots=slots)
+        engine = process_engine(self.make_core, ends=ends, slots=slots, masks=self.masks)
         await engine.start()
         try:
             for adapter, files in (adapters or {}).items():
@@ -112,11 +113,12 @@ def process_engine(
     slots: int = 64,
     max_loras: int = MAX_LORAS,
     max_known: int = 0,
+    masks: bool = False,
     files: AdapterFiles | None = None,
     turn: LoadingTurn = contextlib.nullcontext,
 ) -> ProcessEngine:
     known = tokenizer()
-    shape = Shape(known.vocab_size, known.context, slots, max_loras, max_known, max_temperature=2.0)
+    shape = Shape(known.vocab_size, known.context, slots, max_loras, max_known, max_temperature=2.0, masks=masks)
     stored = files or AdapterFiles(linear_shapes(TINY), max_rank=16)
     return ProcessEngine(make_core, stored, known if ends else NoEnd(), shape, turn)
 

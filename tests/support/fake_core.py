@@ -37,6 +37,7 @@ class FakeCore:
         default_factory=list[int | None]
     )  # of the turns, in the order in which they were asked for
     salts: list[str] = field(default_factory=list[str])  # likewise
+    lengths: list[int] = field(default_factory=list[int])  # of what they were asked to go on from, likewise
     running: int = 0
     poisoned: bool = False
     named: list[str] = field(default_factory=list[str])  # adapters, in the order in which turns were asked for
@@ -74,6 +75,7 @@ class FakeCore:
         self.named.append(request.adapter.name)
         self.seeds.append(request.seed)
         self.salts.append(request.salt)
+        self.lengths.append(len(request.tokens))
         digest, tokens = self.loaded[request.adapter.number], list(request.tokens)
         random = np.random.default_rng(request.seed)
         self.running += 1

@@ -87,6 +87,9 @@ class NoEnd:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return self._real.decode(ids, skip_special=skip_special)
 
+    def to_json(self) -> str:
+        return self._real.to_json()
+
 
 def ref(job: str, version: int = 1) -> AdapterRef:
     return AdapterRef("tenant", job, version)

@@ -1,6 +1,6 @@
-"""The seven losses against a second implementation: per-token Python, written from the papers' formulas.
+"""The seven losses against a second implementation: token by token, written from the papers' formulas, in float64.
 
-Gradients of the second one are central differences. `stopped` are the log-probs through which no gradient flows.
+Its gradients are autograd's. `stopped` are the log-probs through which no gradient flows.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from common.tasks.advantages import AdvantageKind
 from common.wire.messages import LossSpec
@@ -31,6 +32,8 @@ Rows = list[list[float]]
 NAMES = sorted(RULES)
 TRAINED = 1
 """The version that is trained."""
+CLOSE = 1e-12
+"""The most by which two computations in float64 may differ."""
 
 
 # ---- the second implementation --------------------------------------------------------------------------------------
@@ -44,71 +47,91 @@ def naive_advantage(rewards: list[float], i: int, name: str) -> float:
         return rewards[i] - sum(others) / len(others)
     if name == "dr_grpo":  # Dr. GRPO: without the std
         return rewards[i] - statistics.mean(rewards)
-    return (rewards[i] - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+    return (rewards[i] - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-4)
 
 
-def clip(value: float, low: float, high: float) -> float:
-    return min(max(value, low), high)
-
-
-def naive_token(
-    name: str, policy: Rows, stopped: Rows, sampled: Rows, i: int, t: int, advantage: float, lag: int
-) -> float:
-    """The objective of one token, which is maximised."""
+def naive_token(name: str, policy: Tensor, sampled: Tensor, t: int, advantage: float, lag: int) -> Tensor:
+    """The objective of one token of a row, which is maximised."""
+    stopped = policy.detach()
     if name == "rloo":
-        return min(math.exp(stopped[i][t] - sampled[i][t]), 2.0) * advantage * policy[i][t]
+        return (stopped[t] - sampled[t]).exp().clamp(max=2.0) * advantage * policy[t]
     if name == "cispo":
-        return clip(math.exp(stopped[i][t] - sampled[i][t]), 0.0, 4.0) * advantage * policy[i][t]
-    if (
-        name == "gspo" and lag == 0
-    ):  # the old policy is the trainer's own; the sampler's difference is a truncated weight
-        n = len(policy[i])
-        weight = min(math.exp(sum(stopped[i]) / n - sum(sampled[i]) / n), 2.0)
-        ratio = math.exp(sum(policy[i]) / n - sum(stopped[i]) / n)
-        return weight * min(ratio * advantage, clip(ratio, 1 - 3e-4, 1 + 4e-4) * advantage)
+        return (stopped[t] - sampled[t]).exp().clamp(0.0, 4.0) * advantage * policy[t]
+    low, high, weight = 0.2, 0.28 if name == "dapo" else 0.2, 1.0
+    ratio = (policy[t] - sampled[t]).exp()
     if name == "gspo":
-        n = len(policy[i])
-        ratio = math.exp(sum(policy[i]) / n - sum(sampled[i]) / n)
-        return min(ratio * advantage, clip(ratio, 1 - 3e-4, 1 + 4e-4) * advantage)
-    ratio = math.exp(policy[i][t] - sampled[i][t])
-    high = 0.28 if name == "dapo" else 0.2
-    return min(ratio * advantage, clip(ratio, 0.8, 1 + high) * advantage)
+        low, high, ratio = 3e-4, 4e-4, (policy.mean() - sampled.mean()).exp()
+    if name == "gspo" and lag == 0:
+        # the old policy is the trainer's own; the sampler's difference is a truncated weight
+        weight = (stopped.mean() - sampled.mean()).exp().clamp(max=2.0)
+        ratio = (policy.mean() - stopped.mean()).exp()
+    return weight * torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
 
 
-def naive_loss(spec: LossSpec, policy: Rows, stopped: Rows, case: "Case", base: Rows | None = None) -> float:
-    kept = [i for i in range(len(policy)) if not (spec.mask_truncated and case.truncated[i]) and policy[i]]
-    total = 0.0
+def naive_loss(spec: LossSpec, policy: list[Tensor], case: "Case", base: Rows | None = None) -> Tensor:
+    kept = [i for i in range(len(policy)) if not (spec.mask_truncated and case.truncated[i])]
+    total = torch.zeros((), dtype=torch.float64)
     for i in kept:
         group = [r for r, g in zip(case.rewards, case.groups, strict=True) if g == case.groups[i]]
-        place = case.groups[:i].count(case.groups[i])
-        advantage = naive_advantage(group, place, spec.name)
-        per_token = [
-            naive_token(spec.name, policy, stopped, case.sampled, i, t, advantage, case.lags[i])
-            for t in range(len(policy[i]))
-        ]
+        advantage = naive_advantage(group, case.groups[:i].count(case.groups[i]), spec.name)
+        sampled = torch.tensor(case.sampled[i], dtype=torch.float64)
+        row = sum(
+            (naive_token(spec.name, policy[i], sampled, t, advantage, case.lags[i]) for t in range(len(sampled))),
+            torch.zeros((), dtype=torch.float64),
+        )
         if base:  # k3: r - log r - 1 with r = base / policy
-            for t in range(len(per_token)):
-                log_r = base[i][t] - policy[i][t]
-                per_token[t] -= spec.kl_coef * (math.exp(log_r) - log_r - 1)
+            log_r = torch.tensor(base[i], dtype=torch.float64) - policy[i]
+            row = row - spec.kl_coef * (log_r.exp() - log_r - 1).sum()
         if spec.name == "dr_grpo":
-            total += sum(per_token) / spec.max_tokens / len(kept)
+            total = total + row / spec.max_tokens / len(kept)
         elif spec.name in ("dapo", "cispo", "ppo"):
-            total += sum(per_token) / sum(len(policy[j]) for j in kept)
+            total = total + row / sum(len(policy[j]) for j in kept)
+        elif spec.name == "rloo":  # the log-prob of the whole trajectory
+            total = total + row / len(kept)
         else:
-            total += sum(per_token) / len(per_token) / len(kept)
+            total = total + row / len(sampled) / len(kept)
     return -total
 
 
-def naive_gradient(spec: LossSpec, case: "Case", base: Rows | None = None) -> list[float]:
-    gradient: list[float] = []
-    for i, row in enumerate(case.policy):
-        for t in range(len(row)):
-            up, down = [list(r) for r in case.policy], [list(r) for r in case.policy]
-            up[i][t] += 1e-6
-            down[i][t] -= 1e-6
-            difference = naive_loss(spec, up, case.policy, case, base) - naive_loss(spec, down, case.policy, case, base)
-            gradient.append(difference / 2e-6)
-    return gradient
+def naive(spec: LossSpec, case: "Case", base: Rows | None = None) -> tuple[float, list[float]]:
+    """Loss and gradient in every log-prob."""
+    policy = [torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in case.policy]
+    loss = naive_loss(spec, policy, case, base)
+    loss.backward()  # pyright: ignore[reportUnknownMemberType]
+    rows = [torch.zeros_like(row) if row.grad is None else row.grad for row in policy]
+    return loss.item(), torch.cat(rows).tolist()
+
+
+def of_trl(name: str, case: "Case", max_tokens: int) -> tuple[float, list[float]]:
+    """Loss and gradient as TRL 1.16's GRPOTrainer and RLOOTrainer state them, on padded tensors and groups of one size."""
+    rewards_GK = torch.tensor(case.rewards, dtype=torch.float64).view(-1, 4)
+    centred_GK = rewards_GK - rewards_GK.mean(1, keepdim=True)
+    others_GK = (rewards_GK.sum(1, keepdim=True) - rewards_GK) / 3
+    scaled_GK = centred_GK / (rewards_GK.std(1, keepdim=True) + 1e-4)
+    kinds = {"dr_grpo": centred_GK, "rloo": rewards_GK - others_GK}
+    advantages_R1 = kinds.get(name, scaled_GK).reshape(-1, 1)
+    rows = list(range(len(case.rewards)))
+    mask_RW = torch.tensor([[t < len(case.policy[i]) for t in range(WIDTH)] for i in rows]).double()
+    logprobs_RW = padded(case.policy, rows).requires_grad_()
+    log_ratio_RW = logprobs_RW - padded(case.sampled, rows)
+    low, high = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}.get(name, (0.2, 0.2))
+    if name == "gspo":  # importance_sampling_level "sequence"
+        log_ratio_RW = (log_ratio_RW * mask_RW).sum(1, keepdim=True) / mask_RW.sum(1, keepdim=True)
+    if name == "rloo":
+        log_ratio_RW = (log_ratio_RW * mask_RW).sum(1, keepdim=True)
+    ratio = log_ratio_RW.exp()
+    loss_RW = -torch.minimum(ratio * advantages_R1, ratio.clamp(1 - low, 1 + high) * advantages_R1)
+    if name == "cispo":
+        loss_RW = -ratio.clamp(max=4.0).detach() * advantages_R1 * logprobs_RW
+    if name == "rloo":
+        loss = loss_RW.mean()
+    elif name in ("grpo", "gspo"):
+        loss = ((loss_RW * mask_RW).sum(1) / mask_RW.sum(1)).mean()
+    else:
+        loss = (loss_RW * mask_RW).sum() / (len(rows) * max_tokens if name == "dr_grpo" else mask_RW.sum())
+    loss.backward()  # pyright: ignore[reportUnknownMemberType]
+    assert logprobs_RW.grad is not None
+    return loss.item(), logprobs_RW.grad[mask_RW > 0].tolist()
 
 
 # ---- cases ----------------------------------------------------------------------------------------------------------
@@ -168,6 +191,10 @@ def ours(spec: LossSpec, case: Case, parts: list[list[int]], base: Rows | None =
     return total, [x for i in range(len(case.policy)) for x in gradients[i][: len(case.policy[i])]]
 
 
+def close_to(expected: tuple[float, list[float]]) -> Any:
+    return tuple(pytest.approx(each, abs=CLOSE, rel=0) for each in expected)
+
+
 EVERYTHING = [list(range(16))]
 
 
@@ -176,20 +203,29 @@ EVERYTHING = [list(range(16))]
 def test_loss_and_gradient_equal_the_papers_formula(name: str, seed: int, mask_truncated: bool) -> None:
     case, spec = Case(seed), LossSpec(name=name, mask_truncated=mask_truncated, max_tokens=12)  # pyright: ignore
 
-    loss, gradient = ours(spec, case, EVERYTHING)
-
-    assert loss == pytest.approx(naive_loss(spec, case.policy, case.policy, case), abs=1e-9)
-    assert gradient == pytest.approx(naive_gradient(spec, case), abs=1e-6)
+    assert ours(spec, case, EVERYTHING) == close_to(naive(spec, case))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kl_to_the_base_is_added_token_by_token(name: str) -> None:
     case, spec = Case(3), LossSpec(name=name, kl_coef=0.3)  # pyright: ignore
 
-    loss, gradient = ours(spec, case, EVERYTHING, case.base)
+    assert ours(spec, case, EVERYTHING, case.base) == close_to(naive(spec, case, case.base))
 
-    assert loss == pytest.approx(naive_loss(spec, case.policy, case.policy, case, case.base), abs=1e-9)
-    assert gradient == pytest.approx(naive_gradient(spec, case, case.base), abs=1e-6)
+
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradient_equal_trls(name: str) -> None:
+    case, spec = Case(5), LossSpec(name=name, max_tokens=12)  # pyright: ignore
+    case.groups, case.lags = [i // 4 for i in range(16)], [1] * 16
+    if (
+        name == "rloo"
+    ):  # TRL clips the whole row's ratio, this loss truncates each token's: they meet where the ratio is 1
+        case.policy = case.sampled
+    loss, gradient = ours(spec, case, EVERYTHING)
+    theirs = of_trl(name, case, 12)
+
+    assert gradient == pytest.approx(theirs[1], abs=CLOSE, rel=0)
+    assert name == "rloo" or loss == pytest.approx(theirs[0], abs=CLOSE, rel=0)
 
 
 @pytest.mark.parametrize("kind", ["standardised", "centred", "leave_one_out"])

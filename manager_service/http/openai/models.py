@@ -23,20 +23,15 @@ OPERATOR = "marlaas"
 
 @router.get("")
 async def list_models(api: Parts, tenant: Tenant) -> Page[ModelObject]:
-    """Tuned models with at least one trained version, newest first; then the base models."""
-    store, found = JobStore(api), dict[tuple[int, str], ModelObject]()  # by creation and job
+    """Tuned models with at least one trained version, newest first; then the base models. All on one page: `openai` asks for no other."""
+    found = dict[tuple[int, str], ModelObject]()  # by creation and job
     for base in api.bases.values():
-        for each in await base.archive.models(tenant.id):
+        live = await JobStore(api).models(
+            base, tenant.id
+        )  # before the archive's: one that moves is in both, not in none
+        for each in (*live, *await base.archive.models(tenant.id)):
             shown = _adapter(each.name, each.created_ms // 1000, each.tenant, base.name, each.version)
             found[each.created_ms, each.job] = shown
-        live = await store.live(base, tenant.id)
-        rows = await store.present(base, [entry.job for entry in live])
-        created = {entry.job: entry[:2] for entry in live}
-        found |= {
-            created[row.spec.id]: _tuned(row, row.spec.tuned_model)
-            for row in rows
-            if row.state.version >= 1 and not row.deleted
-        }
     models = [found[key] for key in sorted(found, reverse=True)] + [_base(base) for base in api.bases.values()]
     return page(models, has_more=False)
 

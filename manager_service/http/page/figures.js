@@ -22,7 +22,7 @@ export const CHARTS = [
   ["Gradient norm", ["grad_norm"], ""],
   ["Tokens/s", ["tokens_per_s"], "trained tokens of a step, by the seconds since the step before"],
   ["Failed", ["failed_share"], "share of the trajectories that failed and were left out"],
-  ["Engine and trainer", ["sampling_gap"], "mean |log r| over samples of the trained version: how far their log-probs differ"],
+  ["Engine and trainer", ["sampling_gap", "lagged_gap"], "mean |log r| over samples of the trained version, and of older ones under theirs: how far their log-probs differ"],
   ["Effective samples", ["ess_share"], "of the importance weights, as a share of the trained tokens"],
 ];
 

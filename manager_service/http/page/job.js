@@ -61,14 +61,14 @@ function makeHead(head, view) {
       const left = job.estimated_finish ? `, about ${duration(job.estimated_finish - Date.now() / 1000)} left` : "";
       const evals = evaluated(job) && ` · evaluation ${isSupervised(job) ? "loss " : ""}${evaluated(job)}${job.best_version === null ? "" : `, best version ${job.best_version}`}`;
       say(facts, `${job.id} · ${job.organization_id} · on ${job.model} · made ${ago(job.created_at)}${job.finished_at ? `, ended ${ago(job.finished_at)}` : left} · ${number(job.trained_tokens)} tokens trained${evals}`);
-      const told = standing(newest);
-      say(waits, job.error ? job.error.message : FINAL.has(job.status) || !told ? "" : `${told.message} (${ago(told.created_at)})`);
+      const told = FINAL.has(job.status) ? newest[0] : standing(newest);
+      say(waits, job.error ? job.error.message : !told || FINAL.has(job.status) && told.level === "info" ? "" : `${told.message} (${ago(told.created_at)})`);
       waits.classList.toggle("error", Boolean(job.error));
       buttons.forEach((button, i) => { button.hidden = !ACTIONS[Object.keys(ACTIONS)[i]].includes(job.status); });
       chat.hidden = tuned.hidden = job.fine_tuned_model === null;
       say(model, job.fine_tuned_model ?? "");
       if (job.fine_tuned_model) chat.href = `#/chat?${new URLSearchParams({a: `${job.fine_tuned_model}@${job.version}`, b: job.version > 1 ? `${job.fine_tuned_model}@1` : job.model})}`;
-      parts.wasFinal = FINAL.has(job.status);
+      parts.wasFinal = FINAL.has(job.status) && newest.length > 0;
     },
   };
   parts.update([]);

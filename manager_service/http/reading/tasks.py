@@ -7,8 +7,10 @@ import msgspec
 
 from common.errors import InvalidInput
 from common.tasks.environments import grader_of, validate_environment
-from common.tasks.graders import check_item, item_fields, validate_grader
+from common.tasks.graders import Grader, check_item, check_sources, item_fields, validate_grader
+from common.text.grammars import call_grammar, json_grammar
 from common.text.tokens import ChatTokenizer
+from common.text.tool_calls import OPEN
 from common.wire.messages import EnvSpec
 from manager_service.http.reading.adapter_uploads import read_adapter
 from manager_service.http.reading.csv_tables import convert_csv
@@ -39,6 +41,15 @@ class Encode(msgspec.Struct, tag=True, frozen=True):
 
     base: str
     texts: list[str]
+
+
+class Constrain(msgspec.Struct, tag=True, frozen=True):
+    """Gives the grammar of an answer: of one call of these functions if there are some, else of JSON of the schema."""
+
+    base: str
+    schema: dict[str, Any]
+    functions: list[Any]
+    param: str
 
 
 class Spell(msgspec.Struct, tag=True, frozen=True):
@@ -130,6 +141,7 @@ Task = (
     ParseBody
     | Render
     | Encode
+    | Constrain
     | Spell
     | Decode
     | CheckLines
@@ -152,6 +164,8 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
             return _render(task, tokenizers[task.base])
         case Encode():
             return [_encode(text, tokenizers[task.base]) for text in task.texts]
+        case Constrain():
+            return _grammar(task, tokenizers[task.base])
         case Spell():
             return _spelt(task.ids, tokenizers[task.base])
         case Decode():
@@ -191,18 +205,26 @@ def _check_items(task: CheckItems, tokenizer: ChatTokenizer) -> LongPrompts:
 
 
 def _check_grader(task: CheckGrader) -> None:
-    grader = validate_grader(task.grader, param=task.param)
+    grader = _grader(task.grader, task.param)
     if task.item is not None:
         check_item(grader, task.item, param=task.param)
 
 
 def _fields_of_method(task: CheckMethod) -> list[str]:
     if task.grader is not None:
-        return sorted(item_fields(validate_grader(task.grader, param=f"{task.param}.grader")))
+        return sorted(item_fields(_grader(task.grader, f"{task.param}.grader")))
     spec, param = EnvSpec(task.environment, task.args), f"{task.param}.environment"
     validate_environment(spec, param=param)
     grader = grader_of(spec, param=param)
+    if grader:
+        check_sources(grader, param=f"{param}.args.grader")
     return sorted(item_fields(grader)) if grader else []
+
+
+def _grader(given: dict[str, Any], param: str) -> Grader:
+    grader = validate_grader(given, param=param)
+    check_sources(grader, param=param)
+    return grader
 
 
 def _body(text: bytes) -> Any:
@@ -226,6 +248,15 @@ def _encode(text: str, tokenizer: ChatTokenizer) -> list[int]:
         return with_room(tokenizer.encode(text), tokenizer)
     except ValueError as error:
         raise InvalidInput(str(error), param="prompt") from error
+
+
+def _grammar(task: Constrain, tokenizer: ChatTokenizer) -> str:
+    try:
+        if not task.functions:
+            return json_grammar(task.schema)
+        return call_grammar(task.functions, tags_are_tokens=tokenizer.adds(OPEN))
+    except ValueError as error:
+        raise InvalidInput(f"{task.param}: {error}", param=task.param) from error
 
 
 def _characters(messages: list[Any]) -> int:

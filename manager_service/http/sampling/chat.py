@@ -8,6 +8,8 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
+from common.suggestions import quoted
+from common.text.tokens import ChatTokenizer
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON
 from manager_service.http.reading.bodies import JsonRoute
@@ -27,8 +29,13 @@ from manager_service.http.schemas import Given
 router = APIRouter(prefix="/v1", tags=["inference"], responses=COMMON, route_class=JsonRoute)
 
 
-class TextFormat(Given):
-    type: Literal["text"]
+class FunctionName(Given):
+    name: str
+
+
+class NamedTool(Given):
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatGiven(SamplingGiven):
@@ -39,9 +46,8 @@ class ChatGiven(SamplingGiven):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[dict[str, Any]] | None = Field(None, max_length=128, fail_fast=True)
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # the model decides how many it makes
-    response_format: TextFormat | None = None
     store: Annotated[bool | None, Neutral] = Field(None, description="Only false: completions are not stored")
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -65,7 +71,45 @@ async def _read(body: ChatGiven, reader: PromptReader) -> Wanted:
     prompt = await reader.render(body.messages, tools or [])
     limit = body.max_completion_tokens or body.max_tokens
     num_top, told = body.top_logprobs or 0, bool(body.logprobs)
-    return Wanted(prompts=[prompt], limit=limit, num_top=num_top, with_logprobs=told, tools=tools)
+    grammar = await reader.grammar(_checked_schema(body, tools), _forced(body, tools, reader.base.tokenizer))
+    if grammar:
+        _check_no_thoughts(prompt, reader.base.tokenizer)
+    return Wanted(prompts=[prompt], limit=limit, num_top=num_top, with_logprobs=told, tools=tools, grammar=grammar)
+
+
+def _checked_schema(body: ChatGiven, tools: list[Any] | None) -> dict[str, Any] | None:
+    schema = body.answer_schema()
+    if schema is not None and tools:
+        raise InvalidInput(
+            "an answer is JSON or calls tools: leave out response_format, or tools", param="response_format"
+        )
+    return schema
+
+
+def _forced(body: ChatGiven, tools: list[Any] | None, tokenizer: ChatTokenizer) -> list[Any]:
+    """The functions of which the answer must call one; none if it need not call any. Raises InvalidInput."""
+    if body.tool_choice in (None, "auto", "none"):
+        return []
+    name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
+    found = [tool["function"] for tool in tools or () if name in (None, tool["function"]["name"])]
+    if not found:
+        raise InvalidInput(
+            f"tool_choice: tools have no {quoted(name)}" if name else "tool_choice needs tools", param="tool_choice"
+        )
+    if tokenizer.tool_format != "hermes":
+        raise InvalidInput(
+            "this base model's calls are not JSON, so none can be forced: use tool_choice=auto", param="tool_choice"
+        )
+    return found
+
+
+def _check_no_thoughts(prompt: list[int], tokenizer: ChatTokenizer) -> None:
+    if tokenizer.decode(prompt[-8:], skip_special=False).rstrip().endswith("<think>"):
+        raise InvalidInput(
+            "the chat template opens <think>, and thoughts follow no grammar: send"
+            ' chat_template_kwargs={"enable_thinking": false}, or leave out response_format and a forced tool_choice',
+            param="chat_template_kwargs",
+        )
 
 
 def _choice(chat: Chat, index: int) -> Json:

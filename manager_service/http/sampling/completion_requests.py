@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -12,7 +12,7 @@ from common.text.tokens import ChatTokenizer
 from common.wire.messages import TEMPERATURE, Sampling
 from manager_service.http.context import Base
 from manager_service.http.reading.reading_helpers import Helpers
-from manager_service.http.reading.tasks import Encode, Render, Task, with_room
+from manager_service.http.reading.tasks import Constrain, Encode, Render, Task, with_room
 from manager_service.http.sampling.choices import InferenceRequest
 from manager_service.http.schemas import Given
 from manager_service.http.stores.model_names import Named
@@ -44,6 +44,29 @@ class StreamOptions(Given):
     include_obfuscation: bool | None = None
 
 
+class TextFormat(Given):
+    type: Literal["text"]
+
+
+class JsonFormat(Given):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Given):
+    name: str = Field(max_length=64)
+    description: str | None = None
+    schema_: dict[str, Any] = Field({}, alias="schema")
+    strict: bool | None = None  # the answer follows the schema however this is
+
+
+class SchemaFormat(Given):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+
+
 class SharedParameters(Given):
     """Parameters of all calls."""
 
@@ -61,6 +84,7 @@ class SamplingGiven(SharedParameters):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = None  # not used: OpenAI's own abuse checks need it
     frequency_penalty: Annotated[float | None, Neutral] = Field(None, description="Only 0")
     presence_penalty: Annotated[float | None, Neutral] = Field(None, description="Only 0")
@@ -68,6 +92,16 @@ class SamplingGiven(SharedParameters):
 
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON Schema of the answer, if it must be JSON."""
+        match self.response_format:
+            case JsonFormat():
+                return {"type": "object"}
+            case SchemaFormat(json_schema=wanted):
+                return wanted.schema_
+            case _:
+                return None
 
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -82,6 +116,7 @@ class Wanted:
     num_top: int  # how many alternatives to each token are told with their log-probs
     with_logprobs: bool = False  # whether log-probs are told at all
     tools: Sequence[Any] | None = None  # None: tool calls are text like any other
+    grammar: str = ""  # that each answer follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +135,13 @@ class PromptReader:
     async def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text. Raises InvalidInput."""
         return await self._read(Encode(self.base.name, texts))
+
+    async def grammar(self, schema: dict[str, Any] | None, functions: Sequence[Any] = ()) -> str:
+        """The grammar of a call of one of the functions, or else of JSON of a schema; "" without either. Raises InvalidInput."""
+        if schema is None and not functions:
+            return ""
+        param = "tools" if functions else "response_format"
+        return await self._read(Constrain(self.base.name, schema or {}, list(functions), param))
 
     async def _read(self, task: Task) -> Any:
         return await self.helpers.do(self.tenant, task, num_bytes=self.num_bytes)
@@ -156,4 +198,5 @@ def _sampling(body: SamplingGiven, wanted: Wanted, room: int) -> Sampling:
         stop=body.stops(),
         num_top_logprobs=wanted.num_top,
         seeded=body.seed is not None,
+        grammar=wanted.grammar,
     )

@@ -52,8 +52,9 @@ async def completions(request: Request, api: Parts, tenant: Tenant, body: Comple
 
 async def _read(body: CompletionGiven, reader: PromptReader) -> Wanted:
     prompts, told = await _prompts(body, reader), body.logprobs is not None
+    grammar = await reader.grammar(body.answer_schema())
     limit = body.max_tokens or DEFAULT_MAX_TOKENS
-    return Wanted(prompts=prompts, limit=limit, num_top=body.logprobs or 0, with_logprobs=told)
+    return Wanted(prompts=prompts, limit=limit, num_top=body.logprobs or 0, with_logprobs=told, grammar=grammar)
 
 
 async def _prompts(body: CompletionGiven, reader: PromptReader) -> list[list[int]]:

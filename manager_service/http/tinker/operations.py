@@ -15,6 +15,7 @@ from starlette.responses import Response
 from common.suggestions import did_you_mean
 from common.wire.messages import OptimSpec
 from common.wire.operations import SaveWeights
+from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.reading.tasks import ReadPass
 from manager_service.http.stores.operation_store import NewOperation, submit
@@ -45,7 +46,8 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, tinker:
     body, encoding = await request.body(), request.headers.get("content-encoding", "")
     task = ReadPass(body, request.headers.get("content-type", ""), encoding, MAX_PASS_BYTES)
     num_bytes = MAX_PASS_BYTES if encoding else len(body)
-    checked = msgspec.convert(await api.helpers.do(tenant, task, num_bytes=num_bytes), CheckedPass)
+    found = await unless_gone(request, api.helpers.do(tenant, task, num_bytes=num_bytes))
+    checked = msgspec.convert(found, CheckedPass)
     run = await tinker.runs.named(tenant.id, checked.model)
     fault = checked.fault or _misfit(run.base, checked)
     operation = NewOperation(

@@ -14,7 +14,7 @@ from common.bus.bus import Out
 from common.bus.streams import GROUP_MANAGER, Cell
 from common.wire.messages import Usage
 from common.wire.operations import OperationResult
-from manager_service.records.job_records import MOVING, JobState
+from manager_service.records.job_records import MOVING, VERSION, JobState
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import NUM_SEQS_KEPT, USED_S, RunState, Sampler, session_of
 from manager_service.records.sample_records import CheckpointRecord, EventRecord, SampleKind
@@ -133,7 +133,7 @@ def commands(
     for job, first in changes.dropped_events.items():
         result.append(["XTRIM", cell.events(job), "MINID", f"{first}-0"])
     for job, state in changes.states.items():
-        result.append(["HSET", cell.job(job), "state", JSON.encode(state)])
+        result.append(["HSET", cell.job(job), "state", JSON.encode(state), VERSION, state.version])
     result += [["SADD", cell.begun, job] for job in changes.begun]
     result += [["SREM", cell.begun, job] for job in changes.ended]
     for job in changes.finished:

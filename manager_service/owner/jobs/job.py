@@ -4,11 +4,18 @@
 
     running:  (Init ─►) version 0 ─► [ issue groups ─► scored ─► TrainStep ─► version + 1 ] x num_steps ─► last evaluation
 
-The version gate (I1): a group is issued for the newest version and used while `version - group.version <= max_staleness`;
-at most `(max_staleness + 1) * batch_size` groups are issued and not yet trained.
-"""
+The version gate (I1): a group is issued for the newest version, and only while fewer than S = (max_staleness + 1) * B groups
+are issued and not yet trained; B is `batch_size`, and a batch with a trainer counts as B. So no lag, `version - group.version`,
+exceeds `max_staleness`: for each open group, lag * B + the groups before it, those with a trainer included, stays below S.
 
-from typing import Literal
+    issue     the lag is 0, and fewer than S groups are before it
+    publish   takes the first B open groups to the trainer, or all: as many as before are before each of the others
+    commit    the lag grows by 1, and the B groups with the trainer are gone
+    drop      fewer groups are before the later ones; what replaces a group comes last
+    lost      a trainer's groups come back, first and sampled anew by the newest version (`resend`); pauses change no order
+
+A group is trained once fewer than B are before it, so by a version with lag * B < S.
+"""
 
 from common.bus.streams import Cell, partition_of
 from common.wire.messages import AdapterUpdate, DeadLetter, Failure, Parked, ScoredTrajectory, TrainStep, Usage
@@ -79,8 +86,7 @@ class Job:
             return False
         if hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size:
             return False
-        # The version gate (I1). A batch with a trainer still counts: its version is not there yet, so what is issued now would be one
-        # version older when it is trained
+        # The version gate (I1). A batch with a trainer still counts: its version is not there yet
         untrained = len(self.open.groups) + (hyper.batch_size if state.training else 0)
         room = capacity(eta=hyper.max_staleness, batch_size=hyper.batch_size, num_untrained=untrained)
         left = (self.num_steps - self.steps_sent) * hyper.batch_size
@@ -300,7 +306,7 @@ class Job:
             self.fail(state.unanswerable(), now, changes)
         elif state.status == "running" and state.version >= self.num_steps and not state.evals:
             self._finish("succeeded", now, changes)
-            self.journal.tell(now, changes, "The job has successfully completed")
+            self.journal.completed(now, changes)
 
     def _drop_groups(self, changes: Changes) -> None:
         hyper, state = self.spec.hyper, self.state
@@ -311,13 +317,9 @@ class Job:
                 self._drop(number, "failed", changes)
             elif hyper.dynamic_sampling and group.all_equal:
                 self._drop(number, "filtered", changes)
-            elif state.version - group.version > hyper.max_staleness:
-                self._drop(number, "stale", changes)
 
-    def _drop(self, number: int, outcome: Literal["failed", "filtered", "stale"], changes: Changes) -> None:
-        group = self.open.drop(number, outcome, changes)
-        if outcome == "stale":
-            changes.usage[self.spec.tenant, self.id, "wasted_tokens"] += group.tokens_used
+    def _drop(self, number: int, outcome: str, changes: Changes) -> None:
+        self.open.drop(number, outcome, changes)
         self.state.dropped.append(number)
         self._dirty(changes)
 
@@ -395,7 +397,6 @@ class Job:
         """Samples by this version from now on."""
         state, hyper = self.state, self.spec.hyper
         state.version = version
-        self.open.look_again()
         if hyper.keep_versions is not None:
             state.stored.append(version)
         if version == 0:

@@ -1,6 +1,6 @@
 """Writes what the user reads of a job: its events, the figures of its steps, and texts of some samples."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -20,13 +20,20 @@ from manager_service.records.stored import records_of
 
 WHOLE_SAMPLES = 8
 """Trajectories of a step's first groups that are kept token by token; of the others, all that are kept."""
+GAPS = ("sampling_gap", "lagged_gap")
+"""Metrics of how far rollout's and trainer's log-probs differ, over rows of the trained version and of older ones."""
 METRICS = (
     *("reward_mean", "reward_std", "loss", "kl", "grad_norm", "staleness"),
-    *("sampling_gap", "sampling_kl", "ess_share", "clip_fraction"),
+    *(*GAPS, "sampling_kl", "ess_share", "clip_fraction"),
 )
 """Metrics that every step's event has, null where there is no signal."""
 WARN_FAILED_SHARE = 0.05
-WARN_STEPS_WITHOUT_SIGNAL = 5
+WARN_STEPS = 2
+"""Steps in a row after which the job warns of what no single step shows."""
+WARN_AGAIN_STEPS = 10
+LEAST_ESS_SHARE, MOST_SAMPLING_KL = 0.3, 0.1
+"""Beyond them few of the trained tokens carry the gradient, or the policy has moved far from the one that sampled."""
+MUCH_TRUNCATED = 0.5
 AVERAGED_STEPS = 8
 """Newest steps that the time of a step is averaged over, the newest of them most."""
 
@@ -39,7 +46,7 @@ class Journal:
         self._state = state
         self._limits = limits
         self._last_progress_at: float | None = None
-        self._told_stall = False
+        self._told_stall, self._told_runs = False, False
         self._failed: list[SampleRecord] = []
         self._answers: dict[int, list[SampleRecord]] = {}  # by version, of evaluations that run
 
@@ -123,8 +130,7 @@ class Journal:
         state, metrics = self._state, update.metrics
         state.trained_tokens += update.usage.trained_tokens
         state.last_reward, state.last_loss = metrics.get("reward_mean"), metrics.get("loss")
-        gap = metrics.get("sampling_gap")
-        state.sampling_gap = state.sampling_gap if gap is None else gap
+        state.gaps |= {name: gap for name in GAPS if (gap := metrics.get(name)) is not None}
         step = update.adapter.version
         failed_share = training.num_failed / max(1, training.num_failed + len(training.keys))
         data = {
@@ -142,19 +148,39 @@ class Journal:
         failures = f"its trajectories failed, most of them: {training.failed_reason}"
         text = f"Step {step}/{self._spec.hyper.num_steps}: {self._shown()}"
         self._tell_figures(text, data, failed_share, failures, now, changes)
-        self._note_signal(metrics.get("num_signal_rows"), now, changes)
+        self._note_signal(metrics, now, changes)
+        self._note_distance(metrics, now, changes)
 
-    def _note_signal(self, num_rows: float | None, now: float, changes: Changes) -> None:
-        """Warns when no step has learned anything for a while."""
-        state = self._state
-        state.steps_without_signal = state.steps_without_signal + 1 if num_rows == 0 else 0
-        if state.steps_without_signal == WARN_STEPS_WITHOUT_SIGNAL:
-            self.warn(
-                now,
-                f"For {WARN_STEPS_WITHOUT_SIGNAL} steps the rewards in each group were all the same, so nothing was learned:"
-                " read the samples to see whether the task is too hard, too easy, or wrongly graded",
-                changes,
-            )
+    def _note_signal(self, metrics: Mapping[str, float | None], now: float, changes: Changes) -> None:
+        """Warns when steps in a row have learned nothing."""
+        state, zero = self._state, 0.0
+        nothing = metrics.get("no_signal") or zero in (metrics.get("advantage_std"), metrics.get("num_signal_rows"))
+        state.steps_without_signal = state.steps_without_signal + 1 if nothing else 0
+        if state.steps_without_signal == WARN_STEPS:
+            self.warn(now, f"For {WARN_STEPS} steps nothing was learned: {_why_nothing(metrics)}", changes)
+
+    def _note_distance(self, metrics: Mapping[str, float | None], now: float, changes: Changes) -> None:
+        """Warns when steps in a row have trained far from the policy that sampled, at most once in WARN_AGAIN_STEPS."""
+        state, ess_share, kl = self._state, metrics.get("ess_share"), metrics.get("sampling_kl")
+        far: list[str] = []
+        if ess_share is not None and ess_share < LEAST_ESS_SHARE:
+            far.append(f"ess_share {ess_share:.2f} is below {LEAST_ESS_SHARE}")
+        if kl is not None and kl > MOST_SAMPLING_KL:
+            far.append(f"sampling_kl {kl:.2f} is above {MOST_SAMPLING_KL}")
+        state.steps_far = state.steps_far + 1 if far else 0
+        if state.steps_far >= WARN_STEPS and state.version >= state.warns_far_from:
+            state.warns_far_from = state.version + WARN_AGAIN_STEPS
+            old = "lower max_staleness, or the learning rate" if metrics.get("staleness") else "see sampling_gap"
+            what = f"For {WARN_STEPS} steps the trained policy was far from the one that sampled"
+            self.warn(now, f"{what} ({', '.join(far)}): {old}", changes)
+
+    def completed(self, now: float, changes: Changes) -> None:
+        """Writes the last event of a job that has succeeded."""
+        if not self._state.learned_nothing:
+            return self.tell(now, changes, "The job has successfully completed")
+        none = f"in none of its {self._state.version} steps did a trained group's rewards differ"
+        text = f"The job has completed, but nothing was learned: {none}"
+        self.tell(now, changes, text, level="warn", data={"code": "nothing_learned"})
 
     def _shown(self) -> str:
         """The newest step's figure."""
@@ -246,14 +272,21 @@ class Journal:
         changes.stored[tenant, records_of(job)] += kept.num_bytes - before
 
     def check_sampling_gap(self, now: float, bound: float, changes: Changes) -> None:
-        """Lets later steps truncate importance weights, under any loss, once the gap exceeds the bound. Warns once."""
-        gap = self._state.sampling_gap
-        if gap is None or gap <= bound or self._state.truncate_ratios:
+        """Lets later steps truncate importance weights, under any loss, once a gap exceeds the bound. Warns once."""
+        name, gap = max(self._state.gaps.items(), key=lambda item: item[1], default=("", 0.0))
+        if gap <= bound or self._state.truncate_ratios:
             return
         self._state.truncate_ratios = True
-        what = f"sampling_gap {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
+        what = f"{name} {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
         limit = self._spec.hyper.loss.is_clip
         self.warn(now, f"{what}; importance weights are truncated at is_clip = {limit:g} from now on", changes)
+
+    def waits_for_runs(self, num: int, now: float, changes: Changes) -> None:
+        """Writes once why a queued job does not start: its tenant's live runs, which no list of jobs shows, use up `max_jobs`."""
+        if self._state.status == "queued" and not self._told_runs:
+            self._told_runs = True
+            told = f"The job waits: no more of your jobs and runs may be under way at once, and {num} of them are runs of the Tinker"
+            self.tell(now, changes, f"{told} protocol. It starts once one is unloaded, or its session ends")
 
     # ---- stalls -----------------------------------------------------------------------------------------------------
 
@@ -271,3 +304,18 @@ class Journal:
             return
         self._told_stall = True
         self.warn(now, f"Nothing has come back for {limit_s:.0f} s: {diagnosis()}", changes)
+
+
+def _why_nothing(metrics: Mapping[str, float | None]) -> str:
+    """The reason why a step has learned nothing, and what to try."""
+    truncated = metrics.get("truncated_share") or 0.0
+    cut = f" ({truncated:.0%} of the answers were cut off)" if truncated > MUCH_TRUNCATED else ""
+    if metrics.get("advantage_std"):
+        return f"mask_truncated leaves out all answers whose rewards differ: raise max_tokens{cut}"
+    mean = metrics.get("reward_mean")
+    shown = "" if mean is None else f" (their mean is {mean:.2f})"
+    return (
+        f"no group's rewards differ{shown}. Read the samples. If every answer fails, try easier items, a grader with partial"
+        f" credit, or a larger max_tokens{cut}; if every one succeeds, harder items; if they are alike, a higher temperature"
+        " or a larger group_size"
+    )

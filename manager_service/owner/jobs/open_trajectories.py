@@ -156,7 +156,7 @@ class OpenTrajectories:
         return group
 
     def take_undropped(self) -> list[int]:
-        """Groups decided, and not looked at since then or since the last `look_again`; in order."""
+        """Groups decided and not looked at since then, in order."""
         if not self._undropped:
             return []
         taken, self._undropped = sorted(self._undropped & self.decided), set()
@@ -167,10 +167,6 @@ class OpenTrajectories:
         if len(self.decided) < self._batch_size:
             return None
         return next_batch(self.groups, window=window, end=end, batch_size=self._batch_size)
-
-    def look_again(self) -> None:
-        """Lets `take_undropped` give all decided groups: a new version may have made them too old."""
-        self._undropped |= self.decided
 
     def issue(self, key: TrajectoryKey, version: int, attempt: int, changes: Changes) -> None:
         """Marks a trajectory as sent out, for the first time or again."""
@@ -209,12 +205,11 @@ class OpenTrajectories:
         self.ack(turn.entry, changes)
         return turn.request
 
-    def drop(self, number: int, outcome: str, changes: Changes) -> Group:
+    def drop(self, number: int, outcome: str, changes: Changes) -> None:
         """Removes a decided group, and settles its results."""
         group = self._removed(number)
         self.settle(outcome, [trajectory_key(number, sample) for sample in group.scored], changes)
         self._ack_results(group, changes)
-        return group
 
     def take(self, number: int, changes: Changes) -> Group:
         """Removes a group for a trainer. Its trajectories stay open in Redis until the answer."""
@@ -268,7 +263,7 @@ class OpenTrajectories:
                 self._counted.add(key)
         self.decided = {number for number, group in self.groups.items() if group.decided}
         self.num_in_groups = sum(len(group.waiting) for group in self.groups.values())
-        self.look_again()
+        self._undropped = set(self.decided)
         self.evals = {TrajectoryKey.parse(name.decode()): int(attempt) for name, attempt in evals.items()}
 
     def restore(self, entry: str, message: ScoredTrajectory) -> bool:

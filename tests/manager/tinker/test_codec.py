@@ -1,7 +1,7 @@
 """The codec: our bytes are the SDK's, what is wrong with a pass is told, and no body costs more than its limit."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 import numpy as np
@@ -13,7 +13,8 @@ from common.errors import InvalidInput
 from common.wire.messages import f32, i32
 from common.wire.operations import Forward, LossFn, Outputs
 from deploy.compile_proto import PROTO, compile_into
-from manager_service.http.tinker.wire import protobuf, tinker_pb2
+from manager_service.http.tinker.wire import learning, protobuf, tinker_pb2
+from manager_service.http.tinker.wire import tinker_pb2 as pb
 from manager_service.http.tinker.wire.learning import NEEDED, CheckedPass, read_pass
 from manager_service.http.tinker.wire.sample_requests import TinkerSample, read_sample
 from tests.support.tinker_sdk import run_sdk
@@ -217,6 +218,25 @@ def test_a_small_body_that_unpacks_to_a_large_one_is_refused(announced: bool) ->
         checked(bomb, encoding="zstd")
 
 
+NUM = learning.MAX_PARTS
+DATUM = pb.Datum(model_input=[pb.Chunk(), pb.Chunk()]).SerializeToString()
+MANY: list[tuple[dict[str, Any], str]] = [
+    ({"data": [b""] * 4097}, "4,097 data in one operation are too many: at most 4,096"),
+    ({"data": [b"", pb.DatumOutline(loss_fn_inputs=[b""] * 65).SerializeToString()]}, "data[1]: 65 loss_fn_inputs"),
+    ({"data": [pb.DatumOutline(model_input=[b""] * NUM).SerializeToString(), DATUM]}, "more than 262,144 chunks"),
+    ({"loss_fn_config": [b""] * 33, "loss_fn_config_v2": [b""] * 32}, "loss_fn_config: at most 64"),
+]
+
+
+@pytest.mark.parametrize(("parts", "told"), MANY)
+def test_what_would_become_too_many_objects_fails_its_operation_before(
+    parts: dict[str, list[bytes]], told: str
+) -> None:
+    body = pb.PassOutline(model_id="run", seq_id=7, **cast(Any, parts)).SerializeToString()
+    found = checked(zstandard.compress(body), encoding="zstd")
+    assert (found.model, found.seq) == ("run", 7) and told in found.fault
+
+
 def test_a_body_is_one_whole_frame() -> None:
     frame = zstandard.ZstdCompressor().compress(given())
     for body in (frame * 2, frame[:-8]):
@@ -284,7 +304,13 @@ def test_log_probs_of_the_prompt_and_the_best_tokens_are_asked_for(fields: dict[
         ({"sampling_params": {"top_k": -2}}, "top_k is at least 1"),
         ({"sampling_params": {"stop": [""]}}, "strings of 1 to"),
         ({"sampling_params": {"stop": list(range(65))}}, "at most 64 token ids"),
+        ({"sampling_params": {"stop": [2**64]}}, "sampling_params.stop"),
+        ({"sampling_params": {"stop": [-1]}}, "sampling_params.stop"),
+        ({"sampling_params": {"max_tokens": 2**64}}, "sampling_params.max_tokens"),
+        ({"seq_id": 2**64}, "seq_id"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"response_format": {"type": "json_object"}}}, "response_format: samples to learn from"),
+        ({"sampling_params": {"structured_outputs": {}}}, "structured_outputs: samples to learn from"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens must be at least 1"),
         ({"num_samples": 0}, "num_samples is between 1 and"),
         ({"prompt": {"chunks": [{"type": "image", "data": ""}]}}, "not chunks of kind 'image'"),

@@ -47,7 +47,7 @@ UNSAID = {
 SHOWN = ("anyOf", "enum", "exclusiveMaximum", "exclusiveMinimum", "items", "maximum", "maxItems", "minimum", "type")
 """Words of a value's schema that are shown."""
 
-SAME_IN_LOSSES = {"clip_low", "clip_high", "is_clip", "kl_coef", "mask_truncated", "max_tokens", "temperature"}
+SAME_IN_LOSSES = {"clip_low", "clip_high", "is_clip", "kl_coef", "mask_truncated", "temperature"}
 SAME_IN_JOBS = {
     *("batch_size", "group_size", "eval_interval", "eval_samples", "temperature", "max_tokens", "max_turns"),
     *("max_context", "dynamic_sampling", "priority", "keep_versions", "target_reward", "plateau_steps"),

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import Field
 
 from common.errors import InvalidInput
@@ -103,10 +104,14 @@ class Submission:
         """Most tokens of a prompt, or of a supervised job's example, where this context is served."""
         return context - 1 if self.is_supervised else (self.given.max_context or context) - self.given.max_tokens
 
-    def hyper(self, num_items: int, *, rate: float, policy: Policy) -> Hyper:
-        """Raises InvalidInput. `rate`: the base model's own."""
+    def hyper(self, num_items: int, *, rate: float, context: int, policy: Policy) -> Hyper:
+        """Raises InvalidInput. `rate`: the base model's own. `context`: that is served."""
         hyper = resolve(self.given, num_items=num_items, base_learning_rate=rate, policy=policy)
-        return supervised(hyper) if self.is_supervised else hyper
+        if self.is_supervised:
+            return supervised(hyper)
+        turns = 1 if self.env.name == "single_turn" else hyper.max_turns
+        most = min(hyper.max_context or context, turns * hyper.max_tokens)
+        return msgspec.structs.replace(hyper, loss=msgspec.structs.replace(hyper.loss, max_tokens=most))
 
     def shown(self, hyper: Hyper) -> dict[str, Any]:
         """The method for the API's answers."""

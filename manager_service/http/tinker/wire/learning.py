@@ -36,6 +36,8 @@ MAX_VALUE = 1e9
 
 JSON_TYPE = "application/json"
 TOO_OLD = "this client sends data as JSON, which this service does not read: install tinker 0.24.1 or newer"
+MAX_DATA, MAX_INPUTS, MAX_PARTS = 4096, 64, 262_144
+"""Most data of a pass; inputs of a datum, or settings of a loss; pieces of text and their origins in a pass, as many as positions."""
 MAX_FAULT = 1000
 """Characters. What is wrong may be a name that its user made very long."""
 
@@ -90,9 +92,31 @@ def read_pass(body: bytes, *, content_type: str, encoding: str, max_bytes: int) 
     if kind != protobuf.CONTENT_TYPE:
         raise InvalidInput(f"Content-Type {kind!r} is not known here: use {protobuf.CONTENT_TYPE}")
     try:
+        outline = pb.PassOutline.FromString(unpacked)
+        if fault := _too_many(outline):
+            return CheckedPass(outline.model_id, outline.seq_id, outline.forward_only, fault=fault)
         return check_pass(pb.ForwardBackwardRequest.FromString(unpacked))
     except DecodeError as error:
         raise InvalidInput(f"the body is no ForwardBackwardRequest: {error}") from error
+
+
+def _too_many(given: pb.PassOutline) -> str:
+    """Says what there is too much of; empty if a pass may become objects."""
+    if len(given.data) > MAX_DATA:
+        return (
+            f"{len(given.data):,} data in one operation are too many: at most {MAX_DATA:,}; send them in several calls"
+        )
+    if len(given.loss_fn_config) + len(given.loss_fn_config_v2) > MAX_INPUTS:
+        return f"loss_fn_config: at most {MAX_INPUTS} values"
+    num_parts = 0
+    for i, encoded in enumerate(given.data):
+        datum = pb.DatumOutline.FromString(encoded)
+        if len(datum.loss_fn_inputs) > MAX_INPUTS:
+            return f"data[{i}]: {len(datum.loss_fn_inputs):,} loss_fn_inputs are too many: at most {MAX_INPUTS}"
+        num_parts += len(datum.model_input) + len(datum.model_input_spans) + len(datum.loss_fn_input_spans)
+        if num_parts > MAX_PARTS:
+            return f"model_input: more than {MAX_PARTS:,} chunks and spans in one operation; send the data in several calls"
+    return ""
 
 
 def _too_old(body: bytes) -> CheckedPass:
@@ -205,7 +229,7 @@ def _check_names(loss: LossFn, inputs: Mapping[str, Any], where: str) -> None:
 def _flat(tensor: pb.Tensor, length: int, where: str) -> np.ndarray:
     """The values of an array of N positions."""
     if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
-        raise Wrong(f"{where}: only one value a position is offered, not an array of shape {list(tensor.shape)}")
+        raise Wrong(f"{where}: only one value a position is offered, not an array of shape {list(tensor.shape[:8])}")
     if tensor.dtype not in DTYPES:
         raise Wrong(f"{where} is of a dtype that is not known: {tensor.dtype}")
     values = _values(tensor.dense, DTYPES[tensor.dtype], where)

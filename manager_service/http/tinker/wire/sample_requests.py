@@ -1,7 +1,7 @@
 """Checks what a request for samples asks for; and what a sample is."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -23,6 +23,11 @@ NOT_OFFERED: Mapping[str, str] = {
 }
 
 
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Numbers that travel on: larger ones could never be sent to a worker."""
+
+
 class Chunk(msgspec.Struct):
     type: str = "encoded_text"
     tokens: list[int] = []
@@ -33,12 +38,14 @@ class ModelInput(msgspec.Struct):
 
 
 class TinkerSamplingParams(msgspec.Struct):
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     seed: int | None = None
-    stop: str | list[str | int] | None = None
+    stop: str | list[str | TokenId] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    response_format: Any = None  # refused, as is vLLM's name for it
+    structured_outputs: Any = None
 
 
 class SampleGiven(msgspec.Struct):
@@ -48,7 +55,7 @@ class SampleGiven(msgspec.Struct):
     sampling_params: TinkerSamplingParams
     num_samples: int = 1
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Int | None = None
     base_model: str | None = None
     model_path: str | None = None
     prompt_logprobs: bool | None = None
@@ -56,7 +63,7 @@ class SampleGiven(msgspec.Struct):
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+    prompt_logprobs_last_n: Int | None = None
     record_stability_info: bool | None = None
 
 
@@ -132,6 +139,10 @@ def _sampling(params: TinkerSamplingParams, prompt_logprobs: int) -> Sampling:
         raise InvalidInput("sampling_params.top_p is above 0, and at most 1", param="sampling_params.top_p")
     if params.top_k < -1:
         raise InvalidInput("sampling_params.top_k is at least 1, or -1 for all tokens", param="sampling_params.top_k")
+    for name in ("response_format", "structured_outputs"):
+        if getattr(params, name) is not None:
+            hint = "samples to learn from follow no grammar: leave it out"
+            raise InvalidInput(f"sampling_params.{name}: {hint}", param=f"sampling_params.{name}", code="not_offered")
     words, ids = _stops(params.stop)
     return Sampling(
         temperature=params.temperature,

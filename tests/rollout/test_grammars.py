@@ -1,0 +1,109 @@
+"""Turns that follow grammars, in every engine that can: `running` gives it, as in `test_engine_contract.py`."""
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import InvalidInput
+from common.text.grammars import json_grammar
+from rollout_service.engine import Generated
+from tests.support.engines_under_test import KINDS, Running, process_engine
+from tests.support.fake_core import FakeCore
+from tests.support.rollout_cases import bits, files_of, nearly, one, prompt, ref, request, tokenizer
+from tests.support.rollout_cases import running as running_torch
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
+MASKING = [kind for kind in KINDS if kind != "fake"]
+follows = pytest.mark.parametrize("running", MASKING, indirect=True)
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}, "nights": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["city", "nights"],
+    "additionalProperties": False,
+}
+
+
+def asked(**changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "grammar": json_grammar(PLACE),
+        "max_tokens": 64,
+        "purpose": "chat",
+        "tokens": prompt("sort 40213"),
+    }
+    return request(**(values | changes))
+
+
+def value(tokens: list[int]) -> Any:
+    return json.loads(tokenizer().decode(tokens))
+
+
+@follows
+async def test_turns_follow_their_grammars_to_the_end_beside_rows_without_one(running: Running) -> None:
+    free = [request(ref("a"), tokens=prompt("add 1+2"), sample=i, temperature=0.0) for i in range(4)]
+    bound = [
+        asked(sample=i, temperature=(1.0, 0.0, 0.7)[i % 3], adapter=(ref("a"), request().adapter)[i % 2])
+        for i in range(8)
+    ]
+    async with running(adapters={ref("a"): files_of(1)}) as engine:
+        alone = [await one(engine, each) for each in free]
+        mixed = await asyncio.gather(
+            *[one(engine, each) for pair in zip(free * 2, bound, strict=True) for each in pair]
+        )
+    for answer in mixed[1::2]:
+        found = value(answer.tokens)
+        assert (answer.stop_reason, [*found], found["city"] in ("Oslo", "Rome")) == ("stop", ["city", "nights"], True)
+    assert len({tuple(answer.tokens) for answer in mixed[1::2]}) > 2
+    beside = mixed[0:8:2]
+    assert [answer.tokens for answer in beside] == [answer.tokens for answer in alone]
+    assert not running.exact or [bits(answer) for answer in beside] == [bits(answer) for answer in alone]
+
+
+@follows
+async def test_a_mask_is_for_the_choice_and_log_probs_are_of_the_whole_vocabulary(running: Running) -> None:
+    async with running() as engine:
+        answer = await one(engine, asked(temperature=0.0))
+        whole = [*prompt("sort 40213"), *answer.tokens]
+        read = await one(
+            engine, request(tokens=whole, temperature=0.0, max_tokens=1, prompt_logprobs=len(answer.tokens))
+        )
+    expected = read.prompt_logprobs.numpy()[-len(answer.tokens) :]
+    assert min(expected) < -3
+    if running.scales_prompts:
+        assert np.allclose(answer.logprobs, expected, atol=1e-3)
+    else:
+        assert np.greater_equal(answer.logprobs, expected - 1e-3).all()
+
+
+@follows
+async def test_a_moved_turn_goes_on_in_its_grammar_or_is_refused(running: Running) -> None:
+    async with running() as engine:
+        whole = await one(engine, asked(temperature=0.0))
+        for cut in (1, 5, len(whole.tokens) - 1, len(whole.tokens)):
+            moved = asked(temperature=0.0, partial=(whole.tokens[:cut], whole.logprobs[:cut]))
+            if running.scales_prompts:
+                assert nearly(await one(engine, moved), whole)
+            else:
+                with pytest.raises(InvalidInput, match="cannot follow a grammar"):
+                    await one(engine, moved)
+
+
+async def test_a_turn_that_cannot_follow_its_grammar_fails_alone() -> None:
+    async with running_torch() as engine:
+        odd = [asked(grammar="start: nowhere"), asked(grammar='start: "a"', partial=([98], [-1.0]))]
+        *failed, answer = await asyncio.gather(*[one(engine, each) for each in (*odd, asked())], return_exceptions=True)
+    assert all("the answer cannot follow its grammar" in str(error) for error in failed)
+    assert isinstance(answer, Generated) and value(answer.tokens)
+
+
+async def test_an_engine_whose_process_masks_nothing_refuses_grammars() -> None:
+    engine = process_engine(lambda: FakeCore(272, 5))
+    await engine.start()
+    try:
+        with pytest.raises(InvalidInput, match="cannot follow a grammar here: leave out response_format"):
+            await one(engine, asked())
+    finally:
+        await engine.stop()
