@@ -5,7 +5,8 @@
     env:<worker>               stream   TurnResult of sessions that the worker holds group `env`
     env-workers                zset     env workers with such a stream, by when they count as gone, ms
     rollout                    stream   TurnRequest, first turns                   group `rollout`
-    rollout:first              stream   TurnRequest that is read first: later turns, inference  group `rollout`
+    rollout:first              stream   TurnRequest of later turns: read before    group `rollout`
+    rollout:chat               stream   TurnRequest of completions: read first of all, has places of its own  group `rollout`
     train                      stream   Init, TrainStep, Operations, Forget        group `trainer`
     scored:<p>                 stream   ScoredTrajectory, Parked, DeadLetter       group `manager`, consumer `owner`
     adapters:<p>               stream   AdapterUpdate, OperationsDone, Forgotten,
@@ -115,6 +116,7 @@ class Cell:
     env_workers = Key("env-workers")
     rollout = Key("rollout")
     rollout_first = Key("rollout:first")
+    rollout_chat = Key("rollout:chat")
     train = Key("train")
     scored = KeyOf[int]("scored")
     adapters = KeyOf[int]("adapters")
@@ -232,6 +234,7 @@ class Cell:
             (self.env, GROUP_ENV),
             (self.rollout, GROUP_ROLLOUT),
             (self.rollout_first, GROUP_ROLLOUT),
+            (self.rollout_chat, GROUP_ROLLOUT),
             (self.train, GROUP_TRAINER),
         )
 

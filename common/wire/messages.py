@@ -233,6 +233,7 @@ class TurnRequest(Message, Transcribed, frozen=True, kw_only=True):
     reply_to: str = ""  # a reply stream; "": the env stream
     session: str = ""  # `<env worker>/<number>` of a live environment: that worker gets the result; "": any
     stream: bool = False  # inference: send TurnDelta as tokens come
+    chat: bool = False  # inference, but no sample in bulk: it goes before what waits in an engine
     judges: AdapterRef | None = None  # set if a grader's model answers: the version that sampled the trajectory
     untrained: bool = False  # as in Start
 
@@ -325,9 +326,7 @@ class Init(Message, frozen=True, kw_only=True):
     lora: LoraSpec
     source: AdapterRef | None = None  # it is a copy of this version, whose rank `lora` gives; None: drawn from the seed
     with_optimizer: bool = False  # the source's optimiser state is copied too; else it starts empty
-    file: str = (
-        ""  # object with the factors, in PEFT's form and of the shape that `lora` says, that it is made of; empty: none
-    )
+    file: str = ""  # object with the factors that it is made of, as PEFT has them, shaped as `lora` says; empty: none
 
 
 class TrainStep(Message, frozen=True, kw_only=True):

@@ -45,6 +45,7 @@ class SamplingRequest:
     end_ids: tuple[int, ...]  # tokens that end the turn; they belong to it
     seed: int | None  # of a stream of its own; None: it draws from the process's
     top_k: int = 0  # 0: all tokens
+    chat: bool = False  # before those that are none, where the process has no room for all
     grammar: str = ""  # that what is sampled follows, from its first token on
     prompt_logprobs: bool = (
         False  # the first chunk brings them; at temperature 1 whatever that of the tokens to come is

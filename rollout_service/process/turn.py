@@ -88,6 +88,7 @@ class OpenTurn:
             top_k=min(sampling.top_k, ALL_TOKENS),
             grammar=sampling.grammar,
             prompt_logprobs=self._lacks_prompt,
+            chat=request.chat,
         )
 
     def seed(self) -> int:

@@ -138,7 +138,8 @@ class VllmCore:
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         prompt = {"type": "token", "prompt_token_ids": request.tokens, "cache_salt": request.salt}
         lora = self._loras[request.adapter.number]
-        outputs: Any = self._llm.generate(prompt, _parameters(request), request.id, lora_request=lora)
+        last = 0 if request.chat else 1
+        outputs: Any = self._llm.generate(prompt, _parameters(request), request.id, lora_request=lora, priority=last)
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -235,6 +236,7 @@ def _arguments(settings: RolloutSettings, folder: Path, context: int) -> dict[st
         "enforce_eager": settings.vllm_enforce_eager or is_cpu,
         "max_model_len": context,
         "max_num_seqs": settings.engine_slots,
+        "scheduling_policy": "priority",  # chats before others, where memory is short
         "max_num_batched_tokens": max(context, 2048) if is_cpu else CHUNK_TOKENS,
         "enable_chunked_prefill": not is_cpu,
         "seed": secrets.randbits(31),  # or all workers draw the same

@@ -256,7 +256,8 @@ def test_the_manifests_and_compose_configure_redis_alike() -> None:
 def test_each_stage_scales_on_the_streams_that_it_reads() -> None:
     cell, scaled = Cell("tiny"), named("ScaledObject")
     streams = {name: [t["metadata"]["stream"] for t in d["spec"]["triggers"]] for name, d in scaled.items()}
-    assert streams == {"rollout": [cell.rollout, cell.rollout_first], "env": [cell.env], "trainer": [cell.train]}
+    rollout = [cell.rollout, cell.rollout_first, cell.rollout_chat]
+    assert streams == {"rollout": rollout, "env": [cell.env], "trainer": [cell.train]}
     for name, document in scaled.items():
         assert document["spec"]["scaleTargetRef"]["name"] == name
         assert "replicas" not in named("Deployment")[name]["spec"], "the autoscaler and the manifest would disagree"

@@ -212,7 +212,7 @@ async def test_what_cannot_be_done_is_refused_by_name(server: ApiServer) -> None
     for changes, complaint in REFUSED:
         with pytest.raises(openai.BadRequestError, match=complaint):
             await ask(server, **changes)
-    assert await server.api.redis.xlen(server.bus.cell.rollout_first) == 0
+    assert await server.api.redis.xlen(server.bus.cell.rollout_chat) == 0
 
 
 # Workers that die, clients that leave -------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ async def test_without_workers_the_answer_is_503_after_the_time_limit(redis_url:
 async def test_a_client_that_leaves_frees_the_workers(server: ApiServer, stream: bool) -> None:
     body = {"model": "tiny", "messages": HELLO, "stream": stream}
     asking = asyncio.create_task(server.http.post("/v1/chat/completions", json=body))
-    while not (entries := await server.api.redis.xrange(server.bus.cell.rollout_first)):
+    while not (entries := await server.api.redis.xrange(server.bus.cell.rollout_chat)):
         await asyncio.sleep(0.01)
     await cancel_all([asking])
     while not (found := await cancels(server)):

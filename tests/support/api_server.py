@@ -169,7 +169,7 @@ class Script:
 
     async def take_over(self, count: int = 256) -> None:
         """Ends the turns of which nothing more was heard, the oldest first, as the worker that takes them over."""
-        stream = self.inbox or self.bus.cell.rollout_first
+        stream = self.inbox or self.bus.cell.rollout_chat
         idle = await self.bus.find_idle(stream, GROUP_ROLLOUT, min_idle_ms=0, count=count)
         for delivery in await self.bus.claim(stream, GROUP_ROLLOUT, "other", idle, min_idle_ms=0):
             request = delivery.message
@@ -177,7 +177,7 @@ class Script:
             await self.bus.settle([Settlement(delivery, [self.result(request, self._tokens(request))])])
 
     async def run(self) -> None:
-        stream = self.inbox or self.bus.cell.rollout_first
+        stream = self.inbox or self.bus.cell.rollout_chat
         await self.bus.ensure_group(stream, GROUP_ROLLOUT)
         while True:
             for delivery in await self.bus.read([stream], GROUP_ROLLOUT, "played", count=8, block_ms=20):
