@@ -380,7 +380,6 @@ class Owner:
         return list(self._owned), time.time() - (0 if fills else self._archive_after_s)
 
     def _tenants(self) -> list[str]:
-        """The tenants of the partitions that it owns."""
         return [name for name in self._allocator.tenants if partition_of(name) in self._owned]
 
     async def _commit_archived(self, number: int, changes: Changes) -> bool:

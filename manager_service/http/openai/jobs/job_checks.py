@@ -49,8 +49,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     _check_hyperparameters(base, job)
     training, validation = await _files(api, tenant, job)
     num_items = training.num_items if training else 0
-    tokenizer, policy = base.tokenizer, api.settings.scheduling
-    hyper = job.hyper(num_items, rate=tokenizer.learning_rate, context=tokenizer.context, policy=policy)
+    hyper = job.hyper(num_items, base.tokenizer, api.settings.scheduling)
     await _check_items(api, tenant, training, base, job, fields, "training_file")
     await _check_items(api, tenant, validation, base, job, fields, "validation_file")
     _check_memory(base, job, training, validation)

@@ -10,6 +10,7 @@ from pydantic import Field
 from common.errors import InvalidInput
 from common.suggestions import cut, did_you_mean, quoted
 from common.tasks.environments import SUPERVISED
+from common.text.tokens import ChatTokenizer
 from common.wire.messages import EnvSpec
 from manager_service.http.openai.jobs.hyperparameters import (
     PARAM,
@@ -106,13 +107,14 @@ class Submission:
         """Most tokens of a prompt, or of a supervised job's example, where this context is served."""
         return context - 1 if self.is_supervised else (self.given.max_context or context) - self.given.max_tokens
 
-    def hyper(self, num_items: int, *, rate: float, context: int, policy: Policy) -> Hyper:
-        """Raises InvalidInput. `rate`: the base model's own. `context`: that is served."""
+    def hyper(self, num_items: int, tokenizer: ChatTokenizer, policy: Policy) -> Hyper:
+        """Raises InvalidInput. `tokenizer`: the base model's, with its own learning rate and the context that is served."""
+        rate = tokenizer.learning_rate
         hyper = resolve(self.given, num_items=num_items, base_learning_rate=rate, policy=policy)
         if self.is_supervised:
             return supervised(hyper)
         turns = 1 if self.env.name == "single_turn" else hyper.max_turns
-        most = min(hyper.max_context or context, turns * hyper.max_tokens)
+        most = min(hyper.max_context or tokenizer.context, turns * hyper.max_tokens)
         return msgspec.structs.replace(hyper, loss=msgspec.structs.replace(hyper.loss, max_tokens=most))
 
     def shown(self, hyper: Hyper) -> dict[str, Any]:
