@@ -6,7 +6,7 @@
                jobs and their events,   ended
                at its end
     env        env, env:*               rollout, rollout:first, scored:*, reply:*, dead         follows control, keeps env-workers
-    rollout    rollout, rollout:first   env, env:*, scored:*, reply:*, dead                     follows control, adapters:new
+    rollout    rollout, rollout:*       env, env:*, scored:*, reply:*, dead                     follows control, adapters:new
     trainer    train, train:*           adapters:<p>, dead                                      follows control
     scaler     looks at the length of the work streams (autoscalers)
     health     PING
@@ -121,7 +121,7 @@ class _Keys:
     def rollout(self) -> Rights:
         cell = self.cell
         rights = self._member(
-            settles=(cell.rollout, cell.rollout_first),
+            settles=(cell.rollout, cell.rollout_first, cell.rollout_chat),
             reads=(cell.control, cell.adapters_new),
             appends=(cell.env, cell.env_worker("*"), *self._scored, cell.reply("*")),
         )

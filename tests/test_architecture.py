@@ -60,6 +60,7 @@ IMPORTERS = {
         "common/bus/bus.py",
         "common/bus/redis_connection.py",
         "manager_service/http/",
+        "manager_service/launcher/redis_room.py",
         "manager_service/launcher/supervisor.py",
         "manager_service/owner/transaction.py",
         "manager_service/records/stored.py",

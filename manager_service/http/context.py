@@ -148,11 +148,11 @@ async def authenticate(api: Api, scope: Scope, *, again: bool = False) -> KeyRec
 
 
 def _given_key(headers: Mapping[bytes, bytes]) -> str:
-    """The key of a request; empty if it has none. `tinker` has its own header, and a prefix."""
+    """The key of a request; empty if it has none. `tinker` has its own header, and a prefix for either."""
     if tinker := headers.get(b"x-api-key"):
         return tinker.decode("latin-1").removeprefix(TINKER_PREFIX)
     scheme, key = get_authorization_scheme_param(headers.get(b"authorization", b"").decode("latin-1"))
-    return key if scheme.lower() == "bearer" else ""
+    return key.removeprefix(TINKER_PREFIX) if scheme.lower() == "bearer" else ""
 
 
 async def get_key(request: Request, api: Parts, shown: Annotated[object, Depends(_bearer)]) -> KeyRecord:

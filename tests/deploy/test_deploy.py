@@ -256,7 +256,8 @@ def test_the_manifests_and_compose_configure_redis_alike() -> None:
 def test_each_stage_scales_on_the_streams_that_it_reads() -> None:
     cell, scaled = Cell("tiny"), named("ScaledObject")
     streams = {name: [t["metadata"]["stream"] for t in d["spec"]["triggers"]] for name, d in scaled.items()}
-    assert streams == {"rollout": [cell.rollout, cell.rollout_first], "env": [cell.env], "trainer": [cell.train]}
+    rollout = [cell.rollout, cell.rollout_first, cell.rollout_chat]
+    assert streams == {"rollout": rollout, "env": [cell.env], "trainer": [cell.train]}
     for name, document in scaled.items():
         assert document["spec"]["scaleTargetRef"]["name"] == name
         assert "replicas" not in named("Deployment")[name]["spec"], "the autoscaler and the manifest would disagree"
@@ -340,8 +341,8 @@ def test_composes_store_keeps_objects_on_a_volume_that_is_the_bucket_and_every_s
         assert len(keys) == 1 and store["environment"][name] == f"${{MANAGER_AWS_{part}:-}}"
 
 
-NOT_IN_COMPOSE = {"MARLAAS_BASE_MODEL", "MARLAAS_DEVICES", "MARLAAS_ROLLOUT_SHARE"}
-"""Set in services that an operator adds, or of `marlaas up` alone."""
+NOT_IN_COMPOSE = {"MARLAAS_BASE_MODEL", "MARLAAS_DEVICES", "MARLAAS_ROLLOUT_SHARE", "MARLAAS_DISK_RESERVE_BYTES"}
+"""Set in services that an operator adds, or of `marlaas up` alone, or of a store that is a folder."""
 
 
 def test_what_the_docs_tell_an_operator_to_set_reaches_the_containers() -> None:

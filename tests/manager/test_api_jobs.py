@@ -79,7 +79,7 @@ HYPER = f"{REINFORCEMENT}.hyperparameters"
 CALCULATOR = {"environment": {"name": "calculator"}}
 BOTH_RATES = {"learning_rate": 1e-4, "learning_rate_multiplier": 2}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"model": "tinny"}, "model", "unknown model 'tinny'; did you mean 'tiny'?"),
+    ({"model": "tinny"}, "model", "unknown base model 'tinny'; did you mean 'tiny'?"),
     ({"model": "ft:tiny:default::ftjob-1"}, "model", "there is no model 'ft:tiny:default::ftjob-1'"),
     ({"training_file": "file-none"}, "training_file", "there is no file 'file-none'"),
     ({"validation_file": "file-none"}, "validation_file", "there is no file"),
@@ -87,6 +87,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": -1}, "seed", "greater than or equal to 0"),
     ({"seed": 2**53}, "seed", "less than"),
     ({"suffix": "a:b"}, "suffix", "letters, digits"),
+    ({"hyperparameters": {"n_epochs": 1}}, "hyperparameters", "in method.reinforcement.hyperparameters where there is"),
     ({"metadata": {"k" * 65: "v"}}, "metadata", "at most 64 characters"),
     ({"extra_body": {"sed": 1}}, "sed", "unknown parameter 'sed'; did you mean 'seed'?"),
     (by(gradr={}), f"{REINFORCEMENT}.gradr", "did you mean 'grader'?"),

@@ -13,11 +13,11 @@ import msgspec
 from common.bus.streams import partition_of
 from common.errors import NotFound, Unavailable
 from common.suggestions import quoted
-from common.wire.messages import JobCommand
+from common.wire.messages import AdapterRef, JobCommand
 from common.wire.operations import NameChange
 from manager_service.http.context import ANSWER_S, Api, Base
 from manager_service.http.errors import ApiError
-from manager_service.records.archive import Archived, ArchivedRecords, TunedModel
+from manager_service.records.archive import Archived, ArchivedRecords, TunedModel, nearest
 from manager_service.records.job_records import (
     DELETED,
     FINAL,
@@ -27,10 +27,11 @@ from manager_service.records.job_records import (
     VERSION,
     JobSpec,
     JobState,
+    newest_stored,
     tuned_model,
 )
 from manager_service.records.keys import JSON
-from manager_service.records.run_records import is_run
+from manager_service.records.run_records import is_run, use
 from manager_service.records.sample_records import CheckpointRecord, EventRecord
 from manager_service.records.usage import USAGE_COUNTERS, usage_fields, usage_of
 
@@ -119,10 +120,18 @@ class LiveRecords:
     async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
         """The newest of a version below `before`, newest first."""
         key = self.base.cell.checkpoints(self.job)
-        versions = sorted((int(v) for v in await self.base.redis.hkeys(key)), reverse=True)
+        versions = sorted(await self.versions() or (int(v) for v in await self.base.redis.hkeys(key)), reverse=True)
         wanted = [version for version in versions if before is None or version < before][:limit]
         values = await self.base.redis.hmget(key, wanted) if wanted else []
         return [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
+
+    async def versions(self) -> list[int]:
+        """The versions that are kept; none of a job that keeps all."""
+        return [int(version) for version in await self.base.redis.hkeys(self.base.cell.versions(self.job))]
+
+    async def nearest(self, version: int) -> int:
+        """The version that is kept and nearest to this one."""
+        return nearest(await self.versions(), version)
 
     async def ledger(self) -> dict[str, int]:
         """Its counts and `in_flight`, of one moment."""
@@ -197,6 +206,20 @@ class JobStore:
         if row.archived is None and not await row.base.redis.exists(row.base.cell.job(row.spec.id)):
             return await call((await self.find(row.spec.tenant, row.spec.id)).records)
         return found
+
+    async def version(self, row: JobRow, version: int) -> AdapterRef:
+        """A version of a job that is in the store, noted as used. Raises NotFound, with the code `version_deleted` for one that was."""
+        spec, newest = row.spec, newest_stored(row.spec, row.state)
+        if row.deleted or not 0 <= version <= newest:
+            raise NotFound(f"the model was deleted, or the job has no version {version}: its newest is {newest}")
+        adapter = AdapterRef(spec.tenant, spec.id, version)
+        if spec.hyper.keep_versions is None or (row.archived is None and await use(row.base.bus, adapter)):
+            return adapter
+        kept = await self.read(row, lambda records: records.nearest(version))
+        if kept != version:
+            why = f"its job keeps at most {spec.hyper.keep_versions} besides the newest and the best (keep_versions)"
+            raise NotFound(f"version {version} is deleted: {why}; the nearest is {kept}", code="version_deleted")
+        return adapter
 
     async def newest_first(self, tenant: str, after: str | None = None) -> AsyncIterator[ListedJob]:
         """A tenant's jobs, in Redis and the archive, behind the job `after`. Raises NotFound if there is none such."""

@@ -22,7 +22,6 @@ from manager_service.http.errors import ApiError
 from manager_service.http.quota import storage_fault
 from manager_service.http.stores.job_store import JobStore, tell_owner
 from manager_service.http.stores.tinker_names import Path, parse_path
-from manager_service.records.job_records import has_version, newest_stored
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import (
     MAX_KEPT,
@@ -225,13 +224,12 @@ class RunStore:
         row = await JobStore(self._api).find(tenant, path.run)
         names_one = path.name.isascii() and path.name.isdecimal() and len(path.name) <= 8
         version = int(path.name) if path.kind == "sampler_weights" and names_one else -1
-        if row.deleted or not has_version(row.spec, row.state, version):
-            newest = newest_stored(row.spec, row.state)
-            raise NotFound(
-                f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION, up to {newest}; versions that"
-                " `keep_versions` leaves out are deleted, and so are those of a model that was"
-            )
-        return Source(row.base, AdapterRef(tenant, row.spec.id, version), row.spec.hyper.lora, row.base.name)
+        try:
+            adapter = await JobStore(self._api).version(row, version)
+        except NotFound as error:
+            told = f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION; {error}"
+            raise NotFound(told, code=error.code) from error
+        return Source(row.base, adapter, row.spec.hyper.lora, row.base.name)
 
 
 def _no_room(answer: str) -> ApiError:

@@ -67,7 +67,6 @@ class Changes:
     )  # (tenant, what) -> bytes more; see records.stored
     counted: list[str] = field(default_factory=list)  # tenants whose stored bytes are complete from now on
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
-    dropped_versions: list[tuple[str, int]] = field(default_factory=list)  # of adapters: their files are gone
     samples: list[KeptSamples] = field(default_factory=list)
     dropped_samples: list[tuple[str, str, range]] = field(default_factory=list)  # tenant, job, versions
     entered: list[str] = field(
@@ -162,7 +161,6 @@ def _bookkeeping(changes: Changes, cell: Cell) -> list[RedisCommand]:
             result.append(["HDEL", key, *names])
     for job, record in changes.checkpoints:
         result.append(["HSET", cell.checkpoints(job), record.version, JSON.encode(record)])
-    result += [["HDEL", cell.checkpoints(job), version] for job, version in changes.dropped_versions]
     return result
 
 

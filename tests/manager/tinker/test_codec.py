@@ -162,7 +162,8 @@ SPARSE = tinker_pb2.Tensor(sparse_csr=tinker_pb2.SparseCsr(), dtype=tinker_pb2.D
 RATIO = {"logprobs": [-1.0, -1.0, -1.0], "advantages": [1.0, 1.0, 1.0]}
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("cross_entrop", None, {}, "unknown loss_fn 'cross_entrop'; did you mean 'cross_entropy'?"),
-    ("stable_reinforce", None, {}, "pass loss_fn=importance_sampling"),
+    ("stable_reinforce", {"kl_coef": 1}, RATIO, "stable_reinforce has no 'kl_coef'; did you mean 'kl_coeff'?"),
+    ("stable_reinforce", {"kl_coeff": -1}, RATIO, "kl_coeff must be at least 0"),
     ("custom", None, {}, "runs in the client"),
     ("cross_entropy", None, {"target_tokens": None}, "data[0]: loss_fn_inputs lacks 'target_tokens'"),
     ("cross_entropy", None, {"target_tokens": [5, 6]}, "target_tokens has 2 values, and the model_input 3 tokens"),
@@ -300,7 +301,6 @@ def test_log_probs_of_the_prompt_and_the_best_tokens_are_asked_for(fields: dict[
     [
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, "prompt_logprobs_last_n must be at least 1"),
         ({"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
-        ({"record_stability_info": True}, "train with loss_fn=importance_sampling"),
         ({"sampling_params": {"top_k": -2}}, "top_k is at least 1"),
         ({"sampling_params": {"stop": [""]}}, "strings of 1 to"),
         ({"sampling_params": {"stop": list(range(65))}}, "at most 64 token ids"),

@@ -7,6 +7,7 @@
     dro                   logprobs, advantages                                             beta
     gspo                  logprobs, advantages, sequence_ratio_mask; optional are          clip_low_threshold, clip_high_threshold
                           clip_low_threshold and clip_high_threshold
+    stable_reinforce      logprobs, advantages; where tokens came from is not read         kl_coeff, from 0
 
 What is wrong with a pass is a value, for its operation fails in its turn: a refusal would leave a hole in the run's numbers.
 
@@ -50,11 +51,15 @@ NEEDED: Mapping[LossFn, tuple[str, ...]] = {
     "cispo": RATIO_INPUTS,
     "dro": RATIO_INPUTS,
     "gspo": (*RATIO_INPUTS, "sequence_ratio_mask"),
+    "stable_reinforce": RATIO_INPUTS,
 }
 OPTIONAL: Mapping[str, tuple[str, ...]] = {"cross_entropy": ("weights",), "gspo": CLIPS}
-CONFIG: Mapping[str, tuple[str, ...]] = {"ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": ("beta",)}
+CONFIG: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("ppo", "cispo", "gspo"), CLIPS),
+    "dro": ("beta",),
+    "stable_reinforce": ("kl_coeff",),
+}
 NOT_OFFERED = {
-    "stable_reinforce": "its formula is not published: pass loss_fn=importance_sampling",
     "custom": "a custom loss runs in the client: call forward_backward_custom with a function",
 }
 
@@ -73,6 +78,7 @@ class CheckedPass(msgspec.Struct, frozen=True):
     num_tokens: int = 0  # positions of all data
     longest: int = 0  # positions of the longest datum
     largest: int = 0  # the largest token id
+    stands_in: bool = False  # see `STAND_IN`
     fault: str = ""
 
 
@@ -156,6 +162,7 @@ def check_pass(given: pb.ForwardBackwardRequest) -> CheckedPass:
         num_tokens=sum(len(datum.tokens) for datum in data),
         longest=max(len(datum.tokens) for datum in data),
         largest=max(int(array.numpy().max()) for datum in data for array in (datum.tokens, datum.targets)),
+        stands_in=loss == "stable_reinforce",
     )
 
 
@@ -175,7 +182,7 @@ def _settings(loss: LossFn, given: pb.ForwardBackwardRequest) -> dict[str, Any]:
         values = given.loss_fn_config_v2.items()
         config = {name: each.text if each.WhichOneof("value") == "text" else each.number for name, each in values}
     known = CONFIG.get(loss, ())
-    fields = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
+    fields = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta", "kl_coeff": "beta"}
     settings: dict[str, Any] = {}
     for name, value in config.items():
         if name not in known:
@@ -183,6 +190,8 @@ def _settings(loss: LossFn, given: pb.ForwardBackwardRequest) -> dict[str, Any]:
             raise Wrong(f"loss_fn_config: {loss} has no {name!r}{did_you_mean(name, known)}; {takes}")
         if isinstance(value, str) or not abs(value) <= MAX_VALUE:
             raise Wrong(f"loss_fn_config: {name} must be a number, not {value!r}")
+        if name == "kl_coeff" and value < 0:
+            raise Wrong(f"loss_fn_config: kl_coeff must be at least 0, not {value:g}")
         settings[fields[name]] = float(value)
     return settings
 

@@ -19,7 +19,6 @@ NOT_OFFERED: Mapping[str, str] = {
     "topk_sample_logprobs": "alternatives to the sampled tokens are not offered: leave it out",
     "target_prompt_logprobs": "it is not offered: leave it out",
     "prompt_alt_tokens_k": "it is not offered: leave it out",
-    "record_stability_info": "stable_reinforce is not offered: leave it out, and train with loss_fn=importance_sampling",
 }
 
 
@@ -64,7 +63,6 @@ class SampleGiven(msgspec.Struct):
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: Int | None = None
-    record_stability_info: bool | None = None
 
 
 class CheckedSample(msgspec.Struct, frozen=True):
