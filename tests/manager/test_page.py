@@ -272,6 +272,9 @@ async def test_two_jobs_lie_over_each_other(server: ApiServer, tab: Tab) -> None
     await expect(tab.page.locator(".compared tbody tr")).to_have_count(3)
     box = await tab.page.get_by_role("link", name=unnamed).bounding_box()
     assert box is not None and box["height"] < 40, "in one line"
+    await expect(tab.page.locator(".compared tbody td").filter(has_text="batch_size 2")).to_have_css(
+        "white-space", "normal"
+    )
     assert "n_epochs" not in await tab.page.locator(".compared").inner_text(), "one of them alone has it"
     assert f"{unnamed}: nothing yet" in (await chart.get_attribute("aria-label") or "")
 
