@@ -102,6 +102,6 @@ def _check_size(grammar: str) -> None:
 
 
 def fault_of(matcher: LLMatcher) -> str:
-    """The reason why a matcher goes no further, on one line, without the grammar."""
-    text = matcher.get_error().rpartition("compile JSON schema: ")[2]
+    """The reason why a matcher goes no further, on one line, without the grammar and the options of llguidance's own."""
+    text = matcher.get_error().rpartition("compile JSON schema: ")[2].partition(" Enable '")[0]
     return " ".join(text.partition("<backtrace")[0].partition("\n   1 | ")[0].split())

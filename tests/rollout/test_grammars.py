@@ -107,3 +107,8 @@ async def test_an_engine_whose_process_masks_nothing_refuses_grammars() -> None:
             await one(engine, asked())
     finally:
         await engine.stop()
+
+
+async def test_a_schema_that_cannot_be_followed_is_named_without_options_of_the_library() -> None:
+    with pytest.raises(ValueError, match=r"^oneOf constraints are not supported\.$"):
+        json_grammar({"oneOf": [{"type": "integer"}, {"minimum": 3}]})
