@@ -26,7 +26,7 @@ from common.tasks.skills import SKILLS, generate
 from examples.report import Busy, Curve, write_report
 from manager_service.launcher.embedded_redis import write_private
 from manager_service.launcher.supervisor import LocalCluster
-from marlaas_client.cli.output import cells, console, table
+from marlaas_client.cli.output import cells, console, table, typed
 from marlaas_client.cli.progress import JobProgress
 from marlaas_client.cli.view import live_view, plain_line
 from marlaas_client.client import JOBS, error_message
@@ -300,10 +300,10 @@ def show_next_steps(cluster: LocalCluster, jobs: list[DemoJob], report: Path) ->
     say(
         f"\nAdapters   {folder}/store/adapters/<tenant>/<job>/<version>/  (PEFT's layout)\n"
         f"Report     {_short(report)}\n"
-        f"Try next   .venv/bin/marlaas up --data {folder}     and, in another terminal:\n"
+        f"Try next   {typed()} up --data {folder}     and, in another terminal:\n"
         f"           export MARLAAS_DATA_DIR={folder} MARLAAS_API_KEY=$(cat {folder}/keys/{tenant})\n"
-        f"           .venv/bin/marlaas chat {model} 'reverse cabin'\n"
-        f"           .venv/bin/marlaas pull {job.progress.job}"
+        f"           {typed()} chat {model} 'reverse cabin'\n"
+        f"           {typed()} pull {job.progress.job}"
     )
 
 

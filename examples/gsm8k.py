@@ -25,7 +25,7 @@ from manager_service.http.openai.jobs.hyperparameters import parse_hyperparamete
 from manager_service.launcher.commands.plan_command import EngineName, plan_for, settings_of, start_command
 from manager_service.launcher.plan import PlannedRow
 from manager_service.launcher.supervisor import LocalCluster
-from marlaas_client.cli.output import say
+from marlaas_client.cli.output import say, typed
 from marlaas_client.cli.talk import Translated
 from marlaas_client.cluster_file import read_cluster_file
 from marlaas_client.errors import ClientError
@@ -188,7 +188,7 @@ async def _train_on_new(given: argparse.Namespace, items: Sequence[Row], hyper: 
 
 
 def chat_command(model: str, data: Path) -> str:
-    return f"marlaas chat {model}{data_option(data)}"
+    return f"{typed()} chat {model}{data_option(data)}"
 
 
 def data_option(data: Path) -> str:

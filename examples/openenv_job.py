@@ -5,8 +5,6 @@ dependencies:
 
     python -m venv .openenv && .openenv/bin/pip install openenv
     .venv/bin/python -m examples.openenv_job --python .openenv/bin/python
-
-With `--url` it trains on a server that runs already.
 """
 
 import argparse
@@ -20,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from common.errors import MarlaasError
 from examples.three_turns import HYPER, JobFailed, client_of, learn
 from manager_service.launcher.supervisor import LocalCluster, choose_port
 from marlaas_client.cli.output import say
@@ -57,7 +56,7 @@ async def _until_it_answers(url: str, server: asyncio.subprocess.Process) -> Non
                 (await http.get(f"{url}/schema")).raise_for_status()
                 return
             await asyncio.sleep(0.1)
-    raise JobFailed("the OpenEnv server did not start: give a --python that has the package openenv")
+    raise JobFailed("the OpenEnv server did not start: give a --python with `pip install openenv`")
 
 
 async def train(url: str, data_dir: Path = DATA_DIR, hyper: Mapping[str, Any] = HYPER) -> list[float]:
@@ -80,4 +79,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except MarlaasError as error:
+        sys.exit(f"error: {error}")

@@ -29,7 +29,7 @@ from examples.demo import DemoJob, Operator, say
 from examples.new_skill import Item, as_example
 from examples.report import INK, PALETTE, draw_curve
 from manager_service.launcher.supervisor import LocalCluster
-from marlaas_client.cli.output import cells, console, table
+from marlaas_client.cli.output import cells, console, table, typed
 from marlaas_client.cli.progress import JobProgress
 
 DATA_DIR, PICTURE, NAME = Path(".marlaas/pretrained"), Path("pretrained.png"), "pretrained"
@@ -163,12 +163,10 @@ async def run(given: argparse.Namespace) -> None:
         jobs = await learn(operator, cluster, steps=given.steps, examples=given.examples)
     show(jobs)
     draw(jobs, given.picture)
-    say(
-        f"The curves are in {given.picture}. To talk to the models: MARLAAS_BASE_MODELS={NAME}={base} marlaas up --data {DATA_DIR}"
-    )
+    say(f"Curves: {given.picture}. To talk to them: MARLAAS_BASE_MODELS={NAME}={base} {typed()} up --data {DATA_DIR}")
     for job in jobs:
         key = DATA_DIR / "keys" / job.progress.tenant
-        say(f"  MARLAAS_API_KEY=$(cat {key}) marlaas chat {job.progress.tuned_model} --data {DATA_DIR}")
+        say(f"  MARLAAS_API_KEY=$(cat {key}) {typed()} chat {job.progress.tuned_model} --data {DATA_DIR}")
 
 
 def main() -> None:

@@ -1,10 +1,8 @@
 """`make tinker`: starts the service, and lets a recipe of tinker-cookbook train on it through the Tinker protocol, unmodified.
 
-    python -m examples.tinker_demo            `math_rl env=arithmetic`: the share of right answers must rise by 0.2 in 20 steps
-    python -m examples.tinker_demo --loop     the loop of `tinker_loop.py` instead
-    python -m examples.tinker_demo NAME=VALUE ...        more of the recipe's own options: max_steps_off_policy=2, compute_post_kl=True
-
-Exit status: 0; 1 if the share did not rise; the client's own if it fails.
+python -m examples.tinker_demo            `math_rl env=arithmetic`: the share of right answers must rise by 0.2 in 20 steps
+python -m examples.tinker_demo --loop     the loop of `tinker_loop.py` instead
+python -m examples.tinker_demo NAME=VALUE ...        more of the recipe's own options: max_steps_off_policy=2, compute_post_kl=True
 """
 
 import asyncio
@@ -15,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.errors import MarlaasError
+from common.errors import InvalidInput, MarlaasError
 from examples.demo import say
 from manager_service.launcher.supervisor import LocalCluster
 
@@ -43,6 +41,8 @@ RISES_BY = 0.2
 
 async def run(arguments: list[str]) -> int:
     """The exit status."""
+    if not PYTHON.exists():
+        raise InvalidInput("first `make tinker`, or a venv .tinker with tinker==0.38.0 and tinker-cookbook==0.6.1")
     say(f"starting Redis, the manager and the workers in {DATA_DIR} …")
     async with LocalCluster(data_dir=DATA_DIR, notify=say) as cluster:
         own = {"TINKER_BASE_URL": cluster.base_url, "TINKER_API_KEY": f"tml-{cluster.api_key}", "TINKER_TELEMETRY": "0"}

@@ -2,8 +2,6 @@
 
     TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-$MARLAAS_API_KEY .tinker/bin/python examples/tinker_loop.py
 
---model FOLDER: a pretrained base, whose tokenizer transformers reads there.
-
 Each step samples answers to additions, compares each one's reward with its group's mean, and takes one optimiser step. Exit status: 0;
 1 if the share of right answers did not rise.
 """
@@ -16,8 +14,11 @@ import re
 import sys
 from typing import Any
 
-import tinker
-from tinker import types
+try:
+    import tinker
+    from tinker import types
+except ImportError:
+    sys.exit(f"error: run {__file__} by a Python with `pip install tinker`, or `marlaas example tinker_demo --loop`")
 
 QUESTIONS, SAMPLES = 16, 8
 USER, END, ASSISTANT = 259, 256, 260

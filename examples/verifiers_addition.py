@@ -1,7 +1,5 @@
 """`python -m examples.verifiers_addition`: `tiny` learns what a package for `verifiers` rewards, which knows nothing of MARLaaS.
 
-    --old     the package for verifiers up to 0.3 (`load_environment`) instead of that for `verifiers.v1`
-
 It makes a Python environment with `verifiers` and the package (some minutes, once), and what an operator writes to open it to jobs.
 """
 
@@ -91,5 +89,5 @@ async def main(name: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Trains tiny on a package for verifiers.")
-    parser.add_argument("--old", action="store_true", help="the package for verifiers up to 0.3")
+    parser.add_argument("--old", action="store_true", help="that for verifiers up to 0.3, by `load_environment`")
     asyncio.run(main(OLD if parser.parse_args().old else NEW))

@@ -5,9 +5,13 @@ that would command the terminal or turn the line around.
 """
 
 import json
+import shlex
+import shutil
+import sys
 import unicodedata
 from collections.abc import Iterable
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -50,6 +54,15 @@ def visible(text: str, keep: str = "") -> str:
 def say(text: str, *, keep: str = "", end: str = "\n", err: bool = False) -> None:
     """Prints text that somebody else may have written."""
     typer.echo(visible(text, keep) + end, nl=False, err=err)
+
+
+def typed(program: str = "marlaas") -> str:
+    """A program of this environment, as a shell finds it that was started here."""
+    own, here = Path(sys.executable).with_name(program), Path.cwd()
+    found = Path(shutil.which(program) or "")
+    if not own.exists() or own == found or (found.is_symlink() and own == found.readlink()):  # pipx links to it
+        return program
+    return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
 
 
 def print_json(value: Any) -> None:

@@ -11,7 +11,7 @@ import typer
 from marlaas_client.adapters import check_folder
 from marlaas_client.cli.jobs import print_status
 from marlaas_client.cli.options import Data, Json, Url, connect, connect_operator
-from marlaas_client.cli.output import print_json, say
+from marlaas_client.cli.output import print_json, say, typed
 from marlaas_client.cli.watch import watch_jobs
 from marlaas_client.client import Client
 from marlaas_client.dataset import TALK, Columns, as_jsonl, rows_of_dataset, rows_of_file
@@ -130,12 +130,12 @@ def tell(client: Client, job: Job, url: str | None, data: Path | None, *, watch:
             watch_jobs(client, [name], operator=operator, as_json=as_json)
         if not as_json and (tuned := client.job(name)["fine_tuned_model"]):
             say(
-                f"model {tuned}\ntalk to it:   marlaas chat {name}\ntake it home: marlaas pull {name}",
+                f"model {tuned}\ntalk to it:   {typed()} chat {name}\ntake it home: {typed()} pull {name}",
                 keep="\n",
                 err=True,
             )
     elif not as_json:
-        say(f"marlaas watch {name}", err=True)
+        say(f"{typed()} watch {name}", err=True)
 
 
 def method_of(grader: str | None, environment: str | None, hyper: list[str], *, supervised: bool = False) -> Record:

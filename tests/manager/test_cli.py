@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -639,6 +640,30 @@ def test_an_example_runs_by_its_name_and_gets_what_follows_it() -> None:
     assert helped.returncode == 0 and "--steps" in helped.stdout
     with pytest.raises(MarlaasError, match="no example 'quick': demo, "):
         run("example", "quick")
+
+
+@pytest.mark.parametrize(("name", "needs"), [("tinker_loop", "pip install tinker"), ("tinker_demo", "`make tinker`")])
+def test_an_example_that_lacks_something_says_in_one_line_what(name: str, needs: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"examples.{name}"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    told = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert told.returncode == 1 and told.stderr.startswith("error: ") and needs in told.stderr
+    assert told.stderr.count("\n") == 1, told.stderr
+
+
+def test_a_command_to_type_next_is_written_as_the_shell_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own := tmp_path / ".venv" / "bin").mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(own / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
+    assert output.typed() == "marlaas", "it is installed in another folder than Python"
+    (own / "marlaas").touch(0o755)
+    assert output.typed() == str(own / "marlaas")
+    monkeypatch.chdir(tmp_path)
+    assert output.typed() == ".venv/bin/marlaas"
+    monkeypatch.setenv("PATH", str(own))
+    assert output.typed() == "marlaas", "the environment is active"
 
 
 def test_the_client_alone_names_the_package_of_what_it_lacks() -> None:

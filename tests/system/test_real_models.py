@@ -19,6 +19,7 @@ from common.settings import TINY
 from common.text.tokens import ChatTokenizer
 from examples import gsm8k
 from manager_service.launcher.supervisor import LocalCluster
+from marlaas_client.cli.output import typed
 from tests.support import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -38,7 +39,8 @@ def do_here(line: str, monkeypatch: pytest.MonkeyPatch, **instead: str) -> None:
     """Does what a line of the guide says in this process, which has imported what takes seconds."""
     assert f"    {line}\n" in GUIDE, "the guide says something else"
     words = [instead.get(word, word) for word in line.split()]
-    module, *options = words[2:] if words[0] == "python" else [*PROGRAMS[words[0]][2:], *words[1:]]
+    program = PROGRAMS[Path(words[0]).name]
+    module, *options = [*program[2:], *words[1 if program[1:] else 2 :]]
     with monkeypatch.context() as patched:
         patched.setattr(sys, "argv", [module, *options])
         try:
@@ -48,7 +50,7 @@ def do_here(line: str, monkeypatch: pytest.MonkeyPatch, **instead: str) -> None:
 
 
 async def printed_by(words: list[str], folder: Path) -> str:
-    command = [*PROGRAMS[words[0]], *words[1:]]
+    command = [*PROGRAMS[Path(words[0]).name], *words[1:]]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     run = await asyncio.create_subprocess_exec(*command, cwd=folder, env=environment, stdout=PIPE, stderr=STDOUT)
     printed, _ = await asyncio.wait_for(run.communicate(), 200)
@@ -70,14 +72,16 @@ def test_from_a_folder_to_a_trained_model_in_two_commands_and_in_pieces_on_a_clu
     here = {"/tmp/q": str(base)}
     monkeypatch.chdir(base.parent)
     monkeypatch.setattr(gsm8k, "LocalCluster", partial(LocalCluster, start=forked.start))  # which takes seconds less
-    do_here("python -m harness.bases /tmp/q --small", monkeypatch, **here)
-    do_here("marlaas plan /tmp/q", monkeypatch, **here)
+    do_here(".venv/bin/python -m harness.bases /tmp/q --small", monkeypatch, **here)
+    do_here(".venv/bin/marlaas plan /tmp/q", monkeypatch, **here)
     assert "marlaas up" in capsys.readouterr().out
-    short = "python -m examples.gsm8k --base /tmp/q --file train.jsonl --steps 1 --batch 2 --group 4 --tokens 16"
+    short = (
+        ".venv/bin/python -m examples.gsm8k --base /tmp/q --file train.jsonl --steps 1 --batch 2 --group 4 --tokens 16"
+    )
     do_here(short, monkeypatch, **here)
     up, chat = (line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  "))
-    assert up == f"MARLAAS_BASE_MODELS=q={base} marlaas up", "what it was started with"
-    do_here("python -m examples.gsm8k --file train.jsonl --prepare items.jsonl", monkeypatch)
+    assert up == f"MARLAAS_BASE_MODELS=q={base} {typed()} up", "what it was started with"
+    do_here(".venv/bin/python -m examples.gsm8k --file train.jsonl --prepare items.jsonl", monkeypatch)
     asyncio.run(in_pieces(base, chat))
 
 
@@ -85,10 +89,10 @@ async def in_pieces(base: Path, chat: str) -> None:
     """The commands of the guide that are for a cluster which stays, and those between."""
     async with forked.running(base.parent / ".marlaas", environment={"MARLAAS_BASE_MODELS": f"q={base}"}):
         await printed_by([*chat.split(), "hello", "--max-tokens", "2"], base.parent)
-        assert "    MARLAAS_BASE_MODELS=q=Qwen/Qwen3-0.6B marlaas up\n" in GUIDE
-        models = await follow("marlaas models", base.parent)
+        assert "    MARLAAS_BASE_MODELS=q=Qwen/Qwen3-0.6B .venv/bin/marlaas up\n" in GUIDE
+        models = await follow(".venv/bin/marlaas models", base.parent)
         assert "2,048" in models and "bfloat16" in models
-        long = "marlaas submit items.jsonl --grader math:answer --model q --hyper max_steps=100 --hyper max_tokens=512 --watch"
+        long = ".venv/bin/marlaas submit items.jsonl --grader math:answer --model q --hyper max_steps=100 --hyper max_tokens=512 --watch"
         short = {"max_steps=100": "max_steps=1", "max_tokens=512": "max_tokens=16"}
         assert "succeeded" in await follow(long, base.parent, **short)
 

@@ -17,7 +17,7 @@ from manager_service.launcher.engines import CORE, LORA_RANKS, MAX_LORA_RANK, En
 from manager_service.launcher.fitting import settings_for
 from manager_service.launcher.plan import NAMED_RUN, DeviceSplit, Plan, PlannedRow, make_plan
 from marlaas_client.cli.options import Json
-from marlaas_client.cli.output import cells, print_json, print_table, say, table
+from marlaas_client.cli.output import cells, print_json, print_table, say, table, typed
 
 COLUMNS = (
     "context",
@@ -168,7 +168,7 @@ def _from_anywhere(where: str) -> str:
 def start_command(settings: Mapping[str, str], workers: int, options: str = "") -> str:
     """A shell's line that starts everything with these settings and so many rollout workers."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
-    return " ".join([*variables, "marlaas up"]) + (f" --rollout {workers}" if workers > 1 else "") + options
+    return " ".join([*variables, typed(), "up"]) + (f" --rollout {workers}" if workers > 1 else "") + options
 
 
 def _figures(found: Plan, row: PlannedRow) -> tuple[object, ...]:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import shlex
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 from manager_service.launcher.supervisor import LocalCluster
 from manager_service.settings import ManagerSettings
 from marlaas_client.cli.options import Json
-from marlaas_client.cli.output import print_json, say
+from marlaas_client.cli.output import print_json, say, typed
 from marlaas_client.place import ClientSettings
 
 Count = Annotated[int, typer.Option(min=0, help="Number of workers, of each base model.")]
@@ -69,17 +68,8 @@ def _greet(cluster: LocalCluster, as_json: bool) -> None:
         f"  tinker  export TINKER_BASE_URL={cluster.base_url} TINKER_API_KEY=tml-$(cat {folder / 'api_key'})\n"
         f"  logs    {folder / 'logs'}\n"
         f"  policy  {settings.policy}\n"
-        f"  next    in another terminal: {_shown(Path(sys.executable).name)} -m examples.quickstart{option}, or\n"
-        f"          {_shown('marlaas')} submit ITEMS.jsonl --grader string_check:answer --watch{option}\n"
+        f"  next    in another terminal: {typed(Path(sys.executable).name)} -m examples.quickstart{option}, or\n"
+        f"          {typed('marlaas')} submit ITEMS.jsonl --grader string_check:answer --watch{option}\n"
         f"          docs of the API: {cluster.base_url}/docs\n"
         "Ctrl-C stops everything."
     )
-
-
-def _shown(program: str) -> str:
-    """A program of this environment, as a shell finds it that was started here."""
-    own, here = Path(sys.executable).with_name(program), Path.cwd()
-    found = Path(shutil.which(program) or "")
-    if own == found or (found.is_symlink() and own == found.readlink()):  # pipx links to it
-        return program
-    return shlex.quote(str(own.relative_to(here) if own.is_relative_to(here) else own))
