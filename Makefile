@@ -159,7 +159,8 @@ clean:
 	@echo "[+] the tinker SDK and its cookbook in .tinker (some minutes, once)"
 	@"$(PYTHON)" -m venv .tinker
 	@start=$$SECONDS; install=".tinker/bin/python -m pip --disable-pip-version-check -qq install --prefer-binary $(PIP_ARGS)"; \
-		$$install $(TORCH_ARGS) $(TORCH) && $$install -r $< && $$install --no-deps $(COOKBOOK) && echo "      done in $$((SECONDS - start)) s"
+		$$install $(TORCH_ARGS) $(TORCH) && $$install -r $< && $$install --no-deps $(COOKBOOK) && \
+		.tinker/bin/python -m pip -qq download $(PIP_ARGS) --no-deps --no-binary :all: -d .tinker $(COOKBOOK) && echo "      done in $$((SECONDS - start)) s"
 	@touch $@
 
 # What MARLaaS is compared with, a virtual environment each. SkyRL declares a `typing.TypedDict`, which pydantic takes from

@@ -4,14 +4,12 @@
 
 A hand-over is one message taken and answered: read from a stream, decoded, one message of the same size encoded and
 published, and the first acknowledged and deleted, in one script. The message is a TurnRequest of 64 tokens with their
-log-probs. Redis is a real server with the settings of `marlaas up` (append-only file, `appendfsync always`).
-
-    bus     read → settle alone, in batches. The messages run in a ring: what is published is what is read next
-    worker  the same through the worker loop (common/worker/worker.py) and a handler that only answers, by number of slots
+log-probs. The messages run in a ring, in batches: what is published is what is read next. Redis is a real server with the
+settings of `marlaas up` (append-only file, `appendfsync always`).
 
 Python is the processor time of this process, Redis that of the server: other processes on the machine hardly matter to
 them, as they do to wall time. Hand-overs per second and core are the inverse of Python's share. Every figure is the
-median over rounds, in which the kinds take turns.
+median over rounds, in which the batches take turns.
 """
 
 import asyncio
@@ -19,22 +17,17 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, astuple, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from benchmarks._report import Goal, Report, in_turns_async, make_table, medians, run
-from common.bus.bus import Bus, Out, Settlement
+from common.bus.bus import Bus, Settlement
 from common.wire.messages import AdapterRef, Message, Sampling, TrajectoryRef, TurnRequest
 from common.wire.transcript import wrote
-from common.worker.handlers import Beat
-from common.worker.telemetry import About, Reporter
-from common.worker.worker import Inbox, Worker
 from harness.redis_server import RedisServer, embedded_redis
-from harness.standin import StandIn
 
 BATCHES = (1, 8, 32, 128)
-WORKER_SLOTS = (8, 64, 256)
 NUM_TOKENS = 64
 IN_RING = 256
 """Messages in the ring; at least the largest batch, so that every read is full."""
@@ -81,23 +74,15 @@ async def measured(server: RedisServer, work: Callable[[], Awaitable[int]]) -> C
     return Cost(*(1e6 * s / num for s in (python_s, server.cpu_s() - redis_s, wall_s)))
 
 
-# ---- the bus alone --------------------------------------------------------------------------------------------------
-
-
 async def ring(bus: Bus, batch: int, num: int) -> int:
     """Makes `num` hand-overs in batches."""
     done = 0
     while done < num:
         found = await bus.read([bus.cell.rollout], "rollout", "bench", count=batch)
         assert len(found) == batch
-        await bus.settle([Settlement(d, [(bus.cell.rollout, known(d.message))]) for d in found])
+        await bus.settle([Settlement(d, [(bus.cell.rollout, cast(Message, d.message))]) for d in found])
         done += len(found)
     return done
-
-
-def known(found: Any) -> Message:
-    assert isinstance(found, Message)
-    return found
 
 
 async def fill(bus: Bus, stream: str, group: str, num: int) -> None:
@@ -115,55 +100,15 @@ async def bus_cost(server: RedisServer, batch: int) -> Cost:
     return cost
 
 
-# ---- the worker loop ------------------------------------------------------------------------------------------------
-
-
-class Answer(StandIn):
-    """A handler that computes nothing: the message goes back into the ring until enough were seen."""
-
-    def __init__(self, stream: str, num: int) -> None:
-        self._stream = stream
-        self._left = num
-        self.enough = asyncio.Event()
-
-    async def __call__(self, message: Message, beat: Beat) -> list[Out]:
-        self._left -= 1
-        if self._left <= 0:
-            self.enough.set()
-        return [(self._stream, message)]
-
-
-async def worker_cost(server: RedisServer, slots: int) -> Cost:
-    bus = server.bus()
-    stream = bus.cell.rollout
-    await fill(bus, stream, "rollout", 2 * slots)
-    handler = Answer(stream, 4096)
-    reporter = Reporter("bench", "rollout", "bench", About(slots=slots))
-    worker = Worker(bus, handler, [Inbox(stream, "rollout")], reporter)
-
-    async def work() -> int:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(worker.run(handler.enough))
-        return int(reporter.counters["settled"])
-
-    cost = await measured(server, work)
-    await bus.close()
-    return cost
-
-
-# ---- all of it ------------------------------------------------------------------------------------------------------
-
-
 async def measure(rounds: int) -> dict[str, Cost]:
     with embedded_redis() as server:
         buses = {bus_name(batch): partial(bus_cost, server, batch) for batch in BATCHES}
-        workers = {f"worker, {slots} slots": partial(worker_cost, server, slots) for slots in WORKER_SLOTS}
-        found = await in_turns_async({**buses, **workers}, rounds, warm_up=0)
+        found = await in_turns_async(buses, rounds, warm_up=0)
     return {name: medians(costs) for name, costs in found.items()}
 
 
 def bus_name(batch: int) -> str:
-    return "bus, one by one" if batch == 1 else f"bus, batches of {batch}"
+    return "one by one" if batch == 1 else f"batches of {batch}"
 
 
 def report(given: Any) -> Report:

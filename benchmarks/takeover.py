@@ -1,15 +1,20 @@
-"""Measures how soon the turns of a killed rollout worker go on, beside workers that have no slot free, and what that costs these.
+"""Measures how soon turns go on beside workers that have no slot free: those of a killed worker, with what that costs the others, and
+a neighbour's chats.
 
-    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--rounds 5] [--slots 32] [--json FILE]
+    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--rounds 5] [--slots 32] [--chats 40] [--json FILE]
 
 A worker holds turns and is never heard again. It computes nothing: it takes no processor from the others before, and gives them none
 after. Its turns have sampled some tokens already, as those of which progress is kept. Three workers with real engines take over, each
 with all of its slots taken by turns of its own, and with more of these waiting. An orphan goes on when its handler begins. The
 survivors' speed are the tokens a second of their own turns from the kill until a lease and 2 s later, against the same window of a run
 without a kill; the median of some rounds. Redis is the one of `marlaas up`.
+
+The chats go one after another through the API of a cluster as `marlaas up` starts it, while another tenant has 10 requests of 64 samples
+under way, of each of the lengths SAMPLES in turn. What counts is the time to the first token.
 """
 
 import asyncio
+import json
 import random
 import statistics
 import time
@@ -20,6 +25,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
@@ -27,7 +33,7 @@ from benchmarks._report import Goal, Report, make_table, run
 from benchmarks.rollout import NoEnd, request
 from common.bus.bus import Bus, Out
 from common.bus.streams import GROUP_ROLLOUT, Cell
-from common.cancellation import cancel_all
+from common.cancellation import cancel_all, running
 from common.settings import TINY
 from common.store.adapters import AdapterStore
 from common.store.objects import Objects
@@ -36,6 +42,7 @@ from common.wire.transcript import wrote
 from common.worker.takeover import ORPHANS_SHARE
 from common.worker.telemetry import About, Reporter
 from common.worker.worker import Habits, Inbox, Worker
+from harness import live
 from harness.redis_server import embedded_redis
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.fused import FusedDecoder
@@ -51,6 +58,8 @@ SAMPLED, LEFT = 100, 200
 """Tokens of an orphan that were sampled before the kill, and those to come."""
 WARM_S = 3.0
 """Seconds until all slots have a turn, at different places."""
+SAMPLES, UNUSED = (16, 64, 500), 271
+"""Tokens of the samples beside which there are chats; a token that no turn of `tiny` ends with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +115,8 @@ class Counting(RolloutHandler):
 def turn(name: str, num_tokens: int, num_partial: int = 0) -> TurnRequest:
     rng = np.random.default_rng(zlib.crc32(name.encode()))
     asked = request(BASE, rng.integers(97, 122, 16 + num_partial), 0, num_partial + num_tokens)
-    sampled = asked.tokens.numpy()[16:]
-    return TurnRequest(
-        id=name,
-        tenant="acme",
-        job="job",
-        partition=0,
-        adapter=BASE,
-        trajectory=asked.trajectory,
-        turn=0,
-        transcript=asked.transcript.first(16) + wrote(sampled, np.zeros(num_partial)),
-        num_partial=num_partial,
-        sampling=asked.sampling,
-    )
+    sampled = wrote(asked.tokens.numpy()[16:], np.zeros(num_partial))
+    return replace(asked, id=name, transcript=asked.transcript.first(16) + sampled, num_partial=num_partial)
 
 
 async def measure(url: str, objects: Objects, case: Case) -> Speed:
@@ -166,11 +164,8 @@ async def surviving(url: str, objects: Objects, case: Case) -> AsyncGenerator[li
     decoder = Decoder.load(TINY, max_context=1024)
     limits = EngineLimits(slots=case.slots + case.slots // ORPHANS_SHARE, kv_bytes=256 << 20)
     engines = [TorchEngine(FusedDecoder(decoder, exact=False), NoEnd(), limits=limits) for _ in range(NUM_WORKERS)]
-    buses, handlers, stop = (
-        [Bus.connect(url, CELL) for _ in engines],
-        [Counting(e, objects) for e in engines],
-        asyncio.Event(),
-    )
+    buses, stop = [Bus.connect(url, CELL) for _ in engines], asyncio.Event()
+    handlers = [Counting(engine, objects) for engine in engines]
     for engine in engines:
         await engine.start()
     workers = [_worker(*each, case) for each in zip(buses, handlers, range(NUM_WORKERS), strict=True)]
@@ -190,6 +185,57 @@ def _worker(bus: Bus, handler: Counting, number: int, case: Case) -> Worker:
     return Worker(bus, handler, inboxes, reporter, lease_s=case.lease_s, habits=habits)
 
 
+# ---- chats beside samples --------------------------------------------------------------------------------------------
+
+
+async def first_tokens(chats: int) -> dict[int, list[float]]:
+    """Milliseconds to a chat's first token, sorted, beside samples of each length."""
+    found: dict[int, list[float]] = {}
+    async with live.running() as (cluster, api):
+        admin = live.Api(cluster.base_url, cluster.admin_key)
+        other = await admin.tenant("bulk")
+        for length in SAMPLES:
+            async with running(*(keep_sampling(other, length) for _ in range(10))):
+                await asyncio.sleep(WARM_S)
+                found[length] = sorted([await first_token_ms(api) for _ in range(chats)])
+        for each in (admin, other):
+            await each.close()
+    return found
+
+
+async def keep_sampling(api: live.Api, num_tokens: int) -> None:
+    url, headers = f"{api.base_url}/api/v1", {"X-API-Key": f"tml-{api.key}"}
+    sampling = {"max_tokens": num_tokens, "stop": [UNUSED]}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": list(b"count")}]}
+    body = {"base_model": "tiny", "num_samples": 64, "prompt": prompt, "sampling_params": sampling}
+    while True:
+        asked = {"request_id": (await api.post(f"{url}/asample", body, **headers))["request_id"]}
+        try:
+            while (await api.http.post(f"{url}/retrieve_future", json=asked, headers=headers)).status_code == 408:
+                pass
+        finally:
+            await api.post(f"{url}/cancel_future", asked, **headers)
+
+
+async def first_token_ms(api: live.Api) -> float:
+    since = time.monotonic()
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "sort 40213"}], "max_tokens": 16, "stream": True}
+    async with api.http.stream("POST", "/chat/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
+                return 1000 * (time.monotonic() - since)
+    raise SystemExit("error: a chat without a token")
+
+
+def chat_goals(p95_ms: dict[int, float]) -> list[Goal]:
+    few, some, many = (p95_ms[length] for length in SAMPLES)
+    what = f"p95 to a chat's first token beside samples of {SAMPLES[2]} tokens, over that beside {{}}"
+    return [
+        Goal(what.format(SAMPLES[n]), many / to, most, " x", more_is_better=False)
+        for n, to, most in ((0, few, 2), (1, some, 1.3))
+    ]
+
+
 def report(given: Any) -> Report:
     lease_s, rounds = float(given.lease_s), [_round(given) for _ in range(given.rounds)]
     ratio = statistics.median(after.per_s / before.per_s for before, after in rounds)
@@ -203,7 +249,14 @@ def report(given: Any) -> Report:
         Goal("orphans that go on within a lease and 2 s, the fewest", 100 * min(in_time) / given.orphans, 100, " %"),
         Goal("survivors' own tokens", 100 * ratio, 90, " %"),
     ]
-    return Report([make_table("Tokens a second of the survivors' own turns", columns, rows)], figures, goals)
+    chats_ms = asyncio.run(first_tokens(given.chats))
+    p95_ms = {length: ms[min(len(ms) - 1, round(0.95 * len(ms)))] for length, ms in chats_ms.items()}
+    beside = [(str(length), statistics.median(ms), p95_ms[length], ms[-1]) for length, ms in chats_ms.items()]
+    tables = [
+        make_table("Tokens a second of the survivors' own turns", columns, rows),
+        make_table("A chat's first token beside 640 samples, ms", ("tokens of each", "median", "95 %", "most"), beside),
+    ]
+    return Report(tables, figures | {"first_token_ms": chats_ms}, [*goals, *chat_goals(p95_ms)])
 
 
 def _round(given: Any) -> tuple[Speed, Speed]:
@@ -217,4 +270,4 @@ def _round(given: Any) -> tuple[Speed, Speed]:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, {"lease_s": 1, "rounds": 1}, lease_s=2, orphans=20, rounds=5, slots=32)
+    run(__doc__, report, {"lease_s": 1, "rounds": 1, "chats": 10}, lease_s=2, orphans=20, rounds=5, slots=32, chats=40)

@@ -132,7 +132,9 @@ def _may_stay(key: str, *, expires: Any) -> bool:
 def is_work(name: str) -> bool:
     """Is it a stream of which every entry is open work, or a dead letter?"""
     inbox = name.startswith(("scored:", "adapters:", "jobs:", "ops:")) and name.rpartition(":")[2].isdigit()
-    return inbox or name.startswith("env:") or name in ("env", "rollout", "rollout:first", "train", "dead")
+    return (
+        inbox or name.startswith("env:") or name in ("env", "rollout", "rollout:first", "rollout:chat", "train", "dead")
+    )
 
 
 def runs(cluster: Cluster) -> list[str]:

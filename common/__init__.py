@@ -9,6 +9,7 @@ Its files:
     errors.py        declares the error tree
     log.py           writes logs as events
     outgoing.py      checks URLs that users give, and calls them where the operator allows the host
+    private_networks.py  lists the networks that those may not lead into
     rng.py           draws random numbers as functions of their coordinates
     bus/             publishes and reads messages in Redis Streams
     children/        child processes, and helpers that are asked

@@ -26,6 +26,10 @@ class InvalidInput(Permanent):
 class NotFound(Permanent):
     """No such object, record or adapter."""
 
+    def __init__(self, message: str, *, code: str = "not_found") -> None:
+        super().__init__(message)
+        self.code = code
+
 
 class CorruptObject(Permanent):
     """Bytes do not match their sha256, or do not parse."""

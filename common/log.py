@@ -1,9 +1,23 @@
 """Logs are events with keys and values, one line of JSON each (or coloured text on a terminal)."""
 
+import contextlib
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
+
+
+class StandardError:
+    """Standard error, without the errors of a full disk: work goes on without its log."""
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
 
 
 def configure(service: str, *, level: str = "info", json: bool | None = None) -> None:
@@ -19,6 +33,6 @@ def configure(service: str, *, level: str = "info", json: bool | None = None) ->
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, StandardError())),
     )
     structlog.contextvars.bind_contextvars(service=service)

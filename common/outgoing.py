@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from common.errors import MarlaasError
+from common.private_networks import PRIVATE
 from common.suggestions import quoted
 
 MAX_ANSWER_BYTES = 64 * 1024
@@ -29,6 +30,9 @@ _resolvers = ThreadPoolExecutor(8, "resolver")
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+_PRIVATE = [ipaddress.ip_network(network) for network in PRIVATE]
 
 
 class CallFailed(MarlaasError):
@@ -71,7 +75,8 @@ class AllowedHosts:
     def _check(self, address: IpAddress, host: str, *, by_name: bool) -> None:
         plain = getattr(address, "ipv4_mapped", None) or address
         listed = any(plain in network for network in self._networks if network.version == plain.version)
-        if not listed and not (by_name and plain.is_global and not plain.is_multicast):
+        private = any(plain in network for network in _PRIVATE if network.version == plain.version)
+        if not listed and not (by_name and plain.is_global and not private):
             raise NotAllowed(f"the operator does not allow the address of {host}")
 
 

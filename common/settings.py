@@ -14,7 +14,8 @@ PREFIX, TEST_PREFIX = "MARLAAS_", "MARLAAS_TEST_"
 
 _KNOWN = (
     # all services
-    "redis_url data_dir store_url base_models base_model max_context lease_s deterministic log_level heartbeat_file "
+    "redis_url data_dir store_url disk_reserve_bytes base_models base_model max_context lease_s deterministic log_level "
+    "heartbeat_file "
     # the manager
     "host port policy inference_timeout_s archive_after_s "
     "max_open_requests max_unfinished_jobs max_stored_bytes max_kept_bytes "
@@ -59,6 +60,8 @@ class Settings(BaseSettings):
     """The one of `base_models` that this worker serves. Empty: the first."""
     max_context: int | None = Field(default=None, ge=LEAST_CONTEXT)
     """The most tokens of a conversation, the model's included; never more than the base model's own context."""
+    disk_reserve_bytes: int = Field(default=1 << 30, ge=0)
+    """Bytes that stay free on the disk of a local store, and of the Redis of `marlaas up`: with fewer, no step is trained."""
     lease_s: float = Field(default=10.0, gt=0)
     """Work that did not advance for this long is taken over by another worker."""
     deterministic: bool = False

@@ -6,7 +6,7 @@
                jobs and their events,   ended
                at its end
     env        env, env:*               rollout, rollout:first, scored:*, reply:*, dead         follows control, keeps env-workers
-    rollout    rollout, rollout:first   env, env:*, scored:*, reply:*, dead                     follows control, adapters:new
+    rollout    rollout, rollout:*       env, env:*, scored:*, reply:*, dead                     follows control, adapters:new
     trainer    train, train:*           adapters:<p>, dead                                      follows control
     scaler     looks at the length of the work streams (autoscalers)
     health     PING
@@ -39,7 +39,7 @@ _ROLLOUT = "info strlen rpush lrange"
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage pttl
     xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hexists hgetall hincrby hincrbyfloat
-    hkeys hlen hmget hset hsetnx hvals sadd smembers srem zadd zcard zinter zmscore zrange zrem zremrangebyscore
+    hkeys hlen hmget hset hsetnx hstrlen hvals sadd smembers srem zadd zcard zinter zmscore zrange zrem zremrangebyscore
 """
 
 _EXPORTER = """
@@ -121,7 +121,7 @@ class _Keys:
     def rollout(self) -> Rights:
         cell = self.cell
         rights = self._member(
-            settles=(cell.rollout, cell.rollout_first),
+            settles=(cell.rollout, cell.rollout_first, cell.rollout_chat),
             reads=(cell.control, cell.adapters_new),
             appends=(cell.env, cell.env_worker("*"), *self._scored, cell.reply("*")),
         )

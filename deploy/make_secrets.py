@@ -38,6 +38,8 @@ MARLAAS_GRADER_KEYS=
 # hosts of W&B servers that tenants' figures may be sent to, such as api.wandb.ai, and hosts that their webhooks may be at
 MARLAAS_LOGGER_HOSTS=
 MARLAAS_WEBHOOK_HOSTS=
+# a folder on a disk of Redis' own, in place of the volume `redis`: the store may fill the other
+REDIS_DATA=
 REDIS_MAXMEMORY=1gb
 # limits of the containers: Redis' own twice the line above, for it takes more while it rewrites its file; an env worker's
 # MARLAAS_SANDBOX_PROCESSES + 1 times MARLAAS_SANDBOX_MEMORY_MB, and 1.5gb more. docker-compose.yml has those of the others

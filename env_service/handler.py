@@ -23,7 +23,7 @@ from common.bus.streams import Cell
 from common.cancellation import is_cancelled
 from common.errors import InvalidInput, Permanent, Retryable, Unavailable
 from common.sharing.places import Claim, Places
-from common.tasks.environments import BUILT_IN, SUPERVISED, is_multi_turn, reply_fault, roles_of
+from common.tasks.environments import BUILT_IN, SUPERVISED, imported, is_multi_turn, reply_fault, roles_of
 from common.text.examples import Example
 from common.text.tokens import ChatTokenizer
 from common.wire.messages import (
@@ -120,6 +120,8 @@ class EnvHandler:
 
     async def _in_turn(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         doing = work.begin(beat, message.tenant, _weight_of(message))
+        if isinstance(message, Start | GradeRequest):
+            await imported(message.env)
         try:
             claim = await self._claim(message, doing)
             if claim is None:
@@ -314,6 +316,7 @@ class EnvHandler:
         context = decode_context(result.request.context)
         if context.env.name == SUPERVISED:
             return context, ending_of("stop", None, log_prob(result, context)), []
+        await imported(context.env)
         environment = self._environments.get(context.env)
         if isinstance(environment, LiveEnvironment):
             environment = await self._live.go_on(environment, result, context, doing)

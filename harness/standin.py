@@ -34,6 +34,7 @@ from common.wire.messages import (
     WorkerReport,
     turn_id,
 )
+from common.wire.operations import Forget, Forgotten
 from common.wire.transcript import shown, wrote
 from common.worker.handlers import Beat, Handler
 from common.worker.telemetry import About, Reporter
@@ -118,7 +119,9 @@ class StandInTrainer(StandIn):
     seen: list[TrainStep] = field(default_factory=list)
     refuse: Callable[[TrainStep], Failure | None] = lambda step: None
 
-    async def __call__(self, message: Init | TrainStep, beat: Beat) -> list[Out]:
+    async def __call__(self, message: Init | TrainStep | Forget, beat: Beat) -> list[Out]:
+        if isinstance(message, Forget):
+            return [(self.cell.adapters(message.partition), await forgotten(self.store, message))]
         target = message.adapter if isinstance(message, Init) else message.adapter.next()
         if isinstance(message, TrainStep):
             self.seen.append(message)
@@ -160,6 +163,16 @@ async def commit(
         found = await store.manifest(target)
         assert found is not None
         return found
+
+
+async def forgotten(store: AdapterStore, message: Forget) -> Forgotten:
+    """The answer of a trainer that has deleted what it was asked to."""
+    for versions, delete in ((message.versions, store.drop_files), (message.optimizers, store.drop_optimizer)):
+        for version in versions:
+            await delete(msgspec.structs.replace(message.adapter, version=version))
+    if message.everything:
+        await store.delete_job(message.tenant, message.job)
+    return Forgotten(id=f"{message.id}/done", **message.about(), forget=message.id)
 
 
 def refused(message: Init | TrainStep, target: AdapterRef, failure: Failure) -> AdapterUpdate:
@@ -287,10 +300,11 @@ async def held_out(objects: Objects, spec: JobSpec, num: int) -> JobSpec:
     return msgspec.structs.replace(spec, validation_file="file-held-out", num_eval_items=num)
 
 
-async def create_job(bus: Bus, spec: JobSpec) -> None:
+async def create_job(bus: Bus, spec: JobSpec, state: JobState | None = None) -> None:
     """Creates a job as the API's script does."""
     cell, partition = bus.cell, partition_of(spec.tenant)
-    await bus.client.hset(cell.job(spec.id), mapping={"spec": JSON.encode(spec), "state": JSON.encode(JobState())})
+    record: dict[Any, Any] = {"spec": JSON.encode(spec), "state": JSON.encode(state or JobState())}
+    await bus.client.hset(cell.job(spec.id), mapping=record)
     await bus.client.sadd(cell.active(partition), spec.id)
     await command(bus, spec, "create")
 

@@ -1,6 +1,6 @@
 """Generates turns: a TurnRequest comes in, a finished turn goes out. Many jobs share one base model, each with its adapter.
 
-    rollout, rollout:first ─ TurnRequest ─► handler ─► adapters: hold its version ─► engine ─┬─ embedded/ (torch, here)
+    rollout, rollout:* ─ TurnRequest ─► handler ─► adapters: hold its version ─► engine ─┬─ embedded/ (torch, here)
                                                                                              └─ process/ (vLLM)
     env, scored:<p>, reply:<api> ◄─ turn ── handler ◄──────────────── tokens, log-probs ──────────────┘
 

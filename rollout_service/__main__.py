@@ -82,9 +82,13 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
     return BuiltService(
         handler,
-        [Inbox(parts.cell.rollout_first, GROUP_ROLLOUT), Inbox(parts.cell.rollout, GROUP_ROLLOUT)],
+        [
+            Inbox(parts.cell.rollout_chat, GROUP_ROLLOUT, own_slots=settings.chat_slots),
+            Inbox(parts.cell.rollout_first, GROUP_ROLLOUT),
+            Inbox(parts.cell.rollout, GROUP_ROLLOUT),
+        ],
         About(
-            slots=settings.rollout_slots,
+            slots=settings.shared_slots,
             kv_tokens=engine.kv_tokens,
             max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
             dtype=settings.dtype,
@@ -93,7 +97,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
             counters=lambda: engine.counters() | adapters.counters(),
         ),
         Habits(
-            orphan_slots=settings.engine_slots - settings.rollout_slots,
+            orphan_slots=settings.orphan_slots,
             progress_s=settings.rollout_progress_s,
             on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
         ),

@@ -4,10 +4,10 @@ handler ─ load_files, generate ─► Engine ─ Generated ─► handler
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from common.wire.messages import EMPTY_F32, AdapterRef, Array, StopReason, TurnRequest
+from common.wire.messages import EMPTY_F32, AdapterRef, Array, StopReason, Tops, TurnRequest
 from common.worker.handlers import Beat
 
 OnToken = Callable[[Sequence[int], Sequence[float]], None]
@@ -29,6 +29,7 @@ class Generated:
     num_sampled: int  # how many of the last tokens were sampled here
     busy_s: float  # engine seconds, each forward's split evenly over its tokens
     prompt_logprobs: Array = EMPTY_F32  # f4 [num_prompt], NaN where not asked for; empty unless asked for
+    prompt_top_logprobs: Tops = field(default_factory=Tops)  # [num_prompt]; empty unless asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,6 +252,7 @@ def _result(request: TurnRequest, generated: Generated) -> TurnResult:
         stop_string=generated.stop_string,
         top_logprobs=generated.top_logprobs,
         prompt_logprobs=generated.prompt_logprobs,
+        prompt_top_logprobs=generated.prompt_top_logprobs,
         usage=request.usage + spent,
     )
 

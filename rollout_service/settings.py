@@ -9,6 +9,8 @@ from common.worker.takeover import ORPHANS_SHARE
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
+CHAT_SHARE = 8
+"""One part in so many of a worker's slots are as many places for chat besides."""
 ON_GPU = {"rollout_slots": 256, "rollout_idle_adapter_bytes": 8 << 30}
 """Defaults of vLLM on CUDA where they differ: it decodes hundreds of rows in the time of one, and adapters of real bases are large."""
 
@@ -65,9 +67,24 @@ class RolloutSettings(Settings):
 
     @property
     def engine_slots(self) -> int:
-        """Turns that the engine may generate at once: those of a dead worker run next to a full load. Not in deterministic mode,
-        whose self-test has seen `rollout_slots`."""
-        return self.rollout_slots if self.deterministic else self.rollout_slots + self.rollout_slots // ORPHANS_SHARE
+        """Turns that the engine may generate at once: chats, and those of a dead worker, run next to a full load. In deterministic
+        mode, whose self-test has seen `rollout_slots`, chats have places out of them."""
+        return self.rollout_slots if self.deterministic else self.rollout_slots + self.chat_slots + self.orphan_slots
+
+    @property
+    def shared_slots(self) -> int:
+        """Slots for turns of every kind."""
+        return self.rollout_slots - self.chat_slots if self.deterministic else self.rollout_slots
+
+    @property
+    def chat_slots(self) -> int:
+        """Places that only chats take."""
+        return min(max(1, self.rollout_slots // CHAT_SHARE), self.rollout_slots - self.deterministic)
+
+    @property
+    def orphan_slots(self) -> int:
+        """Places for turns of dead workers."""
+        return 0 if self.deterministic else self.rollout_slots // ORPHANS_SHARE
 
     @property
     def dtype(self) -> str:

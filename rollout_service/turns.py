@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from common.errors import InvalidInput
-from common.wire.messages import BASE, AdapterRef, Array, Sampling, TurnRequest, f32
+from common.wire.messages import BASE, AdapterRef, Array, Sampling, Tops, TurnRequest, f32
 from rollout_service.engine import Partial
 
 MAX_KEPT_PARTIALS = 1024
@@ -42,8 +42,8 @@ def check_request(request: TurnRequest, *, vocab: int, context: int, max_tempera
 
 
 def _check_sampling(sampling: Sampling, vocab: int) -> None:
-    if sampling.max_tokens < 1 or not 0 < sampling.top_p <= 1:
-        raise InvalidInput("max_tokens must be at least 1, top_p in (0, 1]")
+    if sampling.max_tokens < 0 or not 0 < sampling.top_p <= 1:
+        raise InvalidInput("max_tokens must be at least 0, which samples nothing, top_p in (0, 1]")
     if sampling.top_k < 0:
         raise InvalidInput("top_k must be 0, for all tokens, or more")
     if not 0 <= sampling.num_top_logprobs <= vocab:
@@ -66,6 +66,11 @@ def prompt_array(request: TurnRequest, scores: Sequence[float] | np.ndarray) -> 
     whole = np.full(request.num_prompt, np.nan, np.float32)
     whole[request.num_prompt - len(scores) :] = scores
     return f32(whole)
+
+
+def prompt_tops(request: TurnRequest, tops: Tops) -> Tops:
+    """A prompt's alternatives [num_prompt] from those of its last tokens, as `prompt_array`; none if none were asked for."""
+    return [[] for _ in range(request.num_prompt - len(tops))] + tops if request.sampling.num_top_logprobs else []
 
 
 def first_stop(stops: Sequence[str], tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:

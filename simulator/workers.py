@@ -63,7 +63,7 @@ class Flight:
 
 @dataclass(slots=True)
 class EngineTurns:
-    """The streams `rollout:first` and `rollout`, and the engines that read them."""
+    """The streams `rollout:first` and `rollout`, and the engines that read them. Nobody chats."""
 
     clock: Clock
     hop_s: float

@@ -60,6 +60,7 @@ IMPORTERS = {
         "common/bus/bus.py",
         "common/bus/redis_connection.py",
         "manager_service/http/",
+        "manager_service/launcher/redis_room.py",
         "manager_service/launcher/supervisor.py",
         "manager_service/owner/transaction.py",
         "manager_service/records/stored.py",
@@ -105,7 +106,6 @@ CATCHES_ALL = {
 }
 
 UNSHARED_THREADS = {
-    "manager_service/http/openai/files/downloads.py": "reads a small part of a file that is on this machine's disk",
     "manager_service/http/server.py": "before the first request",
     "manager_service/owner/job_reader.py": "a job's files, of which an owner loads a few at a time",
     "manager_service/launcher/supervisor.py": "serves one person",

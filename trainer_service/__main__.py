@@ -8,6 +8,7 @@ from base_model.kernels import choose
 from common.bus.streams import GROUP_TRAINER
 from common.errors import InvalidInput
 from common.settings import resolve_model
+from common.store.disk_room import DiskRoom
 from common.worker.service import BuiltService, Parts, run
 from common.worker.telemetry import About
 from common.worker.worker import Habits, Inbox
@@ -68,11 +69,12 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     handler = TrainHandler(
         trainer, parts.store, base, worker=parts.worker, cache_bytes=cached, fingerprints=parts.fingerprints
     )
+    room = DiskRoom(settings.store, settings.disk_reserve_bytes)
     own = Inbox(parts.cell.trainer(parts.worker), GROUP_TRAINER, at_once=1, keep_s=KEEP_INBOX_S)
     return BuiltService(
         handler,
         [own, Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
-        About(MAX_STEPS, fingerprint=bits, resident=handler.resident, counters=handler.counters),
+        About(MAX_STEPS, fingerprint=bits, resident=handler.resident, counters=handler.counters, lacks_disk=room.lacks),
         Habits(drain_s=DRAIN_S, gather_s=0.0, has_room=handler.has_room, takes_leftovers=handler.takes_leftovers),
     )
 

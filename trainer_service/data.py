@@ -7,6 +7,8 @@
     cispo                -clip(r, low, high) A log p, no gradient through the clip    0 to 4
     dro                  -(A log p - beta / 2 (log r)²)                               beta 0.05
     gspo                 as ppo, with the sequence's ratio                            1 - 3e-4 to 1 + 4e-4
+    stable_reinforce     -min(r, 2) A log p + beta / 2 (log r)² where A is not 0,     beta 0
+                         no gradient through min: a stand-in for Tinker's own
 
 r = p / q, with q the probability at sampling; gspo's ratio is the geometric mean of r over the datum's mask, which each token
 carries with only the gradient of its own log p (GSPO-token, arXiv 2507.18071, eq. 13).
@@ -17,7 +19,7 @@ Axes: R rows, M targets of one row.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -43,6 +45,7 @@ class RunRule:
     is_weight: bool = False
     is_anchored: bool = False
     beta: float = 0.0
+    everywhere: bool = False  # beta counts at targets without advantage too
     needs: tuple[str, ...] = ("logprobs", "advantages")
 
 
@@ -51,8 +54,9 @@ RUN_RULES: dict[LossFn, RunRule] = {
     "importance_sampling": RunRule(0.0, math.inf),
     "ppo": RunRule(0.8, 1.2),
     "cispo": RunRule(0.0, 4.0, is_weight=True),
-    "dro": RunRule(1.0, 1.0, is_weight=True, beta=0.05),
+    "dro": RunRule(1.0, 1.0, is_weight=True, beta=0.05, everywhere=True),
     "gspo": RunRule(1 - 3e-4, 1 + 4e-4, is_anchored=True, needs=("logprobs", "advantages", "mask")),
+    "stable_reinforce": RunRule(0.0, 2.0, is_weight=True),
 }
 CLIPPED: tuple[LossFn, ...] = ("ppo", "cispo", "gspo")
 """The losses whose bounds an operation may give."""
@@ -78,8 +82,9 @@ class OperationRows:
     answers: bool
 
 
-def parse_forward(payload: bytes, *, vocab: int, context: int) -> list[CheckedDatum]:
-    """Raises InvalidInput for data that contradict themselves or the base model, TrainingFailed for non-finite numbers."""
+def parse_forward(payload: bytes, *, vocab: int, context: int) -> tuple[LossFn, list[CheckedDatum]]:
+    """The loss and the rows. Raises InvalidInput for data that contradict themselves or the base model, TrainingFailed for non-finite
+    numbers."""
     try:
         forward = msgspec.msgpack.decode(payload, type=Forward)
     except (msgspec.DecodeError, ValueError) as error:
@@ -91,7 +96,7 @@ def parse_forward(payload: bytes, *, vocab: int, context: int) -> list[CheckedDa
             rows.append(_row(datum, rule, vocab, context))
         except Permanent as error:
             raise type(error)(f"datum {number}: {error}") from error
-    return rows
+    return forward.loss, rows
 
 
 def _rule(forward: Forward) -> RunRule:
@@ -99,16 +104,10 @@ def _rule(forward: Forward) -> RunRule:
     rule, low, high, beta = RUN_RULES[forward.loss], forward.clip_low, forward.clip_high, forward.beta
     if forward.loss not in CLIPPED and (low is not None or high is not None):
         raise InvalidInput(f"{forward.loss} has no bounds")
-    if forward.loss != "dro" and beta is not None:
+    if forward.loss not in ("dro", "stable_reinforce") and beta is not None:
         raise InvalidInput(f"{forward.loss} has no beta")
-    return RunRule(
-        _finite(low, rule.low),
-        _finite(high, rule.high),
-        rule.is_weight,
-        rule.is_anchored,
-        _finite(beta, rule.beta),
-        rule.needs,
-    )
+    bounds = {"low": _finite(low, rule.low), "high": _finite(high, rule.high)}
+    return replace(rule, **bounds, beta=_finite(beta, rule.beta))
 
 
 def _finite(given: float | None, otherwise: float) -> float:
@@ -129,11 +128,12 @@ def _row(datum: Datum, rule: RunRule, vocab: int, context: int) -> CheckedDatum:
             raise InvalidInput(f"{name} are missing, which the loss needs")
     learned = "advantages" if rule.needs else "weights"
     factors_M = _numbers(learned, getattr(datum, learned), num, 1.0)
+    learned_M = (factors_M != 0) | (rule.everywhere and rule.beta != 0)
     of_targets_KM = np.stack(
         [
             _numbers("logprobs", datum.logprobs if rule.needs else None, num, 0.0),
             factors_M,
-            np.ones(num),
+            learned_M.astype(np.float64),
             _numbers("low", datum.low if rule.is_anchored else None, num, rule.low),
             _numbers("high", datum.high if rule.is_anchored else None, num, rule.high),
             _numbers("mask", datum.mask if rule.is_anchored else None, num, 0.0),
@@ -147,7 +147,6 @@ def _row(datum: Datum, rule: RunRule, vocab: int, context: int) -> CheckedDatum:
         "is_weight_R1": float(rule.is_weight),
         "betas_R1": rule.beta,
     }
-    learned_M = (factors_M != 0) | (rule.beta != 0)
     return CheckedDatum(
         tokens, targets, of_targets_KM, learned_M, np.array([of_row.get(name, 0.0) for name in ROW_TERMS])
     )

@@ -10,7 +10,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -23,8 +23,6 @@ from trainer_service.open_step import OpenBatch
 from trainer_service.packing import WINDOW_BATCHES, Budget
 from trainer_service.training import DoesNotFit, Trainer
 
-MAX_BATCHES_AHEAD = 8
-"""Micro-batches that a tenant may be served more than another that waits."""
 LEAST_CHARGED_PART = 1 / 32
 """The least part of a micro-batch's tokens that a tenant is charged: the smallest takes time too."""
 FOLLOWER_WAIT_PART = 0.25
@@ -65,6 +63,11 @@ class FusedStep:
     def tokens_left(self) -> int:
         """Tokens left; an estimate until the step has begun."""
         return self.tokens if self.step is None else self.step.opened.tokens_left
+
+    @property
+    def tokens_unserved(self) -> int:
+        """Tokens left, with those of the micro-batch that is computed now."""
+        return max(self.tokens_left, self.under_way)
 
 
 @dataclass(slots=True)
@@ -155,25 +158,25 @@ class Driver:
         return step
 
     def _in_turn(self, company: Sequence[FusedStep]) -> list[FusedStep]:
-        """Sorts the members by their tenants' tokens until each ends; tenants that were served much more come last."""
-        tenants = {member.tenant for member in company}
-        if len(tenants) > 1:
+        """Sorts the members by their tenants' tokens until each ends; tenants that were served too much come last."""
+        if len({member.tenant for member in company}) > 1:
             self._shared_at = time.monotonic()
-        most = self.most_served(tenants)
+        first = self.first_finish(company)
         to_go: Counter[str] = Counter()
-        # Shortest remaining time first: a small step waits for no large one. That would starve the large, so a tenant served
-        # MAX_BATCHES_AHEAD micro-batches more than the least served one, by weight, goes behind it (weighted fair queueing).
+        # Shortest remaining time first: a small step waits for no large one. That alone would starve the large, and serve tenants of like
+        # steps in bursts, so nobody is served beyond the moment at which fair queueing would end another's step.
         keys: dict[FusedStep, tuple[float, int]] = {}
         for member in company:
             to_go[member.tenant] += member.tokens_left
             served = self.served.virtual_time(member.tenant)
-            keys[member] = (served if served >= most else 0.0, to_go[member.tenant])
+            keys[member] = (served if served >= first else 0.0, to_go[member.tenant])
         return sorted(company, key=keys.__getitem__)
 
-    def most_served(self, tenants: Collection[str]) -> float:
-        """The virtual time above which a tenant is served last."""
-        least = min((self.served.virtual_time(tenant) for tenant in tenants), default=0.0)
-        return least + MAX_BATCHES_AHEAD * self.trainer.budget.tokens
+    def first_finish(self, members: Sequence[FusedStep]) -> float:
+        """The earliest virtual time at which a tenant will have got its oldest step; who has reached it is served last."""
+        oldest = {member.tenant: member for member in reversed(members)}
+        times = (self.served.virtual_time(t) + member.tokens_unserved / member.weight for t, member in oldest.items())
+        return min(times, default=0.0)
 
     def _micro_batch(self, company: Sequence[FusedStep]) -> dict[FusedStep, object]:
         going = [(m, m.step.opened) for m in company if m.step is not None and not m.step.opened.done]

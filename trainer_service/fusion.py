@@ -3,8 +3,9 @@
 waits for: a step (a TrainStep, or a segment of a run's operations)   unblocked by: the handlers
 
 A tenant's steps go by age. Between tenants the step with the fewest tokens left is first (shortest remaining processing
-time), so that a small one waits for no large one; but a tenant that was served MAX_BATCHES_AHEAD micro-batches more than
-the least served one, by weight, comes after it, so that nobody is overtaken without end.
+time), so that a small one waits for no large one; but a tenant that has reached the virtual time at which weighted fair
+queueing ends another's step comes after it: nobody's step waits longer than in fair shares, and like steps go in turn
+(as in the Fair Sojourn Protocol: Friedman and Henderson, SIGMETRICS 2003).
 
 A micro-batch under way cannot be overtaken, and holds at least one row of a large step. So where the base model computes in
 two threads at once, the *express* driver takes small steps, next to the main one.
@@ -107,9 +108,9 @@ class Fusion:
         waiting = self._main.members
         return (
             express.trainer.budget.holds(1, new.tokens + sum(m.tokens_left for m in express.members), branched=False)
-            and any(max(m.tokens_left, m.under_way) > express.trainer.budget.tokens for m in waiting)
+            and any(m.tokens_unserved > express.trainer.budget.tokens for m in waiting)
             and all(member.tenant != new.tenant for member in waiting)
-            and self._served.virtual_time(new.tenant) < self._main.most_served({member.tenant for member in waiting})
+            and self._served.virtual_time(new.tenant) < self._main.first_finish(waiting)
         )
 
 

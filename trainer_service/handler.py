@@ -240,17 +240,13 @@ class TrainHandler:
         return state
 
     async def _drop_old(self, message: Init | TrainStep, newest: AdapterRef) -> None:
-        """Keeps optimiser state for the newest two versions, adapters while their job wants them. A failure costs only space."""
-        if not isinstance(message, TrainStep):
+        """Keeps optimiser state for the newest two versions. A failure costs only space."""
+        if not isinstance(message, TrainStep) or newest.version < 2:
             return
-        dropped = [msgspec.structs.replace(newest, version=version) for version in message.drops]
+        old = msgspec.structs.replace(newest, version=newest.version - 2)
         try:
-            if newest.version >= 2:
-                old = msgspec.structs.replace(newest, version=newest.version - 2)
-                self._versions.retire(old, is_read=is_lagged(message))
-                await self._versions.store.drop_optimizer(old)
-            for old in dropped:
-                await self._versions.store.drop_files(old)
+            self._versions.retire(old, is_read=is_lagged(message))
+            await self._versions.store.drop_optimizer(old)
         except MarlaasError as error:
             log.warning("old_version_not_dropped", job=newest.job, version=newest.version, reason=str(error))
 

@@ -27,7 +27,7 @@ Axes: R rows of a batch, or of a micro-batch that may mix batches; W places for 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -223,7 +223,7 @@ def advantages(rewards_R: Floats, groups_R: Ints, kind: AdvantageKind) -> Floats
 def token_weights(num_written_R: Ints, kept_R: Bools, spec: LossSpec) -> Floats:
     """The factor of each token's loss by row, [R]; denominators count kept rows of the whole batch."""
     num_rows = float(kept_R.sum())
-    denominators: dict[str, Floats | float] = {
+    denominators: dict[str, Any] = {
         "rows": num_rows * num_written_R,
         "sums": num_rows,
         "max_tokens": num_rows * spec.max_tokens,

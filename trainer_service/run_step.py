@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.errors import InvalidInput, TrainingFailed
 from common.wire.messages import Failure, OptimSpec, Usage, f32
-from common.wire.operations import OperationResult, Outputs, RunOperation
+from common.wire.operations import STAND_IN, OperationResult, Outputs, RunOperation
 from trainer_service.data import CheckedDatum, OperationRows, batch_of_parts, parse_forward
 from trainer_service.open_step import OpenBatch, TrainState, check_rate, failure_of
 from trainer_service.training import Trainer
@@ -27,6 +27,7 @@ class Gradient:
     num_operations: int
     grad_P: Tensor | None = None  # None: nothing has been added
     failure: str = ""  # why the log cannot be applied: an operation's part is missing
+    stands_in: bool = False  # see `STAND_IN`: some operation's part does
 
     @property
     def num_bytes(self) -> int:
@@ -44,6 +45,7 @@ class Parsed:
     rows: Sequence[CheckedDatum] = ()
     optim: OptimSpec | None = None
     failure: Failure | None = None
+    stands_in: bool = False  # see `STAND_IN`
 
     @property
     def part(self) -> OperationRows:
@@ -86,10 +88,10 @@ def parse(operation: RunOperation, trainer: Trainer) -> Parsed:
     try:
         if action == "optim_step":
             return Parsed(seq, action, answered, optim=_parse_optim(operation.payload))
-        rows = parse_forward(operation.payload, vocab=base.vocab, context=base.context)
+        loss, rows = parse_forward(operation.payload, vocab=base.vocab, context=base.context)
     except (InvalidInput, TrainingFailed) as error:
         return Parsed(seq, action, answered, failure=failure_of(error))
-    return Parsed(seq, action, answered, rows)
+    return Parsed(seq, action, answered, rows, stands_in=loss == "stable_reinforce")
 
 
 def _parse_optim(payload: bytes) -> OptimSpec:
@@ -161,7 +163,8 @@ def _result(run: OpenRun, part: int) -> OperationResult:
         return OperationResult(operation.seq)
     rows = np.flatnonzero(opened.batch.parts_R == part).tolist()
     logprobs = tuple(f32(opened.logprobs[row]) for row in rows)
-    return OperationResult(operation.seq, encoded(Outputs(logprobs, {"loss:sum": opened.losses.get(part, 0.0)})))
+    metrics = {"loss:sum": opened.losses.get(part, 0.0)} | ({f"{STAND_IN}:max": 1.0} if operation.stands_in else {})
+    return OperationResult(operation.seq, encoded(Outputs(logprobs, metrics)))
 
 
 def _sum(trainer: Trainer, run: OpenRun, results: Sequence[OperationResult]) -> Gradient:
@@ -181,7 +184,8 @@ def _sum(trainer: Trainer, run: OpenRun, results: Sequence[OperationResult]) -> 
         grad_P = None
     elif learns:
         grad_P = trainer.gradient(opened).clone()
-    return Gradient(before.first_seq, before.num_operations + len(run.operations), grad_P, failure)
+    stands_in = before.stands_in or any(one.stands_in and one.part.learns for one in run.operations)
+    return Gradient(before.first_seq, before.num_operations + len(run.operations), grad_P, failure, stands_in)
 
 
 def _apply(
@@ -195,4 +199,5 @@ def _apply(
         raise InvalidInput(f"not applied, and the gradient is dropped: {gradient.failure}")
     grad_P = state.values_P.new_zeros(len(state.values_P)) if gradient.grad_P is None else gradient.grad_P.clone()
     new, norm = trainer.apply(state, grad_P, operation.optim)
-    return new, {"grad_norm": norm, "learning_rate": operation.optim.learning_rate}
+    metrics = {"grad_norm": norm, "learning_rate": operation.optim.learning_rate}
+    return new, metrics | ({STAND_IN: 1.0} if gradient.stands_in else {})

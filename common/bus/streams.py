@@ -5,7 +5,8 @@
     env:<worker>               stream   TurnResult of sessions that the worker holds group `env`
     env-workers                zset     env workers with such a stream, by when they count as gone, ms
     rollout                    stream   TurnRequest, first turns                   group `rollout`
-    rollout:first              stream   TurnRequest that is read first: later turns, inference  group `rollout`
+    rollout:first              stream   TurnRequest of later turns: read before    group `rollout`
+    rollout:chat               stream   TurnRequest of completions: read first of all, has places of its own  group `rollout`
     train                      stream   Init, TrainStep, Operations, Forget        group `trainer`
     scored:<p>                 stream   ScoredTrajectory, Parked, DeadLetter       group `manager`, consumer `owner`
     adapters:<p>               stream   AdapterUpdate, OperationsDone, Forgotten,
@@ -27,6 +28,7 @@
     bits:live                  zset     services that have live workers, by when they count as gone, ms
     store                      string   identity of the local store that the cell's first service found
     memory                     hash     kind of key -> bytes of Redis' memory, estimated by one owner
+    disk-full                  string   set while the disk of `marlaas up`'s Redis is full
     dropped                    hash     stream -> entries that were dropped because it had too many bytes
     owners                     zset     tokens of live owners by when they count as dead, ms
     weights                    hash     partition, from 1 -> weight of its active tenants
@@ -114,6 +116,7 @@ class Cell:
     env_workers = Key("env-workers")
     rollout = Key("rollout")
     rollout_first = Key("rollout:first")
+    rollout_chat = Key("rollout:chat")
     train = Key("train")
     scored = KeyOf[int]("scored")
     adapters = KeyOf[int]("adapters")
@@ -133,6 +136,7 @@ class Cell:
     bits_live = Key("bits:live")
     store = Key("store")
     memory = Key("memory")
+    disk_full = Key("disk-full")
     dropped = Key("dropped")
     owners = Key("owners")
     weights = Key("weights")
@@ -220,7 +224,7 @@ class Cell:
 
     def records(self, job: str) -> tuple[str, ...]:
         """All keys of one job."""
-        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints)
+        keys = (self.job, self.ledger, self.open, self.evals, self.events, self.checkpoints, self.versions)
         return tuple(key(job) for key in keys)
 
     @property
@@ -230,6 +234,7 @@ class Cell:
             (self.env, GROUP_ENV),
             (self.rollout, GROUP_ROLLOUT),
             (self.rollout_first, GROUP_ROLLOUT),
+            (self.rollout_chat, GROUP_ROLLOUT),
             (self.train, GROUP_TRAINER),
         )
 

@@ -140,10 +140,16 @@ def kill_children() -> None:
                 os.kill(int(pid), signal.SIGKILL)
 
 
+def address_space() -> int:
+    """Bytes of address space that this process has so far (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
 def serve(answer: Callable[[bytes], Any], *, memory_bytes: int | None = None) -> None:
     """Runs a helper: answers questions until standard input ends. `answer` may raise InvalidInput.
 
-    The kernel kills it with its parent, and before its parent where memory runs out. Ctrl-C is for the parent.
+    The kernel kills it with its parent, and before its parent where memory runs out. Ctrl-C is for the parent. `memory_bytes`: of
+    address space in all; a question that needs more is refused.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tie_to(os.getppid())
@@ -165,3 +171,5 @@ def _answered(answer: Callable[[bytes], Any], question: bytes) -> Answer | Refus
         return Answer(answer(question))
     except InvalidInput as error:
         return Refusal(str(error), error.param, error.code)
+    except MemoryError:
+        return Refusal("reading this takes more memory than one request may have: send less at once", None, "too_large")

@@ -1,4 +1,4 @@
-"""A number of places that tenants share by weight, and of threads for long computations."""
+"""A number of places that tenants share by weight, of turns for each, and of threads for long computations."""
 
 import asyncio
 import os
@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from common.sharing.fairness import Fairness
 
@@ -149,6 +150,17 @@ class Places:
         """A tenant's seconds over weight, those of its places now included; and their number."""
         held = self._held.get(claim.tenant, Holdings())
         return self._fairness.virtual_time(claim.tenant) + held.served(self._clock()), held.num / claim.weight
+
+
+class PerTenant:
+    """Lets a few calls of each tenant run at once: `async with reads.of(tenant)`. The others wait in order."""
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self._of = WeakValueDictionary[str, asyncio.Semaphore]()  # of tenants that have calls
+
+    def of(self, tenant: str) -> asyncio.Semaphore:
+        return self._of.setdefault(tenant, asyncio.Semaphore(self._num))
 
 
 class SharedThreads:

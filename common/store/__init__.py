@@ -6,6 +6,7 @@ Its files:
 
     adapters.py      commits versions of adapters: files first, then the manifest, which is created only once
     byte_cache.py    caches what was used last, up to a number of bytes
+    disk_room.py     tells whether the disk of a local store has its reserve
     known_store.py   waits for the store that a cell knows
     objects.py       reads and writes object storage
     store_folder.py  tells a local store's folder from another in its place

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -55,6 +56,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(sizes.values()), optimizer
 
 
+InThread = Callable[[Callable[[], StoredFile]], Awaitable[StoredFile]]
+"""Calls a function in a thread."""
+
+
 def update_of(manifest: Manifest, about: Mapping[str, Any]) -> AdapterUpdate:
     """Makes the message that tells the owner of a version, the same each time. `about`: fields of `Message.about`."""
     return AdapterUpdate(
@@ -86,25 +91,27 @@ class AdapterStore:
         except msgspec.DecodeError as error:
             raise CorruptObject(f"{adapter}: manifest: {error}") from error
 
-    async def read(self, adapter: AdapterRef, names: Iterable[str] = PEFT_FILES) -> dict[str, bytes]:
-        """File contents, checked against the manifest's sha256. Raises NotFound or CorruptObject."""
+    async def read(
+        self, adapter: AdapterRef, names: Iterable[str] = PEFT_FILES, beside: InThread = asyncio.to_thread
+    ) -> dict[str, bytes]:
+        """File contents, checked against the manifest's sha256 in a thread of `beside`. Raises NotFound or CorruptObject."""
         manifest = await self.manifest(adapter)
         if manifest is None:
             raise NotFound(f"adapter {adapter} does not exist")
-        return {name: await self._read_file(manifest, name) for name in names}
+        return {name: await self._read_file(manifest, name, beside) for name in names}
 
     async def read_uploaded(self, path: str) -> bytes:
         """The factors that a user has uploaded. Raises NotFound."""
         return await self._objects.get(path)
 
-    async def _read_file(self, manifest: Manifest, name: str) -> bytes:
+    async def _read_file(self, manifest: Manifest, name: str, beside: InThread) -> bytes:
         if name not in manifest.files:
             raise NotFound(f"adapter {manifest.adapter} has no file {name}")
         try:
             data = await self._objects.get(f"{manifest.adapter.path()}/{manifest.attempt}/{name}")
         except NotFound as error:
             raise CorruptObject(f"adapter {manifest.adapter}: {name} is gone") from error
-        if (await asyncio.to_thread(_stored, data)).sha256 != manifest.files[name].sha256:
+        if (await beside(partial(_stored, data))).sha256 != manifest.files[name].sha256:
             raise CorruptObject(f"adapter {manifest.adapter}: {name} does not match its sha256")
         return data
 

@@ -13,12 +13,14 @@ model, their values too. Of replies in other roles than `tool`, an attribute `re
 "system"): a base whose chat template cannot show them is then refused. Without it each trajectory fails, with the reason.
 """
 
+import asyncio
 import importlib
 import inspect
 import os
 import site
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -176,6 +178,12 @@ def grader_of(spec: EnvSpec, *, param: str = "environment") -> Grader | None:
     return validate_grader(cast(Mapping[str, Any], grader), param=where)
 
 
+def grader_in(spec: EnvSpec) -> Mapping[str, Any] | None:
+    """The grader among a valid environment's arguments; None: there is none that this service runs."""
+    grader: Any = spec.args.get("grader") if spec.name in BUILT_IN else None
+    return cast(Mapping[str, Any], grader) if isinstance(grader, Mapping) else None
+
+
 def is_multi_turn(spec: EnvSpec) -> bool:
     return spec.name not in ("single_turn", SUPERVISED)
 
@@ -235,6 +243,17 @@ def installed(*, again: bool = False) -> dict[str, EntryPoint]:
 @lru_cache(maxsize=1)
 def _installed(_: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in (*BUILT_IN, SUPERVISED)}
+
+
+async def imported(spec: EnvSpec) -> None:
+    """Imports an installed environment in a thread if it is new here: that takes some half a minute, in which the event loop must go on.
+    What fails is told by `load_installed`."""
+    if spec.name in (*BUILT_IN, SUPERVISED):
+        return
+    if (entry := installed().get(spec.name)) and sys.modules.get(entry.module) in _in_use:
+        return
+    with suppress(InvalidInput):
+        await asyncio.to_thread(load_installed, spec.name)
 
 
 def load_installed(name: str) -> Any:

@@ -17,7 +17,7 @@ from common.errors import InvalidInput
 from common.outgoing import check_url
 from common.suggestions import cut, did_you_mean, quoted
 from common.tasks import formula, templates
-from common.wire.messages import MAX_REWARD
+from common.wire.messages import MAX_REWARD, AdapterRef
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -318,6 +318,15 @@ def model_graders(grader: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
     """(place in the grader, such as `graders.style`, or ""; grader) of those that ask a model of this service."""
     parts = [(f"graders.{name}", part) for name, part in _sub_graders(grader)] or [("", grader)]
     return [(place, part) for place, part in parts if part.get("type") in MODEL_GRADERS and part.get("url") is None]
+
+
+def tuned_version(model: str) -> AdapterRef | None:
+    """The version that `ft:{base}:{tenant}:{suffix}:{job}@{version}` names; None for another name."""
+    name, _, version = model.partition("@")
+    parts = name.split(":")
+    if len(parts) != 5 or parts[0] != "ft" or not version.isdecimal():
+        return None
+    return AdapterRef(parts[2], parts[4], int(version))
 
 
 def outside_urls(grader: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -19,6 +19,7 @@ from common.wire.messages import (
     Failure,
     Message,
     StopReason,
+    Tops,
     TurnRequest,
     TurnResult,
     Usage,
@@ -47,6 +48,7 @@ class ShortResult(Message, frozen=True, kw_only=True):
     stop_string: str = ""
     top_logprobs: list[list[tuple[int, float]]] = []
     prompt_logprobs: Array = EMPTY_F32
+    prompt_top_logprobs: Tops = []
     usage: Usage
     failure: Failure | None = None
 

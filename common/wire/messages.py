@@ -2,8 +2,7 @@
 
 A message is a frozen struct, msgpack on the wire, tagged by its class name. Unknown fields are ignored and missing ones take
 their default, so old and new workers can run together. A changed meaning or default needs a new class name, since a field
-with its default is not sent. Arrays travel as raw little-endian bytes with dtype and shape, tokens and their authors as a
-`Transcript`. `tests/common/test_messages.py` pins the wire format.
+with its default is not sent. Arrays travel as raw little-endian bytes, tokens and their authors as a `Transcript`.
 
     Start ─► env ─► TurnRequest ─► rollout ─► TurnResult ─► env ─► TurnRequest | ScoredTrajectory ─► manager
     manager ─► Init | TrainStep ─► trainer ─► AdapterUpdate ─► manager
@@ -15,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.wire.transcript import EMPTY, Array, Transcribed, Transcript, f32, i32
+from common.wire.transcript import EMPTY, Array, Tops, Transcribed, Transcript, f32, i32
 from common.wire.transcript import u8 as u8
 
 Purpose = Literal["train", "eval", "eval_greedy", "chat"]
@@ -99,7 +98,7 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     max_tokens: int = MAX_TOKENS  # bounds each turn
     top_p: float = 1.0  # inference only
     stop: tuple[str, ...] = ()  # strings; the tokens that complete one are kept, text is cut by the reader
-    num_top_logprobs: int = 0  # inference only
+    num_top_logprobs: int = 0  # inference only; for the prompt's tokens too, where they have log-probs
     top_k: int = 0  # inference only, applied before top_p; 0: all tokens
     stop_ids: tuple[int, ...] | None = None  # any of them ends the turn as its last token; None: the model's own
     seeded: bool = False  # a user named the seed: also an engine that draws for all from one stream gives it its own
@@ -234,6 +233,7 @@ class TurnRequest(Message, Transcribed, frozen=True, kw_only=True):
     reply_to: str = ""  # a reply stream; "": the env stream
     session: str = ""  # `<env worker>/<number>` of a live environment: that worker gets the result; "": any
     stream: bool = False  # inference: send TurnDelta as tokens come
+    chat: bool = False  # inference, but no sample in bulk: it goes before what waits in an engine
     judges: AdapterRef | None = None  # set if a grader's model answers: the version that sampled the trajectory
     untrained: bool = False  # as in Start
 
@@ -257,8 +257,9 @@ class TurnResult(Message, frozen=True, kw_only=True):
     logprobs: Array  # f4 [N]
     stop_reason: StopReason
     stop_string: str = ""  # the one that ended the turn, if one did
-    top_logprobs: list[list[tuple[int, float]]] = []  # [N][num_top_logprobs] token, log-prob
+    top_logprobs: Tops = []  # [N][num_top_logprobs]
     prompt_logprobs: Array = EMPTY_F32  # f4 [num_prompt] of each token before the turn, NaN where none was asked for
+    prompt_top_logprobs: Tops = []  # [num_prompt][num_top_logprobs], none where there is no log-prob
     usage: Usage  # of the trajectory, this turn included
     failure: Failure | None = None
 
@@ -325,9 +326,7 @@ class Init(Message, frozen=True, kw_only=True):
     lora: LoraSpec
     source: AdapterRef | None = None  # it is a copy of this version, whose rank `lora` gives; None: drawn from the seed
     with_optimizer: bool = False  # the source's optimiser state is copied too; else it starts empty
-    file: str = (
-        ""  # object with the factors, in PEFT's form and of the shape that `lora` says, that it is made of; empty: none
-    )
+    file: str = ""  # object with the factors that it is made of, as PEFT has them, shaped as `lora` says; empty: none
 
 
 class TrainStep(Message, frozen=True, kw_only=True):
@@ -341,7 +340,6 @@ class TrainStep(Message, frozen=True, kw_only=True):
     rows: Rows  # empty: nothing to learn from, the version is committed unchanged (`no_signal`)
     trajectories: tuple[str, ...] = ()  # ids of the rows
     next_group: int  # the data cursor, kept in the manifest
-    drops: tuple[int, ...] = ()  # versions of the job whose files go once v+1 is committed
     weight: float = 1.0  # the tenant's, among those whose steps a trainer holds
     untrained: bool = False  # `adapter` is a version 0 to be drawn from `seed`, unless a trainer has done so
 
@@ -445,6 +443,7 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     dtype: str = ""  # that a rollout worker samples in: float32, bfloat16
     fingerprint: str = ""  # of the bits that it computes in deterministic mode
     reason: str = ""  # why it was refused, or what it waits for
+    disk_full: bool = False  # the store's disk has less than its reserve free
     waiting: dict[str, str] = {}  # job -> what its work waits for, outside of this worker
     spans: tuple[Span, ...] = ()
     counters: dict[str, float] = {}  # totals since its start, for /metrics

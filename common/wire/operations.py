@@ -16,7 +16,9 @@ import msgspec
 
 from common.wire.messages import AdapterRef, Array, Failure, LoraSpec, Message, Usage
 
-LossFn = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+LossFn = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"]
+STAND_IN = "stable_reinforce_is_stand_in"
+"""The metric, 1, of what was trained with our formula in place of Tinker's own, which is not public."""
 Action = Literal[
     "forward", "forward_backward", "optim_step", "load", "save_weights", "save_for_sampler", "save_external", "unload"
 ]
@@ -43,7 +45,7 @@ class Forward(msgspec.Struct, frozen=True, omit_defaults=True):
     loss: LossFn
     clip_low: float | None = None  # bounds of the ratio itself, as 0.8 and 1.2; None: the loss's own
     clip_high: float | None = None
-    beta: float | None = None  # dro
+    beta: float | None = None  # dro, stable_reinforce
 
 
 class SaveWeights(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 
 DTYPES = {"i4": np.dtype("<i4"), "f4": np.dtype("<f4"), "u1": np.dtype("u1")}
+Tops = list[list[tuple[int, float]]]
+"""The alternatives to each of some tokens, best first: token, log-prob."""
 SIZE = 4
 """Bytes of a token, and of a log-prob."""
 

@@ -88,7 +88,8 @@ class Takeover:
         if not innocent:
             await self._run_alone(inbox, idle[0])
             return
-        room = min(self._at_once - self._underway.num_orphans, self._most + self._at_once - len(self._underway))
+        places = self._underway.room(self._most + self._at_once, inbox.stream)
+        room = min(self._at_once - self._underway.num_orphans, places)
         self.is_short = room < len(innocent)
         if room <= 0:
             await self._underway.changed(self._every_s)

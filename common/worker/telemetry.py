@@ -110,6 +110,7 @@ class About:
     fingerprint: str = ""
     resident: Callable[[], list[str]] = field(default=list)
     waiting: Callable[[], dict[str, str]] = field(default=dict)
+    lacks_disk: Callable[[], str] = field(default=str)
     counters: Callable[[], dict[str, float]] = field(default=dict)
     """Totals that the service counts itself, such as `busy_s`."""
 
@@ -143,6 +144,7 @@ class Reporter:
     def report(self, state: str, in_use: int, *, reason: str = "") -> WorkerReport:
         now = time.monotonic()
         spans, busy_s = self.timeline.take()
+        lacks_disk = self.about.lacks_disk()
         waited, at_s = self._waited
         period, self._last = max(now - self._last, 1e-6), now
         return WorkerReport(
@@ -164,7 +166,8 @@ class Reporter:
             outside=self.about.outside,
             dtype=self.about.dtype,
             fingerprint=self.about.fingerprint,
-            reason=reason or (waited if now - at_s < WAITED_S else ""),
+            reason=reason or lacks_disk or (waited if now - at_s < WAITED_S else ""),
+            disk_full=bool(lacks_disk),
             waiting=self.about.waiting(),
             spans=spans,
             counters={

@@ -1,11 +1,12 @@
-"""The deliveries that a worker works on, and where it reads them.
+"""The deliveries that a worker works on, where it reads them, and the places that they take.
 
 A delivery is under way from the creation of its task until `end`. Only what advanced since the last renewal is renewed, so
 that another worker takes over what hangs.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from common.bus.bus import Delivery, Unfetched
@@ -18,6 +19,8 @@ class Inbox:
     group: str
     at_once: int | None = None
     """Entries taken by one read; None: as many as free slots. Fewer let others share a burst."""
+    own_slots: int = 0
+    """Places that only this stream's deliveries take, beyond the slots: it is read also while those are taken."""
     keep_s: int | None = None
     """The stream is this worker's own, and expires so long after its last sign of life; None: it stays."""
 
@@ -37,7 +40,9 @@ class Active:
 class Underway:
     """All deliveries under way, by entry."""
 
-    def __init__(self) -> None:
+    def __init__(self, inboxes: Sequence[Inbox]) -> None:
+        self._own_slots = {inbox.stream: inbox.own_slots for inbox in inboxes}
+        self._num: Counter[str] = Counter()  # by stream
         self._active: dict[str, Active] = {}
         self.num_taken_over = 0
         self._ended = asyncio.Event()
@@ -49,6 +54,12 @@ class Underway:
 
     def __contains__(self, entry: str) -> bool:
         return entry in self._active
+
+    def room(self, slots: int, stream: str = "") -> int:
+        """Free places: of so many slots, and of those that the stream has of its own."""
+        in_slots = sum(max(0, num - self._own_slots[other]) for other, num in self._num.items())
+        own = max(0, self._own_slots[stream] - self._num[stream]) if stream else 0
+        return max(0, slots - in_slots) + own
 
     @property
     def num_orphans(self) -> int:
@@ -67,6 +78,7 @@ class Underway:
         task = asyncio.create_task(work, name=delivery.entry)
         self._idle.clear()
         self._active[delivery.entry] = Active(delivery, task, orphan=delivery.deliveries > 1)
+        self._num[delivery.stream] += 1
         self.num_taken_over += delivery.deliveries > 1
         return task
 
@@ -101,6 +113,7 @@ class Underway:
     def end(self, entry: str) -> None:
         if active := self._active.pop(entry, None):
             self.num_taken_over -= active.delivery.deliveries > 1
+            self._num[active.delivery.stream] -= 1
         self._ended.set()
         self._changed.set()
         if not self._active:

@@ -48,6 +48,7 @@ from common.worker.underway import Active, Inbox, Underway
 MAX_ATTEMPTS = 3
 UNAVAILABLE_LIMIT_S = 600.0
 REPORT_EVERY_S = 1.0
+BLOCK_MS = 500
 MAX_VOIDED = 100_000
 FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
 """Pauses between two looks for leftovers: the first after a delivery, since another often follows; the longest."""
@@ -107,7 +108,7 @@ class Habits:
 
 
 class Worker:
-    """Runs a handler over its inboxes (earlier ones first) until `stop` is set, then hands open work back."""
+    """Runs a handler over its inboxes (own places, then earlier ones first) until `stop` is set, then hands open work back."""
 
     def __init__(
         self,
@@ -127,12 +128,13 @@ class Worker:
         self._holds: Holds | None = handler if isinstance(handler, Holds) else None
         self._retries: Retries | None = handler if isinstance(handler, Retries) else None
         self._inboxes = inboxes
+        self._shared = [inbox for inbox in inboxes if not inbox.own_slots]
         self._reporter = reporter
         self._habits = habits
         self._most = reporter.about.slots + habits.ahead
         self._lease_s = lease_s
         self._max_deliveries = max_deliveries
-        self._underway = Underway()
+        self._underway = Underway(inboxes)
         self._voided = Voided()
         lost = [self._holds.unpublished] if self._holds else []
         self._settler = Settler(bus, reporter, self._window_s, *lost)
@@ -158,9 +160,10 @@ class Worker:
             loops.append(self._keep_progress(self._resumes))
         if self._habits.on_adapter_new:
             loops.append(self._follow(self._bus.cell.adapters_new, "$", AdapterNew, self._habits.on_adapter_new))
-        async with running(self._read(), self._takeover.run(), *loops) as (reader, takeover, *_):
+        takers = [self._takeover.run(), self._read(), *(self._read_own(i) for i in self._inboxes if i.own_slots)]
+        async with running(*takers, *loops) as tasks:
             await stop.wait()
-            await cancel_all([reader, takeover])
+            await cancel_all(tasks[: len(takers)])
             await self._hand_back_all()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
@@ -179,7 +182,7 @@ class Worker:
         if self._underway and (unknown or not self._habits.has_room()):
             return 0
         extra = 0 if self._takeover.is_short else min(self._habits.orphan_slots, self._underway.num_taken_over)
-        return self._most + extra - len(self._underway)
+        return self._underway.room(self._most + extra)
 
     def _window_s(self, most_s: float) -> float:
         """Seconds for which entries wait for others: none where nothing is under way."""
@@ -194,13 +197,30 @@ class Worker:
                 await self._takeover.over()
                 continue
             found = await (self._next() if self._free > 0 else self._leftovers())
-            await self._hold(found)
-            for delivery in found:
-                self._begin(delivery)
+            await self._take(found)
             if found:
-                self._reporter.first_read([delivery.entry for delivery in found])
                 self._read_s = time.monotonic() if self._drained or self._free <= 0 else float("-inf")
             await asyncio.sleep(0)  # the handler has them now, and counts them in what it says of its room
+
+    async def _read_own(self, inbox: Inbox) -> None:
+        """Reads a stream as its entries come, into its own places and into slots that are free."""
+        while True:
+            if self._takeover.running_alone:
+                await self._takeover.over()
+            elif room := self._underway.room(self._most, inbox.stream):
+                await self._take(
+                    await self._bus.read([inbox.stream], inbox.group, self.name, count=room, block_ms=BLOCK_MS)
+                )
+            else:
+                await self._underway.one_ended()
+
+    async def _take(self, found: Sequence[Delivery]) -> None:
+        """Begins what was read."""
+        await self._hold(found)
+        for delivery in found:
+            self._begin(delivery)
+        if found:
+            self._reporter.first_read([delivery.entry for delivery in found])
 
     async def _hold(self, found: Sequence[Delivery]) -> None:
         """Keeps what was read just as an entry began to run alone, until that has ended."""
@@ -213,24 +233,24 @@ class Worker:
     async def _next(self) -> list[Delivery]:
         """Reads up to the free slots, first inboxes first; if all were empty, waits until one is not. If several fill at that
         moment more may come, up to the free slots of each."""
-        streams, group, free = [inbox.stream for inbox in self._inboxes], self._inboxes[0].group, self._free
-        count = min(free, *(inbox.at_once or free for inbox in self._inboxes))
+        streams, group, free = [inbox.stream for inbox in self._shared], self._shared[0].group, self._free
+        count = min(free, *(inbox.at_once or free for inbox in self._shared))
         if len(streams) > 1 and not self._drained:
             found = await self._bus.read_in_order(streams, group, self.name, count=count)
             self._drained = len(found) < count
             if found or self._takeover.running_alone:
                 return found
-        found = await self._bus.read(streams, group, self.name, count=count, block_ms=500)
+        found = await self._bus.read(streams, group, self.name, count=count, block_ms=BLOCK_MS)
         self._drained = len(found) < count
         return found
 
     async def _leftovers(self) -> list[Delivery]:
         """Reads an entry that no idle worker wants, if it may take one. Else waits until a delivery ends, or a while."""
-        if len(self._underway) >= self._most or not self._habits.takes_leftovers():
+        if not self._underway.room(self._most) or not self._habits.takes_leftovers():
             await self._underway.one_ended()
             return []
-        streams = [inbox.stream for inbox in self._inboxes]
-        found = await self._bus.read_in_order(streams, self._inboxes[0].group, self.name, count=1)
+        streams = [inbox.stream for inbox in self._shared]
+        found = await self._bus.read_in_order(streams, self._shared[0].group, self.name, count=1)
         if not found and self._free <= 0:
             ended = await self._underway.one_ended(self._look_s)
             self._look_s = FIRST_LOOK_S if ended else min(2 * self._look_s, LOOK_EVERY_S)
@@ -376,7 +396,7 @@ class Worker:
 
     async def _follow(self, stream: str, cursor: str, kind: type[M], hear: Callable[[M], None]) -> None:
         while True:
-            for entry, message in await self._bus.follow(stream, cursor, block_ms=500):
+            for entry, message in await self._bus.follow(stream, cursor, block_ms=BLOCK_MS):
                 cursor = entry
                 if isinstance(message, kind):
                     hear(message)

@@ -9,12 +9,10 @@ import ipaddress
 import os
 from pathlib import Path
 
+from common.private_networks import PRIVATE
+
 CONFIG = Path("/tmp/squid.conf")
 LISTS = tuple(f"MARLAAS_{name}_HOSTS" for name in ("ENDPOINT", "GRADER", "OPENENV", "LOGGER", "WEBHOOK"))
-PRIVATE = (
-    "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.168.0.0/16 "
-    "198.18.0.0/15 224.0.0.0/3 ::/128 ::1/128 64:ff9b::/96 fc00::/7 fe80::/10 ff00::/8"
-)
 
 
 def is_network(entry: str) -> bool:
@@ -30,7 +28,12 @@ def configuration(hosts: str) -> str:
     entries = [entry.strip().strip("[]").lower() for entry in hosts.split(",") if entry.strip()]
     networks = [entry for entry in entries if is_network(entry)]
     names = [entry.removeprefix("*") for entry in entries if not is_network(entry)]
-    lines = ["http_port 3128", f"acl private dst {PRIVATE}", "acl encrypted method CONNECT", "acl tls port 443"]
+    lines = [
+        "http_port 3128",
+        f"acl private dst {' '.join(PRIVATE)}",
+        "acl encrypted method CONNECT",
+        "acl tls port 443",
+    ]
     lines += [f"acl named dstdomain {name}" for name in names] + [f"acl listed dst {network}" for network in networks]
     if networks:
         lines.append("http_access allow listed")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from common.errors import CorruptObject
+from common.tasks.graders import tuned_version
 from common.text.tokens import ChatTokenizer
 from common.wire.codec import decode, encode
 from common.wire.messages import (
@@ -97,11 +98,10 @@ def adapter_of(model: str) -> AdapterRef:
     """The version of a name: a base model's, or `ft:{base}:{tenant}:{suffix}:{job}@{version}`. Raises GraderFailed."""
     if not model.startswith("ft:"):
         return BASE
-    name, _, version = model.partition("@")
-    parts = name.split(":")
-    if len(parts) != 5 or not version.isdecimal():
+    found = tuned_version(model)
+    if found is None:
         raise GraderFailed(f"the model {model[:100]} names no version")
-    return AdapterRef(parts[2], parts[4], int(version))
+    return found
 
 
 def resumed(result: TurnResult) -> Resumed:

@@ -286,6 +286,12 @@ def _error_of(error: Any) -> str:
 
 
 def told(text: str) -> str:
+    """One line of at most 400 characters. Of tracebacks only the line that says what was raised last."""
+    before, trace, after = text.rpartition("Traceback (most recent call last):")
+    if trace:
+        lines = [line for line in after.splitlines() if line.strip()] or [""]
+        raised = next((line for line in lines if not line[0].isspace()), lines[-1])
+        text = f"{before.partition('Traceback (most')[0][:100]} {raised}"
     return " ".join(text.encode(errors="replace").decode().split())[:400]
 
 

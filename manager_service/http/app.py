@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 
 from manager_service.http import errors
+from manager_service.http.arrival import Arrival
 from manager_service.http.body_limit import BodyLimit, KeyFirst
 from manager_service.http.connections import GONE, ClientGone
 from manager_service.http.context import Api
@@ -62,6 +63,7 @@ def create_app(api: Api, tinker: Records) -> FastAPI:
     app.add_middleware(OpenRequests, api=api)
     app.add_middleware(KeyFirst, api=api)
     app.add_middleware(Patience)
+    app.add_middleware(Arrival)
     app.openapi = cache(partial(_openapi, app))
     page_routes.install(app)
     return app

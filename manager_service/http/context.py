@@ -22,6 +22,7 @@ from common.bus.streams import Cell
 from common.cancellation import running
 from common.errors import InvalidInput, NotFound
 from common.models.weight_files import Weights
+from common.sharing.places import PerTenant
 from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.text.tokens import ChatTokenizer
@@ -41,6 +42,8 @@ from manager_service.settings import ManagerSettings
 TINKER_PREFIX = "tml-"
 ANSWER_S = 4.0
 """Seconds that a request waits for Redis before it answers 503."""
+MAX_READS = 2
+"""Reads of jobs' or runs' records by one tenant at once: each may have a megabyte or two."""
 MAX_CONNECTIONS = 64
 """Connections of one client, whose calls are short: more would take longer to make than they save."""
 
@@ -111,6 +114,7 @@ class Api:
     files: Files
     tables: Tables
     bases: dict[str, Base]
+    reads: PerTenant = field(default_factory=lambda: PerTenant(MAX_READS))
     downloads: Downloads = field(default_factory=Downloads)
 
 
@@ -131,9 +135,9 @@ Parts = Annotated[Api, Depends(get_api)]
 _bearer = HTTPBearer(auto_error=False, description="An API key: `sk-…`")
 
 
-async def authenticate(api: Api, scope: Scope) -> KeyRecord:
-    """The record of a request's key, which is looked up once. Raises ApiError 401."""
-    if "key" not in scope:
+async def authenticate(api: Api, scope: Scope, *, again: bool = False) -> KeyRecord:
+    """The record of a request's key, which is looked up once. `again`: it may be deleted meanwhile. Raises ApiError 401."""
+    if again or "key" not in scope:
         key = _given_key(dict(scope["headers"]))
         if not key:
             raise _unauthorized("no API key: send the header `Authorization: Bearer sk-…`")
@@ -144,11 +148,11 @@ async def authenticate(api: Api, scope: Scope) -> KeyRecord:
 
 
 def _given_key(headers: Mapping[bytes, bytes]) -> str:
-    """The key of a request; empty if it has none. `tinker` has its own header, and a prefix."""
+    """The key of a request; empty if it has none. `tinker` has its own header, and a prefix for either."""
     if tinker := headers.get(b"x-api-key"):
         return tinker.decode("latin-1").removeprefix(TINKER_PREFIX)
     scheme, key = get_authorization_scheme_param(headers.get(b"authorization", b"").decode("latin-1"))
-    return key if scheme.lower() == "bearer" else ""
+    return key.removeprefix(TINKER_PREFIX) if scheme.lower() == "bearer" else ""
 
 
 async def get_key(request: Request, api: Parts, shown: Annotated[object, Depends(_bearer)]) -> KeyRecord:

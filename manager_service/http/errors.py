@@ -18,6 +18,7 @@ from common.bus.redis_connection import is_full, passes
 from common.errors import AlreadyExists, InvalidInput, MarlaasError, NotFound
 from common.suggestions import cut, did_you_mean, quoted
 
+REQUEST_ID = "x-request-id"
 RETRY_LATER = {"Retry-After": "2"}
 MAX_MESSAGE = 1000
 """Characters. Names in a message are cut before; this is for what nobody thought of."""
@@ -109,7 +110,7 @@ def translated(error: Exception) -> ApiError:
         case InvalidInput():
             return ApiError(400, str(error), code=error.code or "invalid_request", param=error.param)
         case NotFound():
-            return ApiError(404, str(error), code="not_found")
+            return ApiError(404, str(error), code=error.code)
         case AlreadyExists():
             return conflict(str(error), code="already_exists")
         case ClientDisconnect():
@@ -153,10 +154,23 @@ def _of_framework(error: HTTPException) -> ApiError:
 
 
 async def _handle(request: Request, error: Exception) -> Response:
-    ours = translated(error)
-    if ours.status_code == 500:
-        log.error("internal_error", path=request.url.path, exc_info=error)
-    return answer(ours)
+    ours, headers = translated(error), dict[str, str]()
+    if ours.status_code == 500:  # whose answer goes past `Arrival`
+        headers[REQUEST_ID] = request.scope[REQUEST_ID]
+        log.error("internal_error", path=request.url.path, request_id=headers[REQUEST_ID], exc_info=error)
+    elif type(error) is HTTPException and error.status_code in (404, 405):
+        ours.detail = _no_route(request, ours)
+    response = answer(ours)
+    response.headers.update(headers)
+    return response
+
+
+def _no_route(request: Request, error: ApiError) -> str:
+    method, path, routes = request.method, request.url.path, request.app.routes
+    if error.status_code == 405:
+        return f"{cut(path)} takes {(error.headers or {}).get('Allow', 'other methods')}, and not {method}"
+    near = did_you_mean(path, [route.path for route in routes if method in (getattr(route, "methods", None) or ())])
+    return f"there is no {method} {cut(path)}{near or ';'} GET /docs shows all that there is"
 
 
 async def _handle_validation(request: Request, error: Exception) -> Response:

@@ -5,13 +5,18 @@ from typing import Any
 
 import msgspec
 
-from common.bus.fullness import MAX_USED_FOR_NEW, Gauge
+from common.bus.fullness import DISK_FULL, MAX_USED_FOR_NEW, Gauge
 from common.bus.streams import Cell
 from common.wire.messages import Usage
 from manager_service.http.errors import ApiError, unavailable
 from manager_service.records.stored import WHAT_TO_DELETE, StoredBytes
 from manager_service.records.tenants import TenantRecord
 from manager_service.records.usage import INFERENCE, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
+
+NO_DISK = (
+    "the disk of the service's Redis is full, so it serves only reads, deletes and cancels: try again when the operator has made"
+    " room; jobs then go on by themselves"
+)
 
 
 async def tokens_today(redis: Any, cell: Cell, tenant: str) -> int:
@@ -34,6 +39,12 @@ async def check_quota(redis: Any, cell: Cell, tenant: TenantRecord) -> None:
         )
 
 
+async def check_disk(gauge: Gauge) -> None:
+    """Raises ApiError 503 while Redis' disk is full."""
+    if await gauge.used() == DISK_FULL:
+        raise unavailable(NO_DISK, code="disk_full")
+
+
 async def check_stored(stored: StoredBytes, tenant: TenantRecord, more: int = 0) -> None:
     """Raises ApiError 429 if the tenant keeps all that it may, or would with `more` bytes."""
     if fault := await storage_fault(stored, tenant, more):
@@ -52,6 +63,7 @@ async def storage_fault(stored: StoredBytes, tenant: TenantRecord, more: int = 0
 
 async def check_room(gauge: Gauge) -> None:
     """Raises ApiError 503 while Redis is so full that what is under way needs the rest."""
+    await check_disk(gauge)
     if await gauge.used() > MAX_USED_FOR_NEW:
         raise memory_full()
 

@@ -11,12 +11,13 @@ import structlog
 import uvicorn
 
 from common.bus.bus import Bus
-from common.bus.fullness import Gauge, used_of
+from common.bus.fullness import Gauge, used_by
 from common.bus.streams import Cell
 from common.models.base_shape import NAMED_AS_LLAMA, BaseShape
 from common.models.weight_files import Weights, read_weights
 from common.settings import resolve_config
 from common.store.adapters import AdapterStore
+from common.store.disk_room import DiskRoom
 from common.store.known_store import remember
 from common.store.objects import Objects, patiently
 from common.text.model_folder import read_json
@@ -68,6 +69,7 @@ async def make_api(settings: ManagerSettings, limits: ApiLimits = LIMITS) -> Asy
             bases=bases,
             max_line_bytes=limits.max_line_bytes,
             stored=stored,
+            room=DiskRoom(settings.store, settings.disk_reserve_bytes),
         )
         tables = Tables(helpers, max_file_bytes=limits.max_file_bytes, max_line_bytes=limits.max_line_bytes)
         yield Api(
@@ -105,15 +107,11 @@ async def make_base(
         most_for_chat=INFERENCE_SHARE,
     )
     redis = connect_impatiently(settings.redis_url, bus.cell.key(""))
-
-    async def used() -> float:
-        return used_of(await redis.info("memory"))
-
     return Base(
         name=name,
         bus=bus,
         redis=redis,
-        gauge=Gauge(used),
+        gauge=Gauge(lambda: used_by(redis, bus.cell)),
         cluster=cluster,
         folder=folder,
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder, settings.max_context),

@@ -12,6 +12,7 @@ Its files:
     fitting.py         says what of base models fits in a memory
     engines.py         says what each engine of rollouts takes of a device
     embedded_redis.py  finds the Redis server, and starts it on a data folder
+    redis_room.py      keeps room on Redis' disk, and serves little while it is full
     own_store.py       waits until the store's folder is the one that the cells know
     commands/          the command line `marlaas`
     memory_shares.py   chooses the context that is served, and the memory of workers

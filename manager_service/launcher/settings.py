@@ -15,6 +15,8 @@ class LocalSettings(BaseSettings):
 
     devices: str = ""
     """The GPUs of each kind of worker, by nvidia-smi's numbers: rollout:0-3,trainer:4-7. Empty: rollouts, then trainers."""
+    disk_reserve_bytes: int = Field(default=1 << 30, ge=0)
+    """Bytes that stay free on the disk of a local store, and of the Redis of `marlaas up`: with fewer, no step is trained."""
     rollout_share: float | None = Field(default=None, gt=0, lt=1)
     """The part of a memory that rollouts have where a trainer shares it. None: by what both take of the base model."""
 

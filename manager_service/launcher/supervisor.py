@@ -36,6 +36,7 @@ from manager_service.launcher.devices import arrange, idle_gpu
 from manager_service.launcher.embedded_redis import EmbeddedRedis, make_private, write_private
 from manager_service.launcher.gpus import SERVICES, LocalWorker
 from manager_service.launcher.own_store import OwnStore
+from manager_service.launcher.redis_room import RedisRoom
 from manager_service.records.keys import GLOBAL
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 
@@ -95,6 +96,7 @@ class LocalCluster:
         self._commands = services or service_commands
         self._start = start
         self._redis: SupervisedProcess | None = None
+        self._room: RedisRoom | None = None
         self._services: dict[str, SupervisedProcess] = {}
         self._prefork_servers: list[PreforkServer] = []
         self._lock: TextIO | None = None
@@ -202,7 +204,8 @@ class LocalCluster:
             server.prepare()
             self.redis_url = server.url
             command = self._command("redis", server.argv, {})
-            self._redis = SupervisedProcess(command, self._hear, start_tied)
+            self._redis = SupervisedProcess(command, self._hear_of_redis, start_tied)
+            self._room = RedisRoom(server, self._environment, self._notify)
         self._pin_bases()
         commands = self._commands(self._counts, self._environment)
         arranged = arrange(self._environment, list(_workers(commands)))
@@ -253,6 +256,11 @@ class LocalCluster:
         }
         return Command(name=name, argv=argv, environment={**shared, **environment}, log=self.log_file(name))
 
+    def _hear_of_redis(self, line: str) -> None:
+        if self._room and self._redis:
+            self._room.redis_ended(self._redis.last_words(5))
+        self._hear(line)
+
     def _hear(self, line: str) -> None:
         """Passes on a child's exits. A child that refuses its settings ends the start, whose error says why."""
         self._store.look_again()
@@ -271,7 +279,8 @@ class LocalCluster:
                 await done_before(self._stopping, self._store.recognise(self.redis_url))
                 for process in self._services.values():
                     group.create_task(process.keep_running())
-                helpers = [group.create_task(self._rotate_logs()), group.create_task(self._watch_store())]
+                loops = (self._rotate_logs(), self._watch_store(), *((self._room.watch(),) if self._room else ()))
+                helpers = [group.create_task(loop) for loop in loops]
                 await self._stopping.wait()
                 for task in helpers:
                     task.cancel()

@@ -98,7 +98,7 @@ def _most_bytes(job: Job, numbers: Iterable[int]) -> int:
 
 def _head(step: TrainStep) -> bytes:
     """All of a step but its rows, which its trajectories' ids determine."""
-    return msgspec.msgpack.encode((step.id, step.epoch, step.loss, step.trajectories, step.next_group, step.drops))
+    return msgspec.msgpack.encode((step.id, step.epoch, step.loss, step.trajectories, step.next_group))
 
 
 class PayloadTidier:

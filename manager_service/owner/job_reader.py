@@ -14,13 +14,14 @@ from common.store.objects import Objects
 from common.wire.messages import AdapterRef
 from manager_service.owner.jobs.items import Items, LinesOnDisk
 from manager_service.owner.jobs.job import Job
+from manager_service.owner.runs.run_retention import read_versions
 from manager_service.records.file_records import file_path
 from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.keys import read_record
 from manager_service.records.sample_records import LIMITS, Limits
 
 JobHashes = Sequence[Mapping[bytes, bytes]]
-"""A job's hashes at the keys `job`, `open` and `evals`."""
+"""A job's hashes at the keys `job`, `open`, `evals` and `versions`."""
 MAX_READS = 16
 """Files that are read from object storage at once."""
 
@@ -55,9 +56,13 @@ class JobReader:
 
     async def records(self, job_ids: Sequence[str]) -> list[JobHashes]:
         """The record of each job; empty hashes of a job that has none."""
-        keys = [key(job) for job in job_ids for key in (self._cell.job, self._cell.open, self._cell.evals)]
+        keys = [
+            key(job)
+            for job in job_ids
+            for key in (self._cell.job, self._cell.open, self._cell.evals, self._cell.versions)
+        ]
         hashes = await self._bus.read_hashes(keys)
-        return [hashes[at : at + 3] for at in range(0, len(hashes), 3)]
+        return [hashes[at : at + 4] for at in range(0, len(hashes), 4)]
 
     async def read(self, job_id: str, records: JobHashes) -> FetchedJob | None:
         """A job with its files. None if it has no record that can be read. Raises Unavailable."""
@@ -85,7 +90,8 @@ class JobReader:
 
     def _made(self, spec: JobSpec, state: JobState, records: JobHashes, items: Items, eval_items: Items) -> Job:
         job = Job(self._cell, spec, state, items, eval_items, limits=self._limits)
-        job.open.load(state, *records[1:])
+        job.open.load(state, *records[1:3])
+        job.retention.versions = read_versions(records[3])
         return job
 
     async def search(self, job: Job, searched: VersionSearch) -> None:

@@ -12,14 +12,14 @@ one fenced script. A partition whose commit is refused is forgotten at once.
 import asyncio
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache, partial
 
 import structlog
 
 from common.bus.bus import Bus, Delivery, Undecodable, Unfetched
-from common.bus.fullness import MAX_MEMORY_USED
+from common.bus.fullness import DISK_FULL, MAX_MEMORY_USED
 from common.bus.streams import GROUP_MANAGER, OWNER, partition_of
 from common.cancellation import running, starting
 from common.errors import Unavailable
@@ -376,11 +376,10 @@ class Owner:
 
     def _archive_now(self) -> tuple[list[int], float]:
         """Partitions whose jobs are archived, and before when these must have finished: seconds since 1970."""
-        fills = self._allocator.memory_used > ARCHIVE_ALL_ABOVE
+        fills = ARCHIVE_ALL_ABOVE < self._allocator.memory_used < DISK_FULL
         return list(self._owned), time.time() - (0 if fills else self._archive_after_s)
 
     def _tenants(self) -> list[str]:
-        """The tenants of the partitions that it owns."""
         return [name for name in self._allocator.tenants if partition_of(name) in self._owned]
 
     async def _commit_archived(self, number: int, changes: Changes) -> bool:
@@ -396,6 +395,7 @@ class Owner:
         """Follows what changes slowly: tenants, memory, quotas, the age of broadcasts, stalls."""
         while True:
             await self._surroundings.look(measures=0 in self._owned)
+            self._allocator.disk_full = any(report.disk_full for report in self._cluster.working("trainer"))
             await self._look_after_runs()
             await self._tell_stalls()
             await asyncio.sleep(min(1.0, self._lease_s / 4))
@@ -405,7 +405,10 @@ class Owner:
         async with self._lock:
             changes = {number: Changes() for number in self._owned}
             for number, (partition, _) in self._owned.items():
+                live = Counter(run.spec.tenant for run in partition.runs.table.values() if run.view().active)
                 for job in partition.jobs.values():
+                    if (num := live[job.spec.tenant]) and self._allocator.is_full(job.spec.tenant):
+                        job.journal.waits_for_runs(num, time.time(), changes[number])
                     if job.id in self._allocator.storage.told:
                         continue
                     limit_s, why = max(STALL_S, 3 * self._lease_s), partial(self._diagnosis, job)
@@ -428,6 +431,8 @@ class Owner:
         cluster, used = self._allocator.cluster, self._allocator.memory_used
         if missing := [service for service in ("rollout", "env", "trainer") if not cluster.slots(service)]:
             return f"no {' and no '.join(missing)} worker is alive"
+        if used == DISK_FULL:
+            return "the disk of Redis is full, and nothing is issued until it has room"
         if used > MAX_MEMORY_USED:
             full = f"Redis is {used:.0%} full, and above {MAX_MEMORY_USED:.0%} nothing is issued; give it more memory"
             return f"{full} (most of it: {largest})" if (largest := self._surroundings.memory.largest()) else full

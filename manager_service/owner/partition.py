@@ -17,12 +17,14 @@ from common.bus.deliveries import dead_letter, fetched
 from common.bus.streams import GROUP_MANAGER, OWNER
 from common.errors import CorruptObject, InvalidInput, StoreUnavailable, Unavailable
 from common.store.adapters import update_of
-from common.wire.messages import AdapterRef, AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
+from common.wire.messages import AdapterUpdate, DeadLetter, JobCommand, Parked, ScoredTrajectory, Usage
+from common.wire.operations import Forgotten
 from manager_service.owner.job_reader import FetchedJob, JobHashes, JobReader, VersionSearch
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.job import Job
+from manager_service.owner.jobs.job_retention import JobRetention
 from manager_service.owner.runs.runs import Runs
-from manager_service.records.job_records import JobError
+from manager_service.records.job_records import FINAL, JobError
 from manager_service.records.run_records import is_run
 from manager_service.scheduling.members import MemberTable
 
@@ -42,7 +44,7 @@ class DelayedJob(NamedTuple):
 
     since: float  # seconds since 1970, when errors of this kind began
     error: Unavailable
-    source: AdapterRef | None
+    retention: JobRetention
 
 
 class Partition:
@@ -140,7 +142,7 @@ class Partition:
         if fetched is None:
             return None
         job = fetched.job
-        job.changed_at = now
+        job.changed_at = job.retention.asked_at = now
         self.jobs.add(job)
         changes.entered.append(self._cell.job(job_id))
         if fetched.missing:
@@ -181,9 +183,10 @@ class Partition:
             job.changed_at = min(job.changed_at, now)  # the clock may have gone back
         quiet = [job for job in self.jobs.values() if _is_quiet(job, now - quiet_s)]
         searched, self._searched = self._searched, {}
-        if not (quiet or self.runs.num_open) or self.fetching or not await nothing_under_way():
+        leaving = [job.retention for job in self.jobs.values() if job.retention.under_way]
+        if not (quiet or leaving or self.runs.num_open) or self.fetching or not await nothing_under_way():
             return
-        self.runs.resend_quiet(now - quiet_s, now, changes)
+        self.runs.resend_quiet(leaving, now - quiet_s, now, changes)
         for job in quiet:
             search = searched.get(job.id)
             if search is None or search.since != job.changed_at:
@@ -203,11 +206,15 @@ class Partition:
     ) -> None:
         """Takes in which trainers live and which sessions are silent, and drops versions that nobody needs."""
         self.runs.look(live_trainers, silent, now, changes)
-        sources_known = self._arriving.keys() <= self._delayed.keys()
-        if sources_known and self.runs.may_retire(now):
-            begun = [job.spec.source for job in self.jobs.values() if job.state.version < 0]
-            delayed = [waiting.source for waiting in self._delayed.values()]
-            await self.runs.retire([(source, False) for source in begun + delayed if source], now, changes)
+        if not self._arriving.keys() <= self._delayed.keys():
+            return  # somebody's copies are not known
+        jobs = [job.retention for job in self.jobs.values()]
+        delayed = (job.retention for job in self._delayed.values())
+        copies = [copy for retention in (*jobs, *delayed) for copy in retention.copies()]
+        if self.runs.may_retire(now):
+            await self.runs.retire(jobs, copies, now, changes)
+        elif ended := [retention for retention in jobs if retention.state.status in FINAL]:
+            await self.runs.look_at(ended, copies, now, changes)
 
     async def search(self) -> None:
         """Asks the store for the versions that quiet jobs wait for, without limit. Call outside of the passes.
@@ -321,6 +328,9 @@ class Partition:
         elif isinstance(message, AdapterUpdate):
             changes.ack(delivery.stream, delivery.entry)
             job.on_adapter(message, now, changes)
+        elif isinstance(message, Forgotten):
+            changes.ack(delivery.stream, delivery.entry)
+            job.retention.forgotten(message.forget, changes)
         elif isinstance(message, DeadLetter):
             changes.ack(delivery.stream, delivery.entry)
             if message.stream not in (self._cell.jobs(self.number), self._cell.adapters(self.number)):
@@ -373,7 +383,7 @@ class Partition:
             return
         before = self._delayed.get(job_id)
         since = before.since if before and type(before.error) is type(error) else now
-        self._delayed[job_id] = DelayedJob(since, error, job.spec.source)
+        self._delayed[job_id] = DelayedJob(since, error, job.retention)
         is_new = job.state.started_at is None
         gives_up = is_new and now - since >= GIVE_UP_S and not isinstance(error, StoreUnavailable)
         if before and str(before.error) == str(error) and not gives_up:

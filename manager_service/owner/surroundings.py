@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from common.bus.bus import Bus
-from common.bus.fullness import memory_used
+from common.bus.fullness import used_by
 from common.bus.streams import GROUP_MANAGER
 from common.wire.messages import WorkerReport
 from common.worker.telemetry import KEEP_REPORTS, KEEP_S
@@ -61,7 +61,7 @@ class Surroundings:
     async def _refresh(self, measures: bool) -> None:
         tenants = {record.id: record for record in await self._bus.retrying(self._tenants.all)}
         self._allocator.tenants = tenants
-        self._allocator.memory_used = await memory_used(self._bus)
+        self._allocator.memory_used = await self._bus.retrying(lambda: used_by(self._bus.client, self._cell))
         await self.memory.look(measures=measures)
         limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
         self._allocator.used_today.update(await self._used_today(limited))

@@ -239,6 +239,17 @@ class ArchivedRecords:
     async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
         return await self._newest("checkpoints", CheckpointRecord, lambda row: row.version, before, limit)
 
+    async def nearest(self, version: int) -> int:
+        """The version that is kept and nearest to this one."""
+        state, starts = self.job.state, _starts(self.job, "checkpoints")
+        if version == state.version:
+            return version
+        at = bisect_right(starts, version)
+        parts = [
+            await self._rows(f"checkpoints/{start}", CheckpointRecord) for start in starts[max(0, at - 1) : at + 1]
+        ]
+        return nearest([0, *(row.version for rows in parts for row in rows)], version)
+
     async def ledger(self) -> dict[str, int]:
         return dict.fromkeys(LEDGER, 0) | self.job.ledger
 
@@ -270,6 +281,11 @@ class ArchivedRecords:
         paths = await self.archive.objects.paths(self.archive.late(self.job))
         rows = [msgspec.json.decode(await self.archive.objects.get(path), type=EventRecord) for path in paths]
         return sorted(rows, key=lambda row: row.sequence)
+
+
+def nearest(versions: Sequence[int], version: int) -> int:
+    """The newer of two that are equally near; -1: there is none."""
+    return min(versions, key=lambda each: (abs(each - version), -each), default=-1)
 
 
 def in_parts(kind: str, rows: Sequence[tuple[int, bytes]]) -> dict[str, bytes]:

@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.tasks.environments import SUPERVISED
+from common.tasks.environments import SUPERVISED, grader_in
+from common.tasks.graders import model_graders, tuned_version
 from common.wire.messages import MAX_TOKENS, TEMPERATURE, AdapterRef, EnvSpec, Failure, LoraSpec, LossSpec, OptimSpec
 from manager_service.records.receivers import Integration
+from manager_service.records.run_records import Leaving
 from manager_service.records.sample_records import Kept
 
 MAX_DRAWN = 3
@@ -42,7 +44,7 @@ class Hyper(msgspec.Struct, frozen=True, kw_only=True):
     dynamic_sampling: bool = False
     tool_timeout_s: float = 10.0
     priority: int = 0  # larger first among the tenant's jobs
-    keep_versions: int | None = None  # newest versions that stay in the store, with the best; None: all
+    keep_versions: int | None = None  # of all its versions; see owner/jobs/job_retention.py; None: all
     max_context: int | None = (
         None  # tokens of a trajectory over all of its turns, the prompt included; None: what is served
     )
@@ -71,7 +73,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_items: int  # rows of the training file; 0: the environment makes its own
     num_eval_items: int = 0
     weight: float = 1.0  # the tenant's at creation
-    model: str = ""  # that it goes on from, with its version; empty: it begins with the base model
+    model: str = ""  # that it begins with, as its user named it, and with a tuned one's version; empty, of older jobs: base_model
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
     adapter_file: str | None = None  # version 0 is the adapter in this file
     integrations: tuple[Integration, ...] = ()
@@ -108,7 +110,6 @@ class Training(msgspec.Struct, frozen=True):
     versions: tuple[int, ...]  # that sampled its trajectories
     num_failed: int = 0  # trajectories that failed since the step before
     failed_reason: str = ""  # the commonest
-    drops: tuple[int, ...] = ()  # versions that go once this one is committed
     tokens: int = 0  # of all its rows, prompts included
 
 
@@ -197,7 +198,8 @@ class JobState(msgspec.Struct, kw_only=True):
     best_eval: float | None = None  # the largest eval_reward_mean, or -eval_loss, and the version that had it first
     best_version: int | None = None
     size: tuple[int, int] = (0, 0)  # bytes of each version: of the adapter, of the optimiser's state
-    stored: list[int] = []  # versions in the store, of a job that does not keep all
+    leaving: Leaving | None = None
+    num_left: int = 0  # messages to trainers that had them delete versions
     last_reward: float | None = None  # reward_mean of the newest step
     last_loss: float | None = None  # of the newest step
     last_eval_loss: float | None = None  # of a supervised job: eval_loss of the newest evaluation
@@ -256,11 +258,14 @@ class JobState(msgspec.Struct, kw_only=True):
 
 DELETED, MOVING = "deleted", "moving"
 """Fields of `job:<job>` that stand there only if they are true."""
+SUFFIX, VERSION = "suffix", "version"
+"""Fields of `job:<job>` that repeat a little of its specification and state, for lists."""
 
 
-def has_version(spec: JobSpec, state: JobState, version: int) -> bool:
-    """Is a version in the store?"""
-    return 0 <= version <= newest_stored(spec, state) and (spec.hyper.keep_versions is None or version in state.stored)
+def asked_versions(spec: JobSpec) -> list[AdapterRef]:
+    """The versions of tuned models that the job's graders ask."""
+    models = (str(part["model"]) for _, part in model_graders(grader_in(spec.env) or {}))
+    return [found for model in models if (found := tuned_version(model))]
 
 
 def newest_stored(spec: JobSpec, state: JobState) -> int:

@@ -94,7 +94,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Leaving(msgspec.Struct):
-    """Versions that nobody may begin to use, because a trainer is to delete them; see owner/runs/run_retention.py."""
+    """Versions of a run or job that nobody may begin to use, as a trainer is to delete them: see owner/runs/run_retention.py."""
 
     id: str  # of the message to the trainer
     versions: dict[int, bool]  # version -> its optimiser's state was there
@@ -210,10 +210,11 @@ def is_run(name: str) -> bool:
     return name.startswith("run-")
 
 
-# KEYS: versions, use, use with the optimiser's state. ARGV: version, is its optimiser's state wanted (1 or 0), seconds to keep.
-# Answers 0 if the version is not there.
+# KEYS: versions, use, use with the optimiser's state. ARGV: version, is its optimiser's state wanted (1 or 0), seconds to keep, is it a
+# run's. Answers 0 if the version is not there. Jobs that keep all have no list, nor have those in the archive.
 _USE = """
 local there = redis.call('HGET', KEYS[1], ARGV[1])
+if not there and ARGV[4] == '0' and redis.call('EXISTS', KEYS[1]) == 0 then return 1 end
 if not there or there < ARGV[2] then return 0 end
 redis.call('SET', KEYS[2], '', 'EX', ARGV[3])
 if ARGV[2] == '1' then redis.call('SET', KEYS[3], '', 'EX', ARGV[3]) end
@@ -222,13 +223,14 @@ return 1
 
 
 async def use(bus: Bus, adapter: AdapterRef, *, with_optimizer: bool = False) -> bool:
-    """Keeps a version for USED_S. False: it is deleted, or about to be. True for no run's: jobs keep their own."""
-    if not is_run(adapter.job):
+    """Keeps a version for USED_S. False: it is deleted, or about to be. True for a job's without a list: nothing of it is deleted."""
+    if adapter.is_base:
         return True
     cell, run, version = bus.cell, adapter.job, adapter.version
     keys = [cell.versions(run), cell.use(run, version), cell.use(run, version, with_optimizer=True)]
     script = bus.client.register_script(_USE)
-    return bool(await bus.retrying(lambda: script(keys=keys, args=[version, int(with_optimizer), USED_S])))
+    words = [version, int(with_optimizer), USED_S, int(is_run(run))]
+    return bool(await bus.retrying(lambda: script(keys=keys, args=words)))
 
 
 MAX_CHECKPOINTS = 1000

@@ -92,6 +92,7 @@ class Allocator:
     used_today: dict[str, int] = field(default_factory=dict)  # tenant -> tokens
     storage: StorageQuota = field(default_factory=StorageQuota)
     memory_used: float = 0.0  # Redis' memory over its limit, 0 to 1
+    disk_full: bool = False  # trainers say that the store's disk has no room for versions
     other_weight: float = 0.0  # of active tenants that other owners have
     sampling_weight: float = 0.0  # of those who chat or sample in bulk
     admits: Callable[[Job], bool] = lambda job: True
@@ -163,7 +164,8 @@ class Allocator:
     def decide(self, now: float, changes: dict[int, Changes]) -> None:
         """Decides all that may happen now, and writes it into the `changes` of each owned partition."""
         self.storage.charge(changes.values())
-        self._start_queued(now, changes)
+        if not self.disk_full:
+            self._start_queued(now, changes)
         self._follow_quotas(now, changes)
         if self.policy.barrier:
             self._closed = self._is_closed()
@@ -191,6 +193,10 @@ class Allocator:
             self.storage.ask(job.spec.tenant)
             self._guarded(job, now, changes, partial(job.start, now))
 
+    def is_full(self, tenant: str) -> bool:
+        """Has the tenant as many jobs and runs at once as it may?"""
+        return self.demand.active[tenant] >= self._tenant(tenant).max_jobs
+
     def _next_starts(self, tenant: str, num: int) -> list[Member]:
         """The tenant's queued jobs and runs that start next: the most urgent, and every fourth time the oldest."""
         if num <= 0:
@@ -215,7 +221,7 @@ class Allocator:
     def _publish_steps(self, now: float, changes: dict[int, Changes]) -> None:
         slots = self.cluster.slots("trainer")
         free = max(1, STEPS_PER_SLOT * slots) - self.demand.num_training
-        if free <= 0 or not self.demand.ready:
+        if free <= 0 or self.disk_full or not self.demand.ready:
             return
         self.queue.fairness.busy(self.demand.active)
         room = Room(slots, self.cluster.num_workers("trainer"), self.demand.handed.copy())

@@ -1,6 +1,6 @@
 """Continuous batching: rows join as slots and memory free up, advance one token a step together, and leave at their end.
 
-    admit   give slots to waiting rows in order of arrival; prefill each distinct (adapter, prompt) once, except its last token
+    admit   give slots to waiting rows in order of arrival, chats first; prefill each distinct (adapter, prompt) once, except its last token
     step    one forward with every row's newest token, through its own adapter, behind the new tokens of later turns that have
             just joined; sample; see who has ended
 
@@ -149,7 +149,8 @@ class RunningRows:
         return [*self.active(), *self._waiting]
 
     def add(self, row: TurnRow) -> None:
-        self._waiting.append(row)
+        first = sum(other.request.chat for other in self._waiting) if row.request.chat else len(self._waiting)
+        self._waiting.insert(first, row)
 
     def abort(self, row: TurnRow) -> None:
         """Removes the row; does nothing if it has ended."""

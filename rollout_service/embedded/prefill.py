@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from base_model.stacked import FusedAdapter, LanePlanner
-from common.wire.messages import AdapterRef, Array, TurnRequest
+from common.wire.messages import AdapterRef, Array, Tops, TurnRequest
 from rollout_service.embedded import kv
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart
 from rollout_service.embedded.meter import Meter
@@ -28,7 +28,7 @@ from rollout_service.embedded.pools import EngineLimits, Pools, rounded
 from rollout_service.embedded.prefix import PrefixCache, PrefixKey, TurnCache
 from rollout_service.embedded.row_states import TurnRow
 from rollout_service.embedded.sampler import score
-from rollout_service.turns import first_scored, prompt_array
+from rollout_service.turns import first_scored, prompt_array, prompt_tops
 
 PREFILL_BLOCK = 16
 """A prefill's positions are rounded up to a multiple of this."""
@@ -102,7 +102,7 @@ class Prefill:
         for row in rows:
             pool, key, past = self._pools.of(row), prefix_key(row), self.turns.take(row.request)
             if row.request.sampling.prompt_logprobs:
-                row.prompt_logprobs = prompt_array(row.request, ())
+                row.prompt_logprobs, row.prompt_top_logprobs = prompt_array(row.request, ()), []
                 new.setdefault(key, []).append(row)
             elif past is not None:
                 pool.put(row.slot, past)
@@ -156,25 +156,26 @@ class Prefill:
 
     def _score(self, rows: Sequence[TurnRow], hidden: Tensor) -> None:
         """Gives rows of one prefix their prompts' log-probs. hidden [T, E]: a state for each prefix token."""
-        known: dict[tuple[Any, ...], Array] = {}
+        known: dict[tuple[Any, ...], tuple[Array, Tops]] = {}
         for row in rows:
             started, sampling = time.perf_counter(), row.request.sampling
-            asked = (row.request.transcript.ids, row.request.num_prompt, sampling.prompt_logprobs, sampling.temperature)
+            how = (sampling.prompt_logprobs, sampling.num_top_logprobs, sampling.temperature)
+            asked = (row.request.transcript.ids, row.request.num_prompt, *how)
             if asked not in known:
                 known[asked] = self._prompt_logprobs(row.request, hidden)
-            row.prompt_logprobs = known[asked]
+            row.prompt_logprobs, row.prompt_top_logprobs = known[asked]
             seconds = time.perf_counter() - started
             self.busy_s += seconds
             self._spent(row, seconds)
 
-    def _prompt_logprobs(self, request: TurnRequest, hidden: Tensor) -> Array:
-        first, num = first_scored(request), request.num_prompt
+    def _prompt_logprobs(self, request: TurnRequest, hidden: Tensor) -> tuple[Array, Tops]:
+        first, num, num_top = first_scored(request), request.num_prompt, request.sampling.num_top_logprobs
         tokens = torch.from_numpy(request.tokens.numpy()[first:num].astype(np.int64)).to(hidden.device)
         temperature = request.sampling.temperature or 1.0
-        scores = score(
-            self._model.logits, hidden[first - 1 : num - 1], tokens, temperature=temperature, piece=self._piece
-        )
-        return prompt_array(request, scores.cpu().numpy())
+        states, piece = hidden[first - 1 : num - 1], self._piece
+        scores = score(self._model.logits, states, tokens, temperature=temperature, piece=piece, num_top=num_top)
+        tops = [[*zip(ids, values, strict=True)] for values, ids in zip(*(p.tolist() for p in scores.top), strict=True)]
+        return prompt_array(request, scores.logprobs.cpu().numpy()), prompt_tops(request, tops)
 
     # ---- later turns ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from base_model.stacked import FusedAdapter
 from common.rng import key_of, uniform_rows
-from common.wire.messages import EMPTY_F32, Array, StopReason, TurnRequest
+from common.wire.messages import EMPTY_F32, Array, StopReason, Tops, TurnRequest
 from rollout_service.embedded.backbone.compiling import Compiled
 from rollout_service.engine import OnToken
 from rollout_service.grammar import Guide
@@ -34,6 +34,7 @@ class TurnRow:
     stop_string: str = ""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
     prompt_logprobs: Array = EMPTY_F32  # see `Generated`
+    prompt_top_logprobs: Tops = field(default_factory=Tops)
     guide: Guide | None = None  # of a turn with a grammar
 
 

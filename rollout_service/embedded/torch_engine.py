@@ -253,4 +253,5 @@ def _result(end: Ended) -> Generated | Exception:
         num_sampled=end.partial.num_sampled,
         busy_s=end.partial.busy_s,
         prompt_logprobs=end.row.prompt_logprobs,
+        prompt_top_logprobs=end.row.prompt_top_logprobs,
     )

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from common.wire.messages import Tops
+
 
 class CoreDied(Exception):
     """The process ended, or can no longer be trusted; the next one must get its requests again."""
@@ -43,6 +45,7 @@ class SamplingRequest:
     end_ids: tuple[int, ...]  # tokens that end the turn; they belong to it
     seed: int | None  # of a stream of its own; None: it draws from the process's
     top_k: int = 0  # 0: all tokens
+    chat: bool = False  # before those that are none, where the process has no room for all
     grammar: str = ""  # that what is sampled follows, from its first token on
     prompt_logprobs: bool = (
         False  # the first chunk brings them; at temperature 1 whatever that of the tokens to come is
@@ -60,6 +63,7 @@ class TokenChunk:
     prompt_logprobs: list[float] = field(
         default_factory=list[float]
     )  # of all tokens of the request but the first, if asked for
+    prompt_top_logprobs: Tops = field(default_factory=Tops)  # of the same
 
 
 class Core(Protocol):

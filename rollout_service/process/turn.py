@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.rng import bits
-from common.wire.messages import EMPTY_F32, Array, StopReason, TurnRequest
+from common.wire.messages import EMPTY_F32, Array, StopReason, Tops, TurnRequest
 from rollout_service.engine import Beat, Generated, OnToken, Partial
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk
-from rollout_service.turns import first_scored, first_stop, prompt_array
+from rollout_service.turns import first_scored, first_stop, prompt_array, prompt_tops
 
 ALL_TOKENS = 2**31 - 1
 """A `top_k` that keeps all tokens of any vocabulary: engines take no larger number."""
@@ -39,6 +39,7 @@ class OpenTurn:
     deaths: int = 0  # processes that died under it
     not_finite: int = 0  # processes in which its log-probs were no numbers
     prompt_logprobs: Array = EMPTY_F32  # as in `Generated`
+    prompt_top_logprobs: Tops = field(default_factory=Tops)
     stop_string: str = ""
     stop_reason: StopReason | None = None  # None: it goes on
 
@@ -87,6 +88,7 @@ class OpenTurn:
             top_k=min(sampling.top_k, ALL_TOKENS),
             grammar=sampling.grammar,
             prompt_logprobs=self._lacks_prompt,
+            chat=request.chat,
         )
 
     def seed(self) -> int:
@@ -99,7 +101,7 @@ class OpenTurn:
         """Adds tokens up to the turn's end and forgets those beyond it. Raises NotFinite, CoreDied."""
         before = len(self.tokens)
         if self._lacks_prompt:
-            self._take_prompt(chunk.prompt_logprobs)
+            self._take_prompt(chunk)
         try:
             for index, token in enumerate(chunk.tokens):
                 if self.stop_reason:
@@ -115,15 +117,16 @@ class OpenTurn:
     def _lacks_prompt(self) -> bool:
         return bool(self.request.sampling.prompt_logprobs) and not len(self.prompt_logprobs)
 
-    def _take_prompt(self, scores: Sequence[float]) -> None:
+    def _take_prompt(self, chunk: TokenChunk) -> None:
         """Keeps the requested scores of all tokens but the first. Raises NotFinite, CoreDied."""
         first, num = first_scored(self.request), self.request.num_prompt
-        wanted = scores[first - 1 : num - 1]
+        wanted = chunk.prompt_logprobs[first - 1 : num - 1]
         if len(wanted) < num - first:
             raise CoreDied("it gave no log-probabilities of the prompt")
         if not all(map(math.isfinite, wanted)):
             raise NotFinite("the log-probability of a prompt token is not a number")
         self.prompt_logprobs = prompt_array(self.request, wanted)
+        self.prompt_top_logprobs = prompt_tops(self.request, chunk.prompt_top_logprobs[first - 1 : num - 1])
 
     def _append(self, token: int, logprob: float, top: list[list[tuple[int, float]]]) -> None:
         self.tokens.append(token)
@@ -156,4 +159,5 @@ class OpenTurn:
             num_sampled=self.num_sampled,
             busy_s=self.busy_s,
             prompt_logprobs=self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs,
         )

@@ -25,6 +25,7 @@ from common.errors import InvalidInput, Unavailable
 from common.models.families import unsupported_on_cpu
 from common.models.weight_files import LINEAR_LAYERS
 from common.text.model_folder import read_config
+from common.wire.messages import Tops
 from rollout_service.engine import Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk, UnreadableAdapter
@@ -137,7 +138,8 @@ class VllmCore:
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         prompt = {"type": "token", "prompt_token_ids": request.tokens, "cache_salt": request.salt}
         lora = self._loras[request.adapter.number]
-        outputs: Any = self._llm.generate(prompt, _parameters(request), request.id, lora_request=lora)
+        last = 0 if request.chat else 1
+        outputs: Any = self._llm.generate(prompt, _parameters(request), request.id, lora_request=lora, priority=last)
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -234,6 +236,7 @@ def _arguments(settings: RolloutSettings, folder: Path, context: int) -> dict[st
         "enforce_eager": settings.vllm_enforce_eager or is_cpu,
         "max_model_len": context,
         "max_num_seqs": settings.engine_slots,
+        "scheduling_policy": "priority",  # chats before others, where memory is short
         "max_num_batched_tokens": max(context, 2048) if is_cpu else CHUNK_TOKENS,
         "enable_chunked_prefill": not is_cpu,
         "seed": secrets.randbits(31),  # or all workers draw the same
@@ -264,7 +267,7 @@ def _parameters(request: SamplingRequest) -> Any:
         seed=request.seed if request.temperature else None,
         max_tokens=request.max_tokens,
         logprobs=request.num_top_logprobs,
-        prompt_logprobs=0 if request.prompt_logprobs else None,  # of the prompt's own tokens, no others
+        prompt_logprobs=request.num_top_logprobs if request.prompt_logprobs else None,
         stop_token_ids=list(request.end_ids),
         ignore_eos=True,
         detokenize=False,
@@ -278,23 +281,22 @@ def _parameters(request: SamplingRequest) -> Any:
 def _chunk(output: Any, num_top: int) -> TokenChunk:
     """Reads vLLM's output: for each position the sampled token first, then the best ones. Where two outputs waited, vLLM joins them and
     names a token that is both only once."""
-    completion = output.outputs[0]
+    completion, of_prompt = output.outputs[0], output.prompt_logprobs
     flat = completion.logprobs
-    starts, ends = flat.start_indices, flat.end_indices
-    pairs = list(zip(flat.token_ids, flat.logprobs, strict=True))
-    top = [
-        [(t, max(p, LEAST_LOGPROB)) for t, p in sorted(dict(pairs[s:e]).items(), key=lambda pair: -pair[1])[:num_top]]
-        for s, e in zip(starts, ends, strict=True)
-    ]
     return TokenChunk(
         tokens=list(completion.token_ids),
-        logprobs=[flat.logprobs[start] for start in starts],
-        top_logprobs=top if num_top else [],
+        logprobs=[flat.logprobs[start] for start in flat.start_indices],
+        top_logprobs=_best(flat, num_top),
         finished=output.finished,
-        prompt_logprobs=_of_prompt(output.prompt_logprobs),
+        # The prompt's first token has an empty entry. None or empty: not in this output.
+        prompt_logprobs=[of_prompt.logprobs[start] for start in of_prompt.start_indices[1:]] if of_prompt else [],
+        prompt_top_logprobs=_best(of_prompt, num_top)[1:] if of_prompt else [],
     )
 
 
-def _of_prompt(flat: Any) -> list[float]:
-    """Each prompt token's log-prob except the first's, an empty entry of vLLM's. None or empty: not in this output."""
-    return [flat.logprobs[start] for start in flat.start_indices[1:]] if flat else []
+def _best(flat: Any, num_top: int) -> Tops:
+    """The best tokens at each position with their log-probs; none at all where none were asked for."""
+    pairs = list(zip(flat.token_ids, flat.logprobs, strict=True)) if num_top else []
+    spans = zip(flat.start_indices, flat.end_indices, strict=True) if num_top else []
+    best = (sorted(dict(pairs[s:e]).items(), key=lambda pair: -pair[1])[:num_top] for s, e in spans)
+    return [[(token, max(logprob, LEAST_LOGPROB)) for token, logprob in top] for top in best]

@@ -35,6 +35,14 @@ async def test_a_helper_answers_one_question_after_the_other_of_any_size(pool: H
     assert await ask(pool, b"pid") == pid
 
 
+async def test_a_question_that_needs_more_memory_than_a_helper_has_is_refused(pool: HelperPool) -> None:
+    pid = await ask(pool, b"pid")
+    with pytest.raises(InvalidInput, match="more memory than one request may have") as refused:
+        await ask(pool, b"fill")
+    assert refused.value.code == "too_large"
+    assert await ask(pool, b"pid") == pid
+
+
 async def test_a_helper_that_dies_or_hangs_is_ended_and_another_takes_its_place(pool: HelperPool) -> None:
     with pytest.raises(ConnectionError) as caught:
         await ask(pool, b"die")

@@ -172,5 +172,22 @@ def test_vllm_on_a_gpu_has_defaults_of_its_own_and_what_is_set_holds(monkeypatch
     assert RolloutSettings(engine="vllm", rollout_device="cuda").rollout_slots == 32
 
 
+@pytest.mark.parametrize(
+    ("slots", "deterministic", "shared", "chat", "engine"),
+    [
+        (128, False, 128, 16, 176),
+        (1, False, 1, 1, 2),
+        (128, True, 112, 16, 128),
+        (2, True, 1, 1, 2),
+        (1, True, 1, 0, 1),
+    ],
+)
+def test_chats_have_places_beside_the_slots_and_out_of_them_where_bits_count(
+    slots: int, deterministic: bool, shared: int, chat: int, engine: int
+) -> None:
+    found = RolloutSettings(rollout_slots=slots, deterministic=deterministic)
+    assert (found.shared_slots, found.chat_slots, found.engine_slots) == (shared, chat, engine)
+
+
 def test_a_password_in_the_redis_url_never_prints() -> None:
     assert "secret" not in repr(Settings(redis_url="redis://:secret@127.0.0.1/0"))

@@ -1,9 +1,11 @@
 """Reports of a worker: spans, busy seconds, counters."""
 
 import time
+from pathlib import Path
 
 import pytest
 
+from common.store.disk_room import DiskRoom
 from common.wire.messages import Span
 from common.worker.telemetry import MAX_SPANS, About, Reporter, Timeline, merged
 
@@ -24,6 +26,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(time, "time", clock)
     monkeypatch.setattr(time, "monotonic", clock)
     return clock
+
+
+def test_a_worker_announces_a_disk_without_its_reserve(tmp_path: Path) -> None:
+    rooms = [DiskRoom(tmp_path.as_uri(), reserve) for reserve in (0, 1 << 60)]
+    reports = [
+        Reporter("w", "trainer", "tiny", About(slots=1, lacks_disk=room.lacks)).report("idle", 0) for room in rooms
+    ]
+    assert [report.disk_full for report in reports] == [False, True]
+    assert [report.reason.partition(" has ")[0] for report in reports] == ["", "the store's disk"]
+    assert rooms[0].lacks(1 << 60), "a file that would leave less"
+    assert not DiskRoom("s3://bucket", 1 << 60).lacks()
 
 
 def span(start: float, end: float, job: str = "a") -> Span:

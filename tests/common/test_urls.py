@@ -1,9 +1,16 @@
 """URLs that users give: what can be called passes, and all else is refused with a reason instead of an error later."""
 
+import asyncio
+import ipaddress
+import socket
+from typing import Any
+
+import httpx
 import pytest
 
 from common.errors import InvalidInput
-from common.outgoing import check_base
+from common.outgoing import AllowedHosts, NotAllowed, check_base
+from common.private_networks import PRIVATE
 from common.tasks.graders import validate_grader
 
 GOOD = [
@@ -68,3 +75,21 @@ def test_what_paths_are_added_to_has_neither_a_query_nor_a_fragment(url: str) ->
     with pytest.raises(ValueError, match="neither a query nor a fragment"):
         check_base(url)
     check_base("http://a/b")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["64:ff9b::a00:1", "64:ff9b:1::1", "2002:a00:1::1", "::a00:1", "fec0::1", "192.0.0.9", "ff02::1", "240.0.0.1"],
+)
+def test_a_name_that_leads_into_a_refused_network_is_not_called_unless_that_is_listed(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    def found(*_: object, **__: object) -> list[Any]:
+        return [(0, 0, 0, "", (address, 80))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    with pytest.raises(NotAllowed, match=r"address of example\.org"):
+        asyncio.run(AllowedHosts("example.org").resolve(httpx.URL("http://example.org/")))
+    network = next(one for one in PRIVATE if ipaddress.ip_address(address) in ipaddress.ip_network(one))
+    listed = AllowedHosts(f"example.org,{network}")
+    assert asyncio.run(listed.resolve(httpx.URL("http://example.org/"))) == address

@@ -21,6 +21,7 @@ from common.worker.worker import Habits, Inbox, Worker
 from tests.common.test_bus import start
 
 CELL = Cell("tiny")
+CHAT = CELL.rollout_chat
 LEASE_S = 0.4
 
 
@@ -88,12 +89,15 @@ async def working(
     name: str = "w",
     a_read: int | None = None,
     streams: Sequence[str] = (CELL.env,),
+    own_slots: int = 0,
     most: int = 10,
     lease_s: float = LEASE_S,
     **habits: Any,
 ) -> AsyncGenerator[Worker]:
     reporter = Reporter(name, "env", "tiny", About(slots=slots))
     inboxes = [Inbox(stream, GROUP_ENV, a_read) for stream in streams]
+    if own_slots:
+        inboxes.insert(0, Inbox(CHAT, GROUP_ENV, own_slots=own_slots))
     options: dict[str, Any] = {"lease_s": lease_s, "max_deliveries": most}
     worker = Worker(bus, handler, inboxes, reporter, **options, habits=Habits(**habits))
     stop = asyncio.Event()
@@ -326,6 +330,57 @@ async def test_orphans_that_do_not_advance_come_a_quarter_of_the_slots_at_a_time
         # And once they advance, all run together
         go_on.set()
         await until(lambda: handler.running == 6)
+
+
+# ---- places of a stream's own ----------------------------------------------------------------------------------------
+
+
+async def test_a_stream_has_places_of_its_own_also_in_a_worker_whose_slots_are_taken(bus: Bus) -> None:
+    handler = Recorder(for_ever)
+    async with working(bus, handler, slots=4, own_slots=2):
+        # Given a full worker, with more to come
+        await bus.publish([(CELL.env, start(n)) for n in range(10)])
+        await until(lambda: handler.running == 4)
+        # When entries of the stream come, then as many begin as it has places
+        await bus.publish([(CHAT, start(n)) for n in range(10, 13)])
+        await until(lambda: handler.running == 6)
+        await asyncio.sleep(2 * LEASE_S)
+        assert handler.most_at_once == 6 and {"job/10", "job/11"} <= set(handler.seen)
+    # And what had begun goes back when the worker stops
+    assert len(await bus.read([CHAT], GROUP_ENV, "other", count=9)) == 3
+
+
+async def test_a_streams_own_places_stay_free_for_it_while_it_may_have_the_slots_too(bus: Bus) -> None:
+    ends = asyncio.Semaphore(0)
+
+    async def act(message: Start, beat: Beat) -> None:
+        await (for_ever(message, beat) if message.group < 10 else ends.acquire())
+
+    handler = Recorder(act)
+    async with working(bus, handler, slots=4, own_slots=2):
+        # Given entries of the stream in all places
+        await bus.publish([(CHAT, start(n)) for n in range(10, 18)])
+        await until(lambda: handler.running == 6)
+        await bus.publish([(CELL.env, start(n)) for n in range(6)])
+        # When they end, then others take the slots alone
+        for _ in range(8):
+            ends.release()
+        await until(lambda: handler.running == 4 and len(handler.seen) == 12)
+        await asyncio.sleep(2 * LEASE_S)
+        assert handler.running == 4
+
+
+async def test_a_dead_workers_entries_of_a_stream_with_places_of_its_own_are_taken_over_into_these(bus: Bus) -> None:
+    # Given two workers, one of which died
+    await bus.ensure_group(CHAT, GROUP_ENV)
+    await bus.publish([(CHAT, start(20))])
+    await bus.read([CHAT], GROUP_ENV, "dead", count=1)
+    handler = Recorder(for_ever)
+    async with working(bus, handler, slots=4, own_slots=1):
+        await until(lambda: handler.seen == ["job/20"])
+        # When more comes than there are slots, then all of them are taken
+        await bus.publish([(CELL.env, start(n)) for n in range(10)])
+        await until(lambda: handler.running == 5)
 
 
 async def test_what_was_delivered_twice_runs_alone(bus: Bus) -> None:

@@ -109,6 +109,8 @@ def test_workers_publish_and_settle_what_is_theirs(server: RedisServer) -> None:
     assert allowed(server, "env", "XADD", CELL.scored(15), "*", "a", "b")
     assert allowed(server, "env", "XGROUP", "CREATE", CELL.env, "env", "0", "MKSTREAM")
     assert allowed(server, "rollout", "XADD", CELL.reply("someone"), "NOMKSTREAM", "*", "a", "b")
+    assert allowed(server, "rollout", "XGROUP", "CREATE", CELL.rollout_chat, "rollout", "0", "MKSTREAM")
+    assert not allowed(server, "env", "XADD", CELL.rollout_chat, "*", "a", "b")
     assert allowed(server, "rollout", "XREAD", "STREAMS", CELL.adapters_new, "0")
     assert allowed(server, "trainer", "XADD", CELL.adapters(0), "*", "a", "b")
     assert allowed(server, "trainer", "XGROUP", "CREATE", CELL.trainer("w"), "trainer", "0", "MKSTREAM")

@@ -20,6 +20,7 @@ import yaml
 
 from common.bus.streams import Cell
 from common.children.own_folder import SHARED_MEMORY
+from common.private_networks import PRIVATE
 from common.settings import KNOWN, PREFIX, TINY
 from deploy.make_secrets import read_settings
 from rollout_service.settings import ON_GPU
@@ -255,7 +256,8 @@ def test_the_manifests_and_compose_configure_redis_alike() -> None:
 def test_each_stage_scales_on_the_streams_that_it_reads() -> None:
     cell, scaled = Cell("tiny"), named("ScaledObject")
     streams = {name: [t["metadata"]["stream"] for t in d["spec"]["triggers"]] for name, d in scaled.items()}
-    assert streams == {"rollout": [cell.rollout, cell.rollout_first], "env": [cell.env], "trainer": [cell.train]}
+    rollout = [cell.rollout, cell.rollout_first, cell.rollout_chat]
+    assert streams == {"rollout": rollout, "env": [cell.env], "trainer": [cell.train]}
     for name, document in scaled.items():
         assert document["spec"]["scaleTargetRef"]["name"] == name
         assert "replicas" not in named("Deployment")[name]["spec"], "the autoscaler and the manifest would disagree"
@@ -339,8 +341,8 @@ def test_composes_store_keeps_objects_on_a_volume_that_is_the_bucket_and_every_s
         assert len(keys) == 1 and store["environment"][name] == f"${{MANAGER_AWS_{part}:-}}"
 
 
-NOT_IN_COMPOSE = {"MARLAAS_BASE_MODEL", "MARLAAS_DEVICES", "MARLAAS_ROLLOUT_SHARE"}
-"""Set in services that an operator adds, or of `marlaas up` alone."""
+NOT_IN_COMPOSE = {"MARLAAS_BASE_MODEL", "MARLAAS_DEVICES", "MARLAAS_ROLLOUT_SHARE", "MARLAAS_DISK_RESERVE_BYTES"}
+"""Set in services that an operator adds, or of `marlaas up` alone, or of a store that is a folder."""
 
 
 def test_what_the_docs_tell_an_operator_to_set_reaches_the_containers() -> None:
@@ -469,6 +471,17 @@ def test_the_proxy_lets_listed_names_out_and_private_addresses_only_if_they_are_
         "http_access allow named",
         "http_access deny all",
     ]
+
+
+def test_the_proxy_refuses_what_the_services_refuse_and_its_image_has_that_list(tmp_path: Path) -> None:
+    dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text().partition(" AS egress\n")[2].partition("\nFROM ")[0]
+    for source, target in re.findall(r"^COPY (\S+) /app/(\S+)$", dockerfile, re.MULTILINE):
+        (tmp_path / target).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / source, tmp_path / target)
+    program = "import egress; print(egress.configuration(''))"
+    alone = [sys.executable, "-S", "-c", program]  # with the standard library and nothing else, as there
+    told = subprocess.run(alone, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert f"acl private dst {' '.join(PRIVATE)}" in told.splitlines()
 
 
 def test_the_proxy_without_a_list_lets_nothing_out() -> None:

@@ -605,6 +605,18 @@ def test_an_installed_environment_plays_and_its_rewards_add_up() -> None:
     assert makes_items(EnvSpec("countdown"))
 
 
+async def test_a_worker_goes_on_while_it_imports_an_environment(installed: None, tmp_path: Path) -> None:
+    """It must say that it is alive: some need half a minute when they are new."""
+    waits = "import os, time\nwhile not os.path.exists({!r}):\n    time.sleep(0.01)\n"
+    module, go_on = tmp_path / "countdown_env.py", tmp_path / "go_on"
+    module.write_text(waits.format(str(go_on)) + module.read_text())
+    handling = asyncio.create_task(Run().handle(start_of("countdown", item=None)))
+    await asyncio.sleep(0.1)
+    go_on.touch()  # a loop that waits for the import never comes here
+    [(stream, _)] = await handling
+    assert stream == CELL.rollout
+
+
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     ("mode", "kind", "reason"),

@@ -67,6 +67,9 @@ class Guess:
                     os._exit(3)
                 if mood == "raises":
                     raise KeyError("no such room")
+                if mood == "explains":
+                    trace = "Traceback (most recent call last):\\n  File x, line 1\\nKeyError: 'no such room'\\n"
+                    raise RuntimeError(f"the harness ended with 1: {'x' * 500}\\n{trace}{trace}the end")
                 if mood == "long":
                     messages.append({"role": "user", "content": "x" * (5 << 20)})
                 if mood == "greedy":
@@ -161,6 +164,7 @@ class Moody(Guess):
             "silent",
             "rewrites",
             "raises",
+            "explains",
             "swallows",
             "nan",
             "half a character",
@@ -279,6 +283,7 @@ async def test_an_environment_that_never_asks_or_cannot_be_loaded_fails_at_once(
     [
         ("rewrites", "does not go on where the model's turn ended"),
         ("raises", "KeyError: 'no such room'"),
+        ("explains", r"^RuntimeError: the harness ended with 1: x+ KeyError: 'no such room'$"),
         ("swallows", "Error calling reward function right: oh"),
         ("nan", "the environment's reward is nan"),
         ("half a character", "surrogates not allowed"),

@@ -42,6 +42,22 @@ def test_queued_jobs_start_by_urgency_and_every_fourth_time_by_age() -> None:
     assert world.started == [f"job-{n}" for n in (7, 6, 5, 0, 4, 3, 2, 1)]
 
 
+def test_while_the_stores_disk_is_full_nothing_starts_and_no_step_is_published() -> None:
+    few: dict[str, Any] = {"batch_size": 1, "group_size": 2, "num_steps": 2}
+    world = World(random.Random(1))
+    job = world.add(job_spec("begun", created_at=1, **few))
+    while job.state.version < 0:
+        world.turn()
+    world.allocator.disk_full = True
+    world.add(job_spec("new", created_at=1, **few))
+    while not job.next_batch():
+        world.turn()
+    world.turn()
+    assert job.next_batch() and (world.trained, world.started) == ([], ["begun"])
+    world.allocator.disk_full = False
+    world.run()
+
+
 @dataclass(frozen=True)
 class SmallMemory(FixedSlots):
     held: int = 0

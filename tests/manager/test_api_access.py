@@ -11,12 +11,13 @@ import openai
 import pytest
 import redis.asyncio as aioredis
 from fastapi.routing import APIRoute
+from structlog.testing import capture_logs
 
 from common.errors import InvalidInput
 from harness.redis_server import RedisServer
 from manager_service.http.app import ROUTERS
 from manager_service.records.tenants import KEYS, Tenants, bootstrap, read_or_make_key
-from tests.support.api_server import ApiServer, running_api
+from tests.support.api_server import ApiServer, Script, create, played, running_api
 
 
 async def test_without_a_known_key_nothing_is_answered(server: ApiServer) -> None:
@@ -26,6 +27,49 @@ async def test_without_a_known_key_nothing_is_answered(server: ApiServer) -> Non
         assert answer.json()["error"]["code"] == "invalid_api_key"
     answer = await server.http.get("/v1/models", headers={b"Authorization": b"Bearer sk-\xe9\xff"})
     assert answer.status_code == 401
+
+
+async def test_tinkers_paths_and_keys_and_any_path_to_a_base_are_those_of_openai(server: ApiServer) -> None:
+    name = "org/models/tiny"
+    async with (
+        openai.AsyncOpenAI(base_url=f"{server.url}/oai/api/v1", api_key=f"tml-{server.key}") as client,
+        played(Script(server.bus)),
+    ):
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        model = await client.models.retrieve(name)
+        chat = await client.chat.completions.create(model=name, messages=[{"role": "user", "content": "add 37+58"}])
+        text = await client.completions.create(model=name, prompt="ab")
+    job = await create(server.openai, model=name)
+    assert (model.id, chat.model, text.model, job.model) == (name,) * 4
+    assert (chat.choices[0].message.content, text.choices[0].text) == ("95", "95")
+    with pytest.raises(openai.NotFoundError):
+        await server.openai.models.retrieve("tinker://run/weights/tiny")
+    assert (await server.http.get("/oai/api/v1/files")).status_code == 404
+
+
+async def test_every_answer_has_an_id(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manager_service.http.openai.models._base", None)
+    with capture_logs() as logs:
+        answers = [await server.http.get(path) for path in ("/healthz", "/v1/models", "/v1/models/none", "/", "/none")]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert [answer.status_code for answer in answers] == [200, 500, 404, 200, 404]
+    assert len(set(ids)) == 5 and logs[-1]["request_id"] == ids[1]
+
+
+async def test_what_is_not_there_says_what_is(server: ApiServer) -> None:
+    async def told(method: str, path: str, **options: object) -> str:
+        answer = await server.http.request(method, path, **options)  # type: ignore[arg-type]
+        assert 400 <= answer.status_code < 500
+        return answer.json()["error"]["message"]
+
+    assert "did you mean '/v1/chat/completions'? GET /docs" in await told("POST", "/chat/completions", json={})
+    assert await told("GET", "/v9") == "there is no GET /v9; GET /docs shows all that there is"
+    assert await told("GET", "/v1/completions") == "/v1/completions takes POST, and not GET"
+    wrong = {"content": b'{"model": "tiny" "n": 1}', "headers": {"Content-Type": "application/json"}}
+    assert "(column 18), where '\"n\": 1}' is" in await told("POST", "/v1/completions", **wrong)
+    assert "where the end is" in await told("POST", "/v1/completions", **{**wrong, "content": b"{"})
+    form = {"files": {"file": ("x.jsonl", b"{}")}, "data": {"purpose": "fine-tune", "expires_after[seconds]": "60"}}
+    assert "expires_after is not offered" in await told("POST", "/v1/files", **form)
 
 
 async def test_the_admin_key_administers_and_a_tenants_key_does_not(server: ApiServer) -> None:

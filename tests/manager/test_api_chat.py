@@ -137,6 +137,33 @@ async def test_text_completions_take_strings_and_ids(server: ApiServer) -> None:
         await server.openai.completions.create(model="tiny", prompt=[272])
 
 
+async def test_an_echo_begins_with_the_prompt_and_has_an_entry_for_every_token(server: ApiServer) -> None:
+    create = server.openai.completions.create
+    async with played(Script(server.bus)) as script:
+        for prompt, text in (("abc", "abc95"), ([97, 257, 99], "a<|pad|>c95"), (["abc"], "abc95")):
+            answer = await create(model="tiny", prompt=prompt, echo=True, logprobs=1, temperature=0, max_tokens=4)
+            (choice,) = answer.choices
+            assert choice.text == text and choice.logprobs is not None
+            told = choice.logprobs
+            assert "".join(told.tokens or []) == f"{text}<|end|>"
+            assert told.token_logprobs == [None, -1.5, -1.5, -0.5, -0.5, -0.5]
+            assert told.text_offset == [0, 1, len(text) - 3, len(text) - 2, len(text) - 1, len(text)]
+            none, first, *_, last = told.top_logprobs or []
+            assert none is None and first == {"B": -0.25, (told.tokens or [])[1]: -1.5} and last == {"<|end|>": -0.5}
+        scored = await create(model="tiny", prompt=["ab", "c"], echo=True, logprobs=0, max_tokens=0)
+        assert [choice.text for choice in scored.choices] == ["ab", "c"] and scored.usage is not None
+        assert scored.usage.completion_tokens == 0
+        told = scored.choices[0].logprobs
+        assert told is not None and (told.token_logprobs, told.top_logprobs) == ([None, -1.5], [None, {"b": -1.5}])
+        plain = await create(model="tiny", prompt="ab", echo=True, temperature=0.7)
+        assert (plain.choices[0].text, plain.choices[0].logprobs) == ("ab95", None)
+    assert {request.sampling.prompt_logprobs for request in script.seen} == {-1, 0}
+    for wrong in ({"n": 2}, {"stream": True}, {"logprobs": 1, "temperature": 0.7}, {"echo": False, "max_tokens": 0}):
+        body: dict[str, Any] = {"model": "tiny", "prompt": "ab", "echo": True, **wrong}
+        with pytest.raises(openai.BadRequestError, match="echo"):
+            await create(**body)
+
+
 async def test_a_tuned_model_answers_with_its_newest_or_a_pinned_version(server: ApiServer) -> None:
     job = await create(server.openai, suffix="s")
     name = f"ft:tiny:default:s:{job.id}"
@@ -161,7 +188,10 @@ async def test_a_tuned_model_answers_with_its_newest_or_a_pinned_version(server:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\].role"),
-    ({"messages": [{"role": "user", "content": "x" * 2048}]}, "2051 tokens and the model's context 2048"),
+    (
+        {"messages": [{"role": "user", "content": "x" * 2048}]},
+        "maximum context length is 2048 tokens, and the prompt has 2051",
+    ),
     ({"temperature": 3}, "temperature"),
     ({"n": 0}, "n: input should be"),
     ({"n": 17}, "n: input should be"),
@@ -182,7 +212,7 @@ async def test_what_cannot_be_done_is_refused_by_name(server: ApiServer) -> None
     for changes, complaint in REFUSED:
         with pytest.raises(openai.BadRequestError, match=complaint):
             await ask(server, **changes)
-    assert await server.api.redis.xlen(server.bus.cell.rollout_first) == 0
+    assert await server.api.redis.xlen(server.bus.cell.rollout_chat) == 0
 
 
 # Workers that die, clients that leave -------------------------------------------------------------------------------
@@ -306,7 +336,7 @@ async def test_without_workers_the_answer_is_503_after_the_time_limit(redis_url:
 async def test_a_client_that_leaves_frees_the_workers(server: ApiServer, stream: bool) -> None:
     body = {"model": "tiny", "messages": HELLO, "stream": stream}
     asking = asyncio.create_task(server.http.post("/v1/chat/completions", json=body))
-    while not (entries := await server.api.redis.xrange(server.bus.cell.rollout_first)):
+    while not (entries := await server.api.redis.xrange(server.bus.cell.rollout_chat)):
         await asyncio.sleep(0.01)
     await cancel_all([asking])
     while not (found := await cancels(server)):
@@ -380,4 +410,5 @@ async def test_too_long_a_text_is_refused_by_the_name_of_its_field(server: ApiSe
         path = "/v1/chat/completions" if field == "messages" else "/v1/completions"
         error = (await server.http.post(path, json={"model": "tiny", field: value})).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+        assert error["message"].startswith("This model's maximum context length is 2048 tokens")
         assert f"shorten the {field}" in error["message"]

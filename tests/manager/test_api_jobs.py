@@ -79,7 +79,7 @@ HYPER = f"{REINFORCEMENT}.hyperparameters"
 CALCULATOR = {"environment": {"name": "calculator"}}
 BOTH_RATES = {"learning_rate": 1e-4, "learning_rate_multiplier": 2}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"model": "tinny"}, "model", "unknown model 'tinny'; did you mean 'tiny'?"),
+    ({"model": "tinny"}, "model", "unknown base model 'tinny'; did you mean 'tiny'?"),
     ({"model": "ft:tiny:default::ftjob-1"}, "model", "there is no model 'ft:tiny:default::ftjob-1'"),
     ({"training_file": "file-none"}, "training_file", "there is no file 'file-none'"),
     ({"validation_file": "file-none"}, "validation_file", "there is no file"),
@@ -87,6 +87,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": -1}, "seed", "greater than or equal to 0"),
     ({"seed": 2**53}, "seed", "less than"),
     ({"suffix": "a:b"}, "suffix", "letters, digits"),
+    ({"hyperparameters": {"n_epochs": 1}}, "hyperparameters", "in method.reinforcement.hyperparameters where there is"),
     ({"metadata": {"k" * 65: "v"}}, "metadata", "at most 64 characters"),
     ({"extra_body": {"sed": 1}}, "sed", "unknown parameter 'sed'; did you mean 'seed'?"),
     (by(gradr={}), f"{REINFORCEMENT}.gradr", "did you mean 'grader'?"),
@@ -340,6 +341,21 @@ async def test_a_stream_tells_events_in_order_as_they_come_is_kept_alive_and_end
         async for line in answer.aiter_lines():
             assert line == ": keep-alive"
             break
+
+
+async def test_a_stream_of_events_ends_with_the_key_that_opened_it(server: ApiServer) -> None:
+    job, keys = (await create(server.openai)).id, "/v1/admin/tenants/default/keys"
+    made = (await server.http.post(keys, headers=server.as_admin())).json()
+    own = {"Authorization": f"Bearer {made['key']}"}
+    await write_events(server, job, STEPS[:1])
+    url = f"/v1/fine_tuning/jobs/{job}/events?stream=true"
+    async with asyncio.timeout(60), server.http.stream("GET", url, headers=own) as answer:
+        lines = answer.aiter_lines()
+        assert await anext(lines) == "id: 1"
+        assert (await server.http.delete(f"{keys}/{made['id']}", headers=server.as_admin())).status_code == 200
+        await write_events(server, job, STEPS[1:2], first=2)
+        told = [line async for line in lines]
+    assert "invalid_api_key" in told[-2] and not any(line == "id: 2" for line in told)
 
 
 # Results -------------------------------------------------------------------------------------------------------------

@@ -3,20 +3,24 @@
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import Generator
 from contextvars import ContextVar
+from functools import partial
 from typing import IO
 
 import pytest
 
 from common.store.adapters import PEFT_FILES
+from common.wire.messages import AdapterRef
 from manager_service.http import connections
+from manager_service.http.openai.adapter_content import files_of
 from manager_service.http.openai.files import downloads
 from manager_service.owner.jobs.journal import MAX_TEXT
 from manager_service.records.sample_records import LIMITS
 from manager_service.records.tenants import TenantRecord
 from tests.manager.tinker.test_checkpoints import external
-from tests.support.api_server import ApiServer, large_samples
+from tests.support.api_server import ApiServer, commit_version, create, large_samples
 from tests.support.run_world import owned_runs
 from tests.support.tinker_client import client_of
 
@@ -172,6 +176,26 @@ async def test_a_download_that_nobody_sends_leaves_its_place(monkeypatch: pytest
     assert [file.closed for file in files] == [True, True]
 
 
+def nothing(_: object, file: IO[bytes]) -> None:
+    pass
+
+
+async def test_downloads_of_a_tenant_compute_in_one_thread_and_keep_no_other_tenant_waiting(server: ApiServer) -> None:
+    job = (await create(server.openai)).id
+    await commit_version(server, job, 1)
+    adapter, api, may_go = AdapterRef("default", job, 1), server.api, threading.Event()
+    mine, other = (TenantRecord(id=name, created_at=0) for name in ("default", "other"))
+    # When a tenant's thread computes
+    computing = asyncio.create_task(api.downloads.beside(mine, may_go.wait))
+    reading = asyncio.create_task(files_of(api, api.bases["tiny"], mine, adapter))
+    # Then another tenant's files are hashed and packed meanwhile, and this one's afterwards
+    read = partial(files_of, api, api.bases["tiny"], other, adapter)
+    await api.downloads.answer(other, read, nothing, "text/plain", {})
+    assert not reading.done()
+    may_go.set()
+    assert await computing and set(await reading) == set(PEFT_FILES)
+
+
 async def test_downloads_are_made_by_the_weights_of_their_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "MAX_MADE", 1)
     made, begun = downloads.Downloads(), list[str]()
@@ -183,9 +207,6 @@ async def test_downloads_are_made_by_the_weights_of_their_tenants(monkeypatch: p
             return {}
 
         await made.answer(TenantRecord(id=tenant, created_at=0, weight=weight), read, nothing, "text/plain", {})
-
-    def nothing(_: object, file: IO[bytes]) -> None:
-        pass
 
     # One place is held all the time, and two tenants share the other
     asked = [("long", 1.0, 1.0), *[("light", 1.0, 0.1)] * 2, *[("heavy", 1000.0, 0.1)] * 3]

@@ -44,6 +44,13 @@ async def test_a_job_of_each_form_of_examples_is_taken_as_openais(server: ApiSer
     assert not (await spec_of(server, (await learn(server, jsonl(example()))).id)).notes
 
 
+async def test_without_a_method_a_job_is_supervised_with_openais_old_hyperparameters(server: ApiServer) -> None:
+    job = await learn(server, method=openai.omit, hyperparameters={"n_epochs": 3, "batch_size": "auto"})
+    assert job.method and job.method.type == "supervised" and job.hyperparameters.n_epochs == 3
+    with pytest.raises(openai.BadRequestError, match="did you mean 'n_epochs'"):
+        await learn(server, method=openai.omit, hyperparameters={"n_epoch": 3})
+
+
 async def test_what_is_wrong_is_named(server: ApiServer) -> None:
     long = example(answer="1" * 2048)
     refused: list[tuple[Any, str, str]] = [

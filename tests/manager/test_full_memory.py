@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from common.bus.bus import Bus
+from common.bus.fullness import MAX_USED_FOR_NEW
 from common.bus.streams import GROUP_ENV, Cell, partition_of
 from common.store.objects import Objects
 from common.wire.messages import Cancel
@@ -25,7 +27,7 @@ from manager_service.owner import owner, redis_memory
 from manager_service.owner.leases import Leases
 from manager_service.owner.redis_memory import RedisMemory, bound
 from tests.common.test_worker import until
-from tests.support.api_server import item, jsonl, method, running_api, running_jobs, upload
+from tests.support.api_server import ApiServer, item, jsonl, method, running_api, running_jobs, upload
 from tests.support.owning import LEASE_S, System, is_archived
 
 SMALL: dict[str, Any] = {"batch_size": 2, "group_size": 2}
@@ -135,9 +137,14 @@ async def test_while_redis_is_almost_full_the_api_takes_no_new_work_and_says_wha
         body: dict[str, Any] = {"model": "tiny", "training_file": file, "method": method(**SMALL, max_steps=1)}
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         client = server.bus.client
-        used = int((await client.info("memory"))["used_memory"])
-        await client.config_set("maxmemory", int(used / 0.9))
+
+        async def is_almost_full() -> bool:
+            used = int((await client.info("memory"))["used_memory"])
+            await client.config_set("maxmemory", int(used / 0.9))
+            return await _refuses(server)
+
         try:
+            await until(is_almost_full)
             for path, asked in (("/v1/fine_tuning/jobs", body), ("/v1/chat/completions", chat)):
                 refused = await server.http.post(path, json=asked)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (503, "memory_full")
@@ -148,6 +155,46 @@ async def test_while_redis_is_almost_full_the_api_takes_no_new_work_and_says_wha
         async with asyncio.timeout(60):
             while (await server.http.post("/v1/fine_tuning/jobs", json=body)).status_code == 503:
                 await asyncio.sleep(0.1)
+
+
+async def test_while_redis_disk_is_full_only_reads_deletes_and_cancels_are_served(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_api(redis_url, tmp_path) as server, running_jobs(server) as env:
+        jobs, client = server.openai.fine_tuning.jobs, server.bus.client
+        file, other = [await upload(server.openai, jsonl(item())) for _ in range(2)]
+        how: Any = method(**SMALL, max_steps=10_000)
+        going = await jobs.create(model="tiny", training_file=file, method=how)
+        body: dict[str, Any] = {"model": "tiny", "training_file": file, "method": method(**SMALL, max_steps=1)}
+        await client.set(server.bus.cell.disk_full, 1)
+        await until(lambda: _refuses(server))
+        for call in (jobs.create(**body), upload(server.openai, jsonl(item()))):
+            with pytest.raises(openai.InternalServerError) as refused:
+                await call
+            assert (refused.value.status_code, refused.value.code) == (503, "disk_full")
+        assert [one.id for one in (await jobs.list()).data] == [going.id]
+        assert (await server.openai.files.delete(other)).deleted
+        await until(lambda: _rests(server, going.id))
+        num_steps = (await state_of(server.bus, going.id)).version
+        await client.delete(server.bus.cell.disk_full)
+        await until(lambda: _is_beyond(server, going.id, num_steps))
+        await client.set(server.bus.cell.disk_full, 1)
+        assert (await jobs.cancel(going.id)).status == "cancelled"
+        assert env
+
+
+async def _refuses(server: ApiServer) -> bool:
+    return await server.api.bases["tiny"].gauge.used() > MAX_USED_FOR_NEW
+
+
+async def _rests(server: ApiServer, job: str) -> bool:
+    """Is nothing of the job under way?"""
+    state = await state_of(server.bus, job)
+    return not await server.bus.client.hlen(server.bus.cell.open(job)) and state.training is None
+
+
+async def _is_beyond(server: ApiServer, job: str, version: int) -> bool:
+    return (await state_of(server.bus, job)).version > version
 
 
 async def test_a_full_redis_and_a_silent_one_are_told_apart(tmp_path: Path) -> None:

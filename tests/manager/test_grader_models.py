@@ -7,8 +7,8 @@ import pytest
 
 from common.cancellation import running
 from common.settings import TINY
-from common.wire.messages import GradeRequest, GradeResult, Usage
-from manager_service.records.job_records import Status
+from common.wire.messages import AdapterRef, GradeRequest, GradeResult, Usage
+from manager_service.records.job_records import Status, asked_versions
 from tests.support.api_server import ApiServer, create, method, played_grader, spec_of, write_state
 
 ASKED = [{"role": "user", "content": "{{item.answer}} or {{sample.output_text}}?"}]
@@ -29,7 +29,7 @@ async def begin(client: openai.AsyncOpenAI, **reinforcement: Any) -> str:
 async def tuned(server: ApiServer, status: Status = "running", **reinforcement: Any) -> str:
     """The name of a model at version 3."""
     job = await begin(server.openai, **reinforcement)
-    await write_state(server, job, status=status, version=3, stored=[2, 3])
+    await write_state(server, job, status=status, version=3)
     return f"ft:tiny:default::{job}"
 
 
@@ -51,11 +51,12 @@ async def test_a_job_keeps_to_the_version_of_a_graders_model_that_there_was(serv
 
 
 async def test_a_graders_version_stays_while_it_is_asked(server: ApiServer) -> None:
-    kept_two: dict[str, Any] = {"grader": score("tiny"), "hyperparameters": {"keep_versions": 2}}
-    model, going = await tuned(server, "succeeded", **kept_two), await tuned(server, **kept_two)
-    with pytest.raises(openai.BadRequestError, match="is running and keeps only 2 versions"):
-        await begin(server.openai, grader=score(f"{going}@3"))
-    job = await begin(server.openai, grader=score(f"{model}@3"))
+    model = await tuned(server, "succeeded")
+    await server.bus.client.hset(server.bus.cell.versions(model.split(":")[4]), mapping={"2": "0", "3": "1"})
+    job = await begin(server.openai, grader=score(f"{model}@2"))
+    graded = AdapterRef("default", model.split(":")[4], 2)
+    assert await server.bus.client.exists(server.bus.cell.use(graded.job, 2)), "until the owner has read the request"
+    assert asked_versions(await spec_of(server, job)) == [graded]
     with pytest.raises(openai.ConflictError, match=f"graders of the job {job} ask this model"):
         await server.openai.models.delete(model)
     await write_state(server, job, status="cancelled")

@@ -128,7 +128,7 @@ async def test_two_replicas_keep_to_the_cells_share_and_to_the_tenants_weights(
     about_a_quarter = pytest.approx(0.25, rel=0.1)
     async with two_replicas(redis_url, tmp_path) as apis:
         first, second = (api.bases["tiny"] for api in apis)
-        worker = SlowWorker(bus, bus.cell.rollout_first)
+        worker = SlowWorker(bus, bus.cell.rollout_chat)
         whom = ((first, HEAVY), (second, HEAVY), (second, LIGHT))
         asking = [keep_asking(base, tenant) for base, tenant in whom for _ in range(NUM_ASKING)]
         async with running(keep_alive(bus), first.run(), second.run(), worker.run(), *asking):
@@ -161,7 +161,7 @@ async def test_completions_share_the_slots_with_jobs_by_weight(
     await bus.client.hset(bus.cell.weights, "1", "5.0")
     async with two_replicas(redis_url, tmp_path) as apis:
         base = apis[0].bases["tiny"]
-        worker = SlowWorker(bus, bus.cell.rollout_first)
+        worker = SlowWorker(bus, bus.cell.rollout_chat)
         asking = [keep_asking(base, HEAVY) for _ in range(num_asking)]
         async with running(keep_alive(bus), base.run(), worker.run(), *asking):
             weight = await most_told(bus, worker, 0.8 * told, held, within=2 if num_asking > 1 else 0)

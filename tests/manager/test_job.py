@@ -29,15 +29,17 @@ from common.wire.messages import (
     TurnRequest,
     turn_id,
 )
+from common.wire.operations import Forget, Forgotten
 from common.wire.transcript import shown, wrote
 from harness.standin import StandInEnv, job_spec
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.groups import sound
 from manager_service.owner.jobs.items import Items
 from manager_service.owner.jobs.job import Job
+from manager_service.owner.jobs.job_retention import JobRetention, spacing
 from manager_service.owner.jobs.journal import Journal
-from manager_service.owner.jobs.orders import droppable
-from manager_service.records.job_records import EvalTally, JobError, JobState, Training, has_version
+from manager_service.owner.jobs.open_trajectories import OpenTrajectories
+from manager_service.records.job_records import EvalTally, JobError, JobState, Training, newest_stored
 from manager_service.records.sample_records import LIMITS
 
 CELL = Cell("tiny")
@@ -66,6 +68,7 @@ class World:
     now: float = 0.0
     metrics: dict[str, float | None] = field(default_factory=dict[str, float | None])  # of every step
     loses: bool = False  # all that is under way, now and then
+    stored: set[int] = field(default_factory=lambda: {0})  # versions
 
     def started(self) -> Self:
         changes = Changes()
@@ -95,11 +98,16 @@ class World:
     def work(self, message: Any) -> list[Any]:
         """The workers' answers to a message; some of them come twice."""
         env = StandInEnv(CELL, outcome)
+        if isinstance(message, Forget):
+            self.stored -= set(message.versions)
+            return [Forgotten(id=f"{message.id}/done", **message.about(), forget=message.id)]
         if isinstance(message, Start):
+            assert message.adapter.version in self.stored
             results: list[Any] = [env.scored(message, sample) for sample in message.samples]
             if message.purpose == "train" and self.rng.random() < 0.3:  # some come back parked, should there be a pause
                 results += [self.parked(message, sample) for sample in message.samples]
         elif isinstance(message, TurnRequest):
+            assert message.trajectory_adapter.version in self.stored
             results = [self.finished(message)]
         else:
             results = [self.made(message)]
@@ -109,9 +117,11 @@ class World:
         if isinstance(message, TrainStep):
             if message.id not in {s.id for s in self.steps}:
                 self.steps.append(message)
+            assert {message.adapter.version, *map(int, message.rows.versions.numpy())} <= self.stored
             target = message.adapter.next()
         else:
             target = message.adapter
+        self.stored.add(target.version)
         return AdapterUpdate(
             id=f"{message.id}/done", **message.about(), adapter=target, batch=message.id, metrics=self.metrics
         )
@@ -153,6 +163,8 @@ class World:
         self.entries += 1
         if isinstance(message, AdapterUpdate):
             self.job.on_adapter(message, self.now, changes)
+        elif isinstance(message, Forgotten):
+            self.job.retention.forgotten(message.forget, changes)
         elif isinstance(message, Parked):
             if self.job.state.status == "paused":
                 self.job.on_parked(f"{self.entries}-0", message, changes)
@@ -172,6 +184,10 @@ class World:
         elif dice < 0.05 and self.loses and job.state.status == "running":
             self.on_its_way.clear()
             job.resend(self.now, changes)
+            if job.retention.under_way:
+                job.retention.ask(self.now, changes)
+        elif dice < 0.4:
+            job.retention.look(({}, {}), self.now, changes)
         elif dice < 0.6 and job.wants_group():
             job.issue_group(changes)
         elif self.on_its_way:
@@ -262,10 +278,10 @@ def test_a_job_of_the_base_model_samples_and_trains_without_waiting_for_its_vers
     ((_, start),) = changes.published
     assert isinstance(start, Start) and start.untrained and start.adapter.version == 0
     assert changes.begun == [job.id], "workers of other bits are kept away"
-    assert not has_version(job.spec, job.state, 0), "nobody has its files"
+    assert newest_stored(job.spec, job.state) == -1, "nobody has its files"
     world = run(0)
     assert [step.untrained for step in world.steps] == [True, False, False, False]
-    assert has_version(world.job.spec, world.job.state, 0)
+    assert newest_stored(world.job.spec, world.job.state) == 4
 
 
 @pytest.mark.parametrize("start", [{"source": AdapterRef("t", "other", 3)}, {"adapter_file": "file-1"}])
@@ -275,7 +291,7 @@ def test_a_job_that_starts_from_an_adapter_waits_for_its_copy(start: dict[str, A
     assert isinstance(init, Init) and not job.wants_group()
     update = AdapterUpdate(id="x", **init.about(), adapter=init.adapter, batch=init.id)
     job.on_adapter(update, 1.0, changes)
-    assert job.wants_group() and has_version(job.spec, job.state, 0)
+    assert job.wants_group() and newest_stored(job.spec, job.state) == 0
     job.issue_group(changes)
     message = changes.published[-1][1]
     assert isinstance(message, Start) and not message.untrained
@@ -301,25 +317,49 @@ def test_a_sampling_gap_beyond_its_bound_is_warned_of_once_and_truncates_every_l
 
 @settings(max_examples=12)
 @given(st.integers(0, 10**9), st.integers(0, 3), st.integers(2, 4))
-def test_a_version_is_dropped_only_when_nobody_needs_it(seed: int, staleness: int, keep: int) -> None:
-    """The world of these tests has no store: a set of versions stands for it, which each committed step changes."""
-    world = run(seed, max_staleness=staleness, keep_versions=keep, num_steps=8)
-    stored = {0}
-    for step in sorted(world.steps, key=lambda step: step.adapter.version):
-        assert {step.adapter.version, *map(int, step.rows.versions.numpy())} <= stored
-        stored = stored - set(step.drops) | {step.adapter.version + 1}
-        assert len(stored) <= keep + staleness
-    assert world.job.state.stored == sorted(stored)
-    assert {8, 7} <= stored
+def test_a_version_is_deleted_only_when_nobody_needs_it(seed: int, staleness: int, keep: int) -> None:
+    """The world of these tests has no store: a set of versions stands for it. Whoever needs one that is not there fails."""
+    world = run(seed, loses=seed % 2 == 0, max_staleness=staleness, keep_versions=keep, num_steps=9)
+    n = spacing(9, keep)
+    assert world.stored == {0, 8, 9, *range(n, 10, n)} == set(world.job.retention.versions)
 
 
-def test_the_best_version_by_evaluation_stays_and_one_that_is_evaluated() -> None:
+@pytest.mark.parametrize(
+    ("newest", "keep", "n"),
+    [(64, 64, 1), (65, 64, 2), (129, 64, 2), (130, 64, 4), (1000, 64, 16), (7, 2, 4), (0, 2, 1)],
+)
+def test_the_versions_that_a_job_keeps_are_evenly_spaced(newest: int, keep: int, n: int) -> None:
+    assert spacing(newest, keep) == n and len(range(n, newest + 1, n)) <= keep
+
+
+def test_the_best_version_by_evaluation_stays_and_those_that_are_trained_on_or_evaluated() -> None:
     spec = job_spec(num_steps=20, keep_versions=2)
-    state = JobState(status="running", version=6, stored=[1, 2, 3, 4, 5, 6], best_version=2)
-    state.evals["4"] = EvalTally(units=1)
-    assert droppable(spec, state, in_use=[3]) == (1, 5)
-    assert droppable(job_spec(), state, in_use=[]) == (), "unless the job says otherwise, all stay"
-    assert [v for v in range(-1, 9) if has_version(spec, state, v)] == [1, 2, 3, 4, 5, 6]
+    state = JobState(status="running", version=11, best_version=2, evals={"5": EvalTally(units=1)})
+    state.training = Training("b", (), 0, (9,))
+    keeping = JobRetention(CELL, spec, state, OpenTrajectories(CELL, spec))
+    for version in range(12):
+        keeping.reached(version, Changes())
+    keeping.look(({3: False}, {7: False}), 0.0, changes := Changes())  # a copy, and a use
+    assert sorted(keeping.versions) == [0, 2, 3, 4, 5, 7, 8, 9, 10, 11]
+    assert [version for version, whole in keeping.versions.items() if whole] == [10, 11]
+    assert changes.closed == {CELL.versions(spec.id): {"1", "6"}}, "what is marked is not listed"
+
+
+def test_what_is_used_when_its_job_ends_stays() -> None:
+    spec = job_spec(num_steps=7, keep_versions=2)
+    keeping = JobRetention(CELL, spec, JobState(version=7), OpenTrajectories(CELL, spec))
+    for version in range(8):
+        keeping.reached(version, Changes())
+    keeping.state.status = "succeeded"
+    assert not keeping.is_tidy
+    keeping.look(({}, {3: False}), 0.0, Changes())
+    keeping.look(({}, {3: False, 1: False}), 0.0, changes := Changes())
+    [(_, message)] = changes.published
+    assert isinstance(message, Forget) and message.versions == (2, 5)
+    keeping.forgotten(message.id, changes := Changes())
+    assert changes.closed == {CELL.checkpoints(spec.id): {"2", "5"}} and not keeping.is_tidy
+    keeping.look(({}, {1: False, 3: False}), 0.0, Changes())
+    assert keeping.is_tidy and sorted(keeping.versions) == [0, 1, 3, 4, 6, 7]
 
 
 def begun(**hyper: Any) -> World:

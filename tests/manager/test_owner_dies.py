@@ -66,6 +66,7 @@ OCCURRENCES: dict[str, Iterable[int]] = {
     "HVALS": (1,),
     "XREADGROUP": (1, 25, *range(47, 56, 2)),
     "INFO": (1,),
+    "EXISTS": (1,),
     "TIME": (1,),
     "ZRANGE": (1, 3),
     "XTRIM": (1, 4),
@@ -74,7 +75,7 @@ OCCURRENCES: dict[str, Iterable[int]] = {
 """Every command that an owner sends (a script by its name, a pipeline by its first), and at which of them it dies."""
 
 
-SELDOM = {"MULTI", "XPENDING", "SCRIPT", "HMGET"}
+SELDOM = {"MULTI", "XPENDING", "SCRIPT", "HMGET", "HGET"}
 """Commands that slow loops send, only if the job lasts long enough for them to turn again, and changes nothing; and the first use of
 a script that Redis does not know yet."""
 

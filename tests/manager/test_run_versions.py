@@ -16,7 +16,7 @@ from common.wire.messages import AdapterRef, LoraSpec
 from common.wire.operations import Forget, SaveWeights
 from manager_service.owner.jobs.changes import KEEP_RESULTS_S, Changes
 from manager_service.owner.runs import runs
-from manager_service.owner.runs.run_retention import Retention
+from manager_service.owner.runs.run_retention import RunRetention
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import UNNAMED_KEPT_S, Checkpoint, RunSpec, RunState, use
 from manager_service.records.tenants import TENANTS, TenantRecord
@@ -241,7 +241,7 @@ async def test_what_is_to_be_deleted_is_deleted_whatever_is_lost(
         run = await world.create()
         trainer.hold_forget = asyncio.Event()
         if dies == "when marked":
-            monkeypatch.setattr(Retention, "ask", _die)
+            monkeypatch.setattr(RunRetention, "ask", _die)
         await step(world, run, 1, num=2)
         await until(lambda: _leaves(world, run, asked=dies != "when marked"))
         assert not await use(world.bus, AdapterRef(TENANT, run, 0))
@@ -305,11 +305,11 @@ async def _stores(world: World, run: str, versions: set[int]) -> bool:
 CELL = Cell("tiny")
 
 
-def retention(num: int, *checkpoints: Checkpoint) -> Retention:
+def retention(num: int, *checkpoints: Checkpoint) -> RunRetention:
     """The retention of a run with this many versions, all whole."""
     spec = RunSpec("run-0123456789abcdef-0", TENANT, SESSION, "tiny", "tiny", LoraSpec(), seed=5, created_at=0)
     state = RunState(status="ready", version=num - 1, checkpoints=list(checkpoints))
-    return Retention(CELL, spec, state, dict.fromkeys(range(num), True))
+    return RunRetention(CELL, spec, state, dict.fromkeys(range(num), True))
 
 
 def asked(changes: Changes) -> list[Forget]:
@@ -376,7 +376,7 @@ def test_a_run_that_never_had_a_version_is_forgotten_with_its_results() -> None:
     assert [keeping.is_over(now) for now in (over_at - 1, over_at)] == [False, True]
 
 
-def until_erased(keeping: Retention, now: float) -> list[tuple[tuple[int, ...], bool]]:
+def until_erased(keeping: RunRetention, now: float) -> list[tuple[tuple[int, ...], bool]]:
     """The orders to a trainer when a run is looked at again and again: versions, and whether all the rest goes too."""
     found: list[tuple[tuple[int, ...], bool]] = []
     for _ in range(10):

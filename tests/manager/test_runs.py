@@ -14,6 +14,7 @@ from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef, Failure
 from common.wire.operations import Action, Outputs, Saved, SaveWeights
+from harness.standin import create_job, job_spec, until_status
 from manager_service.owner.job_reader import JobReader
 from manager_service.owner.jobs.changes import Changes, commands
 from manager_service.owner.partition import Partition
@@ -349,6 +350,26 @@ async def test_no_more_runs_are_active_than_the_tenant_may_have(world: World) ->
         await world.send(first, (1, "unload"))
         await world.result(first, 1)
         assert (await world.result(second, 0)).failure is None
+
+
+async def test_a_job_that_waits_because_live_runs_use_up_max_jobs_says_so_once(world: World) -> None:
+    record = TenantRecord(id=TENANT, created_at=0, max_jobs=1)
+    await world.bus.client.hset(TENANTS, TENANT, JSON.encode(record))
+    await asyncio.sleep(2 * LEASE_S)  # owners look at tenants so often
+    async with world.hashing_trainer():
+        run = await world.create()
+        await world.result(run, 0)
+        job = job_spec("waits", tenant=TENANT)
+        await create_job(world.bus, job)
+
+        async def told() -> int:
+            return sum("1 of them are runs of the Tinker" in event.message for event in await world.events(job.id))
+
+        await until(told)
+        await asyncio.sleep(2 * LEASE_S)  # owners look for jobs that wait so often
+        assert await told() == 1
+        await world.send(run, (1, "unload"))
+        await until_status(world.bus, job.id, "running")
 
 
 async def test_runs_stand_still_while_the_tokens_of_the_day_are_used_up(world: World) -> None:

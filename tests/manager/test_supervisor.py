@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 import redis.asyncio
 
+from common.bus.streams import Cell
 from common.children.processes import describe, last_error, rotate
 from common.errors import REFUSED
+from common.store.disk_room import free_bytes
 from harness.redis_server import RedisServer
 from manager_service.launcher import supervisor
+from manager_service.launcher.redis_room import KEPT_BYTES
 from manager_service.launcher.supervisor import (
     LocalCluster,
     ServiceCommand,
@@ -120,6 +124,45 @@ async def answer(client: Any) -> bytes:
         with contextlib.suppress(redis.ConnectionError):
             return await client.get("answer")
         await asyncio.sleep(0.02)
+
+
+async def test_a_redis_that_cannot_write_starts_again_in_the_room_that_was_kept(tmp_path: Path) -> None:
+    # Given a disk that has its reserve, until somebody fills it
+    heard: list[str] = []
+    reserve = {"MARLAAS_DISK_RESERVE_BYTES": str(free_bytes(tmp_path) - (1 << 30))}
+    room, filler = tmp_path / "data" / "redis" / "room", tmp_path / "filler"
+    async with cluster(tmp_path / "data", environment=reserve, notify=heard.append) as running:
+        assert room.stat().st_blocks * 512 >= KEPT_BYTES, "it takes its place on the disk"
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 2 << 30)
+        # When Redis may write no further
+        written = (tmp_path / "data" / "redis" / "appendonly.aof").stat().st_size
+        resource.prlimit(running.pids["redis"], resource.RLIMIT_FSIZE, (written + 4096, resource.RLIM_INFINITY))
+        kept = 0
+        async with connect(running) as client:
+            with contextlib.suppress(redis.ConnectionError):
+                for kept in range(10_000):
+                    await client.set(f"key-{kept}", "x" * 100)
+        # Then it starts again with all that it had taken in, and the cells know
+        async with connect(running) as client:
+            await until(lambda: _is_set(client, Cell("tiny").disk_full))
+            assert await client.exists(*(f"key-{number}" for number in range(kept))) == kept > 10
+            assert not room.exists() and "is full: only reads, deletes and cancels" in heard[0]
+            # and when the disk has its reserve again, it is kept again
+            filler.unlink()
+            await until(room.exists)
+            await until(lambda: _is_unset(client, Cell("tiny").disk_full))
+        assert heard[-1].endswith("has room again")
+
+
+async def _is_set(client: Any, key: str) -> bool:
+    with contextlib.suppress(redis.ConnectionError):
+        return bool(await client.exists(key))
+    return False
+
+
+async def _is_unset(client: Any, key: str) -> bool:
+    return not await client.exists(key)
 
 
 async def test_redis_asks_for_a_password_that_only_this_user_can_read(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from base_model.adapter import Adapter
 from base_model.decoder import Decoder
@@ -73,6 +74,18 @@ def test_all_keys_values_and_copies_of_factors_stay_below_the_limit() -> None:
     answers, peak = sample_all(EngineLimits(kv_bytes=KV_BYTES), num=12)
     assert len(answers) == 12 * 2
     assert KV_BYTES / 2 < peak <= KV_BYTES
+
+
+def test_a_chat_goes_before_turns_that_wait_for_memory_and_behind_earlier_chats() -> None:
+    batch = RunningRows(model(), end_ids=(), decode=lambda _: "", limits=EngineLimits(slots=1))
+    for number, chat in enumerate((False, False, True, True)):
+        turn = replace(request(name=str(number), max_tokens=2), chat=chat)
+        batch.add(TurnRow(turn, None, handle=None))
+    ends = list[str]()
+    with torch.inference_mode():
+        while batch.has_work:
+            ends += [end.row.request.id for end in batch.advance()]
+    assert ends == ["2", "3", "0", "1"]
 
 
 @pytest.mark.exact

@@ -48,13 +48,14 @@ def random_tokens(num: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, num).tolist()
 
 
-def expected_scores(folder: Path, asked: TurnRequest) -> np.ndarray:
-    """Log-probs by transformers and PEFT; [num_prompt - 1]."""
+def expected_scores(folder: Path, asked: TurnRequest) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs by transformers and PEFT: [num_prompt - 1] of the tokens, [num_prompt - 1, 2] of the best there."""
     files = FILES[asked.adapter] if not asked.adapter.is_base else files_of(1, size=0.0)
     model, tokens = peft_model(folder, files), torch.from_numpy(asked.tokens.numpy().astype(np.int64))
     with torch.no_grad():
         logits = model(tokens.unsqueeze(0)).logits[0, :-1] / (asked.sampling.temperature or 1.0)
-    return torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0].numpy()
+    logprobs = torch.log_softmax(logits, -1)
+    return logprobs.gather(1, tokens[1:, None])[:, 0].numpy(), logprobs.topk(2).values.numpy()
 
 
 @on_real_models
@@ -73,6 +74,7 @@ async def test_they_are_those_of_transformers_and_peft_for_mixed_adapters_and_le
             max_tokens=1,
             temperature=temperatures[i % len(temperatures)],
             prompt_logprobs=-1,
+            num_top_logprobs=2 * (i % 2),
         )
         for i, num in enumerate(lengths)
     ]
@@ -80,7 +82,11 @@ async def test_they_are_those_of_transformers_and_peft_for_mixed_adapters_and_le
         found = await asyncio.gather(*[one(engine, r) for r in asked])
     for each, mine in zip(asked, found, strict=True):
         assert np.isnan(scores(mine)[0]) and len(scores(mine)) == each.num_prompt
-        assert np.abs(scores(mine)[1:] - expected_scores(tmp_path, each)).max() < 1e-4
+        expected, best = expected_scores(tmp_path, each)
+        assert np.abs(scores(mine)[1:] - expected).max() < 1e-4
+        if each.sampling.num_top_logprobs:
+            tops = [[value for _, value in top] for top in mine.prompt_top_logprobs[1:]]
+            assert np.abs(np.array(tops) - best).max() < 1e-4
 
 
 @on_all
@@ -97,6 +103,23 @@ async def test_as_many_as_asked_for_have_one_and_the_first_token_never(running: 
         assert np.allclose(scores(each)[-count:], scores(found[2])[-count:], atol=1e-4)
     assert np.isnan([*scores(single), *scores(begun)]).tolist() == [True, True]
     assert len(plain.prompt_logprobs) == 0
+
+
+@on_all
+@in_session
+async def test_a_prompt_is_scored_beside_the_best_tokens_without_sampling_one(running: Running) -> None:
+    async with undisturbed(running, ends=False) as engine:
+        found = await one(engine, request(max_tokens=0, prompt_logprobs=-1, num_top_logprobs=3))
+        nothing = await one(engine, request(max_tokens=0))
+        sampled = await one(engine, request(max_tokens=1, prompt_logprobs=-1))
+    first, *tops = found.prompt_top_logprobs
+    assert first == [] and len(tops) == len(prompt()) - 1
+    for token, logprob, top in zip(prompt()[1:], scores(found)[1:].tolist(), tops, strict=True):
+        values = [value for _, value in top]
+        assert values == sorted(values, reverse=True) and len(values) == 3
+        assert dict(top).get(token, logprob) == logprob <= values[0]  # to the bit: clients look so for the greedy token
+    assert same_scores(found, sampled) and sampled.prompt_top_logprobs == []
+    assert (found.tokens, found.stop_reason) == (nothing.tokens, nothing.stop_reason) == ([], "length")
 
 
 @on_all
@@ -157,6 +180,7 @@ async def test_what_cannot_be_computed_is_refused_by_the_name_of_its_field(runni
             (request(top_k=-1), "top_k"),
             (request(num_top_logprobs=-1), "num_top_logprobs"),
             (request(num_top_logprobs=5000), "num_top_logprobs"),
+            (request(max_tokens=-1), "max_tokens"),
             (request(stop_ids=(5000,)), "stop_ids"),
             (request(stop_ids=(-1,)), "stop_ids"),
             (request(stop_ids=(1,) * 129), "stop_ids"),

@@ -12,7 +12,7 @@ import pytest
 
 from common.bus.streams import Cell
 from common.errors import NotFound, Unavailable
-from common.store.adapters import PEFT_FILES, AdapterStore, Manifest
+from common.store.adapters import PEFT_FILES, AdapterStore, InThread, Manifest
 from common.store.objects import Objects
 from common.wire.messages import BASE, AdapterRef, Failure, Parked, ScoredTrajectory, TurnDelta, TurnRequest, TurnResult
 from rollout_service.adapters import AdapterCache
@@ -74,11 +74,13 @@ class CountingStore(AdapterStore):
         self.reads = 0
         self.away = False
 
-    async def read(self, adapter: AdapterRef, names: Iterable[str] = PEFT_FILES) -> dict[str, bytes]:
+    async def read(
+        self, adapter: AdapterRef, names: Iterable[str] = PEFT_FILES, beside: InThread = asyncio.to_thread
+    ) -> dict[str, bytes]:
         self.reads += 1
         if self.away:
             raise Unavailable("the store is away")
-        return await super().read(adapter, names)
+        return await super().read(adapter, names, beside)
 
 
 async def store_with(*adapters: AdapterRef, files: dict[str, bytes] | None = None) -> tuple[CountingStore, Objects]:

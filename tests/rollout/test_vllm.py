@@ -14,15 +14,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from msgspec.structs import replace
 
 from base_model.adapter import CONFIG_FILE, save_adapter
 from benchmarks.training import step_of
 from common.errors import InvalidInput
 from common.tasks.skills import generate
-from common.wire.messages import BASE, AdapterRef, LoraSpec, LossSpec, Rows, f32, i32, u8
+from common.wire.messages import BASE, AdapterRef, LoraSpec, LossSpec, Rows, TurnRequest, f32, i32, u8
 from common.wire.transcript import transcript
 from rollout_service.engine import CorruptAdapter, Engine
 from rollout_service.process import process_engine
+from rollout_service.settings import RolloutSettings
 from tests.support.engines_under_test import ProcessRunning, Running, SharedCore, SharedVllm, needs_vllm, vllm_core
 from tests.support.rollout_cases import adapter_of, beat, decoder, files_of, one, prompt, ref, request, tokenizer
 from trainer_service import lora
@@ -145,6 +147,22 @@ async def test_a_temperature_that_vllm_does_not_take_is_refused_before_it_hears_
         with pytest.raises(InvalidInput, match=r"\[0, 2\]"):
             await one(engine, request(temperature=2.5))
         assert (await one(engine, request(temperature=2.0, max_tokens=2))).tokens
+
+
+@on_vllm
+async def test_a_chat_goes_before_the_turns_that_wait_in_vllm(running: Running) -> None:
+    ends = list[bool]()
+    at_once = RolloutSettings(rollout_slots=64).engine_slots  # of `vllm_core`
+    asked = [greedy(BASE, sample=n, max_tokens=12) for n in range(2 * at_once + 20)]
+    asked.append(replace(greedy(BASE, sample=len(asked), max_tokens=12), chat=True))
+    async with running(ends=False, slots=len(asked)) as engine:
+
+        async def sampled(each: TurnRequest) -> None:
+            await one(engine, each)
+            ends.append(each.chat)
+
+        await asyncio.gather(*map(sampled, asked))
+    assert ends.index(True) < 2 * at_once
 
 
 @on_vllm

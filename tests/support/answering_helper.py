@@ -1,8 +1,9 @@
 """A helper process that answers as a question says: `python -m tests.support.answering_helper`. It imports little."""
 
 import os
+import sys
 
-from common.children.helpers import serve
+from common.children.helpers import address_space, serve
 from common.errors import InvalidInput
 
 
@@ -13,6 +14,8 @@ def answer(question: bytes) -> bytes | int:
         case b"hang":
             while True:
                 pass
+        case b"fill":
+            return len(bytearray(1 << 30))
         case b"pid":
             return os.getpid()
         case b"refuse":
@@ -23,4 +26,4 @@ def answer(question: bytes) -> bytes | int:
 
 
 if __name__ == "__main__":
-    serve(answer)
+    serve(answer, memory_bytes=address_space() + (256 << 20) if sys.platform == "linux" else None)

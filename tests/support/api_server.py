@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai.types.fine_tuning import FineTuningJob
 
 from common.bus.bus import Bus, Out, Settlement
-from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT
+from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, partition_of
 from common.cancellation import cancel_all
 from common.store.adapters import PEFT_FILES, AdapterStore, Manifest
 from common.wire.messages import (
@@ -40,7 +41,7 @@ from manager_service.http.server import make_api, serve
 from manager_service.http.tinker.parts import Records, make_records
 from manager_service.owner.jobs.journal import MAX_TEXT
 from manager_service.records.archive import SampleFiles
-from manager_service.records.job_records import JobSpec, JobState
+from manager_service.records.job_records import FINAL, VERSION, JobSpec, JobState
 from manager_service.records.keys import JSON
 from manager_service.records.sample_records import LIMITS, CheckpointRecord, EventRecord, Kept, SampleKind, SampleRecord
 from manager_service.settings import ManagerSettings
@@ -168,7 +169,7 @@ class Script:
 
     async def take_over(self, count: int = 256) -> None:
         """Ends the turns of which nothing more was heard, the oldest first, as the worker that takes them over."""
-        stream = self.inbox or self.bus.cell.rollout_first
+        stream = self.inbox or self.bus.cell.rollout_chat
         idle = await self.bus.find_idle(stream, GROUP_ROLLOUT, min_idle_ms=0, count=count)
         for delivery in await self.bus.claim(stream, GROUP_ROLLOUT, "other", idle, min_idle_ms=0):
             request = delivery.message
@@ -176,7 +177,7 @@ class Script:
             await self.bus.settle([Settlement(delivery, [self.result(request, self._tokens(request))])])
 
     async def run(self) -> None:
-        stream = self.inbox or self.bus.cell.rollout_first
+        stream = self.inbox or self.bus.cell.rollout_chat
         await self.bus.ensure_group(stream, GROUP_ROLLOUT)
         while True:
             for delivery in await self.bus.read([stream], GROUP_ROLLOUT, "played", count=8, block_ms=20):
@@ -223,8 +224,17 @@ class Script:
         """The result of these tokens; None: of all."""
         tokens = self._tokens(request) if tokens is None else tokens
         tops = [[(int(t), -0.5), (65, -2.0)][: request.sampling.num_top_logprobs] for t in tokens]
+        of_prompt: dict[str, Any] = {}
+        if request.sampling.prompt_logprobs:
+            before = request.num_prompt - 1
+            top = [(66, -0.25), (67, -0.25)][: request.sampling.num_top_logprobs]
+            of_prompt = {
+                "prompt_logprobs": f32([math.nan] + [-1.5] * before),
+                "prompt_top_logprobs": [[]] + [top] * before,
+            }
         result = TurnResult(
             **_plain(request),
+            **of_prompt,
             request=request,
             adapter=request.adapter,
             tokens=i32(tokens),
@@ -317,7 +327,11 @@ async def create(client: AsyncOpenAI, **changes: Any) -> FineTuningJob:
 
 async def write_state(server: ApiServer, job: str, **changes: Any) -> None:
     """Writes a job's state as the owner would."""
-    await server.api.redis.hset(server.bus.cell.job(job), "state", JSON.encode(JobState(**changes)))
+    state = JobState(**changes)
+    fields = {"state": JSON.encode(state), VERSION: state.version}
+    await server.api.redis.hset(server.bus.cell.job(job), mapping=fields)
+    if state.status in FINAL:
+        await server.api.redis.srem(server.bus.cell.active(partition_of("default")), job)
 
 
 async def write_events(

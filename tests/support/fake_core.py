@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from common.wire.messages import Tops
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk, UnreadableAdapter
 
 STEP_S = 0.0005
@@ -80,12 +81,12 @@ class FakeCore:
         random = np.random.default_rng(request.seed)
         self.running += 1
         try:
-            prompt_logprobs = self._of_prompt(request, digest)
+            prompt_logprobs, prompt_tops = self._of_prompt(request, digest)
             for left in range(request.max_tokens - 1, -1, -1):
                 await self._step(request)
                 chunk = self._next(request, digest, tokens, random, last=left == 0)
-                chunk = dataclasses.replace(chunk, prompt_logprobs=prompt_logprobs)
-                tokens, prompt_logprobs = tokens + chunk.tokens, []
+                chunk = dataclasses.replace(chunk, prompt_logprobs=prompt_logprobs, prompt_top_logprobs=prompt_tops)
+                tokens, prompt_logprobs, prompt_tops = tokens + chunk.tokens, [], []
                 yield chunk
                 if chunk.finished:
                     return
@@ -110,12 +111,14 @@ class FakeCore:
             await asyncio.Event().wait()
             raise CoreDied("unreachable")
 
-    def _of_prompt(self, request: SamplingRequest, digest: str) -> list[float]:
+    def _of_prompt(self, request: SamplingRequest, digest: str) -> tuple[list[float], Tops]:
         if not request.prompt_logprobs or self.skips_prompts:
-            return []
+            return [], []
         self.prompts_scored += 1
         tokens = request.tokens
-        return [float(_logprobs(digest, tokens[:i], self.vocab, 1.0)[tokens[i]]) for i in range(1, len(tokens))]
+        rows = [_logprobs(digest, tokens[:i], self.vocab, 1.0).astype(np.float32) for i in range(1, len(tokens))]
+        tops = [[(int(t), float(row[t])) for t in np.argsort(-row)[: request.num_top_logprobs]] for row in rows]
+        return [float(row[token]) for row, token in zip(rows, tokens[1:], strict=True)], tops
 
     def _next(
         self, request: SamplingRequest, digest: str, tokens: list[int], random: np.random.Generator, *, last: bool

@@ -39,15 +39,16 @@ async def forked_api(settings: ManagerSettings, limits: ApiLimits) -> AsyncGener
 
 
 class ForkedPool(HelperPool):
-    """A pool of helpers that read texts. Where packages lie elsewhere than when the prefork server began, they are executed."""
+    """A pool of helpers that read texts. Where packages lie elsewhere than when the prefork server began, and where they may be
+    imported, they are executed."""
 
-    def __init__(self, module: str, bases: str, **options: Any) -> None:
-        super().__init__(module, bases, **options)
-        self._bases = bases
+    def __init__(self, module: str, bases: str, *others: str, **options: Any) -> None:
+        super().__init__(module, bases, *others, **options)
+        self._bases, self._forks = bases, not others
 
     async def _start(self) -> Helper:
         variables, server = _shared(self._variables)
-        if variables != self._variables:
+        if variables != self._variables or not self._forks:
             return await super()._start()
         with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listening:
             listening.bind(f"{folder}/socket")

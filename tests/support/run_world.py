@@ -18,7 +18,6 @@ from common.wire.messages import AdapterRef, Failure, Init, JobCommand, LoraSpec
 from common.wire.operations import (
     Action,
     Forget,
-    Forgotten,
     LoadWeights,
     NameChange,
     Operation,
@@ -33,7 +32,7 @@ from common.wire.operations import (
 from common.worker.handlers import Beat
 from common.worker.telemetry import About, Reporter
 from common.worker.worker import Inbox, Worker, worker_id
-from harness.standin import StandIn, commit, refused
+from harness.standin import StandIn, commit, forgotten, refused
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import Checkpoint, RunSpec, RunState, Sampler, run_of
 from tests.common.test_worker import length, until
@@ -79,13 +78,7 @@ class HashingTrainer(StandIn):
         if isinstance(message, Forget):
             if self.hold_forget:
                 await self.hold_forget.wait()
-            for version in message.versions:
-                await self.store.drop_files(msgspec.structs.replace(message.adapter, version=version))
-            for version in message.optimizers:
-                await self.store.drop_optimizer(msgspec.structs.replace(message.adapter, version=version))
-            if message.everything:
-                await self.store.delete_job(message.tenant, message.job)
-            return [(stream, Forgotten(id=f"{message.id}/done", **message.about(), forget=message.id))]
+            return [(stream, await forgotten(self.store, message))]
         self.seen.append(message)
         return [(stream, await self._done(message))]
 

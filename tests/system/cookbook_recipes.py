@@ -1,8 +1,12 @@
-"""Recipes of tinker-cookbook, their bytes unmodified, against a whole cluster of real processes: `make tinker-cookbook`."""
+"""Recipes of tinker-cookbook and its own tests, their bytes unmodified, against a whole cluster of real processes:
+`make tinker-cookbook`."""
 
 import asyncio
 import json
 import os
+import shutil
+import sys
+import tarfile
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,9 @@ PUBLIC = "Qwen/Qwen3-8B-Base"
 """A name whose renderer and sizes the cookbook knows. Here it is a link to `tiny`."""
 CONVERSATIONS = "tinker_cookbook/example_data/conversations.jsonl"
 STEPS = 20
+TESTED, ANSWERER = "Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-9B"
+"""The models of the cookbook's own tests. Here they are `tiny`, two of whose tokens have names of Qwen's, for which the renderer looks."""
+SOURCES = PYTHON.absolute().parents[1] / "tinker_cookbook-0.6.1.tar.gz"
 
 
 @pytest.fixture(scope="module")
@@ -27,29 +34,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("recipes")
     (made / PUBLIC).parent.mkdir()
     (made / PUBLIC).symlink_to(MODEL)
+    shutil.copytree(MODEL, made / TESTED)
+    for file in (made / TESTED / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")):
+        file.write_text(file.read_text().replace("<|end|>", "<|im_end|>").replace("<|tools|>", "</think>"))
+    (made / ANSWERER).symlink_to(made / TESTED)
     return made
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(folder: Path) -> AsyncGenerator[LocalCluster]:
-    bases = {"MARLAAS_BASE_MODELS": f"tiny={MODEL},{Path(PUBLIC).name}={folder / PUBLIC}"}
+    served = [f"{Path(name).name}={folder / name}" for name in (PUBLIC, TESTED, ANSWERER)]
+    bases = {"MARLAAS_BASE_MODELS": ",".join([f"tiny={MODEL}", *served])}
     async with running(folder / "data", environment=bases) as (started, _):
         yield started
 
 
 async def run(cluster: LocalCluster, folder: Path, recipe: str, options: dict[str, str]) -> list[dict[str, Any]]:
     """The metrics of each step that it wrote. `log_path` is a folder in `folder`."""
+    words = ["-m", recipe, *(f"{name}={value}" for name, value in options.items())]
+    await ended(cluster, folder, str(PYTHON.absolute()), *words)
+    return [json.loads(line) for line in (folder / options["log_path"] / "metrics.jsonl").read_text().splitlines()]
+
+
+async def ended(cluster: LocalCluster, folder: Path, *words: str, **variables: str) -> None:
+    """Runs a program that succeeds."""
     own = {"TINKER_BASE_URL": cluster.base_url, "TINKER_API_KEY": f"tml-{cluster.api_key}", "TINKER_TELEMETRY": "0"}
     process = await asyncio.create_subprocess_exec(
-        *(str(PYTHON.absolute()), "-m", recipe, *(f"{name}={value}" for name, value in options.items())),
-        env={**os.environ, **own},
+        *words,
+        env={**os.environ, **own, **variables},
         cwd=folder,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
     out, _ = await process.communicate()
     assert process.returncode == 0, out.decode()[-4000:]
-    return [json.loads(line) for line in (folder / options["log_path"] / "metrics.jsonl").read_text().splitlines()]
 
 
 def shares(rows: list[dict[str, Any]]) -> list[float]:
@@ -117,3 +135,18 @@ async def test_players_of_a_game_of_several_turns_are_trained(cluster: LocalClus
     }
     rows = await run(cluster, folder, "tinker_cookbook.recipes.multiplayer_rl.guess_number.train", options)
     assert sum("env/all/turns_per_episode" in row for row in rows) == 2
+
+
+@pytest.mark.parametrize("name", ["math_rl", "guess_number", "twenty_questions", "shorter"])
+async def test_the_cookbooks_own_tests_pass_with_its_default_loss(
+    cluster: LocalCluster, folder: Path, tmp_path: Path, name: str
+) -> None:
+    with tarfile.open(SOURCES) as sources:
+        sources.extractall(tmp_path, filter="data")
+    (tmp_path / "uv").write_text(f'#!/bin/sh\nshift 2\nexec {PYTHON.absolute()} "$@"\n')  # they say `uv run python`
+    (tmp_path / "uv").chmod(0o755)
+    (test,) = tmp_path.glob(f"*/tests/recipes/test_recipe_{name}.py")
+    found_first = f"{tmp_path}:{os.environ['PATH']}"
+    await ended(
+        cluster, folder, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test), PATH=found_first
+    )

@@ -6,10 +6,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from common.bus.bus import Bus
 from common.bus.streams import Cell
+from common.cancellation import cancel_all
 from harness.bases import FIRST_WORD, make_random_base
 from harness.live import Api, adapter_hashes, is_balanced
 from manager_service.launcher.supervisor import LocalCluster
@@ -17,6 +19,7 @@ from rollout_service.handler import PROGRESS_BODY, PROGRESS_HEAD
 from tests.common.test_worker import until
 from tests.support.forked import running
 from tests.support.processes import restart
+from tests.support.tinker_client import TinkerClient
 from tests.support.whole import until_whole, workers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -124,6 +127,31 @@ async def test_a_killed_rollout_worker_costs_turns_and_answers_only_what_was_not
         await bus.close()
 
 
+async def test_a_chat_is_answered_while_samples_have_every_slot(tmp_path: Path) -> None:
+    base = make_random_base(tmp_path / "base", last_word=FIRST_WORD, vocab_size=8192)
+    environment = {"MARLAAS_BASE_MODELS": f"base={base}", "MARLAAS_ROLLOUT_SLOTS": "4"}
+    async with (
+        running(tmp_path / "data", environment=environment) as (cluster, api),
+        httpx.AsyncClient(base_url=cluster.base_url, trust_env=False) as http,
+    ):
+        client = TinkerClient(http, api.key)
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
+        endless = {"max_tokens": 2000, "temperature": 0}  # the likeliest tokens go round in a circle
+        body: dict[str, Any] = {"prompt": prompt, "num_samples": 4, "sampling_params": endless}
+        asked = await client.post("asample", **body, base_model="base")
+        sampling = asyncio.create_task(client.retrieve(asked.json()["request_id"]))
+        await until(lambda: has_turns(cluster, 4))
+        messages = [{"role": "user", "content": "hi"}]
+        await api.post("/chat/completions", {"model": "base", "messages": messages, "max_tokens": 2})
+        await api.post("/completions", {"model": "base", "prompt": "hi", "max_tokens": 2})
+        assert not sampling.done() and await has_turns(cluster, 4)
+        await cancel_all([sampling])
+
+
+async def has_turns(cluster: LocalCluster, number: int) -> bool:
+    return [each["in_use"] for each in await workers(cluster) if each["service"] == "rollout"] == [number]
+
+
 async def kill_under_a_job(cluster: LocalCluster, api: Api, bus: Bus) -> None:
     # Given long turns of which some tokens are kept
     hyper: dict[str, Any] = {"max_steps": 1, "batch_size": 1, "group_size": 4, "max_tokens": 600}
@@ -144,10 +172,10 @@ async def kill_under_answers(cluster: LocalCluster, api: Api, bus: Bus) -> None:
     """The same of turns that an API replica asked for without a stream."""
     body = {"model": "base", "prompt": "count", "max_tokens": 600, "n": 4}
     asking = asyncio.create_task(api.post("/completions", body))
-    while await tokens_kept(bus, bus.cell.rollout_first) < 4 * 100 and not asking.done():
+    while await tokens_kept(bus, bus.cell.rollout_chat) < 4 * 100 and not asking.done():
         await asyncio.sleep(0.02)
     cluster.kill("rollout-0", signal.SIGKILL)
-    kept = await tokens_kept(bus, bus.cell.rollout_first)
+    kept = await tokens_kept(bus, bus.cell.rollout_chat)
     whole = (await asking)["usage"]["completion_tokens"]
     sampled = await tokens_sampled(cluster)
     assert 0 < sampled <= whole - kept, (sampled, whole, kept)

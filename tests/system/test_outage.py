@@ -1,17 +1,22 @@
-"""Object storage over HTTP goes away in the middle of a run, which costs time and nothing else."""
+"""Object storage goes away, or its disk is full, in the middle of a run, which costs time and nothing else."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from common.store.adapters import AdapterStore
+from common.store.disk_room import free_bytes
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef
+from harness.live import Api
 from harness.proxy import Proxy
 from harness.s3_server import BUCKET, S3Server, environment
+from manager_service.launcher.supervisor import LocalCluster
+from tests.common.test_worker import until
 from tests.support.forked import running
-from tests.support.whole import until_whole
+from tests.support.whole import until_whole, workers
 
 pytestmark = pytest.mark.slow
 
@@ -48,3 +53,33 @@ async def test_an_outage_of_the_store_costs_time_and_nothing_else(
     finally:
         await gate.shut()
         server.stop()
+
+
+async def test_a_full_disk_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    """The disk is real, and its reserve so large that a file of 2 GiB takes of it."""
+    filler = tmp_path / "filler"
+    variables = {"MARLAAS_DISK_RESERVE_BYTES": str(free_bytes(tmp_path) - (1 << 30))}
+    async with running(tmp_path / "data", environment=variables) as (cluster, api):
+        job = await api.submit("sort", max_steps=40, batch_size=2, group_size=4)
+        await until(lambda: _has_steps(api, job))
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 2 << 30)
+        await until(lambda: _is_announced(cluster))
+        refused = await api.http.post(
+            "/files", files={"file": ("a.jsonl", b'{"prompt":"a"}')}, data={"purpose": "fine-tune"}
+        )
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "disk_full")
+        before = len(await api.steps(job))
+        assert before < 40, "the disk was full too late to matter"
+        filler.unlink()
+        await until_whole(cluster, api, [job], steps=40, trajectories=40 * ROWS)
+        assert cluster.num_exits == dict.fromkeys(cluster.num_exits, 0)
+
+
+async def _has_steps(api: Api, job: str) -> bool:
+    return bool(await api.steps(job))
+
+
+async def _is_announced(cluster: LocalCluster) -> bool:
+    found = await workers(cluster)
+    return any("MARLAAS_DISK_RESERVE_BYTES" in (worker.get("reason") or "") for worker in found)

@@ -117,7 +117,7 @@ async def left(redis_url: str) -> list[str]:
     async with client:
         kinds = [await client.keys(CELL.key(f"{kind}:[0-9]*")) for kind in ("ops", "adapters")]
         inboxes = [key.decode() for keys in kinds for key in keys]
-        work = [CELL.train, CELL.rollout, CELL.rollout_first, CELL.dead, *inboxes]
+        work = [CELL.train, CELL.rollout, CELL.rollout_first, CELL.rollout_chat, CELL.dead, *inboxes]
         return [f"{key} holds {num} entries" for key in work if (num := await client.xlen(key))]
 
 

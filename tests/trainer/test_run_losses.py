@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from base_model.adapter import PEFT_PREFIX, save_adapter
 from base_model.decoder import Decoder
 from common.wire.messages import Array, LoraSpec, OptimSpec, f32
-from common.wire.operations import Datum, Forward, LossFn, RunOperation
+from common.wire.operations import STAND_IN, Datum, Forward, LossFn, RunOperation
 from tests.support.run_cases import (
     RUN_LORA,
     carry_out,
@@ -45,6 +45,7 @@ CONFIGS: list[tuple[LossFn, dict[str, float]]] = [
     ("cispo", {"clip_low": 0.5, "clip_high": 0.9}),
     ("gspo", {"clip_low": 0.6, "clip_high": 1.6}),
     ("dro", {"beta": 0.3}),
+    ("stable_reinforce", {"beta": 0.3}),
 ]
 
 
@@ -112,6 +113,9 @@ def naive(asked: Forward, datum: Datum, logp: Tensor) -> Tensor:
     if asked.loss == "dro":
         beta = 0.05 if asked.beta is None else asked.beta
         return -(logp * advantage - 0.5 * beta * (logp - q) ** 2).sum()
+    if asked.loss == "stable_reinforce":
+        losses = -ratio.clamp(max=2.0).detach() * logp * advantage + (asked.beta or 0.0) * 0.5 * (logp - q) ** 2
+        return losses[advantage != 0].sum()
     if asked.loss == "cispo":
         return -(clip(ratio, asked, 0.0, 4.0).detach() * logp * advantage).sum()
     if asked.loss == "ppo":
@@ -155,7 +159,8 @@ def assert_near(ours_P: Tensor, theirs_P: Tensor) -> None:
 
 def assert_outputs(computed: Any, index: int, expected: tuple[float, list[Tensor]]) -> None:
     found, (loss, logprobs) = outputs(computed.results[index]), expected
-    assert found.metrics == {"loss:sum": pytest.approx(loss, rel=1e-5, abs=1e-5)}
+    assert found.metrics.pop("loss:sum") == pytest.approx(loss, rel=1e-5, abs=1e-5)
+    assert found.metrics in ({}, {f"{STAND_IN}:max": 1.0})
     for ours, theirs in zip(found.logprobs, logprobs, strict=True):
         assert np.abs(ours.numpy() - theirs.numpy()).max() < 1e-5 * theirs.abs().max()
 
@@ -174,6 +179,16 @@ def test_each_loss_has_the_outputs_and_the_gradient_of_its_formula(
 
     assert_outputs(computed, 0, loop.forward_backward(operation))
     assert_near(grad_of(computed), loop.gradient)
+
+
+def test_passes_and_steps_say_that_their_loss_stands_in_for_another(decoder: Decoder) -> None:
+    trainer = Trainer(DecoderBackbone(decoder))
+    state = noisy(trainer)
+    begun = carry_out(trainer, [forward_backward(1, "stable_reinforce"), forward_backward(2, "cispo")], state)
+    assert [outputs(result).metrics.get(f"{STAND_IN}:max") for result in begun.results] == [1.0, None]
+    assert carry_out(trainer, [optim_step(3)], state, begun.gradient).metrics[STAND_IN] == 1.0
+    only_looks = carry_out(trainer, [forward(1, "stable_reinforce"), forward_backward(2), optim_step(3)], state)
+    assert STAND_IN not in only_looks.metrics
 
 
 def test_gspo_takes_bounds_by_token_and_a_mask_of_its_own(decoder: Decoder, tmp_path: Path) -> None:
@@ -289,7 +304,7 @@ def changed(array: Array, last: int) -> Array:
 
 
 @pytest.mark.parametrize(
-    "loss,config", [("cross_entropy", {"clip_low": 0.5}), ("ppo", {"beta": 0.1}), ("ppo", {"clip_high": math.inf})]
+    "loss,config", [("stable_reinforce", {"clip_low": 0.5}), ("ppo", {"beta": 0.1}), ("ppo", {"clip_high": math.inf})]
 )
 def test_bounds_that_a_loss_does_not_know_fail_the_operation(
     decoder: Decoder, loss: LossFn, config: dict[str, float]

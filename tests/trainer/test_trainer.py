@@ -27,6 +27,7 @@ from common.wire.messages import (
     f32,
     i32,
 )
+from common.wire.operations import Forget, Forgotten
 from common.wire.transcript import shown
 from tests.support.trainer_cases import (
     LORA,
@@ -272,10 +273,12 @@ async def test_optimiser_state_is_kept_for_the_newest_two_versions(system: Syste
     assert all((path / PEFT_FILES[0]).exists() for version in range(4) for path in system.attempts(version))
 
 
-async def test_versions_that_a_step_drops_lose_their_files_and_are_not_made_again(system: System) -> None:
+async def test_versions_that_are_forgotten_lose_their_files_and_are_not_made_again(system: System) -> None:
     first, *later = steps(3)
-    drops = [replace(step, drops=(step.adapter.version - 1,)) for step in later]
-    await system.run(make_init(), first, *drops)
+    await system.run(make_init(), first, *later)
+    forget = Forget(id="f", **first.about(), adapter=later[-1].adapter.next(), versions=(0, 1))
+    [(_, done)] = await system.handler()(forget, lambda: None)
+    assert isinstance(done, Forgotten) and done.forget == "f"
 
     assert [len(system.attempts(version)) for version in range(4)] == [0, 0, 1, 1]
     again = await system.run(first, handler=system.handler())

@@ -17,6 +17,7 @@ from common.wire.messages import AdapterRef
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.errors import COMMON, ApiError, declared
 from manager_service.http.stores.model_names import find_model
+from manager_service.records.tenants import TenantRecord
 
 router = APIRouter(prefix="/v1/adapters", tags=["models"], responses={**COMMON, **declared(404)})
 
@@ -41,14 +42,17 @@ async def zip_of(api: Api, base: Base, adapter: AdapterRef) -> Response:
     """Raises NotFound, and ApiError: 503 if a file is damaged, and what `Downloads` refuses."""
     name = re.sub(r"[^\w.-]", "_", f"{adapter.job}-{adapter.version}.zip")
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    read = functools.partial(files_of, api, base, adapter)
-    return await api.downloads.answer(await api.tenants.get(adapter.tenant), read, _zip, "application/zip", headers)
+    asker = await api.tenants.get(adapter.tenant)
+    read = functools.partial(files_of, api, base, asker, adapter)
+    return await api.downloads.answer(asker, read, _zip, "application/zip", headers)
 
 
-async def files_of(api: Api, base: Base, adapter: AdapterRef, names: Sequence[str] = PEFT_FILES) -> dict[str, bytes]:
+async def files_of(
+    api: Api, base: Base, asker: TenantRecord, adapter: AdapterRef, names: Sequence[str] = PEFT_FILES
+) -> dict[str, bytes]:
     """Raises NotFound, and ApiError 503 if a file is damaged."""
     try:
-        files = await api.adapters.read(adapter, names)
+        files = await api.adapters.read(adapter, names, functools.partial(api.downloads.beside, asker))
     except CorruptObject as error:
         raise ApiError(503, f"version {adapter.version} is damaged: {error}", code="corrupt_adapter") from error
     if CONFIG in files:

@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 from common.errors import InvalidInput, NotFound
-from common.tasks.environments import BUILT_IN
+from common.tasks.environments import grader_in
 from common.tasks.graders import model_graders
 from common.wire.messages import EnvSpec
 from manager_service.http.context import Api, Base
 from manager_service.http.stores.model_names import find_model
-from manager_service.records.job_records import FINAL
 from manager_service.records.tenants import TenantRecord
 
 
@@ -21,12 +20,6 @@ async def pin_environment(api: Api, tenant: TenantRecord, base: Base, env: EnvSp
         return env
     pinned = await pin_models(api, tenant, base, grader, param=param)
     return EnvSpec(env.name, {**env.args, "grader": pinned})
-
-
-def grader_in(env: EnvSpec) -> Mapping[str, Any] | None:
-    """The grader among a valid environment's arguments; None: there is none that this service runs."""
-    grader: Any = env.args.get("grader") if env.name in BUILT_IN else None
-    return cast(Mapping[str, Any], grader) if isinstance(grader, Mapping) else None
 
 
 async def pin_models(
@@ -67,12 +60,6 @@ async def _pinned(api: Api, tenant: TenantRecord, base: Base | None, model: str,
     if base is not None and named.base is not base:
         raise InvalidInput(
             f"{model} is served by the workers of {named.base.name!r}: graders ask models of the job's base, {base.name!r}",
-            param=param,
-        )
-    if named.row and named.row.spec.hyper.keep_versions is not None and named.row.state.status not in FINAL:
-        raise InvalidInput(
-            f"{model}: its job is {named.row.state.status} and keeps only {named.row.spec.hyper.keep_versions} versions,"
-            " so this one may go while it grades: wait for the job's end, or train it without keep_versions",
             param=param,
         )
     return f"{model.partition('@')[0]}@{named.adapter.version}" if model.startswith("ft:") else model

@@ -13,13 +13,13 @@ from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, Parts, Tenant
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.grader_models import base_asked, pin_models
-from manager_service.http.openai.jobs.job_checks import find_base
 from manager_service.http.openai.jobs.submission import check_num_bytes
 from manager_service.http.openai.reachable_hosts import check_grader_hosts
 from manager_service.http.quota import check_quota, check_room, count_inference
 from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.reading.tasks import CheckGrader
 from manager_service.http.schemas import Given
+from manager_service.http.stores.tinker_names import find_base
 from manager_service.records.keys import JSON
 from manager_service.records.tenants import TenantRecord
 
@@ -89,7 +89,7 @@ async def run(api: Parts, tenant: Tenant, body: RunGiven, request: Request) -> R
     """
     item = body.item or {}
     await _check(api, tenant, body.grader, item)
-    base = find_base(api, body.model) if body.model else await base_asked(api, tenant, body.grader)
+    base = find_base(api, body.model, param="model") if body.model else await base_asked(api, tenant, body.grader)
     check_grader_hosts(body.grader, base.cluster.outside(), param=PARAM)
     grader = await pin_models(api, tenant, base, body.grader, param=PARAM)
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from fastapi import APIRouter
 
+from common.bus.streams import partition_of
 from common.errors import InvalidInput
 from common.text.tokens import REPLY_ROLES, ChatTokenizer
 from manager_service.http.context import Base, Parts, Tenant
-from manager_service.http.errors import COMMON, conflict, declared
+from manager_service.http.errors import COMMON, RETRY_LATER, ApiError, conflict, declared
 from manager_service.http.openai.grader_models import asked_models
 from manager_service.http.openai.paging import page
 from manager_service.http.schemas import BaseObject, Deleted, ModelObject, Page
@@ -23,21 +24,18 @@ OPERATOR = "marlaas"
 
 @router.get("")
 async def list_models(api: Parts, tenant: Tenant) -> Page[ModelObject]:
-    """Tuned models with at least one trained version, newest first; then the base models."""
-    store, found = JobStore(api), dict[tuple[int, str], ModelObject]()  # by creation and job
+    """Tuned models with at least one trained version, newest first; then the base models. All on one page: `openai` asks for no other."""
+    found = dict[tuple[int, str], ModelObject]()  # by creation and job
     for base in api.bases.values():
-        for each in await base.archive.models(tenant.id):
+        live = await JobStore(api).models(
+            base, tenant.id
+        )  # before the archive's: one that moves is in both, not in none
+        for each in (*live, *await base.archive.models(tenant.id)):
             shown = _adapter(each.name, each.created_ms // 1000, each.tenant, base.name, each.version)
             found[each.created_ms, each.job] = shown
-        live = await store.live(base, tenant.id)
-        rows = await store.present(base, [entry.job for entry in live])
-        created = {entry.job: entry[:2] for entry in live}
-        found |= {
-            created[row.spec.id]: _tuned(row, row.spec.tuned_model)
-            for row in rows
-            if row.state.version >= 1 and not row.deleted
-        }
-    models = [found[key] for key in sorted(found, reverse=True)] + [_base(base) for base in api.bases.values()]
+    models = [found[key] for key in sorted(found, reverse=True)] + [
+        _base(base, base.name) for base in api.bases.values()
+    ]
     return page(models, has_more=False)
 
 
@@ -46,7 +44,7 @@ async def retrieve(api: Parts, tenant: Tenant, model: str) -> ModelObject:
     """`@{version}` behind a tuned model's name asks whether that version exists."""
     named = await find_model(api, tenant, model)
     if named.adapter.is_base:
-        return _base(named.base)
+        return _base(named.base, model)
     if named.row is not None:
         return _tuned(named.row, model)
     base, adapter = named.base, named.adapter
@@ -57,7 +55,7 @@ async def retrieve(api: Parts, tenant: Tenant, model: str) -> ModelObject:
 async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
     """Delete all versions of a finished job's adapter, and its samples; the job and its events stay.
 
-    All other writes to the adapter store are by trainers. A finished job has no trainer, so nobody races with this.
+    All other writes to the adapter store are by trainers. A finished job has none, but for a step under way.
     """
     named = await find_model(api, tenant, model)
     if named.adapter.is_base:
@@ -68,6 +66,9 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
         raise InvalidInput("a single version cannot be deleted: name the model without @", param="model")
     if named.row.state.status not in FINAL:
         raise conflict(f"the model's job is {named.row.state.status}: cancel it first", code="wrong_job_state")
+    if await _is_leaving(named.base, named.row):  # its owner would count the same bytes as deleted once more
+        told = "the model's job has just ended, and some of its versions are being deleted: try again in some seconds"
+        raise ApiError(409, told, code="wrong_job_state", headers=RETRY_LATER)
     if job := await JobStore(api).unfinished_user(tenant.id, lambda spec: model in asked_models(spec.env)):
         raise conflict(f"graders of the job {job} ask this model until it has ended", code="model_in_use")
     await JobStore(api).mark_deleted(named.row)
@@ -77,6 +78,14 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
     return Deleted(id=model, object="model")
 
 
+async def _is_leaving(base: Base, row: JobRow) -> bool:
+    """Are versions of an ended job deleted just now, or will they be?"""
+    state, active = row.state, base.cell.active(partition_of(row.spec.tenant))
+    if state.leaving is None and (state.training or state.initialising):
+        return False  # a trainer may wait for room on a full disk, which deletions make
+    return row.archived is None and bool(await base.redis.sismember(active, row.spec.id))
+
+
 async def _delete_samples(base: Base, tenant: str, job: str) -> None:
     archive = base.archive
     num_bytes = sum([await files.delete(tenant, job) for files in (archive.sample_files, archive.answer_files)])
@@ -84,7 +93,7 @@ async def _delete_samples(base: Base, tenant: str, job: str) -> None:
         await base.redis.execute_command(*words)
 
 
-def _base(base: Base) -> ModelObject:
+def _base(base: Base, name: str) -> ModelObject:
     weights, tokenizer = base.weights, base.tokenizer
     about = BaseObject(
         source=Path(base.where).name if Path(base.where).is_dir() else base.where,
@@ -94,7 +103,7 @@ def _base(base: Base) -> ModelObject:
         learning_rate=tokenizer.learning_rate,
         rules_out=_rules_out(tokenizer),
     )
-    return ModelObject(id=base.name, created=base.created_at, owned_by=OPERATOR, root=base.name, base=about)
+    return ModelObject(id=name, created=base.created_at, owned_by=OPERATOR, root=base.name, base=about)
 
 
 def _rules_out(tokenizer: ChatTokenizer) -> list[str]:

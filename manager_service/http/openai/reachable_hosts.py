@@ -8,10 +8,9 @@ import httpx
 from common.errors import InvalidInput
 from common.outgoing import AllowedHosts, NotAllowed
 from common.suggestions import did_you_mean, quoted
-from common.tasks.environments import LIVE, OpenEnvArgs, parse_args
+from common.tasks.environments import LIVE, OpenEnvArgs, grader_in, parse_args
 from common.tasks.graders import outside_urls
 from common.wire.messages import EnvSpec, Outside
-from manager_service.http.openai.grader_models import grader_in
 
 
 def check_outside(env: EnvSpec, announced: Collection[Outside], *, param: str) -> None:

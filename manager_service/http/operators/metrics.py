@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,10 +14,10 @@ from starlette.responses import Response
 
 from common.bus.streams import GROUP_ENV, GROUP_MANAGER, NUM_PARTITIONS
 from common.wire.messages import WorkerReport
-from manager_service.http.context import Admin, Api, Base, Parts
+from manager_service.http.context import Admin, Base, Parts
 from manager_service.http.errors import COMMON
-from manager_service.http.stores.job_store import JobStore
 from manager_service.records.cluster import env_streams
+from manager_service.records.job_records import JobState
 
 router = APIRouter(tags=["health"], responses=COMMON)
 
@@ -33,7 +34,7 @@ async def metrics(api: Parts, admin: Admin) -> Response:
     """Open work and its age, dead letters, what fills Redis, workers, jobs."""
     families: list[Metric] = []
     for base in api.bases.values():
-        families += [*await _streams(base), *await _memory(base), *_workers(base), await _jobs(api, base)]
+        families += [*await _streams(base), *await _memory(base), *_workers(base), await _jobs(base)]
     registry = CollectorRegistry()
     registry.register(_Collected(_joined(families)))
     return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
@@ -146,13 +147,16 @@ def _workers(base: Base) -> list[Metric]:
     ]
 
 
-async def _jobs(api: Api, base: Base) -> Metric:
+async def _jobs(base: Base) -> Metric:
     """Unfinished jobs by status; finished ones together."""
     active = [job.decode() for p in range(NUM_PARTITIONS) for job in await base.redis.smembers(base.cell.active(p))]
     counts: Counter[str] = Counter()
     for start in range(0, len(active), READ_AHEAD):
-        rows = await JobStore(api).present(base, active[start : start + READ_AHEAD])
-        counts.update(row.state.status for row in rows)
+        pipe = base.redis.pipeline(transaction=False)
+        for job in active[start : start + READ_AHEAD]:
+            pipe.hget(base.cell.job(job), "state")
+        states = [state for state in await pipe.execute() if state is not None]
+        counts.update(msgspec.json.decode(state, type=JobState).status for state in states)
     archived = int(await base.redis.get(base.cell.num_archived) or 0)
     counts["finished"] = archived + await base.redis.zcard(base.cell.jobs_all) - len(active)
     samples = (([base.name, status], float(n)) for status, n in counts.items())

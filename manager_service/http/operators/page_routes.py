@@ -4,6 +4,7 @@ Neither page asks anything of another server. The web page's files are in manage
 wrote is shown as text only, and the headers forbid to run it. All is made once, for anybody may ask for it, as often as they like.
 """
 
+import base64
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +25,13 @@ TYPES = {
     ".txt": "text/plain",
     ".svg": "image/svg+xml",
 }
+STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+summary{cursor:pointer}table{border-collapse:collapse}td{padding:0 1rem 0 0;vertical-align:top}
+code,pre{font:14px/1.4 ui-monospace,monospace}details{margin:.3rem 0}"""
 SOURCES = {
     "default-src": "'none'",
     "script-src": "'self'",
-    "style-src": "'self'",
+    "style-src": f"'self' 'sha256-{base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()}'",  # and that of /docs
     "img-src": "'self'",
     "connect-src": "'self'",
     "base-uri": "'none'",
@@ -42,9 +46,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
-summary{cursor:pointer}table{border-collapse:collapse}td{padding:0 1rem 0 0;vertical-align:top}
-code,pre{font:14px/1.4 ui-monospace,monospace}details{margin:.3rem 0}"""
 
 
 def install(app: FastAPI) -> None:
@@ -53,8 +54,8 @@ def install(app: FastAPI) -> None:
         if file.suffix in TYPES:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
             _serve(app, path, file.read_bytes, TYPES[file.suffix], HEADERS)
-    _serve(app, "/openapi.json", lambda: json.dumps(app.openapi()).encode(), "application/json", {})
-    _serve(app, "/docs", lambda: page(app.openapi()).encode(), "text/html", {})
+    _serve(app, "/openapi.json", lambda: json.dumps(app.openapi()).encode(), "application/json", HEADERS)
+    _serve(app, "/docs", lambda: page(app.openapi()).encode(), "text/html", HEADERS)
 
 
 def _serve(app: FastAPI, path: str, content: Callable[[], bytes], media_type: str, headers: Mapping[str, str]) -> None:

@@ -67,7 +67,7 @@ function makeHead(head, view) {
       buttons.forEach((button, i) => { button.hidden = !ACTIONS[Object.keys(ACTIONS)[i]].includes(job.status); });
       chat.hidden = tuned.hidden = job.fine_tuned_model === null;
       say(model, job.fine_tuned_model ?? "");
-      if (job.fine_tuned_model) chat.href = `#/chat?${new URLSearchParams({a: `${job.fine_tuned_model}@${job.version}`, b: job.version > 1 ? `${job.fine_tuned_model}@1` : job.model})}`;
+      if (job.fine_tuned_model) chat.href = `#/chat?${new URLSearchParams({a: `${job.fine_tuned_model}@${job.version}`, b: job.version > 1 ? `${job.fine_tuned_model}@0` : job.model})}`;
       parts.wasFinal = FINAL.has(job.status) && newest.length > 0;
     },
   };

@@ -113,7 +113,7 @@ const cut = (text) => text.length > SHORT ? `${text.slice(0, SHORT)}…` : text;
 function conversation(view, found) {
   const {sample} = found;
   const tuned = view.job.fine_tuned_model;
-  const again = tuned && sample.prompt && h("a", {class: "tenant-only", href: `#/chat?${new URLSearchParams({a: `${tuned}@${Math.max(1, view.job.version)}`, b: view.job.version > 1 ? `${tuned}@1` : view.job.model, say: sample.prompt})}`}, "Ask two versions the same");
+  const again = tuned && sample.prompt && h("a", {class: "tenant-only", href: `#/chat?${new URLSearchParams({a: `${tuned}@${Math.max(1, view.job.version)}`, b: view.job.version > 1 ? `${tuned}@0` : view.job.model, say: sample.prompt})}`}, "Ask two versions the same");
   return [
     facts(sample, isSupervised(view.job)),
     turnsOf(found).map((one) => turn(one, {advantage: sample.advantage, length: found.turns.length > 0})),

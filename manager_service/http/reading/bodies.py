@@ -9,6 +9,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, tenant_of
 from manager_service.http.errors import body_model, model_of_field
 from manager_service.http.reading.reading_helpers import SMALL_BYTES
@@ -42,7 +43,8 @@ class JsonRequest(Request):
         if len(body) <= SMALL_BYTES:
             return do(ParseBody(body), {})
         api: Api = self.app.state.api
-        return await api.helpers.do(await tenant_of(api, self.scope), ParseBody(body), num_bytes=len(body))
+        tenant = await tenant_of(api, self.scope)
+        return await unless_gone(self, api.helpers.do(tenant, ParseBody(body), num_bytes=len(body)))
 
 
 def few_unknown(value: Any, model: type[BaseModel] | None) -> Any:

@@ -37,7 +37,8 @@ def parse_json(text: bytes) -> Any:
     try:
         value = (_DECODER if is_plain else _STRICT_DECODER).decode(decoded)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} (column {error.colno})") from error
+        found = quoted(decoded[error.pos :]) if decoded[error.pos :] else "the end"
+        raise ValueError(f"not JSON: {error.msg} (column {error.colno}), where {found} is") from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not is_plain:

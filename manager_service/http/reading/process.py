@@ -1,4 +1,4 @@
-"""One helper process: `python -m manager_service.http.reading.process {"tiny": ["/folder", 2048]}`.
+"""One helper process: `python -m manager_service.http.reading.process {"tiny": ["/folder", 2048]} [imports]`.
 
 reads: tasks from standard input   writes: answers to standard output   holds: the tokenizers
 waits for: a task   unblocked by: the manager; ends when standard input does, as it does when the manager dies
@@ -10,21 +10,29 @@ from collections.abc import Mapping
 
 import msgspec
 
-from common.children.helpers import serve
+from common.children.helpers import address_space, serve
 from common.text.tokens import ChatTokenizer
 from manager_service.http.reading.tasks import Task, do
 
 NICENESS = 5
 """The manager's own loops come first where cores are busy."""
+IMPORTS = "imports"
+ROOM_BYTES = 1 << 30
+"""Address space that tasks may take beyond what the process has at its start: small bodies may unpack to much."""
 
 
-def main(bases: Mapping[str, tuple[str, int]]) -> None:
-    """Answers tasks until the manager goes. `bases`: the folder and the served context of each."""
+def main(bases: Mapping[str, tuple[str, int]], *, imports: bool = False) -> None:
+    """Answers tasks until the manager goes. `bases`: the folder and the served context of each. `imports`: also what imports packages
+    of the operator's, which may need any room."""
     os.nice(NICENESS)
     tokenizers = {name: ChatTokenizer.load(folder, context) for name, (folder, context) in bases.items()}
     decoder = msgspec.msgpack.Decoder(Task)
-    serve(lambda task: do(decoder.decode(task), tokenizers))
+    limited = sys.platform == "linux" and not imports
+    serve(
+        lambda task: do(decoder.decode(task), tokenizers),
+        memory_bytes=address_space() + ROOM_BYTES if limited else None,
+    )
 
 
 if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=dict[str, tuple[str, int]]))
+    main(msgspec.json.decode(sys.argv[1], type=dict[str, tuple[str, int]]), imports=sys.argv[2:] == [IMPORTS])

@@ -18,6 +18,7 @@ from common.errors import InvalidInput, Unavailable
 from common.sharing.places import SharedThreads
 from common.tasks.environments import BUILT_IN
 from common.text.tokens import ChatTokenizer
+from manager_service.http.reading.process import IMPORTS
 from manager_service.http.reading.tasks import CheckMethod, Constrain, Task, do
 from manager_service.http.sampling.places import SharedPlaces
 from manager_service.records.tenants import TenantRecord
@@ -33,8 +34,8 @@ TINY_BYTES = 1 << 10
 """These are read without a thread, which would often take longer to wake: the slowest takes 2 ms."""
 SLICE_BYTES = 1 << 20
 """Files are read in parts of this size, so that several tenants' take turns."""
-TASK_S = 120.0
-"""The longest time of one task in a helper."""
+TASK_S, IMPORT_S = 20.0, 120.0
+"""The longest time of one task in a helper, and of one that may import an operator's package."""
 WAIT_S = 600.0
 """The longest wait for a helper."""
 
@@ -48,9 +49,13 @@ class Helpers:
         argument = json.dumps({name: (str(folder), tokenizers[name].context) for name, folder in folders.items()})
         variables = {"TOKENIZERS_PARALLELISM": "false"}
         self._pool = HelperPool(HELPER, argument, variables=variables)
+        self._importing = HelperPool(HELPER, argument, IMPORTS, variables=variables)
         self._threads = SharedThreads()
         self._places = SharedPlaces("helpers that read large texts", lambda: NUM_HELPERS)
-        self.close = self._pool.close
+
+    async def close(self) -> None:
+        await self._pool.close()
+        await self._importing.close()
 
     async def do(self, tenant: TenantRecord, task: Task, *, num_bytes: int) -> Any:
         """The answer to a task about so many bytes. Raises InvalidInput, also if it takes too long; Unavailable if the helper dies."""
@@ -60,20 +65,22 @@ class Helpers:
         if num_bytes <= SMALL_BYTES and not is_slow:
             return await self.beside(tenant, partial(do, task, self._tokenizers))
         async with self._places.one(tenant, WAIT_S):
-            return await self._ask(await self.beside(tenant, partial(msgspec.msgpack.encode, task)))
+            encoded = await self.beside(tenant, partial(msgspec.msgpack.encode, task))
+            return await (_ask(self._importing, encoded, IMPORT_S) if _may_import(task) else _ask(self._pool, encoded))
 
     async def beside(self, tenant: TenantRecord, function: Callable[[], T]) -> T:
         """Calls a function of ours in a thread, once it is the tenant's turn: it would stop the event loop for a moment."""
         return await self._threads.run(function, tenant.id, tenant.weight)
 
-    async def _ask(self, encoded: bytes) -> Any:
-        try:
-            async with self._pool.helper() as helper, asyncio.timeout(TASK_S):
-                return await helper.ask(encoded)
-        except TimeoutError as error:
-            raise InvalidInput(f"reading this took longer than {TASK_S:g} seconds: send less at once") from error
-        except OSError as error:
-            raise Unavailable("the helper that read this died; try again") from error
+
+async def _ask(pool: HelperPool, encoded: bytes, limit_s: float = TASK_S) -> Any:
+    try:
+        async with pool.helper() as helper, asyncio.timeout(limit_s):
+            return await helper.ask(encoded)
+    except TimeoutError as error:
+        raise InvalidInput(f"reading this took longer than {limit_s:g} seconds: send less at once") from error
+    except OSError as error:
+        raise Unavailable("the helper that read this died; try again") from error
 
 
 def _may_import(task: Task) -> bool:

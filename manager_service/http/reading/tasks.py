@@ -286,7 +286,8 @@ def _check_length(num_tokens: int, tokenizer: ChatTokenizer, param: str, *, at_l
     if num_tokens >= tokenizer.context:
         size = f"{num_tokens} tokens or more" if at_least else f"{num_tokens} tokens"
         raise InvalidInput(
-            f"the prompt has {size} and the model's context {tokenizer.context}: there is no room for an answer; shorten the {param}",
+            f"This model's maximum context length is {tokenizer.context} tokens, and the prompt has {size}: there is no room for an"
+            f" answer; shorten the {param}",
             param=param,
             code="context_length_exceeded",
         )

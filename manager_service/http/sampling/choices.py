@@ -59,7 +59,6 @@ class Fresh:
 class Choice:
     request: TurnRequest  # the newest attempt
     prompt: Sequence[int]
-    bulk: bool
     place: Claim | None = None  # held from the request to its result
     entry: str = ""  # where the request stands in the stream; empty before it has a place
     tokens: list[int] = field(default_factory=list[int])
@@ -68,6 +67,10 @@ class Choice:
     advanced_s: float = 0.0
     handed_back: bool = False  # nobody works on it any more
     result: TurnResult | None = None
+
+    @property
+    def bulk(self) -> bool:
+        return not self.request.chat
 
     @property
     def is_answered(self) -> bool:
@@ -100,8 +103,9 @@ def _choices_of(job: str, ask: InferenceRequest, reply_to: str, group: int) -> I
             sampling=sampling,
             reply_to=reply_to,
             stream=ask.stream,
+            chat=not ask.bulk,
         )
-        yield Choice(request, prompt, ask.bulk)
+        yield Choice(request, prompt)
 
 
 def choice_key(message: Message) -> tuple[int, int] | None:

@@ -115,6 +115,7 @@ class Wanted:
     limit: int | None  # tokens of an answer; None: as many as the context has room for
     num_top: int  # how many alternatives to each token are told with their log-probs
     with_logprobs: bool = False  # whether log-probs are told at all
+    echo: bool = False  # whether the answer begins with the prompt
     tools: Sequence[Any] | None = None  # None: tool calls are text like any other
     grammar: str = ""  # that each answer follows
 
@@ -168,7 +169,8 @@ def inference_request(tenant: TenantRecord, named: Named, body: SamplingGiven, w
     num_choices = check_num_choices(len(wanted.prompts), body)
     rooms = [tokenizer.context - len(with_room(prompt, tokenizer)) for prompt in wanted.prompts]
     sampling = [_sampling(body, wanted, room) for room in rooms]
-    _check_num_logprobs(num_choices * sum(one.max_tokens for one in sampling), wanted)
+    echoed = sum(map(len, wanted.prompts)) if wanted.echo else 0
+    _check_num_logprobs(num_choices * sum(one.max_tokens for one in sampling) + echoed, wanted)
     return InferenceRequest(
         tenant=tenant,
         adapter=named.adapter,
@@ -193,10 +195,11 @@ def _check_num_logprobs(num_tokens: int, wanted: Wanted) -> None:
 def _sampling(body: SamplingGiven, wanted: Wanted, room: int) -> Sampling:
     return Sampling(
         temperature=TEMPERATURE if body.temperature is None else body.temperature,
-        max_tokens=min(room, wanted.limit or room),
+        max_tokens=room if wanted.limit is None else min(room, wanted.limit),
         top_p=1.0 if body.top_p is None else body.top_p,
         stop=body.stops(),
         num_top_logprobs=wanted.num_top,
         seeded=body.seed is not None,
+        prompt_logprobs=-1 if wanted.echo and wanted.with_logprobs else 0,
         grammar=wanted.grammar,
     )

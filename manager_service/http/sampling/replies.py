@@ -111,15 +111,36 @@ def with_malformed(content: str, calls: Sequence[ToolCall]) -> str:
 def token_logprobs(answer: AnswerText, tokenizer: ChatTokenizer, num_top: int) -> list[dict[str, Any]]:
     """OpenAI's `logprobs.content` of a finished choice."""
     assert answer.result is not None
-    tops = answer.result.top_logprobs
+    tokens = answer.tokens[: answer.visible_tokens()]
+    return _rows(tokenizer, tokens, answer.logprobs, answer.result.top_logprobs, num_top)
+
+
+def echoed_logprobs(answer: AnswerText, tokenizer: ChatTokenizer, num_top: int) -> list[dict[str, Any]]:
+    """The same of the prompt's tokens and all that were sampled. The very first token has a log-prob of None."""
+    result = answer.result
+    assert result is not None
+    request = result.request
+    prompt = request.tokens.numpy()[: request.num_prompt].tolist()
+    logprobs = [None, *result.prompt_logprobs.numpy()[1:].tolist()]
+    before = _rows(tokenizer, prompt, logprobs, result.prompt_top_logprobs, num_top)
+    return before + _rows(tokenizer, answer.tokens, answer.logprobs, result.top_logprobs, num_top)
+
+
+def _rows(
+    tokenizer: ChatTokenizer,
+    tokens: Sequence[int],
+    logprobs: Sequence[float | None],
+    tops: Sequence[Sequence[tuple[int, float]]],
+    num_top: int,
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for i in range(answer.visible_tokens()):
+    for i, token in enumerate(tokens):
         top = tops[i][:num_top] if i < len(tops) else []
-        row = token_logprob(tokenizer, answer.tokens[i], answer.logprobs[i])
-        rows.append(row | {"top_logprobs": [token_logprob(tokenizer, token, value) for token, value in top]})
+        shown = [token_logprob(tokenizer, other, value) for other, value in top]
+        rows.append(token_logprob(tokenizer, token, logprobs[i]) | {"top_logprobs": shown})
     return rows
 
 
-def token_logprob(tokenizer: ChatTokenizer, token: int, logprob: float) -> dict[str, Any]:
+def token_logprob(tokenizer: ChatTokenizer, token: int, logprob: float | None) -> dict[str, Any]:
     text = tokenizer.decode([token], skip_special=False)
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

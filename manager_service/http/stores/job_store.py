@@ -13,19 +13,31 @@ import msgspec
 from common.bus.streams import partition_of
 from common.errors import NotFound, Unavailable
 from common.suggestions import quoted
-from common.wire.messages import JobCommand
+from common.wire.messages import AdapterRef, JobCommand
 from common.wire.operations import NameChange
 from manager_service.http.context import ANSWER_S, Api, Base
 from manager_service.http.errors import ApiError
-from manager_service.records.archive import Archived, ArchivedRecords
-from manager_service.records.job_records import DELETED, FINAL, LEDGER, MOVING, JobSpec, JobState
+from manager_service.records.archive import Archived, ArchivedRecords, TunedModel, nearest
+from manager_service.records.job_records import (
+    DELETED,
+    FINAL,
+    LEDGER,
+    MOVING,
+    SUFFIX,
+    VERSION,
+    JobSpec,
+    JobState,
+    newest_stored,
+    tuned_model,
+)
 from manager_service.records.keys import JSON
+from manager_service.records.run_records import is_run, use
 from manager_service.records.sample_records import CheckpointRecord, EventRecord
 from manager_service.records.usage import USAGE_COUNTERS, usage_fields, usage_of
 
 # KEYS: job, tenant-jobs, jobs-all, active, jobs stream, unfinished, idempotency record (or the job again: none), exports (the same).
-# ARGV: job id, score, spec, state, fingerprint, seconds to remember, most jobs, most bytes, tenant, then the fields of the stream
-# entry.
+# ARGV: job id, score, spec, state, fingerprint, seconds to remember, most jobs, most bytes, tenant, the model's suffix, then the
+# fields of the stream entry.
 # Answers with the idempotency record that was there before, if one was; with the number of unfinished jobs and the bytes of their
 # records, if this one is too many; otherwise everything was written.
 # All checks come before the first write, because a script that fails half way is not undone. The stream's entry, which wakes the
@@ -39,9 +51,9 @@ if redis.call('EXISTS', KEYS[1]) == 1 then return false end
 local sizes, size, total = redis.call('HVALS', KEYS[6]), #ARGV[3] + #ARGV[4], 0
 for _, each in ipairs(sizes) do total = total + each end
 if #sizes >= tonumber(ARGV[7]) or total + size > tonumber(ARGV[8]) then return {#sizes, total} end
-redis.call('XADD', KEYS[5], '*', unpack(ARGV, 10))
+redis.call('XADD', KEYS[5], '*', unpack(ARGV, 11))
 redis.call('HSET', KEYS[6], ARGV[1], size)
-redis.call('HSET', KEYS[1], 'spec', ARGV[3], 'state', ARGV[4])
+redis.call('HSET', KEYS[1], 'spec', ARGV[3], 'state', ARGV[4], 'suffix', ARGV[10])
 redis.call('ZADD', KEYS[2], ARGV[2], ARGV[1])
 redis.call('ZADD', KEYS[3], ARGV[2], ARGV[1])
 redis.call('SADD', KEYS[4], ARGV[1])
@@ -61,6 +73,10 @@ POLL_S = 0.05
 IDEMPOTENCY_S = 86_400
 """Seconds for which an Idempotency-Key is remembered."""
 
+PORTION_BYTES = 1 << 20
+"""Bytes of specifications that are read together, unless one job has more. An archived one, of unknown size, counts a 16th."""
+MODELS_AT_ONCE = 100
+"""Small records that are read together."""
 EVENTS_AT_ONCE = 500
 """Events that are read, and decoded, before others have their turn."""
 T = TypeVar("T")
@@ -104,10 +120,18 @@ class LiveRecords:
     async def checkpoints(self, *, before: int | None, limit: int) -> list[CheckpointRecord]:
         """The newest of a version below `before`, newest first."""
         key = self.base.cell.checkpoints(self.job)
-        versions = sorted((int(v) for v in await self.base.redis.hkeys(key)), reverse=True)
+        versions = sorted(await self.versions() or (int(v) for v in await self.base.redis.hkeys(key)), reverse=True)
         wanted = [version for version in versions if before is None or version < before][:limit]
         values = await self.base.redis.hmget(key, wanted) if wanted else []
         return [msgspec.json.decode(value, type=CheckpointRecord) for value in values if value is not None]
+
+    async def versions(self) -> list[int]:
+        """The versions that are kept; none of a job that keeps all."""
+        return [int(version) for version in await self.base.redis.hkeys(self.base.cell.versions(self.job))]
+
+    async def nearest(self, version: int) -> int:
+        """The version that is kept and nearest to this one."""
+        return nearest(await self.versions(), version)
 
     async def ledger(self) -> dict[str, int]:
         """Its counts and `in_flight`, of one moment."""
@@ -170,11 +194,11 @@ class JobStore:
         raise NotFound(f"there is no fine-tuning job {quoted(job)}")
 
     async def _row(self, base: Base, tenant: str, job: str) -> JobRow | None:
-        live = _decoded(base, await base.redis.hmget(base.cell.job(job), "spec", "state", DELETED))
+        async with self._api.reads.of(tenant):
+            live = _decoded(base, await base.redis.hmget(base.cell.job(job), "spec", "state", DELETED))
         if live is not None:
             return live if live.spec.tenant == tenant else None
-        archived = await base.archive.find(tenant, job)
-        return archived and JobRow(base, archived.spec, archived.state, archived.deleted, archived)
+        return await _in_archive(base, tenant, job)
 
     async def read(self, row: JobRow, call: Callable[[JobRecords], Awaitable[T]]) -> T:
         """Reads of a job's records; once more from the archive if the job moved there meanwhile."""
@@ -182,6 +206,20 @@ class JobStore:
         if row.archived is None and not await row.base.redis.exists(row.base.cell.job(row.spec.id)):
             return await call((await self.find(row.spec.tenant, row.spec.id)).records)
         return found
+
+    async def version(self, row: JobRow, version: int) -> AdapterRef:
+        """A version of a job that is in the store, noted as used. Raises NotFound, with the code `version_deleted` for one that was."""
+        spec, newest = row.spec, newest_stored(row.spec, row.state)
+        if row.deleted or not 0 <= version <= newest:
+            raise NotFound(f"the model was deleted, or the job has no version {version}: its newest is {newest}")
+        adapter = AdapterRef(spec.tenant, spec.id, version)
+        if spec.hyper.keep_versions is None or (row.archived is None and await use(row.base.bus, adapter)):
+            return adapter
+        kept = await self.read(row, lambda records: records.nearest(version))
+        if kept != version:
+            why = f"its job keeps at most {spec.hyper.keep_versions} besides the newest and the best (keep_versions)"
+            raise NotFound(f"version {version} is deleted: {why}; the nearest is {kept}", code="version_deleted")
+        return adapter
 
     async def newest_first(self, tenant: str, after: str | None = None) -> AsyncIterator[ListedJob]:
         """A tenant's jobs, in Redis and the archive, behind the job `after`. Raises NotFound if there is none such."""
@@ -202,7 +240,7 @@ class JobStore:
         score = await row.base.redis.zscore(row.base.cell.tenant_jobs(row.spec.tenant), row.spec.id)
         return _ms(score or row.spec.created_at), row.spec.id
 
-    async def live(self, base: Base, tenant: str) -> list[ListedJob]:
+    async def _listed(self, base: Base, tenant: str) -> list[ListedJob]:
         """A tenant's jobs in Redis, newest first."""
         rows = await base.redis.zrange(base.cell.tenant_jobs(tenant), 0, -1, withscores=True)
         return [
@@ -211,34 +249,68 @@ class JobStore:
         ]
 
     async def _live(self, base: Base, tenant: str) -> AsyncIterator[ListedJob]:
-        for entry in await self.live(base, tenant):
+        for entry in await self._listed(base, tenant):
             yield entry
 
-    async def several(self, tenant: str, entries: Sequence[ListedJob]) -> list[JobRow]:
-        """The entries of the tenant's jobs that exist, in their order."""
-        live: dict[str, JobRow] = {}
-        for base in self._api.bases.values():
-            jobs = [entry.job for entry in entries if entry.base is base]
-            live |= {row.spec.id: row for row in (await self.present(base, jobs) if jobs else [])}
-        moved = [entry for entry in entries if entry.job not in live]
-        rows = await asyncio.gather(*(self._row(entry.base, tenant, entry.job) for entry in moved))
-        found = live | {row.spec.id: row for row in rows if row is not None}
-        return [found[entry.job] for entry in entries if entry.job in found]
+    async def rows(self, tenant: str, entries: Sequence[ListedJob]) -> AsyncIterator[JobRow]:
+        """The entries of the tenant's jobs that exist, in their order, a portion at a time: Redis holds what is not read yet."""
+        for portion in await self._portions(entries):
+            async with self._api.reads.of(tenant):
+                found = await self._several(tenant, portion)
+            for row in found:
+                yield row
 
-    async def present(self, base: Base, jobs: Sequence[str]) -> list[JobRow]:
-        """The jobs of these that are in Redis, of whichever tenant."""
-        pipe = base.redis.pipeline(transaction=False)
-        for job in jobs:
-            pipe.hmget(base.cell.job(job), "spec", "state", DELETED)
-        rows = (_decoded(base, record) for record in await pipe.execute())
-        return [row for row in rows if row is not None]
+    async def _portions(self, entries: Sequence[ListedJob]) -> list[list[ListedJob]]:
+        sizes: dict[str, int] = {}
+        for base, jobs in _by_base(entries):
+            pipe = base.redis.pipeline(transaction=False)
+            for job in jobs:
+                pipe.hstrlen(base.cell.job(job), "spec")
+            sizes |= zip(jobs, await pipe.execute(), strict=True)
+        portions, room = list[list[ListedJob]](), 0
+        for entry in entries:
+            size = sizes[entry.job] or PORTION_BYTES // 16
+            if size > room:
+                portions.append([])
+                room = PORTION_BYTES
+            portions[-1].append(entry)
+            room -= size
+        return portions
+
+    async def _several(self, tenant: str, entries: Sequence[ListedJob]) -> list[JobRow]:
+        found: dict[str, JobRow | None] = {}
+        for base, jobs in _by_base(entries):
+            pipe = base.redis.pipeline(transaction=False)
+            for job in jobs:
+                pipe.hmget(base.cell.job(job), "spec", "state", DELETED)
+            found |= zip(jobs, [_decoded(base, record) for record in await pipe.execute()], strict=True)
+        moved = [entry for entry in entries if found[entry.job] is None]
+        archived = await asyncio.gather(*(_in_archive(entry.base, tenant, entry.job) for entry in moved))
+        found |= {row.spec.id: row for row in archived if row is not None}
+        return [row for entry in entries if (row := found[entry.job]) is not None]
+
+    async def models(self, base: Base, tenant: str) -> list[TunedModel]:
+        """The tuned models of jobs in Redis, as `Archive.models` has the others."""
+        found, entries = list[TunedModel](), await self._listed(base, tenant)
+        for start in range(0, len(entries), MODELS_AT_ONCE):
+            some, pipe = entries[start : start + MODELS_AT_ONCE], base.redis.pipeline(transaction=False)
+            for entry in some:
+                pipe.hmget(base.cell.job(entry.job), SUFFIX, VERSION, DELETED)
+            async with self._api.reads.of(tenant):
+                records = await pipe.execute()
+            for (created_ms, job, _), (suffix, version, deleted) in zip(some, records, strict=True):
+                if int(version or 0) >= 1 and deleted is None:
+                    name = tuned_model(base.name, tenant, (suffix or b"").decode(), job)
+                    found.append(TunedModel(name, tenant, created_ms, job, int(version)))
+        return found
 
     async def unfinished_user(self, tenant: str, needs: Callable[[JobSpec], bool]) -> str | None:
-        """An unfinished job that needs something."""
+        """An unfinished job of the tenant's that needs something."""
         for base in self._api.bases.values():
-            active = await base.redis.smembers(base.cell.active(partition_of(tenant)))
-            for row in await self.present(base, [job.decode() for job in active]):
-                if row.spec.tenant == tenant and row.state.status not in FINAL and needs(row.spec):
+            jobs = await base.redis.hkeys(base.cell.unfinished(tenant))
+            entries = [ListedJob(0, job.decode(), base) for job in jobs if not is_run(job.decode())]
+            async for row in self.rows(tenant, entries):
+                if row.state.status not in FINAL and needs(row.spec):
                     return row.spec.id
         return None
 
@@ -260,7 +332,7 @@ class JobStore:
         fingerprint = once.fingerprint if once else ""
         most_jobs, most_bytes = self._api.settings.max_unfinished_jobs, self._api.limits.max_unfinished_bytes
         args = [spec.id, repr(score), JSON.encode(spec), JSON.encode(JobState()), fingerprint, IDEMPOTENCY_S]
-        args += [most_jobs, most_bytes, spec.tenant, *fields]
+        args += [most_jobs, most_bytes, spec.tenant, spec.suffix, *fields]
         known: bytes | list[int] | None = await base.redis.register_script(CREATE)(keys=keys, args=args)
         if isinstance(known, list):
             raise _too_many(known[0], known[1], most_jobs, most_bytes)
@@ -320,6 +392,16 @@ async def tell_owner(base: Base, message: JobCommand | NameChange) -> None:
     fields = await base.bus.fields(message)
     entry = dict(zip(fields[::2], fields[1::2], strict=True))
     await base.redis.xadd(base.cell.jobs(message.partition), entry)
+
+
+async def _in_archive(base: Base, tenant: str, job: str) -> JobRow | None:
+    archived = await base.archive.find(tenant, job)
+    return archived and JobRow(base, archived.spec, archived.state, archived.deleted, archived)
+
+
+def _by_base(entries: Sequence[ListedJob]) -> list[tuple[Base, list[str]]]:
+    bases = {entry.base.name: entry.base for entry in entries}
+    return [(base, [entry.job for entry in entries if entry.base is base]) for base in bases.values()]
 
 
 def _decoded(base: Base, values: list[bytes | None]) -> JobRow | None:

@@ -1,6 +1,6 @@
 """Finds the adapter that a model's name means.
 
-tiny                                       a base model
+tiny, any/path/tiny                        a base model
 ft:{base}:{tenant}:{suffix}:{job}          a job's model, or a run's, which has no suffix; with `@{version}` a version of it
 tinker://{run}/sampler_weights/{name}      a run's checkpoint; of a job: tinker://{job}/sampler_weights/{version}
 """
@@ -13,7 +13,8 @@ from common.wire.messages import BASE, AdapterRef, LoraSpec
 from manager_service.http.context import Api, Base
 from manager_service.http.stores.job_store import JobRow, JobStore
 from manager_service.http.stores.run_store import RunStore
-from manager_service.records.job_records import has_version, newest_stored, tuned_model
+from manager_service.http.stores.tinker_names import base_named
+from manager_service.records.job_records import newest_stored, tuned_model
 from manager_service.records.run_records import is_run, use
 from manager_service.records.tenants import TenantRecord
 
@@ -30,8 +31,8 @@ class Named:
 
 async def find_model(api: Api, tenant: TenantRecord, name: str) -> Named:
     """The newest committed version unless one is pinned. Raises NotFound, also for other tenants' models."""
-    if name in api.bases:
-        return Named(api.bases[name], BASE)
+    if base := base_named(api, name):
+        return Named(base, BASE)
     if name.startswith("tinker://"):
         return await _checkpoint(api, tenant, name)
     plain, at, pinned = name.partition("@")
@@ -41,7 +42,7 @@ async def find_model(api: Api, tenant: TenantRecord, name: str) -> Named:
     try:
         found = await (_of_run if is_run(parts[4]) else _of_job)(api, tenant, plain, pinned if at else None)
     except NotFound as error:
-        raise NotFound(f"there is no model {quoted(name)}: {error}") from error
+        raise NotFound(f"there is no model {quoted(name)}: {error}", code=error.code) from error
     return found
 
 
@@ -69,9 +70,7 @@ async def _of_job(api: Api, tenant: TenantRecord, plain: str, pinned: str | None
     if row.spec.tuned_model != plain or row.deleted:
         raise NotFound("another name is meant, or it was deleted")
     version = _version(pinned, newest_stored(row.spec, row.state), f"its job is {row.state.status}")
-    if not has_version(row.spec, row.state, version):
-        raise NotFound(f"its job keeps {row.spec.hyper.keep_versions} versions, and this one is gone")
-    return Named(row.base, AdapterRef(tenant.id, row.spec.id, version), row.spec.hyper.lora, row)
+    return Named(row.base, await JobStore(api).version(row, version), row.spec.hyper.lora, row)
 
 
 def _version(pinned: str | None, newest: int, reason: str) -> int:

@@ -22,7 +22,6 @@ from manager_service.http.errors import ApiError
 from manager_service.http.quota import storage_fault
 from manager_service.http.stores.job_store import JobStore, tell_owner
 from manager_service.http.stores.tinker_names import Path, parse_path
-from manager_service.records.job_records import has_version, newest_stored
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import (
     MAX_KEPT,
@@ -41,7 +40,7 @@ NUM_KEPT = 10_000
 WAIT_S = 20.0
 """Seconds that a request waits for the owner: another takes over within a lease."""
 
-PAGE = 100
+PAGE = 16
 """Runs that are read together: their states have up to a thousand checkpoints each."""
 
 # KEYS: run, seqs, tenant-runs, jobs stream, active, unfinished. ARGV: sha256 of the request, run id, score, spec, state, its status, its
@@ -129,16 +128,26 @@ class RunStore:
     async def newest_first(self, tenant: str, *, limit: int, offset: int) -> tuple[list[tuple[RunRow, RunState]], int]:
         """A tenant's runs with their states, and how many it has in all."""
         rows = await self._newest_first(tenant)
-        return await self._with_states(rows[offset : offset + limit]), len(rows)
+        pages = self._pages(tenant, rows[offset : offset + limit])
+        return [row async for page in pages for row in page], len(rows)
 
     async def pages(
         self, tenant: str, sessions: Collection[str] | None = None
     ) -> AsyncIterator[list[tuple[RunRow, RunState]]]:
         """A tenant's runs with their states, newest first, some at a time; with `sessions`, only theirs."""
         rows = await self._newest_first(tenant)
-        chosen = [row for row in rows if sessions is None or session_of(row[0]) in sessions]
+        async for page in self._pages(
+            tenant, [row for row in rows if sessions is None or session_of(row[0]) in sessions]
+        ):
+            yield page
+
+    async def _pages(
+        self, tenant: str, chosen: Sequence[tuple[str, Base]]
+    ) -> AsyncIterator[list[tuple[RunRow, RunState]]]:
         for start in range(0, len(chosen), PAGE):
-            yield await self._with_states(chosen[start : start + PAGE])
+            async with self._api.reads.of(tenant):
+                page = await self._with_states(chosen[start : start + PAGE])
+            yield page
 
     async def _newest_first(self, tenant: str) -> list[tuple[str, Base]]:
         rows: list[tuple[float, str, Base]] = []
@@ -215,13 +224,12 @@ class RunStore:
         row = await JobStore(self._api).find(tenant, path.run)
         names_one = path.name.isascii() and path.name.isdecimal() and len(path.name) <= 8
         version = int(path.name) if path.kind == "sampler_weights" and names_one else -1
-        if row.deleted or not has_version(row.spec, row.state, version):
-            newest = newest_stored(row.spec, row.state)
-            raise NotFound(
-                f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION, up to {newest}; versions that"
-                " `keep_versions` leaves out are deleted, and so are those of a model that was"
-            )
-        return Source(row.base, AdapterRef(tenant, row.spec.id, version), row.spec.hyper.lora, row.base.name)
+        try:
+            adapter = await JobStore(self._api).version(row, version)
+        except NotFound as error:
+            told = f"there is no checkpoint {path}: a job's are …/sampler_weights/VERSION; {error}"
+            raise NotFound(told, code=error.code) from error
+        return Source(row.base, adapter, row.spec.hyper.lora, row.base.name)
 
 
 def _no_room(answer: str) -> ApiError:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from common.errors import InvalidInput, NotFound
-from common.suggestions import did_you_mean
+from common.suggestions import did_you_mean, quoted
 from common.wire.operations import Kind
 from manager_service.http.context import Api, Base
 
@@ -40,17 +40,22 @@ class Path:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
 
-def find_base(api: Api, name: str) -> Base:
-    """The base model of a name: ours, its source, or any path that ends in ours. Raises InvalidInput."""
+def base_named(api: Api, name: str) -> Base | None:
+    """The base model of a name: ours, its source, or any path that ends in ours; None: it names none."""
+    if len(name) > MAX_CHARACTERS or name.startswith("tinker://"):
+        return None
     last = name.rstrip("/").rpartition("/")[2]
-    for base in api.bases.values() if len(name) <= MAX_CHARACTERS else ():
-        if base.name in (name, last) or api.settings.models[base.name] == name:
-            return base
-    known = ", ".join(api.bases)
+    of_source = (base for base in api.bases.values() if api.settings.models[base.name] == name)
+    return api.bases.get(name) or api.bases.get(last) or next(of_source, None)
+
+
+def find_base(api: Api, name: str, *, param: str = "base_model") -> Base:
+    """The same. Raises InvalidInput, with the nearest name."""
+    if found := base_named(api, name):
+        return found
+    near, known = did_you_mean(name.rpartition("/")[2], api.bases), ", ".join(api.bases)
     raise InvalidInput(
-        f"unknown base model {name[:64]!r}{did_you_mean(last, api.bases)}; there are: {known}",
-        param="base_model",
-        code="model_not_found",
+        f"unknown base model {quoted(name)}{near}; there are: {known}", param=param, code="model_not_found"
     )
 
 

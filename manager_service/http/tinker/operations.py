@@ -6,15 +6,18 @@ the run's numbers, for which all behind it would wait.
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
+import structlog
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from common.suggestions import did_you_mean
 from common.wire.messages import OptimSpec
-from common.wire.operations import SaveWeights
+from common.wire.operations import STAND_IN, SaveWeights
+from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.reading.tasks import ReadPass
 from manager_service.http.stores.operation_store import NewOperation, submit
@@ -26,6 +29,7 @@ from manager_service.http.tinker.wire.learning import CheckedPass
 from manager_service.records.run_records import USED_S
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
+log = structlog.get_logger()
 
 ADAM = {
     "learning_rate": 1e-4,
@@ -45,9 +49,12 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, tinker:
     body, encoding = await request.body(), request.headers.get("content-encoding", "")
     task = ReadPass(body, request.headers.get("content-type", ""), encoding, MAX_PASS_BYTES)
     num_bytes = MAX_PASS_BYTES if encoding else len(body)
-    checked = msgspec.convert(await api.helpers.do(tenant, task, num_bytes=num_bytes), CheckedPass)
+    found = await unless_gone(request, api.helpers.do(tenant, task, num_bytes=num_bytes))
+    checked = msgspec.convert(found, CheckedPass)
     run = await tinker.runs.named(tenant.id, checked.model)
     fault = checked.fault or _misfit(run.base, checked)
+    if checked.stands_in:
+        _tell_of_stand_in(run.spec.public_id)
     operation = NewOperation(
         seq=checked.seq,
         action="forward" if checked.forward_only else "forward_backward",
@@ -56,6 +63,12 @@ async def forward_backward(request: Request, api: Parts, tenant: Tenant, tinker:
         fault=fault,
     )
     return await submitted(api, run, operation)
+
+
+@lru_cache(maxsize=10_000)
+def _tell_of_stand_in(run: str) -> None:
+    """Logs it once a run."""
+    log.warning(STAND_IN, run=run, formula="trainer_service/data.py")
 
 
 MAX_POSITIONS = 262_144

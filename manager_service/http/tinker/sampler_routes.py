@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from common.errors import InvalidInput
 from common.wire.messages import BASE, AdapterRef
+from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.quota import check_room
 from manager_service.http.reading.tasks import ReadSample, with_room
@@ -59,7 +60,7 @@ async def get_sampler(sampler_id: str, tenant: Tenant, tinker: Tinker) -> Respon
 async def asample(request: Request, api: Parts, tenant: Tenant, tinker: Tinker) -> Response:
     """The version that samples is settled here; the name of every sample says it."""
     body = await request.body()
-    found = await api.helpers.do(tenant, ReadSample(body), num_bytes=len(body))
+    found = await unless_gone(request, api.helpers.do(tenant, ReadSample(body), num_bytes=len(body)))
     checked = msgspec.convert(found, CheckedSample)
     base, adapter = await _adapter(api, tenant, tinker, checked)
     await check_room(base.gauge)
@@ -97,6 +98,12 @@ def _ask(tenant: TenantRecord, base: Base, adapter: AdapterRef, checked: Checked
     if max(prompt) >= tokenizer.vocab_size:
         raise InvalidInput(
             f"prompt: there is no token {max(prompt)}: {base.name!r} has {tokenizer.vocab_size}", param="prompt"
+        )
+    if max(checked.sampling.stop_ids or (0,)) >= tokenizer.vocab_size:
+        raise InvalidInput(
+            f"sampling_params.stop: {base.name!r} has no token {max(checked.sampling.stop_ids or ())}: its ids are below"
+            f" {tokenizer.vocab_size}",
+            param="sampling_params.stop",
         )
     limit = min(room, checked.sampling.max_tokens or room)
     return InferenceRequest(

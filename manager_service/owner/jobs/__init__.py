@@ -12,7 +12,8 @@ Its files:
     stopping.py             says when training ends early
     journal.py              writes what the user reads of a job: events, figures of steps, samples
     samples.py              makes of a trajectory what its owner reads
-    orders.py               makes a job's messages to workers: Start, Init, TrainStep; decides which versions stay
+    orders.py               makes a job's messages to workers: Start, Init, TrainStep
+    job_retention.py        decides which versions stay in the store
     items.py                reads the rows of a file from disk, and draws the order of each epoch
     changes.py              holds what an event changes, as values, and reads it as Redis commands
 """

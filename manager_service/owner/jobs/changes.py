@@ -14,7 +14,7 @@ from common.bus.bus import Out
 from common.bus.streams import GROUP_MANAGER, Cell
 from common.wire.messages import Usage
 from common.wire.operations import OperationResult
-from manager_service.records.job_records import MOVING, JobState
+from manager_service.records.job_records import MOVING, VERSION, JobState
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import NUM_SEQS_KEPT, USED_S, RunState, Sampler, session_of
 from manager_service.records.sample_records import CheckpointRecord, EventRecord, SampleKind
@@ -67,7 +67,6 @@ class Changes:
     )  # (tenant, what) -> bytes more; see records.stored
     counted: list[str] = field(default_factory=list)  # tenants whose stored bytes are complete from now on
     checkpoints: list[tuple[str, CheckpointRecord]] = field(default_factory=list)
-    dropped_versions: list[tuple[str, int]] = field(default_factory=list)  # of adapters: their files are gone
     samples: list[KeptSamples] = field(default_factory=list)
     dropped_samples: list[tuple[str, str, range]] = field(default_factory=list)  # tenant, job, versions
     entered: list[str] = field(
@@ -133,7 +132,7 @@ def commands(
     for job, first in changes.dropped_events.items():
         result.append(["XTRIM", cell.events(job), "MINID", f"{first}-0"])
     for job, state in changes.states.items():
-        result.append(["HSET", cell.job(job), "state", JSON.encode(state)])
+        result.append(["HSET", cell.job(job), "state", JSON.encode(state), VERSION, state.version])
     result += [["SADD", cell.begun, job] for job in changes.begun]
     result += [["SREM", cell.begun, job] for job in changes.ended]
     for job in changes.finished:
@@ -162,7 +161,6 @@ def _bookkeeping(changes: Changes, cell: Cell) -> list[RedisCommand]:
             result.append(["HDEL", key, *names])
     for job, record in changes.checkpoints:
         result.append(["HSET", cell.checkpoints(job), record.version, JSON.encode(record)])
-    result += [["HDEL", cell.checkpoints(job), version] for job, version in changes.dropped_versions]
     return result
 
 

@@ -23,6 +23,7 @@ from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.evaluation import begin, count, leave_out, next_unit
 from manager_service.owner.jobs.groups import MIN_USABLE, sound
 from manager_service.owner.jobs.items import Items
+from manager_service.owner.jobs.job_retention import JobRetention
 from manager_service.owner.jobs.journal import Journal
 from manager_service.owner.jobs.open_trajectories import OpenTrajectories, TrajectoryKey
 from manager_service.owner.jobs.orders import Orders
@@ -45,6 +46,7 @@ class Job:
         self.orders = Orders(cell, spec, items, eval_items)
         self.partition = partition_of(spec.tenant)
         self.open = OpenTrajectories(cell, spec)
+        self.retention = JobRetention(cell, spec, state, self.open)
         self.journal = Journal(spec, state, limits)
         self.lengths = Lengths(spec.hyper.max_tokens, spec.hyper.max_context)
         self.changed_at = 0.0  # time at which something last came back or was sent: seconds since 1970
@@ -67,8 +69,9 @@ class Job:
 
     @property
     def settled(self) -> bool:
-        """Has the job ended, and is nothing of it with a trainer?"""
-        return self.state.status in FINAL and self.state.training is None and not self.state.initialising
+        """Has the job ended, and is nothing of it with a trainer, nor to be deleted?"""
+        ended = self.state.status in FINAL and self.state.training is None and not self.state.initialising
+        return ended and self.retention.is_tidy
 
     @property
     def steps_sent(self) -> int:
@@ -280,6 +283,7 @@ class Job:
         """Handles an unreadable message of this job: what it asked for has failed. Raises InvalidInput for a strange id."""
         failure = Failure("dead_letter", f"a message could not be read: {letter.reason}")
         if letter.stream == self.cell.train:
+            self.retention.forgotten(letter.id, changes)
             self._on_refused(letter.id, self.state.version + 1, failure, now, changes)
             self._dirty(changes)
             return
@@ -336,9 +340,7 @@ class Job:
     def next_step(self, numbers: list[int]) -> TrainStep:
         """The message that hands these groups to the trainers."""
         end = numbers[-1] + 1 if numbers else self.state.next_group
-        in_use = (group.version for number, group in self.open.groups.items() if number not in numbers)
-        batch = [(number, self.open.groups[number]) for number in numbers]
-        return self.orders.step(self.state, batch, end, in_use)
+        return self.orders.step(self.state, [(number, self.open.groups[number]) for number in numbers], end)
 
     def publish_step(self, numbers: list[int], changes: Changes) -> None:
         """Hands a batch to the trainers. The same script acknowledges its scored entries."""
@@ -350,7 +352,7 @@ class Job:
         self.journal.keep_samples(batch, self.orders, changes)
         versions = tuple(sorted({group.version for _, group in batch}))
         failed, why = sum(state.reasons.values()), state.commonest_reason
-        state.training = Training(step.id, keys, state.window, versions, failed, why, step.drops, len(step.rows.tokens))
+        state.training = Training(step.id, keys, state.window, versions, failed, why, len(step.rows.tokens))
         state.move_window(step.next_group)
         self._dirty(changes)
 
@@ -371,9 +373,6 @@ class Job:
         self.open.settle("trained", training.keys, changes)
         self.state.training = None
         self.journal.charge(message.usage, changes)
-        self.state.stored = [version for version in self.state.stored if version not in training.drops]
-        changes.dropped_versions += [(self.id, version) for version in training.drops]
-        changes.stored[self.spec.tenant, self.id] -= message.size[0] * len(training.drops)
         self._commit(message, now, changes)
         self.journal.trained(message, training, now, changes)
         note_step(self.spec, self.state, ahead=sum(group.tokens_used for group in self.open.groups.values()))
@@ -397,8 +396,7 @@ class Job:
         """Samples by this version from now on."""
         state, hyper = self.state, self.spec.hyper
         state.version = version
-        if hyper.keep_versions is not None:
-            state.stored.append(version)
+        self.retention.reached(version, changes)
         if version == 0:
             self.journal.start_clock(now)
         if state.version in (0, self.num_steps) or (hyper.eval_interval and state.version % hyper.eval_interval == 0):

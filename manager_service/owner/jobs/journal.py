@@ -46,7 +46,7 @@ class Journal:
         self._state = state
         self._limits = limits
         self._last_progress_at: float | None = None
-        self._told_stall = False
+        self._told_stall, self._told_runs = False, False
         self._failed: list[SampleRecord] = []
         self._answers: dict[int, list[SampleRecord]] = {}  # by version, of evaluations that run
 
@@ -280,6 +280,13 @@ class Journal:
         what = f"{name} {gap:.4f} is beyond {bound:g}: rollout and trainer compute different log-probs"
         limit = self._spec.hyper.loss.is_clip
         self.warn(now, f"{what}; importance weights are truncated at is_clip = {limit:g} from now on", changes)
+
+    def waits_for_runs(self, num: int, now: float, changes: Changes) -> None:
+        """Writes once why a queued job does not start: its tenant's live runs, which no list of jobs shows, use up `max_jobs`."""
+        if self._state.status == "queued" and not self._told_runs:
+            self._told_runs = True
+            told = f"The job waits: no more of your jobs and runs may be under way at once, and {num} of them are runs of the Tinker"
+            self.tell(now, changes, f"{told} protocol. It starts once one is unloaded, or its session ends")
 
     # ---- stalls -----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Makes the messages that a job sends to workers, from its spec, its files and its state."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -82,13 +82,8 @@ class Orders:
         message = msgspec.structs.replace(request, id=identity, epoch=state.epoch, trajectory=trajectory)
         return self._cell.rollout_first, message
 
-    def step(
-        self, state: JobState, batch: list[tuple[int, Group]], next_group: int, in_use: Iterable[int] = ()
-    ) -> TrainStep:
-        """Asks to train the newest version on these groups. An empty batch has no signal: the weights stay.
-
-        `in_use`: versions that sampled the groups that stay open.
-        """
+    def step(self, state: JobState, batch: list[tuple[int, Group]], next_group: int) -> TrainStep:
+        """Asks to train the newest version on these groups. An empty batch has no signal: the weights stay."""
         spec, hyper = self._spec, self._spec.hyper
         return TrainStep(
             id=f"{spec.id}/step{state.version + 1}/{state.attempt}",
@@ -101,7 +96,6 @@ class Orders:
             rows=pack(batch),
             trajectories=tuple(scored.message.id for _, group in batch for scored in group.rows()),
             next_group=next_group,
-            drops=droppable(spec, state, in_use),
             weight=spec.weight,
             untrained=is_untrained(spec, state.version),
         )
@@ -142,17 +136,3 @@ class Orders:
         """Fields that every message about the job has; see `Message.about`."""
         tenant = self._spec.tenant
         return {"tenant": tenant, "job": self._spec.id, "partition": partition_of(tenant), "epoch": state.epoch}
-
-
-def droppable(spec: JobSpec, state: JobState, in_use: Iterable[int]) -> tuple[int, ...]:
-    """Versions that nobody needs once the next one is committed; none if the job keeps all.
-
-    The newest `keep_versions` stay, the best by evaluation, and `in_use`, which sampled open groups.
-    """
-    keep = spec.hyper.keep_versions
-    if keep is None:
-        return ()
-    # The step carries the list: only its trainer knows that the next version is committed. Groups issued until then are sampled by
-    # the newest version, which is never in the list, because `keep_versions` is at least 2
-    needed = {state.best_version, *in_use, *map(int, state.evals)}
-    return tuple(v for v in state.stored if v <= state.version + 1 - keep and v not in needed)

@@ -19,7 +19,7 @@ from common.wire.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure,
 from common.wire.operations import Operation, OperationResult, Operations, OperationsDone, Saved, SaveWeights
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.runs.pending import PendingOperation, for_trainer, is_for_trainer, load_of, num_tokens
-from manager_service.owner.runs.run_retention import Retention, VersionNeeds
+from manager_service.owner.runs.run_retention import RunRetention, VersionNeeds
 from manager_service.records.job_records import JobError
 from manager_service.records.run_records import HOLE_S, SAVES, USED_S, RunSpec, RunState, Sampler, give_name, held_bytes
 from manager_service.scheduling.members import View
@@ -41,7 +41,7 @@ class Run:
         self.spec = spec
         self.state = state
         self.partition = partition_of(spec.tenant)
-        self.retention = Retention(cell, spec, state, versions)
+        self.retention = RunRetention(cell, spec, state, versions)
         self.changed_at = 0.0
         """Time at which something last came back or was sent: seconds since 1970."""
         self._inbox = cell.ops(self.partition)

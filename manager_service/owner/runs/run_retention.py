@@ -1,14 +1,15 @@
-"""Decides which versions of a run's adapter stay in the store, and has a trainer delete the others.
+"""Decides which versions of a run's or a job's adapter stay in the store, and has a trainer delete the others.
 
     stored ─► marked ─► asked for ─► gone          (marked ─► stored: it is used after all)
 
-A version stays while the run, a name or a reader needs it:
+A job's rule is in owner/jobs/job_retention.py. A run's version stays while the run, a name or a reader needs it:
 
     the run         its newest two versions: it goes on from them, and a trainer may have to compute them again; until UNNAMED_KEPT_S
                     after its end
     a checkpoint    that has not expired; `weights/…` keep the optimiser's state too
-    a use           `use:<run>:<version>`: a turn, a sampler, a request for a copy, for USED_S after it was noted
+    a use           `use:<run>:<version>`: a turn, a sampler, a download, a request for a copy, for USED_S after it was noted
     a copy          a run or a job that begins with it, or an operation that loads it, until it is made
+    a grader        of an unfinished job, that asks it
 
 The optimiser's state goes as soon as no one needs it, the adapter later. Of an ended run without versions the manifests go too;
 then it leaves Redis.
@@ -27,13 +28,17 @@ Nothing that is needed is ever deleted, whatever happens at the same time:
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Generic, TypeVar
 
 from common.bus.streams import Cell, partition_of
 from common.wire.messages import AdapterRef
 from common.wire.operations import Forget
 from manager_service.owner.jobs.changes import KEEP_RESULTS_S, Changes
+from manager_service.records.job_records import JobSpec, JobState
 from manager_service.records.run_records import UNNAMED_KEPT_S, Leaving, RunSpec, RunState
 
+Spec = TypeVar("Spec", RunSpec, JobSpec)
+State = TypeVar("State", RunState, JobState)
 VersionNeeds = dict[int, bool]
 """Version -> is its optimiser's state needed too?"""
 
@@ -43,10 +48,10 @@ LOOK_AGAIN_S = 60.0
 """An ended run of which something is used is looked at again after this time."""
 
 
-class Retention:
-    """The versions of one run that are in the store."""
+class Retention(Generic[Spec, State]):
+    """The versions of one run or job that are in the store."""
 
-    def __init__(self, cell: Cell, spec: RunSpec, state: RunState, versions: VersionNeeds) -> None:
+    def __init__(self, cell: Cell, spec: Spec, state: State, versions: VersionNeeds) -> None:
         """`versions`: as `versions:<run>` says; the value is whether the optimiser's state is there."""
         self.spec = spec
         self.state = state
@@ -81,7 +86,6 @@ class Retention:
         # complete. Who deletes in the step that marks may delete what was noted a moment ago.
         leaving = self.state.leaving
         if leaving is None:
-            self._forget_expired(now, changes)
             self._mark(needs, now, changes)
         elif not leaving.asked:
             self._take_back(leaving, needs, changes)
@@ -115,41 +119,25 @@ class Retention:
         """Takes in that a `Forget` was carried out, or is unreadable: then the files stay, and cost only space."""
         if self.state.leaving is not None and self.state.leaving.id == forget:
             changes.stored[self.spec.tenant, self.spec.id] -= self.state.leaving.num_bytes(self.state.size)
-            self.state.erased = self.state.leaving.everything
             self.state.leaving = None
             self._dirty(changes)
 
-    def due_at(self, now: float, *, wait_s: float) -> float | None:
-        """Time to look at an ended run: seconds since 1970; None: never again. `wait_s`: seconds until the next look at uses."""
-        if self.state.leaving is not None or self.doubtful({}, now):
-            return now + wait_s
-        expiries = (known.expires_at for known in self.state.checkpoints)
-        ends = self._forgotten_at() if not self.state.checkpoints else None
-        return min((moment for moment in (*expiries, ends) if moment is not None), default=None)
+    # ---- what runs and jobs differ in -------------------------------------------------------------------------------
 
-    def is_over(self, now: float) -> bool:
-        """May an ended run leave Redis? Nothing of it is in the store, and nobody can come to need it."""
-        return self._is_forgotten(now) and not self.versions and self.state.erased
-
-    # ---- helpers ----------------------------------------------------------------------------------------------------
-
-    def _needs(self, others: VersionNeeds, now: float) -> VersionNeeds:
-        newest = self.state.version
-        named = {} if self._is_forgotten(now) else {newest: True, newest - 1: True}
-        for checkpoint in self.state.kept(now):
-            named[checkpoint.version] = named.get(checkpoint.version, False) or checkpoint.kind == "weights"
-        return _together([named, others])
+    def _own(self, now: float) -> VersionNeeds:
+        """Versions that it needs itself."""
+        raise NotImplementedError
 
     def _is_forgotten(self, now: float) -> bool:
-        """Has the run ended so long ago that its newest versions stay no longer without a name?"""
-        ends = self._forgotten_at()
-        return ends is not None and ends <= now and not self.state.kept(now)
+        """Does everything go with its last versions?"""
+        return False
 
-    def _forgotten_at(self) -> float | None:
-        """Time at which an ended run without checkpoints is forgotten."""
-        if self.state.status != "ended":
-            return None
-        return self.state.ended_at + (UNNAMED_KEPT_S if self.state.version >= 0 else KEEP_RESULTS_S)
+    def _dirty(self, changes: Changes) -> None:
+        """Has the state written."""
+        raise NotImplementedError
+
+    def _needs(self, others: VersionNeeds, now: float) -> VersionNeeds:
+        return _together([self._own(now), others])
 
     def _mark(self, needs: VersionNeeds, now: float, changes: Changes) -> None:
         """Unlists versions that nobody needs. A forgotten run's last mark may be empty; then all that is left goes."""
@@ -176,16 +164,56 @@ class Retention:
             leaving.optimizers.remove(version)
             self._list(version, True, changes)
 
-    def _forget_expired(self, now: float, changes: Changes) -> None:
-        kept = self.state.kept(now)
-        if len(kept) < len(self.state.checkpoints):
-            self.state.checkpoints = kept
-            self._dirty(changes)
-
     def _list(self, version: int, whole: bool, changes: Changes) -> None:
         self.versions[version] = whole
         changes.open(self._cell.versions(self.spec.id), str(version), str(int(whole)))
         self._dirty(changes)
+
+
+class RunRetention(Retention[RunSpec, RunState]):
+    """The versions of one run."""
+
+    def look(self, needed: Iterable[VersionNeeds], now: float, changes: Changes) -> None:
+        kept = self.state.kept(now)
+        if self.state.leaving is None and len(kept) < len(self.state.checkpoints):
+            self.state.checkpoints = kept
+            self._dirty(changes)
+        super().look(needed, now, changes)
+
+    def forgotten(self, forget: str, changes: Changes) -> None:
+        if self.state.leaving is not None and self.state.leaving.id == forget:
+            self.state.erased = self.state.leaving.everything
+        super().forgotten(forget, changes)
+
+    def due_at(self, now: float, *, wait_s: float) -> float | None:
+        """Time to look at an ended run: seconds since 1970; None: never again. `wait_s`: seconds until the next look at uses."""
+        if self.state.leaving is not None or self.doubtful({}, now):
+            return now + wait_s
+        expiries = (known.expires_at for known in self.state.checkpoints)
+        ends = self._forgotten_at() if not self.state.checkpoints else None
+        return min((moment for moment in (*expiries, ends) if moment is not None), default=None)
+
+    def is_over(self, now: float) -> bool:
+        """May an ended run leave Redis? Nothing of it is in the store, and nobody can come to need it."""
+        return self._is_forgotten(now) and not self.versions and self.state.erased
+
+    def _own(self, now: float) -> VersionNeeds:
+        newest = self.state.version
+        named = {} if self._is_forgotten(now) else {newest: True, newest - 1: True}
+        for checkpoint in self.state.kept(now):
+            named[checkpoint.version] = named.get(checkpoint.version, False) or checkpoint.kind == "weights"
+        return named
+
+    def _is_forgotten(self, now: float) -> bool:
+        """Has the run ended so long ago that its newest versions stay no longer without a name?"""
+        ends = self._forgotten_at()
+        return ends is not None and ends <= now and not self.state.kept(now)
+
+    def _forgotten_at(self) -> float | None:
+        """Time at which an ended run without checkpoints is forgotten."""
+        if self.state.status != "ended":
+            return None
+        return self.state.ended_at + (UNNAMED_KEPT_S if self.state.version >= 0 else KEEP_RESULTS_S)
 
     def _dirty(self, changes: Changes) -> None:
         changes.runs[self.spec.id] = self.state

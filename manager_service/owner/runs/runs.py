@@ -11,13 +11,14 @@ from common.wire.messages import AdapterRef, AdapterUpdate, DeadLetter, Failure,
 from common.wire.operations import Forgotten, NameChange, Operation, OperationResult, OperationsAnswered, OperationsDone
 from manager_service.owner.jobs.changes import Changes, Moved
 from manager_service.owner.runs.run import Run
-from manager_service.owner.runs.run_retention import LOOK_AGAIN_S, Retention, VersionNeeds, read_versions
+from manager_service.owner.runs.run_retention import LOOK_AGAIN_S, Retention, RunRetention, VersionNeeds, read_versions
 from manager_service.records.job_records import JobError
 from manager_service.records.keys import read_record
 from manager_service.records.run_records import RunSpec, RunState, change_name
 from manager_service.records.usage import usage_fields, usage_of
 from manager_service.scheduling.members import MemberTable
 
+AnyRetention = Retention[Any, Any]
 GRACE_S = 30.0
 """Time for a silent session to show a sign of life: after a Redis that was away, none has shown one yet."""
 RETIRE_EVERY_S = 10.0
@@ -45,7 +46,7 @@ class Runs:
         self._bus = bus
         self._cell: Cell = bus.cell
         self._number = number
-        self._ended: dict[str, Retention] = {}  # ended runs, while something of them is deleted
+        self._ended: dict[str, RunRetention] = {}  # ended runs, while something of them is deleted
         self._retired_at = 0.0  # seconds since 1970
         self._silent: dict[str, float] = {}  # session -> when it was first found without a sign of life
 
@@ -167,9 +168,9 @@ class Runs:
         """Runs for which something may be under way."""
         return len(self.table) + len(self._ended)
 
-    def resend_quiet(self, since: float, now: float, changes: Changes) -> None:
-        """Sends again what quiet runs wait for. Call when nothing is in any stream."""
-        for keeping in self._retentions():
+    def resend_quiet(self, jobs: Iterable[AnyRetention], since: float, now: float, changes: Changes) -> None:
+        """Sends again what quiet runs wait for, and requests to delete versions, of these jobs too. Call when nothing is in any stream."""
+        for keeping in (*self._retentions(), *jobs):
             if keeping.under_way and keeping.asked_at < since:
                 keeping.ask(now, changes)
         for run in self.table.values():
@@ -183,11 +184,10 @@ class Runs:
         """Is it time for `retire`?"""
         return abs(now - self._retired_at) >= RETIRE_EVERY_S  # the clock may have gone back
 
-    async def retire(self, copies: Iterable[tuple[AdapterRef, bool]], now: float, changes: Changes) -> None:
-        """Goes on with deleting versions that nobody needs. `changes` is committed before the next call.
-
-        `copies`: versions that jobs will copy, each with whether the optimiser's state goes along.
-        """
+    async def retire(
+        self, jobs: Iterable[AnyRetention], copies: Iterable[AdapterRef], now: float, changes: Changes
+    ) -> None:
+        """Goes on with deleting versions of runs, and of these jobs, that nobody needs: calls `look_at`."""
         self._retired_at = now
         key, client = self._cell.retire(self._number), self._bus.client
         names: Any = await self._bus.retrying(
@@ -199,22 +199,28 @@ class Runs:
             if name not in self._ended:  # unreadable, or lost: it would always be among the first ones due
                 log.error("not_retired", run_id=name)
                 changes.retire[name] = None
-        copied: dict[str, VersionNeeds] = {}
-        for source, whole in (*copies, *(copy for run in self.table.values() for copy in run.copies())):
-            needs = copied.setdefault(source.job, {})
-            needs[source.version] = needs.get(source.version, False) or whole
-        keeping = {each.spec.id: each for each in self._retentions()}
-        used = await self._used({name: each.doubtful(copied.get(name, {}), now) for name, each in keeping.items()})
-        over = {name for name, each in self._ended.items() if each.is_over(now)}
-        for name, each in keeping.items():
-            if name not in over:
-                each.look((copied.get(name, {}), used[name]), now, changes)
-        for name in over:
+        for name in [name for name, each in self._ended.items() if each.is_over(now)]:
             changes.over.append(await self._used_up(self._ended.pop(name).spec))
+        await self.look_at((*self._retentions(), *jobs), copies, now, changes)
         for name, each in list(self._ended.items()):
             if each.state.leaving is None:
                 changes.retire[name] = each.due_at(now, wait_s=LOOK_AGAIN_S)
                 del self._ended[name]
+
+    async def look_at(
+        self, retentions: Iterable[AnyRetention], copies: Iterable[AdapterRef], now: float, changes: Changes
+    ) -> None:
+        """Takes each one step on. `changes` is committed before the next call. `copies`: versions that jobs of the partition need, besides
+        their own."""
+        copied: dict[str, VersionNeeds] = {}
+        runs = (copy for run in self.table.values() for copy in run.copies())
+        for source, whole in (*((source, False) for source in copies), *runs):
+            needs = copied.setdefault(source.job, {})
+            needs[source.version] = needs.get(source.version, False) or whole
+        keeping = {each.spec.id: each for each in retentions}
+        used = await self._used({name: each.doubtful(copied.get(name, {}), now) for name, each in keeping.items()})
+        for name, each in keeping.items():
+            each.look((copied.get(name, {}), used[name]), now, changes)
 
     async def _used_up(self, spec: RunSpec) -> Moved:
         """The whole usage of a run that leaves Redis, and the bytes of its versions that still count: they are deleted."""
@@ -226,10 +232,10 @@ class Runs:
         )
         return Moved(spec.id, spec.tenant, usage_of(amounts), -int(stored or 0))
 
-    def _retentions(self) -> list[Retention]:
+    def _retentions(self) -> list[RunRetention]:
         return [*(run.retention for run in self.table.values()), *self._ended.values()]
 
-    def _retention(self, name: str) -> Retention | None:
+    def _retention(self, name: str) -> RunRetention | None:
         run = self.table.get(name)
         return run.retention if run else self._ended.get(name)
 
@@ -237,7 +243,7 @@ class Runs:
         """Brings the versions of ended runs into memory."""
         for records in await self._read([name for name in names if name not in self._ended], changes):
             if records.state.status == "ended" and records.spec.id not in self.table:
-                self._ended[records.spec.id] = keeping = Retention(self._cell, *records)
+                self._ended[records.spec.id] = keeping = RunRetention(self._cell, *records)
                 keeping.asked_at = now
 
     async def _used(self, doubtful: Mapping[str, Sequence[int]]) -> dict[str, VersionNeeds]:

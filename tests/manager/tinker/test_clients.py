@@ -10,7 +10,7 @@ from common.wire.messages import BASE, Failure, TurnRequest, TurnResult, Usage, 
 from manager_service.http.sampling.inference import InferenceRequest
 from manager_service.http.tinker import retrieval
 from manager_service.http.tinker.futures import sample_futures
-from manager_service.http.tinker.futures.sample_futures import KEPT_S, RETRIEVED_S, SILENT_S, Gone, Samples
+from manager_service.http.tinker.futures.sample_futures import KEPT_S, RETRIEVED_S, UNASKED_S, Gone, Samples
 from manager_service.http.tinker.wire import tinker_pb2
 from manager_service.records.run_records import USED_S, run_of
 from tests.support.api_server import ApiServer, Script, played
@@ -181,12 +181,16 @@ async def test_results_that_nobody_wants_are_dropped(server: ApiServer) -> None:
     request = samples.find("default", name)
     served, over = request.task, asyncio.get_running_loop().create_future()
     over.set_result(None)
-    for task, retrieved, patience_s in ((served, False, SILENT_S), (over, True, RETRIEVED_S), (over, False, KEPT_S)):
+    for task, retrieved, patience_s in ((served, False, UNASKED_S), (over, True, RETRIEVED_S), (over, False, KEPT_S)):
         request.task, request.retrieved = cast(Any, task), retrieved
         now[0] = request.asked_s + patience_s - 1
         samples.look()
         assert samples.find("default", name) is request
+    request.task, request.session = served, "ses-0123456789abcdef"  # whose heartbeats count
     now[0] += KEPT_S + 1
+    samples.look()
+    assert request.id in samples._requests  # pyright: ignore[reportPrivateUsage]
+    request.task = cast(Any, over)
     samples.look()
     with pytest.raises(Gone):
         samples.find("default", name)

@@ -1,7 +1,7 @@
 """The codec: our bytes are the SDK's, what is wrong with a pass is told, and no body costs more than its limit."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import msgspec
 import numpy as np
@@ -13,7 +13,8 @@ from common.errors import InvalidInput
 from common.wire.messages import f32, i32
 from common.wire.operations import Forward, LossFn, Outputs
 from deploy.compile_proto import PROTO, compile_into
-from manager_service.http.tinker.wire import protobuf, tinker_pb2
+from manager_service.http.tinker.wire import learning, protobuf, tinker_pb2
+from manager_service.http.tinker.wire import tinker_pb2 as pb
 from manager_service.http.tinker.wire.learning import NEEDED, CheckedPass, read_pass
 from manager_service.http.tinker.wire.sample_requests import TinkerSample, read_sample
 from tests.support.tinker_sdk import run_sdk
@@ -161,7 +162,8 @@ SPARSE = tinker_pb2.Tensor(sparse_csr=tinker_pb2.SparseCsr(), dtype=tinker_pb2.D
 RATIO = {"logprobs": [-1.0, -1.0, -1.0], "advantages": [1.0, 1.0, 1.0]}
 WRONG: list[tuple[str, Any, dict[str, Any], str]] = [
     ("cross_entrop", None, {}, "unknown loss_fn 'cross_entrop'; did you mean 'cross_entropy'?"),
-    ("stable_reinforce", None, {}, "pass loss_fn=importance_sampling"),
+    ("stable_reinforce", {"kl_coef": 1}, RATIO, "stable_reinforce has no 'kl_coef'; did you mean 'kl_coeff'?"),
+    ("stable_reinforce", {"kl_coeff": -1}, RATIO, "kl_coeff must be at least 0"),
     ("custom", None, {}, "runs in the client"),
     ("cross_entropy", None, {"target_tokens": None}, "data[0]: loss_fn_inputs lacks 'target_tokens'"),
     ("cross_entropy", None, {"target_tokens": [5, 6]}, "target_tokens has 2 values, and the model_input 3 tokens"),
@@ -215,6 +217,25 @@ def test_a_small_body_that_unpacks_to_a_large_one_is_refused(announced: bool) ->
     assert len(bomb) < MAX_BYTES // 50
     with pytest.raises(InvalidInput, match="at most 1048576"):
         checked(bomb, encoding="zstd")
+
+
+NUM = learning.MAX_PARTS
+DATUM = pb.Datum(model_input=[pb.Chunk(), pb.Chunk()]).SerializeToString()
+MANY: list[tuple[dict[str, Any], str]] = [
+    ({"data": [b""] * 4097}, "4,097 data in one operation are too many: at most 4,096"),
+    ({"data": [b"", pb.DatumOutline(loss_fn_inputs=[b""] * 65).SerializeToString()]}, "data[1]: 65 loss_fn_inputs"),
+    ({"data": [pb.DatumOutline(model_input=[b""] * NUM).SerializeToString(), DATUM]}, "more than 262,144 chunks"),
+    ({"loss_fn_config": [b""] * 33, "loss_fn_config_v2": [b""] * 32}, "loss_fn_config: at most 64"),
+]
+
+
+@pytest.mark.parametrize(("parts", "told"), MANY)
+def test_what_would_become_too_many_objects_fails_its_operation_before(
+    parts: dict[str, list[bytes]], told: str
+) -> None:
+    body = pb.PassOutline(model_id="run", seq_id=7, **cast(Any, parts)).SerializeToString()
+    found = checked(zstandard.compress(body), encoding="zstd")
+    assert (found.model, found.seq) == ("run", 7) and told in found.fault
 
 
 def test_a_body_is_one_whole_frame() -> None:
@@ -280,10 +301,13 @@ def test_log_probs_of_the_prompt_and_the_best_tokens_are_asked_for(fields: dict[
     [
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 0}, "prompt_logprobs_last_n must be at least 1"),
         ({"topk_sample_logprobs": 3}, "topk_sample_logprobs"),
-        ({"record_stability_info": True}, "train with loss_fn=importance_sampling"),
         ({"sampling_params": {"top_k": -2}}, "top_k is at least 1"),
         ({"sampling_params": {"stop": [""]}}, "strings of 1 to"),
         ({"sampling_params": {"stop": list(range(65))}}, "at most 64 token ids"),
+        ({"sampling_params": {"stop": [2**64]}}, "sampling_params.stop"),
+        ({"sampling_params": {"stop": [-1]}}, "sampling_params.stop"),
+        ({"sampling_params": {"max_tokens": 2**64}}, "sampling_params.max_tokens"),
+        ({"seq_id": 2**64}, "seq_id"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"response_format": {"type": "json_object"}}}, "response_format: samples to learn from"),
         ({"sampling_params": {"structured_outputs": {}}}, "structured_outputs: samples to learn from"),

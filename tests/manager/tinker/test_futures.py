@@ -285,6 +285,17 @@ async def test_what_the_model_cannot_read_fails_in_its_turn(
     assert all(operation.payload == b"" for operation in owner.seen[:2])
 
 
+async def test_a_sample_that_is_to_end_with_a_token_outside_the_vocabulary_is_refused(
+    server: ApiServer, client: TinkerClient
+) -> None:
+    size = server.api.bases["tiny"].tokenizer.vocab_size
+    asked: dict[str, Any] = {"base_model": "tiny", "prompt": {"chunks": [{"tokens": [104]}]}}
+    for stop, status in (([1, size], 400), ([2**64], 400), ([1, size - 1], 200)):
+        answer = await client.post("asample", **asked, sampling_params={"max_tokens": 1, "stop": stop})
+        assert answer.status_code == status, answer.text
+        assert status == 200 or "sampling_params.stop" in answer.text
+
+
 STEPS: list[tuple[dict[str, Any], str]] = [
     ({"adam_params": {"learning_rat": 1.0}}, "adam_params has no 'learning_rat'; did you mean 'learning_rate'?"),
     ({"adam_params": {"beta1": 1.0}}, "beta1 cannot be 1"),

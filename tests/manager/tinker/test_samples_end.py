@@ -15,6 +15,7 @@ from manager_service.http.tinker.futures import sample_futures as samples_module
 from manager_service.http.tinker.futures.sample_futures import Gone
 from manager_service.records.job_records import JobState
 from manager_service.records.keys import JSON
+from manager_service.records.run_records import SESSION_ALIVE_S
 from tests.support.api_server import ApiServer, Script, method, played, running_api, upload
 from tests.support.tinker_client import TinkerClient, client_of, samples_of
 
@@ -122,6 +123,32 @@ async def test_a_session_that_is_over_ends_its_samples_at_every_manager(
     with pytest.raises(Gone):
         samples.find("default", request)
     samples.find("default", kept)
+
+
+async def test_samples_end_forty_seconds_after_the_last_heartbeat(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples, now = server.tinker.futures["tiny"].samples, [0.0]
+    monkeypatch.setattr(samples, "_clock", lambda: now[0])
+    sampler = await client.sampler(await client.session())
+    session = sampler.partition(":")[0]
+    (request,) = await asked_of(client, sampler, 1)
+
+    async def look(silent_s: int) -> None:
+        """Looks as long after the last heartbeat, 10 s after the last look."""
+        now[0] += 10
+        await server.bus.client.expire(server.bus.cell.session(session), SESSION_ALIVE_S - silent_s)
+        await samples.end_silent()
+
+    for silent_s in (10, 19, 29, 39):
+        await look(silent_s)
+    assert (await client.post("session_heartbeat", session_id=session)).status_code == 200
+    for silent_s in (9, 21, 31):
+        await look(silent_s)
+    samples.find("default", request)
+    await look(41)
+    with pytest.raises(Gone):
+        samples.find("default", request)
 
 
 async def test_a_request_that_is_given_up_before_it_begins_leaves_its_room(

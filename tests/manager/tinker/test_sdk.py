@@ -37,7 +37,7 @@ async def test_what_is_wrong_is_shown_where_the_sdk_shows_it(server: ApiServer, 
         """
 client = service.create_lora_training_client("tiny").result()
 wrong = {
-    "loss": told(client.forward_backward([datum(3)], "stable_reinforce")),
+    "loss": told(client.forward_backward([datum(3)], "stable_reinforce", {"kl_coef": 0.1})),
     "inputs": told(client.forward_backward([datum(3)], "ppo")),
     "token": told(client.forward_backward([types.Datum(model_input=types.ModelInput.from_ints([99999]),
         loss_fn_inputs={"target_tokens": [1]})], "cross_entropy")),
@@ -50,7 +50,7 @@ wrong = {
 print(json.dumps(wrong))
 """,
     )
-    assert "RequestFailedError" in told["loss"] and "pass loss_fn=importance_sampling" in told["loss"]
+    assert "RequestFailedError" in told["loss"] and "did you mean 'kl_coeff'?" in told["loss"]
     assert "lacks 'logprobs'" in told["inputs"]
     assert "there is no token 99999" in told["token"]
     assert "learning_rate cannot be -1" in told["step"]

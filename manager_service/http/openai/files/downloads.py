@@ -1,6 +1,5 @@
 """Files of versions on their way to clients: a few at a time are made ready; for slow readers they wait on disk."""
 
-import asyncio
 import contextlib
 import os
 import tempfile
@@ -8,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import IO
+from typing import IO, TypeVar
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -23,6 +22,7 @@ MAX_MADE = 4
 """Downloads of all tenants that are made ready at once: meanwhile each is in memory."""
 PART_BYTES = 64 << 10
 
+T = TypeVar("T")
 PackedFiles = Mapping[str, bytes]
 PackInto = Callable[[PackedFiles, IO[bytes]], None]
 """Writes files, given by name, as one."""
@@ -33,7 +33,7 @@ class Downloads:
 
     def __init__(self) -> None:
         self._places = Places(lambda: MAX_MADE)
-        self._threads = SharedThreads()
+        self._threads = SharedThreads(1)  # one core at most is a tenant's; the loop needs another
         self._open: Counter[str] = Counter()  # tenant
 
     async def answer(
@@ -53,10 +53,14 @@ class Downloads:
         with contextlib.ExitStack() as unless_made:
             unless_made.callback(self._end, tenant)
             async with self._places.one(tenant, asker.weight, lambda: None):
-                make = partial(_on_disk, await read(), pack)
-                file = await self._threads.run(make, tenant, asker.weight)
+                file = await self.beside(asker, partial(_on_disk, await read(), pack))
             unless_made.pop_all()
-        return FileDownload(file, lambda: self._end(tenant), media_type, headers)
+        parts = _parts(file, partial(self.beside, asker, partial(file.read, PART_BYTES)))
+        return FileDownload(file, parts, lambda: self._end(tenant), media_type, headers)
+
+    async def beside(self, asker: TenantRecord, function: Callable[[], T]) -> T:
+        """Calls a function in the asker's thread: what its downloads compute, part by part, takes its turn there."""
+        return await self._threads.run(function, asker.id, asker.weight)
 
     def _end(self, tenant: str) -> None:
         self._open[tenant] -= 1
@@ -66,9 +70,16 @@ class Downloads:
 class FileDownload(StreamingResponse):
     """Sends a file, which goes at its end."""
 
-    def __init__(self, file: IO[bytes], ended: Callable[[], None], media_type: str, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        file: IO[bytes],
+        parts: AsyncGenerator[bytes],
+        ended: Callable[[], None],
+        media_type: str,
+        headers: Mapping[str, str],
+    ) -> None:
         length = {"Content-Length": str(file.seek(0, os.SEEK_END))}
-        super().__init__(_parts(file), media_type=media_type, headers={**headers, **length})
+        super().__init__(parts, media_type=media_type, headers={**headers, **length})
         self._end = weakref.finalize(self, _end, file, ended)
         """Also if nobody sends the answer: its request may be cancelled first."""
 
@@ -84,9 +95,9 @@ def _end(file: IO[bytes], ended: Callable[[], None]) -> None:
     ended()
 
 
-async def _parts(file: IO[bytes]) -> AsyncGenerator[bytes]:
+async def _parts(file: IO[bytes], read: Callable[[], Awaitable[bytes]]) -> AsyncGenerator[bytes]:
     file.seek(0)
-    while part := await asyncio.to_thread(file.read, PART_BYTES):
+    while part := await read():
         yield part
 
 

@@ -16,9 +16,10 @@ import msgspec
 from fastapi import UploadFile
 
 from common.errors import InvalidInput, NotFound
+from common.store.disk_room import DiskRoom
 from common.store.objects import PART_BYTES, Objects
 from common.suggestions import quoted
-from manager_service.http.errors import ApiError
+from manager_service.http.errors import ApiError, unavailable
 from manager_service.http.quota import check_stored
 from manager_service.http.reading.item_lines import FoundItems
 from manager_service.http.reading.reading_helpers import SLICE_BYTES, Helpers
@@ -68,6 +69,7 @@ class Files:
         bases: Collection[str],
         max_line_bytes: int,
         stored: StoredBytes,
+        room: DiskRoom,
     ) -> None:
         """`bases`: names of the base models."""
         self._redis = redis
@@ -76,6 +78,7 @@ class Files:
         self._bases = bases
         self._max_line_bytes = max_line_bytes
         self._stored = stored
+        self._room = room
 
     async def check(self, tenant: TenantRecord, file: UploadFile, named: str = "line") -> FoundItems:
         """Checks a file, and measures its prompts for all jobs. Raises InvalidInput with the line, ApiError if there is no room.
@@ -115,6 +118,8 @@ class Files:
             fields=items.fields or frozenset(),
             adapter=adapter,
         )
+        if reason := self._room.lacks(num_bytes):
+            raise unavailable(reason, code="disk_full")
         if num_bytes > PART_BYTES:
             await self._objects.write_parts(_path(record), _parts(read, num_bytes))
         else:

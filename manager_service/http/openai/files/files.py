@@ -15,6 +15,7 @@ from manager_service.http.context import Api, Parts, Tenant
 from manager_service.http.errors import COMMON, ApiError, conflict, declared
 from manager_service.http.openai.files.file_store import ADAPTER, content_of
 from manager_service.http.openai.paging import After, FileLimit, page, rest_after
+from manager_service.http.quota import check_disk
 from manager_service.http.reading.adapter_uploads import FoundAdapter, check_finite, header_bytes, refuse_pickle
 from manager_service.http.reading.reading_helpers import SLICE_BYTES
 from manager_service.http.reading.tasks import ReadAdapter
@@ -45,6 +46,9 @@ async def upload(
     With the purpose `adapter`, `adapter_model.safetensors` as PEFT writes it, for jobs to start from."""
     if purpose not in ("fine-tune", ADAPTER):
         raise InvalidInput(f"purpose {quoted(purpose)} is not offered: use 'fine-tune' or 'adapter'", param="purpose")
+    if any(name.startswith("expires_after") for name in await request.form()):
+        raise InvalidInput("expires_after is not offered: a file stays until it is deleted", param="expires_after")
+    await check_disk(next(iter(api.bases.values())).gauge)
     limit = api.limits.max_file_bytes
     if (file.size or 0) > limit:
         raise ApiError(413, f"a file has at most {limit} bytes", code="file_too_large", param="file")

@@ -58,10 +58,10 @@ async def estimate(api: Parts, tenant: Tenant, body: JobGiven) -> EstimateObject
 async def _jobs_like(api: Api, tenant: TenantRecord, spec: JobSpec) -> list[JobRow]:
     """The tenant's newest jobs on this base model that trained on the same file; if there is none, with such an environment."""
     store = JobStore(api)
-    rows = await store.several(tenant.id, await take(store.newest_first(tenant.id), NEWEST))
+    entries = await take(store.newest_first(tenant.id), NEWEST)
     known = [
         row
-        for row in rows
+        async for row in store.rows(tenant.id, entries)
         if row.spec.base_model == spec.base_model and row.spec.env.name == spec.env.name and row.state.version > 0
     ]
     same = [row for row in known if spec.training_file and row.spec.training_file == spec.training_file]

@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from common.errors import InvalidInput
 from common.suggestions import quoted
-from manager_service.http.context import Api, Parts, Tenant
+from manager_service.http.context import Api, Parts, Tenant, authenticate
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.event_stream import event_stream
 from manager_service.http.openai.paging import After, Limit, page
@@ -33,6 +34,7 @@ LOOK_EVERY_S = 2.0
     responses={**declared(404), 200: {"content": {"text/event-stream": {}}, "description": "Events of the job"}},
 )
 async def events(
+    request: Request,
     api: Parts,
     tenant: Tenant,
     job_id: str,
@@ -46,7 +48,7 @@ async def events(
     row = await store.find(tenant.id, job_id)
     if stream:
         last = _sequence(last_event_id, "Last-Event-ID")
-        return event_stream(_follow(api, row, -1 if last is None else last))
+        return event_stream(_follow(api, row, -1 if last is None else last, request.scope))
     before = _sequence(after, "after")
     found = await store.read(row, lambda records: records.events(before=before, limit=limit + 1))
     return page([shown_event(record) for record in found[:limit]], has_more=len(found) > limit)
@@ -61,13 +63,15 @@ def _sequence(text: str | None, param: str) -> int | None:
     return int(text)
 
 
-async def _follow(api: Api, row: JobRow, last: int) -> AsyncIterator[str]:
-    """Events after `last` as they come; ends behind the last event of a job that has ended."""
+async def _follow(api: Api, row: JobRow, last: int, scope: Scope) -> AsyncIterator[str]:
+    """Events after `last` as they come; ends behind the last event of a job that has ended. Raises ApiError 401 once the request's
+    key is deleted."""
     store, key, feed = JobStore(api), row.base.cell.events(row.spec.id), row.base.feed
     wait_s, told_s = min(LOOK_EVERY_S, api.limits.keep_alive_s), time.monotonic()
     while row.archived is None:
         ended, cursor = row.state.status in FINAL, (last, ANY) if last >= 0 else (0, 0)
         entries = await (feed.now(key, cursor) if ended else feed.after(key, cursor, wait_s))
+        await row.base.bus.retrying(lambda: authenticate(api, scope, again=True))
         for entry, fields in entries:
             last = entry[0]
             yield _sent(msgspec.json.decode(fields[b"event"], type=EventRecord))

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -39,7 +39,6 @@ UNSAID = {
     "clip_low": "the loss's own",
     "clip_high": "the loss's own",
     "max_staleness": "0, or what the operator's policy lends",
-    "keep_versions": "all",
     **dict.fromkeys(("deadline", "target_reward", "plateau_steps", "max_tokens_total"), "none"),
 }
 """The defaults that no value of the hyperparameter says."""
@@ -50,7 +49,7 @@ SHOWN = ("anyOf", "enum", "exclusiveMaximum", "exclusiveMinimum", "items", "maxi
 SAME_IN_LOSSES = {"clip_low", "clip_high", "is_clip", "kl_coef", "mask_truncated", "temperature"}
 SAME_IN_JOBS = {
     *("batch_size", "group_size", "eval_interval", "eval_samples", "temperature", "max_tokens", "max_turns"),
-    *("max_context", "dynamic_sampling", "priority", "keep_versions", "target_reward", "plateau_steps"),
+    *("max_context", "dynamic_sampling", "priority", "target_reward", "plateau_steps"),
     *("plateau_delta", "max_tokens_total"),
 }
 """The hyperparameters that `LossSpec` and `Hyper` have under the same names."""
@@ -93,7 +92,9 @@ class Hyperparameters(BaseModel):
     grad_clip: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
     weight_decay: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     tool_timeout: float = Field(10.0, gt=0, le=300, allow_inf_nan=False)  # seconds
-    keep_versions: int | None = Field(None, ge=2, le=MAX_STEPS)  # the newest so many, and the best; None: all
+    keep_versions: Annotated[int, Field(ge=2, le=MAX_STEPS)] | Literal["all"] = (
+        64  # of them, evenly; also the newest two and the best
+    )
     priority: int = Field(0, ge=-100, le=100)  # larger first among the tenant's jobs
     deadline: float | None = Field(None, gt=0, le=366 * 86_400, allow_inf_nan=False)  # seconds after creation
     target_reward: float | None = Field(None, ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)
@@ -162,7 +163,7 @@ def parse_hyperparameters(given: Mapping[str, Any], *, supervised: bool = False)
 
 def _translated(error: ValidationError, param: str) -> InvalidInput:
     first = error.errors()[0]
-    name = ".".join(str(part) for part in first["loc"])
+    name = ".".join(str(part) for part in first["loc"] if part != "constrained-int")  # pydantic's own name, in a union
     reason = first["msg"].removeprefix("Value error, ")
     value = "" if first["type"] == "value_error" else f", not {quoted(first['input'])}"
     return InvalidInput(f"{name}: {reason[0].lower()}{reason[1:]}{value}", param=f"{param}.{name}")
@@ -180,6 +181,7 @@ def resolve(given: Hyperparameters, *, num_items: int, base_learning_rate: float
         max_staleness=policy.max_staleness(given.max_staleness),
         tool_timeout_s=given.tool_timeout,
         deadline_s=given.deadline,
+        keep_versions=None if given.keep_versions == "all" else given.keep_versions,
         **same,
     )
 

@@ -9,8 +9,17 @@ import msgspec
 
 from common.errors import InvalidInput, NotFound
 from common.models.weight_files import LINEAR_LAYERS
-from common.suggestions import did_you_mean, quoted
-from common.tasks.environments import installed, is_live, makes_items, outdated, reply_fault, reply_roles, wants_tools
+from common.suggestions import quoted
+from common.tasks.environments import (
+    imported,
+    installed,
+    is_live,
+    makes_items,
+    outdated,
+    reply_fault,
+    reply_roles,
+    wants_tools,
+)
 from common.wire.messages import AdapterRef, LoraSpec
 from manager_service.http.context import Api, Base
 from manager_service.http.openai.grader_models import pin_environment
@@ -21,6 +30,7 @@ from manager_service.http.openai.reachable_hosts import check_outside
 from manager_service.http.reading.item_lines import LongPrompts
 from manager_service.http.reading.tasks import CheckItems, CheckMethod
 from manager_service.http.stores.model_names import find_model
+from manager_service.http.stores.tinker_names import find_base
 from manager_service.records.file_records import FileRecord, UploadedAdapter
 from manager_service.records.job_records import JobSpec
 from manager_service.records.receivers import Receivers
@@ -33,13 +43,13 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     job = parse(body)
     start = await find_start(api, tenant, body)
     base, given, job = start.base, body.integrations, replace(job, given=start.shaped(job.given, job.param))
+    await imported(job.env)
     fields = await _grader_fields(api, tenant, job)
     _check_environment(api, base, job)
     _check_hyperparameters(base, job)
     training, validation = await _files(api, tenant, job)
     num_items = training.num_items if training else 0
-    tokenizer, policy = base.tokenizer, api.settings.scheduling
-    hyper = job.hyper(num_items, rate=tokenizer.learning_rate, context=tokenizer.context, policy=policy)
+    hyper = job.hyper(num_items, base.tokenizer, api.settings.scheduling)
     await _check_items(api, tenant, training, base, job, fields, "training_file")
     await _check_items(api, tenant, validation, base, job, fields, "validation_file")
     _check_memory(base, job, training, validation)
@@ -96,7 +106,7 @@ async def _grader_fields(api: Api, tenant: TenantRecord, job: Submission) -> lis
 @dataclass(frozen=True, slots=True)
 class JobStart:
     base: Base
-    name: str = ""  # of the source, with its version
+    name: str  # as its user named it, and a source's version
     source: AdapterRef | None = None  # whose weights version 0 is a copy of; None: it is drawn, or in a file
     lora: LoraSpec | None = None  # of the source, or of the file
 
@@ -123,7 +133,7 @@ async def find_start(api: Api, tenant: TenantRecord, body: JobGiven) -> JobStart
     if body.adapter_file is not None:
         return await _uploaded(api, tenant, model, body.adapter_file)
     if not model.startswith(("ft:", "tinker://")):
-        return JobStart(find_base(api, model))
+        return JobStart(find_base(api, model, param="model"), model)
     try:
         named = await find_model(api, tenant, model)
     except NotFound as error:
@@ -137,7 +147,7 @@ async def _uploaded(api: Api, tenant: TenantRecord, model: str, file: str) -> Jo
         raise InvalidInput(
             f"model {quoted(model)} is a start already: name a base model next to adapter_file", param="model"
         )
-    base = find_base(api, model)
+    base = find_base(api, model, param="model")
     try:
         adapter = (await api.files.get(tenant.id, file)).adapter
     except NotFound as error:
@@ -148,7 +158,7 @@ async def _uploaded(api: Api, tenant: TenantRecord, model: str, file: str) -> Jo
             param="adapter_file",
         )
     _check_fits(adapter, base)
-    return JobStart(base, lora=adapter.lora)
+    return JobStart(base, model, lora=adapter.lora)
 
 
 def _check_fits(adapter: UploadedAdapter, base: Base) -> None:
@@ -169,18 +179,6 @@ def _check_fits(adapter: UploadedAdapter, base: Base) -> None:
 
 def _misfit(base: Base, reason: str) -> InvalidInput:
     return InvalidInput(f"the adapter does not fit {base.name!r}: {reason}", param="adapter_file", code="wrong_adapter")
-
-
-def find_base(api: Api, model: str) -> Base:
-    """Raises InvalidInput, with the nearest name, if it is not a base model."""
-    if model in api.bases:
-        return api.bases[model]
-    known = ", ".join(api.bases)
-    raise InvalidInput(
-        f"unknown model {quoted(model)}{did_you_mean(model, api.bases)}; base models: {known}",
-        param="model",
-        code="model_not_found",
-    )
 
 
 # ---- base model and workers -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import time
+from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 import msgspec
@@ -23,6 +24,7 @@ from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.schemas import HyperparameterObject, JobObject, Page
 from manager_service.http.stores.job_store import JobRow, JobStore, Once
 from manager_service.records.job_records import FINAL, JobSpec, JobState, Status
+from manager_service.records.keys import JSON
 from manager_service.records.receivers import Receivers
 from manager_service.records.sample_records import Kept
 from manager_service.records.tenants import TenantRecord
@@ -33,7 +35,9 @@ hyperparameters = APIRouter(prefix="/v1/fine_tuning/hyperparameters", tags=["job
 
 POLL_S = 0.03
 READ_AHEAD = 20
-"""Jobs read at a time when a list is filtered."""
+"""Jobs whose sizes are read at a time."""
+PAGE_BYTES = 1 << 20
+"""Bytes of the methods on one page, unless one has more: a grader's source has up to 240 KB."""
 
 JobAction = Literal["cancel", "pause", "resume"]
 ALLOWED: dict[JobAction, tuple[Status, ...]] = {
@@ -101,13 +105,22 @@ def _fingerprint(body: JobGiven) -> str:
 async def list_jobs(
     request: Request, api: Parts, tenant: Tenant, after: After = None, limit: Limit = 20
 ) -> Page[JobObject]:
-    """Newest first. `metadata[key]=value` lists only jobs that carry it."""
-    store, wanted, found = JobStore(api), _metadata_filter(request), list[JobRow]()
+    """Newest first; fewer than `limit` if their methods are large. `metadata[key]=value` lists only jobs that carry it."""
+    wanted, found, num_bytes = _metadata_filter(request), list[JobObject](), 0
+    async for row in _rows(JobStore(api), tenant, after):
+        if wanted.items() <= row.spec.metadata.items():
+            num_bytes += len(JSON.encode(row.spec.method))
+            if len(found) == limit or (found and num_bytes > PAGE_BYTES):
+                return page(found, has_more=True)
+            found.append(shown(row))
+    return page(found, has_more=False)
+
+
+async def _rows(store: JobStore, tenant: TenantRecord, after: str | None) -> AsyncIterator[JobRow]:
     entries = store.newest_first(tenant.id, await _known(store, tenant, after))
-    while len(found) <= limit and (some := await take(entries, READ_AHEAD)):
-        rows = await store.several(tenant.id, some)
-        found += [row for row in rows if wanted.items() <= row.spec.metadata.items()]
-    return page([shown(row) for row in found[:limit]], has_more=len(found) > limit)
+    while some := await take(entries, READ_AHEAD):
+        async for row in store.rows(tenant.id, some):
+            yield row
 
 
 async def _known(store: JobStore, tenant: TenantRecord, after: str | None) -> str | None:

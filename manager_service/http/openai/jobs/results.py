@@ -8,8 +8,6 @@ from fastapi import APIRouter, Query
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
-from common.errors import NotFound
-from common.wire.messages import AdapterRef
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON, declared
 from manager_service.http.openai.adapter_content import ZIP, zip_of
@@ -17,7 +15,6 @@ from manager_service.http.openai.paging import After, Limit, page, wrong_cursor
 from manager_service.http.openai.usage_routes import shown as shown_usage
 from manager_service.http.schemas import CheckpointObject, CurvesObject, LedgerObject, Page, UsageObject
 from manager_service.http.stores.job_store import JobRow, JobStore
-from manager_service.records.job_records import has_version
 from manager_service.records.sample_records import CheckpointRecord, Kept
 
 router = APIRouter(prefix="/v1/fine_tuning/jobs/{job_id}", tags=["jobs"], responses={**COMMON, **declared(404)})
@@ -64,10 +61,9 @@ def _shown(row: JobRow, record: CheckpointRecord) -> CheckpointObject:
 @router.get("/checkpoints/{version}/content", response_class=Response, responses={200: ZIP})
 async def checkpoint_content(api: Parts, tenant: Tenant, job_id: str, version: Version) -> Response:
     """`adapter_config.json` and `adapter_model.safetensors`, checked against their sha256."""
-    row = await JobStore(api).find(tenant.id, job_id)
-    if row.deleted or not has_version(row.spec, row.state, version):
-        raise NotFound(f"the job has no version {version}")
-    return await zip_of(api, row.base, AdapterRef(tenant.id, job_id, version))
+    store = JobStore(api)
+    row = await store.find(tenant.id, job_id)
+    return await zip_of(api, row.base, await store.version(row, version))
 
 
 @router.get("/ledger")

@@ -8,8 +8,9 @@ import msgspec
 from pydantic import Field
 
 from common.errors import InvalidInput
-from common.suggestions import did_you_mean, quoted
+from common.suggestions import cut, did_you_mean, quoted
 from common.tasks.environments import SUPERVISED
+from common.text.tokens import ChatTokenizer
 from common.wire.messages import EnvSpec
 from manager_service.http.openai.jobs.hyperparameters import (
     PARAM,
@@ -77,7 +78,9 @@ class JobGiven(Given):
     metadata: dict[str, Label] | None = Field(None, max_length=16)
     integrations: list[IntegrationGiven] | None = Field(None, max_length=4)
     webhooks: bool = Field(True, description="Do your webhooks hear of its end?")
-    hyperparameters: dict[str, Any] | None = Field(None, description="OpenAI's old place for them: not used here")
+    hyperparameters: dict[str, Any] | None = Field(
+        None, description="OpenAI's old place for them: of a job without `method`, which is supervised"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +107,14 @@ class Submission:
         """Most tokens of a prompt, or of a supervised job's example, where this context is served."""
         return context - 1 if self.is_supervised else (self.given.max_context or context) - self.given.max_tokens
 
-    def hyper(self, num_items: int, *, rate: float, context: int, policy: Policy) -> Hyper:
-        """Raises InvalidInput. `rate`: the base model's own. `context`: that is served."""
+    def hyper(self, num_items: int, tokenizer: ChatTokenizer, policy: Policy) -> Hyper:
+        """Raises InvalidInput. `tokenizer`: the base model's, with its own learning rate and the context that is served."""
+        rate = tokenizer.learning_rate
         hyper = resolve(self.given, num_items=num_items, base_learning_rate=rate, policy=policy)
         if self.is_supervised:
             return supervised(hyper)
         turns = 1 if self.env.name == "single_turn" else hyper.max_turns
-        most = min(hyper.max_context or context, turns * hyper.max_tokens)
+        most = min(hyper.max_context or tokenizer.context, turns * hyper.max_tokens)
         return msgspec.structs.replace(hyper, loss=msgspec.structs.replace(hyper.loss, max_tokens=most))
 
     def shown(self, hyper: Hyper) -> dict[str, Any]:
@@ -127,8 +131,11 @@ def parse(body: JobGiven) -> Submission:
         raise InvalidInput("suffix: use letters, digits, '.', '_' and '-'", param="suffix")
     if any(len(key) > 64 for key in body.metadata or {}):
         raise InvalidInput("metadata: a key has at most 64 characters", param="metadata")
-    if body.hyperparameters:
-        raise InvalidInput(f"hyperparameters belong into {PARAM}", param="hyperparameters")
+    if body.hyperparameters and body.method:
+        raise InvalidInput(
+            f"hyperparameters stand in method.{cut(body.method.type)}.hyperparameters where there is a method",
+            param="hyperparameters",
+        )
     method = _method(body)
     if isinstance(method, SupervisedGiven):
         given = parse_hyperparameters(method.hyperparameters or {}, supervised=True)
@@ -148,10 +155,7 @@ def check_num_bytes(name: str, num_bytes: int, *, param: str) -> None:
 def _method(body: JobGiven) -> ReinforcementGiven | SupervisedGiven:
     method = body.method
     if method is None:
-        raise InvalidInput(
-            'method is missing: {"type": "reinforcement", "reinforcement": {"grader": …}}, or {"type": "supervised"}',
-            param="method",
-        )
+        return SupervisedGiven(hyperparameters=body.hyperparameters)
     if method.type == "dpo":
         raise InvalidInput("method 'dpo' is not offered: use 'reinforcement' or 'supervised'", param="method.type")
     if method.type not in _METHODS:

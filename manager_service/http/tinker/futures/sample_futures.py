@@ -10,6 +10,7 @@ when a replica dies: its stream ends after TTL_S, and whoever asks hears that th
 
 import asyncio
 import contextlib
+import math
 import re
 import time
 from collections import Counter
@@ -33,7 +34,7 @@ from manager_service.http.quota import count_inference, tokens_today
 from manager_service.http.sampling.choices import InferenceRequest
 from manager_service.http.sampling.inference import Inference
 from manager_service.http.tinker.wire.sample_requests import TinkerSample
-from manager_service.records.run_records import USED_S, use
+from manager_service.records.run_records import SESSION_ALIVE_S, USED_S, use
 from manager_service.records.tenants import TenantRecord
 
 PREFIX = "smp"
@@ -44,11 +45,12 @@ MAX_SAMPLES = 65_536
 """Samples of those requests together: each is held in memory from the beginning."""
 KEPT_S, RETRIEVED_S = 600.0, 30.0
 """Seconds that a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
-SILENT_S = 300.0
-"""A request that nobody asked about for so long is given up."""
-GRACE_S = 20.0
-"""Time for a silent session to show a sign of life: after a Redis that was away, none has shown one yet."""
-LOOK_EVERY_S = 10.0
+UNASKED_S = 60.0
+"""A request of no session that nobody asked about for so long is given up."""
+SILENT_S, GRACE_S = 20.0, 20.0
+"""Seconds after which a session without a heartbeat is silent, and more until it is over: after a Redis that was away, none has had one
+yet."""
+LOOK_EVERY_S = 5.0
 USE_EVERY_S = USED_S / 4
 """Seconds between two notes of the use of a version that requests wait for."""
 QUOTA_EVERY_S = 15.0
@@ -163,8 +165,9 @@ class Samples:
         """Cancels the requests of sessions that have ended, or show no sign of life."""
         sessions, now = sorted({request.session for request in self._requests.values()} - {""}), self._clock()
         keys = [self._bus.cell.session(session) for session in sessions]
-        signs: Any = await self._bus.retrying(lambda: self._bus.client.mget(keys)) if keys else []
-        silent = [session for session, sign in zip(sessions, signs, strict=True) if sign is None]
+        left_ms = await self._bus.pipelined(("PTTL", key) for key in keys)
+        heard_ms = (SESSION_ALIVE_S - SILENT_S) * 1000
+        silent = [session for session, left in zip(sessions, left_ms, strict=True) if left < heard_ms]
         self._silent = {session: self._silent.get(session, now) for session in silent}
         for session, since in self._silent.items():
             if now - since >= GRACE_S:
@@ -189,7 +192,7 @@ class Samples:
             await cancel_all([request.task for request in self._requests.values()])
 
     def look(self) -> None:
-        """Drops requests whose clients have been silent for too long."""
+        """Drops requests whose clients have not asked for too long."""
         now = self._clock()
         for request in list(self._requests.values()):
             if now - request.asked_s > _patience_s(request):
@@ -341,7 +344,7 @@ def place_of(request: str) -> tuple[str, str]:
 
 def _patience_s(request: Request) -> float:
     if not request.task.done():
-        return SILENT_S
+        return math.inf if request.session else UNASKED_S
     return RETRIEVED_S if request.retrieved else KEPT_S
 
 

@@ -87,9 +87,9 @@ async def file_names(api: Api, adapter: AdapterRef) -> list[str]:
 async def download(api: Api, source: Source, name: str) -> Response:
     """The answer with a file. Raises NotFound, ApiError."""
     names = await file_names(api, source.adapter) if name == ARCHIVE else [name]
-    read = functools.partial(files_of, api, source.base, source.adapter, names)
     pack = _tar if name == ARCHIVE else _alone
     asker = await api.tenants.get(source.adapter.tenant)
+    read = functools.partial(files_of, api, source.base, asker, source.adapter, names)
     return await api.downloads.answer(asker, read, pack, "application/octet-stream", {})
 
 

@@ -7,6 +7,7 @@
     dro                   logprobs, advantages                                             beta
     gspo                  logprobs, advantages, sequence_ratio_mask; optional are          clip_low_threshold, clip_high_threshold
                           clip_low_threshold and clip_high_threshold
+    stable_reinforce      logprobs, advantages; where tokens came from is not read         kl_coeff, from 0
 
 What is wrong with a pass is a value, for its operation fails in its turn: a refusal would leave a hole in the run's numbers.
 
@@ -36,6 +37,8 @@ MAX_VALUE = 1e9
 
 JSON_TYPE = "application/json"
 TOO_OLD = "this client sends data as JSON, which this service does not read: install tinker 0.24.1 or newer"
+MAX_DATA, MAX_INPUTS, MAX_PARTS = 4096, 64, 262_144
+"""Most data of a pass; inputs of a datum, or settings of a loss; pieces of text and their origins in a pass, as many as positions."""
 MAX_FAULT = 1000
 """Characters. What is wrong may be a name that its user made very long."""
 
@@ -48,11 +51,15 @@ NEEDED: Mapping[LossFn, tuple[str, ...]] = {
     "cispo": RATIO_INPUTS,
     "dro": RATIO_INPUTS,
     "gspo": (*RATIO_INPUTS, "sequence_ratio_mask"),
+    "stable_reinforce": RATIO_INPUTS,
 }
 OPTIONAL: Mapping[str, tuple[str, ...]] = {"cross_entropy": ("weights",), "gspo": CLIPS}
-CONFIG: Mapping[str, tuple[str, ...]] = {"ppo": CLIPS, "cispo": CLIPS, "gspo": CLIPS, "dro": ("beta",)}
+CONFIG: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("ppo", "cispo", "gspo"), CLIPS),
+    "dro": ("beta",),
+    "stable_reinforce": ("kl_coeff",),
+}
 NOT_OFFERED = {
-    "stable_reinforce": "its formula is not published: pass loss_fn=importance_sampling",
     "custom": "a custom loss runs in the client: call forward_backward_custom with a function",
 }
 
@@ -71,6 +78,7 @@ class CheckedPass(msgspec.Struct, frozen=True):
     num_tokens: int = 0  # positions of all data
     longest: int = 0  # positions of the longest datum
     largest: int = 0  # the largest token id
+    stands_in: bool = False  # see `STAND_IN`
     fault: str = ""
 
 
@@ -90,9 +98,31 @@ def read_pass(body: bytes, *, content_type: str, encoding: str, max_bytes: int) 
     if kind != protobuf.CONTENT_TYPE:
         raise InvalidInput(f"Content-Type {kind!r} is not known here: use {protobuf.CONTENT_TYPE}")
     try:
+        outline = pb.PassOutline.FromString(unpacked)
+        if fault := _too_many(outline):
+            return CheckedPass(outline.model_id, outline.seq_id, outline.forward_only, fault=fault)
         return check_pass(pb.ForwardBackwardRequest.FromString(unpacked))
     except DecodeError as error:
         raise InvalidInput(f"the body is no ForwardBackwardRequest: {error}") from error
+
+
+def _too_many(given: pb.PassOutline) -> str:
+    """Says what there is too much of; empty if a pass may become objects."""
+    if len(given.data) > MAX_DATA:
+        return (
+            f"{len(given.data):,} data in one operation are too many: at most {MAX_DATA:,}; send them in several calls"
+        )
+    if len(given.loss_fn_config) + len(given.loss_fn_config_v2) > MAX_INPUTS:
+        return f"loss_fn_config: at most {MAX_INPUTS} values"
+    num_parts = 0
+    for i, encoded in enumerate(given.data):
+        datum = pb.DatumOutline.FromString(encoded)
+        if len(datum.loss_fn_inputs) > MAX_INPUTS:
+            return f"data[{i}]: {len(datum.loss_fn_inputs):,} loss_fn_inputs are too many: at most {MAX_INPUTS}"
+        num_parts += len(datum.model_input) + len(datum.model_input_spans) + len(datum.loss_fn_input_spans)
+        if num_parts > MAX_PARTS:
+            return f"model_input: more than {MAX_PARTS:,} chunks and spans in one operation; send the data in several calls"
+    return ""
 
 
 def _too_old(body: bytes) -> CheckedPass:
@@ -132,6 +162,7 @@ def check_pass(given: pb.ForwardBackwardRequest) -> CheckedPass:
         num_tokens=sum(len(datum.tokens) for datum in data),
         longest=max(len(datum.tokens) for datum in data),
         largest=max(int(array.numpy().max()) for datum in data for array in (datum.tokens, datum.targets)),
+        stands_in=loss == "stable_reinforce",
     )
 
 
@@ -151,7 +182,7 @@ def _settings(loss: LossFn, given: pb.ForwardBackwardRequest) -> dict[str, Any]:
         values = given.loss_fn_config_v2.items()
         config = {name: each.text if each.WhichOneof("value") == "text" else each.number for name, each in values}
     known = CONFIG.get(loss, ())
-    fields = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
+    fields = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta", "kl_coeff": "beta"}
     settings: dict[str, Any] = {}
     for name, value in config.items():
         if name not in known:
@@ -159,6 +190,8 @@ def _settings(loss: LossFn, given: pb.ForwardBackwardRequest) -> dict[str, Any]:
             raise Wrong(f"loss_fn_config: {loss} has no {name!r}{did_you_mean(name, known)}; {takes}")
         if isinstance(value, str) or not abs(value) <= MAX_VALUE:
             raise Wrong(f"loss_fn_config: {name} must be a number, not {value!r}")
+        if name == "kl_coeff" and value < 0:
+            raise Wrong(f"loss_fn_config: kl_coeff must be at least 0, not {value:g}")
         settings[fields[name]] = float(value)
     return settings
 
@@ -205,7 +238,7 @@ def _check_names(loss: LossFn, inputs: Mapping[str, Any], where: str) -> None:
 def _flat(tensor: pb.Tensor, length: int, where: str) -> np.ndarray:
     """The values of an array of N positions."""
     if tensor.WhichOneof("encoding") == "sparse_csr" or len(tensor.shape) > 1:
-        raise Wrong(f"{where}: only one value a position is offered, not an array of shape {list(tensor.shape)}")
+        raise Wrong(f"{where}: only one value a position is offered, not an array of shape {list(tensor.shape[:8])}")
     if tensor.dtype not in DTYPES:
         raise Wrong(f"{where} is of a dtype that is not known: {tensor.dtype}")
     values = _values(tensor.dense, DTYPES[tensor.dtype], where)

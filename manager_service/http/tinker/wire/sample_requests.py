@@ -1,7 +1,7 @@
 """Checks what a request for samples asks for; and what a sample is."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,8 +19,12 @@ NOT_OFFERED: Mapping[str, str] = {
     "topk_sample_logprobs": "alternatives to the sampled tokens are not offered: leave it out",
     "target_prompt_logprobs": "it is not offered: leave it out",
     "prompt_alt_tokens_k": "it is not offered: leave it out",
-    "record_stability_info": "stable_reinforce is not offered: leave it out, and train with loss_fn=importance_sampling",
 }
+
+
+Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""Numbers that travel on: larger ones could never be sent to a worker."""
 
 
 class Chunk(msgspec.Struct):
@@ -33,9 +37,9 @@ class ModelInput(msgspec.Struct):
 
 
 class TinkerSamplingParams(msgspec.Struct):
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     seed: int | None = None
-    stop: str | list[str | int] | None = None
+    stop: str | list[str | TokenId] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -50,7 +54,7 @@ class SampleGiven(msgspec.Struct):
     sampling_params: TinkerSamplingParams
     num_samples: int = 1
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Int | None = None
     base_model: str | None = None
     model_path: str | None = None
     prompt_logprobs: bool | None = None
@@ -58,8 +62,7 @@ class SampleGiven(msgspec.Struct):
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
-    record_stability_info: bool | None = None
+    prompt_logprobs_last_n: Int | None = None
 
 
 class CheckedSample(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0ctinker.proto\x12\x13marlaas.tinker.wire\"\xd0\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12(\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x1a.marlaas.tinker.wire.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12U\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32=.marlaas.tinker.wire.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12Z\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32?.marlaas.tinker.wire.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a[\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x33\n\x05value\x18\x02 \x01(\x0b\x32$.marlaas.tinker.wire.LossConfigValue:\x02\x38\x01\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xd2\x02\n\x05\x44\x61tum\x12/\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x1a.marlaas.tinker.wire.Chunk\x12\x44\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32,.marlaas.tinker.wire.Datum.LossFnInputsEntry\x12>\n\x11model_input_spans\x18\x03 \x03(\x0b\x32#.marlaas.tinker.wire.ProvenanceSpan\x12@\n\x13loss_fn_input_spans\x18\x04 \x03(\x0b\x32#.marlaas.tinker.wire.ProvenanceSpan\x1aP\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.marlaas.tinker.wire.Tensor:\x02\x38\x01\"\xab\x01\n\x05\x43hunk\x12\x36\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1e.marlaas.tinker.wire.TextChunkH\x00\x12\x30\n\x05image\x18\x02 \x01(\x0b\x32\x1f.marlaas.tinker.wire.OtherChunkH\x00\x12/\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x1f.marlaas.tinker.wire.OtherChunkH\x00\x42\x07\n\x05\x63hunk\"\x1b\n\tTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\x0c\n\nOtherChunk\"\x10\n\x0eProvenanceSpan\"\x95\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12\x34\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x1e.marlaas.tinker.wire.SparseCsrH\x00\x12)\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1a.marlaas.tinker.wire.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\xe9\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x39\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32 .marlaas.tinker.wire.ArrayRecord\x12H\n\x07metrics\x18\x03 \x03(\x0b\x32\x37.marlaas.tinker.wire.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc4\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12<\n\x06\x66ields\x18\x02 \x03(\x0b\x32,.marlaas.tinker.wire.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aQ\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".marlaas.tinker.wire.BatchedTensor:\x02\x38\x01\"q\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12)\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1a.marlaas.tinker.wire.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\x9c\x01\n\x0eSampleResponse\x12\x37\n\tsequences\x18\x01 \x03(\x0b\x32$.marlaas.tinker.wire.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x42\x12\n\x10_prompt_logprobs\"{\n\x0fSampledSequence\x12\x34\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1f.marlaas.tinker.wire.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0b\n\t_logprobs*g\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0ctinker.proto\x12\x13marlaas.tinker.wire\"\xd0\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12(\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x1a.marlaas.tinker.wire.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12U\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32=.marlaas.tinker.wire.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12Z\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32?.marlaas.tinker.wire.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a[\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x33\n\x05value\x18\x02 \x01(\x0b\x32$.marlaas.tinker.wire.LossConfigValue:\x02\x38\x01\"\x86\x01\n\x0bPassOutline\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12\x0c\n\x04\x64\x61ta\x18\x03 \x03(\x0c\x12\x16\n\x0eloss_fn_config\x18\x05 \x03(\x0c\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12\x19\n\x11loss_fn_config_v2\x18\x07 \x03(\x0c\"s\n\x0c\x44\x61tumOutline\x12\x13\n\x0bmodel_input\x18\x01 \x03(\x0c\x12\x16\n\x0eloss_fn_inputs\x18\x02 \x03(\x0c\x12\x19\n\x11model_input_spans\x18\x03 \x03(\x0c\x12\x1b\n\x13loss_fn_input_spans\x18\x04 \x03(\x0c\"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value\"\xd2\x02\n\x05\x44\x61tum\x12/\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x1a.marlaas.tinker.wire.Chunk\x12\x44\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32,.marlaas.tinker.wire.Datum.LossFnInputsEntry\x12>\n\x11model_input_spans\x18\x03 \x03(\x0b\x32#.marlaas.tinker.wire.ProvenanceSpan\x12@\n\x13loss_fn_input_spans\x18\x04 \x03(\x0b\x32#.marlaas.tinker.wire.ProvenanceSpan\x1aP\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.marlaas.tinker.wire.Tensor:\x02\x38\x01\"\xab\x01\n\x05\x43hunk\x12\x36\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32\x1e.marlaas.tinker.wire.TextChunkH\x00\x12\x30\n\x05image\x18\x02 \x01(\x0b\x32\x1f.marlaas.tinker.wire.OtherChunkH\x00\x12/\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x1f.marlaas.tinker.wire.OtherChunkH\x00\x42\x07\n\x05\x63hunk\"\x1b\n\tTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\"\x0c\n\nOtherChunk\"\x10\n\x0eProvenanceSpan\"\x95\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12\x34\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x1e.marlaas.tinker.wire.SparseCsrH\x00\x12)\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1a.marlaas.tinker.wire.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding\"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c\"\xe9\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x39\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32 .marlaas.tinker.wire.ArrayRecord\x12H\n\x07metrics\x18\x03 \x03(\x0b\x32\x37.marlaas.tinker.wire.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc4\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12<\n\x06\x66ields\x18\x02 \x03(\x0b\x32,.marlaas.tinker.wire.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aQ\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x31\n\x05value\x18\x02 \x01(\x0b\x32\".marlaas.tinker.wire.BatchedTensor:\x02\x38\x01\"q\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12)\n\x05\x64type\x18\x03 \x01(\x0e\x32\x1a.marlaas.tinker.wire.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03\"\x9c\x01\n\x0eSampleResponse\x12\x37\n\tsequences\x18\x01 \x03(\x0b\x32$.marlaas.tinker.wire.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x42\x12\n\x10_prompt_logprobs\"{\n\x0fSampledSequence\x12\x34\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1f.marlaas.tinker.wire.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0b\n\t_logprobs*g\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,46 +41,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_ARRAYRECORD_FIELDSENTRY']._loaded_options = None
   _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_DTYPE']._serialized_start=2200
-  _globals['_DTYPE']._serialized_end=2303
-  _globals['_STOPREASON']._serialized_start=2305
-  _globals['_STOPREASON']._serialized_end=2363
+  _globals['_DTYPE']._serialized_start=2454
+  _globals['_DTYPE']._serialized_end=2557
+  _globals['_STOPREASON']._serialized_start=2559
+  _globals['_STOPREASON']._serialized_end=2617
   _globals['_FORWARDBACKWARDREQUEST']._serialized_start=38
   _globals['_FORWARDBACKWARDREQUEST']._serialized_end=502
   _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_start=358
   _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY']._serialized_end=409
   _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_start=411
   _globals['_FORWARDBACKWARDREQUEST_LOSSFNCONFIGV2ENTRY']._serialized_end=502
-  _globals['_LOSSCONFIGVALUE']._serialized_start=504
-  _globals['_LOSSCONFIGVALUE']._serialized_end=564
-  _globals['_DATUM']._serialized_start=567
-  _globals['_DATUM']._serialized_end=905
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=825
-  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=905
-  _globals['_CHUNK']._serialized_start=908
-  _globals['_CHUNK']._serialized_end=1079
-  _globals['_TEXTCHUNK']._serialized_start=1081
-  _globals['_TEXTCHUNK']._serialized_end=1108
-  _globals['_OTHERCHUNK']._serialized_start=1110
-  _globals['_OTHERCHUNK']._serialized_end=1122
-  _globals['_PROVENANCESPAN']._serialized_start=1124
-  _globals['_PROVENANCESPAN']._serialized_end=1140
-  _globals['_TENSOR']._serialized_start=1143
-  _globals['_TENSOR']._serialized_end=1292
-  _globals['_SPARSECSR']._serialized_start=1294
-  _globals['_SPARSECSR']._serialized_end=1364
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1367
-  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1600
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1554
-  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1600
-  _globals['_ARRAYRECORD']._serialized_start=1603
-  _globals['_ARRAYRECORD']._serialized_end=1799
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1718
-  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=1799
-  _globals['_BATCHEDTENSOR']._serialized_start=1801
-  _globals['_BATCHEDTENSOR']._serialized_end=1914
-  _globals['_SAMPLERESPONSE']._serialized_start=1917
-  _globals['_SAMPLERESPONSE']._serialized_end=2073
-  _globals['_SAMPLEDSEQUENCE']._serialized_start=2075
-  _globals['_SAMPLEDSEQUENCE']._serialized_end=2198
+  _globals['_PASSOUTLINE']._serialized_start=505
+  _globals['_PASSOUTLINE']._serialized_end=639
+  _globals['_DATUMOUTLINE']._serialized_start=641
+  _globals['_DATUMOUTLINE']._serialized_end=756
+  _globals['_LOSSCONFIGVALUE']._serialized_start=758
+  _globals['_LOSSCONFIGVALUE']._serialized_end=818
+  _globals['_DATUM']._serialized_start=821
+  _globals['_DATUM']._serialized_end=1159
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_start=1079
+  _globals['_DATUM_LOSSFNINPUTSENTRY']._serialized_end=1159
+  _globals['_CHUNK']._serialized_start=1162
+  _globals['_CHUNK']._serialized_end=1333
+  _globals['_TEXTCHUNK']._serialized_start=1335
+  _globals['_TEXTCHUNK']._serialized_end=1362
+  _globals['_OTHERCHUNK']._serialized_start=1364
+  _globals['_OTHERCHUNK']._serialized_end=1376
+  _globals['_PROVENANCESPAN']._serialized_start=1378
+  _globals['_PROVENANCESPAN']._serialized_end=1394
+  _globals['_TENSOR']._serialized_start=1397
+  _globals['_TENSOR']._serialized_end=1546
+  _globals['_SPARSECSR']._serialized_start=1548
+  _globals['_SPARSECSR']._serialized_end=1618
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_start=1621
+  _globals['_FORWARDBACKWARDOUTPUT']._serialized_end=1854
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_start=1808
+  _globals['_FORWARDBACKWARDOUTPUT_METRICSENTRY']._serialized_end=1854
+  _globals['_ARRAYRECORD']._serialized_start=1857
+  _globals['_ARRAYRECORD']._serialized_end=2053
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_start=1972
+  _globals['_ARRAYRECORD_FIELDSENTRY']._serialized_end=2053
+  _globals['_BATCHEDTENSOR']._serialized_start=2055
+  _globals['_BATCHEDTENSOR']._serialized_end=2168
+  _globals['_SAMPLERESPONSE']._serialized_start=2171
+  _globals['_SAMPLERESPONSE']._serialized_end=2327
+  _globals['_SAMPLEDSEQUENCE']._serialized_start=2329
+  _globals['_SAMPLEDSEQUENCE']._serialized_end=2452
 # @@protoc_insertion_point(module_scope)

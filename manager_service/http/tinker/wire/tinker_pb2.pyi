@@ -59,6 +59,34 @@ class ForwardBackwardRequest(_message.Message):
     loss_fn_config_v2: _containers.MessageMap[str, LossConfigValue]
     def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: _Optional[bool] = ..., loss_fn_config_v2: _Optional[_Mapping[str, LossConfigValue]] = ...) -> None: ...
 
+class PassOutline(_message.Message):
+    __slots__ = ("model_id", "seq_id", "data", "loss_fn_config", "forward_only", "loss_fn_config_v2")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FN_CONFIG_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FN_CONFIG_V2_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    seq_id: int
+    data: _containers.RepeatedScalarFieldContainer[bytes]
+    loss_fn_config: _containers.RepeatedScalarFieldContainer[bytes]
+    forward_only: bool
+    loss_fn_config_v2: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[bytes]] = ..., loss_fn_config: _Optional[_Iterable[bytes]] = ..., forward_only: _Optional[bool] = ..., loss_fn_config_v2: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class DatumOutline(_message.Message):
+    __slots__ = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans")
+    MODEL_INPUT_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FN_INPUTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FN_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
+    model_input: _containers.RepeatedScalarFieldContainer[bytes]
+    loss_fn_inputs: _containers.RepeatedScalarFieldContainer[bytes]
+    model_input_spans: _containers.RepeatedScalarFieldContainer[bytes]
+    loss_fn_input_spans: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, model_input: _Optional[_Iterable[bytes]] = ..., loss_fn_inputs: _Optional[_Iterable[bytes]] = ..., model_input_spans: _Optional[_Iterable[bytes]] = ..., loss_fn_input_spans: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class LossConfigValue(_message.Message):
     __slots__ = ("number", "text")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
