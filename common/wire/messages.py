@@ -293,6 +293,7 @@ class ScoredTrajectory(Message, Transcribed, frozen=True, kw_only=True):
     stop_reason: StopReason
     num_turns: int = 0
     output_text: str = ""  # the last model turn without special tokens
+    verdicts: list[dict[str, str]] = []  # of graders' models: `grader`, `prompt`, `reply`
     usage: Usage = Usage()
     failure: Failure | None = None
 

@@ -24,6 +24,8 @@ from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints
 
 MAX_TOKENS = 64
+MAX_SHOWN = 4000
+"""Characters of a question, and of its answer, that are kept to be read."""
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
@@ -36,6 +38,11 @@ class ModelQuestion:
     temperature: float
     top_p: float
     seed: int | None
+
+    def answered(self, grader: str, answer: str) -> dict[str, str]:
+        """Returns one of a trajectory's `verdicts`."""
+        prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+        return {"grader": grader, "prompt": prompt[:MAX_SHOWN], "reply": answer[:MAX_SHOWN]}
 
 
 class ModelAsked(Exception):

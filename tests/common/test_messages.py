@@ -109,6 +109,7 @@ EXAMPLES: list[AnyMessage] = [
         adapter=ADAPTER,
         trajectory=TRAJECTORY,
         stop_reason="failed",
+        verdicts=[{"grader": "g", "prompt": "p", "reply": "r"}],
         failure=Failure("grader", "it raised"),
     ),
     Parked(**PLAIN, request=REQUEST),
@@ -162,7 +163,7 @@ EXAMPLES: list[AnyMessage] = [
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "571d8118a78afbbd3a6c6ceac5d03db5605fe464f0e1548fd57a4df55e879fdf"
+SNAPSHOT = "60ce09ff556fdbd466bbdd5a52019d73216f6d2c0b54e3150f75fd9811551193"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 
