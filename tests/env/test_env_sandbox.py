@@ -114,6 +114,8 @@ def test_no_descriptor_of_the_worker_is_inherited() -> None:
     try:
         outcome = run(f"import os\nos.write({write}, b'x')")
         assert outcome.ending == "raised"
+        seen = run("import os\nfor fd in range(32):\n try: os.fstat(fd)\n except OSError: continue\n print(fd)")
+        assert seen.output.split() == ["0", "1", "2", "3"], "its streams, and where its result goes"
     finally:
         os.close(read)
         os.close(write)
