@@ -1,11 +1,11 @@
 """Compares the rollout speed of the torch engine with transformers' `model.generate`, at equal batch size, on one thread.
 
-    python -m benchmarks.rollout [--rows 64] [--tokens 48] [--rounds 7] [--json FILE]
+    python -m benchmarks.rollout [--base FOLDER] [--vllm] [--rows 64] [--tokens 48] [--rounds 7] [--json FILE]
 
-Every round measures, one after the other: `model.generate` with one PEFT adapter; the engine with one adapter; the engine
-with 8 and with 32 adapters mixed in the batch. All sample at temperature 1, the same prompts, exactly `--tokens` tokens a row. The
-ratios are of the same round, and the medians over the rounds are printed. The engine does more than `model.generate`:
-it records log-probs, and a row's tokens and bits do not depend on its neighbours.
+Every round measures, one after the other: `model.generate` with one PEFT adapter; the engine with one adapter, with 8 and with 32
+mixed in the batch; with --vllm also vLLM's CPU build with one and with 8. All sample at temperature 1, the same prompts, exactly
+`--tokens` tokens a row. The ratios are of the same round, and the medians over the rounds are printed. The engine does more than
+`model.generate`: it records log-probs, and a row's tokens and bits do not depend on its neighbours.
 """
 
 import asyncio
@@ -23,13 +23,15 @@ import torch
 from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
 from base_model.device import prepare_cpu
-from benchmarks._report import Goal, Report, in_turns_async, make_table, ratio, run
+from benchmarks._report import Goal, Report, in_turns_async, make_table, parsed, parser, ratio, show
 from common.settings import TINY
 from common.wire.messages import AdapterRef, LoraSpec, Sampling, TrajectoryRef, TurnRequest
 from common.wire.transcript import shown
+from rollout_service.__main__ import load_vllm
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.engine import Engine
+from rollout_service.settings import RolloutSettings
 
 NUM_ADAPTERS = (1, 8, 32)
 GROUP_SIZE = 8
@@ -42,6 +44,9 @@ class NoEnd:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return ""
+
+    def to_json(self) -> str:
+        raise NotImplementedError("no grammar is asked for here")
 
 
 def adapter_files(decoder: Decoder, seed: int) -> dict[str, bytes]:
@@ -59,11 +64,11 @@ def prompts(rows: int) -> np.ndarray:
     return tokens.repeat(GROUP_SIZE, axis=0)[:rows]
 
 
-def peft_generate(folder: Path, rows: int, num_tokens: int) -> Callable[[], int]:
+def peft_generate(base: Path, folder: Path, rows: int, num_tokens: int) -> Callable[[], int]:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(TINY), str(folder)).eval()
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder)).eval()
     model.generation_config.eos_token_id = None
     given = torch.from_numpy(prompts(rows))
     options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
@@ -89,7 +94,7 @@ def request(
         trajectory=TrajectoryRef("train", 1, sample // GROUP_SIZE, sample % GROUP_SIZE),
         turn=0,
         transcript=shown(tokens),
-        sampling=Sampling(max_tokens=num_tokens, temperature=temperature),
+        sampling=Sampling(max_tokens=num_tokens, temperature=temperature, stop_ids=()),
     )
 
 
@@ -110,50 +115,58 @@ async def generate_speed(generate: Callable[[], int]) -> float:
     return generate() / (time.perf_counter() - started)
 
 
-async def measure(rows: int, num_tokens: int, rounds: int) -> dict[str, float]:
-    decoder = Decoder.load(TINY)
+async def measure(base: Path, rows: int, num_tokens: int, rounds: int, *, with_vllm: bool) -> dict[str, float]:
+    decoder = Decoder.load(base)
     files = [adapter_files(decoder, i) for i in range(max(NUM_ADAPTERS))]
     refs = [AdapterRef("bench", f"job{i}", 1) for i in range(max(NUM_ADAPTERS))]
-    engine = TorchEngine(FusedDecoder(decoder, exact=False), NoEnd())
-    await engine.start()
-    for ref, content in zip(refs, files, strict=True):
-        await engine.load_files(ref, content)
+    engines: dict[str, Engine] = {"engine": TorchEngine(FusedDecoder(decoder, exact=False), NoEnd())}
+    if with_vllm:
+        settings = RolloutSettings(engine="vllm", base_models=f"base={base}", max_context=256)
+        engines["vllm"] = load_vllm(settings, base)
+    for engine in engines.values():
+        await engine.start()
+        for ref, content in zip(refs, files, strict=True):
+            await engine.load_files(ref, content)
     with tempfile.TemporaryDirectory() as folder:
         for name, data in files[0].items():
             (Path(folder) / name).write_bytes(data)
-        generate = peft_generate(Path(folder), rows, num_tokens)
+        generate = peft_generate(base, Path(folder), rows, num_tokens)
     asked = {num: side_by_side(refs[:num], rows, num_tokens) for num in NUM_ADAPTERS}
-    mixed = {num: partial(engine_speed, engine, turns) for num, turns in asked.items()}
-    speeds = await in_turns_async({**mixed, 0: partial(generate_speed, generate)}, rounds)
-    await engine.stop()
+    cases = [("engine", num) for num in NUM_ADAPTERS] + [("vllm", num) for num in NUM_ADAPTERS[:2] if with_vllm]
+    mixed = {f"{name}_{num}": partial(engine_speed, engines[name], asked[num]) for name, num in cases}
+    speeds = await in_turns_async({**mixed, "generate": partial(generate_speed, generate)}, rounds)
+    for engine in engines.values():
+        await engine.stop()
     return summary(speeds)
 
 
-def summary(speeds: Mapping[int, Sequence[float]]) -> dict[str, float]:
-    """Medians; each ratio is taken within its round. By number of adapters; 0: of `generate`."""
-    found = {"generate_tokens_per_s": statistics.median(speeds[0])}
-    for num in NUM_ADAPTERS:
-        found[f"engine_{num}_tokens_per_s"] = statistics.median(speeds[num])
-        found[f"engine_{num}_over_generate"] = ratio(speeds[num], speeds[0])
-        found[f"engine_{num}_over_engine_1"] = ratio(speeds[num], speeds[1])
+def summary(speeds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Medians; each ratio is taken within its round."""
+    found: dict[str, float] = {}
+    for name, each in speeds.items():
+        found[f"{name}_tokens_per_s"] = statistics.median(each)
+        found[f"{name}_over_generate"] = ratio(each, speeds["generate"])
+        found[f"{name}_over_engine_1"] = ratio(each, speeds["engine_1"])
     return found
 
 
 def report(given: Any) -> Report:
     prepare_cpu(1)
-    found = asyncio.run(measure(given.rows, given.tokens, given.rounds))
-    lines = [("model.generate, one adapter", found["generate_tokens_per_s"], 1.0)]
-    for num in NUM_ADAPTERS:
-        name = "engine, one adapter" if num == 1 else f"engine, {num} adapters mixed"
-        lines.append((name, found[f"engine_{num}_tokens_per_s"], found[f"engine_{num}_over_generate"]))
+    found = asyncio.run(measure(given.base, given.rows, given.tokens, given.rounds, with_vllm=given.vllm))
+    names = [name.removesuffix("_tokens_per_s") for name in found if name.endswith("_tokens_per_s")]
+    lines = [(name, found[f"{name}_tokens_per_s"], found[f"{name}_over_generate"]) for name in names]
     goals = [
         Goal("8 adapters against model.generate with one", found["engine_8_over_generate"], 1.0, " x"),
         Goal("8 adapters against the engine with one", found["engine_8_over_engine_1"], 0.85, " x"),
         Goal("32 adapters against the engine with one", found["engine_32_over_engine_1"], 0.9, " x"),
     ]
     title = f"Rollout, {given.rows} rows of {given.tokens} tokens"
-    return Report([make_table(title, ("", "tokens/s", "x generate"), lines)], found, goals)
+    return Report([make_table(title, ("with so many adapters", "tokens/s", "x generate"), lines)], found, goals)
 
 
 if __name__ == "__main__":
-    run(__doc__, report, {"rows": 32, "tokens": 8, "rounds": 1}, rows=64, tokens=48, rounds=7)
+    options = parser(__doc__, rows=64, tokens=48, rounds=7)
+    options.add_argument("--base", type=Path, default=TINY, metavar="FOLDER", help="default: `tiny`")
+    options.add_argument("--vllm", action="store_true", help="vLLM too, which `make vllm` installs")
+    given = parsed(options, {"rows": 32, "tokens": 8, "rounds": 1})
+    show(report(given), given.json)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput
+from common.text.chat_template import KWARGS
 from common.text.tokens import ChatTokenizer
-from common.wire.messages import TurnResult
+from common.wire.messages import EnvSpec, TurnResult
 from env_service import work
 from env_service.environment import Step, Turn
 from env_service.failures import EnvironmentFailed
@@ -23,11 +24,18 @@ T = TypeVar("T")
 class Conversation:
     """The conversations of one base model's chat template."""
 
-    def __init__(self, tokenizer: ChatTokenizer, threads: work.Threads) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, threads: work.Threads, *, is_told: bool = False) -> None:
+        """`is_told`: a job says values of the template's variables, which an environment that renders itself would not see."""
         self._tokenizer = tokenizer
         self._threads = threads
+        self._is_told = is_told
         self._read: tuple[TurnResult | None, str] = None, ""
         """The last turn that was read, with its text: the environment sees it, then the job's owner."""
+
+    def told(self, env: EnvSpec) -> "Conversation":
+        """The conversations of a job, whose template is told what its environment says. Raises InvalidInput."""
+        kwargs = env.chat_template_kwargs
+        return Conversation(self._tokenizer.told(kwargs), self._threads, is_told=True) if kwargs else self
 
     async def opening(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, tokens: Sequence[int] = ()
@@ -62,6 +70,8 @@ class Conversation:
         return text
 
     def _opening(self, messages: Sequence[Mapping[str, Any]], tools: Tools, tokens: Sequence[int]) -> list[int]:
+        if tokens and self._is_told:
+            raise InvalidInput(f"{KWARGS}: this environment renders its prompts itself, and is not told: leave it out")
         if tokens:
             return self._checked(tokens)
         try:

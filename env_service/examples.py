@@ -24,7 +24,7 @@ TOKENS = "tokens"
 def example_of(start: Start, tokenizer: ChatTokenizer) -> Example:
     """Raises InvalidInput for what is no example, or too long for the base model."""
     try:
-        example = read_example(start.item or {}, tokenizer)
+        example = read_example(start.item or {}, tokenizer.told(start.env.chat_template_kwargs))
     except ValueError as error:
         raise InvalidInput(str(error)) from error
     if len(example.tokens) >= tokenizer.context:

@@ -239,22 +239,22 @@ class EnvHandler:
 
     async def _prepare(self, start: Start, doing: work.Work) -> tuple[list[int], bytes]:
         """Returns a group's prompt and context. Raises the environment's errors, and Permanent ones."""
-        environment = self._environments.get(start.env)
+        environment, tokenizer = self._environments.get(start.env), self._tokenizer.told(start.env.chat_template_kwargs)
         item = start.item if start.item is not None else made_item(environment, start)
         rendered: Sequence[int] = ()
         if isinstance(environment, LiveEnvironment):
             environment = await self._live.begin(environment, item, start, doing)
             state, messages, rendered = None, environment.messages, environment.tokens
-            if environment.tools and not self._tokenizer.shows_tools():
+            if environment.tools and not tokenizer.shows_tools():
                 raise InvalidInput(
                     "the environment has tools, and the base's chat template does not tell the model of them"
                 )
         else:
             state, messages = environment.reset(item, seed_of(start, "environment"))
-        if is_multi_turn(start.env) and (fault := reply_fault(self._tokenizer, roles_of(environment))):
+        if is_multi_turn(start.env) and (fault := reply_fault(tokenizer, roles_of(environment))):
             raise InvalidInput(fault)
-        tokens = await self._conversation.opening(messages, _tools(environment), rendered)
-        most = start.sampling.context(self._tokenizer.context)
+        tokens = await self._conversation.told(start.env).opening(messages, _tools(environment), rendered)
+        most = start.sampling.context(tokenizer.context)
         if len(tokens) + 1 > most:
             whose = "job's max_context" if start.sampling.max_context else "model's context"
             raise InvalidInput(f"the prompt has {len(tokens)} tokens; the {whose} of {most} leaves no room")
@@ -326,7 +326,7 @@ class EnvHandler:
         if step.done or turn.last:
             stop: StopReason = result.stop_reason if step.done or result.stop_reason != "stop" else "max_turns"
             return context, ending_of(stop, context, step), []
-        reply = await self._conversation.reply(result, step)
+        reply = await self._conversation.told(context.env).reply(result, step)
         if len(result.so_far) + len(reply) + 1 > result.request.sampling.context(self._tokenizer.context):
             step = await _stepped(environment, decode_state(context.state), replace(turn, last=True))
             return context, ending_of("context", context, step), []

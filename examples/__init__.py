@@ -13,6 +13,7 @@ Its files:
     largest_env/            that server
     verifiers_addition.py   learns from a package for `verifiers`
     packages/               that package
+    pretrained.py           two tenants teach a pretrained model a skill each, with a curve
     gsm8k.py                learns grade-school maths, on a real base model
     tinker_loop.py          a training loop of one's own, through the `tinker` SDK
     tinker_demo.py          runs it, or a recipe of tinker-cookbook: `make tinker`

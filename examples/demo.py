@@ -170,14 +170,14 @@ async def upload(api: AsyncOpenAI, name: str, rows: Sequence[Record]) -> str:
 # ---- while it trains ------------------------------------------------------------------------------------------------
 
 
-async def watch(operator: Operator, jobs: list[DemoJob]) -> None:
+async def watch(operator: Operator, jobs: list[DemoJob], limit_s: float = LIMIT_S) -> None:
     """Shows the jobs until all have ended. Raises DemoFailed if that takes too long."""
     try:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(limit_s):
             await (show_live if console.is_terminal else show_lines)(operator, jobs)
     except TimeoutError:
         late = [job.skill for job in jobs if not job.progress.has_ended]
-        raise DemoFailed(f"after {LIMIT_S:.0f} s these jobs have not ended: {', '.join(late)}") from None
+        raise DemoFailed(f"after {limit_s:.0f} s these jobs have not ended: {', '.join(late)}") from None
 
 
 async def show_live(operator: Operator, jobs: list[DemoJob]) -> None:

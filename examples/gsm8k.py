@@ -1,7 +1,7 @@
 """Grade-school maths on a real base model: prepares GSM8K, submits a job, and prints its rewards until it has ended.
 
-    python -m examples.gsm8k --base Qwen/Qwen3-0.6B --gpu 24GB      starts MARLaaS with what `marlaas plan` chooses, then does all that
-    python -m examples.gsm8k --base BASE --engine vllm --gpu h100 --gpus 8      the same on vLLM and eight GPUs
+    python -m examples.gsm8k --base Qwen/Qwen3-0.6B --no-thinking --gpu 24GB --engine vllm      starts MARLaaS with what `marlaas plan`
+                                                                    chooses for answers of --tokens, then does all that; or --gpus 8
     python -m examples.gsm8k --file train.jsonl                     on a running cluster (`marlaas up`), with a local file
     python -m examples.gsm8k --file train.jsonl --prepare items.jsonl     writes the items for `marlaas submit`, and does no more
 
@@ -23,6 +23,7 @@ from openai import AsyncOpenAI
 from common.errors import InvalidInput, MarlaasError
 from manager_service.http.openai.jobs.hyperparameters import parse_hyperparameters
 from manager_service.launcher.commands.plan_command import EngineName, plan_for, settings_of, start_command
+from manager_service.launcher.plan import PlannedRow
 from manager_service.launcher.supervisor import LocalCluster
 from marlaas_client.cli.output import say
 from marlaas_client.cli.talk import Translated
@@ -32,6 +33,8 @@ from marlaas_client.errors import ClientError
 HUB, HUB_FILE = "openai/gsm8k", "main/train-00000-of-00001.parquet"
 INSTRUCTION = r"Think step by step, then write the final answer in \boxed{}."
 GRADER = {"type": "math", "name": "right", "input": "{{sample.output_text}}", "reference": "{{item.answer}}"}
+PROMPT_TOKENS = 512
+"""Room for the longest question."""
 NAME = "q"
 """The name of the base model in the cluster that this starts."""
 DATA = Path(".marlaas")
@@ -121,25 +124,29 @@ class Start(NamedTuple):
     settings: dict[str, str]
     workers: int  # for rollouts
     context: int  # the most tokens of a conversation
+    planned: PlannedRow | None = None
 
 
-def start_for(base: str, gpu: str | None, *, gpus: int = 1, engine: EngineName = "torch") -> Start:
-    """On GPUs what `marlaas plan` chooses; on a CPU `marlaas up` chooses by the memory at hand.
+def start_for(base: str, gpu: str | None, *, gpus: int = 1, engine: EngineName = "torch", tokens: int = 512) -> Start:
+    """On GPUs what `marlaas plan` chooses for answers of so many tokens; on a CPU `marlaas up` chooses by the memory at hand.
 
     Raises InvalidInput if nothing fits on the GPUs, and for what `marlaas plan` refuses.
     """
     settings = {"MARLAAS_BASE_MODELS": f"{NAME}={base}"}
     found = plan_for(base, gpu=gpu, gpus=gpus, engine=engine)
+    needed = min(found.shape.context, tokens + PROMPT_TOKENS)
+    chosen = plan_for(base, gpu=gpu, gpus=gpus, engine=engine, context=needed).chosen
     if gpu is None:
         settings |= {"MARLAAS_ENGINE": engine} if engine != "torch" else {}
         return Start(settings, 1, found.shape.context)
-    if found.chosen is None:
+    if chosen is None:
         raise InvalidInput(f"{base} does not fit on {gpu}: `marlaas plan {base} --gpu {gpu}` says why")
-    return Start(settings | settings_of(found, found.chosen), found.chosen.split.workers, found.chosen.context)
+    return Start(settings | settings_of(found, chosen), chosen.split.workers, needed, chosen)
 
 
 async def run(given: argparse.Namespace, items: Sequence[Row]) -> None:
     hyper = {"max_steps": given.steps, "batch_size": given.batch, "group_size": given.group, "max_tokens": given.tokens}
+    hyper |= {"chat_template_kwargs": {"enable_thinking": False}} if given.no_thinking else {}
     parse_hyperparameters(hyper)  # as the API will, before anything is started
     if given.base is None:
         await _train_on_running(given, items, hyper)
@@ -158,9 +165,11 @@ async def _train_on_running(given: argparse.Namespace, items: Sequence[Row], hyp
 
 
 async def _train_on_new(given: argparse.Namespace, items: Sequence[Row], hyper: Row) -> None:
-    start = start_for(given.base, given.gpu, gpus=given.gpus, engine=given.engine)
+    start = start_for(given.base, given.gpu, gpus=given.gpus, engine=given.engine, tokens=given.tokens)
     if given.tokens >= start.context:
         raise InvalidInput(f"--tokens {given.tokens} leaves no room for a prompt in a context of {start.context}")
+    if start.planned:
+        say(f"planned: {start.planned.hours(given.steps * given.batch * given.group * given.tokens):.1f} hours")
     async with (
         LocalCluster(
             data_dir=given.data,
@@ -199,6 +208,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--prepare", type=Path, metavar="OUT", help="write the items there, and do no more")
     parser.add_argument("--data", type=Path, default=DATA, help="of `marlaas up`; default .marlaas")
     parser.add_argument("--model", default=NAME, help=f"the base model's name in a running cluster; default {NAME}")
+    parser.add_argument("--no-thinking", action="store_true", help="tell the template of a thinking model so")
     for name, default in (("steps", 100), ("batch", 16), ("group", 8), ("tokens", 512)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     given = parser.parse_args()

@@ -6,7 +6,6 @@ Both jobs and the questions in between go through the `openai` client, to a serv
 """
 
 import asyncio
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import Any, NamedTuple
 
 from openai import AsyncOpenAI
 
-from common.errors import MarlaasError
 from common.tasks.skills import is_held_out
+from examples.demo import GRADER, upload
+from examples.three_turns import JobFailed, client_of
 from manager_service.launcher.supervisor import LocalCluster
 from marlaas_client.cli.output import say
 
@@ -23,21 +23,10 @@ DATA_DIR = Path(".marlaas/new_skill")
 NUM_EXAMPLES, NUM_ITEMS, NUM_HELD_OUT = 4096, 1024, 512
 SUPERVISED: dict[str, Any] = {"batch_size": 32, "n_epochs": 2, "learning_rate_multiplier": 3}
 REINFORCEMENT: dict[str, Any] = {"batch_size": 32, "group_size": 8, "max_steps": 80, "target_reward": 0.96}
-GRADER: dict[str, Any] = {
-    "type": "string_check",
-    "name": "right",
-    "operation": "eq",
-    "input": "{{sample.output_text}}",
-    "reference": "{{item.answer}}",
-}
 AT_ONCE = 32
 PERIOD_S = 0.5
 
 Item = dict[str, Any]
-
-
-class JobFailed(MarlaasError):
-    """A job did not succeed; the message says why."""
 
 
 class Shares(NamedTuple):
@@ -86,7 +75,7 @@ async def train(
     client: AsyncOpenAI, model: str, method: Item, rows: Sequence[Item], checked: Sequence[Item], seed: int
 ) -> str:
     """The name of the model that a job makes of `model`."""
-    files = [await upload(client, rows), await upload(client, checked)]
+    files = [await upload(client, "rows.jsonl", rows), await upload(client, "checked.jsonl", checked)]
     job = await client.fine_tuning.jobs.create(
         model=model, training_file=files[0], validation_file=files[1], method=method, seed=seed  # pyright: ignore
     )  # fmt: skip
@@ -99,11 +88,6 @@ async def train(
     events = [event.message async for event in client.fine_tuning.jobs.list_events(job.id, limit=100)]
     say("; ".join(reversed([message for message in events if message.startswith("Evaluation")])))
     return job.fine_tuned_model
-
-
-async def upload(client: AsyncOpenAI, rows: Sequence[Item]) -> str:
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    return (await client.files.create(file=("rows.jsonl", content), purpose="fine-tune")).id
 
 
 async def share_right(client: AsyncOpenAI, model: str, items: Sequence[Item]) -> float:
@@ -122,10 +106,6 @@ async def share_right(client: AsyncOpenAI, model: str, items: Sequence[Item]) ->
 async def main() -> None:
     async with LocalCluster(data_dir=DATA_DIR, port=0, notify=say) as cluster, client_of(cluster) as client:
         await learn(client)
-
-
-def client_of(cluster: LocalCluster) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{cluster.base_url}/v1", api_key=cluster.api_key)
 
 
 if __name__ == "__main__":

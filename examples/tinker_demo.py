@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import MarlaasError
+from examples.demo import say
 from manager_service.launcher.supervisor import LocalCluster
-from marlaas_client.cli.output import console
 
 DATA_DIR = Path(".marlaas/tinker")
 PYTHON = Path(".tinker/bin/python")
@@ -25,9 +25,7 @@ LOOP = Path(__file__).with_name("tinker_loop.py")
 MODEL = Path(__file__).resolve().parents[1] / "models" / "tiny"
 RECIPE = "tinker_cookbook.recipes.math_rl.train"
 OPTIONS = {
-    "model_name": str(
-        MODEL
-    ),  # the SDK reads the tokenizer there; the service serves any path that ends in its base's name
+    "model_name": str(MODEL),  # the SDK reads the tokenizer there
     "renderer_name": "role_colon",
     "env": "arithmetic",
     "loss_fn": "importance_sampling",
@@ -108,10 +106,6 @@ def read_shares(metrics: Path) -> list[float]:
     text = metrics.read_text() if metrics.exists() else ""
     rows = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
     return [row["env/all/correct"] for row in rows if "env/all/correct" in row]
-
-
-def say(line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True)
 
 
 def main() -> None:

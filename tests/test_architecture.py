@@ -151,7 +151,7 @@ BUDGET = {
     "simulator": 1_550,
     "harness": 1_750,
     "chaos": 2_200,
-    "examples": 1_700,
+    "examples": 1_850,
     "deploy": 600,
     "tests": 42_500,
     "benchmarks": 5_300,

@@ -6,12 +6,13 @@ is changed: bus, engine and trainer take the path of any other job.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
 from benchmarks._lengths import answer_tokens
 from common.bus.bus import Out
-from common.wire.messages import Failure, Message, TurnRequest
+from common.wire.messages import Message, TurnRequest
 from common.worker.service import BuiltService, Parts, run
 from env_service.__main__ import build
 from env_service.handler import EnvHandler
@@ -35,23 +36,15 @@ class Bounded:
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         return [(stream, bounded(out)) for stream, out in await self.inner(message, beat)]
 
-    def park(self, message: Message) -> list[Out]:
-        return self.inner.park(message)
-
-    def drop(self, message: Message) -> list[Out]:
-        return self.inner.drop(message)
-
-    def hand_back(self, message: Message) -> list[Out] | None:
-        return self.inner.hand_back(message)
-
-    def failed(self, message: Message, failure: Failure) -> list[Out]:
-        return self.inner.failed(message, failure)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 async def build_bounded(settings: EnvSettings, parts: Parts) -> BuiltService:
     service = await build(settings, parts)
     assert isinstance(service.handler, EnvHandler)
-    return replace(service, handler=Bounded(service.handler))
+    handler: Any = Bounded(service.handler)
+    return replace(service, handler=handler)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.peers.settings import ADAPTER, ADAPTER_CONFIG, MODEL, Row, Settings, reward
+from benchmarks.peers.settings import ADAPTER, ADAPTER_CONFIG, Row, Settings, reward
 
 Score = tuple[float, float]
 """Mean rewards on held-out items: greedy, and at the training temperature."""
@@ -21,7 +21,7 @@ Score = tuple[float, float]
 def score(settings: Settings, rows: list[Row], adapter: Path | None = None) -> Score:
     """Score of the adapter, or of the base model if there is none. Raises ValueError if a tensor of the adapter has no place."""
     disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
     model = model.eval() if adapter is None else with_adapter(model, adapter)
     torch.manual_seed(0)
     return _mean(settings, model, rows, samples=0), _mean(settings, model, rows, samples=settings.eval_samples)
@@ -30,7 +30,7 @@ def score(settings: Settings, rows: list[Row], adapter: Path | None = None) -> S
 @torch.no_grad()
 def _mean(settings: Settings, model: Any, rows: list[Row], samples: int) -> float:
     """Greedy if `samples` is 0."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(settings.model, padding_side="left")
     texts = [tokenizer.apply_chat_template(r["messages"], add_generation_prompt=True, tokenize=False) for r in rows]
     prompts = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
     sampling = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}

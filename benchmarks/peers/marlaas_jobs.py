@@ -6,15 +6,19 @@ and downloads the adapter through the HTTP API, as any customer would.
 
 import asyncio
 import io
+import json
 import sys
+import time
 import zipfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.settings import Job, Settings, read_job, read_settings
+from benchmarks.peers.settings import Job, Settings, read_job, read_settings, write_ends
 from harness.live import GRADER, Api
 from manager_service.launcher.supervisor import LocalCluster
 
+BASE = "base"
 LIMIT_S = 3600.0
 
 
@@ -41,7 +45,7 @@ def hyperparameters(settings: Settings) -> dict[str, Any]:
 async def train(admin: Api, folder: Path, job: Job, settings: Settings) -> None:
     api, home = await admin.tenant(f"tenant-{job.name}"), folder / job.name
     body = {
-        "model": "tiny",
+        "model": BASE,
         "seed": job.seed,
         "training_file": await api.upload("items.jsonl", (home / "items.jsonl").read_bytes()),
         "method": {
@@ -50,6 +54,7 @@ async def train(admin: Api, folder: Path, job: Job, settings: Settings) -> None:
         },
     }
     created = (await api.post("/fine_tuning/jobs", body))["id"]
+    write_ends(folder, job, [end async for end in step_ends(api, created)])
     (ended,) = await api.until_done(created, seconds=LIMIT_S)
     assert ended["status"] == "succeeded", ended["error"]
     content = await api.http.get(f"/fine_tuning/jobs/{created}/checkpoints/{settings.num_steps}/content")
@@ -57,9 +62,19 @@ async def train(admin: Api, folder: Path, job: Job, settings: Settings) -> None:
     await api.close()
 
 
+async def step_ends(api: Api, job: str) -> AsyncIterator[float]:
+    """Seconds of the wall clock at which its steps are told."""
+    events = f"/fine_tuning/jobs/{job}/events?stream=true"
+    async with api.http.stream("GET", events, timeout=LIMIT_S) as answer:
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {") and "reward_mean" in (json.loads(line[6:]).get("data") or {}):
+                yield time.time()
+
+
 async def run(folder: Path, names: list[str]) -> None:
     settings = read_settings(folder)
-    async with LocalCluster(data_dir=folder / "marlaas") as cluster:
+    environment = {"MARLAAS_BASE_MODELS": f"{BASE}={settings.model}", "MARLAAS_MAX_CONTEXT": "2048"}
+    async with LocalCluster(data_dir=folder / "marlaas", environment=environment) as cluster:
         admin = Api(cluster.base_url, cluster.admin_key)
         async with asyncio.TaskGroup() as group:
             for name in names:

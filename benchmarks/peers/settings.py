@@ -7,6 +7,7 @@ also imported inside the peers' own virtual environments.
     FOLDER/NAME/drawn.jsonl          its items in the order in which training draws them, `batch_size` a step
     FOLDER/NAME/held_out.jsonl       items that nobody trains on
     FOLDER/NAME/SYSTEM/              the adapter that a system trained, in PEFT's layout
+    FOLDER/NAME/ends.json            seconds of the wall clock at which its steps ended, of TRL and MARLaaS
 """
 
 import json
@@ -28,6 +29,7 @@ class Settings:
     all of them have. The advantage is (R − mean) / std of the group; the loss GRPO's, without a KL term; the rate constant; there is
     no weight decay, no dropout and no clipping of gradients."""
 
+    model: str = str(MODEL)
     batch_size: int = 16  # groups in a step
     group_size: int = 8
     num_steps: int = 20
@@ -49,6 +51,14 @@ class Settings:
     def rows(self) -> int:
         """Trajectories in a step."""
         return self.batch_size * self.group_size
+
+
+SUM = "sum"  # the skill of a pretrained base: `What is 14 + 33? Answer with the number only.`
+
+
+def of_base(model: str) -> Settings:
+    """The settings for a pretrained base: 48 answers of at most 16 tokens a step."""
+    return Settings(model=model, batch_size=6, num_steps=10, learning_rate=3e-4, max_tokens=16, num_held_out=32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +94,10 @@ def read_settings(folder: Path) -> Settings:
 
 def read_job(folder: Path, name: str) -> Job:
     return Job(**json.loads((folder / name / "job.json").read_text()))
+
+
+def write_ends(folder: Path, job: Job, ends: list[float]) -> None:
+    (folder / job.name / "ends.json").write_text(json.dumps(ends))
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> None:

@@ -23,7 +23,6 @@ from transformers import AutoTokenizer
 from benchmarks.peers.settings import (
     ADAPTER,
     ADAPTER_CONFIG,
-    MODEL,
     Job,
     Row,
     Settings,
@@ -38,9 +37,9 @@ from benchmarks.peers.skyrl_server import serving
 
 def run(url: str, folder: Path, job: Job, settings: Settings) -> None:
     client = tinker.ServiceClient(base_url=url, api_key="tml-local").create_lora_training_client(
-        base_model=str(MODEL), rank=settings.lora_rank, seed=job.seed, train_unembed=False
+        base_model=settings.model, rank=settings.lora_rank, seed=job.seed, train_unembed=False
     )
-    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
     adam = types.AdamParams(
         learning_rate=settings.learning_rate,
         beta1=settings.adam_betas[0],
@@ -125,7 +124,7 @@ def main() -> None:
     jobs = [read_job(folder, name) for name in names]
     python, rows, rank = Path(sys.executable), settings.rows, settings.lora_rank
     with (
-        serving(python, folder, MODEL, jobs=len(jobs), rows=rows, rank=rank) as server,
+        serving(python, folder, Path(settings.model), jobs=len(jobs), rows=rows, rank=rank) as server,
         ThreadPoolExecutor(len(jobs)) as clients,
     ):
         for done in [clients.submit(run, server.url, folder, job, settings) for job in jobs]:

@@ -8,21 +8,34 @@ generation by transformers, no dataloader workers, one micro-batch a step, no ch
 # (`datasets` and `trl` are installed beside TRL alone)
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.peers.settings import MODEL, Job, Settings, read_job, read_rows, read_settings, reward
+from benchmarks.peers.settings import Job, Settings, read_job, read_rows, read_settings, reward, write_ends
 
 
-def trainer(folder: Path, job: Job, settings: Settings) -> Any:
+class Clock(TrainerCallback):
+    """Notes when steps end."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.ends.append(time.time())
+
+
+def trainer(folder: Path, job: Job, settings: Settings, clock: Clock) -> Any:
     rows = read_rows(folder / job.name / "drawn.jsonl")
     return GRPOTrainer(
-        model=str(MODEL),
+        model=settings.model,
+        callbacks=[clock],
         reward_funcs=rewards,
         args=config(folder / job.name / "trl", job, settings),
         train_dataset=Dataset.from_list([{"prompt": row["messages"], "answer": row["answer"]} for row in rows]),
@@ -76,8 +89,9 @@ def main() -> None:
     folder, name = Path(sys.argv[1]), sys.argv[2]
     settings, job = read_settings(folder), read_job(folder, name)
     torch.set_num_threads(settings.threads)
-    run = trainer(folder, job, settings)
+    run = trainer(folder, job, settings, clock := Clock())
     run.train()
+    write_ends(folder, job, clock.ends)
     run.save_model(str(folder / name / "trl"))
 
 

@@ -17,6 +17,7 @@ from common.errors import InvalidInput
 from common.outgoing import check_url
 from common.suggestions import cut, did_you_mean, quoted
 from common.tasks import formula, templates
+from common.text.chat_template import TemplateKwargs
 from common.wire.messages import MAX_REWARD, AdapterRef
 
 T = TypeVar("T", bound=BaseModel)
@@ -172,6 +173,8 @@ class ModelGrader(Declared):
     model: str = Field(min_length=1, max_length=512)
     input: tuple[GraderMessage, ...] = Field(strict=False, min_length=1, max_length=64)
     sampling_params: SamplingParams = Field(default_factory=lambda: SamplingParams.model_validate({}))
+    chat_template_kwargs: TemplateKwargs | None = None
+    """Values of its chat template's own variables; a model at `url` is sent them."""
     url: str | None = None
 
     @field_validator("url")

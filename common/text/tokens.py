@@ -2,6 +2,7 @@
 
     ChatTokenizer.load(folder)
       render(messages, tools)      -> ids of a whole conversation
+      told(kwargs)                 -> the same, whose template has these variables too: `enable_thinking`
       reply(messages)              -> ids to append after a model turn that ended with its end-of-turn token
       parse_tool_calls(text)       -> what a model turn says, and what it calls
       stream_decoder()             -> text from ids as they come, whole characters only
@@ -16,6 +17,7 @@ Limits: a template that looks for special tokens in contents does not find them 
 assistant turns: they stay, as text); text parts only; a template that measures or cuts contents sees marks.
 """
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -35,7 +37,7 @@ from common.text.chat_messages import (
     normal_tool,
     valid_text,
 )
-from common.text.chat_template import compile_template, token_variables
+from common.text.chat_template import check_kwargs, compile_template, token_variables
 from common.text.model_folder import (
     OwnSettings,
     positive,
@@ -54,6 +56,8 @@ MAX_CACHED_REPLIES, MAX_CACHED_CHARACTERS = 1024, 4000
 """Replies whose ids are cached, since tools often say the same to a group's samples; longer ones are not."""
 REPLY_ROLES = ("tool", "user", "system")
 """Roles of messages with which an environment answers; `developer` counts as `system`."""
+MAX_TOLD = 16
+"""Values of a template's variables, of which a tokenizer keeps what it was told."""
 MAX_SHRINKING = 4
 """Characters of a text that a tokenizer may join to one: normal forms of Unicode join two or three."""
 TOOL_TALK = [*dummy_turn(1), {"role": "tool", "content": "x", "tool_call_id": "call_0"}]
@@ -124,7 +128,8 @@ class ChatTokenizer:
         self._plain = without_added_tokens(tokenizer_json)
         self._specials = Specials(self._full)
         self._longest_token = max(map(len, self._plain.get_vocab()))
-        self._template = compile_template(template)
+        self._template, self._known = compile_template(template)
+        self._kwargs: Mapping[str, Any] = {}
         self._variables = token_variables(tokenizer_config)
         text_config = config.get("text_config", config)
         whole = positive(text_config, "max_position_embeddings")
@@ -136,8 +141,23 @@ class ChatTokenizer:
         self.learning_rate: float = float(own.learning_rate or usual_learning_rate(text_config))
         """The base's own RL rate, to be multiplied by a job's `learning_rate_multiplier`."""
         self.tool_format: ToolFormat = own.tool_format
+        self._told = lru_cache(MAX_TOLD)(self._tell)
+        self._with_caches()
+
+    def _with_caches(self) -> "ChatTokenizer":
         self._reply_ids = lru_cache(MAX_CACHED_REPLIES)(self._render_reply)
         self._append_fault = lru_cache(MAX_CACHED_REPLIES)(self._find_append_fault)
+        return self
+
+    def told(self, kwargs: Mapping[str, Any]) -> "ChatTokenizer":
+        """The same, whose chat template is told these values of its own variables. Raises InvalidInput, with the name, for others."""
+        return self._told(json.dumps(kwargs, sort_keys=True)) if kwargs else self
+
+    def _tell(self, kwargs_json: str) -> "ChatTokenizer":
+        same = copy.copy(self)
+        same._kwargs = json.loads(kwargs_json)
+        check_kwargs(same._kwargs, self._known)
+        return same._with_caches()
 
     # ------------------------------------------------------------------------------------------ text to ids
 
@@ -153,10 +173,11 @@ class ChatTokenizer:
         """
         plain = [normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         plain_tools = [normal_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
-        mark = unused_mark([plain, plain_tools])
+        mark = unused_mark([plain, plain_tools, self._kwargs])
         # all strings but the role, by which templates decide
         marked = [self._specials.mark(message, mark) | {"role": message["role"]} for message in plain]
-        text = self._render_text(marked, self._specials.mark(plain_tools, mark), add_generation_prompt)
+        kwargs = self._specials.mark(self._kwargs, mark)
+        text = self._render_text(marked, self._specials.mark(plain_tools, mark), add_generation_prompt, kwargs)
         return self._encode_marked(text, mark)
 
     def encode(self, text: str) -> list[int]:
@@ -283,11 +304,12 @@ class ChatTokenizer:
             )
         return tuple(ids)
 
-    def _render_text(self, messages: list[Any], tools: list[Any], add_generation_prompt: bool) -> str:
+    def _render_text(
+        self, messages: list[Any], tools: list[Any], add_generation_prompt: bool, kwargs: Mapping[str, Any] = {}
+    ) -> str:
+        ours: dict[str, Any] = {"tools": tools or None, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **self._variables
-            )
+            return self._template.render(messages=messages, **ours, **self._variables, **kwargs)
         except (jinja2.TemplateError, TypeError, ArithmeticError, LookupError) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 

@@ -39,7 +39,6 @@ MAX_REWARD = 1e6
 
 TEMPERATURE, MAX_TOKENS = 1.0, 64
 """Sampling values of a job whose hyperparameters give no others."""
-
 LEAST_TEMPERATURE = 1e-5
 """Smaller ones are greedy, as with vLLM: scores that are divided by 1e-38 are no finite numbers."""
 
@@ -115,11 +114,12 @@ class Sampling(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         return min(served, self.max_context or served)
 
 
-class EnvSpec(msgspec.Struct, frozen=True, gc=False):
+class EnvSpec(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """The environment of a job. A grader is the environment `single_turn` with args {"grader": …}."""
 
     name: str
     args: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = {}  # values of the chat template's own variables
 
 
 class LoraSpec(msgspec.Struct, frozen=True, gc=False):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from common.errors import CorruptObject
+from common.errors import CorruptObject, InvalidInput
 from common.tasks.graders import tuned_version
 from common.text.tokens import ChatTokenizer
 from common.wire.codec import decode, encode
@@ -83,8 +83,8 @@ def _rendered(question: ModelQuestion, tokenizer: ChatTokenizer) -> list[int]:
     if least > tokenizer.context:
         raise GraderFailed(f"the model's question has more tokens than the context of {tokenizer.context}")
     try:
-        tokens = tokenizer.render(question.messages)
-    except ValueError as error:
+        tokens = tokenizer.told(question.chat_template_kwargs or {}).render(question.messages)
+    except (InvalidInput, ValueError) as error:
         raise GraderFailed(f"the model's question: {error}") from error
     if len(tokens) + question.max_tokens > tokenizer.context:
         raise GraderFailed(

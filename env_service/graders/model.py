@@ -18,6 +18,7 @@ from common.errors import InvalidInput
 from common.sharing.places import Places
 from common.tasks import templates
 from common.tasks.graders import AnyModelGrader, LabelModel, ScoreModel
+from common.text.chat_template import KWARGS
 from env_service import work
 from env_service.failures import GraderFailed
 from env_service.graders.attempt import Attempt
@@ -38,6 +39,7 @@ class ModelQuestion:
     temperature: float
     top_p: float
     seed: int | None
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def answered(self, grader: str, answer: str) -> dict[str, str]:
         """Returns one of a trajectory's `verdicts`."""
@@ -70,6 +72,7 @@ def question_of(grader: AnyModelGrader, attempt: Attempt) -> ModelQuestion:
         temperature=sampling.temperature or 0.0,
         top_p=sampling.top_p or 1.0,
         seed=sampling.seed,
+        chat_template_kwargs=grader.chat_template_kwargs,
     )
 
 
@@ -167,6 +170,7 @@ def _origin(url: str) -> str:
 
 
 def _body(question: ModelQuestion) -> bytes:
+    optional = {"seed": question.seed, KWARGS: question.chat_template_kwargs}
     body: dict[str, Any] = {
         "model": question.model,
         "messages": question.messages,
@@ -174,7 +178,7 @@ def _body(question: ModelQuestion) -> bytes:
         "temperature": question.temperature,
         "top_p": question.top_p,
     }
-    return json.dumps(body if question.seed is None else body | {"seed": question.seed}).encode()
+    return json.dumps(body | {name: value for name, value in optional.items() if value is not None}).encode()
 
 
 def _answer(body: bytes) -> str:

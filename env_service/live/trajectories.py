@@ -141,6 +141,7 @@ async def replay(slot: SessionSlot, result: TurnResult, context: Context, conver
 
     Raises EnvironmentFailed if it shows anything else than the model was shown then, and the errors of the session.
     """
+    conversation = conversation.told(context.env)
     shown = await conversation.opening(slot.messages, slot.tools, slot.tokens)
     for past in earlier(result):
         _compare(shown, past)

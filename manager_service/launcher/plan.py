@@ -16,6 +16,9 @@ from common.models.base_shape import BaseShape
 from manager_service.launcher.engines import TRAINING_REACHED, Device, EngineName, trained_flops
 from manager_service.launcher.fitting import FIRST_CONTEXT, Copies, Fit, SharedMemory
 
+NAMED_RUN, NAMED_TOKENS = "100 steps of 128 answers of 512 tokens", 100 * 128 * 512
+"""The run whose hours are told: `examples.gsm8k`."""
+
 
 class DeviceSplit(NamedTuple):
     """The owners of the devices: rollout workers, each on `parallel` of them, then the trainer's ranks."""
@@ -63,6 +66,10 @@ class PlannedRow:
     def sampling_share(self) -> float:
         """The part of a device's time that sampling takes, for a job that trains each token that it samples."""
         return self.trained_per_s / (self.trained_per_s + self.tokens_per_s)
+
+    def hours(self, num_tokens: int = NAMED_TOKENS) -> float:
+        """The hours of a run of answers of so many tokens in all, by itself: each step is sampled, then trained."""
+        return num_tokens * (1 / self.tokens_per_s + 1 / self.trained_per_s) / 3600
 
     @property
     def merit(self) -> tuple[bool, float, float, float, float]:

@@ -9,10 +9,20 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.peers.__main__ import make_jobs, write_data
+from benchmarks.peers.__main__ import items, make_jobs, step_seconds, write_data
 from benchmarks.peers.judge import with_adapter
 from benchmarks.peers.marlaas_jobs import hyperparameters
-from benchmarks.peers.settings import MODEL, Settings, advantages, batches, read_rows, read_settings
+from benchmarks.peers.settings import (
+    MODEL,
+    SUM,
+    Settings,
+    advantages,
+    batches,
+    of_base,
+    read_rows,
+    read_settings,
+    write_ends,
+)
 from common.rng import permutation
 from manager_service.http.openai.jobs.hyperparameters import parse_hyperparameters, resolve
 from trainer_service import losses
@@ -36,6 +46,26 @@ def test_peers_get_the_items_in_the_order_in_which_marlaas_draws_them(tmp_path: 
     assert [len(batch) for batch in given] == [4, 4, 4]
     drawn = [rows[int(permutation(job.seed, g // 8, 8)[g % 8])] for g in range(12)]
     assert [row for batch in given for row in batch] == drawn
+
+
+def test_a_step_takes_the_time_in_which_any_job_was_at_work_without_the_first_two(tmp_path: Path) -> None:
+    jobs = make_jobs(3, [SUM])
+    assert step_seconds(tmp_path, jobs) is None
+    for job, ends in zip(jobs, ([1, 10, 14, 16], [2, 11, 13, 20], [50, 60, 63, 66]), strict=True):
+        (tmp_path / job.name).mkdir()
+        write_ends(tmp_path, job, [float(end) for end in ends])
+    assert step_seconds(tmp_path, jobs) == pytest.approx((10 + 6) / 6), "two at once from 10 to 20, one from 60 to 66"
+
+
+def test_a_pretrained_base_is_asked_for_sums_of_which_some_are_held_out(tmp_path: Path) -> None:
+    settings, (job,) = of_base("base"), make_jobs(1, [SUM])
+    write_data(tmp_path, [job], settings)
+    asked, held_out = (
+        {row["messages"][0]["content"]: int(row["answer"]) for row in items(job, 300, split)}
+        for split in ("train", "held_out")
+    )
+    assert not asked.keys() & held_out.keys() and all(answer % 5 == 0 for answer in held_out.values())
+    assert read_settings(tmp_path) == settings and (settings.rows, settings.num_steps) == (48, 10)
 
 
 def test_advantages_are_those_of_the_trainer() -> None:

@@ -67,7 +67,7 @@ def python(source: str) -> dict[str, Any]:
 class Run:
     """A handler, and the model's turns that a test writes."""
 
-    def __init__(self, collections_dir: Path | None = None) -> None:
+    def __init__(self, collections_dir: Path | None = None, tokenizer: ChatTokenizer = TOKENIZER) -> None:
         sandbox = Sandbox()
         graders = GraderRunner(
             sandbox=sandbox,
@@ -76,7 +76,7 @@ class Run:
             timeout_s=8.0,
         )
         environments = Catalogue(graders=graders, sandbox=sandbox, collections_dir=collections_dir)
-        self.handler = EnvHandler(cell=CELL, tokenizer=TOKENIZER, environments=environments, sessions=Sessions("env-0"))
+        self.handler = EnvHandler(cell=CELL, tokenizer=tokenizer, environments=environments, sessions=Sessions("env-0"))
         self.beats = 0
 
     def beat(self) -> None:

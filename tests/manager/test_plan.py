@@ -210,7 +210,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, num_bytes: float) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "options"),
-    [({}, "--gpu 24GB"), ({}, ""), (QWEN3_8B, "--gpu 80GB"), (QWEN3_32B, "--gpu h100 --gpus 8 --engine vllm")],
+    [({}, "--gpu 24GB"), (QWEN3_8B, "--gpu 80GB"), (QWEN3_32B, "--gpu h100 --gpus 8")],
 )
 def test_the_guide_has_what_the_command_prints(
     qwen: Path, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, Any], options: str
@@ -218,9 +218,27 @@ def test_the_guide_has_what_the_command_prints(
     monkeypatch.setenv("COLUMNS", "160")
     limited(monkeypatch, 24e9)
     larger(qwen, sizes)
-    rows = [line for line in run(str(qwen), *options.split())[1].splitlines() if re.match(r" *[0-9]+,[0-9]{3} ", line)]
+    rows = [
+        line
+        for line in run(str(qwen), *options.split(), "--engine", "vllm")[1].splitlines()
+        if re.match(r" *[0-9]+,[0-9]{3} ", line)
+    ]
     assert len(rows) == 7
     assert not [row for row in rows if f"    {row.rstrip()}\n" not in GUIDE]
+
+
+def test_the_guide_has_the_hours_of_its_run_where_it_says_them(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, 24e9)
+    hours: list[Any] = []
+    for options in ("--gpu 24GB --engine vllm", "--gpu 24GB", ""):
+        (row,) = json.loads(run(str(qwen), "--context", "1024", "--json", *options.split())[1])["contexts"]
+        assert row["hours"] == pytest.approx(
+            6_553_600 * (1 / row["tokens_per_s"] + 1 / row["trained_tokens_per_s"]) / 3600, rel=0.1
+        )
+        hours.append(row["hours"])
+    with_vllm, embedded, on_a_cpu = hours
+    said = f"without `--engine vllm`, {embedded:.1f} hours, and on a CPU of 24 GB {on_a_cpu:.0f}."
+    assert round(with_vllm, 1) == 1.0 and "with which an hour is\nplanned" in GUIDE and said in GUIDE
 
 
 def test_the_command_prints_how_several_gpus_are_split(qwen: Path) -> None:

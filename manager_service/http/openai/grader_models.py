@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from common.errors import InvalidInput, NotFound
 from common.tasks.environments import grader_in
 from common.tasks.graders import model_graders
+from common.text.chat_template import KWARGS
 from common.wire.messages import EnvSpec
 from manager_service.http.context import Api, Base
 from manager_service.http.stores.model_names import find_model
@@ -19,7 +22,7 @@ async def pin_environment(api: Api, tenant: TenantRecord, base: Base, env: EnvSp
     if grader is None:
         return env
     pinned = await pin_models(api, tenant, base, grader, param=param)
-    return EnvSpec(env.name, {**env.args, "grader": pinned})
+    return msgspec.structs.replace(env, args={**env.args, "grader": pinned})
 
 
 async def pin_models(
@@ -29,7 +32,7 @@ async def pin_models(
     pinned = dict(grader)
     for place, part in model_graders(grader):
         where = ".".join(filter(None, [param, place, "model"]))
-        named = {**part, "model": await _pinned(api, tenant, base, str(part["model"]), where)}
+        named = {**part, "model": await _pinned(api, tenant, base, part, where)}
         if not place:
             return named
         pinned["graders"] = {**pinned["graders"], place.removeprefix("graders."): named}
@@ -49,7 +52,8 @@ def asked_models(env: EnvSpec) -> set[str]:
     return {str(part["model"]).partition("@")[0] for _, part in model_graders(grader_in(env) or {})}
 
 
-async def _pinned(api: Api, tenant: TenantRecord, base: Base | None, model: str, param: str) -> str:
+async def _pinned(api: Api, tenant: TenantRecord, base: Base | None, grader: Mapping[str, Any], param: str) -> str:
+    model = str(grader["model"])
     if model.startswith("tinker://"):
         raise InvalidInput("a grader's model is a base model or ft:…", param=param, code="model_not_found")
     try:
@@ -57,6 +61,7 @@ async def _pinned(api: Api, tenant: TenantRecord, base: Base | None, model: str,
     except NotFound as error:
         hint = "; a model outside of this service needs a url" if ":" not in model else ""
         raise InvalidInput(f"{error}{hint}", param=param, code="model_not_found") from error
+    named.base.tokenizer.told(grader.get(KWARGS) or {})
     if base is not None and named.base is not base:
         raise InvalidInput(
             f"{model} is served by the workers of {named.base.name!r}: graders ask models of the job's base, {base.name!r}",

@@ -8,6 +8,7 @@ import msgspec
 
 from common.errors import InvalidInput
 from common.tasks.graders import check_fields
+from common.text.chat_template import KWARGS
 from common.text.examples import check_example, is_example, is_text, read_example, with_messages
 from common.text.tokens import ChatTokenizer, check_messages
 from manager_service.http.reading.json_values import parse_json
@@ -151,6 +152,8 @@ def check_item(item: Any) -> None:
     if not isinstance(item, dict):
         raise ValueError(f"must be a JSON object, not {_kind(item)}")
     row = cast(dict[str, Any], item)
+    if KWARGS in row:
+        raise ValueError(f"{KWARGS} belongs into a job's hyperparameters, for all of its rows")
     if is_example(row):
         return check_example(row)
     name = "messages" if "messages" in row else "prompt"

@@ -8,6 +8,7 @@ import msgspec
 from common.errors import InvalidInput
 from common.tasks.environments import grader_of, validate_environment
 from common.tasks.graders import Grader, check_item, check_sources, item_fields, validate_grader
+from common.text.chat_template import TemplateKwargs
 from common.text.grammars import call_grammar, json_grammar
 from common.text.tokens import ChatTokenizer
 from common.text.tool_calls import OPEN
@@ -34,6 +35,7 @@ class Render(msgspec.Struct, tag=True, frozen=True):
     base: str
     messages: list[Any]
     tools: list[Any]
+    told: TemplateKwargs = {}
 
 
 class Encode(msgspec.Struct, tag=True, frozen=True):
@@ -103,6 +105,7 @@ class CheckItems(msgspec.Struct, tag=True, frozen=True):
     fields: list[str]  # that all must have
     most: int | None  # tokens of a prompt, or an example; None: they are not measured
     param: str
+    told: TemplateKwargs = {}
 
 
 class ReadPass(msgspec.Struct, tag=True, frozen=True):
@@ -161,7 +164,7 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
         case ParseBody():
             return _body(task.text)
         case Render():
-            return _render(task, tokenizers[task.base])
+            return _render(task, tokenizers[task.base].told(task.told))
         case Encode():
             return [_encode(text, tokenizers[task.base]) for text in task.texts]
         case Constrain():
@@ -179,7 +182,7 @@ def do(task: Task, tokenizers: Mapping[str, ChatTokenizer]) -> Any:
         case ReadAdapter():
             return read_adapter(task.header, task.size, task.config)
         case CheckItems():
-            return _check_items(task, tokenizers[task.base])
+            return _check_items(task, tokenizers[task.base].told(task.told))
         case ReadPass():
             return read_pass(
                 task.body, content_type=task.content_type, encoding=task.encoding, max_bytes=task.max_bytes

@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from common.errors import InvalidInput
 from common.suggestions import quoted
+from common.text.chat_template import TemplateKwargs
 from common.text.tokens import ChatTokenizer
 from manager_service.http.context import Parts, Tenant
 from manager_service.http.errors import COMMON
@@ -48,6 +49,7 @@ class ChatGiven(SamplingGiven):
     tools: list[dict[str, Any]] | None = Field(None, max_length=128, fail_fast=True)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None  # the model decides how many it makes
+    chat_template_kwargs: TemplateKwargs | None = Field(None, description="The template's own: enable_thinking")
     store: Annotated[bool | None, Neutral] = Field(None, description="Only false: completions are not stored")
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -68,7 +70,7 @@ async def chat_completions(request: Request, api: Parts, tenant: Tenant, body: C
 
 async def _read(body: ChatGiven, reader: PromptReader) -> Wanted:
     tools = None if body.tool_choice == "none" else body.tools or None
-    prompt = await reader.render(body.messages, tools or [])
+    prompt = await reader.render(body.messages, tools or [], body.chat_template_kwargs)
     limit = body.max_completion_tokens or body.max_tokens
     num_top, told = body.top_logprobs or 0, bool(body.logprobs)
     grammar = await reader.grammar(_checked_schema(body, tools), _forced(body, tools, reader.base.tokenizer))

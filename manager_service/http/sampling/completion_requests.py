@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from common.errors import InvalidInput
+from common.text.chat_template import TemplateKwargs
 from common.text.tokens import ChatTokenizer
 from common.wire.messages import TEMPERATURE, Sampling
 from manager_service.http.context import Base
@@ -129,9 +130,9 @@ class PromptReader:
     base: Base
     num_bytes: int  # of the body
 
-    async def render(self, messages: list[Any], tools: list[Any]) -> list[int]:
+    async def render(self, messages: list[Any], tools: list[Any], told: TemplateKwargs | None = None) -> list[int]:
         """The ids of a conversation. Raises InvalidInput."""
-        return await self._read(Render(self.base.name, messages, tools))
+        return await self._read(Render(self.base.name, messages, tools, told or {}))
 
     async def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text. Raises InvalidInput."""

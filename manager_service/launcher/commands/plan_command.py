@@ -15,11 +15,20 @@ from common.settings import LEAST_CONTEXT, Settings, resolve_config
 from common.text.model_folder import OwnSettings, read_config
 from manager_service.launcher.engines import CORE, LORA_RANKS, MAX_LORA_RANK, EngineName, max_lora_rank, parse_gpu
 from manager_service.launcher.fitting import settings_for
-from manager_service.launcher.plan import DeviceSplit, Plan, PlannedRow, make_plan
+from manager_service.launcher.plan import NAMED_RUN, DeviceSplit, Plan, PlannedRow, make_plan
 from marlaas_client.cli.options import Json
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
 
-COLUMNS = ("context", "trainer GB", "layers again", "keys and values GB", "rows at once", "tokens/s", "trained/s")
+COLUMNS = (
+    "context",
+    "trainer GB",
+    "layers again",
+    "keys and values GB",
+    "rows at once",
+    "tokens/s",
+    "trained/s",
+    "hours",
+)
 OWNERS = ("rollout GPUs", "trainer GPUs")
 
 
@@ -113,6 +122,7 @@ def as_record(found: Plan) -> dict[str, Any]:
                 "rows": row.rows,
                 "tokens_per_s": round(row.tokens_per_s),
                 "trained_tokens_per_s": round(row.trained_per_s),
+                "hours": round(row.hours(), 2) if row.rows else None,
                 "sampling_share": round(row.sampling_share, 3) if found.in_turn else None,
             }
             for row in found.rows
@@ -164,9 +174,14 @@ def start_command(settings: Mapping[str, str], workers: int, options: str = "") 
 def _figures(found: Plan, row: PlannedRow) -> tuple[object, ...]:
     split, training = row.split, row.trainer.training
     memory = (f"{training.total / 1e9:.2f}", _num_again(found, row), f"{row.rollout.kv / 1e9:.2f}", row.rows)
+    hours = _rounded(row.hours()) if row.rows else ""
     speeds = (f"{row.tokens_per_s:,.0f}", f"{row.trained_per_s:,.0f}") if row.rows else ("does not fit", "")
     owners = () if split.shared else (f"{split.workers} x {split.parallel}", split.ranks)
-    return (*memory, *speeds, *owners)
+    return (*memory, *speeds, hours, *owners)
+
+
+def _rounded(hours: float) -> str:
+    return f"{hours:,.{1 if hours < 10 else 0}f}"
 
 
 def _assumed(found: Plan, chosen: PlannedRow) -> str:
@@ -175,8 +190,11 @@ def _assumed(found: Plan, chosen: PlannedRow) -> str:
         "tokens/s (sampled) and trained/s, in rows of the whole context: the part that is reached of what memory and arithmetic allow"
         f" ({source})."
     ]
+    lines.append(f"hours: of {NAMED_RUN}, by themselves; --context plans for no more tokens than a job needs.")
     if found.memory.engine == "vllm":
         lines.append("What vLLM takes beside weights, keys and values is assumed.")
+    elif found.device.gpu:
+        lines.append("On a GPU vLLM is expected to sample several times as fast: --engine vllm.")
     lines.append(_sharing(found, chosen))
     return " ".join(lines)
 

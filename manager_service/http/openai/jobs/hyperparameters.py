@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from common.errors import InvalidInput
 from common.suggestions import cut, did_you_mean, quoted
+from common.text.chat_template import KWARGS, TemplateKwargs
 from common.wire.messages import MAX_REWARD, MAX_TOKENS, TEMPERATURE, LoraSpec, LossName, LossSpec, OptimSpec
 from manager_service.records.job_records import Hyper
 from manager_service.scheduling.policies import MARLAAS, MAX_ETA, Policy
@@ -22,7 +23,7 @@ PARAM, SUPERVISED_PARAM = "method.reinforcement.hyperparameters", "method.superv
 SUPERVISED_NAMES = (
     *("batch_size", "n_epochs", "learning_rate_multiplier", "max_steps", "eval_interval", "learning_rate"),
     *("lora_rank", "lora_alpha", "lora_targets", "grad_clip", "weight_decay", "keep_versions", "priority", "deadline"),
-    *("plateau_steps", "plateau_delta", "max_tokens_total"),
+    *("plateau_steps", "plateau_delta", "max_tokens_total", KWARGS),
 )
 """The hyperparameters of supervised jobs, which mean what they mean in others; `batch_size` is examples in a step."""
 MAX_STEPS = 1_000_000
@@ -39,7 +40,7 @@ UNSAID = {
     "clip_low": "the loss's own",
     "clip_high": "the loss's own",
     "max_staleness": "0, or what the operator's policy lends",
-    **dict.fromkeys(("deadline", "target_reward", "plateau_steps", "max_tokens_total"), "none"),
+    **dict.fromkeys(("deadline", "target_reward", "plateau_steps", "max_tokens_total", KWARGS), "none"),
 }
 """The defaults that no value of the hyperparameter says."""
 
@@ -101,6 +102,7 @@ class Hyperparameters(BaseModel):
     plateau_steps: int | None = Field(None, ge=1, le=MAX_STEPS)  # without a new best
     plateau_delta: float = Field(0.0, ge=0, le=MAX_REWARD, allow_inf_nan=False)  # by which a new best must be better
     max_tokens_total: int | None = Field(None, ge=1, le=10**15)  # prompt, sampled and trained
+    chat_template_kwargs: TemplateKwargs = {}  # values of the chat template's own variables
 
     @field_validator("compute_multiplier")
     @classmethod

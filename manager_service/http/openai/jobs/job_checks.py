@@ -20,6 +20,7 @@ from common.tasks.environments import (
     reply_roles,
     wants_tools,
 )
+from common.text.chat_template import KWARGS
 from common.wire.messages import AdapterRef, LoraSpec
 from manager_service.http.context import Api, Base
 from manager_service.http.openai.grader_models import pin_environment
@@ -186,7 +187,7 @@ def _misfit(base: Base, reason: str) -> InvalidInput:
 
 def _check_environment(api: Api, base: Base, job: Submission) -> None:
     """Checks what the environment needs of the chat template, the workers and the service's mode."""
-    env, tokenizer, code = job.env, base.tokenizer, None
+    env, tokenizer, code = job.env, base.tokenizer.told(job.given.chat_template_kwargs), None
     if fault := reply_fault(tokenizer, reply_roles(env)):
         reason = f"cannot answer {base.name!r}: {fault}"
     elif wants_tools(env) and not tokenizer.shows_tools():
@@ -290,13 +291,16 @@ async def _check_items(
         return
     most = job.most_tokens(base.tokenizer.context)
     right_kind = record.num_examples == (record.num_items if job.is_supervised else 0)
-    fits = record.longest.get(base.name, most + 1) <= most
+    told = job.given.chat_template_kwargs  # of which uploads know nothing
+    if told and record.num_texts:
+        raise InvalidInput(f"{KWARGS}: {param} has texts, which are learned without a chat template", param=job.param)
+    fits = not told and record.longest.get(base.name, most + 1) <= most
     if right_kind and fits and record.fields.issuperset(fields):
         return
     found = LongPrompts()
     async for part in api.files.slices(record):
         limit = None if fits else most
-        task = CheckItems(part, found.num_lines, base.name, job.is_supervised, list(fields), limit, param)
+        task = CheckItems(part, found.num_lines, base.name, job.is_supervised, list(fields), limit, param, told)
         found += msgspec.convert(await api.helpers.do(tenant, task, num_bytes=len(part)), LongPrompts)
     if found.num_long:
         raise InvalidInput(_too_long(found, most, job, base), param=param, code="too_long")

@@ -139,11 +139,12 @@ def parse(body: JobGiven) -> Submission:
     method = _method(body)
     if isinstance(method, SupervisedGiven):
         given = parse_hyperparameters(method.hyperparameters or {}, supervised=True)
-        return Submission(body, True, EnvSpec(SUPERVISED), given, {}, 0)
+        return Submission(body, True, EnvSpec(SUPERVISED, {}, given.chat_template_kwargs), given, {}, 0)
     num_bytes = len(JSON.encode(method.model_dump()))
     check_num_bytes("method", num_bytes, param=METHOD)
     given = parse_hyperparameters(method.hyperparameters or {})
-    return Submission(body, False, _environment(method), given, method.model_dump(exclude_none=True), num_bytes)
+    env = msgspec.structs.replace(_environment(method), chat_template_kwargs=given.chat_template_kwargs)
+    return Submission(body, False, env, given, method.model_dump(exclude_none=True), num_bytes)
 
 
 def check_num_bytes(name: str, num_bytes: int, *, param: str) -> None:
