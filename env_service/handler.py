@@ -196,7 +196,7 @@ class EnvHandler:
             case TurnResult():
                 reason: StopReason = "cancelled" if failure.kind == "cancelled" else "failed"
                 ending, text = Ending(reason, failure=failure), self._conversation.text(message)
-                return self._to_owner(settled(message, None, ending, Usage(), text))
+                return self._to_owner(settled(message, None, ending, Usage(), text, []))
             case GradeRequest():
                 return [grade_result(message, Ending("failed", failure=failure))]
             case _:
@@ -291,12 +291,12 @@ class EnvHandler:
             outcome = self._live.explained(outcome, doing)
             reason = "tool_error" if outcome.kind == "tool" else "failed"
             ending, text = Ending(reason, failure=outcome), await self._conversation.read(result)
-            return self._to_owner(settled(result, None, ending, usage, text))
+            return self._to_owner(settled(result, None, ending, usage, text, doing.verdicts))
         context, ending, reply = outcome
         self._count(time.monotonic() - since, result.request.turn, ended=ending is not None)
         if ending is not None:
             text = await self._conversation.read(result)
-            return self._to_owner(settled(result, context, ending, usage, text))
+            return self._to_owner(settled(result, context, ending, usage, text, doing.verdicts))
         request = next_request(result, context, reply, result.usage + usage)
         return [(self._cell.rollout_first, self._live.in_session(request, doing))]
 
