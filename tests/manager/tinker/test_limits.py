@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from common.bus.fullness import MAX_USED_FOR_NEW
 from common.store.adapters import PEFT_FILES
 from manager_service.http import body_limit
 from manager_service.http.stores import operation_store
@@ -172,14 +173,21 @@ async def test_while_redis_is_almost_full_a_run_sends_data_one_by_one_and_its_st
     server: ApiServer, client: TinkerClient
 ) -> None:
     run, redis = await client.run(await client.session(), 0), server.bus.client
-    await redis.config_set("maxmemory", int((await redis.info("memory"))["used_memory"] / 0.9))
+    await redis.set("ballast", bytes(16 << 20))  # beside which clients' buffers, which do not count, are small
+
+    async def is_almost_full() -> bool:
+        await redis.config_set("maxmemory", int((await redis.info("memory"))["used_memory"] / 0.9))
+        return await server.api.bases["tiny"].gauge.used() > MAX_USED_FOR_NEW
+
     try:
+        await until(is_almost_full)
         refused = await client.send(pass_over(run, 2, num_tokens=20))
         assert refused.status_code == 503 and "takes no new work" in refused.json()["error"]["message"]
         assert (await client.send(pass_over(run, 1, num_tokens=20))).status_code == 200
         assert (await client.post("optim_step", model_id=run, seq_id=3, adam_params={})).status_code == 200
     finally:
         await redis.config_set("maxmemory", 0)
+        await redis.delete("ballast")
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 6000), (1000, 3000)])
