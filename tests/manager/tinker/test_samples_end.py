@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from common.bus.streams import partition_of
 from common.cancellation import cancel_all
 from common.wire.messages import BASE, Cancel, Failure
 from manager_service.http.errors import ApiError
@@ -32,6 +33,7 @@ async def test_a_sampler_of_a_jobs_version_that_was_deleted_says_so(server: ApiS
     ).id
     state = JSON.encode(JobState(status="succeeded", version=3))
     await server.api.redis.hset(server.bus.cell.job(job), "state", state)
+    await server.api.redis.srem(server.bus.cell.active(partition_of("default")), job)  # its owner is done with it
     sampler = await client.sampler(await client.session(), model_path=f"tinker://{job}/sampler_weights/2")
     async with played(Script(server.bus, inbox=server.bus.cell.rollout)):
         asked = await client.post("asample", **SAMPLE, sampling_session_id=sampler, seq_id=0)
