@@ -209,6 +209,22 @@ async def test_one_step_has_so_many_bytes_and_small_operations_count_for_more(
         assert "not whole" in told[-2] and told[-1] == ""
 
 
+async def test_more_data_than_wait_at_once_are_told_to_come_again_though_no_step_is_in_between(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_records, "LEAST_HELD", 1000)
+    monkeypatch.setattr(operation_store, "MAX_HELD_BYTES", 3000)
+    run = await client.run(await client.session())
+    passes = [pass_over(run, seq, is_forward=True) for seq in range(1, 5)]
+    assert [(await client.send(each)).status_code for each in passes] == [200, 200, 200, 429]
+    async with owned_runs(server):
+        for seq in (1, 2, 3):
+            await client.retrieve(f"{run_of(run)}:{seq}")
+        answer = await client.send(passes[3])
+        assert answer.status_code == 200, answer.text
+        assert "error" not in result_of(await client.retrieve(answer.json()["request_id"]))
+
+
 async def test_a_run_has_so_many_checkpoints(
     server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
