@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from common.errors import InvalidInput
-from common.text.grammars import json_grammar
+from common.text.grammars import LIMITS, json_grammar
 from rollout_service.engine import Generated
 from tests.support.engines_under_test import KINDS, Running, process_engine
 from tests.support.fake_core import FakeCore
@@ -107,3 +108,26 @@ async def test_an_engine_whose_process_masks_nothing_refuses_grammars() -> None:
             await one(engine, asked())
     finally:
         await engine.stop()
+
+
+def follows_schema(schema: Any, answer: str) -> bool:
+    matcher = LLMatcher(LLTokenizer("byte"), json_grammar(schema), log_level=0, limits=LIMITS)
+    return matcher.try_consume_tokens(list(answer.encode())) == len(answer) and matcher.is_accepting()
+
+
+async def test_an_object_has_the_properties_of_all_the_schemas_that_describe_it() -> None:
+    def named(name: str, **more: Any) -> Any:
+        return {"type": "object", "properties": {name: {"type": "integer"}}, **more}
+
+    bases = {"$defs": {"Base": named("a", required=["a"])}}
+    base = {"$ref": "#/$defs/Base"}
+    for joined in (
+        {"allOf": [base, named("b")]},
+        named("b", allOf=[base]),
+        named("b", **base),
+        named("b", anyOf=[base, named("c")]),
+    ):
+        answers = ('{"a":1,"b":2}', '{"b":2,"a":1}')
+        assert any(follows_schema({**joined, **bases}, answer) for answer in answers)
+    for alone in (base, {"allOf": [base]}, {"anyOf": [base, named("c")]}):
+        assert follows_schema({**alone, **bases}, '{"a":1}') and not follows_schema({**alone, **bases}, '{"a":1,"b":2}')
