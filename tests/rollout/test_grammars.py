@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from common.errors import InvalidInput
 from common.text.grammars import LIMITS, json_grammar
+from manager_service.http.reading.tasks import Constrain, do
 from rollout_service.engine import Generated
 from tests.support.engines_under_test import KINDS, Running, process_engine
 from tests.support.fake_core import FakeCore
@@ -131,3 +132,11 @@ async def test_an_object_has_the_properties_of_all_the_schemas_that_describe_it(
         assert any(follows_schema({**joined, **bases}, answer) for answer in answers)
     for alone in (base, {"allOf": [base]}, {"anyOf": [base, named("c")]}):
         assert follows_schema({**alone, **bases}, '{"a":1}') and not follows_schema({**alone, **bases}, '{"a":1,"b":2}')
+
+
+async def test_a_schema_of_too_many_levels_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(500):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(InvalidInput, match="recursion depth"):
+        do(Constrain("tiny", schema, [], "response_format"), {"tiny": tokenizer()})
