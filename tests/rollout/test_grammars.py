@@ -11,10 +11,10 @@ from llguidance import LLMatcher, LLTokenizer
 from common.errors import InvalidInput
 from common.text.grammars import LIMITS, json_grammar
 from manager_service.http.reading.tasks import Constrain, do
-from rollout_service.engine import Generated
+from rollout_service.engine import CorruptAdapter, Generated
 from tests.support.engines_under_test import KINDS, Running, process_engine
 from tests.support.fake_core import FakeCore
-from tests.support.rollout_cases import bits, files_of, nearly, one, prompt, ref, request, tokenizer
+from tests.support.rollout_cases import bits, broken_files, files_of, nearly, one, prompt, ref, request, tokenizer
 from tests.support.rollout_cases import running as running_torch
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -99,6 +99,13 @@ async def test_a_turn_that_cannot_follow_its_grammar_fails_alone() -> None:
         *failed, answer = await asyncio.gather(*[one(engine, each) for each in (*odd, asked())], return_exceptions=True)
     assert all("the answer cannot follow its grammar" in str(error) for error in failed)
     assert isinstance(answer, Generated) and value(answer.tokens)
+
+
+async def test_scores_that_are_no_numbers_are_the_adapters_fault_and_not_the_grammars() -> None:
+    async with running_torch(adapters={ref("bad"): broken_files()}) as engine:
+        for temperature in (0.0, 1.0):
+            with pytest.raises(CorruptAdapter):
+                await one(engine, asked(adapter=ref("bad"), temperature=temperature))
 
 
 async def test_an_engine_whose_process_masks_nothing_refuses_grammars() -> None:
