@@ -121,7 +121,7 @@ class EnvHandler:
     async def _in_turn(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         doing = work.begin(beat, message.tenant, _weight_of(message))
         if isinstance(message, Start | GradeRequest):
-            await imported(message.env)
+            await imported(message.env, doing.beat)
         try:
             claim = await self._claim(message, doing)
             if claim is None:
@@ -316,7 +316,7 @@ class EnvHandler:
         context = decode_context(result.request.context)
         if context.env.name == SUPERVISED:
             return context, ending_of("stop", None, log_prob(result, context)), []
-        await imported(context.env)
+        await imported(context.env, doing.beat)
         environment = self._environments.get(context.env)
         if isinstance(environment, LiveEnvironment):
             environment = await self._live.go_on(environment, result, context, doing)
