@@ -13,7 +13,7 @@ from harness.processes import with_descendants
 from manager_service.http.reading import reading_helpers as reading
 
 HELPERS = {text.HELPER, reading.HELPER, sandbox.START, str(hosts.HOST)}
-"""A word of each one's command line. The sandbox's calls and their supervisors have the same."""
+"""A word of each one's command line. The sandbox's prepared processes, supervisors and calls have the same."""
 
 
 def helpers(roots: Iterable[int]) -> list[psutil.Process]:
@@ -22,10 +22,10 @@ def helpers(roots: Iterable[int]) -> list[psutil.Process]:
 
 
 def calls(roots: Iterable[int]) -> list[psutil.Process]:
-    """Finds the processes that run tenants' code. A supervisor has started each."""
-    found = helpers(roots)
-    pids = {process.pid for process in found}
-    return [process for process in found if _parent(process) in pids]
+    """Finds the processes that run tenants' code. A supervisor has started each, and a prepared process that one."""
+    found = {process.pid: process for process in helpers(roots)}
+    supervised = {pid for pid, process in found.items() if _parent(process) in found}
+    return [process for process in found.values() if _parent(process) in supervised]
 
 
 def signalled(processes: Iterable[psutil.Process], number: signal.Signals) -> int:

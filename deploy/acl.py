@@ -39,7 +39,7 @@ _ROLLOUT = "info strlen rpush lrange"
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage pttl
     xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hexists hgetall hincrby hincrbyfloat
-    hkeys hlen hmget hset hsetnx hstrlen hvals sadd smembers srem zadd zcard zinter zmscore zrange zrem zremrangebyscore
+    hkeys hlen hmget hset hsetnx hstrlen hvals sadd sismember smembers srem zadd zcard zrange zrem zremrangebyscore
 """
 
 _EXPORTER = """

@@ -121,7 +121,7 @@ class EnvHandler:
     async def _in_turn(self, message: Message, beat: Callable[[], None]) -> list[Out]:
         doing = work.begin(beat, message.tenant, _weight_of(message))
         if isinstance(message, Start | GradeRequest):
-            await imported(message.env)
+            await imported(message.env, doing.beat)
         try:
             claim = await self._claim(message, doing)
             if claim is None:
@@ -196,7 +196,7 @@ class EnvHandler:
             case TurnResult():
                 reason: StopReason = "cancelled" if failure.kind == "cancelled" else "failed"
                 ending, text = Ending(reason, failure=failure), self._conversation.text(message)
-                return self._to_owner(settled(message, None, ending, Usage(), text))
+                return self._to_owner(settled(message, None, ending, Usage(), text, []))
             case GradeRequest():
                 return [grade_result(message, Ending("failed", failure=failure))]
             case _:
@@ -291,12 +291,12 @@ class EnvHandler:
             outcome = self._live.explained(outcome, doing)
             reason = "tool_error" if outcome.kind == "tool" else "failed"
             ending, text = Ending(reason, failure=outcome), await self._conversation.read(result)
-            return self._to_owner(settled(result, None, ending, usage, text))
+            return self._to_owner(settled(result, None, ending, usage, text, doing.verdicts))
         context, ending, reply = outcome
         self._count(time.monotonic() - since, result.request.turn, ended=ending is not None)
         if ending is not None:
             text = await self._conversation.read(result)
-            return self._to_owner(settled(result, context, ending, usage, text))
+            return self._to_owner(settled(result, context, ending, usage, text, doing.verdicts))
         request = next_request(result, context, reply, result.usage + usage)
         return [(self._cell.rollout_first, self._live.in_session(request, doing))]
 
@@ -316,7 +316,7 @@ class EnvHandler:
         context = decode_context(result.request.context)
         if context.env.name == SUPERVISED:
             return context, ending_of("stop", None, log_prob(result, context)), []
-        await imported(context.env)
+        await imported(context.env, doing.beat)
         environment = self._environments.get(context.env)
         if isinstance(environment, LiveEnvironment):
             environment = await self._live.go_on(environment, result, context, doing)

@@ -103,13 +103,21 @@ class Ending:
     failure: Failure | None = None
 
 
-def settled(result: TurnResult, context: Context | None, ending: Ending, usage: Usage, text: str) -> ScoredTrajectory:
+def settled(
+    result: TurnResult,
+    context: Context | None,
+    ending: Ending,
+    usage: Usage,
+    text: str,
+    verdicts: list[dict[str, str]],
+) -> ScoredTrajectory:
     """The end of a trajectory after this turn. `context`: None if it cannot be read."""
     written = result.so_far
     request = msgspec.structs.replace(result.request, usage=result.usage + usage)
     num_turns = request.turn + (1 if len(result.tokens) else 0)
     num_prompt = context.num_prompt if context else (*written.edges, len(written))[0]
-    return scored(request, written, ending, num_turns=num_turns, text=text, num_prompt=num_prompt)
+    whole = scored(request, written, ending, num_turns=num_turns, text=text, num_prompt=num_prompt)
+    return msgspec.structs.replace(whole, verdicts=verdicts)
 
 
 def scored(

@@ -33,6 +33,8 @@ class Work:
         """Says that the work advanced, so that no other worker takes it over."""
         self.answers: dict[str, str] = {}
         """Answers of graders' models, by the grader's name in a `multi`; "" for a single one."""
+        self.verdicts: list[dict[str, str]] = []
+        """The same with what was asked, those of models outside of this service too."""
         self.grader_tokens = 0
         """Tokens of models outside of this service."""
         self.busy_s = 0.0

@@ -57,6 +57,8 @@ class Sample(TypedDict):
     reward: float | None
     stop_reason: str
     reward_parts: dict[str, float]
+    verdicts: list[dict[str, str]]
+    """Questions to graders' models: `grader`, `prompt` and `reply`."""
     failure: Record | None
     turns: list[dict[str, str]]
     """`by` whom (`prompt`, `model`, `environment`), and the `text`; empty where tokens are not kept."""

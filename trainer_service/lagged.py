@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from base_model.device import is_out_of_memory
 from common.cancellation import beating
 from common.errors import MarlaasError, TrainingFailed
 from common.wire.messages import TrainStep
@@ -55,7 +56,7 @@ def is_lagged(step: TrainStep) -> bool:
 
 async def measure(step: TrainStep, fusion: Fusion, versions: Versions, beat: Callable[[], None]) -> LaggedGap | None:
     """None if no such row is trained, or if it cannot be measured, which the log says and the step survives: a version that is
-    gone, a row that memory does not hold."""
+    gone, a row or a version that memory does not hold."""
     if not is_lagged(step):
         return None
     try:
@@ -73,7 +74,9 @@ async def measure(step: TrainStep, fusion: Fusion, versions: Versions, beat: Cal
             tokens=tokens,
             weight=step.weight,
         )
-    except MarlaasError as error:
+    except (MarlaasError, MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MarlaasError) or is_out_of_memory(error)):
+            raise
         log.warning("lagged_gap_not_measured", job=step.job, version=step.adapter.version, reason=str(error))
         return None
 

@@ -5,8 +5,7 @@ is changed: bus, engine and trainer take the path of any other job.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import msgspec
 
@@ -27,24 +26,21 @@ def bounded(message: Message) -> Message:
     return msgspec.structs.replace(message, sampling=sampling)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounded:
+class Bounded(EnvHandler):
     """The env service's handler, and the law."""
 
-    inner: EnvHandler
+    def __init__(self, inner: EnvHandler) -> None:
+        """Takes the place of `inner`."""
+        vars(self).update(vars(inner))
 
     async def __call__(self, message: Message, beat: Callable[[], None]) -> list[Out]:
-        return [(stream, bounded(out)) for stream, out in await self.inner(message, beat)]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        return [(stream, bounded(out)) for stream, out in await super().__call__(message, beat)]
 
 
 async def build_bounded(settings: EnvSettings, parts: Parts) -> BuiltService:
     service = await build(settings, parts)
     assert isinstance(service.handler, EnvHandler)
-    handler: Any = Bounded(service.handler)
-    return replace(service, handler=handler)
+    return replace(service, handler=Bounded(service.handler))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import inspect
 import os
 import site
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
@@ -30,6 +30,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from pydantic import BaseModel, Field, model_validator
 
+from common.cancellation import beating
 from common.errors import InvalidInput
 from common.outgoing import check_base, check_url
 from common.suggestions import cut, did_you_mean, quoted
@@ -47,6 +48,9 @@ MAX_INLINE_CHARACTERS = 64 * 1024
 
 MAX_ARGS_BYTES = 64 * 1024
 """Bytes of the arguments of an environment that is installed, or a server."""
+
+IMPORT_S = 120.0
+"""The longest time in which a package may be imported."""
 
 GraderArgs = dict[str, Any]
 
@@ -245,15 +249,19 @@ def _installed(_: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
     return {e.name: e for e in entry_points(group=ENTRY_POINTS) if e.name not in (*BUILT_IN, SUPERVISED)}
 
 
-async def imported(spec: EnvSpec) -> None:
-    """Imports an installed environment in a thread if it is new here: that takes some half a minute, in which the event loop must go on.
-    What fails is told by `load_installed`."""
+async def imported(spec: EnvSpec, beat: Callable[[], None]) -> None:
+    """Imports an installed environment in a thread if it is new here: that takes some half a minute, in which the event loop must go on,
+    and nobody take the work over. What fails is told by `load_installed`. Raises InvalidInput after IMPORT_S."""
     if spec.name in (*BUILT_IN, SUPERVISED):
         return
     if (entry := installed().get(spec.name)) and sys.modules.get(entry.module) in _in_use:
         return
-    with suppress(InvalidInput):
-        await asyncio.to_thread(load_installed, spec.name)
+    try:
+        async with asyncio.timeout(IMPORT_S):
+            with suppress(InvalidInput):
+                await beating(beat, asyncio.to_thread(load_installed, spec.name))
+    except TimeoutError as error:
+        raise InvalidInput(f"importing the environment {quoted(spec.name)} takes more than {IMPORT_S:g} s") from error
 
 
 def load_installed(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Grammars that an answer must follow, in llguidance's Lark: JSON of a schema, or exactly one tool call. Engines mask tokens by them."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -17,8 +17,8 @@ MAX_ITEMS = 10_000
 ITEM_COUNTS = ("minItems", "maxItems")
 OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose members have names of the user's, and are schemas."""
-AS_THEY_ARE = ("const", "enum", "default", "examples", "allOf")
-"""Keywords of values; and the one whose schemas are met together, each with properties of its own."""
+AS_THEY_ARE = ("const", "enum", "default", "examples")
+"""Keywords of values."""
 COMPACT = {"whitespace_flexible": False}
 """JSON without white space: a model that could write it without end does."""
 AS_TRAINED = COMPACT | {"item_separator": ", ", "key_separator": ": "}
@@ -54,19 +54,20 @@ def call_grammar(functions: Sequence[Mapping[str, Any]], *, tags_are_tokens: boo
 def _json(schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     if (num := sum(_counted_items(schema))) > MAX_ITEMS:
         raise ValueError(f"minItems and maxItems come to {num:g}: at most {MAX_ITEMS}")
-    return f"%json {_text({**_closed(schema), 'x-guidance': options})}"
+    closed = schema if _is_joined(schema) else _closed(schema)
+    return f"%json {_text({**closed, 'x-guidance': options})}"
 
 
 def _closed(schema: Any) -> Any:
     """The schema, by which objects whose properties are named have no others unless it says so: small models would write some
-    without end."""
+    without end. Not for a joined one."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     members: Mapping[str, Any] = schema
     closed = {name: _closed_member(name, value) for name, value in members.items()}
-    return {"additionalProperties": False, **closed} if "properties" in members and "allOf" not in members else closed
+    return {"additionalProperties": False, **closed} if "properties" in members else closed
 
 
 def _closed_member(name: str, value: Any) -> Any:
@@ -76,11 +77,28 @@ def _closed_member(name: str, value: Any) -> Any:
     return value if name in AS_THEY_ARE else _closed(value)
 
 
+def _is_joined(value: Any) -> bool:
+    """Do several schemas name the properties of one object? Each, closed, would forbid what the others name."""
+    return _num_naming(value) > 1 or any(map(_is_joined, _members(value)))
+
+
+def _num_naming(schema: Any) -> int:
+    if not isinstance(schema, Mapping):
+        return 0
+    of: Mapping[str, Any] = schema
+    either = sum(max(map(_num_naming, _members(of.get(name))), default=0) for name in ("anyOf", "oneOf"))
+    return ("properties" in of) + ("$ref" in of) + either + sum(map(_num_naming, _members(of.get("allOf"))))
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+
+
 def _counted_items(value: Any) -> Iterator[float]:
-    if isinstance(value, dict):
-        members: dict[str, Any] = value
-        yield from (abs(num) for name, num in members.items() if name in ITEM_COUNTS and isinstance(num, int | float))
-    for member in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    if isinstance(value, Mapping):
+        of: Mapping[str, Any] = value
+        yield from (abs(num) for name, num in of.items() if name in ITEM_COUNTS and isinstance(num, int | float))
+    for member in _members(value):
         yield from _counted_items(member)
 
 

@@ -39,7 +39,6 @@ MAX_REWARD = 1e6
 
 TEMPERATURE, MAX_TOKENS = 1.0, 64
 """Sampling values of a job whose hyperparameters give no others."""
-
 LEAST_TEMPERATURE = 1e-5
 """Smaller ones are greedy, as with vLLM: scores that are divided by 1e-38 are no finite numbers."""
 
@@ -294,6 +293,7 @@ class ScoredTrajectory(Message, Transcribed, frozen=True, kw_only=True):
     stop_reason: StopReason
     num_turns: int = 0
     output_text: str = ""  # the last model turn without special tokens
+    verdicts: list[dict[str, str]] = []  # of graders' models: `grader`, `prompt`, `reply`
     usage: Usage = Usage()
     failure: Failure | None = None
 

@@ -25,6 +25,8 @@ from env_service.graders.attempt import Attempt
 from env_service.graders.endpoint import Endpoints
 
 MAX_TOKENS = 64
+MAX_SHOWN = 4000
+"""Characters of a question, and of its answer, that are kept to be read."""
 
 _NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
@@ -38,6 +40,11 @@ class ModelQuestion:
     top_p: float
     seed: int | None
     chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def answered(self, grader: str, answer: str) -> dict[str, str]:
+        """Returns one of a trajectory's `verdicts`."""
+        prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
+        return {"grader": grader, "prompt": prompt[:MAX_SHOWN], "reply": answer[:MAX_SHOWN]}
 
 
 class ModelAsked(Exception):

@@ -120,12 +120,14 @@ class GraderRunner:
 
     async def _answer(self, grader: ScoreModel | LabelModel, grading: Grading) -> str:
         """Raises ModelAsked if it is not there yet."""
-        if (answer := work.current().answers.get(grading.name)) is not None:
-            return answer
-        question = question_of(grader, grading.attempt)
-        if grader.url is None:
-            raise ModelAsked(grading.name, question)
-        return await self._models.ask(grader.url, question, key=grading.key)
+        question, doing = question_of(grader, grading.attempt), work.current()
+        answer = doing.answers.get(grading.name)
+        if answer is None:
+            if grader.url is None:
+                raise ModelAsked(grading.name, question)
+            answer = await self._models.ask(grader.url, question, key=grading.key)
+        doing.verdicts.append(question.answered(grading.name or grader.type, answer))
+        return answer
 
     async def _python(self, grader: PythonGrader, attempt: Attempt, allowance: work.Allowance) -> Any:
         outcome = await self._sandbox.run(

@@ -1,11 +1,10 @@
-"""The inside of the sandbox: `sandbox.py` has `python -I -S` run it, compiled, from stdin, in an empty environment.
+"""The inside of the sandbox, in a process of its own for each call, which `prepared.py` has forked.
 
     child (the supervisor) ─ forks ─► child (shuts itself in, runs the tenant's source) ─ result ─► sandbox
 
-Reads one job as JSON from stdin and writes one line of JSON to what was stdout. Descriptors 1 and 2 lead to the output pipe
-before the tenant's code runs, so a print cannot look like a result. The supervisor runs no tenant's code: it waits for
-the other's end, and kills it on SIGTERM, from the worker or, once that is dead, the kernel.
-Only the standard library, and little of it: each call imports it again.
+Reads one job as JSON, and writes one line of JSON to where it came from. Descriptors 1 and 2 lead elsewhere before the
+tenant's code runs, so a print cannot look like a result. The supervisor runs no tenant's code: it waits for the other's
+end, of which it tells the worker, and kills it when the worker, or the kernel once that is dead, closes their connection.
 
     stage            what it needs                             without it
     namespaces       root, or unprivileged user namespaces     seccomp keeps the network and other processes away
@@ -22,14 +21,12 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import struct
 import sys
 from collections.abc import Callable
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:  # to import it takes a tenth of a short call's time
-    from typing import Any, NoReturn
+from typing import Any, NoReturn
 
 Libc = ctypes.CDLL
 Telling = Callable[..., None]
@@ -39,8 +36,6 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME, MS_NODIRATIME = 1, 2, 4, 8, 32, 1024, 2048
 MS_BIND, MS_REC, MS_PRIVATE, MS_RELATIME, ST_RELATIME = 4096, 16384, 1 << 18, 1 << 21, 4096
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 38, 22
-SUPERVISOR_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
-"""The signals that the supervisor waits for."""
 
 FIRST_UID = 1_000_000_000
 """Each call runs under this uid plus its process id, which no other call has: they cannot signal each other."""
@@ -51,20 +46,26 @@ LOOK_EVERY_S = 0.02
 """Seconds between two looks into a working folder that is no file system of its own."""
 
 
-def main() -> None:
-    job = json.loads(sys.stdin.buffer.read())
-    result_fd = os.dup(1)
-    os.dup2(2, 1)
+def main(data: int, output: int, control: int, folder: int) -> None:
+    """`data`: has the job and takes the result. `control`: takes the status, and ends when the call shall end. `folder`: to work in."""
+    os.setsid()
+    os.fchdir(folder)
+    for target in (1, 2):
+        os.dup2(output, target)
+    os.close(output)
+    os.close(folder)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    os.close(0)
-    os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free: 0
-    sys.path.append(job["site"])
-    for name in job["imports"]:  # once shut in, the call no longer finds their files
-        __import__(name)
-    sys.path.pop()
-    layers = shut_in(job, set(job["layers"]))
-    write = make_reporter(result_fd, job["nonce"], layers)
-    run(job, write)
+    with os.fdopen(data, "rb", closefd=False) as file:
+        job = json.loads(file.read())
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # as Python's own generator does after a fork
+    try:
+        layers = shut_in(job, set(job["layers"]), control)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the supervisor tells of the code's process
+            os.write(control, b"1")
+        raise
+    run(job, make_reporter(data, job["nonce"], layers))
 
 
 # ------------------------------------------------------------------------------------------------- tenant's code
@@ -150,7 +151,7 @@ def flush() -> None:
 # ------------------------------------------------------------------------------------------------------ shut in
 
 
-def shut_in(job: dict[str, Any], wanted: set[str]) -> set[str]:
+def shut_in(job: dict[str, Any], wanted: set[str], control: int) -> set[str]:
     """Gives up all rights, layer by layer; returns the layers that hold. Ends with an error if it would stay root."""
     root, uid = os.geteuid() == 0, FIRST_UID + os.getpid()
     os.umask(0o022)
@@ -163,7 +164,7 @@ def shut_in(job: dict[str, Any], wanted: set[str]) -> set[str]:
         kill_first()
         if "namespaces" in wanted:
             layers |= enter_namespaces(libc, os.getcwd(), uid)
-        fork_supervised(libc, job["worker"], job["limits"], own_files="files" in layers)
+    fork_supervised(libc, control, job["limits"], own_files="files" in layers)
     set_limits(job["limits"])
     if root:
         become(uid)
@@ -194,13 +195,12 @@ def give_up_rights(libc: Libc, wanted: set[str], program: bytes, *, own_files: b
     libc.capset(header, ctypes.create_string_buffer(24))
     # The kernel demands this of a process that is not root, for landlock's rules and a seccomp filter.
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # After `become`: a change of uid clears it.
+    # After `become`: a change of uid clears it. Before the filter, which refuses most of these calls.
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     if "landlock" in wanted and confine_files(libc, os.getcwd()):
         layers.add("landlock")
         libc.prctl(PR_SET_DUMPABLE, int(not own_files), 0, 0, 0)
-    # Last: the filter refuses most of the calls above.
     if "seccomp" in wanted and program and filter_calls(libc, program):
         layers.add("seccomp")
     return layers
@@ -244,35 +244,41 @@ def become(uid: int) -> None:
 # --------------------------------------------------------------------------------------------------- supervisor
 
 
-def fork_supervised(libc: Libc, worker: int, limits: dict[str, int], *, own_files: bool) -> None:
+def fork_supervised(libc: Libc, control: int, limits: dict[str, int], *, own_files: bool) -> None:
     """Goes on in a child; the parent stays as its supervisor, and never returns."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != worker:
-        os._exit(1)
     child = os.fork()
     if child:
-        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-        supervise(child, limits, own_files=own_files)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if sys.platform == "linux":
+            libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        supervise(child, control, limits, own_files=own_files)
+    os.close(control)
 
 
-def supervise(child: int, limits: dict[str, int], *, own_files: bool) -> NoReturn:
-    """Ends as the child ends, or, beyond its processor seconds, as one killed for memory. Kills it when told to, or when its
-    working folder holds too much. Statuses above 127 tell of signals, which no child can feign."""
+def supervise(child: int, control: int, limits: dict[str, int], *, own_files: bool) -> NoReturn:
+    """Tells of the child's end, or, beyond its processor seconds, of one killed for memory. Kills it when `control` ends, or
+    when its working folder holds too much. Statuses above 127 tell of signals, which no child can feign."""
     status = 0
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    signal.set_wakeup_fd(woken)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     while True:
-        received = signal.sigtimedwait(SUPERVISOR_SIGNALS, 3600 if own_files else LOOK_EVERY_S)
-        full = not own_files and is_too_full(child, limits["file_bytes"])
-        if full or (received and received.si_signo == signal.SIGTERM):
-            os.kill(child, signal.SIGKILL)
-            status = 128 + (signal.SIGXFSZ if full else signal.SIGKILL)
         ended, code, used = os.wait4(child, 0 if status else os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(code)
             if code == -signal.SIGKILL and used.ru_utime + used.ru_stime >= limits["cpu_s"] - 1:
                 code = -signal.SIGXCPU
-            os._exit(status or (min(code, 127) if code >= 0 else 128 - code))
+            status = status or (min(code, 127) if code >= 0 else 128 - code)
+            with contextlib.suppress(OSError):  # the worker is dead
+                os.write(control, str(status).encode())
+            os._exit(0)
+        ready, _, _ = select.select([control, wake], [], [], None if own_files else LOOK_EVERY_S)
+        if wake in ready:
+            os.read(wake, 64)
+        full = not own_files and is_too_full(child, limits["file_bytes"])
+        if full or control in ready:
+            os.kill(child, signal.SIGKILL)
+            status = 128 + (signal.SIGXFSZ if full else signal.SIGKILL)
 
 
 def is_too_full(child: int, file_bytes: int) -> bool:
@@ -442,7 +448,3 @@ def filter_calls(libc: Libc, program: bytes) -> bool:
 def refuse_sockets(event: str, _arguments: object) -> None:
     if event.startswith(("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.system", "os.kill")):
         raise PermissionError(f"{event} is not allowed here")
-
-
-if __name__ == "__main__":
-    main()

@@ -27,16 +27,18 @@ It does not protect:
 
 import asyncio
 import contextlib
-import marshal
 import math
 import os
 import secrets
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +47,6 @@ import msgspec
 import numpy as np
 import structlog
 
-from common.children.helpers import tell
 from common.children.own_folder import OwnFolder
 from common.errors import InvalidInput, Unavailable
 from common.sharing.places import Places
@@ -53,16 +54,19 @@ from env_service import work
 from env_service.sandbox.calls import filter_program
 from env_service.sandbox.child import WORK_BYTES, WORK_FILES
 
-CHILD = Path(__file__).with_name("child.py")
-CODE = marshal.dumps(compile(CHILD.read_text(), str(CHILD), "exec", dont_inherit=True))
-"""Compiled once: compiling takes a child a third of a short call's time. Sent by stdin, so no file must be kept from calls."""
 SITE = str(Path(np.__file__).parents[1])
 NUMPY = ("numpy", "numpy.fft", "numpy.linalg", "numpy.ma", "numpy.polynomial", "numpy.random")
 """Modules for source that names numpy, with those that numpy imports only where they are first used."""
-START = f"import marshal, sys; exec(marshal.loads(sys.stdin.buffer.read({len(CODE)})))"
+LIBRARY = (
+    "ast", "collections", "copy", "datetime", "decimal", "difflib", "fractions", "functools", "itertools", "math",
+    "random", "re", "statistics", "string", "typing", "unicodedata",
+)  # fmt: skip
+"""Modules that calls often need."""
+ROOT = str(Path(__file__).parents[2])
+START = "import sys; sys.path.append(sys.argv[2]); from env_service.sandbox.prepared import main; main()"
 PREFIX = "marlaas-sandbox-"
 LAYERS = ("namespaces", "landlock", "seccomp")
-END_S = 0.4
+END_S = 1.0
 """Time in which a killed call is gone: milliseconds on a machine that is not overloaded."""
 
 RunEnding = Literal["ok", "raised", "output", "result", "timeout", "crashed"]
@@ -111,6 +115,52 @@ class Reply(msgspec.Struct):
     raised: str = ""
 
 
+class Prepared:
+    """A prepared process: see `prepared.py`. It starts when first needed, and again once it has ended."""
+
+    def __init__(self, *modules: str) -> None:
+        self._modules = modules
+        self._requests: socket.socket | None = None
+        self.end: Callable[[], object] = lambda: None
+
+    def fork(self, folder: str) -> list[socket.socket]:
+        """Has it fork a process that works in the folder; returns sockets to its data, output and control."""
+        with contextlib.ExitStack() as theirs:
+            pairs = [socket.socketpair() for _ in range(3)]
+            fds = [theirs.enter_context(pair[1]).fileno() for pair in pairs]
+            fds.append(os.open(folder, os.O_RDONLY))
+            theirs.callback(os.close, fds[-1])
+            try:
+                socket.send_fds(self._requests or self._start(), [b"c"], fds)
+            except OSError:  # it has ended
+                socket.send_fds(self._start(), [b"c"], fds)
+        return [ours for ours, _ in pairs]
+
+    def _start(self) -> socket.socket:
+        self.end()
+        self._requests, theirs = socket.socketpair()
+        self._requests.setblocking(False)
+        with theirs:
+            number = theirs.fileno()
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", "-c", START, str(number), ROOT, SITE, *self._modules],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[number],
+                env={"PATH": "", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"},
+                cwd="/",
+                start_new_session=True,
+            )
+        self.end = weakref.finalize(self, _end, process, self._requests)
+        return self._requests
+
+
+def _end(process: subprocess.Popen[bytes], requests: socket.socket) -> None:
+    requests.close()
+    process.kill()
+    process.wait()
+
+
 class Sandbox:
     """Runs calls, at most `max_processes` at a time, and one more of a tenant with none running: see `Places`."""
 
@@ -121,6 +171,7 @@ class Sandbox:
         self._layers = tuple(layers)
         self._places = Places(lambda: max_processes)
         self._own: OwnFolder | None = None
+        self._prepared = {True: Prepared(*LIBRARY, *NUMPY), False: Prepared(*LIBRARY)}  # with numpy, and without
         machine = os.uname().machine
         self._filters = {
             "filter": filter_program(machine, own_files=False).hex(),
@@ -151,9 +202,10 @@ class Sandbox:
             return Outcome(ending="raised", reason=f"source and arguments exceed {self._limits.input_bytes} bytes")
         async with work.place(self._places):
             allowance, started = work.Allowance(timeout_s), time.monotonic()
-            outcome = await self._run(job, allowance)
+            prepared = self._prepared["numpy" in source]
+            outcome = await self._run(prepared, job, allowance)
             if outcome.killed:
-                outcome = await self._run(job, allowance)
+                outcome = await self._run(prepared, job, allowance)
         seconds = time.monotonic() - started
         work.charge(seconds)
         work.beat()
@@ -164,7 +216,9 @@ class Sandbox:
         return replace(outcome, seconds=seconds)
 
     async def close(self) -> None:
-        """Removes the folder of all calls' folders. The next worker removes those of a killed one."""
+        """Ends the prepared processes, and removes the folder of all calls' folders. The next worker removes those of a killed one."""
+        for prepared in self._prepared.values():
+            prepared.end()
         if self._own is not None:
             self._own.remove()
 
@@ -200,40 +254,27 @@ class Sandbox:
             "memory_bytes": self._limits.memory_bytes,
             "file_bytes": self._limits.file_bytes,
         }
-        imports = {"site": SITE, "imports": NUMPY if "numpy" in source else ()}
-        job = {"source": source, **call, "limits": limits, "layers": self._layers, **imports}
-        return msgspec.json.encode(job | self._filters | {"worker": os.getpid()})
+        job = {"source": source, **call, "limits": limits, "layers": self._layers}
+        return msgspec.json.encode(job | self._filters)
 
-    async def _run(self, job: bytes, allowance: work.Allowance) -> Outcome:
+    async def _run(self, prepared: Prepared, job: bytes, allowance: work.Allowance) -> Outcome:
         """Raises Unavailable."""
         async with self._folder() as folder:
             with allowance.spending():
-                outcome = await self._run_in(folder, job, allowance)
+                outcome = await self._run_in(prepared, folder, job, allowance)
             if outcome.ending in ("raised", "crashed") and "files" not in outcome.layers:
                 _check_room(folder)
         return outcome
 
-    async def _run_in(self, folder: str, job: bytes, allowance: work.Allowance) -> Outcome:
+    async def _run_in(self, prepared: Prepared, folder: str, job: bytes, allowance: work.Allowance) -> Outcome:
         nonce = secrets.token_hex(16)
         job = b'{"nonce": "' + nonce.encode() + b'", ' + job[1:]
-        limits = self._limits
-        process = CallProcess(await self._spawn(folder), limits.result_bytes, limits.output_bytes)
+        process = CallProcess(prepared.fork(folder), self._limits.result_bytes, self._limits.output_bytes)
         try:
-            await process.converse(CODE + job, allowance)
+            await process.converse(job, allowance)
         finally:
             await process.end()
         return _outcome(process, nonce)
-
-    async def _spawn(self, folder: str) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", "-B", "-c", START,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={"PATH": "", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"},
-            cwd=folder,
-            start_new_session=True,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,76 +292,76 @@ class CallProcess:
     whether it did that itself (`child.supervise`) or the kill came from outside.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, result_bytes: int, output_bytes: int) -> None:
-        self._process = process
+    def __init__(self, sockets: Sequence[socket.socket], result_bytes: int, output_bytes: int) -> None:
+        """`sockets`: to its data, output and control, as `child.main` has them."""
+        self._sockets = sockets
         self._result_bytes, self._output_bytes = result_bytes, output_bytes
-        self.result, self.output = bytearray(), bytearray()
+        self._streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self.result, self.output, self._told = bytearray(), bytearray(), bytearray()
         """The bytes that it wrote, up to their limits."""
         self.stopped: Stopped | None = None
 
     @property
-    def status(self) -> int | None:
-        return self._process.returncode
+    def status(self) -> int:
+        return int(self._told or -signal.SIGKILL)
 
     def stop(self, ending: RunEnding, reason: str) -> None:
         """Has the supervisor kill the call. The first reason counts, also if the call has just ended."""
         if self.stopped is None:
             self.stopped = Stopped(ending, reason)
-            tell(self._process, signal.SIGTERM)
+            self._streams[-1][1].write_eof()
 
     async def converse(self, content: bytes, allowance: work.Allowance) -> None:
         """Gives it its input, and collects its output, up to its end or that of the allowance."""
-        process, result, output = self._process, self._result_bytes, self._output_bytes
-        assert process.stdout and process.stderr
+        result, output = self._result_bytes, self._output_bytes
+        for each in self._sockets:
+            self._streams.append(await asyncio.open_unix_connection(sock=each))
+        (data, given), (printed, _), (control, _) = self._streams
         try:
             async with work.time_limit(allowance.left_s):
                 await asyncio.gather(
-                    self._give(content),
-                    self._read(process.stdout, self.result, result, "result", f"returned more than {result} bytes"),
-                    self._read(process.stderr, self.output, output, "output", f"printed more than {output} bytes"),
+                    self._give(content, given),
+                    self._read(data, self.result, result, "result", f"returned more than {result} bytes"),
+                    self._read(printed, self.output, output, "output", f"printed more than {output} bytes"),
+                    self._read(control, self._told, 8, "crashed", "it has a status that is too long"),
                 )
-                await process.wait()
         except TimeoutError:
             self.stop("timeout", f"took longer than {allowance.seconds:g} seconds")
 
     async def end(self) -> None:
-        """Has the supervisor kill the rest of the call. If it takes too long, it is killed, and the kernel kills the call."""
-        tell(self._process, signal.SIGTERM)
-        await self._has_ended()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        if not await self._has_ended():
-            structlog.get_logger().error("sandboxed_call_does_not_end", pid=self._process.pid)
+        """Has the supervisor kill the rest of the call, and waits for that, but not for long."""
+        try:
+            async with asyncio.timeout(END_S):
+                for _, writer in self._streams[2:]:
+                    writer.write_eof()
+                for reader, _ in self._streams:
+                    with contextlib.suppress(ConnectionError):
+                        while await reader.read(65536):
+                            pass
+        except TimeoutError:
+            structlog.get_logger().error("sandboxed_call_does_not_end")
+        for _, writer in self._streams:
+            writer.close()
+        for each in self._sockets[len(self._streams) :]:
+            each.close()
 
-    async def _give(self, content: bytes) -> None:
-        assert self._process.stdin
+    async def _give(self, content: bytes, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):  # it died before it read all: its end says why
-            self._process.stdin.write(content)
-            await self._process.stdin.drain()
-        self._process.stdin.close()
+            writer.write(content)
+            await writer.drain()
+            writer.write_eof()
 
     async def _read(
         self, stream: asyncio.StreamReader, into: bytearray, limit: int, ending: RunEnding, reason: str
     ) -> None:
         """Reads to the end: a process counts as ended only when its streams are empty. Stops a call that writes more than
         `limit` bytes; the rest is read and dropped."""
-        while chunk := await stream.read(16384):
-            work.beat()
-            if len(into) + len(chunk) > limit:
-                self.stop(ending, reason)
-            into += chunk[: limit - len(into)]
-
-    async def _has_ended(self) -> bool:
-        """Waits, but not for long, until the process has ended and nobody can write to its streams."""
-        try:
-            async with asyncio.timeout(END_S):
-                for stream in filter(None, (self._process.stdout, self._process.stderr)):
-                    while await stream.read(65536):
-                        pass
-                await self._process.wait()
-        except TimeoutError:
-            return False
-        return True
+        with contextlib.suppress(ConnectionError):  # it died before it read all
+            while chunk := await stream.read(16384):
+                work.beat()
+                if len(into) + len(chunk) > limit:
+                    self.stop(ending, reason)
+                into += chunk[: limit - len(into)]
 
 
 def check_strength(layers: Sequence[str]) -> None:
@@ -362,19 +403,18 @@ def _parse(result: bytes, nonce: str) -> Reply | None:
     return reply if secrets.compare_digest(reply.nonce, nonce) else None
 
 
-def _signal(status: int | None) -> int:
+def _signal(status: int) -> int:
     """The signal that ended the supervisor, or the call below it. Below 1, or no signal, if none did."""
-    code = status or 0
-    return -code if code < 0 else code - 128
+    return -status if status < 0 else status - 128
 
 
-def _how_it_died(status: int | None, output: str) -> str:
-    code, number = status or 0, _signal(status)
+def _how_it_died(status: int, output: str) -> str:
+    number = _signal(status)
     if number == signal.SIGXCPU:
         return "used more CPU time than allowed"
     if number == signal.SIGXFSZ:
         return "wrote more into its folder than allowed"
-    if 0 < number < 65 and code not in (0, 1):
+    if 0 < number < 65:
         return f"killed by signal {number}"
     last = output.strip().rpartition("\n")[2][:200]
-    return f"ended without a result (status {code}){f': {last}' if last else ''}"
+    return f"ended without a result (status {status}){f': {last}' if last else ''}"

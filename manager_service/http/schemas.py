@@ -156,6 +156,14 @@ class WrittenObject(BaseModel):
     num_dropped: int
 
 
+class VerdictObject(BaseModel):
+    """A question to a grader's model, and its answer: the first 4,000 characters of each."""
+
+    grader: str  # its name in a `multi`, else its type
+    prompt: str
+    reply: str
+
+
 class SampleObject(BaseModel):
     object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
     step: int  # that trained on it, or left it out since it failed; the version that an evaluation measures
@@ -169,6 +177,7 @@ class SampleObject(BaseModel):
     advantage: float | None = None  # by which each of its tokens is learned from
     stop_reason: str
     reward_parts: dict[str, float] = {}
+    verdicts: list[VerdictObject] = []
     failure: FailureObject | None = None
     written: WrittenObject | None = None
     kept: Literal["first", "best", "worst", "failed", "evaluation"] = "first"

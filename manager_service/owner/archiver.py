@@ -18,7 +18,7 @@ from manager_service.records.archive import Archive, Archived, in_parts
 from manager_service.records.job_records import DELETED, JobSpec, JobState
 from manager_service.records.keys import read_record
 from manager_service.records.sample_records import Kept
-from manager_service.records.stored import COUNTED, listed
+from manager_service.records.stored import COUNTED, count_again, listed
 from manager_service.records.usage import usage_fields, usage_of
 
 BATCH_JOBS = 20
@@ -104,13 +104,16 @@ class Archiver:
         )
         parts = in_parts("events", [(int(entry.partition(b"-")[0]), fields[b"event"]) for entry, fields in events])
         parts |= in_parts("checkpoints", sorted((int(version), value) for version, value in checkpoints.items()))
-        num_bytes = await self._archive.write(archived, parts)
+        await self._archive.write(archived, parts)
         kept = state.kept.get("samples", Kept())
         if kept.dropped:  # an owner that died may have left files of them
             for files in (self._archive.sample_files, self._archive.answer_files):
                 await files.drop_below(spec.tenant, job, kept.first)
         await self._objects.delete_folder(f"payloads/{job}")
-        return Moved(job, spec.tenant, usage, num_bytes)
+        if deleted:  # a step that was under way then may have made a version since
+            await self._objects.delete_folder(f"adapters/{spec.tenant}/{job}")
+        await self._bus.retrying(lambda: count_again(self._objects, self._bus.client, cell, spec.tenant, job))
+        return Moved(job, spec.tenant, usage)
 
 
 class Recount:

@@ -70,11 +70,9 @@ class SampleFiles:
         folder = self._folder(tenant, job)
         await self._objects.delete(*(f"{folder}/{version}.json" for version in versions))
 
-    async def delete(self, tenant: str, job: str) -> int:
-        """Deletes all of a job's. Returns their bytes."""
-        sizes = await self._objects.sizes(self._folder(tenant, job))
-        await self._objects.delete(*sizes)
-        return sum(sizes.values())
+    async def delete(self, tenant: str, job: str) -> None:
+        """Deletes all of a job's."""
+        await self._objects.delete_folder(self._folder(tenant, job))
 
     async def drop_below(self, tenant: str, job: str, first: int) -> None:
         """Deletes whatever is there of versions below `first`."""
@@ -133,8 +131,8 @@ class Archive:
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
-    async def write(self, job: Archived, parts: Mapping[str, bytes]) -> int:
-        """Writes a job, the record after all that it names, so that a job is there whole or not at all. Returns the bytes."""
+    async def write(self, job: Archived, parts: Mapping[str, bytes]) -> None:
+        """Writes a job, the record after all that it names, so that a job is there whole or not at all."""
         folder, spec = self.folder(job.spec.tenant), job.spec
         content = b"".join(parts.values())
         file = f"parts.{hashlib.sha256(content).hexdigest()}"
@@ -143,8 +141,7 @@ class Archive:
         await self.objects.write(f"{folder}/jobs/{_day(job.created_ms)}/{job.created_ms}.{spec.id}", b"")
         if job.state.version >= 1 and not job.deleted:
             await self.objects.write(self._model(job), b"")
-        record = await self._write_record(msgspec.structs.replace(job, parts=_spans(parts), parts_file=file))
-        return len(content) + record
+        await self._write_record(msgspec.structs.replace(job, parts=_spans(parts), parts_file=file))
 
     async def mark_deleted(self, job: Archived) -> None:
         """Notes that the user deleted the tuned model."""
@@ -165,10 +162,8 @@ class Archive:
         name = f"{job.created_ms}.{job.spec.id}.{job.state.version}.{job.spec.suffix}"
         return f"{self.folder(job.spec.tenant)}/models/{name}"
 
-    async def _write_record(self, job: Archived) -> int:
-        record = JSON.encode(job)
-        await self.objects.write(f"{self.folder(job.spec.tenant)}/{job.spec.id}/record.json", record)
-        return len(record)
+    async def _write_record(self, job: Archived) -> None:
+        await self.objects.write(f"{self.folder(job.spec.tenant)}/{job.spec.id}/record.json", JSON.encode(job))
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
     step: int = 0  # that trained on it, or left it out since it failed; the version that an evaluation measures
     item: int | None = None  # of an evaluation: the item's place in the held-out file, from 0
     advantage: float | None = None  # by which it is learned from; None: it is not, or its reward is no matter
+    verdicts: list[dict[str, str]] = []  # see ScoredTrajectory
     object: Literal["fine_tuning.job.sample"] = "fine_tuning.job.sample"
 
 

@@ -18,6 +18,8 @@ from manager_service.records.keys import GLOBAL
 from manager_service.records.tenants import TenantRecord
 
 TOTAL, COUNTED = "total", "counted"
+MANIFEST = "/manifest.json"
+"""The end of the paths that do not count: they stay when their versions go."""
 WHAT_TO_DELETE = "delete files, models of finished jobs, or checkpoints of runs"
 
 
@@ -37,16 +39,20 @@ def add_stored(cell: Cell, tenant: str, what: str, num_bytes: int) -> list[list[
     return [["HINCRBY", key, what, num_bytes], ["HINCRBY", key, TOTAL, num_bytes]] if num_bytes else []
 
 
-# KEYS: stored. ARGV: what was deleted as a whole, and the field `total`.
-_FREE = """
-local bytes = redis.call('HGET', KEYS[1], ARGV[1])
-if bytes and redis.call('HDEL', KEYS[1], ARGV[1]) then redis.call('HINCRBY', KEYS[1], ARGV[2], -bytes) end
+# KEYS: stored. ARGV: what, its bytes, the field `total`.
+_SET = """
+redis.call('HINCRBY', KEYS[1], ARGV[3], ARGV[2] - (redis.call('HGET', KEYS[1], ARGV[1]) or 0))
+if ARGV[2] == '0' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
 """
 
 
-async def free_stored(redis: Any, cell: Cell, tenant: str, what: str) -> None:
-    """Counts all bytes of `what` as deleted. Once more changes nothing. For deletions outside of an owner's transactions."""
-    await redis.register_script(_FREE)(keys=[cell.stored(tenant)], args=[what, TOTAL])
+async def count_again(objects: Objects, redis: Any, cell: Cell, tenant: str, job: str) -> None:
+    """Counts what object storage has of a job that has ended, whatever was counted before. Once more changes nothing."""
+    records = await objects.sizes(f"records/{tenant}/{cell.base_model}/{job}/")
+    versions = await objects.sizes(f"adapters/{tenant}/{job}/")
+    for what, sizes in ((records_of(job), records), (job, versions)):
+        num_bytes = sum(size for path, size in sizes.items() if not path.endswith(MANIFEST))
+        await redis.register_script(_SET)(keys=[cell.stored(tenant)], args=[what, num_bytes, TOTAL])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,6 @@ async def listed(objects: Objects, cell: Cell, tenant: str, known: Sequence[str]
     mine, folder = {*known, *(name.partition("/")[0] for name in found)}, f"adapters/{tenant}/"
     for path, num_bytes in (await objects.sizes(folder)).items():
         job = path.removeprefix(folder).partition("/")[0]
-        if job in mine and not path.endswith("/manifest.json"):
+        if job in mine and not path.endswith(MANIFEST):
             found[job] += num_bytes
     return found

@@ -102,6 +102,10 @@ def show(sample: Sample) -> None:
     for turn in sample["turns"] or _texts(sample):
         _block(f"[{TITLES.get(turn['by'], turn['by'])}]", style="dim")
         _block(turn["text"])
+    for verdict in sample["verdicts"]:
+        for what in ("prompt", "reply"):
+            _block(f"[{what} of the grader {verdict['grader']}]", style="dim")
+            _block(verdict[what])
     dropped: int = (sample["written"] or {}).get("num_dropped", 0)
     if dropped:
         _block(f"({dropped:,} more tokens are not kept)", style="dim")

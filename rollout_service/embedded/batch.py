@@ -381,7 +381,7 @@ class RunningRows:
 
     def _watch(self, row: TurnRow, place: int, step: ComputedStep) -> bool:
         """Top log-probs, stop strings and grammar of one row, in Python. True if a stop string is complete."""
-        if row.guide:
+        if row.guide and not np.isnan(step.logprobs[place]):
             row.guide.take([int(step.tokens[place])])
         num_top = row.request.sampling.num_top_logprobs
         if num_top and step.sampled.top:

@@ -113,8 +113,7 @@ class VllmCore:
         if not self._dead.is_set():
             os.kill(self._pid, signal.SIGKILL)
             await self._dead.wait()
-        # It closes its sockets, but not their context, which the garbage collector ends in any thread.
-        self._llm.engine_core.resources.ctx.destroy(linger=0)
+        _end_messages(self._llm.engine_core.resources)
 
     async def wait_dead(self) -> None:
         await self._dead.wait()
@@ -251,6 +250,15 @@ def _arguments(settings: RolloutSettings, folder: Path, context: int) -> dict[st
         "disable_log_stats": True,
         "worker_extension_cls": "rollout_service.process.vllm_guard.Guard",
     }
+
+
+def _end_messages(resources: Any) -> None:
+    """Ends the context of its sockets, which the garbage collector would end in any thread. Closes them before: where the process was
+    dead already vLLM does so only later, in this loop, and a context waits for its sockets."""
+    named = (f"{name}_socket" for name in ("output", "input", "first_req_send", "first_req_rcv", "stats_update"))
+    for socket in filter(None, (getattr(resources, name) for name in named)):
+        socket.close(linger=0)
+    resources.ctx.destroy(linger=0)
 
 
 def _parameters(request: SamplingRequest) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import subprocess
@@ -44,6 +45,11 @@ def running(**pids: int) -> Any:
     return SimpleNamespace(services=SimpleNamespace(pids=pids))
 
 
+@pytest.fixture(autouse=True)
+def _no_process_of_earlier_tests() -> None:  # pyright: ignore[reportUnusedFunction]
+    gc.collect()  # a sandbox that nobody closed ends its prepared processes
+
+
 async def test_the_helpers_of_graders_and_those_that_read_large_texts_are_killed() -> None:
     comparer, reading, tenant = TextComparer(), Helpers({}, {}), TenantRecord(id="acme", created_at=0)
 
@@ -64,13 +70,14 @@ async def test_the_helpers_of_graders_and_those_that_read_large_texts_are_killed
     await reading.close()
 
 
-@pytest.mark.parametrize(("kind", "num"), [("kill a helper", 3), ("kill a call", 1), ("freeze a helper", 3)])
+@pytest.mark.parametrize(("kind", "num"), [("kill a helper", 4), ("kill a call", 1), ("freeze a helper", 4)])
 async def test_supervisors_calls_and_hosts_of_packages_are_struck(kind: str, num: int) -> None:
     # Given a call in the sandbox, and a host that waits for what it is to load
     others, (ours, theirs) = descendants(os.getpid()), socket.socketpair()
     host = subprocess.Popen([sys.executable, str(HOST), str(theirs.fileno())], pass_fds=[theirs.fileno()])
-    call = asyncio.create_task(Sandbox().run("import time\ntime.sleep(1)\nprint('done')", timeout_s=30))
-    while not calls([os.getpid()]) or len(helpers([os.getpid()])) < 3:
+    sandbox = Sandbox()
+    call = asyncio.create_task(sandbox.run("import time\ntime.sleep(1)\nprint('done')", timeout_s=30))
+    while not calls([os.getpid()]) or len(helpers([os.getpid()])) < 4:
         await asyncio.sleep(0.02)
     struck = helpers([os.getpid()])
     async with inflict.INFLICTIONS[kind, "process"](running(env=os.getpid()), fault(kind, "env")) as hits:
@@ -82,6 +89,7 @@ async def test_supervisors_calls_and_hosts_of_packages_are_struck(kind: str, num
     for each in (ours, theirs):
         each.close()
     host.wait()
+    await sandbox.close()
     assert alive(descendants(os.getpid()) - others) == set()
 
 

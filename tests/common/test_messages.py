@@ -109,6 +109,7 @@ EXAMPLES: list[AnyMessage] = [
         adapter=ADAPTER,
         trajectory=TRAJECTORY,
         stop_reason="failed",
+        verdicts=[{"grader": "g", "prompt": "p", "reply": "r"}],
         failure=Failure("grader", "it raised"),
     ),
     Parked(**PLAIN, request=REQUEST),
@@ -162,7 +163,7 @@ EXAMPLES: list[AnyMessage] = [
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "e45724906dab97c491a570ac02073b2040b75985bc183753b63a75f948f8a938"
+SNAPSHOT = "b99d811292f672f6232cefc03aa342f7c8f61bd136bcc07fa194f4fd763a1c1c"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 

@@ -610,11 +610,15 @@ async def test_a_worker_goes_on_while_it_imports_an_environment(installed: None,
     waits = "import os, time\nwhile not os.path.exists({!r}):\n    time.sleep(0.01)\n"
     module, go_on = tmp_path / "countdown_env.py", tmp_path / "go_on"
     module.write_text(waits.format(str(go_on)) + module.read_text())
-    handling = asyncio.create_task(Run().handle(start_of("countdown", item=None)))
-    await asyncio.sleep(0.1)
-    go_on.touch()  # a loop that waits for the import never comes here
+    run = Run()
+    handling = asyncio.create_task(run.handle(start_of("countdown", item=None)))
+    for _ in range(200):  # a loop that waits for the import never comes here
+        await asyncio.sleep(0 if run.beats else 0.01)
+    beats = run.beats
+    go_on.touch()
     [(stream, _)] = await handling
     assert stream == CELL.rollout
+    assert beats, "or another worker takes the work over"
 
 
 @pytest.mark.usefixtures("installed")

@@ -2,15 +2,20 @@
 
 import asyncio
 import os
+import secrets
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.errors import InvalidInput
 from env_service.sandbox.sandbox import LAYERS, Outcome, Sandbox, SandboxLimits, check_strength
+from tests.support.processes import alive, descendants
 
 CONFIGURATIONS = [LAYERS, ("seccomp", "landlock"), ("seccomp",)]
 
@@ -109,6 +114,8 @@ def test_no_descriptor_of_the_worker_is_inherited() -> None:
     try:
         outcome = run(f"import os\nos.write({write}, b'x')")
         assert outcome.ending == "raised"
+        seen = run("import os\nfor fd in range(32):\n try: os.fstat(fd)\n except OSError: continue\n print(fd)")
+        assert seen.output.split() == ["0", "1", "2", "3"], "its streams, and where its result goes"
     finally:
         os.close(read)
         os.close(write)
@@ -147,6 +154,69 @@ def test_no_folder_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run("open('x', 'w').write('1')", layers=("seccomp",)).ending == "ok"
     assert run("while True: pass", timeout_s=0.3).ending == "timeout"
     assert list(tmp_path.iterdir()) == []
+
+
+# ---- the prepared process -------------------------------------------------------------------------------------------
+
+REMEMBERS = """
+import json, os, random
+def grade(word):
+    seen = [getattr(json, 'kept', None), *os.listdir()]
+    json.kept = word
+    open('kept', 'w').write(word)
+    print(seen, random.random())
+"""
+
+
+@pytest.mark.parametrize(
+    "source", [REMEMBERS, "import numpy\n" + REMEMBERS.replace("random.random()", "numpy.random.rand()")]
+)
+async def test_calls_share_a_prepared_process_and_nothing_else(source: str) -> None:
+    # Given two calls that leave what they can, with a secret of a tenant's
+    sandbox, others, secret = Sandbox(), descendants(os.getpid()), secrets.token_hex(8)
+    outputs = [(await sandbox.run(source, call="grade", arguments=[secret], timeout_s=30)).output for _ in range(2)]
+    # Then one process was there for both, the second saw nothing of the first, and their random numbers differ
+    ((prepared, _),) = descendants(os.getpid()) - others
+    assert [output.split("] ")[0] for output in outputs] == ["[None"] * 2 and outputs[0] != outputs[1]
+    # And the prepared process has none of it
+    assert not holds(prepared, secret.encode()) and holds(prepared, b"marlaas", b"env_service.sandbox")
+    await sandbox.close()
+    assert alive(descendants(os.getpid()) - others) == set()
+
+
+def holds(pid: int, *words: bytes) -> bool:
+    """Has the memory that a process may write one of these words?"""
+    maps = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for start, end in (addresses.split("-") for addresses, mode, *_ in maps if mode.startswith("rw")):
+            memory.seek(int(start, 16))
+            content = memory.read(int(end, 16) - int(start, 16))
+            if any(word in content for word in words):
+                return True
+    return False
+
+
+async def test_a_prepared_process_that_is_killed_is_made_anew_and_its_calls_go_on() -> None:
+    sandbox, others = Sandbox(), descendants(os.getpid())
+    call = asyncio.create_task(sandbox.run("import time\nopen('x', 'w')\ntime.sleep(1)\nprint(1)", timeout_s=30))
+    while len(descendants(os.getpid()) - others) < 3:
+        await asyncio.sleep(0.02)
+    (prepared,) = [
+        child.pid for child in psutil.Process().children() if child.pid in dict(descendants(os.getpid()) - others)
+    ]
+    os.kill(prepared, signal.SIGKILL)
+    assert (await sandbox.run("print(2)", timeout_s=30)).output == "2\n"
+    assert not call.done()
+    assert (await call).output == "1\n"
+    await sandbox.close()
+
+
+def test_a_prepared_process_that_nobody_needs_ends() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        requests = f"socket.socket(fileno={theirs.fileno()})"
+        source = f"import socket\nfrom env_service.sandbox import prepared as p\np.IDLE_S = 0.1\np.forked({requests})"
+        assert subprocess.run([sys.executable, "-c", source], pass_fds=[theirs.fileno()]).returncode == 0
 
 
 # ---- folders --------------------------------------------------------------------------------------------------------

@@ -39,12 +39,13 @@ async def grade_async(
 
 @contextlib.asynccontextmanager
 async def graders(hosts: str = "", timeout_s: float = 5.0) -> AsyncGenerator[GraderRunner]:
-    endpoints, comparer = Endpoints(hosts), TextComparer()
+    endpoints, comparer, sandbox = Endpoints(hosts), TextComparer(), Sandbox()
     try:
-        yield GraderRunner(sandbox=Sandbox(), endpoints=endpoints, text_comparer=comparer, timeout_s=timeout_s)
+        yield GraderRunner(sandbox=sandbox, endpoints=endpoints, text_comparer=comparer, timeout_s=timeout_s)
     finally:
         await comparer.close()
         await endpoints.close()
+        await sandbox.close()
 
 
 async def graded(

@@ -102,6 +102,7 @@ async def test_a_call_that_is_killed_is_made_once_more_from_the_beginning(
     assert (repeated.ending, repeated.output) == ("ok", "[]\n")
     with pytest.raises(Unavailable, match="killed from outside"):
         await outcome(seconds=30, kills=2)
+    await sandbox.close()
     assert alive(descendants(os.getpid()) - others) == set()
 
 
@@ -163,8 +164,9 @@ async def test_a_call_that_is_given_up_leaves_nothing_and_is_not_made_again(laye
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    assert alive(descendants(os.getpid()) - others) == set()
     assert (await sandbox.run("print(1)", timeout_s=20)).output == "1\n"
+    await sandbox.close()
+    assert alive(descendants(os.getpid()) - others) == set()
 
 
 @EITHER

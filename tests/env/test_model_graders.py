@@ -96,6 +96,11 @@ async def test_models_in_a_formula_are_asked_one_after_the_other_and_the_rest_ru
     assert (second.adapter, second.turn, second.id) == (AdapterRef("acme", "job7", 3), 2, "job1/11/5/2/0")
     scored = await answer(run, second, "fair<|end|>")
     assert (scored.reward, scored.reward_parts) == (112.0, {"code": 100.0, "style": 2.0, "tone": 1.0})
+    prompt = "system: You compare.\n\nuser: 29842 or 29842?"
+    assert scored.verdicts == [
+        {"grader": "style", "prompt": prompt, "reply": "2"},
+        {"grader": "tone", "prompt": prompt, "reply": "fair"},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +130,7 @@ async def test_a_grader_whose_model_gives_no_score_masks_the_trajectory(
     scored = message if text is None else await answer(run, message, f"{text}<|end|>")
     assert isinstance(scored, ScoredTrajectory) and scored.reward is None and scored.failure is not None
     assert any(part in scored.failure.reason for part in reason.split("|")), scored.failure
+    assert [verdict["reply"] for verdict in scored.verdicts] == ([] if text is None else [text])
 
 
 def test_a_models_turn_that_failed_masks_the_trajectory_and_one_that_was_cancelled_cancels_it() -> None:

@@ -412,6 +412,9 @@ async def test_samples_are_those_of_a_version_or_of_the_newest(server: ApiServer
     assert json.loads(newest.content)["step"] == 2
 
 
+VERDICTS = [{"grader": "tone", "prompt": "user: is 95 right?", "reply": "fair"}]
+
+
 async def test_samples_are_found_by_reward_and_by_failure_and_exported_step_by_step_as_jsonl(server: ApiServer) -> None:
     job = (await create(server.openai)).id
     url = f"/v1/fine_tuning/jobs/{job}/samples"
@@ -419,7 +422,8 @@ async def test_samples_are_found_by_reward_and_by_failure_and_exported_step_by_s
     written = Written([1, 2, 3, 4], [2, 2], [-0.5, -0.1])
     failure = Failure("grader", "it raised")
     for version in (1, 2):
-        rows = [SampleRecord(version, 0, n, "95", n / 4, "stop", "add 37+58", written=written) for n in range(4)]
+        about: Any = {"written": written, "verdicts": VERDICTS}
+        rows = [SampleRecord(version, 0, n, "95", n / 4, "stop", "add 37+58", **about) for n in range(4)]
         rows.append(SampleRecord(version, 0, 4, "", None, "failed", "add 37+58", failure=failure, kept="failed"))
         await keep_samples(server, job, version, rows)
 
@@ -438,6 +442,7 @@ async def test_samples_are_found_by_reward_and_by_failure_and_exported_step_by_s
         assert answer.headers["content-type"].startswith("application/jsonl")
         rows = [json.loads(line) for line in answer.content.splitlines()]
         assert all([turn["by"] for turn in row["turns"]] == ["prompt", "model"] for row in rows if row["written"])
+        assert all(row["verdicts"] == (VERDICTS if row["written"] else []) for row in rows)
         return [(row["step"], row["sample"]) for row in rows]
 
     assert await exported() == [(step, n) for step in (1, 2) for n in range(5)]

@@ -487,6 +487,7 @@ def kept(step: int, sample: int, reward: float | None, said: str) -> dict[str, A
         "text": said,
         "reward": reward,
         "turns": turns,
+        "verdicts": [{"grader": "tone", "prompt": "user: fair?", "reply": said}],
         **about,
     }
 
@@ -503,7 +504,8 @@ def test_samples_are_whole_conversations_in_80_columns(api: type[FakeApi]) -> No
     }
     printed = run("samples", "ftjob-1", "--step", "12")
     assert "step 12  group 1  sample 0  reward 0.5  stop" in printed and "grader: it raised" in printed
-    assert "add 1+2" in printed and printed.count("word") == 30 and "  last" in printed.splitlines()
+    assert "add 1+2" in printed and printed.count("word") == 60 and "  last" in printed.splitlines()
+    assert "  [prompt of the grader tone]\n  user: fair?\n  [reply of the grader tone]\n  4\n" in printed
     assert r"3\u001b[2J\u2028\u0085\u202e" in printed and max(map(len, printed.splitlines())) <= 80
     assert all(c == "\n" or unicodedata.category(c) not in output.UNSEEN for c in printed)
     assert len(run("samples", "ftjob-1", "--jsonl").splitlines()) == 3

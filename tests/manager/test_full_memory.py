@@ -30,6 +30,7 @@ from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, item, jsonl, method, running_api, running_jobs, upload
 from tests.support.owning import LEASE_S, System, is_archived
 
+BALLAST = 16 << 20
 SMALL: dict[str, Any] = {"batch_size": 2, "group_size": 2}
 FULL = 1
 """A limit of one byte."""
@@ -138,6 +139,8 @@ async def test_while_redis_is_almost_full_the_api_takes_no_new_work_and_says_wha
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         client = server.bus.client
 
+        await client.set("ballast", bytes(BALLAST))  # beside which clients' buffers, which do not count, are small
+
         async def is_almost_full() -> bool:
             used = int((await client.info("memory"))["used_memory"])
             await client.config_set("maxmemory", int(used / 0.9))
@@ -152,6 +155,7 @@ async def test_while_redis_is_almost_full_the_api_takes_no_new_work_and_says_wha
             assert (await server.http.get("/v1/fine_tuning/jobs")).json()["data"] == []
         finally:
             await client.config_set("maxmemory", 0)
+            await client.delete("ballast")
         async with asyncio.timeout(60):
             while (await server.http.post("/v1/fine_tuning/jobs", json=body)).status_code == 503:
                 await asyncio.sleep(0.1)

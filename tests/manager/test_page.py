@@ -160,6 +160,9 @@ async def test_hostile_names_items_samples_and_events_are_shown_as_text(server: 
         assert "broken" not in await tab.page.title()
 
 
+FAIR = [{"grader": "tone", "prompt": "user: <b>fair?</b>", "reply": "no"}]
+
+
 async def test_a_failed_conversation_is_found_and_read_token_by_token(server: ApiServer, tab: Tab) -> None:
     job = (await create(server.openai)).id
     await write_steps(server, job, range(1, 3))
@@ -168,7 +171,9 @@ async def test_a_failed_conversation_is_found_and_read_token_by_token(server: Ap
     tokens, lengths = [token for part in parts for token in part], [len(part) for part in parts]
     written = Written(tokens, lengths, [-0.25] * lengths[1] + [-5.0] * lengths[3])
     good = [SampleRecord(1, 0, n, "3", 1.0, "stop", "add 1+2") for n in range(3)]
-    bad = SampleRecord(1, 0, 3, "4", None, "failed", "add 1+2", {}, Failure("grader", "it raised"), written)
+    bad = SampleRecord(
+        1, 0, 3, "4", None, "failed", "add 1+2", {}, Failure("grader", "it raised"), written, verdicts=FAIR
+    )
     learned = SampleRecord(1, 0, 4, "4", 0.0, "stop", "add 1+2", written=written, advantage=-0.5)
     unsaid = SampleRecord(1, 1, 0, "4", 0.0, "stop", written=written)
     await keep_samples(server, job, 2, [*good, bad, learned, unsaid])
@@ -178,8 +183,8 @@ async def test_a_failed_conversation_is_found_and_read_token_by_token(server: Ap
     await expect(tab.page.locator(".list button")).to_have_attribute("aria-pressed", "true")
     await tab.page.get_by_text("grader: it raised").wait_for()
     turns = await tab.page.locator(".turn .tokens").all_inner_texts()
-    assert turns == ["add 1+2", "33", "that is wrong", "4"]
-    last = tab.page.locator(".turn .tokens").last.locator("span")
+    assert turns == ["add 1+2", "33", "that is wrong", "4", "user: <b>fair?</b>", "no"]
+    last = tab.page.locator(".turn.model .tokens").last.locator("span")
     await expect(last).to_have_attribute("title", "log-prob -5.000, p 0.0067")
     await tab.go(f"/job/{job}?tab=samples&step=2&group=0&sample=4")
     await tab.page.get_by_title("log-prob -5.000, p 0.0067, advantage -0.5").wait_for()

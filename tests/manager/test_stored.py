@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from common.bus.bus import Bus
@@ -15,7 +16,9 @@ from common.store.objects import Objects
 from common.wire.messages import AdapterRef
 from harness.redis_server import free_port
 from harness.standin import StandInTrainer, commit, create_job, state_of, until_status
+from manager_service.owner.archiver import Archiver
 from manager_service.records.archive import SampleFiles
+from manager_service.records.job_records import DELETED
 from manager_service.records.keys import JSON
 from manager_service.records.stored import COUNTED, TOTAL, StoredBytes, file_sizes, records_of
 from manager_service.records.tenants import TENANTS, TenantRecord
@@ -162,6 +165,30 @@ async def test_what_was_stored_before_it_was_counted_is_listed_once(bus: Bus, ob
         COUNTED: 1,
     }
     await system.stop()
+
+
+async def test_a_job_that_is_archived_counts_what_the_store_has_of_it(bus: Bus, objects: Objects) -> None:
+    """And of a deleted one goes what a step under way has made since."""
+    system, key = System(bus, objects), bus.cell.stored(TENANT)
+    await system.start()
+    whole, deleted = (replace(supervised(num_steps=2), id=f"ftjob-{name}") for name in ("whole", "deleted"))
+    for spec in (whole, deleted):
+        await system.run_job(spec, "succeeded")
+    await system.stop()
+    await bus.client.hset(bus.cell.job(deleted.id), DELETED, 1)
+    for job in (whole.id, deleted.id):  # samples that were never written, and versions that are counted as gone twice
+        await bus.client.hset(key, mapping={job: -5, records_of(job): 10**9})
+    await bus.client.hset(key, TOTAL, 2 * (10**9 - 5))
+    for _ in range(2):
+        await Archiver(bus, objects).copy([whole.id, deleted.id])
+    kept = {folder: sum((await objects.sizes(f"{folder}/{TENANT}")).values()) for folder in ("adapters", "records")}
+    assert not await objects.paths(f"adapters/{TENANT}/{deleted.id}")
+    fields: dict[Any, Any] = await bus.client.hgetall(key)
+    found = {name.decode(): int(size) for name, size in fields.items()}
+    manifests = [f"adapters/{TENANT}/{whole.id}/{version:08d}/manifest.json" for version in (0, 1, 2)]
+    assert found[whole.id] == kept["adapters"] - sum([len(await objects.get(path)) for path in manifests]) > 0
+    assert found[records_of(whole.id)] + found[records_of(deleted.id)] == kept["records"]
+    assert deleted.id not in found and found[TOTAL] == found[whole.id] + kept["records"]
 
 
 async def test_a_cell_whose_redis_is_away_keeps_nobody_from_counting_in_others(bus: Bus) -> None:

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from common.errors import InvalidInput
-from common.text.grammars import json_grammar
-from rollout_service.engine import Generated
+from common.text.grammars import LIMITS, json_grammar
+from manager_service.http.reading.tasks import Constrain, do
+from rollout_service.engine import CorruptAdapter, Generated
 from tests.support.engines_under_test import KINDS, Running, process_engine
 from tests.support.fake_core import FakeCore
-from tests.support.rollout_cases import bits, files_of, nearly, one, prompt, ref, request, tokenizer
+from tests.support.rollout_cases import bits, broken_files, files_of, nearly, one, prompt, ref, request, tokenizer
 from tests.support.rollout_cases import running as running_torch
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
@@ -99,6 +101,13 @@ async def test_a_turn_that_cannot_follow_its_grammar_fails_alone() -> None:
     assert isinstance(answer, Generated) and value(answer.tokens)
 
 
+async def test_scores_that_are_no_numbers_are_the_adapters_fault_and_not_the_grammars() -> None:
+    async with running_torch(adapters={ref("bad"): broken_files()}) as engine:
+        for temperature in (0.0, 1.0):
+            with pytest.raises(CorruptAdapter):
+                await one(engine, asked(adapter=ref("bad"), temperature=temperature))
+
+
 async def test_an_engine_whose_process_masks_nothing_refuses_grammars() -> None:
     engine = process_engine(lambda: FakeCore(272, 5))
     await engine.start()
@@ -107,6 +116,37 @@ async def test_an_engine_whose_process_masks_nothing_refuses_grammars() -> None:
             await one(engine, asked())
     finally:
         await engine.stop()
+
+
+def follows_schema(schema: Any, answer: str) -> bool:
+    matcher = LLMatcher(LLTokenizer("byte"), json_grammar(schema), log_level=0, limits=LIMITS)
+    return matcher.try_consume_tokens(list(answer.encode())) == len(answer) and matcher.is_accepting()
+
+
+async def test_an_object_has_the_properties_of_all_the_schemas_that_describe_it() -> None:
+    def named(name: str, **more: Any) -> Any:
+        return {"type": "object", "properties": {name: {"type": "integer"}}, **more}
+
+    bases = {"$defs": {"Base": named("a", required=["a"])}}
+    base = {"$ref": "#/$defs/Base"}
+    for joined in (
+        {"allOf": [base, named("b")]},
+        named("b", allOf=[base]),
+        named("b", **base),
+        named("b", anyOf=[base, named("c")]),
+    ):
+        answers = ('{"a":1,"b":2}', '{"b":2,"a":1}')
+        assert any(follows_schema({**joined, **bases}, answer) for answer in answers)
+    for alone in (base, {"allOf": [base]}, {"anyOf": [base, named("c")]}):
+        assert follows_schema({**alone, **bases}, '{"a":1}') and not follows_schema({**alone, **bases}, '{"a":1,"b":2}')
+
+
+async def test_a_schema_of_too_many_levels_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(500):
+        schema = {"type": "array", "items": schema}
+    with pytest.raises(InvalidInput, match="recursion depth"):
+        do(Constrain("tiny", schema, [], "response_format"), {"tiny": tokenizer()})
 
 
 async def test_a_schema_that_cannot_be_followed_is_named_without_options_of_the_library() -> None:

@@ -86,9 +86,11 @@ def result_of(answer: httpx.Response) -> dict[str, Any]:
     return {"metrics": dict(pb.ForwardBackwardOutput.FromString(answer.content).metrics)}
 
 
-def pass_over(run: str, seq: int, *, num_tokens: int = 3, num_data: int = 1, token: int = 1) -> bytes:
-    """A forward_backward whose data have the tokens 0, 1, 2, … up to 199."""
-    message = pb.ForwardBackwardRequest(model_id=run, seq_id=seq, loss_fn="cross_entropy")
+def pass_over(
+    run: str, seq: int, *, num_tokens: int = 3, num_data: int = 1, token: int = 1, is_forward: bool = False
+) -> bytes:
+    """A forward_backward, or a forward, whose data have the tokens 0, 1, 2, … up to 199."""
+    message = pb.ForwardBackwardRequest(model_id=run, seq_id=seq, loss_fn="cross_entropy", forward_only=is_forward)
     for _ in range(num_data):
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = (np.arange(num_tokens, dtype="<i4") % 200).tobytes()

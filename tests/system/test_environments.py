@@ -312,4 +312,6 @@ async def test_a_base_model_and_a_tuned_one_grade_the_answers_of_jobs(world: Wor
     multi = {"type": "multi", "name": "both", "graders": both, "calculate_output": "plain + 0 * tuned"}
     again, samples = await world.train({"grader": multi}, items, batch_size=2, **hyper)
     assert all(set(sample["reward_parts"]) == {"plain", "tuned"} for sample in samples), samples
+    assert all(sorted(one["grader"] for one in sample["verdicts"]) == ["plain", "tuned"] for sample in samples), samples
+    assert all(sample["text"] in one["prompt"] for sample in samples for one in sample["verdicts"]), samples
     assert await world.failed(job) == await world.failed(again) == 0

@@ -18,6 +18,7 @@ from trainer_service.backbone.sequences import DecoderBackbone
 from trainer_service.handler import TrainHandler
 from trainer_service.lagged import MAX_ROWS, lagged_batch
 from trainer_service.training import Trainer
+from trainer_service.versions import Versions
 
 RATE = OptimSpec(0.02)
 
@@ -80,6 +81,20 @@ async def test_a_version_that_is_gone_leaves_the_gap_unmeasured_and_the_step_who
     rows = await job.rows(0)
     await job.store.drop_files(AdapterRef("t", "j", 0))
     job.trainer = job.fresh()
+    assert (await job.run(make_step(1, rows, optim=RATE))).metrics.get("lagged_gap") is None
+
+
+async def test_an_older_version_that_memory_does_not_hold_leaves_the_gap_unmeasured_and_the_step_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Asynchronous(tmp_path, 1)
+    await job.steps(1)
+    rows = await job.rows(0)
+
+    async def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Versions, "weights", full)
     assert (await job.run(make_step(1, rows, optim=RATE))).metrics.get("lagged_gap") is None
 
 

@@ -15,7 +15,7 @@ from manager_service.http.schemas import BaseObject, Deleted, ModelObject, Page
 from manager_service.http.stores.job_store import JobRow, JobStore
 from manager_service.http.stores.model_names import find_model
 from manager_service.records.job_records import FINAL
-from manager_service.records.stored import add_stored, free_stored, records_of
+from manager_service.records.stored import count_again
 
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=COMMON)
 
@@ -72,9 +72,11 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
     if job := await JobStore(api).unfinished_user(tenant.id, lambda spec: model in asked_models(spec.env)):
         raise conflict(f"graders of the job {job} ask this model until it has ended", code="model_in_use")
     await JobStore(api).mark_deleted(named.row)
-    await api.adapters.delete_job(tenant.id, named.row.spec.id)
-    await free_stored(named.base.redis, named.base.cell, tenant.id, named.row.spec.id)
-    await _delete_samples(named.base, tenant.id, named.row.spec.id)
+    base, job = named.base, named.row.spec.id
+    await api.adapters.delete_job(tenant.id, job)
+    for files in (base.archive.sample_files, base.archive.answer_files):
+        await files.delete(tenant.id, job)
+    await count_again(api.objects, base.redis, base.cell, tenant.id, job)
     return Deleted(id=model, object="model")
 
 
@@ -84,13 +86,6 @@ async def _is_leaving(base: Base, row: JobRow) -> bool:
     if state.leaving is None and (state.training or state.initialising):
         return False  # a trainer may wait for room on a full disk, which deletions make
     return row.archived is None and bool(await base.redis.sismember(active, row.spec.id))
-
-
-async def _delete_samples(base: Base, tenant: str, job: str) -> None:
-    archive = base.archive
-    num_bytes = sum([await files.delete(tenant, job) for files in (archive.sample_files, archive.answer_files)])
-    for words in add_stored(base.cell, tenant, records_of(job), -num_bytes):
-        await base.redis.execute_command(*words)
 
 
 def _base(base: Base, name: str) -> ModelObject:

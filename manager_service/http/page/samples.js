@@ -118,6 +118,7 @@ function conversation(view, found) {
     facts(sample, isSupervised(view.job)),
     turnsOf(found).map((one) => turn(one, {advantage: sample.advantage, length: found.turns.length > 0})),
     cutOff(found.num_dropped),
+    (sample.verdicts ?? []).map((one) => ["prompt", "reply"].map((what) => turn({by: "grader", tokens: [one[what]]}, {length: false, of: `Grader ${one.grader}: ${what}`}))),
     again && h("p", {}, again),
   ];
 }

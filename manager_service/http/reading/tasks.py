@@ -258,7 +258,7 @@ def _grammar(task: Constrain, tokenizer: ChatTokenizer) -> str:
         if not task.functions:
             return json_grammar(task.schema)
         return call_grammar(task.functions, tags_are_tokens=tokenizer.adds(OPEN))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{task.param}: {error}", param=task.param) from error
 
 

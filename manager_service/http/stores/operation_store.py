@@ -56,7 +56,7 @@ for at = 1, #all, 2 do
   end
 end
 -- Were the run that holds the most refused too, runs that wait for room would wait for each other: none would come to its step.
-if has_data and bytes > tonumber(ARGV[7]) then return steps and 'holds' or 'too much' end
+if has_data and tonumber(ARGV[4]) + tonumber(log or 0) > tonumber(ARGV[7]) then return steps and 'holds' or 'too much' end
 if has_data and held > tonumber(ARGV[7]) and not most then return 'holds' end
 if bytes > 0 then redis.call('HSET', KEYS[4], ARGV[5], bytes) end
 redis.call('XADD', KEYS[3], '*', unpack(ARGV, 10))

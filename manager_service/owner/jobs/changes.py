@@ -18,7 +18,7 @@ from manager_service.records.job_records import MOVING, VERSION, JobState
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import NUM_SEQS_KEPT, USED_S, RunState, Sampler, session_of
 from manager_service.records.sample_records import CheckpointRecord, EventRecord, SampleKind
-from manager_service.records.stored import COUNTED, add_stored, records_of
+from manager_service.records.stored import COUNTED, add_stored
 from manager_service.records.usage import ARCHIVED, KEEP_HOURS_S, QUOTA_COUNTERS, day_field, hour_of
 
 RedisCommand = list[Any]
@@ -36,7 +36,7 @@ class Moved:
     job: str
     tenant: str = ""  # empty: its record cannot be read, so it stays where it is
     usage: Mapping[str, float] = field(default_factory=dict[str, float])  # counter -> amount
-    num_bytes: int = 0  # that were written; of a run, that were deleted and still count: negative
+    num_bytes: int = 0  # of a run: negative, of versions that were deleted and still count
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,6 @@ def _deletions(moved: Moved, cell: Cell, partition: int) -> list[RedisCommand]:
     result.append(["HDEL", cell.unfinished(tenant), job])
     result += [["ZREM", key, job] for key in (cell.tenant_jobs(tenant), cell.jobs_all)]
     result.append(["INCR", cell.num_archived])
-    result += add_stored(cell, tenant, records_of(job), moved.num_bytes)
     return result + _used_up(moved, cell)
 
 

@@ -70,6 +70,7 @@ def record_of(
         stop_reason=message.stop_reason,
         prompt=prompt_of(item),
         reward_parts=message.reward_parts,
+        verdicts=message.verdicts,
         failure=message.failure,
         written=written,
         kept=kept,

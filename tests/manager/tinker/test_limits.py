@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from common.bus.fullness import MAX_USED_FOR_NEW
 from common.store.adapters import PEFT_FILES
 from manager_service.http import body_limit
 from manager_service.http.stores import operation_store
@@ -172,14 +173,21 @@ async def test_while_redis_is_almost_full_a_run_sends_data_one_by_one_and_its_st
     server: ApiServer, client: TinkerClient
 ) -> None:
     run, redis = await client.run(await client.session(), 0), server.bus.client
-    await redis.config_set("maxmemory", int((await redis.info("memory"))["used_memory"] / 0.9))
+    await redis.set("ballast", bytes(16 << 20))  # beside which clients' buffers, which do not count, are small
+
+    async def is_almost_full() -> bool:
+        await redis.config_set("maxmemory", int((await redis.info("memory"))["used_memory"] / 0.9))
+        return await server.api.bases["tiny"].gauge.used() > MAX_USED_FOR_NEW
+
     try:
+        await until(is_almost_full)
         refused = await client.send(pass_over(run, 2, num_tokens=20))
         assert refused.status_code == 503 and "takes no new work" in refused.json()["error"]["message"]
         assert (await client.send(pass_over(run, 1, num_tokens=20))).status_code == 200
         assert (await client.post("optim_step", model_id=run, seq_id=3, adam_params={})).status_code == 200
     finally:
         await redis.config_set("maxmemory", 0)
+        await redis.delete("ballast")
 
 
 @pytest.mark.parametrize(("least", "most"), [(0, 6000), (1000, 3000)])
@@ -199,6 +207,22 @@ async def test_one_step_has_so_many_bytes_and_small_operations_count_for_more(
             step = await client.post("optim_step", model_id=run, seq_id=seq, adam_params={})
             told.append(result_of(await client.retrieve(step.json()["request_id"])).get("error", ""))
         assert "not whole" in told[-2] and told[-1] == ""
+
+
+async def test_more_data_than_wait_at_once_are_told_to_come_again_though_no_step_is_in_between(
+    server: ApiServer, client: TinkerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_records, "LEAST_HELD", 1000)
+    monkeypatch.setattr(operation_store, "MAX_HELD_BYTES", 3000)
+    run = await client.run(await client.session())
+    passes = [pass_over(run, seq, is_forward=True) for seq in range(1, 5)]
+    assert [(await client.send(each)).status_code for each in passes] == [200, 200, 200, 429]
+    async with owned_runs(server):
+        for seq in (1, 2, 3):
+            await client.retrieve(f"{run_of(run)}:{seq}")
+        answer = await client.send(passes[3])
+        assert answer.status_code == 200, answer.text
+        assert "error" not in result_of(await client.retrieve(answer.json()["request_id"]))
 
 
 async def test_a_run_has_so_many_checkpoints(

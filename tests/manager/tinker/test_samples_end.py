@@ -13,10 +13,8 @@ from manager_service.http.sampling.choices import InferenceRequest
 from manager_service.http.tinker import retrieval
 from manager_service.http.tinker.futures import sample_futures as samples_module
 from manager_service.http.tinker.futures.sample_futures import Gone
-from manager_service.records.job_records import JobState
-from manager_service.records.keys import JSON
 from manager_service.records.run_records import SESSION_ALIVE_S
-from tests.support.api_server import ApiServer, Script, method, played, running_api, upload
+from tests.support.api_server import ApiServer, Script, method, played, running_api, upload, write_state
 from tests.support.tinker_client import TinkerClient, client_of, samples_of
 
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [104, 105]}]}
@@ -30,8 +28,7 @@ async def test_a_sampler_of_a_jobs_version_that_was_deleted_says_so(server: ApiS
             model="tiny", training_file=await upload(server.openai), extra_body={"method": given}
         )
     ).id
-    state = JSON.encode(JobState(status="succeeded", version=3))
-    await server.api.redis.hset(server.bus.cell.job(job), "state", state)
+    await write_state(server, job, status="succeeded", version=3)
     sampler = await client.sampler(await client.session(), model_path=f"tinker://{job}/sampler_weights/2")
     async with played(Script(server.bus, inbox=server.bus.cell.rollout)):
         asked = await client.post("asample", **SAMPLE, sampling_session_id=sampler, seq_id=0)
