@@ -44,7 +44,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
     job = parse(body)
     start = await find_start(api, tenant, body)
     base, given, job = start.base, body.integrations, replace(job, given=start.shaped(job.given, job.param))
-    await imported(job.env)
+    await imported(job.env, lambda: None)  # a request is no work that others take over
     fields = await _grader_fields(api, tenant, job)
     _check_environment(api, base, job)
     _check_hyperparameters(base, job)
