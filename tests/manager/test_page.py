@@ -295,6 +295,8 @@ async def test_a_phone_shows_all_of_a_job_its_failed_share_and_the_models_name_t
     row = tab.page.locator(".jobs tbody tr")
     for text in ("failing", "25 % failed", "2/", "0.50", "0.250"):
         await expect(row.get_by_text(text).first).to_be_visible()
+    said = "getComputedStyle(document.querySelector('.jobs .loss'), '::before').content"
+    assert await tab.page.evaluate(said) == '"loss "', "no head names it there"
     assert await tab.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is beside the screen"
     await commit_version(server, job, 1)
     tuned = (await server.openai.fine_tuning.jobs.retrieve(job)).fine_tuned_model

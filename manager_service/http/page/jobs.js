@@ -110,7 +110,7 @@ function makeRow(job, onmark) {
   const row = {
     job, box, isSeen: false, isDrawn: false,
     status: h("span"), steps: h("span", {class: "number"}), bar: h("progress", {max: 1, value: 0, "aria-label": "Steps"}),
-    failed: h("span", {class: "badge failed", hidden: true}), reward: h("span", {class: "number"}), loss: h("span", {class: "number"}), curve: h("span", {class: "spark"}), evals: h("td", {class: "number"}), waits: h("span", {class: "cut"}), since: h("span", {class: "muted"}), made: h("td", {class: "muted"}),
+    failed: h("span", {class: "badge failed", hidden: true}), reward: h("span", {class: "number"}), loss: h("span", {class: "number loss"}), curve: h("span", {class: "spark"}), evals: h("td", {class: "number"}), waits: h("span", {class: "cut"}), since: h("span", {class: "muted"}), made: h("td", {class: "muted"}),
   };
   row.node = h("tr", {"data-key": job.id},
     h("td", {}, box),
