@@ -39,8 +39,9 @@ def add_stored(cell: Cell, tenant: str, what: str, num_bytes: int) -> list[list[
     return [["HINCRBY", key, what, num_bytes], ["HINCRBY", key, TOTAL, num_bytes]] if num_bytes else []
 
 
-# KEYS: stored. ARGV: what, its bytes, the field `total`.
+# KEYS: stored. ARGV: what, its bytes, the field `total`. The DEL of nothing has it run in a full Redis too, as a commit does.
 _SET = """
+redis.call('DEL', KEYS[1] .. ':nothing')
 redis.call('HINCRBY', KEYS[1], ARGV[3], ARGV[2] - (redis.call('HGET', KEYS[1], ARGV[1]) or 0))
 if ARGV[2] == '0' then redis.call('HDEL', KEYS[1], ARGV[1]) else redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end
 """
