@@ -279,7 +279,7 @@ async def test_an_adapter_must_be_resident_and_a_request_sensible(running: Runni
             (request(ref("a")), NotFound),
             (request(tokens=[]), InvalidInput),
             (request(tokens=[5000]), InvalidInput),
-            (request(max_tokens=0), InvalidInput),
+            (request(max_tokens=-1), InvalidInput),
         ):
             with pytest.raises(error):
                 await one(engine, wrong)
