@@ -3,8 +3,10 @@
 Axis: V vocabulary.
 """
 
+import asyncio
 from collections.abc import Sequence
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, lru_cache
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -13,6 +15,9 @@ from common.errors import InvalidInput
 from common.text.grammars import LIMITS, fault_of
 from common.wire.messages import TurnRequest
 from rollout_service.engine import Tokenizer
+
+NUM_KEPT = 4
+"""Grammars of which the next turn gets a copy, as the choices of one request do."""
 
 
 class Guide:
@@ -40,16 +45,23 @@ class Guide:
 
 
 class Grammars:
-    """Makes the guides of one base model's turns."""
+    """Makes the guides of one base model's turns: one at a time, in a thread that nothing else waits for."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._known = tokenizer
         self._vocab = vocab
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._matcher = lru_cache(NUM_KEPT)(self._new_matcher)
 
-    def guide(self, request: TurnRequest) -> Guide:
+    async def guide(self, request: TurnRequest) -> Guide:
         """Stands behind the turn's tokens so far. May take a second. Raises InvalidInput for what is no grammar, or not theirs."""
-        matcher = LLMatcher(self._tokenizer, request.sampling.grammar, log_level=0, limits=LIMITS)
-        guide = Guide(matcher, self._vocab)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._guide, request)
+
+    def _new_matcher(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+
+    def _guide(self, request: TurnRequest) -> Guide:
+        guide = Guide(self._matcher(request.sampling.grammar).deep_copy(), self._vocab)
         guide.take(request.tokens.numpy()[request.num_prompt :].tolist())
         return guide
 

@@ -46,6 +46,9 @@ class ByteCache(Generic[K, V]):
             self.num_bytes -= self._size_of(value)
         return value
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
     def __iter__(self) -> Iterator[K]:
         """The keys as they are now, least recently used first; they may be popped on the way."""
         return iter(list(self._entries))

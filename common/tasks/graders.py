@@ -300,7 +300,7 @@ def _fault_of(source: str) -> str:
     except SyntaxError as error:
         return f"line {error.lineno}: {error.msg}"
     except (ValueError, RecursionError, MemoryError) as error:
-        return f"it does not compile: {error or 'it is nested too deeply'}"
+        return f"it does not compile: {str(error) or 'it is nested too deeply'}"
     return "" if "grade" in code.co_names else "the source must define grade(sample, item)"
 
 

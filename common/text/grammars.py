@@ -1,6 +1,7 @@
 """Grammars that an answer must follow, in llguidance's Lark: JSON of a schema, or exactly one tool call. Engines mask tokens by them."""
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ MAX_BYTES = 64 << 10
 """The longest grammar."""
 LIMITS = LLParserLimits(max_grammar_size=50_000, max_lexer_states=20_000, verbose_errors=False)
 """The cost of one grammar at most: states of some 40 MiB, and 20 ms for the mask of a token."""
+MAX_S = 0.5
+"""Processor seconds to make a matcher of one grammar: the library bounds neither these nor their memory (`multipleOf`)."""
 MAX_ITEMS = 10_000
 """Each that `minItems` or `maxItems` counts costs a kilobyte before the library looks at its limits."""
 ITEM_COUNTS = ("minItems", "maxItems")
@@ -36,12 +39,13 @@ def call_grammar(functions: Sequence[Mapping[str, Any]], *, tags_are_tokens: boo
     """The grammar of exactly one call, in the format `hermes`, of one of the functions: those that tools have in OpenAI's form.
     `tags_are_tokens`: whether the call's tags were added to the vocabulary. Raises ValueError, naming the function."""
     first, last = (OPEN, CLOSE) if tags_are_tokens else (json.dumps(OPEN), json.dumps(CLOSE))
+    spent_s = 0.0
     rules = [f'start: {first} "\\n" ({" | ".join(f"call_{i}" for i in range(len(functions)))}) "\\n" {last}']
     for i, function in enumerate(functions):
         parameters = function.get("parameters") or {"additionalProperties": False}
         try:
             arguments = _json({**parameters, "type": "object"}, AS_TRAINED)
-            _check(f"start: answer\nanswer: {arguments}")
+            spent_s = _check(f"start: answer\nanswer: {arguments}", spent_s)
         except (TypeError, ValueError) as error:
             raise ValueError(f"the parameters of {function['name']}: {error}") from error
         before = f'{{"name": {_text(function["name"])}, "arguments": '
@@ -106,12 +110,18 @@ def _text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _check(grammar: str) -> None:
+def _check(grammar: str, spent_s: float = 0.0) -> float:
+    """Processor seconds that it costs with those before it. Raises ValueError."""
     _check_size(grammar)
+    spent_s -= time.thread_time()
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LIMITS)
     matcher.compute_bitmask()
     if matcher.is_error():
         raise ValueError(fault_of(matcher))
+    spent_s += time.thread_time()
+    if spent_s > MAX_S:
+        raise ValueError("following it costs too much: simplify it, first where it says multipleOf or pattern")
+    return spent_s
 
 
 def _check_size(grammar: str) -> None:

@@ -1,6 +1,6 @@
 """Continuous batching: rows join as slots and memory free up, advance one token a step together, and leave at their end.
 
-    admit   give slots to waiting rows in order of arrival, chats first; prefill each distinct (adapter, prompt) once, except its last token
+    admit   give slots to waiting rows, chats first, tenants in turn; prefill each distinct (adapter, prompt) once, except its last token
     step    one forward with every row's newest token, through its own adapter, behind the new tokens of later turns that have
             just joined; sample; see who has ended
 
@@ -13,7 +13,7 @@ checks that), if nothing is kept between turns (`turn_bytes` 0). All runs in one
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +30,8 @@ from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardP
 from rollout_service.embedded.fault_isolation import FailedTurn, outcomes, tried
 from rollout_service.embedded.meter import Meter
 from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
-from rollout_service.embedded.prefill import Extension, Prefill, Rest
+from rollout_service.embedded.prefill import PREFILL_TOKENS, Extension, Prefill, Rest, prefix_key
+from rollout_service.embedded.prefix import PrefixKey
 from rollout_service.embedded.row_states import RowStates, TurnRow
 from rollout_service.embedded.sampler import Allowed, Sampled, SamplingPlan, sample
 from rollout_service.engine import Partial
@@ -149,8 +150,16 @@ class RunningRows:
         return [*self.active(), *self._waiting]
 
     def add(self, row: TurnRow) -> None:
-        first = sum(other.request.chat for other in self._waiting) if row.request.chat else len(self._waiting)
-        self._waiting.insert(first, row)
+        """Has it wait, chats before others, and of these behind as many of each other tenant as wait of its own."""
+        before, chat = Counter[tuple[str, bool]](), row.request.chat
+        mine = sum((row.request.tenant, chat) == (other.request.tenant, other.request.chat) for other in self._waiting)
+        for place, other in enumerate(self._waiting):
+            kind = other.request.tenant, other.request.chat
+            if chat > kind[1] or (chat == kind[1] and before[kind] > mine):
+                self._waiting.insert(place, row)
+                return
+            before[kind] += 1
+        self._waiting.append(row)
 
     def abort(self, row: TurnRow) -> None:
         """Removes the row; does nothing if it has ended."""
@@ -214,8 +223,13 @@ class RunningRows:
 
     def _admit(self) -> None:
         joined: list[TurnRow] = []
-        while self._waiting and self._states.free and self._fits(self._waiting[0]):
+        new = dict[PrefixKey, int]()  # tokens to compute
+        while (
+            self._waiting and self._states.free and sum(new.values()) < PREFILL_TOKENS and self._fits(self._waiting[0])
+        ):
             row = self._waiting.popleft()
+            key = prefix_key(row)
+            new[key] = max(new.get(key, 0), self._prefill.num_new(row))
             slot = tried(lambda row=row: self._states.take(row))
             if isinstance(slot, Exception):
                 self._pools.release(row)

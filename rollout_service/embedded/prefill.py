@@ -33,7 +33,7 @@ from rollout_service.turns import first_scored, prompt_array, prompt_tops
 PREFILL_BLOCK = 16
 """A prefill's positions are rounded up to a multiple of this."""
 PREFILL_TOKENS = 2048
-"""The most positions of one prefill forward, so that rows under way do not wait long."""
+"""The most positions of one prefill forward, so that rows under way do not wait long; with more to compute, no further row joins."""
 SCORES_BYTES = 64 << 20
 """The most bytes of prompt tokens' scores, float32, at once; their log-probs take as many again."""
 
@@ -86,6 +86,12 @@ class Prefill:
         self.turns = TurnCache(limits.turns)
         self._piece = max(1, SCORES_BYTES // (4 * model.config.vocab))
         self.busy_s = 0.0
+
+    def num_new(self, row: TurnRow) -> int:
+        """The tokens that `fill` would compute for a row alone; 0 for one that has kept ones before it."""
+        key, request = prefix_key(row), row.request
+        kept = not request.sampling.prompt_logprobs and (self.turns.knows(request) or key in self._prefixes)
+        return 0 if kept else len(key[1]) // 4
 
     def forget(self, adapter: AdapterRef) -> None:
         self._prefixes.drop(adapter)

@@ -50,6 +50,9 @@ class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
     def wants(self, request: TurnRequest) -> bool:
         return request.job in self._jobs and not request.reply_to
 
+    def knows(self, request: TurnRequest) -> bool:
+        return _turn_key(request) in self
+
     def keep(self, request: TurnRequest, tokens: bytes, cache: Tensor) -> None:
         """`tokens`: of the prompt and all turns so far, i4; `cache` [layers, T, 2K, D]: keys and values."""
         self.put(_turn_key(request), (tokens, cache))

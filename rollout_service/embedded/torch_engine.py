@@ -120,7 +120,7 @@ class TorchEngine:
         ticket = Ticket(asyncio.get_running_loop().create_future(), beat)
         row = TurnRow(request, fused, ticket, on_token)
         if request.sampling.grammar:
-            row.guide = await asyncio.to_thread(self._grammars.guide, request)
+            row.guide = await self._grammars.guide(request)
         try:
             with self._turns.enter(request.id, row):
                 self._submit(lambda: self._add(row))

@@ -115,6 +115,11 @@ def tried(grader: dict[str, Any], item: dict[str, Any]) -> bytes:
     return json.dumps({"grader": grader, "model_sample": "x", "item": item}).encode()
 
 
+def doubling(depth: int) -> str:
+    """Source of which each line of `finally` doubles the compiled code."""
+    return "".join(f"{' ' * i}try: p\n{' ' * i}finally:\n" for i in range(depth)) + " " * depth + "p\n"
+
+
 LIKELY = "ab" * 100
 MANY_VARIABLES = "{{item.a}}" * 6500
 HOSTILE: dict[str, tuple[str, bytes]] = {
@@ -142,6 +147,8 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
     "a long field": (JOBS, submitted(grader=GRADER, **{"k" * FOUR_MB: 1})),
     "a long field of a grader": (JOBS, submitted(grader=GRADER | {"k" * 300_000: 1})),
     "a long key twice": (JOBS, b'{"%b": 1, "%b": 1}' % (b"k" * 1_000_000, b"k" * 1_000_000)),
+    "a source that doubles": (RUN, tried({"type": "python", "source": doubling(17)}, {})),
+    "a job's source that doubles": (JOBS, submitted(grader={"type": "python", "source": doubling(17)})),
     "likely names": (
         RUN,
         tried(GRADER | {"input": f"{{{{item.{LIKELY}}}}}"}, {f"{LIKELY}{i}": 1 for i in range(9000)}),

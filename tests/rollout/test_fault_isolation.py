@@ -86,12 +86,12 @@ def breaks(monkeypatch: pytest.MonkeyPatch, error: Exception, *, after: int = 0)
     """Lets sampling fail in forwards with a turn of temperature FAULTY, but for the first `after`. Returns their numbers of rows."""
     sizes, real = list[int](), batch.sample
 
-    def sample(logits: torch.Tensor, uniforms: torch.Tensor, plan: Any, allowed: Any = None) -> Any:
+    def sample(logits: torch.Tensor, uniforms: torch.Tensor, plan: Any, *rest: Any) -> Any:
         if plan.temperature is not None and (plan.temperature == FAULTY).any():
             sizes.append(len(logits))
             if len(sizes) > after:
                 raise error
-        return real(logits, uniforms, plan, allowed)
+        return real(logits, uniforms, plan, *rest)
 
     monkeypatch.setattr(batch, "sample", sample)
     return sizes

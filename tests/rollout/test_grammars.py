@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from common.errors import InvalidInput
-from common.text.grammars import LIMITS, json_grammar
+from common.text.grammars import LIMITS, call_grammar, json_grammar
 from manager_service.http.reading.tasks import Constrain, do
 from rollout_service.engine import CorruptAdapter, Generated
 from tests.support.engines_under_test import KINDS, Running, process_engine
@@ -152,3 +152,30 @@ async def test_a_schema_of_too_many_levels_is_refused() -> None:
 async def test_a_schema_that_cannot_be_followed_is_named_without_options_of_the_library() -> None:
     with pytest.raises(ValueError, match=r"^oneOf constraints are not supported\.$"):
         json_grammar({"oneOf": [{"type": "integer"}, {"minimum": 3}]})
+
+
+async def test_choices_of_one_request_share_the_cost_of_their_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(tokenizer: Any, grammar: str, **options: Any) -> LLMatcher:
+        made.append(grammar)
+        return LLMatcher(tokenizer, grammar, **options)
+
+    monkeypatch.setattr("rollout_service.grammar.LLMatcher", counted)
+    async with running_torch() as engine:
+        answers = await asyncio.gather(*[one(engine, asked(sample=i)) for i in range(16)])
+    assert len(made) == 1
+    assert all(value(answer.tokens) for answer in answers)
+
+
+async def test_grammars_that_cost_much_to_follow_are_refused_alone_and_together() -> None:
+    def schema(first: int, last: int) -> Any:
+        numbers = {f"n{i}": {"type": "integer", "multipleOf": 9973 - i} for i in range(first, last)}
+        return {"type": "object", "properties": numbers}
+
+    json_grammar(schema(0, 1))
+    with pytest.raises(ValueError, match="costs too much"):
+        json_grammar(schema(0, 40))
+    many = [{"name": f"f{i}", "parameters": schema(i, i + 1)} for i in range(100)]
+    with pytest.raises(ValueError, match=r"the parameters of f[1-9].*: following it costs too much"):
+        call_grammar(many, tags_are_tokens=True)

@@ -88,6 +88,31 @@ def test_a_chat_goes_before_turns_that_wait_for_memory_and_behind_earlier_chats(
     assert ends == ["2", "3", "0", "1"]
 
 
+def test_rows_under_way_go_on_between_the_prompts_of_those_that_join_and_tenants_join_in_turn() -> None:
+    batch = RunningRows(model(), end_ids=(), decode=lambda _: "", limits=EngineLimits())
+    under_way = TurnRow(request(name="under way", max_tokens=20), None, handle=None)
+    seen = list[int]()  # tokens of it, whenever a row with a long prompt ended
+
+    def ask(name: str, tenant: str, tokens: list[int]) -> None:
+        turn = replace(request(name=name, tokens=tokens, max_tokens=1), tenant=tenant)
+        batch.add(TurnRow(turn, None, handle=None))
+
+    ends = list[str]()
+    with torch.inference_mode():
+        batch.add(under_way)
+        batch.advance()
+        for number in range(8):
+            ask(f"long {number}", "flood", [97 + number] * 1100)
+        ask("short", "neighbour", [97, 98])
+        while batch.has_work:
+            for end in batch.advance():
+                ends.append(end.row.request.id)
+                if progress := batch.progress(under_way):
+                    seen.append(progress.num_sampled)
+    assert sorted(ends[:3]) == ["long 0", "long 1", "short"] and ends[-1] == "under way"
+    assert sorted({*seen[:-1]}) == [2, 3, 4, 5]
+
+
 @pytest.mark.exact
 def test_little_memory_changes_no_bit(min_rows: int) -> None:
     little, _ = sample_all(exact_limits(min_rows, kv_bytes=KV_BYTES), turns=1)

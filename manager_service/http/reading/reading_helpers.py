@@ -19,7 +19,7 @@ from common.sharing.places import SharedThreads
 from common.tasks.environments import BUILT_IN
 from common.text.tokens import ChatTokenizer
 from manager_service.http.reading.process import IMPORTS
-from manager_service.http.reading.tasks import CheckMethod, Constrain, Task, do
+from manager_service.http.reading.tasks import CheckGrader, CheckMethod, Constrain, Task, do
 from manager_service.http.sampling.places import SharedPlaces
 from manager_service.records.tenants import TenantRecord
 
@@ -59,7 +59,7 @@ class Helpers:
 
     async def do(self, tenant: TenantRecord, task: Task, *, num_bytes: int) -> Any:
         """The answer to a task about so many bytes. Raises InvalidInput, also if it takes too long; Unavailable if the helper dies."""
-        is_slow = isinstance(task, Constrain)  # however small it is, and another language's code
+        is_slow = isinstance(task, Constrain) or _compiles(task)  # however small it is
         if num_bytes <= TINY_BYTES and not is_slow and not _may_import(task):
             return do(task, self._tokenizers)
         if num_bytes <= SMALL_BYTES and not is_slow:
@@ -81,6 +81,11 @@ async def _ask(pool: HelperPool, encoded: bytes, limit_s: float = TASK_S) -> Any
         raise InvalidInput(f"reading this took longer than {limit_s:g} seconds: send less at once") from error
     except OSError as error:
         raise Unavailable("the helper that read this died; try again") from error
+
+
+def _compiles(task: Task) -> bool:
+    """May a task compile Python? Each `finally` within another doubles its code: a kilobyte can take hours, and all memory."""
+    return isinstance(task, CheckGrader | CheckMethod) and b"source" in msgspec.msgpack.encode(task)
 
 
 def _may_import(task: Task) -> bool:
