@@ -170,10 +170,11 @@ async def kill_under_a_job(cluster: LocalCluster, api: Api, bus: Bus) -> None:
 
 async def kill_under_answers(cluster: LocalCluster, api: Api, bus: Bus) -> None:
     """The same of turns that an API replica asked for without a stream."""
-    body = {"model": "base", "prompt": "count", "max_tokens": 600, "n": 4}
+    body = {"model": "base", "prompt": "count", "max_tokens": 1900, "n": 4}
     asking = asyncio.create_task(api.post("/completions", body))
     while await tokens_kept(bus, bus.cell.rollout_chat) < 4 * 100 and not asking.done():
         await asyncio.sleep(0.02)
+    assert not asking.done(), "too fast to be killed"
     cluster.kill("rollout-0", signal.SIGKILL)
     kept = await tokens_kept(bus, bus.cell.rollout_chat)
     whole = (await asking)["usage"]["completion_tokens"]
