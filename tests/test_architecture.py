@@ -144,7 +144,7 @@ MAX_FILE, MAX_FUNCTION = 450, 38
 MAX_FILES = 12
 FULL_FOLDERS = {"marlaas_client/cli", "trainer_service"}
 SIZED = ("common", "base_model", *SERVICES)
-MAX_SIZED = 52_900
+MAX_SIZED = 52_400
 """Lines of these packages together. A change that raises it says in its message what it bought; one that needs less lowers it."""
 BUDGET = {
     "marlaas_client": 2_600,
@@ -153,8 +153,8 @@ BUDGET = {
     "chaos": 2_200,
     "examples": 1_850,
     "deploy": 600,
-    "tests": 42_500,
-    "benchmarks": 5_300,
+    "tests": 42_200,
+    "benchmarks": 5_250,
 }
 """Lines of Python of the folders around them, at most."""
 MAX_PAGE = 1_700
