@@ -105,9 +105,10 @@ def test_the_self_test_fills_all_slots(monkeypatch: pytest.MonkeyPatch, min_rows
     expected, forward = selftest(shallow(), min_rows), FusedDecoder.forward
     assert selftest(shallow(), min_rows, 128) == expected  # workers with more slots compute the same
 
-    def breaks_beyond_64(self: FusedDecoder, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
-        hidden = forward(self, tokens, *rest)
-        return hidden * (1 + 1e-6) if len(hidden) == 128 else hidden
+    def breaks_beyond_64(self: FusedDecoder, tokens: torch.Tensor, positions: torch.Tensor, parts: Any) -> torch.Tensor:
+        hidden = forward(self, tokens, positions, parts)
+        is_step = positions.min() > 0  # no prompt begins in it
+        return hidden * (1 + 1e-6) if len(hidden) == 128 and is_step else hidden
 
     monkeypatch.setattr(FusedDecoder, "forward", breaks_beyond_64)
     assert selftest(shallow(), min_rows, 64) == expected
