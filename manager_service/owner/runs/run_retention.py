@@ -27,6 +27,7 @@ Nothing that is needed is ever deleted, whatever happens at the same time:
   anything. To delete twice is harmless; manifests stay as long as the run, so no version is made again.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Generic, TypeVar
 
@@ -48,7 +49,7 @@ LOOK_AGAIN_S = 60.0
 """An ended run of which something is used is looked at again after this time."""
 
 
-class Retention(Generic[Spec, State]):
+class Retention(ABC, Generic[Spec, State]):
     """The versions of one run or job that are in the store."""
 
     def __init__(self, cell: Cell, spec: Spec, state: State, versions: VersionNeeds) -> None:
@@ -124,17 +125,17 @@ class Retention(Generic[Spec, State]):
 
     # ---- what runs and jobs differ in -------------------------------------------------------------------------------
 
+    @abstractmethod
     def _own(self, now: float) -> VersionNeeds:
         """Versions that it needs itself."""
-        raise NotImplementedError
 
     def _is_forgotten(self, now: float) -> bool:
         """Does everything go with its last versions?"""
         return False
 
+    @abstractmethod
     def _dirty(self, changes: Changes) -> None:
         """Has the state written."""
-        raise NotImplementedError
 
     def _needs(self, others: VersionNeeds, now: float) -> VersionNeeds:
         return _together([self._own(now), others])
