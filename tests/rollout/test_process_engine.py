@@ -16,7 +16,7 @@ from rollout_service.process import process_engine as module
 from rollout_service.process.core import Core
 from rollout_service.process.process_engine import ProcessEngine
 from tests.common.test_worker import until
-from tests.support.engines_under_test import fake_core, process_engine
+from tests.support.engines_under_test import ProcessRunning, fake_core, process_engine
 from tests.support.fake_core import FakeCore
 from tests.support.rollout_cases import beat, files_of, one, ref, request
 
@@ -217,6 +217,15 @@ async def test_a_turn_has_a_stream_of_its_own_only_if_its_user_named_a_seed() ->
         await one(engine, request(max_tokens=2))
         await one(engine, request(max_tokens=2, seeded=False))
     assert [seed is None for seed in cores.last.seeds] == [False, True]
+
+
+async def test_tokens_come_one_by_one_only_where_they_are_streamed_or_searched_for_a_stop_string() -> None:
+    core = fake_core()
+    async with ProcessRunning(lambda: core)() as engine:
+        await one(engine, request(max_tokens=2))
+        await engine.generate(request(max_tokens=2), on_token=lambda tokens, logprobs: None, beat=beat)
+        await one(engine, request(max_tokens=2, stop=("x",)))
+    assert core.by_token == [False, True, True]
 
 
 async def test_a_job_that_never_pauses_does_not_keep_its_slot_for_ever() -> None:
