@@ -29,7 +29,7 @@ _KNOWN = (
     "vllm_tensor_parallel vllm_memory_fraction vllm_enforce_eager "
     # trainers
     "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_ranks trainer_micro_batch_tokens "
-    "trainer_memory_bytes trainer_checkpointing trainer_kernels trainer_cache_bytes "
+    "trainer_memory_bytes trainer_memory_fraction trainer_checkpointing trainer_kernels trainer_cache_bytes "
     # `marlaas up`
     "devices rollout_share "
     # the command line

@@ -42,6 +42,8 @@ class TrainerSettings(Settings):
     """Memory that one forward and backward may take on a rank, by a measurement at the start. 0: half of what is free then, and what the
     control groups of a container leave. Say it where workers that share a device or a machine start at once: each finds free what
     the others are about to take."""
+    trainer_memory_fraction: float = Field(default=1.0, gt=0, le=1)
+    """The most of a CUDA device's memory for this process's tensors, if it has one rank: beyond it a step is out of memory."""
     trainer_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time. The transformers
     backbone does so by itself for as many layers as memory demands; this makes it all."""
