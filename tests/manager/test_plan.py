@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from base_model.decoder import Decoder, DecoderConfig
 from common.errors import InvalidInput
 from common.models.base_shape import BaseShape
-from common.models.footprint import kept_per_token
+from common.models.footprint import SCORES_SHARE, kept_per_token, training_bytes
 from common.models.weight_files import read_weights
 from common.settings import KNOWN, TINY
 from harness.bases import QWEN3_06B, make_random_base
@@ -285,12 +286,19 @@ STEPS = (Path(__file__).resolve().parents[2] / "docs" / "decisions" / "backbones
 
 
 def test_what_a_gpu_is_expected_to_train_and_sample_was_measured_within_half_as_much_again(qwen: Path) -> None:
-    """The shape of Qwen3-0.6B on an H100. A fused step's prefixes are shared, which leaves 7,432 tokens of 22,024."""
+    """The shape of Qwen3-0.6B. A fused step's prefixes are shared, which leaves 7,432 tokens of 22,024."""
     shape, h100 = shape_of(qwen), GPUS["h100"]
     (measured,) = re.findall(r"8 jobs, 22,024 tokens, `varlen` \| ([0-9.]+) to ([0-9.]+) s", STEPS)
-    kept = kept_per_token(shape, itemsize=2, rank=8, modules=True)
-    expected = engines.training_s(shape, h100, 7432, 1024, again=False, kept=kept)
-    assert all(1 / 1.5 < expected / float(each) < 1.5 for each in measured)
+    train = partial(
+        engines.training_s, shape, again=False, kept=kept_per_token(shape, itemsize=2, rank=8, modules=True)
+    )
+    assert all(1 / 1.5 < train(h100, 7432, 1024) / float(each) < 1.5 for each in measured)
+    took, taken, expected, planned = map(
+        float, re.findall(r"([0-9.]+) (?:s|GB)\b", STEPS[STEPS.index("On one H200") :])[:4]
+    )
+    assert round(train(GPUS["h200"], 16_384, 2048), 2) == expected < 1.5 * took
+    trained = training_bytes(shape, tokens=16_384, longest=2048, itemsize=2, rank=8, gpu=True).total
+    assert round((trained + 150.1e9 / SCORES_SHARE) / 1e9, 1) == planned and taken < planned < 1.5 * taken
     decoding = 64 / engines.Load(shape, h100, "torch", 2, 16, 1024).expected_tokens_per_s(64)
     assert all(1 / 1.5 < decoding / each < 1.5 for each in (0.058, 0.072)), "as engines.py says"
 
