@@ -1,5 +1,6 @@
 """Files of versions on their way to clients: a few at a time are made ready; for slow readers they wait on disk."""
 
+import asyncio
 import contextlib
 import os
 import tempfile
@@ -20,7 +21,7 @@ MAX_OPEN = 16
 """Downloads of one tenant at once: each has a copy of an adapter on this machine's disk."""
 MAX_MADE = 4
 """Downloads of all tenants that are made ready at once: meanwhile each is in memory."""
-PART_BYTES = 64 << 10
+PART_BYTES = 256 << 10
 
 T = TypeVar("T")
 PackedFiles = Mapping[str, bytes]
@@ -79,6 +80,7 @@ class FileDownload(StreamingResponse):
         headers: Mapping[str, str],
     ) -> None:
         length = {"Content-Length": str(file.seek(0, os.SEEK_END))}
+        self._file = file
         super().__init__(parts, media_type=media_type, headers={**headers, **length})
         self._end = weakref.finalize(self, _end, file, ended)
         """Also if nobody sends the answer: its request may be cancelled first."""
@@ -87,6 +89,7 @@ class FileDownload(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
+            await asyncio.to_thread(self._file.close)  # the kernel takes milliseconds to drop the pages of a large one
             self._end()
 
 
