@@ -1,7 +1,7 @@
 """Measures how soon turns go on beside workers that have no slot free: those of a killed worker, with what that costs the others, and
-a neighbour's chats.
+a neighbour's chats; and how soon a neighbour's calls are answered beside lists and downloads.
 
-    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--rounds 5] [--slots 32] [--chats 40] [--json FILE]
+    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--rounds 5] [--slots 32] [--chats 40] [--jobs 100] [--json FILE]
 
 A worker holds turns and is never heard again. It computes nothing: it takes no processor from the others before, and gives them none
 after. Its turns have sampled some tokens already, as those of which progress is kept. Three workers with real engines take over, each
@@ -10,7 +10,8 @@ survivors' speed are the tokens a second of their own turns from the kill until 
 without a kill; the median of some rounds. Redis is the one of `marlaas up`.
 
 The chats go one after another through the API of a cluster as `marlaas up` starts it, while another tenant has 10 requests of 64 samples
-under way, of each of the lengths SAMPLES in turn. What counts is the time to the first token.
+under way, of each of the lengths SAMPLES in turn. What counts is the time to the first token. The calls ask for the models, 100 times
+beside each of FLOODS: what curl asks for another tenant with so many jobs.
 """
 
 import asyncio
@@ -58,6 +59,13 @@ SAMPLED, LEFT = 100, 200
 """Tokens of an orphan that were sampled before the kill, and those to come."""
 WARM_S = 3.0
 """Seconds until all slots have a turn, at different places."""
+FLOODS = {
+    "nothing": (0, ""),
+    "lists of models": (40, "/models?"),
+    "lists of jobs": (40, "/fine_tuning/jobs?limit=100&"),
+    "downloads of 20 MB": (16, "/adapters/content?model={model}&"),
+}
+"""Requests that are always under way, and what they ask for."""
 SAMPLES, UNUSED = (16, 64, 500), 271
 """Tokens of the samples beside which there are chats; a token that no turn of `tiny` ends with."""
 
@@ -234,6 +242,38 @@ def chat_goals(p95_ms: dict[int, float]) -> list[Goal]:
         Goal(what.format(SAMPLES[n]), many / to, most, " x", more_is_better=False)
         for n, to, most in ((0, few, 2), (1, some, 1.3))
     ]
+
+
+# ---- calls beside lists and downloads --------------------------------------------------------------------------------
+
+
+async def calls_ms(jobs: int) -> dict[str, list[float]]:
+    """Milliseconds of a tenant's calls, sorted, beside each flood."""
+    found, small = dict[str, list[float]](), {"max_steps": 1, "batch_size": 2, "group_size": 2}
+    async with live.running() as (cluster, api):
+        admin = live.Api(cluster.base_url, cluster.admin_key)
+        other = await admin.tenant("bulk")
+        made = [await other.submit("sort", lora_rank=8 if n else 512, **small) for n in range(jobs)]
+        model = (await other.until_done(*made, seconds=600))[0]["fine_tuned_model"]
+        for what, (num, path) in FLOODS.items():
+            url = f"{cluster.base_url}/v1{path.format(model=model)}n=[1-1000000]"
+            command = ["curl", "-sZ", "--parallel-max", str(num), "-H", f"Authorization: Bearer {other.key}", "-o", "/dev/null"]
+            flood = await asyncio.create_subprocess_exec(*command, url if num else "--version")
+            await asyncio.sleep(WARM_S)
+            found[what] = sorted([await call_ms(api) for _ in range(100)])
+            if num:
+                flood.kill()
+            await flood.wait()
+        for each in (admin, other):
+            await each.close()
+    return found
+
+
+async def call_ms(api: live.Api) -> float:
+    await asyncio.sleep(0.01)
+    since = time.monotonic()
+    await api.get("/models")
+    return 1000 * (time.monotonic() - since)
 
 
 def report(given: Any) -> Report:
