@@ -257,7 +257,16 @@ async def calls_ms(jobs: int) -> dict[str, list[float]]:
         model = (await other.until_done(*made, seconds=600))[0]["fine_tuned_model"]
         for what, (num, path) in FLOODS.items():
             url = f"{cluster.base_url}/v1{path.format(model=model)}n=[1-1000000]"
-            command = ["curl", "-sZ", "--parallel-max", str(num), "-H", f"Authorization: Bearer {other.key}", "-o", "/dev/null"]
+            command = [
+                "curl",
+                "-sZ",
+                "--parallel-max",
+                str(num),
+                "-H",
+                f"Authorization: Bearer {other.key}",
+                "-o",
+                "/dev/null",
+            ]
             flood = await asyncio.create_subprocess_exec(*command, url if num else "--version")
             await asyncio.sleep(WARM_S)
             found[what] = sorted([await call_ms(api) for _ in range(100)])

@@ -19,10 +19,8 @@ EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests
 MAX_POLLS = 12_000
 """More than a tenant's futures in the Tinker protocol, whose clients wait for each in its own request, and give up if one is refused."""
 PART_BYTES = 64 << 10
-READS_AT_ONCE = 1
-"""GET requests of one tenant that are worked on at once: the event loop turns to each, and to others' calls behind them."""
 TURN_S = 0.1
-"""Seconds after which a read keeps the next one waiting no longer: it waits itself, such as for object storage."""
+"""Seconds after which a read keeps the tenant's next one waiting no longer: it waits itself, such as for object storage."""
 
 
 class OpenRequests:
@@ -32,7 +30,7 @@ class OpenRequests:
         self._app = app
         self._api = api
         self._most = limits(api)
-        self._turns = PerTenant(READS_AT_ONCE)
+        self._turns = PerTenant(1)
         self._open: Counter[tuple[str, str]] = Counter()  # tenant and kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,7 +55,8 @@ class OpenRequests:
             self._open += Counter()  # without the tenants that have none open
 
     async def _in_turn(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers behind the tenant's reads before. Its turn ends when the answer begins: a slow client keeps no other waiting."""
+        """Answers behind the tenant's reads before: the event loop would turn to all of them before it turns to another's. The turn ends
+        when the answer begins: a slow client keeps no other waiting."""
         turns = self._turns.of(tenant)
         await turns.acquire()
         with ExitStack() as turn:

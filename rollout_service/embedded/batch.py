@@ -213,10 +213,9 @@ class RunningRows:
         give_back_memory()
 
     def advance(self) -> list[Ended]:
-        """Admits rows, then adds one token to every row; or, before that, their first to chats that joined, whose users wait for it:
-        a step of all takes longer, the more and the longer rows there are. Removes and returns the rows that ended."""
-        joined = self._admit()
-        chats = [row for row in joined if row.request.chat and self._has_slot(row) and not self._were_chats]
+        """Admits rows, then adds one token to every row, or at first to chats that joined: a step of all takes longer, the longer its
+        rows are. Removes and returns the rows that ended."""
+        chats = [row for row in self._admit() if row.request.chat and self._has_slot(row) and not self._were_chats]
         self._were_chats = bool(chats)
         if self.num_active:
             self._step(chats or self.active())
@@ -276,23 +275,22 @@ class RunningRows:
     # ---- one token -----------------------------------------------------------------------------------------
 
     def _step(self, rows: list[TurnRow]) -> None:
-        rests = [rest for rest in self._rests if rest.row in rows]
-        self._rests = [rest for rest in self._rests if rest.row not in rows and self._has_slot(rest.row)]
-        lay_out = self._lay_out_all if len(rows) == self.num_active else lambda: self._lay_out_some(rows)
+        rests = self._rests
+        self._rests = [rest for rest in rests if rest.row not in rows and self._has_slot(rest.row)]
 
-        def single(row: TurnRow) -> ComputedStep:
-            return self._compute(lambda: self._lay_out_some([row]), [rest for rest in rests if rest.row is row])
+        def compute(rows: Sequence[TurnRow]) -> ComputedStep:
+            return self._compute(rows, [rest for rest in rests if rest.row in rows])
 
-        for outcome in outcomes(rows, lambda: self._compute(lay_out, rests), single):
+        for outcome in outcomes(rows, lambda: compute(rows), lambda row: compute([row])):
             if isinstance(outcome, FailedTurn):
                 self._end(outcome.row, None, error=outcome.error)
             else:
                 self._settle(outcome)
 
-    def _compute(self, lay_out: Callable[[], ForwardLayout], rests: Sequence[Rest]) -> ComputedStep:
+    def _compute(self, rows: Sequence[TurnRow], rests: Sequence[Rest]) -> ComputedStep:
         """Computes a step; its rows stay as they are."""
         started, since = time.perf_counter(), self.meter.now()
-        layout = lay_out()
+        layout = self._lay_out_rows(rows)
         extension = self._prefill.extension(rests) if rests else None
         sampled = self._forward(layout, extension)
         both = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).cpu().numpy()  # the one transfer
@@ -370,13 +368,12 @@ class RunningRows:
             layout.products = self._planner.plan(layout.adapters, layout.size)
         return ForwardPart(layout.size, attend, layout.products)
 
-    def _lay_out_all(self) -> ForwardLayout:
+    def _lay_out_rows(self, rows: Sequence[TurnRow]) -> ForwardLayout:
+        if len(rows) < self.num_active:
+            self._layout = None  # its products end with the next plan
+            return self._lay_out([self._pools.of(row).only(row.slot) for row in rows])
         self._layout = self._layout or self._lay_out([pool for pool in self._pools if pool.slots])
         return self._layout
-
-    def _lay_out_some(self, rows: Sequence[TurnRow]) -> ForwardLayout:
-        self._layout = None  # its products end with the next plan
-        return self._lay_out([self._pools.of(row).only(row.slot) for row in rows])
 
     def _lay_out(self, pools: list[Pool]) -> ForwardLayout:
         slots = np.array([slot for pool in pools for slot in pool.slots])

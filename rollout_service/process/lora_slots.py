@@ -24,8 +24,7 @@ class Slot:
     adapter: AdapterFolder
     ready: "asyncio.Task[None]"
     users: int = 0
-    others: int = 0
-    """Those of `users` that are no chats."""
+    others: int = 0  # of the users: all but chats
 
 
 @dataclass(slots=True, eq=False)

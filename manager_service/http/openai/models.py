@@ -14,7 +14,7 @@ from common.text.tokens import REPLY_ROLES, ChatTokenizer
 from manager_service.http.context import Api, Base, Parts, Tenant
 from manager_service.http.errors import COMMON, RETRY_LATER, ApiError, conflict, declared
 from manager_service.http.openai.grader_models import asked_models
-from manager_service.http.openai.paging import Row, written
+from manager_service.http.openai.paging import as_json, written
 from manager_service.http.schemas import BaseObject, Deleted, ModelObject, Page
 from manager_service.http.stores.job_store import POLL_S, JobRow, JobStore
 from manager_service.http.stores.model_names import find_model
@@ -34,19 +34,17 @@ async def list_models(api: Parts, tenant: Tenant) -> Response:
     """Tuned models with at least one trained version, newest first; then the base models. All on one page: `openai` asks for no other."""
     found = dict[tuple[int, str], tuple[Base, TunedModel]]()  # by creation and job
     for base in api.bases.values():
-        live = await JobStore(api).models(
-            base, tenant.id
-        )  # before the archive's: one that moves is in both, not in none
+        # before the archive's: a job that moves is in both, not in none
+        live = await JobStore(api).models(base, tenant.id)
         for each in (*live, *await base.archive.models(tenant.id)):
             found[each.created_ms, each.job] = (base, each)
-    rows = list[Row]()
+    rows = dict[str, bytes]()
     for key in sorted(found, reverse=True):
         base, each = found[key]
-        rows.append(Row.of(_adapter(each.name, each.created_ms // 1000, each.tenant, base.name, each.version)))
+        rows[each.name] = as_json(_adapter(each.name, each.created_ms // 1000, each.tenant, base.name, each.version))
         if not len(rows) % AT_ONCE:
             await asyncio.sleep(0)
-    rows += [Row.of(_base(base, base.name)) for base in api.bases.values()]
-    return written(rows, has_more=False)
+    return written(rows | {name: as_json(_base(base, name)) for name, base in api.bases.items()}, has_more=False)
 
 
 @router.get("/{model:path}", responses=declared(404))
@@ -89,14 +87,11 @@ async def delete(api: Parts, tenant: Tenant, model: str) -> Deleted:
 
 
 async def _left(api: Api, base: Base, row: JobRow) -> JobRow:
-    """The row of an ended job whose owner has deleted what it deletes; it would count the same bytes as deleted once more. Raises
-    ApiError 409, after a while of waiting."""
+    """The row of an ended job once its owner, who would count the same bytes as deleted once more, is done. Raises ApiError 409."""
     deadline = time.monotonic() + api.limits.command_wait_s
     while await _is_leaving(base, row):
         if time.monotonic() > deadline:
-            told = (
-                "the model's job has just ended, and some of its versions are being deleted: try again in some seconds"
-            )
+            told = "the model's job has just ended, and versions of it are being deleted: try again in some seconds"
             raise ApiError(409, told, code="wrong_job_state", headers=RETRY_LATER)
         await asyncio.sleep(POLL_S)
         row = await JobStore(api).find(row.spec.tenant, row.spec.id)

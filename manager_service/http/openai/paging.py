@@ -1,10 +1,10 @@
 """Cursor paging as OpenAI does it: `after` is the id of the last object seen, `limit` how many come next."""
 
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Query
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from common.errors import InvalidInput
@@ -47,22 +47,14 @@ def page(objects: list[Object], *, has_more: bool) -> Page[Object]:
     return Page(data=objects, first_id=first, last_id=last, has_more=has_more)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """An object of a page as JSON. Long pages are written row by row: the event loop has others to serve between."""
-
-    id: str
-    json: bytes
-
-    @classmethod
-    def of(cls, shown: Identified) -> "Row":
-        return cls(shown.id, shown.model_dump_json().encode())
+def as_json(shown: BaseModel) -> bytes:
+    return shown.model_dump_json().encode()
 
 
-def written(rows: Sequence[Row], *, has_more: bool) -> Response:
-    """The answer that FastAPI would write of a `Page` of these objects."""
-    first, last = (rows[0].id, rows[-1].id) if rows else (None, None)
-    empty = Page[Identified](data=[], first_id=first, last_id=last, has_more=has_more).model_dump_json().encode()
-    before, _, behind = empty.partition(b"[]")
-    body = b"".join((before, b"[", b",".join([row.json for row in rows]), b"]", behind))
-    return Response(body, media_type="application/json")
+def written(rows: Mapping[str, bytes], *, has_more: bool) -> Response:
+    """The answer that FastAPI would write of a `Page`, of its objects' ids and JSON. Long pages are written object by object: the event
+    loop has others to serve between."""
+    first, last = next(iter(rows), None), next(reversed(rows), None)
+    empty = Page[Identified](data=[], first_id=first, last_id=last, has_more=has_more)
+    before, _, behind = as_json(empty).partition(b"[]")
+    return Response(b"".join((before, b"[", b",".join(rows.values()), b"]", behind)), media_type="application/json")

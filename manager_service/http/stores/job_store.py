@@ -72,11 +72,7 @@ return 'done'
 
 # KEYS: of several jobs. ARGV: a command on one key, and what follows the key. The answers, in the order of the keys, as one: the
 # client takes 0.1 ms for each answer of a pipeline, in which the manager serves nobody.
-OF_EACH = """
-local found = {}
-for at, key in ipairs(KEYS) do found[at] = redis.call(ARGV[1], key, unpack(ARGV, 2)) end
-return found
-"""
+OF_EACH = "local r = {} for i, key in ipairs(KEYS) do r[i] = redis.call(ARGV[1], key, unpack(ARGV, 2)) end return r"
 POLL_S = 0.05
 IDEMPOTENCY_S = 86_400
 """Seconds for which an Idempotency-Key is remembered."""
@@ -399,9 +395,8 @@ async def _of_each(entries: Sequence[ListedJob], *command: str) -> dict[str, Any
     """Job -> the answer to a command on its hash."""
     found: dict[str, Any] = {}
     for base in {entry.base.name: entry.base for entry in entries}.values():
-        jobs = [entry.job for entry in entries if entry.base is base]
-        keys = [base.cell.job(job) for job in jobs]
-        found |= zip(jobs, await base.redis.register_script(OF_EACH)(keys=keys, args=command), strict=True)
+        keys = {entry.job: base.cell.job(entry.job) for entry in entries if entry.base is base}
+        found |= zip(keys, await base.redis.register_script(OF_EACH)([*keys.values()], command), strict=True)
     return found
 
 

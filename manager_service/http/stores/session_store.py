@@ -21,10 +21,10 @@ class ClientSessions:
 
     async def create(self, session: ClientSession) -> None:
         """Keeps a new session. Beyond MAX_KEPT, and of large ones beyond MAX_LARGE, the tenant's oldest are forgotten."""
-        num_bytes = await self._write(session)
+        await self._write(session)
         await self._show_alive(session)
         await self._list(_all(session.tenant), session)
-        if num_bytes > LARGE_BYTES:
+        if len(JSON.encode(session)) > LARGE_BYTES:
             await self._list(f"{_all(session.tenant)}/large", session, most=MAX_LARGE)
 
     async def _list(self, of: str, session: ClientSession, most: int | None = None) -> None:
@@ -78,11 +78,8 @@ class ClientSessions:
         for base in self._api.bases.values():
             await base.redis.delete(base.cell.session(session.id))
 
-    async def _write(self, session: ClientSession) -> int:
-        """Bytes of the record."""
-        record = JSON.encode(session)
-        await self._api.redis.set(_key(session.id), record, ex=SESSION_KEPT_S)
-        return len(record)
+    async def _write(self, session: ClientSession) -> None:
+        await self._api.redis.set(_key(session.id), JSON.encode(session), ex=SESSION_KEPT_S)
 
     async def _show_alive(self, session: ClientSession) -> None:
         """Tells the owners of each cell. A Redis that is away keeps no other from hearing it."""

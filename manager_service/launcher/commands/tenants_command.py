@@ -81,21 +81,13 @@ def _limits(
     """The fields that were given. Raises InvalidInput."""
     limits = {"weight": weight, "max_jobs": max_jobs}
     given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-    for name, amount, parse in (
-        ("max_tokens_per_day", max_tokens, _number),
-        ("max_stored_bytes", max_stored, parse_bytes),
-    ):
+    for name, amount, parse in (("max_tokens_per_day", max_tokens, int), ("max_stored_bytes", max_stored, parse_bytes)):
         try:
             given |= {} if amount is None else {name: None if amount == UNLIMITED else parse(amount)}
-        except ValueError as error:
-            raise InvalidInput(f"--{name.replace('_', '-')} {amount}: {error}, or {UNLIMITED}") from None
+        except ValueError:
+            told = "a number" if parse is int else "a size such as 20GB"
+            raise InvalidInput(f"--{name.replace('_', '-')} {amount}: {told}, or {UNLIMITED}") from None
     return given
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError("write a number")
-    return int(text)
 
 
 def _show(records: list[dict[str, Any]], *, as_json: bool) -> None:

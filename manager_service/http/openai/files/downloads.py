@@ -1,6 +1,5 @@
 """Files of versions on their way to clients: a few at a time are made ready; for slow readers they wait on disk."""
 
-import asyncio
 import contextlib
 import os
 import tempfile
@@ -8,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -56,7 +55,7 @@ class Downloads:
             async with self._places.one(tenant, asker.weight, lambda: None):
                 file = await self.beside(asker, partial(_on_disk, await read(), pack))
             unless_made.pop_all()
-        parts = _parts(file, partial(self.beside, asker, partial(file.read, PART_BYTES)))
+        parts = _parts(file, partial(self.beside, asker))
         return FileDownload(file, parts, lambda: self._end(tenant), media_type, headers)
 
     async def beside(self, asker: TenantRecord, function: Callable[[], T]) -> T:
@@ -80,7 +79,6 @@ class FileDownload(StreamingResponse):
         headers: Mapping[str, str],
     ) -> None:
         length = {"Content-Length": str(file.seek(0, os.SEEK_END))}
-        self._file = file
         super().__init__(parts, media_type=media_type, headers={**headers, **length})
         self._end = weakref.finalize(self, _end, file, ended)
         """Also if nobody sends the answer: its request may be cancelled first."""
@@ -89,7 +87,6 @@ class FileDownload(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await asyncio.to_thread(self._file.close)  # the kernel takes milliseconds to drop the pages of a large one
             self._end()
 
 
@@ -98,10 +95,11 @@ def _end(file: IO[bytes], ended: Callable[[], None]) -> None:
     ended()
 
 
-async def _parts(file: IO[bytes], read: Callable[[], Awaitable[bytes]]) -> AsyncGenerator[bytes]:
+async def _parts(file: IO[bytes], beside: Callable[[Callable[[], Any]], Awaitable[Any]]) -> AsyncGenerator[bytes]:
     file.seek(0)
-    while part := await read():
+    while part := await beside(partial(file.read, PART_BYTES)):
         yield part
+    await beside(file.close)  # the kernel takes milliseconds to drop a large one's pages
 
 
 def _on_disk(files: PackedFiles, pack: PackInto) -> IO[bytes]:

@@ -19,7 +19,7 @@ from manager_service.http.openai.jobs.estimates import estimated_finish
 from manager_service.http.openai.jobs.hyperparameters import described
 from manager_service.http.openai.jobs.job_checks import build_spec
 from manager_service.http.openai.jobs.submission import JobGiven
-from manager_service.http.openai.paging import After, Limit, Row, page, take, written, wrong_cursor
+from manager_service.http.openai.paging import After, Limit, as_json, page, take, written, wrong_cursor
 from manager_service.http.quota import check_quota, check_room, check_stored
 from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.schemas import HyperparameterObject, JobObject, Page
@@ -104,16 +104,16 @@ def _fingerprint(body: JobGiven) -> str:
 @router.get("", response_model=Page[JobObject])
 async def list_jobs(request: Request, api: Parts, tenant: Tenant, after: After = None, limit: Limit = 20) -> Response:
     """Newest first; fewer than `limit` if their methods are large. `metadata[key]=value` lists only jobs that carry it."""
-    wanted, found, num_bytes = _metadata_filter(request), list[Row](), 0
+    wanted, found, num_bytes = _metadata_filter(request), dict[str, bytes](), 0
     async for row in _rows(JobStore(api), tenant, after):
         if wanted.items() <= row.spec.metadata.items():
             if len(found) == limit:
                 return written(found, has_more=True)
-            following = Row.of(shown(row))
-            num_bytes += len(following.json)
+            following = as_json(shown(row))
+            num_bytes += len(following)
             if found and num_bytes > PAGE_BYTES:
                 return written(found, has_more=True)
-            found.append(following)
+            found[row.spec.id] = following
     return written(found, has_more=False)
 
 
