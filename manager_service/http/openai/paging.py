@@ -54,7 +54,7 @@ def as_json(shown: BaseModel) -> bytes:
 def written(rows: Mapping[str, bytes], *, has_more: bool) -> Response:
     """The answer that FastAPI would write of a `Page`, of its objects' ids and JSON. Long pages are written object by object: the event
     loop has others to serve between."""
-    first, last = next(iter(rows), None), next(reversed(rows), None)
+    first, last = next(iter(rows), None), next(reversed([*rows]), None)
     empty = Page[Identified](data=[], first_id=first, last_id=last, has_more=has_more)
     before, _, behind = as_json(empty).partition(b"[]")
     return Response(b"".join((before, b"[", b",".join(rows.values()), b"]", behind)), media_type="application/json")
