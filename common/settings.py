@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import InvalidInput
@@ -43,6 +43,20 @@ LEAST_CONTEXT = 64
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 
 
+_BYTES = TypeAdapter(ByteSize)
+
+
+def parse_bytes(text: object) -> int:
+    """`20GB`, `16GiB`, or a number -> bytes. Raises ValueError."""
+    try:
+        return int(_BYTES.validate_python(text))
+    except ValidationError:
+        raise ValueError("write a number of bytes, or a size such as 20GB or 16GiB") from None
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
 class Settings(BaseSettings):
     """The common part. Each service adds its own in its `settings.py`."""
 
@@ -60,7 +74,7 @@ class Settings(BaseSettings):
     """The one of `base_models` that this worker serves. Empty: the first."""
     max_context: int | None = Field(default=None, ge=LEAST_CONTEXT)
     """The most tokens of a conversation, the model's included; never more than the base model's own context."""
-    disk_reserve_bytes: int = Field(default=1 << 30, ge=0)
+    disk_reserve_bytes: Bytes = Field(default=1 << 30, ge=0)
     """Bytes that stay free on the disk of a local store, and of the Redis of `marlaas up`: with fewer, no step is trained."""
     lease_s: float = Field(default=10.0, gt=0)
     """Work that did not advance for this long is taken over by another worker."""

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.settings import Settings, dtype_on
+from common.settings import Bytes, Settings, dtype_on
 from common.worker.takeover import ORPHANS_SHARE
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -31,10 +31,10 @@ class RolloutSettings(Settings):
     """Threads of torch. Deterministic mode needs 1."""
     rollout_slots: int = Field(default=128, ge=1)
     """Turns generated at once; on vLLM and CUDA 256 unless set."""
-    rollout_kv_bytes: int = Field(default=1 << 30, ge=1)
+    rollout_kv_bytes: Bytes = Field(default=1 << 30, ge=1)
     """Memory for keys and values, and for copies of adapters' factors; turns that do not fit wait. vLLM on CUDA, unless set: what its
     memory_fraction leaves."""
-    rollout_idle_adapter_bytes: int = Field(default=64 << 20, ge=0)
+    rollout_idle_adapter_bytes: Bytes = Field(default=64 << 20, ge=0)
     """Memory for adapters that no request names at the moment; on vLLM and CUDA 8 GiB unless set."""
     rollout_progress_s: float = Field(default=1.0, ge=0)
     """Time between two writes of the tokens of long turns under way: a worker that is killed loses about so much of each.

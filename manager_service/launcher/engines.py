@@ -3,12 +3,12 @@
 Of vLLM nothing was measured on a GPU: how it uses its memory is assumed, each part by a constant here.
 """
 
-import re
 from typing import Literal, NamedTuple
 
 from common.errors import InvalidInput
 from common.models.base_shape import BaseShape
 from common.models.footprint import BYTES_OF_SCORE, CPU_PROCESS, GPU_PROCESS, GRAIN, ROWS_PART, cache_room
+from common.settings import parse_bytes
 
 EngineName = Literal["torch", "vllm"]
 IDLE_ADAPTERS = 64 << 20
@@ -71,9 +71,11 @@ def parse_gpu(text: str) -> Device:
     """`24GB`, `80GiB`, or a name in GPUS. A size is as fast as the slowest known GPU of it, or a little less. Raises InvalidInput."""
     if text.lower() in GPUS:
         return GPUS[text.lower()]
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GIB|G)", text.strip(), re.IGNORECASE)
-    memory = float(found[1]) * (1 << 30 if found[2].upper() == "GIB" else 1e9) if found else 0
-    if not memory:
+    try:
+        memory = parse_bytes(text)
+    except ValueError:
+        memory = 0
+    if memory < 1e9:
         raise InvalidInput(f"--gpu {text!r}: a size such as 24GB, or one of {', '.join(GPUS)}")
     known = [gpu for gpu in GPUS.values() if 1.1 * gpu.memory >= memory] or [max(GPUS.values())]
     return min(known, key=lambda gpu: gpu.bandwidth)._replace(memory=memory)

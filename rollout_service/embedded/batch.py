@@ -118,7 +118,8 @@ class RunningRows:
         self._layout: ForwardLayout | None = None
         self.meter = Meter(compute_clock(device))
         self._prefill = Prefill(self._model, self._pools, self.meter, self._spent, limits)
-        self._rests: list[Rest] = []  # that the next step computes
+        self._rests: list[Rest] = []  # that the rows' next step computes
+        self._were_chats = False  # did the last step compute the first tokens of chats?
         self._ended: list[Ended] = []  # that nobody was told of yet
         self._step_s = 0.0  # totals since the start
         self.sampled_tokens = 0
@@ -212,16 +213,19 @@ class RunningRows:
         give_back_memory()
 
     def advance(self) -> list[Ended]:
-        """Admits rows, then adds one token to every row. Removes and returns the rows that ended."""
-        self._admit()
+        """Admits rows, then adds one token to every row, or at first to chats that joined: a step of all takes longer, the longer its
+        rows are. Removes and returns the rows that ended."""
+        chats = [row for row in self._admit() if row.request.chat and self._has_slot(row) and not self._were_chats]
+        self._were_chats = bool(chats)
         if self.num_active:
-            self._step()
+            self._step(chats or self.active())
         ended, self._ended = self._ended, []
         return ended
 
     # ---- admission -----------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[TurnRow]:
+        """Returns the rows that joined."""
         joined: list[TurnRow] = []
         new = dict[PrefixKey, int]()  # tokens to compute
         while (
@@ -237,7 +241,7 @@ class RunningRows:
             else:
                 joined.append(row)
         if not joined:
-            return
+            return []
         done = [row for row in joined if self._states.stop_reason(row.slot)]  # nothing left to sample
         unread = [row for row in done if not row.request.sampling.prompt_logprobs]
         for row in unread:
@@ -246,6 +250,7 @@ class RunningRows:
         for row in done:
             if self._has_slot(row):
                 self._finish(row, _sum_of_scores(row))
+        return joined
 
     def _fits(self, row: TurnRow) -> bool:
         request = row.request
@@ -269,25 +274,23 @@ class RunningRows:
 
     # ---- one token -----------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        rests, self._rests = self._rests, []
+    def _step(self, rows: list[TurnRow]) -> None:
+        rests = self._rests
+        self._rests = [rest for rest in rests if rest.row not in rows and self._has_slot(rest.row)]
 
-        def together() -> ComputedStep:
-            return self._compute(self._lay_out_all, rests)
+        def compute(rows: Sequence[TurnRow]) -> ComputedStep:
+            return self._compute(rows, [rest for rest in rests if rest.row in rows])
 
-        def single(row: TurnRow) -> ComputedStep:
-            return self._compute(lambda: self._lay_out_single(row), [rest for rest in rests if rest.row is row])
-
-        for outcome in outcomes(self.active(), together, single):
+        for outcome in outcomes(rows, lambda: compute(rows), lambda row: compute([row])):
             if isinstance(outcome, FailedTurn):
                 self._end(outcome.row, None, error=outcome.error)
             else:
                 self._settle(outcome)
 
-    def _compute(self, lay_out: Callable[[], ForwardLayout], rests: Sequence[Rest]) -> ComputedStep:
+    def _compute(self, rows: Sequence[TurnRow], rests: Sequence[Rest]) -> ComputedStep:
         """Computes a step; its rows stay as they are."""
         started, since = time.perf_counter(), self.meter.now()
-        layout = lay_out()
+        layout = self._lay_out_rows(rows)
         extension = self._prefill.extension(rests) if rests else None
         sampled = self._forward(layout, extension)
         both = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).cpu().numpy()  # the one transfer
@@ -365,13 +368,12 @@ class RunningRows:
             layout.products = self._planner.plan(layout.adapters, layout.size)
         return ForwardPart(layout.size, attend, layout.products)
 
-    def _lay_out_all(self) -> ForwardLayout:
+    def _lay_out_rows(self, rows: Sequence[TurnRow]) -> ForwardLayout:
+        if len(rows) < self.num_active:
+            self._layout = None  # its products end with the next plan
+            return self._lay_out([self._pools.of(row).only(row.slot) for row in rows])
         self._layout = self._layout or self._lay_out([pool for pool in self._pools if pool.slots])
         return self._layout
-
-    def _lay_out_single(self, row: TurnRow) -> ForwardLayout:
-        self._layout = None  # its products end with the next plan
-        return self._lay_out([self._pools.of(row).only(row.slot)])
 
     def _lay_out(self, pools: list[Pool]) -> ForwardLayout:
         slots = np.array([slot for pool in pools for slot in pool.slots])

@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from common.cancellation import cancel_all
 from common.errors import InvalidInput
 from common.wire.messages import BASE
 from rollout_service.engine import CorruptAdapter, Generated
@@ -244,6 +246,17 @@ async def test_a_job_that_never_pauses_does_not_keep_its_slot_for_ever() -> None
         for task in flood:
             task.cancel()
         await asyncio.wait(flood)
+
+
+async def test_chats_go_before_what_waits_for_a_slot_and_one_is_kept_for_them() -> None:
+    jobs = [f"job{i}" for i in range(6)]
+    async with started(Cores(), *jobs, "chat", max_loras=3) as engine:
+        flood = [asyncio.create_task(one(engine, request(ref(job), max_tokens=10_000))) for job in jobs]
+        await until(lambda: engine.counters()["adapter_waiting"] == 4)
+        await one(engine, replace(request(ref("chat"), max_tokens=5), chat=True))
+        assert engine.counters()["adapter_waiting"] == 4
+        assert not any(task.done() for task in flood)
+        await cancel_all(flood)
 
 
 async def test_versions_0_that_change_nothing_share_the_base_models_weights_and_nothing_that_is_cached() -> None:
