@@ -204,6 +204,7 @@ class Product:
     gather: Tensor | None = None  # [L * lane_rows] row in each place; None: all rows, in order, evenly over the lanes
     rows: Tensor | None = None  # [n] the rows of this class; None: all N
     places: Tensor | None = None  # [n] the places of `rows`; None: in order
+    in_place: bool = False  # sums inside the products: fewer operations, other bits; where all rows are in order
 
     def add_to(self, y: Tensor, x: Tensor, number: int) -> None:
         """Adds to y [N, out] B A x, of x [N, in]."""
@@ -211,6 +212,11 @@ class Product:
         a, bs = self.factors.a[number], self.factors.b[number]
         inner = torch.bmm(spread.view(a.shape[0], -1, x.shape[1]), a)
         rank = bs[0].shape[1]  # R may be wider than all ranks
+        if self.in_place:
+            parts = y.view(len(inner), -1, y.shape[1]).split_with_sizes([b.shape[2] for b in bs], dim=2)
+            for index, (part, b) in enumerate(zip(parts, bs, strict=True)):
+                part.baddbmm_(inner.narrow(2, index * rank, rank), b)
+            return
         parts = [torch.bmm(inner.narrow(2, index * rank, rank), b) for index, b in enumerate(bs)]
         out = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(0, 1)
         if self.places is not None:
@@ -233,6 +239,7 @@ class LanePlanner:
         self._wide_rows = wide_rows or lane_rows
         self._budget_bytes = budget_bytes
         self._lanes: dict[int, Lanes] = {}
+        self._zeros: dict[int, FusedAdapter] = {}  # by rank: adapters that add nothing, for rows of others
 
     def plan(self, adapters: Sequence[FusedAdapter | None], size: int) -> list[Product]:
         """Plans a forward of `size` rows of one position each; None: a row of the bare base model.
@@ -259,6 +266,33 @@ class LanePlanner:
         for lane, adapter in enumerate(adapters):
             lanes.put(lane, adapter)
         return [Product(lanes.first(len(adapters)))]
+
+    def plan_lanes(self, adapters: Sequence[FusedAdapter | None]) -> tuple[list[Product], list[int], int] | None:
+        """Plans a forward whose rows stand in lanes: the products, each row's place, and the number of places, of which those of no
+        row do not count. Each product serves all lanes. None: the lanes would exceed the budget."""
+        rows_of: dict[FusedAdapter | None, list[int]] = {}
+        for row, adapter in enumerate(adapters):
+            rows_of.setdefault(adapter, []).append(row)
+        width, num_lanes = _lanes_of([len(rows) for rows in rows_of.values()])
+        owners: list[FusedAdapter | None] = []
+        places = [0] * len(adapters)
+        for adapter in sorted(rows_of, key=id):  # in the same order next time, so that lanes keep their factors
+            for at, row in enumerate(rows_of[adapter], start=len(owners) * width):
+                places[row] = at
+            owners += [adapter] * -(-len(rows_of[adapter]) // width)
+        ranks = sorted({adapter.rank for adapter in rows_of if adapter is not None})
+        self._forget_all_but(ranks)
+        products: list[Product] = []
+        for rank in ranks:
+            like = next(adapter for adapter in rows_of if adapter is not None and adapter.rank == rank)
+            if (lanes := self._lanes_for(num_lanes, like)) is None:
+                return None
+            if rank not in self._zeros:
+                self._zeros[rank] = FusedAdapter(rank, like.factors.over(torch.zeros_like))
+            for lane, owner in enumerate(owners):
+                lanes.put(lane, owner if owner is not None and owner.rank == rank else self._zeros[rank])
+            products.append(Product(lanes.first(num_lanes), in_place=True))
+        return products, places, num_lanes * width
 
     def _forget_all_but(self, ranks: Sequence[int]) -> None:
         """Gives back the lanes of other ranks, once all of them use up half of the budget."""
@@ -309,6 +343,16 @@ class LanePlanner:
 
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
+
+
+def _lanes_of(nums: Sequence[int]) -> tuple[int, int]:
+    """Rows and number of lanes, for adapters of so many rows each: the widest lanes of which half of the places are filled, or more."""
+    for width in (8, 4, 2, 1):
+        num = sum(-(-each // width) for each in nums)
+        num += -num % MIN_LANES
+        if num * width <= 2 * sum(nums):
+            break
+    return width, num
 
 
 def uniform(adapter: FusedAdapter) -> Product:

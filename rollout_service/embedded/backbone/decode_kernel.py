@@ -1,0 +1,85 @@
+"""Attention of one new token a row on keys and values at any address, as a Triton kernel: a row reads its own tokens, wherever its
+pool lies. Online softmax after FlashAttention (Dao et al. 2022, arXiv 2205.14135).
+
+Axes: N rows of a forward, H query heads, K key/value heads, D head size.
+"""
+
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUntypedFunctionDecorator=false
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 64
+"""Positions that a program reads at a time."""
+LEAST_DOT = 16
+"""The smallest side of a product on tensor cores."""
+
+
+@triton.jit
+def _attend(
+    qkv,
+    addresses,
+    positions,
+    out,
+    scale,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    GROUP_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position, address = tl.load(positions + row).to(tl.int32), tl.load(addresses + row)
+    d, g = tl.arange(0, WIDTH), tl.arange(0, GROUP_WIDTH)
+    is_dim, is_query = d < D, (g < GROUP)[:, None] & (d < D)[None, :]
+    own = qkv + row * (GROUP * K + 2 * K) * D
+    of_query = (head * GROUP + g)[:, None] * D + d[None, :]
+    query = tl.load(own + of_query, mask=is_query, other=0.0)
+    key = tl.load(own + (GROUP * K + head) * D + d, mask=is_dim, other=0.0)
+    value = tl.load(own + (GROUP * K + K + head) * D + d, mask=is_dim, other=0.0)
+
+    # Pools are aligned to at least 16 bytes; said here, the loads below take 16 bytes at once.
+    cache = tl.multiple_of(address.to(tl.pointer_type(qkv.dtype.element_ty)), 16) + head * D
+    is_written = d < tl.where(address == 0, 0, D)
+    new = cache + position.to(tl.int64) * (2 * K * D) + d
+    tl.store(new, key, mask=is_written)
+    tl.store(new + K * D, value, mask=is_written)
+
+    # The new token comes from registers: what this program has just stored, its own threads may not see yet.
+    largest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+    total = tl.full([GROUP_WIDTH], 1.0, tl.float32)
+    mixed = tl.zeros([GROUP_WIDTH, WIDTH], tl.float32) + value.to(tl.float32)[None, :]
+    at = tl.arange(0, BLOCK)
+    for start in range(0, position, BLOCK):
+        is_seen = start + at < position
+        seen = cache + (start + at).to(tl.int64)[:, None] * (2 * K * D) + d[None, :]
+        is_read = is_seen[:, None] & is_dim[None, :]
+        keys = tl.load(seen, mask=is_read, other=0.0)
+        values = tl.load(seen + K * D, mask=is_read, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(is_seen[None, :], scores, float("-inf"))
+        before, largest = largest, tl.maximum(largest, tl.max(scores, 1))
+        shrunk, weights = tl.exp(before - largest), tl.exp(scores - largest[:, None])
+        total = total * shrunk + tl.sum(weights, 1)
+        mixed = mixed * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    to = out + row * (GROUP * K * D) + of_query
+    tl.store(to, (mixed / total[:, None]).to(qkv.dtype.element_ty), mask=is_query)
+
+
+def attend(qkv: Tensor, addresses: Tensor, positions: Tensor, num_heads: int) -> Tensor:
+    """qkv [N, H + 2K, D], contiguous -> [N, H * D]. `addresses` int64 [N]: where a layer's keys and values [positions, 2K, D] of each
+    row begin, at a multiple of 16 bytes; 0 for a row that only fills up the forward. `positions` [N]: of the new tokens, whose keys
+    and values are written there. Raises nothing: what lies at an address that is wrong is read all the same.
+    """
+    num, heads, size = qkv.shape
+    kv_heads = (heads - num_heads) // 2
+    group = num_heads // kv_heads
+    out = qkv.new_empty(num, num_heads * size)
+    widths = max(LEAST_DOT, triton.next_power_of_2(group)), max(LEAST_DOT, triton.next_power_of_2(size))
+    kernel: Any = _attend
+    kernel[(num, kv_heads)](qkv, addresses, positions, out, size**-0.5, kv_heads, group, size, *widths, BLOCK)
+    return out
