@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -267,32 +268,26 @@ class LanePlanner:
             lanes.put(lane, adapter)
         return [Product(lanes.first(len(adapters)))]
 
-    def plan_lanes(self, adapters: Sequence[FusedAdapter | None]) -> tuple[list[Product], list[int], int] | None:
-        """Plans a forward whose rows stand in lanes: the products, each row's place, and the number of places, of which those of no
-        row do not count. Each product serves all lanes. None: the lanes would exceed the budget."""
-        rows_of: dict[FusedAdapter | None, list[int]] = {}
-        for row, adapter in enumerate(adapters):
-            rows_of.setdefault(adapter, []).append(row)
-        width, num_lanes = _lanes_of([len(rows) for rows in rows_of.values()])
-        owners: list[FusedAdapter | None] = []
-        places = [0] * len(adapters)
-        for adapter in sorted(rows_of, key=id):  # in the same order next time, so that lanes keep their factors
-            for at, row in enumerate(rows_of[adapter], start=len(owners) * width):
-                places[row] = at
-            owners += [adapter] * -(-len(rows_of[adapter]) // width)
-        ranks = sorted({adapter.rank for adapter in rows_of if adapter is not None})
-        self._forget_all_but(ranks)
+    def plan_lanes(self, adapters: Sequence[FusedAdapter | None]) -> tuple[list[Product], np.ndarray, int] | None:
+        """Plans a forward whose rows stand in lanes, which each product serves: the products, each row's place, and the number of
+        places; what no row stands at does not count. None: the lanes would exceed the budget."""
+        nums = Counter(adapters)
+        width = next(w for w in (8, 4, 2, 1) if sum(-(-num // w) * w for num in nums.values()) <= 2 * len(adapters))
+        owners = [a for a in sorted(nums, key=id) for _ in range(-(-nums[a] // width))]  # the same order next time
+        first = {a: itertools.count(owners.index(a) * width) for a in nums}
+        num_lanes = len(owners) + -len(owners) % MIN_LANES
+        like = {a.rank: a for a in nums if a is not None}
+        self._forget_all_but([*like])
         products: list[Product] = []
-        for rank in ranks:
-            like = next(adapter for adapter in rows_of if adapter is not None and adapter.rank == rank)
-            if (lanes := self._lanes_for(num_lanes, like)) is None:
+        for rank in sorted(like):
+            if (lanes := self._lanes_for(num_lanes, like[rank])) is None:
                 return None
             if rank not in self._zeros:
-                self._zeros[rank] = FusedAdapter(rank, like.factors.over(torch.zeros_like))
+                self._zeros[rank] = FusedAdapter(rank, like[rank].factors.over(torch.zeros_like))
             for lane, owner in enumerate(owners):
                 lanes.put(lane, owner if owner is not None and owner.rank == rank else self._zeros[rank])
             products.append(Product(lanes.first(num_lanes), in_place=True))
-        return products, places, num_lanes * width
+        return products, np.array([next(first[a]) for a in adapters]), num_lanes * width
 
     def _forget_all_but(self, ranks: Sequence[int]) -> None:
         """Gives back the lanes of other ranks, once all of them use up half of the budget."""
@@ -343,16 +338,6 @@ class LanePlanner:
 
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self._device)
-
-
-def _lanes_of(nums: Sequence[int]) -> tuple[int, int]:
-    """Rows and number of lanes, for adapters of so many rows each: the widest lanes of which half of the places are filled, or more."""
-    for width in (8, 4, 2, 1):
-        num = sum(-(-each // width) for each in nums)
-        num += -num % MIN_LANES
-        if num * width <= 2 * sum(nums):
-            break
-    return width, num
 
 
 def uniform(adapter: FusedAdapter) -> Product:

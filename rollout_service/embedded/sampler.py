@@ -41,13 +41,14 @@ class SamplingPlan:
             top_k=None if min(top_k) == vocab else column(top_k, torch.int64),
         )
 
-    def columns(self) -> dict[str, Tensor | None]:
-        """The tensors, by the names of their fields."""
-        return {name: getattr(self, name) for name in ("temperature", "greedy", "top_p", "top_k")}
+    def columns(self) -> dict[str, Tensor]:
+        """The tensors that it has, by the names of their fields."""
+        columns = {name: getattr(self, name) for name in ("temperature", "greedy", "top_p", "top_k")}
+        return {name: column for name, column in columns.items() if column is not None}
 
     def kind(self) -> tuple[object, ...]:
         """Equal for plans whose draws take the same operations."""
-        return self.all_greedy, self.num_top, *(column is None for column in self.columns().values())
+        return self.all_greedy, self.num_top, *self.columns()
 
 
 @dataclass(slots=True)

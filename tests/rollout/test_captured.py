@@ -150,14 +150,14 @@ def test_turns_have_the_same_tokens_and_logprobs_with_it(kinds: Sequence[dict[st
         assert [[token for token, _ in best] for best in found[name][1]] == [
             [token for token, _ in best] for best in top
         ]
-    assert sum(map(len, again.watched)) > 10 * len(again.watched) or kinds == KINDS
+    assert sum(map(len, again.watched)) > 20
 
 
 def test_a_step_reads_the_same_addresses_while_rows_join_and_leave_and_waits_for_nothing() -> None:
     again = Again()
-    sampled_by(turns(KINDS[:2]), CapturedSteps(FusedDecoder(decoder(), exact=True), by_address, again, LANES), 16)
+    sampled_by(turns(KINDS[:2]), CapturedSteps(FusedDecoder(decoder(), exact=True), by_address, again, LANES), 8)
     longest = max(again.watched, key=len)
-    assert len(longest) > 20
+    assert len(longest) > 20, [len(x) for x in again.watched]
     for runs in again.watched:
         assert {frozenset(run.read) for run in runs} == {frozenset(runs[0].read)}
         assert not WAITS & {name for run in runs for name in run.names}
@@ -171,7 +171,9 @@ def test_a_step_takes_few_operations() -> None:
         Shape(own.__class__(28, 64, 8, 4, 8, 272, 4096, 1e6, 1e-6, tied=True), 128), CPU, torch.float32
     )
     again = Again()
-    steps = CapturedSteps(FusedDecoder(base, exact=True), by_address, again, LANES)
+    steps = CapturedSteps(
+        FusedDecoder(base, exact=True), lambda qkv, *_: torch.relu(qkv[:, :8]).flatten(1), again, LANES
+    )
     limits = EngineLimits(slots=64)
     batch = RunningRows(FusedDecoder(base, exact=True), end_ids=(), decode=lambda _: "", limits=limits, captured=steps)
     with torch.inference_mode():

@@ -6,13 +6,13 @@ A step reads only tensors that keep their address: its own, the weights, and lan
 by addresses in one of them. So rows that join, leave or grow change what the tensors hold, and a step is captured once
 for each number of rows, shape of lanes and kind of sampling. It computes the same when it runs again.
 
-Axes: n rows under way, N sampled ones, n rounded up, P places in lanes.
+Axis: n rows under way.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from base_model.stacked import LanePlanner, Product
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart
 from rollout_service.embedded.backbone.layout import ForwardLayout
-from rollout_service.embedded.sampler import Sampled, SamplingPlan, sample
+from rollout_service.embedded.sampler import Sampled, sample
 
 ON_CUDA = False
 """Whether `auto` chooses our decoder on CUDA for its families, and its steps are captured there."""
@@ -55,54 +55,33 @@ def graph(run: Callable[[], T], pool: Any) -> tuple[T, Callable[[], object]]:
     return result, captured.replay
 
 
-@dataclass(slots=True, eq=False)
-class StepRows:
-    """What a step reads of its rows, beside their tokens."""
-
-    layout: ForwardLayout
-    products: list[Product]
-    places: np.ndarray  # [n] of the layout's rows in the forward
-    addresses: Tensor  # int64 [layers, P]: where the keys and values at a place begin; 0: no row is there
-    sampled: Tensor  # int64 [N]: places of the rows that are sampled
-    plan: SamplingPlan
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """Equal for rows that one captured step serves."""
-        factors = [(each.factors.values.data_ptr(), each.factors.values.shape) for each in self.products]
-        return self.addresses.shape, self.sampled.shape, *self.plan.kind(), *factors
-
-    def take(self, other: "StepRows") -> None:
-        """Makes its tensors hold what those of rows of the same shape hold."""
-        for own, new in zip(self._tensors(), other._tensors(), strict=True):
-            own.copy_(new)
-        self.layout, self.places = other.layout, other.places
-
-    def _tensors(self) -> list[Tensor]:
-        return [self.addresses, self.sampled, *(each for each in self.plan.columns().values() if each is not None)]
+def _inputs(
+    layout: ForwardLayout,
+    places: np.ndarray,
+    num_places: int,
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    bits: np.ndarray,
+) -> Tensor:
+    """int64: at each place the addresses of the row's keys and values by layer, 0 without a row, its token and its position; then for
+    each sampled row its place and the bits of its number."""
+    at = [
+        np.array([layer.data_ptr() for layer in pool.layers])[:, None]
+        + np.arange(len(pool.slots)) * pool.layers[0][0].nbytes
+        for pool in layout.pools
+    ]
+    by_place = np.zeros((len(at[0]) + 2, num_places), np.int64)
+    by_place[:, places] = np.concatenate([np.concatenate(at, axis=1), [tokens, positions]])
+    by_row = np.zeros((2, layout.size), np.int64)
+    by_row[:, : len(places)] = places, bits
+    return torch.from_numpy(np.concatenate([by_place.ravel(), by_row.ravel()]))
 
 
-def _addresses(layout: ForwardLayout, places: np.ndarray, num_places: int) -> np.ndarray:
-    found = np.zeros((len(layout.pools[0].layers), num_places), np.int64)
-    first = 0
-    for pool in layout.pools:
-        starts, num = np.array([layer.data_ptr() for layer in pool.layers]), len(pool.slots)
-        found[:, places[first : first + num]] = starts[:, None] + np.arange(num) * pool.layers[0][0].nbytes
-        first += num
-    return found
-
-
-def _filled(column: Tensor | None, size: int) -> Tensor | None:
-    """[n, ...] -> [size, ...]: rows that only fill up sample like the first."""
-    return None if column is None else torch.cat([column, column[:1].expand(size - len(column), *column.shape[1:])])
-
-
-@dataclass(slots=True)
-class CapturedStep:
+class CapturedStep(NamedTuple):
     """One step, for rows of one shape."""
 
-    rows: StepRows
-    inputs: Tensor  # int64 [P + P + N]: tokens, positions, and the bits of numbers that decide the next tokens
+    inputs: Tensor
+    columns: list[Tensor]  # of the sampling plan
     sampled: Sampled  # overwritten by each replay
     replay: Callable[[], object]
 
@@ -113,70 +92,59 @@ class CapturedSteps:
     def __init__(self, model: EngineBackbone, attend: Attend, record: Record[Sampled], lanes_bytes: int) -> None:
         """`lanes_bytes`: of all lanes of factors."""
         self._model, self._attend, self._record = model, attend, record
-        self._device = model.embedding.device
-        self._planner = LanePlanner(self._device, 1, budget_bytes=lanes_bytes)
+        self._planner = LanePlanner(model.embedding.device, 1, budget_bytes=lanes_bytes)
+        self._planned: tuple[ForwardLayout, tuple[list[Product], np.ndarray, int] | None] | None = None
         self._steps: dict[tuple[object, ...], CapturedStep] = {}
-        self._placed: tuple[ForwardLayout, StepRows | None] | None = None  # the newest layout
 
     def clear(self) -> None:
         """Gives back their memory."""
         self._steps.clear()
-        self._placed = None
+        self._planned = None
 
     def step(
         self, layout: ForwardLayout, tokens: np.ndarray, positions: np.ndarray, uniforms: np.ndarray
     ) -> Sampled | None:
         """Computes a step of a layout's rows: int64 and float64 [n]. None for one that is not captured: with a grammar, or more factors
         than the lanes have memory for."""
-        if self._placed is None or self._placed[0] is not layout:
-            self._placed = layout, None if layout.masked else self._place(layout)
-        if (rows := self._placed[1]) is None:
+        if self._planned is None or self._planned[0] is not layout:
+            self._planned = layout, self._planner.plan_lanes(layout.adapters)
+        if layout.masked or (lanes := self._planned[1]) is None:
             return None
-        num_places, size = rows.addresses.shape[1], layout.size
-        inputs = np.zeros(2 * num_places + size, np.int64)
-        inputs[rows.places], inputs[num_places + rows.places] = tokens, positions
-        inputs[2 * num_places :][: len(uniforms)] = uniforms.view(np.int64)
-        step = self._steps.pop(shape := rows.shape, None)
-        if step is None:
-            step = self._capture(rows, torch.from_numpy(inputs))
+        products, places, num_places = lanes
+        inputs = _inputs(layout, places, num_places, tokens, positions, uniforms.view(np.int64))
+        factors = ((each.factors.values.data_ptr(), each.factors.values.shape) for each in products)
+        shape = (num_places, layout.size, *layout.sampling.kind(), *factors)
+        if (step := self._steps.pop(shape, None)) is None:
+            step = self._capture(layout, products, num_places, inputs)
         else:
-            if step.rows.layout is not layout:
-                step.rows.take(rows)
-            step.inputs.copy_(torch.from_numpy(inputs))
+            step.inputs.copy_(inputs)
+            for own, new in zip(step.columns, layout.sampling.columns().values(), strict=True):
+                own[: len(new)].copy_(new)
             step.replay()
         self._steps[shape] = step
         if len(self._steps) > MAX_STEPS:
             self._steps.pop(next(iter(self._steps)))
         return step.sampled
 
-    def _place(self, layout: ForwardLayout) -> StepRows | None:
-        if (planned := self._planner.plan_lanes(layout.adapters)) is None:
-            return None
-        products, of_rows, num_places = planned
-        places, plan = np.array(of_rows), layout.sampling
-        addresses = torch.from_numpy(_addresses(layout, places, num_places)).to(self._device)
-        sampled = torch.from_numpy(np.pad(places, (0, layout.size - len(places)))).to(self._device)
-        filled = {name: _filled(column, layout.size) for name, column in plan.columns().items()}
-        return StepRows(layout, products, places, addresses, sampled, replace(plan, **filled))
-
-    def _capture(self, rows: StepRows, host: Tensor) -> CapturedStep:
-        own = replace(rows, addresses=rows.addresses.clone(), sampled=rows.sampled.clone())
-        own.plan = replace(
-            rows.plan, **{name: _filled(c, len(rows.sampled)) for name, c in rows.plan.columns().items()}
-        )
-        inputs = host.to(self._device)
-        sampled, replay = self._record(lambda: self._computed(own, inputs))
-        return CapturedStep(own, inputs, sampled, replay)
-
-    def _computed(self, rows: StepRows, inputs: Tensor) -> Sampled:
-        """What is captured: a function of these tensors' values that waits for nothing and copies nothing from the host."""
-        num, size = rows.addresses.shape[1], len(rows.sampled)
-        tokens, positions, bits = inputs.split_with_sizes([num, num, size])
+    def _capture(self, layout: ForwardLayout, products: list[Product], num_places: int, host: Tensor) -> CapturedStep:
+        inputs, model = host.to(self._model.embedding.device), self._model
+        filled = {name: _filled(column, layout.size) for name, column in layout.sampling.columns().items()}
+        plan = replace(layout.sampling, **filled)
+        by_place, by_row = inputs.split_with_sizes([len(inputs) - 2 * layout.size, 2 * layout.size])
+        *addresses, tokens, positions = by_place.view(-1, num_places)
+        sampled, bits = by_row.view(2, -1)
 
         def attend(layer: int, qkv: Tensor, scale: float | None = None, window: int | None = None) -> Tensor:
             assert scale is None and window is None, "our decoder's families have plain attention"
-            return self._attend(qkv, rows.addresses[layer], positions, self._model.config.num_heads)
+            return self._attend(qkv, addresses[layer], positions, model.config.num_heads)
 
-        hidden = self._model.forward(tokens, positions, [ForwardPart(num, attend, rows.products)])
-        logits = self._model.logits(hidden.index_select(0, rows.sampled))
-        return sample(logits, bits.view(torch.float64), rows.plan)
+        def compute() -> Sampled:  # a function of the values in these tensors; it waits for nothing
+            hidden = model.forward(tokens, positions, [ForwardPart(num_places, attend, products)])
+            return sample(model.logits(hidden.index_select(0, sampled)), bits.view(torch.float64), plan)
+
+        return CapturedStep(inputs, [*filled.values()], *self._record(compute))
+
+
+def _filled(column: Tensor, size: int) -> Tensor:
+    """[n, ...] -> [size, ...]: rows that only fill up sample like the first."""
+    return torch.cat([column, column[:1].expand(size - len(column), *column.shape[1:])])

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64
+BLOCK = tl.constexpr(64)
 """Positions that a program reads at a time."""
 LEAST_DOT = 16
 """The smallest side of a product on tensor cores."""
@@ -26,21 +26,20 @@ def _attend(
     out,
     scale,
     K: tl.constexpr,
-    GROUP: tl.constexpr,
+    G: tl.constexpr,
     D: tl.constexpr,
-    GROUP_WIDTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GW: tl.constexpr,
+    DW: tl.constexpr,
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, address = tl.load(positions + row).to(tl.int32), tl.load(addresses + row)
-    d, g = tl.arange(0, WIDTH), tl.arange(0, GROUP_WIDTH)
-    is_dim, is_query = d < D, (g < GROUP)[:, None] & (d < D)[None, :]
-    own = qkv + row * (GROUP * K + 2 * K) * D
-    of_query = (head * GROUP + g)[:, None] * D + d[None, :]
+    d, g = tl.arange(0, DW), tl.arange(0, GW)
+    is_dim, is_query = d < D, (g < G)[:, None] & (d < D)[None, :]
+    own = qkv + row * (G * K + 2 * K) * D
+    of_query = (head * G + g)[:, None] * D + d[None, :]
     query = tl.load(own + of_query, mask=is_query, other=0.0)
-    key = tl.load(own + (GROUP * K + head) * D + d, mask=is_dim, other=0.0)
-    value = tl.load(own + (GROUP * K + K + head) * D + d, mask=is_dim, other=0.0)
+    key = tl.load(own + (G * K + head) * D + d, mask=is_dim, other=0.0)
+    value = tl.load(own + (G * K + K + head) * D + d, mask=is_dim, other=0.0)
 
     # Pools are aligned to at least 16 bytes; said here, the loads below take 16 bytes at once.
     cache = tl.multiple_of(address.to(tl.pointer_type(qkv.dtype.element_ty)), 16) + head * D
@@ -51,8 +50,8 @@ def _attend(
 
     # The new token comes from registers: what this program has just stored, its own threads may not see yet.
     largest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
-    total = tl.full([GROUP_WIDTH], 1.0, tl.float32)
-    mixed = tl.zeros([GROUP_WIDTH, WIDTH], tl.float32) + value.to(tl.float32)[None, :]
+    total = tl.full([GW], 1.0, tl.float32)
+    mixed = tl.zeros([GW, DW], tl.float32) + value.to(tl.float32)[None, :]
     at = tl.arange(0, BLOCK)
     for start in range(0, position, BLOCK):
         is_seen = start + at < position
@@ -66,7 +65,7 @@ def _attend(
         shrunk, weights = tl.exp(before - largest), tl.exp(scores - largest[:, None])
         total = total * shrunk + tl.sum(weights, 1)
         mixed = mixed * shrunk[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    to = out + row * (GROUP * K * D) + of_query
+    to = out + row * (G * K * D) + of_query
     tl.store(to, (mixed / total[:, None]).to(qkv.dtype.element_ty), mask=is_query)
 
 
@@ -81,5 +80,5 @@ def attend(qkv: Tensor, addresses: Tensor, positions: Tensor, num_heads: int) ->
     out = qkv.new_empty(num, num_heads * size)
     widths = max(LEAST_DOT, triton.next_power_of_2(group)), max(LEAST_DOT, triton.next_power_of_2(size))
     kernel: Any = _attend
-    kernel[(num, kv_heads)](qkv, addresses, positions, out, size**-0.5, kv_heads, group, size, *widths, BLOCK)
+    kernel[(num, kv_heads)](qkv, addresses, positions, out, size**-0.5, kv_heads, group, size, *widths)
     return out
