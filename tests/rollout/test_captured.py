@@ -2,10 +2,11 @@
 sample, read only tensors that keep their address, and wait for nothing."""
 
 import ctypes
-import importlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -207,21 +208,38 @@ def test_a_step_takes_few_operations() -> None:
     assert len(again.watched[0][0].names) <= 775
 
 
-@pytest.mark.parametrize(("num_heads", "kv_heads", "size"), [(4, 2, 32), (14, 2, 16), (3, 3, 24)])
 def test_the_kernel_computes_attention_on_keys_and_values_at_any_address(
-    num_heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+    device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when a kernel is defined
-    kernel = importlib.reload(importlib.import_module("rollout_service.embedded.backbone.decode_kernel"))
+    if device == "cuda":
+        check_kernel(device)
+    else:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # Triton reads it when it is imported: in a process of its own
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            process.submit(check_kernel, device).result()
+
+
+def check_kernel(device: str) -> None:
+    for heads in ((4, 2, 32), (14, 2, 16), (3, 3, 24)):
+        check_heads(*heads, device)
+
+
+def check_heads(num_heads: int, kv_heads: int, size: int, device: str) -> None:
+    """A row of no number, and rows of other lengths, in two pools; the last row only fills up."""
+    from rollout_service.embedded.backbone.decode_kernel import attend
+
     drawn = torch.Generator().manual_seed(1)
     qkv = torch.randn(5, num_heads + 2 * kv_heads, size, generator=drawn)
     qkv[1, num_heads] = float("nan")
-    pool, positions = torch.randn(4, 160, 2 * kv_heads, size, generator=drawn), torch.tensor([0, 5, 64, 130, 0])
-    found, expected = ([each, torch.empty(0)] for each in (pool.clone(), pool.clone()))
-    for attend, run in ((kernel.attend, found), (by_address, expected)):
-        addresses = torch.tensor([*(row.data_ptr() for row in run[0]), 0])
-        run[1] = attend(qkv, addresses, positions, num_heads)
-    assert found[0].allclose(expected[0], atol=0, equal_nan=True)
-    assert found[1][:4].allclose(expected[1][:4], atol=1e-6, equal_nan=True)
-    assert bool(found[1][[0, 2, 3, 4]].isfinite().all()), "a row that is no number stays alone"
+    pools = [torch.randn(2, length, 2 * kv_heads, size, generator=drawn).to(device) for length in (96, 160)]
+    rows, positions = [row for pool in pools for row in pool], [0, 5, 64, 130]
+    expected = [row.clone() for row in rows]
+    addresses = torch.tensor([*(row.data_ptr() for row in rows), 0], device=device)
+    found = attend(qkv.to(device), addresses, torch.tensor([*positions, 0], device=device), num_heads).cpu()
+    for row, seen, position, own, out in zip(rows, expected, positions, qkv, found, strict=False):
+        seen[position] = own[num_heads:]
+        assert row.equal(seen) or bool(own.isnan().any())
+        k, v = seen[: position + 1].cpu().transpose(0, 1).chunk(2)
+        attended = F.scaled_dot_product_attention(own[:num_heads, None], k, v, enable_gqa=True).flatten()
+        assert out.allclose(attended, atol=1e-5, equal_nan=True)
+    assert bool(found[[0, 2, 3, 4]].isfinite().all()), "a row that is no number stays alone"
