@@ -75,7 +75,7 @@ def at_address(address: int, shape: Sequence[int]) -> np.ndarray:
 
 
 def by_address(qkv: Tensor, addresses: Tensor, positions: Tensor, num_heads: int) -> Tensor:
-    """What `decode_kernel.attend` computes, in float32, row by row; unwatched, as a kernel is."""
+    """Computes as `decode_kernel.attend` does, in float32, row by row; unwatched, as a kernel is."""
     out = torch.empty(len(qkv), num_heads * qkv.shape[2])
     with _disable_current_modes():
         out.copy_(_by_address(qkv, addresses, positions, num_heads))
@@ -95,7 +95,7 @@ def _by_address(qkv: Tensor, addresses: Tensor, positions: Tensor, num_heads: in
 
 
 def no_attention(qkv: Tensor, addresses: Tensor, positions: Tensor, num_heads: int) -> Tensor:
-    """One operation, as the kernel is."""
+    """Takes one operation, as the kernel does."""
     return torch.relu(qkv[:, :num_heads]).flatten(1)
 
 
@@ -104,7 +104,7 @@ def of_sampled(sampled: Sampled) -> list[Tensor]:
 
 
 class Again:
-    """In the place of CUDA graphs: runs the function again, into the tensors of its first run."""
+    """The function once more where CUDA replays a graph, with results in the tensors of its first run."""
 
     def __init__(self) -> None:
         self.watched: list[list[Watch]] = []  # of each step, its runs
@@ -134,7 +134,7 @@ def base() -> Decoder:
 
 
 def model() -> FusedDecoder:
-    """`exact`: with torch's own norms, as on CUDA."""
+    """The base model with torch's own norms, as on CUDA."""
     return FusedDecoder(base(), exact=True)
 
 

@@ -25,15 +25,15 @@ from rollout_service.embedded.backbone.layout import ForwardLayout
 from rollout_service.embedded.sampler import Sampled, sample
 
 ON_CUDA = False
-"""Whether `auto` chooses our decoder on CUDA for its families, and its steps are captured there."""
+"""The switch: on CUDA `auto` chooses our decoder for its families, and its steps are captured."""
 MAX_STEPS = 64
 """Captured steps at once; of more, the one unused for longest leaves."""
 
 T = TypeVar("T")
-Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""See `decode_kernel.attend`."""
-Record = Callable[[Callable[[], T]], tuple[T, Callable[[], object]]]
-"""Runs a function; returns its result, and what computes it again into the same tensors."""
+RowAttend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""The signature of `decode_kernel.attend`."""
+Capture = Callable[[Callable[[], T]], tuple[T, Callable[[], object]]]
+"""A function that calls another, and returns its result and what computes it again, in the same tensors."""
 
 
 def captured_for(model: EngineBackbone, lanes_bytes: int) -> "CapturedSteps | None":
@@ -89,7 +89,7 @@ class CapturedStep(NamedTuple):
 class CapturedSteps:
     """The captured steps of one engine. For one thread."""
 
-    def __init__(self, model: EngineBackbone, attend: Attend, record: Record[Sampled], lanes_bytes: int) -> None:
+    def __init__(self, model: EngineBackbone, attend: RowAttend, record: Capture[Sampled], lanes_bytes: int) -> None:
         """`lanes_bytes`: of all lanes of factors."""
         self._model, self._attend, self._record = model, attend, record
         self._planner = LanePlanner(model.embedding.device, 1, budget_bytes=lanes_bytes)
@@ -104,8 +104,8 @@ class CapturedSteps:
     def step(
         self, layout: ForwardLayout, tokens: np.ndarray, positions: np.ndarray, uniforms: np.ndarray
     ) -> Sampled | None:
-        """Computes a step of a layout's rows: int64 and float64 [n]. None for one that is not captured: with a grammar, or more factors
-        than the lanes have memory for."""
+        """Computes a step of a layout's rows: int64 and float64 [n]. Returns None for one that is not captured: with a
+        grammar, or more factors than the lanes have memory for."""
         if self._planned is None or self._planned[0] is not layout:
             self._planned = layout, self._planner.plan_lanes(layout.adapters)
         if layout.masked or (lanes := self._planned[1]) is None:
