@@ -109,6 +109,9 @@ class Again:
     def __init__(self) -> None:
         self.watched: list[list[Watch]] = []  # of each step, its runs
 
+    def fresh(self) -> "Again":
+        return self
+
     def __call__(self, run: Callable[[], Sampled]) -> tuple[Sampled, Callable[[], None]]:
         runs = list[Watch]()
         self.watched.append(runs)
@@ -171,7 +174,7 @@ def sampled_by(rows: Sequence[TurnRow], captured: CapturedSteps | None, slots: i
 
 @pytest.mark.parametrize("kinds", [KINDS[:1], KINDS], ids=["plain", "all kinds"])
 def test_turns_have_the_same_tokens_and_logprobs_with_it(kinds: Sequence[dict[str, Any]]) -> None:
-    steps = CapturedSteps(model(), by_address, again := Again(), LANES)
+    steps = CapturedSteps(model(), by_address, (again := Again()).fresh, LANES)
     expected, found = sampled_by(turns(kinds), None, 20), sampled_by(turns(kinds), steps, 20)
     assert sorted(found) == sorted(expected)
     for name, (partial, top) in expected.items():
@@ -185,7 +188,7 @@ def test_turns_have_the_same_tokens_and_logprobs_with_it(kinds: Sequence[dict[st
 
 def test_a_step_reads_the_same_addresses_while_rows_join_and_leave_and_waits_for_nothing() -> None:
     again = Again()
-    sampled_by(turns(KINDS[:2]), CapturedSteps(model(), by_address, again, LANES), 8)
+    sampled_by(turns(KINDS[:2]), CapturedSteps(model(), by_address, again.fresh, LANES), 8)
     longest = max(again.watched, key=len)
     assert len(longest) > 20, [len(x) for x in again.watched]
     for runs in again.watched:
@@ -199,7 +202,7 @@ def test_a_step_takes_few_operations() -> None:
     shape = Shape(replace(SHAPES_OF_BASES["tiny"].config, num_layers=28, hidden=64, head_dim=8), 128)
     small = random_decoder(shape, torch.device("cpu"), torch.float32)
     own = FusedDecoder(small, exact=True)
-    steps, limits = CapturedSteps(own, no_attention, again := Again(), LANES), EngineLimits(slots=64)
+    steps, limits = CapturedSteps(own, no_attention, (again := Again()).fresh, LANES), EngineLimits(slots=64)
     batch = RunningRows(own, end_ids=(), decode=lambda _: "", limits=limits, captured=steps)
     with torch.inference_mode():
         for row in rows_of(random_adapters(small, 8)):

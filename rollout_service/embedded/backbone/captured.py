@@ -42,11 +42,16 @@ def captured_for(model: EngineBackbone, lanes_bytes: int) -> "CapturedSteps | No
         return None
     from rollout_service.embedded.backbone.decode_kernel import attend  # here: only torch for CUDA brings Triton
 
-    return CapturedSteps(model, attend, partial(graph, pool=torch.cuda.graph_pool_handle()), lanes_bytes)
+    return CapturedSteps(model, attend, capture_on_cuda, lanes_bytes)
+
+
+def capture_on_cuda() -> "Capture[Any]":
+    """Makes graphs that share memory, for only one runs at a time. The memory ends with the last of them."""
+    return partial(graph, pool=torch.cuda.graph_pool_handle())
 
 
 def graph(run: Callable[[], T], pool: Any) -> tuple[T, Callable[[], object]]:
-    """Captures a function in a CUDA graph. `pool`: of the memory that graphs share, for only one runs at a time."""
+    """Captures a function in a CUDA graph. `pool`: of its memory."""
     run()  # compiles kernels and makes workspaces, which a capture must not
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured, pool=pool, capture_error_mode="thread_local"):  # other threads load adapters
@@ -89,17 +94,21 @@ class CapturedStep(NamedTuple):
 class CapturedSteps:
     """The captured steps of one engine. For one thread."""
 
-    def __init__(self, model: EngineBackbone, attend: RowAttend, record: Capture[Sampled], lanes_bytes: int) -> None:
+    def __init__(
+        self, model: EngineBackbone, attend: RowAttend, captures: Callable[[], Capture[Sampled]], lanes_bytes: int
+    ) -> None:
         """`lanes_bytes`: of all lanes of factors."""
-        self._model, self._attend, self._record = model, attend, record
+        self._model, self._attend, self._captures = model, attend, captures
         self._planner = LanePlanner(model.embedding.device, 1, budget_bytes=lanes_bytes)
         self._planned: tuple[ForwardLayout, tuple[list[Product], np.ndarray, int] | None] | None = None
         self._steps: dict[tuple[object, ...], CapturedStep] = {}
+        self._capture_step = captures()
 
     def clear(self) -> None:
         """Gives back their memory."""
         self._steps.clear()
-        self._planned = None
+        self._planned = None  # it holds the pools of its layout
+        self._capture_step = self._captures()
 
     def step(
         self, layout: ForwardLayout, tokens: np.ndarray, positions: np.ndarray, uniforms: np.ndarray
@@ -142,7 +151,7 @@ class CapturedSteps:
             hidden = model.forward(tokens, positions, [ForwardPart(num_places, attend, products)])
             return sample(model.logits(hidden.index_select(0, sampled)), bits.view(torch.float64), plan)
 
-        return CapturedStep(inputs, [*filled.values()], *self._record(compute))
+        return CapturedStep(inputs, [*filled.values()], *self._capture_step(compute))
 
 
 def _filled(column: Tensor, size: int) -> Tensor:
