@@ -11,8 +11,7 @@ Axis: n rows under way.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,10 +28,9 @@ ON_CUDA = False
 MAX_STEPS = 64
 """Captured steps at once; of more, the one unused for longest leaves."""
 
-T = TypeVar("T")
 RowAttend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """The signature of `decode_kernel.attend`."""
-Capture = Callable[[Callable[[], T]], tuple[T, Callable[[], object]]]
+Capture = Callable[[Callable[[], Sampled]], tuple[Sampled, Callable[[], object]]]
 """A function that calls another, and returns its result and what computes it again, in the same tensors."""
 
 
@@ -45,19 +43,19 @@ def captured_for(model: EngineBackbone, lanes_bytes: int) -> "CapturedSteps | No
     return CapturedSteps(model, attend, capture_on_cuda, lanes_bytes)
 
 
-def capture_on_cuda() -> "Capture[Any]":
-    """Makes graphs that share memory, for only one runs at a time. The memory ends with the last of them."""
-    return partial(graph, pool=torch.cuda.graph_pool_handle())
+def capture_on_cuda() -> Capture:
+    """Captures functions in CUDA graphs that share memory, for only one runs at a time. The memory ends with the last of them."""
+    pool = torch.cuda.graph_pool_handle()
 
+    def capture(run: Callable[[], Sampled]) -> tuple[Sampled, Callable[[], object]]:
+        run()  # compiles kernels and makes workspaces, which a capture must not
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads load adapters
+            sampled = run()
+        graph.replay()
+        return sampled, graph.replay
 
-def graph(run: Callable[[], T], pool: Any) -> tuple[T, Callable[[], object]]:
-    """Captures a function in a CUDA graph. `pool`: of its memory."""
-    run()  # compiles kernels and makes workspaces, which a capture must not
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured, pool=pool, capture_error_mode="thread_local"):  # other threads load adapters
-        result = run()
-    captured.replay()
-    return result, captured.replay
+    return capture
 
 
 def _inputs(
@@ -95,7 +93,7 @@ class CapturedSteps:
     """The captured steps of one engine. For one thread."""
 
     def __init__(
-        self, model: EngineBackbone, attend: RowAttend, captures: Callable[[], Capture[Sampled]], lanes_bytes: int
+        self, model: EngineBackbone, attend: RowAttend, captures: Callable[[], Capture], lanes_bytes: int
     ) -> None:
         """`lanes_bytes`: of all lanes of factors."""
         self._model, self._attend, self._captures = model, attend, captures
