@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from base_model.device import compute_clock, give_back_memory
-from base_model.stacked import FusedAdapter, LanePlanner, Product
+from base_model.stacked import LanePlanner
 from common.wire.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
+from rollout_service.embedded.backbone.captured import CapturedSteps, captured_for
 from rollout_service.embedded.backbone.compiling import compiled_for
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart, QkvAttend
+from rollout_service.embedded.backbone.layout import ForwardLayout, exact_rows, rounded_rows
 from rollout_service.embedded.fault_isolation import FailedTurn, outcomes, tried
 from rollout_service.embedded.meter import Meter
-from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
+from rollout_service.embedded.pools import EngineLimits, Pool, Pools
 from rollout_service.embedded.prefill import PREFILL_TOKENS, Extension, Prefill, Rest, prefix_key
 from rollout_service.embedded.prefix import PrefixKey
 from rollout_service.embedded.row_states import RowStates, TurnRow
@@ -53,20 +55,6 @@ class Ended:
     error: Exception | None = None  # why it failed; None: the scores were not numbers
 
 
-@dataclass(slots=True)
-class ForwardLayout:
-    """The places of the rows under way in a forward; remade only when rows come or go."""
-
-    pools: list[Pool]
-    slots: np.ndarray  # [n] slot of each row of the forward
-    size: int  # rows of the forward, rounded up
-    adapters: list[FusedAdapter | None]  # [n]
-    products: list[Product] | None  # None: not planned, or another plan came after it
-    sampling: SamplingPlan
-    watched: list[int]  # rows to look at after each token: stop strings, top log-probs, grammars
-    masked: list[int]  # those with a grammar
-
-
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
     """The next token of each row of a layout; none has it yet."""
@@ -80,18 +68,6 @@ class ComputedStep:
     since: float  # by the meter's
 
 
-def rounded_rows(num: int, min_rows: int) -> int:
-    """4, 8, 16, 32, then multiples of 8, so that a few rows more cost little; at least `min_rows`."""
-    num = max(num, min_rows)
-    return rounded(num, 8) if num > 32 else exact_rows(num, min_rows)
-
-
-def exact_rows(num: int, min_rows: int) -> int:
-    """4, 8, 16, 32, 48, 64, then multiples of 64: the sizes of the self-test; at least `min_rows`."""
-    num = max(num, min_rows)
-    return rounded(num, 64) if num > 64 else next(size for size in (4, 8, 16, 32, 48, 64) if size >= num)
-
-
 class RunningRows:
     """The rows under way and those that wait."""
 
@@ -102,8 +78,9 @@ class RunningRows:
         end_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         limits: EngineLimits,
+        captured: CapturedSteps | None = None,
     ) -> None:
-        """`decode`: token ids to text with special tokens, where stop strings are looked for."""
+        """`decode`: token ids to text with special tokens, where stop strings are looked for. `captured`: None: as on this device."""
         config, device = model.config, model.embedding.device
         self._model, self._config, self._device = model, config, device
         self._decode = decode
@@ -113,7 +90,9 @@ class RunningRows:
         self._states = RowStates(limits.slots, end_ids, config.context, self._compiled)
         self._pools = Pools(config, model.embedding, limits.pools)
         wide = None if limits.exact else WIDE_LANE_ROWS
-        self._planner = LanePlanner(device, limits.min_rows, wide_rows=wide, budget_bytes=limits.step_lanes)
+        self._captured = captured or captured_for(model, limits.step_lanes // 2)
+        budget = limits.step_lanes // 2 if self._captured else limits.step_lanes
+        self._planner = LanePlanner(device, limits.min_rows, wide_rows=wide, budget_bytes=budget)
         self._waiting: deque[TurnRow] = deque()
         self._layout: ForwardLayout | None = None
         self.meter = Meter(compute_clock(device))
@@ -202,6 +181,8 @@ class RunningRows:
         self._pools.clear()
         self._prefill.clear()
         self._rests.clear()
+        if self._captured:
+            self._captured.clear()
         for row in self.active():
             self._states.leave(row)
         self._layout = None
@@ -210,6 +191,8 @@ class RunningRows:
     def relax(self) -> None:
         """Gives back memory that only the last rush needed. No row is under way."""
         self._pools.relax()
+        if self._captured:
+            self._captured.clear()
         give_back_memory()
 
     def advance(self) -> list[Ended]:
@@ -293,7 +276,7 @@ class RunningRows:
         layout = self._lay_out_rows(rows)
         extension = self._prefill.extension(rests) if rests else None
         sampled = self._forward(layout, extension)
-        both = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).cpu().numpy()  # the one transfer
+        both = sampled.both.cpu().numpy()[:, : len(layout.slots)]  # the one transfer
         tokens, logprobs = both[0].astype(np.int64), both[1].astype(np.float32)
         return ComputedStep(layout, extension, tokens, logprobs, sampled, started, since)
 
@@ -330,14 +313,19 @@ class RunningRows:
         inputs = np.zeros((2, layout.size), np.int64)
         inputs[0, :num] = states.last[layout.slots]
         inputs[1, :num] = states.length[layout.slots] - 1
+        uniforms = states.uniforms(layout.slots)
+        if self._captured and not extension and layout is self._layout:
+            sampled = self._captured.step(layout, inputs[0, :num], inputs[1, :num], uniforms)
+            if sampled is not None:
+                return sampled
         before = extension.num if extension else 0
         if extension:
             inputs = np.concatenate([[extension.tokens, extension.positions], inputs], axis=1)
         tokens, positions = torch.from_numpy(inputs).to(self._device)
         parts = self._parts(layout, extension, positions[before : before + num])
         hidden = self._model.forward(tokens, positions, parts)[before:]
-        uniforms = torch.from_numpy(states.uniforms(layout.slots)).to(self._device)
-        return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling, self._allowed(layout))
+        numbers = torch.from_numpy(uniforms).to(self._device)
+        return sample(self._model.logits(hidden)[:num], numbers, layout.sampling, self._allowed(layout))
 
     def _allowed(self, layout: ForwardLayout) -> Allowed | None:
         if not layout.masked:
