@@ -105,7 +105,7 @@ def test_sizes_may_have_units(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, size in (("20GB", 20 * 10**9), ("16GiB", 16 << 30), ("1.5 MiB", 3 << 19), ("4096", 4096)):
         monkeypatch.setenv("MARLAAS_MAX_STORED_BYTES", text)
         assert ManagerSettings().max_stored_bytes == size
-    for text in ("much", "-1"):
+    for text in ("much", "-1", "0", "20,000,000,000", "1,5GB", "1.2.3GB", "1e400GB", "9" * 400):
         monkeypatch.setenv("MARLAAS_MAX_STORED_BYTES", text)
         with pytest.raises(ValueError, match="max_stored_bytes"):
             ManagerSettings()
