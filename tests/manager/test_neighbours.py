@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from common.bus.bus import Bus
 from common.bus.fullness import memory_used
@@ -146,6 +146,20 @@ async def test_reads_of_one_tenant_take_turns_and_another_s_are_answered_beside_
         await waiting[1]  # once the slow one is known to wait for something else
         slow.set()
         assert (await waiting[0]).status_code == 200
+
+
+async def test_a_read_whose_client_left_before_its_turn_is_not_computed(server: ApiServer) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nobody reads this")
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None: ...
+
+    key = b"Bearer " + server.openai.api_key.encode()
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"authorization", key)]}
+    await OpenRequests(app, server.api)(scope, receive, send)
 
 
 async def test_many_lists_at_once_leave_redis_memory_flat(server: ApiServer) -> None:
