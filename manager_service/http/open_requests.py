@@ -19,7 +19,7 @@ EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests
 MAX_POLLS = 12_000
 """More than a tenant's futures in the Tinker protocol, whose clients wait for each in its own request, and give up if one is refused."""
 PART_BYTES = 64 << 10
-TURN_S = 0.1
+TURN_S = 0.02
 """Seconds after which a read keeps the tenant's next one waiting no longer: it waits itself, such as for object storage."""
 
 
