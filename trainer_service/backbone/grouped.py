@@ -1,17 +1,23 @@
 """Linear layers with the adapters of packed tokens; only the adapters train.
 
-One adapter's tokens are contiguous, so `grouped_mm` multiplies all adapters of a rank at once. It needs rows of a multiple
-of ALIGNMENT bytes (ranks are padded), and on CUDA bfloat16 with capability >= 8.0. Else each adapter has its own product.
-Forward y = x W' + s (x A') B'. Backward, with g = s dy B: dx = dy W + g A, dA = g' x, dB = dy' (s x A').
+One adapter's tokens are contiguous, so `grouped_mm` multiplies all adapters at once. It needs rows of a multiple of ALIGNMENT
+bytes (ranks are padded), and on CUDA bfloat16 with capability >= 8.0. Else each adapter has its own product.
+Forward y = x W' + (x A') (s B)'. Backward, with g = dy (s B): dx = dy W + g A, dA = g' x, d(s B) = dy' (x A').
 
-Axes: N tokens of a pack, n of a lane, G adapters of a lane, I and O widths of a layer, R padded rank.
+    stacks ─ gather, pad, cast: once a pass ─► A, s B of all layers ─► each layer's product
+           ◄──────── add: once a pass ───────── their gradients     ◄─ its backward
+
+A layer's product is an operator of torch, which the compiler of whole layers calls without looking into it.
+
+Axes: N tokens of a pack, G adapters of a pack, L layers, I and O widths of a layer, R padded rank.
 """
 
 import itertools
-from collections.abc import Generator, Sequence
+import math
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,148 +33,209 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The tokens [start, stop) of a pack, whose adapters are of one stack."""
+    """Adapters of one stack, side by side in a pass."""
 
-    start: int
-    stop: int
     stack: AdapterStack
+    own: slice  # of G
     places_G: Tensor
-    ends_G: Tensor  # int32, counted from start: where each adapter's tokens end
-    cuts: tuple[int, ...]  # the same, for the host
-    scales_n1: Tensor
+    scales_G11: Tensor
 
-    def factors(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The adapters' A [G, R, I] and B [G, O, R]."""
-        factors = self.stack.factors[name]
-        a, b = (factor.index_select(0, self.places_G).to(dtype) for factor in (factors.a, factors.b))
-        missing = -a.shape[1] % (ALIGNMENT // dtype.itemsize)
-        return F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))
-
-    def add_gradients(self, name: str, grads_a: Tensor, grads_b: Tensor) -> None:
-        """Adds [G, R, I] and [G, O, R] to the adapters' gradients."""
-        factors = self.stack.factors[name]
-        rank = factors.a.shape[1]
-        factors.grad_a.index_add_(0, self.places_G, grads_a[:, :rank].to(factors.grad_a.dtype))
-        factors.grad_b.index_add_(0, self.places_G, grads_b[:, :, :rank].to(factors.grad_b.dtype))
+    def of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Its part of A [L, G, R, I] and B [L, G, O, R] of a pass."""
+        rank = self.stack.layout.rank
+        return a[:, self.own, :rank], b[:, self.own, :, :rank]
 
 
-def lanes_of(adapters: Sequence[AdapterPlace], lengths: Sequence[int]) -> list[Lane]:
-    """`adapters`, `lengths`: of each sequence; neighbours of one adapter share products, those of one stack a lane."""
+class Groups(NamedTuple):
+    """The adapters of a pass."""
+
+    ends_G: Tensor  # int32: where each one's tokens end
+    cuts_G: Tensor  # the same, for the host
+    factors: Mapping[str, tuple[Tensor, Tensor]]  # by layer: A [G, R, I] and s B [G, O, R], 0 where an adapter has none
+
+
+def groups_of(
+    adapters: Sequence[AdapterPlace],
+    lengths: Sequence[int],
+    shapes: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype,
+    *,
+    whole: bool = False,
+) -> Groups:
+    """`adapters`, `lengths`: of each sequence; neighbours of one adapter are one group. `shapes`: (out, in) of all linear layers.
+    `whole`: all layers have factors, and there are two groups at least, so that a graph fits every pass."""
     lanes: list[Lane] = []
-    start = 0
-    sequences = zip(adapters, lengths, strict=True)
-    for stack, own in itertools.groupby(sequences, key=lambda sequence: sequence[0][0]):
-        places: list[int] = []
-        counts: list[int] = []
+    counts: list[int] = []
+    for stack, own in itertools.groupby(zip(adapters, lengths, strict=True), key=lambda sequence: sequence[0][0]):
+        start, places = len(counts), list[int]()
         for place, group in itertools.groupby(own, key=lambda sequence: sequence[0][1]):
             places.append(place)
             counts.append(sum(length for _, length in group))
-        ends_G, device = np.cumsum(counts), stack.device
-        scales_n1 = torch.from_numpy(np.repeat(np.array([stack.scales[p] for p in places], np.float32), counts))[
-            :, None
-        ]
-        lanes.append(
-            Lane(
-                start,
-                start + int(ends_G[-1]),
-                stack,
-                torch.tensor(places, device=device),
-                torch.from_numpy(ends_G.astype(np.int32)).to(device),
-                tuple(ends_G.tolist()),
-                scales_n1.to(device),
-            )
-        )
-        start = lanes[-1].stop
-    return lanes
+        scales = torch.tensor([stack.scales[place] for place in places], device=stack.device)
+        places_G = torch.tensor(places, device=stack.device)
+        lanes.append(Lane(stack, slice(start, len(counts)), places_G, scales[:, None, None]))
+    counts += [0] * (whole and len(counts) == 1)
+    cuts_G, device = torch.from_numpy(np.cumsum(counts).astype(np.int32)), lanes[0].stack.device
+    names = shapes if whole else [name for lane in lanes for name in lane.stack.layout.names]
+    widths = {name.split(".", 2)[2]: shapes[name] for name in names}
+    layers = lanes[0].stack.layers
+    made: Any = _Gathered.apply(torch.zeros((), requires_grad=True), lanes, widths, len(counts), dtype)
+    factors = {
+        f"layers.{layer}.{path}": pair
+        for path, a, b in zip(widths, made[::2], made[1::2], strict=True)
+        for layer, pair in zip(layers, zip(a.unbind(), b.unbind(), strict=True), strict=True)
+    }
+    return Groups(cuts_G.to(device), cuts_G, factors)
+
+
+class _Gathered(torch.autograd.Function):
+    """All factors of a pass, of each of `widths` A [L, G, R, I] and s B [L, G, O, R]. `anchor` gives them a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        lanes: Sequence[Lane],
+        widths: Mapping[str, tuple[int, int]],
+        num_groups: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, ...]:
+        ctx.lanes, ctx.widths = lanes, widths
+        ctx.set_materialize_grads(False)
+        stack, aligned = lanes[0].stack, ALIGNMENT // dtype.itemsize
+        rank = -(-max(lane.stack.layout.rank for lane in lanes) // aligned) * aligned
+        sizes = (len(stack.layers), num_groups)
+        shapes = [(*sizes, *shape) for out, width in widths.values() for shape in ((rank, width), (out, rank))]
+        flat = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=stack.device)
+        pieces = flat.split([*map(math.prod, shapes)])
+        made = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        by_path = dict(zip(widths, zip(made[::2], made[1::2], strict=True), strict=True))
+        for lane in lanes:
+            for path, (a, b) in zip(lane.stack.paths, lane.stack.gathered(lane.places_G), strict=True):
+                to_a, to_b = lane.of(*by_path[path])
+                to_a.copy_(a)
+                torch.mul(b, lane.scales_G11, out=to_b)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        for path, grads_a, grads_b in zip(ctx.widths, grads[::2], grads[1::2], strict=True):
+            for lane in ctx.lanes if grads_a is not None and grads_b is not None else ():
+                if path in lane.stack.paths:
+                    of_a, of_b = lane.of(grads_a, grads_b)
+                    lane.stack.add_gradients(
+                        path, lane.places_G, of_a, of_b.to(lane.scales_G11.dtype) * lane.scales_G11
+                    )
+        return None, None, None, None, None
 
 
 @dataclass(slots=True)
-class CurrentLanes:
-    """The lanes of the pass under way, which transformers' modules cannot take as an argument."""
+class CurrentGroups:
+    """The groups of the pass under way, which transformers' modules cannot take as an argument."""
 
-    lanes: Sequence[Lane] = ()
+    layers: dict[str, "LoraLinear"] = field(default_factory=dict[str, "LoraLinear"])
+    groups: Groups | None = None
 
     @contextmanager
-    def using(self, lanes: Sequence[Lane]) -> Generator[None]:
-        before, self.lanes = self.lanes, lanes
+    def using(self, groups: Groups | None) -> Generator[None]:
+        before = self.groups
+        self._set(groups)
         try:
             yield
         finally:
-            self.lanes = before
+            self._set(before)
+
+    def _set(self, groups: Groups | None) -> None:
+        self.groups = groups
+        for name, layer in self.layers.items():
+            layer.factors = groups.factors.get(name) if groups else None
 
 
 class LoraLinear(torch.nn.Module):
     """A frozen linear layer of the base, through which each token goes with its own adapter."""
 
-    def __init__(self, base: torch.nn.Linear, name: str, current: CurrentLanes) -> None:
+    factors: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, base: torch.nn.Linear, name: str, current: CurrentGroups) -> None:
         super().__init__()
-        self.base, self._name, self._current = base, name, current
-        self._anchor = torch.zeros((), requires_grad=True)
+        self.base, self._current = base, current
+        current.layers[name] = self
 
     def forward(self, x: Tensor) -> Tensor:
         """x [1, N, I] -> [1, N, O]"""
-        lanes = [lane for lane in self._current.lanes if self._name in lane.stack.factors]
-        if not lanes:
+        groups = self._current.groups
+        if groups is None or self.factors is None:
             return self.base(x)
-        y = _GroupedLoraLinear.apply(
-            x.flatten(0, -2), self.base.weight, self.base.bias, self._name, lanes, self._anchor
-        )
+        a, b = self.factors
+        y, _ = lora_linear(x.flatten(0, -2), self.base.weight, self.base.bias, a, b, groups.ends_G, groups.cuts_G)
         return y.unflatten(0, x.shape[:-1])  # pyright: ignore
 
 
-class _GroupedLoraLinear(torch.autograd.Function):
-    """x [N, I] -> [N, O]. `anchor` gives the result a gradient where x has none: the first layer."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, lanes: list[Lane], anchor: Tensor
-    ) -> Tensor:
-        y = F.linear(x, weight, bias)
-        lows: list[Tensor] = []
-        for lane in lanes:
-            a, b = lane.factors(name, x.dtype)
-            low = _by_group(x[lane.start : lane.stop], a.transpose(1, 2), lane).mul_(lane.scales_n1)  # [n, R]
-            y[lane.start : lane.stop] += _by_group(low, b.transpose(1, 2), lane)
-            lows.append(low)
-        ctx.save_for_backward(x, weight, *lows)
-        ctx.name, ctx.lanes = name, lanes
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy = grads[0].contiguous()
-        x, weight, *lows = ctx.saved_tensors
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
-        for lane, low in zip(ctx.lanes, lows, strict=True):
-            a, b = lane.factors(ctx.name, dy.dtype)
-            own = slice(lane.start, lane.stop)
-            dlow = _by_group(dy[own], b, lane).mul_(lane.scales_n1)
-            lane.add_gradients(ctx.name, _over_tokens(dlow, x[own], lane), _over_tokens(dy[own], low, lane))
-            if dx is not None:
-                dx[own] += _by_group(dlow, a, lane)
-        return dx, None, None, None, None, None
+@torch.library.custom_op("marlaas::lora_linear", mutates_args=())
+def lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, ends_G: Tensor, cuts_G: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x [N, I] -> [N, O], and x A' [N, R], which the backward needs."""
+    y, low = F.linear(x, weight, bias), _by_group(x, a.transpose(1, 2), ends_G, cuts_G)
+    y += _by_group(low, b.transpose(1, 2), ends_G, cuts_G)
+    return y, low
 
 
-def _by_group(x_nI: Tensor, weights_GIO: Tensor, lane: Lane) -> Tensor:
-    """Each adapter's tokens times its own matrix, [n, O]."""
-    if _is_served(x_nI, weights_GIO.shape[2]):
-        return F.grouped_mm(x_nI, weights_GIO, offs=lane.ends_G)
-    return torch.cat([x @ w for x, w in zip(_cut(x_nI, lane), weights_GIO, strict=True)])
+@torch.library.custom_op("marlaas::lora_linear_backward", mutates_args=())
+def lora_linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, low: Tensor, ends_G: Tensor, cuts_G: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, A and s B."""
+    dx, dlow = dy @ weight, _by_group(dy, b, ends_G, cuts_G)
+    dx += _by_group(dlow, a, ends_G, cuts_G)
+    return dx, _over_tokens(dlow, x, ends_G, cuts_G), _over_tokens(dy, low, ends_G, cuts_G)
 
 
-def _over_tokens(left_nO: Tensor, right_nI: Tensor, lane: Lane) -> Tensor:
+@lora_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), a.shape[1])
+
+
+@lora_linear_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, _, a, b, *about = inputs
+    ctx.save_for_backward(x, weight, a, b, output[1], *about)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    dx, of_a, of_b = lora_linear_backward(grads[0].contiguous(), *ctx.saved_tensors)
+    return dx, None, None, of_a, of_b, None, None
+
+
+lora_linear.register_autograd(_backward, setup_context=_keep)
+
+
+def _by_group(x_NI: Tensor, weights_GIO: Tensor, ends_G: Tensor, cuts_G: Tensor) -> Tensor:
+    """Each adapter's tokens times its own matrix, [N, O]."""
+    if _is_served(x_NI, weights_GIO.shape[2]):
+        return F.grouped_mm(x_NI, weights_GIO, offs=ends_G)
+    return torch.cat([x @ w for x, w in zip(_cut(x_NI, cuts_G), weights_GIO, strict=True)])
+
+
+def _over_tokens(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor, cuts_G: Tensor) -> Tensor:
     """left' right of each adapter's own tokens, [G, O, I]."""
-    if _is_served(left_nO, right_nI.shape[1]):
-        return F.grouped_mm(left_nO.t(), right_nI, offs=lane.ends_G)
-    return torch.stack([a.t() @ b for a, b in zip(_cut(left_nO, lane), _cut(right_nI, lane), strict=True)])
+    if _is_served(left_NO, right_NI.shape[1]):
+        return F.grouped_mm(left_NO.t(), right_NI, offs=ends_G)
+    pairs = zip(_cut(left_NO, cuts_G), _cut(right_NI, cuts_G), strict=True)
+    return torch.stack([a.t() @ b for a, b in pairs])
 
 
 def _is_served(x: Tensor, other: int) -> bool:
-    """Says whether grouped_mm multiplies x [n, I] and matrices whose rows have `other` values."""
+    """Says whether grouped_mm multiplies x [N, I] and matrices whose rows have `other` values."""
     if x.is_cuda and not (x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)):
         return False
     return x.shape[1] * x.dtype.itemsize % ALIGNMENT == 0 and other * x.dtype.itemsize % ALIGNMENT == 0
 
 
-def _cut(x: Tensor, lane: Lane) -> tuple[Tensor, ...]:
-    return x.tensor_split(lane.cuts[:-1])
+def _cut(x: Tensor, cuts_G: Tensor) -> tuple[Tensor, ...]:
+    return x.tensor_split(cuts_G[:-1].tolist())

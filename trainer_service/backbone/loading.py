@@ -65,5 +65,5 @@ def _check_packed(folder: Path, backbone: ModulesBackbone, kernels: Sequence[str
     pack = Pack.of([lone], backbone.device)
     with torch.no_grad():
         ours_M = backbone.logprobs(Sequences([branched, lone], [*owns, owns[1]], [1.0] * 3), None)
-        backbone.hidden(pack, ())
+        backbone.hidden(pack, None)
     check_computed(folder, backbone.model, ours_M - theirs_M, pack.windows)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from base_model.device import free_bytes
 from common.models.footprint import BYTES_OF_SCORE, MAX_SCORES, MODULES_SCORES, SCORES_SHARE, kept_with_checkpoints
 from trainer_service.backbone.attention import Pack
-from trainer_service.backbone.grouped import CurrentLanes, Lane, LoraLinear, lanes_of
+from trainer_service.backbone.grouped import CurrentGroups, Groups, LoraLinear, groups_of
 from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.backbone.shortage import Shortage
@@ -39,7 +39,7 @@ class ModulesBackbone:
     pads: bool = False
     num_ranks: int = 1
     concurrent: bool = False
-    _current: CurrentLanes = field(default_factory=CurrentLanes)
+    _current: CurrentGroups = field(default_factory=CurrentGroups)
     _shapes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     @classmethod
@@ -74,9 +74,11 @@ class ModulesBackbone:
 
     def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
         pack = Pack.of(sequences.trees, self.device)
-        lanes = [] if adapters is None else lanes_of(adapters, [len(tree) for tree in sequences.trees])
-        with self._current.using(lanes):
-            hidden_NE = self.hidden(pack, lanes)
+        groups = None
+        if adapters is not None:
+            groups = groups_of(adapters, [*map(len, sequences.trees)], self._shapes, self._head.dtype)
+        with self._current.using(groups):
+            hidden_NE = self.hidden(pack, groups)
         about = sequences.about_targets(self.device)
         with self.whole(self.model.get_output_embeddings()):
             hidden_ME = hidden_NE.index_select(0, pack.predictors_M)
@@ -120,9 +122,9 @@ class ModulesBackbone:
     def _head(self) -> Tensor:
         return self.model.get_output_embeddings().weight
 
-    def hidden(self, pack: Pack, lanes: Sequence[Lane]) -> Tensor:
+    def hidden(self, pack: Pack, groups: Groups | None) -> Tensor:
         """Hidden states after the last norm, [N, E]."""
-        again = partial(self._current.using, lanes)
+        again = partial(self._current.using, groups)
         for number, layer in enumerate(self.layers):
             _let_checkpoint(layer, number < self.num_checkpointed, again)
         tokens_1N, positions_1N = pack.tokens_N[None], pack.positions_N[None]
