@@ -60,6 +60,37 @@ class PackSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionRuns:
+    """A pack as runs of queries, each with a run of keys, of which the last query sees all, and each earlier one a key less.
+
+    a tree:          beginning | branch 1 | branch 2
+    runs of queries  beginning | branch 1 | branch 2
+    runs of keys     beginning | beginning, branch 1 | beginning, branch 2
+    """
+
+    keys_m: Tensor  # each key's place in the pack
+    query_cuts: Tensor  # int32 [runs + 1], where runs begin, and the last one ends
+    key_cuts: Tensor
+    most: Tensor  # on the host: most queries of a run, most keys, and whether keys are others than their own positions
+
+    @classmethod
+    def of(cls, spans: Sequence[PackSpan], device: torch.device) -> "AttentionRuns":
+        keys: list[np.ndarray] = []
+        queries: list[int] = []
+        start = 0
+        for span in spans:
+            own = np.arange(start, start + span.length)
+            first = own[: span.beginning]
+            keys += [first, *(np.concatenate([first, own[branch]]) for branch in span.branches)]
+            queries += [span.beginning, *(branch.stop - branch.start for branch in span.branches)]
+            start += span.length
+        counts = [*map(len, keys)]
+        places = torch.from_numpy(np.concatenate(keys)).to(device)
+        cuts = (torch.from_numpy(np.cumsum([0, *each]).astype(np.int32)).to(device) for each in (queries, counts))
+        return cls(places, *cuts, torch.tensor([max(queries), max(counts), counts != queries]))
+
+
+@dataclass(frozen=True, slots=True)
 class Pack:
     """Sequences end to end, on the device."""
 
@@ -67,6 +98,7 @@ class Pack:
     positions_N: Tensor
     predictors_M: Tensor  # index in the pack
     spans: Sequence[PackSpan]
+    runs: AttentionRuns
     longest: int  # positions of a row
     of_all_layers: dict[tuple[Any, ...], Any] = field(default_factory=dict[tuple[Any, ...], Any])
     """Things that attention has made for all layers."""
@@ -81,12 +113,14 @@ class Pack:
             return torch.from_numpy(np.concatenate(arrays)).to(device)
 
         positions = [tree.positions for tree in trees]
+        spans = [PackSpan.of(tree) for tree in trees]
         predictors = [row_M + start for tree, start in zip(trees, starts, strict=False) for row_M in tree.predictors]
         return cls(
             on_device([tree.tokens for tree in trees]),
             on_device(positions),
             on_device(predictors),
-            [PackSpan.of(tree) for tree in trees],
+            spans,
+            AttentionRuns.of(spans, device),
             1 + int(max(map(np.max, positions))),
         )
 
@@ -219,10 +253,11 @@ def register(name: str, attend: PackAttention) -> None:
         **others: Any,
     ) -> tuple[Tensor, None]:
         pack = passed_on(packed, others)
-        pack.windows.add(sliding_window)
+        if not torch.compiler.is_compiling():
+            pack.windows.add(sliding_window)
         return attend(pack, query, key, value, sliding_window, scaling), None
 
-    AttentionInterface.register(name, torch.compiler.disable(attention))  # pyright: ignore
+    AttentionInterface.register(name, attention)
 
 
 register(NAME, packed_attention)

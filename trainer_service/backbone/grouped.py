@@ -135,6 +135,8 @@ class CurrentGroups:
 
     layers: dict[str, "LoraLinear"] = field(default_factory=dict[str, "LoraLinear"])
     groups: Groups | None = None
+    whole: bool = False
+    """See `groups_of`."""
 
     @contextmanager
     def using(self, groups: Groups | None) -> Generator[None]:
@@ -193,7 +195,7 @@ def lora_linear_backward(
 
 @lora_linear.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), a.shape[1])
+    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], a.shape[1])
 
 
 @lora_linear_backward.register_fake

@@ -39,7 +39,7 @@ class ModulesBackbone:
     pads: bool = False
     num_ranks: int = 1
     concurrent: bool = False
-    _current: CurrentGroups = field(default_factory=CurrentGroups)
+    current: CurrentGroups = field(default_factory=CurrentGroups)
     _shapes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     @classmethod
@@ -48,7 +48,7 @@ class ModulesBackbone:
         backbone = cls(model, context, max_scores=scores_on(model.get_output_embeddings().weight.device))
         for name, (layer, leaf) in targets.items():
             module = getattr(layer, leaf)
-            setattr(layer, leaf, LoraLinear(module, name, backbone._current))
+            setattr(layer, leaf, LoraLinear(module, name, backbone.current))
             backbone._shapes[name] = (module.out_features, module.in_features)
         return backbone
 
@@ -76,8 +76,9 @@ class ModulesBackbone:
         pack = Pack.of(sequences.trees, self.device)
         groups = None
         if adapters is not None:
-            groups = groups_of(adapters, [*map(len, sequences.trees)], self._shapes, self._head.dtype)
-        with self._current.using(groups):
+            lengths = [*map(len, sequences.trees)]
+            groups = groups_of(adapters, lengths, self._shapes, self._head.dtype, whole=self.current.whole)
+        with self.current.using(groups):
             hidden_NE = self.hidden(pack, groups)
         about = sequences.about_targets(self.device)
         with self.whole(self.model.get_output_embeddings()):
@@ -124,7 +125,7 @@ class ModulesBackbone:
 
     def hidden(self, pack: Pack, groups: Groups | None) -> Tensor:
         """Hidden states after the last norm, [N, E]."""
-        again = partial(self._current.using, groups)
+        again = partial(self.current.using, groups)
         for number, layer in enumerate(self.layers):
             _let_checkpoint(layer, number < self.num_checkpointed, again)
         tokens_1N, positions_1N = pack.tokens_N[None], pack.positions_N[None]
