@@ -3,6 +3,8 @@
 Axes: M targets, E hidden, V vocabulary.
 """
 
+from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -50,17 +52,14 @@ class _TargetLogprobs(torch.autograd.Function):
     ) -> Tensor:
         slope_ME = _empty_slope(hidden_ME, learned_M) if ctx.needs_input_grad[0] else None
         logprobs_M = torch.empty_like(temperatures_M)
+        compute = _by_kernel if has_kernel(hidden_ME) else _plainly
         chunk = max(1, max_scores // len(head_VE))
-        for start in range(0, len(targets_M), chunk):
-            own = slice(start, start + chunk)
-            temperatures_M1 = temperatures_M[own, None]
-            scores_MV = _head(hidden_ME[own], head_VE).float().div_(temperatures_M1).log_softmax(-1)
-            logprobs_M[own] = scores_MV.gather(1, targets_M[own, None]).squeeze(1)
-            if slope_ME is not None and learned_M is None:
-                slope_ME[own] = _slope(scores_MV, head_VE, targets_M[own], temperatures_M1)
-            elif slope_ME is not None and learned_M is not None:
-                some = learned_M[(learned_M >= start) & (learned_M < start + chunk)]
-                slope_ME[some] = _slope(scores_MV[some - start], head_VE, targets_M[some], temperatures_M[some, None])
+        for own, learns in _chunks(len(targets_M), None if slope_ME is None else learned_M, chunk):
+            slopes = slope_ME is not None and learns
+            found = compute(_head(hidden_ME[own], head_VE), head_VE, targets_M[own], temperatures_M[own], slopes)
+            logprobs_M[own] = found[0]
+            if slope_ME is not None and found[1] is not None:
+                slope_ME[own] = found[1]
         ctx.save_for_backward(slope_ME)
         return logprobs_M
 
@@ -75,10 +74,43 @@ def _empty_slope(hidden_ME: Tensor, learned_M: Tensor | None) -> Tensor:
     return torch.empty_like(hidden_ME) if learned_M is None else torch.zeros_like(hidden_ME)
 
 
-def _slope(scores_MV: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M1: Tensor) -> Tensor:
-    """d logprob / d hidden, [M, E]; overwrites the scores."""
+def _chunks(num: int, learned_M: Tensor | None, chunk: int) -> Iterator[tuple[Tensor | slice, bool]]:
+    """Targets, a chunk at a time, and whether they learn: first all that do. The host knows each size without a transfer."""
+    if learned_M is None:
+        yield from ((slice(start, start + chunk), True) for start in range(0, num, chunk))
+        return
+    rest_M = torch.ones(num, device=learned_M.device).index_fill_(0, learned_M, 0.0)
+    rest_M = rest_M.argsort(descending=True, stable=True)[: num - len(learned_M)]
+    for places_M, learns in ((learned_M, True), (rest_M, False)):
+        yield from ((own, learns) for own in places_M.split(chunk) if len(own))
+
+
+def has_kernel(hidden_ME: Tensor) -> bool:
+    """Says whether one kernel computes log-probs and slopes from the logits, in their place."""
+    served = hidden_ME.device.type in ("cuda", "meta") and hidden_ME.dtype == torch.bfloat16
+    return served and find_spec("triton") is not None
+
+
+def _by_kernel(
+    logits_MV: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M: Tensor, slopes: bool
+) -> tuple[Tensor, Tensor | None]:
+    """See `_plainly`. Rounds the slope by each logit, not the softmax."""
+    from trainer_service.backbone.device_kernels.head_kernel import head_logprobs_  # here: not every torch has Triton
+
+    logprobs_M = head_logprobs_(logits_MV, targets_M, temperatures_M, slopes)
+    return logprobs_M, _head(logits_MV, head_VE.t()) if slopes else None
+
+
+def _plainly(
+    logits_MV: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M: Tensor, slopes: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [M], and with `slopes` d logprob / d hidden [M, E]."""
+    scores_MV = logits_MV.float().div_(temperatures_M[:, None]).log_softmax(-1)
+    logprobs_M = scores_MV.gather(1, targets_M[:, None]).squeeze(1)
+    if not slopes:
+        return logprobs_M, None
     mean_ME = _head(scores_MV.exp_().to(head_VE.dtype), head_VE.t())
-    return (head_VE[targets_M] - mean_ME).div_(temperatures_M1)
+    return logprobs_M, (head_VE[targets_M] - mean_ME).div_(temperatures_M[:, None])
 
 
 def _head(x_MI: Tensor, weight_OI: Tensor) -> Tensor:

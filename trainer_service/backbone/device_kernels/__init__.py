@@ -8,6 +8,8 @@
 Its files:
 
     varlen.py         attention over a pack in one call of flash attention
+    lora_kernels.py   products of adapters over segments of tokens, by Triton
+    head_kernel.py    log-probs from logits, by Triton
     liger.py          liger-kernel's norms and gated products
     kernel_choice.py  refuses what cannot run, chooses by default, switches kernels on, compiles layers
 """
