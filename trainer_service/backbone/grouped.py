@@ -17,7 +17,7 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,12 +46,20 @@ class Lane:
         return a[:, self.own, :rank], b[:, self.own, :, :rank]
 
 
-class Groups(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Groups:
     """The adapters of a pass."""
 
     ends_G: Tensor  # int32: where each one's tokens end
     cuts_G: Tensor  # the same, for the host
     factors: Mapping[str, tuple[Tensor, Tensor]]  # by layer: A [G, R, I] and s B [G, O, R], 0 where an adapter has none
+    segments_S3: Tensor | None = None  # see `lora_kernels`; None: it does not compute
+    tiles_T3: Tensor | None = None
+    ones_G: Tensor | None = None
+
+    @property
+    def marks(self) -> tuple[Tensor | None, ...]:
+        return self.ends_G, self.cuts_G, self.segments_S3, self.tiles_T3, self.ones_G
 
 
 def groups_of(
@@ -61,6 +69,7 @@ def groups_of(
     dtype: torch.dtype,
     *,
     whole: bool = False,
+    fused: bool = False,
 ) -> Groups:
     """`adapters`, `lengths`: of each sequence; neighbours of one adapter are one group. `shapes`: (out, in) of all linear layers.
     `whole`: all layers have factors, and there are two groups at least, so that a graph fits every pass."""
@@ -85,7 +94,12 @@ def groups_of(
         for path, a, b in zip(widths, made[::2], made[1::2], strict=True)
         for layer, pair in zip(layers, zip(a.unbind(), b.unbind(), strict=True), strict=True)
     }
-    return Groups(cuts_G.to(device), cuts_G, factors)
+    if not fused:
+        return Groups(cuts_G.to(device), cuts_G, factors)
+    from trainer_service.backbone.device_kernels.lora_kernels import segments_and_tiles
+
+    about = segments_and_tiles(cuts_G.tolist(), device)
+    return Groups(cuts_G.to(device), cuts_G, factors, *about, torch.ones(len(counts), device=device))
 
 
 class _Gathered(torch.autograd.Function):
@@ -137,6 +151,7 @@ class CurrentGroups:
     groups: Groups | None = None
     whole: bool = False
     """See `groups_of`."""
+    fused: bool = False
 
     @contextmanager
     def using(self, groups: Groups | None) -> Generator[None]:
@@ -168,38 +183,73 @@ class LoraLinear(torch.nn.Module):
         groups = self._current.groups
         if groups is None or self.factors is None:
             return self.base(x)
-        a, b = self.factors
-        y, _ = lora_linear(x.flatten(0, -2), self.base.weight, self.base.bias, a, b, groups.ends_G, groups.cuts_G)
+        y, _ = lora_linear(x.flatten(0, -2), self.base.weight, self.base.bias, *self.factors, *groups.marks)
         return y.unflatten(0, x.shape[:-1])  # pyright: ignore
 
 
 @torch.library.custom_op("marlaas::lora_linear", mutates_args=())
 def lora_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, ends_G: Tensor, cuts_G: Tensor
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    ends_G: Tensor,
+    cuts_G: Tensor,
+    segments_S3: Tensor | None,
+    tiles_T3: Tensor | None,
+    ones_G: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """x [N, I] -> [N, O], and x A' [N, R], which the backward needs."""
-    y, low = F.linear(x, weight, bias), _by_group(x, a.transpose(1, 2), ends_G, cuts_G)
+    y = F.linear(x, weight, bias)
+    if tiles_T3 is not None and ones_G is not None:
+        from trainer_service.backbone.device_kernels import lora_kernels
+
+        low = lora_kernels.lora_shrink(x, a, ones_G, tiles_T3)
+        lora_kernels.lora_expand_(y, low, b.transpose(1, 2), tiles_T3)
+        return y, low
+    low = _by_group(x, a.transpose(1, 2), ends_G, cuts_G)
     y += _by_group(low, b.transpose(1, 2), ends_G, cuts_G)
     return y, low
 
 
 @torch.library.custom_op("marlaas::lora_linear_backward", mutates_args=())
 def lora_linear_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, low: Tensor, ends_G: Tensor, cuts_G: Tensor
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    low: Tensor,
+    ends_G: Tensor,
+    cuts_G: Tensor,
+    segments_S3: Tensor | None,
+    tiles_T3: Tensor | None,
+    ones_G: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, A and s B."""
-    dx, dlow = dy @ weight, _by_group(dy, b, ends_G, cuts_G)
+    dx = dy @ weight
+    if segments_S3 is not None and tiles_T3 is not None and ones_G is not None:
+        from trainer_service.backbone.device_kernels import lora_kernels
+
+        dlow = lora_kernels.lora_shrink(dy, b.transpose(1, 2), ones_G, tiles_T3)
+        lora_kernels.lora_expand_(dx, dlow, a, tiles_T3)
+        of_a, of_b = a.new_zeros(a.shape), b.new_zeros(b.shape)
+        lora_kernels.lora_gradient_(of_a, dlow, x, segments_S3)
+        lora_kernels.lora_gradient_(of_b.transpose(1, 2), low, dy, segments_S3)
+        return dx, of_a, of_b
+    dlow = _by_group(dy, b, ends_G, cuts_G)
     dx += _by_group(dlow, a, ends_G, cuts_G)
     return dx, _over_tokens(dlow, x, ends_G, cuts_G), _over_tokens(dy, low, ends_G, cuts_G)
 
 
 @lora_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], a.shape[1])
 
 
 @lora_linear_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 
 
@@ -211,7 +261,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     dx, of_a, of_b = lora_linear_backward(grads[0].contiguous(), *ctx.saved_tensors)
-    return dx, None, None, of_a, of_b, None, None
+    return dx, None, None, of_a, of_b, None, None, None, None, None
 
 
 lora_linear.register_autograd(_backward, setup_context=_keep)

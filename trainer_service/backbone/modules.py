@@ -77,7 +77,8 @@ class ModulesBackbone:
         groups = None
         if adapters is not None:
             lengths = [*map(len, sequences.trees)]
-            groups = groups_of(adapters, lengths, self._shapes, self._head.dtype, whole=self.current.whole)
+            how = {"whole": self.current.whole, "fused": self.current.fused}
+            groups = groups_of(adapters, lengths, self._shapes, self._head.dtype, **how)
         with self.current.using(groups):
             hidden_NE = self.hidden(pack, groups)
         about = sequences.about_targets(self.device)
