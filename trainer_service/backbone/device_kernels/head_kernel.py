@@ -4,6 +4,8 @@ Reads them twice and writes them once. The normaliser is added up as the maximum
 arXiv 1805.02867). Axes: M targets, V vocabulary.
 """
 
+# pyright: basic, reportIndexIssue=false
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ WARPS = 8
 
 
 @triton.jit
-def _head_logprobs(
+def logprobs_kernel(
     logits_ptr, targets_ptr, temperatures_ptr, out_ptr, vocab, GRADIENT: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     row, columns = tl.program_id(0), tl.arange(0, COLS)
@@ -45,7 +47,7 @@ def head_logprobs_(logits_MV: Tensor, targets_M: Tensor, temperatures_M: Tensor,
     them, (one-hot - softmax) / temperature; else they stay."""
     logprobs_M = torch.empty_like(temperatures_M)
     if len(targets_M):
-        _head_logprobs[(len(targets_M),)](
+        logprobs_kernel[(len(targets_M),)](
             logits_MV, targets_M, temperatures_M, logprobs_M, logits_MV.shape[1], gradient, COLUMNS, num_warps=WARPS
         )
     return logprobs_M

@@ -12,6 +12,8 @@ Axes: N tokens, G adapters, R rank, I and O widths of a layer, S segments, T til
 its first token, and the one after its last.
 """
 
+# pyright: basic, reportIndexIssue=false
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +51,7 @@ def _places(ranks, columns, width, rank: tl.constexpr, INNER: tl.constexpr):
 
 
 @triton.jit
-def _shrink(
+def shrink_kernel(
     x_ptr, w_ptr, scales_ptr, tiles_ptr, low_ptr, width, apart,
     rank: tl.constexpr, RANK: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -71,7 +73,7 @@ def _shrink(
 
 
 @triton.jit
-def _expand(
+def expand_kernel(
     y_ptr, low_ptr, w_ptr, tiles_ptr, width, apart,
     rank: tl.constexpr, RANK: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +93,7 @@ def _expand(
 
 
 @triton.jit
-def _gradient(
+def gradient_kernel(
     grads_ptr, low_ptr, x_ptr, segments_ptr, width, apart,
     rank: tl.constexpr, RANK: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +130,7 @@ def lora_shrink(x_NI: Tensor, weights_GRI: Tensor, scales_G: Tensor, tiles_T3: T
     width, x_NI, low_NR = x_NI.shape[1], x_NI.contiguous(), _low_like(x_NI, weights_GRI)
     if len(tiles_T3):
         given = (x_NI, weights_GRI, scales_G, tiles_T3, low_NR, width, weights_GRI.stride(0))
-        _shrink[(len(tiles_T3),)](*given, **_sizes(weights_GRI))
+        shrink_kernel[(len(tiles_T3),)](*given, **_sizes(weights_GRI))
     return low_NR
 
 
@@ -137,7 +139,7 @@ def lora_expand_(y_NO: Tensor, low_NR: Tensor, weights_GRO: Tensor, tiles_T3: Te
     width = y_NO.shape[1]
     if len(tiles_T3):
         grid = (len(tiles_T3), triton.cdiv(width, COLUMNS))
-        _expand[grid](y_NO, low_NR, weights_GRO, tiles_T3, width, weights_GRO.stride(0), **_sizes(weights_GRO))
+        expand_kernel[grid](y_NO, low_NR, weights_GRO, tiles_T3, width, weights_GRO.stride(0), **_sizes(weights_GRO))
 
 
 def lora_gradient_(grads_GRI: Tensor, low_NR: Tensor, x_NI: Tensor, segments_S3: Tensor) -> None:
@@ -145,7 +147,7 @@ def lora_gradient_(grads_GRI: Tensor, low_NR: Tensor, x_NI: Tensor, segments_S3:
     width = x_NI.shape[1]
     grid = (len(segments_S3), triton.cdiv(width, COLUMNS))
     given = (grads_GRI, low_NR, x_NI.contiguous(), segments_S3, width, grads_GRI.stride(0))
-    _gradient[grid](*given, **_sizes(grads_GRI))
+    gradient_kernel[grid](*given, **_sizes(grads_GRI))
 
 
 def _low_like(x_NI: Tensor, weights_GRI: Tensor, *_: Tensor) -> Tensor:
