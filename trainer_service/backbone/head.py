@@ -3,7 +3,6 @@
 Axes: M targets, E hidden, V vocabulary.
 """
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch import Tensor
 from common.models.footprint import MAX_SCORES
 
 MIN_ROWS = 8  # of a matrix product
+Slopes = tuple[Tensor, Tensor | None]
+"""Log-probs [M], and d logprob / d hidden [M, E] if it is wanted."""
 
 
 def target_logprobs(
@@ -54,12 +55,11 @@ class _TargetLogprobs(torch.autograd.Function):
         logprobs_M = torch.empty_like(temperatures_M)
         compute = _by_kernel if has_kernel(hidden_ME) else _plainly
         chunk = max(1, max_scores // len(head_VE))
-        for own, learns in _chunks(len(targets_M), None if slope_ME is None else learned_M, chunk):
-            slopes = slope_ME is not None and learns
-            found = compute(_head(hidden_ME[own], head_VE), head_VE, targets_M[own], temperatures_M[own], slopes)
-            logprobs_M[own] = found[0]
-            if slope_ME is not None and found[1] is not None:
-                slope_ME[own] = found[1]
+        for own, learn in _chunks(len(targets_M), learned_M, chunk):
+            about = (head_VE, targets_M[own], temperatures_M[own], learn and slope_ME is not None)
+            logprobs_M[own], slope = compute(_head(hidden_ME[own], head_VE), *about)
+            if slope_ME is not None and slope is not None:
+                slope_ME[own] = slope
         ctx.save_for_backward(slope_ME)
         return logprobs_M
 
@@ -74,37 +74,28 @@ def _empty_slope(hidden_ME: Tensor, learned_M: Tensor | None) -> Tensor:
     return torch.empty_like(hidden_ME) if learned_M is None else torch.zeros_like(hidden_ME)
 
 
-def _chunks(num: int, learned_M: Tensor | None, chunk: int) -> Iterator[tuple[Tensor | slice, bool]]:
-    """Targets, a chunk at a time, and whether they learn: first all that do. The host knows each size without a transfer."""
+def _chunks(num: int, learned_M: Tensor | None, chunk: int) -> list[tuple[Tensor | slice, bool]]:
+    """Targets, a chunk at a time, with whether they learn. Those that do come first: the host knows how many they are."""
     if learned_M is None:
-        yield from ((slice(start, start + chunk), True) for start in range(0, num, chunk))
-        return
-    rest_M = torch.ones(num, device=learned_M.device).index_fill_(0, learned_M, 0.0)
-    rest_M = rest_M.argsort(descending=True, stable=True)[: num - len(learned_M)]
-    for places_M, learns in ((learned_M, True), (rest_M, False)):
-        yield from ((own, learns) for own in places_M.split(chunk) if len(own))
+        return [(slice(start, start + chunk), True) for start in range(0, num, chunk)]
+    learn_M = torch.zeros(num, device=learned_M.device).index_fill_(0, learned_M, 1.0)
+    rest_M = learn_M.argsort(stable=True)[: num - len(learned_M)]
+    return [(own, some is learned_M) for some in (learned_M, rest_M) for own in some.split(chunk) if len(own)]
 
 
 def has_kernel(hidden_ME: Tensor) -> bool:
-    """Says whether one kernel computes log-probs and slopes from the logits, in their place."""
-    served = hidden_ME.device.type in ("cuda", "meta") and hidden_ME.dtype == torch.bfloat16
-    return served and find_spec("triton") is not None
+    """Says whether one kernel computes log-probs, and slopes in the logits' place."""
+    return hidden_ME.device.type in ("cuda", "meta") and hidden_ME.dtype == torch.bfloat16 and bool(find_spec("triton"))
 
 
-def _by_kernel(
-    logits_MV: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M: Tensor, slopes: bool
-) -> tuple[Tensor, Tensor | None]:
-    """See `_plainly`. Rounds the slope by each logit, not the softmax."""
+def _by_kernel(logits_MV: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M: Tensor, slopes: bool) -> Slopes:
     from trainer_service.backbone.device_kernels.head_kernel import head_logprobs_  # here: not every torch has Triton
 
     logprobs_M = head_logprobs_(logits_MV, targets_M, temperatures_M, slopes)
     return logprobs_M, _head(logits_MV, head_VE.t()) if slopes else None
 
 
-def _plainly(
-    logits_MV: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M: Tensor, slopes: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [M], and with `slopes` d logprob / d hidden [M, E]."""
+def _plainly(logits_MV: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M: Tensor, slopes: bool) -> Slopes:
     scores_MV = logits_MV.float().div_(temperatures_M[:, None]).log_softmax(-1)
     logprobs_M = scores_MV.gather(1, targets_M[:, None]).squeeze(1)
     if not slopes:

@@ -4,6 +4,8 @@ Reads them twice and writes them once. The normaliser is added up as the maximum
 arXiv 1805.02867). Axes: M targets, V vocabulary.
 """
 
+# pyright: basic, reportIndexIssue=false
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +17,8 @@ WARPS = 8
 
 
 @triton.jit
-def _head_logprobs(
-    logits_ptr, targets_ptr, temperatures_ptr, out_ptr, vocab, GRADIENT: tl.constexpr, COLS: tl.constexpr
+def logprobs_kernel(
+    logits_ptr, targets_ptr, temperatures_ptr, out_ptr, vocab, SLOPES: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     row, columns = tl.program_id(0), tl.arange(0, COLS)
     logits = logits_ptr + row.to(tl.int64) * vocab
@@ -31,7 +33,7 @@ def _head_logprobs(
         top = higher
     normaliser = top + tl.log(total)
     tl.store(out_ptr + row, chosen - normaliser)
-    if GRADIENT:
+    if SLOPES:
         tl.debug_barrier()  # each thread has read the target's logit
         for first in range(0, vocab, COLS):
             place, is_column = logits + first + columns, columns < vocab - first
@@ -40,22 +42,15 @@ def _head_logprobs(
             tl.store(place, (slope * inverse).to(logits_ptr.dtype.element_ty), mask=is_column)
 
 
-def head_logprobs_(logits_MV: Tensor, targets_M: Tensor, temperatures_M: Tensor, gradient: bool) -> Tensor:
-    """float32 log_softmax(logits / temperature) of each target, [M]. `gradient`: contiguous logits become its derivative by
-    them, (one-hot - softmax) / temperature; else they stay."""
-    logprobs_M = torch.empty_like(temperatures_M)
-    if len(targets_M):
-        _head_logprobs[(len(targets_M),)](
-            logits_MV, targets_M, temperatures_M, logprobs_M, logits_MV.shape[1], gradient, COLUMNS, num_warps=WARPS
-        )
+@torch.library.custom_op("marlaas::head_logprobs_", mutates_args=("logits_MV",))
+def head_logprobs_(logits_MV: Tensor, targets_M: Tensor, temperatures_M: Tensor, slopes: bool) -> Tensor:
+    """float32 log_softmax(logits / temperature) of each target, [M]. `slopes`: contiguous logits become its derivative by them,
+    (one-hot - softmax) / temperature; else they stay."""
+    logprobs_M, sizes = torch.empty_like(temperatures_M), {"SLOPES": slopes, "COLS": COLUMNS, "num_warps": WARPS}
+    logprobs_kernel[(len(targets_M),)](logits_MV, targets_M, temperatures_M, logprobs_M, logits_MV.shape[1], **sizes)
     return logprobs_M
 
 
-def _fake(logits_MV: Tensor, targets_M: Tensor, temperatures_M: Tensor, gradient: bool) -> Tensor:
+@head_logprobs_.register_fake
+def _(logits_MV: Tensor, targets_M: Tensor, temperatures_M: Tensor, slopes: bool) -> Tensor:
     return torch.empty_like(temperatures_M)
-
-
-_LIBRARY = torch.library.Library("marlaas", "FRAGMENT")
-_LIBRARY.define("head_logprobs_(Tensor(a!) logits, Tensor targets, Tensor temperatures, bool gradient) -> Tensor")
-_LIBRARY.impl("head_logprobs_", head_logprobs_, "CompositeExplicitAutograd")
-torch.library.register_fake("marlaas::head_logprobs_", _fake, lib=_LIBRARY)
