@@ -2,9 +2,9 @@
 
 One adapter's tokens are contiguous, so `grouped_mm` multiplies all adapters at once. It needs rows of a multiple of ALIGNMENT
 bytes (ranks are padded), and on CUDA bfloat16 with capability >= 8.0. Else each adapter has its own product.
-Forward y = x W' + (x A') (s B)'. Backward, with g = dy (s B): dx = dy W + g A, dA = g' x, d(s B) = dy' (x A').
+Forward y = x W' + (x A') (s B)'. Backward, with g = dy (s B): dx = dy W + g A, dA = g' x, d(s B') = (x A')' dy.
 
-    stacks ─ gather, pad, cast: once a pass ─► A, s B of all layers ─► each layer's product
+    stacks ─ gather, pad, cast: once a pass ─► A, s B' of all layers ─► each layer's product
            ◄──────── add: once a pass ───────── their gradients     ◄─ its backward
 
 A layer's product is an operator of torch, which the compiler of whole layers calls without looking into it.
@@ -41,9 +41,9 @@ class Lane:
     scales_G11: Tensor
 
     def of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Its part of A [L, G, R, I] and B [L, G, O, R] of a pass."""
+        """Its part of A [L, G, R, I] and B' [L, G, R, O] of a pass."""
         rank = self.stack.layout.rank
-        return a[:, self.own, :rank], b[:, self.own, :, :rank]
+        return a[:, self.own, :rank], b[:, self.own, :rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,15 @@ class Groups:
 
     ends_G: Tensor  # int32: where each one's tokens end
     cuts_G: Tensor  # the same, for the host
-    factors: Mapping[str, tuple[Tensor, Tensor]]  # by layer: A [G, R, I] and s B [G, O, R], 0 where an adapter has none
-    segments_S3: Tensor | None = None  # see `lora_kernels`; None: it does not compute
+    factors: Mapping[
+        str, tuple[Tensor, Tensor]
+    ]  # by layer: A [G, R, I] and s B' [G, R, O], 0 where an adapter has none
+    segments_G3: Tensor | None = None  # see `lora_kernels`; None: it does not compute
     tiles_T3: Tensor | None = None
-    ones_G: Tensor | None = None
 
     @property
     def marks(self) -> tuple[Tensor | None, ...]:
-        return self.ends_G, self.cuts_G, self.segments_S3, self.tiles_T3, self.ones_G
+        return self.ends_G, self.cuts_G, self.segments_G3, self.tiles_T3
 
 
 def groups_of(
@@ -99,11 +100,11 @@ def groups_of(
     from trainer_service.backbone.device_kernels.lora_kernels import segments_and_tiles
 
     about = segments_and_tiles(cuts_G.tolist(), device)
-    return Groups(cuts_G.to(device), cuts_G, factors, *about, torch.ones(len(counts), device=device))
+    return Groups(cuts_G.to(device), cuts_G, factors, *about)
 
 
 class _Gathered(torch.autograd.Function):
-    """All factors of a pass, of each of `widths` A [L, G, R, I] and s B [L, G, O, R]. `anchor` gives them a gradient."""
+    """All factors of a pass, of each of `widths` A [L, G, R, I] and s B' [L, G, R, O]. `anchor` gives them a gradient."""
 
     @staticmethod
     def forward(
@@ -119,7 +120,7 @@ class _Gathered(torch.autograd.Function):
         stack, aligned = lanes[0].stack, ALIGNMENT // dtype.itemsize
         rank = -(-max(lane.stack.layout.rank for lane in lanes) // aligned) * aligned
         sizes = (len(stack.layers), num_groups)
-        shapes = [(*sizes, *shape) for out, width in widths.values() for shape in ((rank, width), (out, rank))]
+        shapes = [(*sizes, *shape) for out, width in widths.values() for shape in ((rank, width), (rank, out))]
         flat = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=stack.device)
         pieces = flat.split([*map(math.prod, shapes)])
         made = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
@@ -128,7 +129,7 @@ class _Gathered(torch.autograd.Function):
             for path, (a, b) in zip(lane.stack.paths, lane.stack.gathered(lane.places_G), strict=True):
                 to_a, to_b = lane.of(*by_path[path])
                 to_a.copy_(a)
-                torch.mul(b, lane.scales_G11, out=to_b)
+                torch.mul(b.transpose(2, 3), lane.scales_G11, out=to_b)
         return tuple(made)
 
     @staticmethod
@@ -137,9 +138,8 @@ class _Gathered(torch.autograd.Function):
             for lane in ctx.lanes if grads_a is not None and grads_b is not None else ():
                 if path in lane.stack.paths:
                     of_a, of_b = lane.of(grads_a, grads_b)
-                    lane.stack.add_gradients(
-                        path, lane.places_G, of_a, of_b.to(lane.scales_G11.dtype) * lane.scales_G11
-                    )
+                    of_b = of_b.to(lane.scales_G11.dtype) * lane.scales_G11
+                    lane.stack.add_gradients(path, lane.places_G, of_a, of_b.transpose(2, 3))
         return None, None, None, None, None
 
 
@@ -196,20 +196,19 @@ def lora_linear(
     b: Tensor,
     ends_G: Tensor,
     cuts_G: Tensor,
-    segments_S3: Tensor | None,
+    segments_G3: Tensor | None,
     tiles_T3: Tensor | None,
-    ones_G: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """x [N, I] -> [N, O], and x A' [N, R], which the backward needs."""
     y = F.linear(x, weight, bias)
-    if tiles_T3 is not None and ones_G is not None:
+    if tiles_T3 is not None:
         from trainer_service.backbone.device_kernels import lora_kernels
 
-        low = lora_kernels.lora_shrink(x, a, ones_G, tiles_T3)
-        lora_kernels.lora_expand_(y, low, b.transpose(1, 2), tiles_T3)
+        low = lora_kernels.lora_shrink(x, a, tiles_T3)
+        lora_kernels.lora_expand_(y, low, b, tiles_T3)
         return y, low
     low = _by_group(x, a.transpose(1, 2), ends_G, cuts_G)
-    y += _by_group(low, b.transpose(1, 2), ends_G, cuts_G)
+    y += _by_group(low, b, ends_G, cuts_G)
     return y, low
 
 
@@ -223,24 +222,20 @@ def lora_linear_backward(
     low: Tensor,
     ends_G: Tensor,
     cuts_G: Tensor,
-    segments_S3: Tensor | None,
+    segments_G3: Tensor | None,
     tiles_T3: Tensor | None,
-    ones_G: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, A and s B."""
+    """The gradients of x, A and s B'."""
     dx = dy @ weight
-    if segments_S3 is not None and tiles_T3 is not None and ones_G is not None:
+    if segments_G3 is not None and tiles_T3 is not None:
         from trainer_service.backbone.device_kernels import lora_kernels
 
-        dlow = lora_kernels.lora_shrink(dy, b.transpose(1, 2), ones_G, tiles_T3)
+        dlow = lora_kernels.lora_shrink(dy, b, tiles_T3)
         lora_kernels.lora_expand_(dx, dlow, a, tiles_T3)
-        of_a, of_b = a.new_zeros(a.shape), b.new_zeros(b.shape)
-        lora_kernels.lora_gradient_(of_a, dlow, x, segments_S3)
-        lora_kernels.lora_gradient_(of_b.transpose(1, 2), low, dy, segments_S3)
-        return dx, of_a, of_b
-    dlow = _by_group(dy, b, ends_G, cuts_G)
+        return dx, *(lora_kernels.lora_gradient(*pair, segments_G3) for pair in ((dlow, x), (low, dy)))
+    dlow = _by_group(dy, b.transpose(1, 2), ends_G, cuts_G)
     dx += _by_group(dlow, a, ends_G, cuts_G)
-    return dx, _over_tokens(dlow, x, ends_G, cuts_G), _over_tokens(dy, low, ends_G, cuts_G)
+    return dx, _over_tokens(dlow, x, ends_G, cuts_G), _over_tokens(low, dy, ends_G, cuts_G)
 
 
 @lora_linear.register_fake
@@ -261,7 +256,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     dx, of_a, of_b = lora_linear_backward(grads[0].contiguous(), *ctx.saved_tensors)
-    return dx, None, None, of_a, of_b, None, None, None, None, None
+    return dx, None, None, of_a, of_b, None, None, None, None
 
 
 lora_linear.register_autograd(_backward, setup_context=_keep)
