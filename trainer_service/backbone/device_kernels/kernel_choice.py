@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,12 +14,14 @@ from trainer_service.backbone.attention import NAME
 from trainer_service.backbone.modules import ModulesBackbone
 from trainer_service.settings import AUTO, TrainerSettings
 
+AUTO_KERNELS = ("varlen",)
+
 
 def chosen_kernels(settings: TrainerSettings, device: torch.device) -> tuple[str, ...]:
     """The kernels of a process on this device. Raises InvalidInput for named ones that cannot run."""
     dtype = getattr(torch, settings.dtype)
     if settings.trainer_kernels == AUTO:
-        return () if _hindrance("varlen", device, dtype) else ("varlen",)
+        return tuple(name for name in AUTO_KERNELS if not _hindrance(name, device, dtype))
     refuse_kernels(settings.kernels, device, dtype)
     return settings.kernels
 
@@ -37,12 +40,15 @@ def _hindrance(name: str, device: torch.device, dtype: torch.dtype) -> str:
         return "flash attention needs MARLAAS_TRAINER_DTYPE=bfloat16"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "flash attention needs a GPU of capability 8.0 or newer"
+    if name != "varlen" and not find_spec("triton"):
+        return "it needs Triton, which torch brings on CUDA"
     return ""
 
 
 def use_kernels(backbone: ModulesBackbone, names: Sequence[str]) -> None:
     """Lets a backbone compute with these kernels from now on, and plainly where none is named."""
     backbone.model.set_attn_implementation(_attention(names))
+    backbone.current.fused = "lora" in names
     if "compile" in names:
         compile_layers(backbone)
 
@@ -68,7 +74,7 @@ def _where_it_learns(compiled: Any, plain: Any, *given: Any, **named: Any) -> An
 
 def _attention(names: Sequence[str]) -> str:
     """The name by which transformers knows the attention."""
-    if names:
+    if {"varlen", "compile"} & {*names}:
         from trainer_service.backbone.device_kernels import varlen
 
         return varlen.NAME
