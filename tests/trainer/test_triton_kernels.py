@@ -61,7 +61,7 @@ def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
 def drawn(rank: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(rank)
     num, tokens = len(CUTS), CUTS[-1]
-    shapes = {"x": (tokens, INPUTS), "y": (tokens, OUTPUTS), "a": (num, rank, INPUTS), "b": (num, OUTPUTS, rank)}
+    shapes = {"x": (tokens, INPUTS), "y": (tokens, OUTPUTS), "a": (num, rank, INPUTS), "b": (num, rank, OUTPUTS)}
     return {name: torch.randn(shape, generator=made).to(device, dtype) for name, shape in shapes.items()}
 
 
@@ -70,7 +70,6 @@ def products(given: dict[str, Tensor], cuts: tuple[int, ...]) -> dict[str, Tenso
     from trainer_service.backbone.device_kernels import lora_kernels as lora
 
     x, y, a, b = (given[name] for name in ("x", "y", "a", "b"))
-    b = b.transpose(1, 2)
     segments, tiles = lora.segments_and_tiles(cuts, x.device)
     low, dlow = lora.lora_shrink(x, a, tiles), lora.lora_shrink(y, b, tiles)
     expanded, dx = y.clone(), x.clone()
@@ -88,8 +87,8 @@ def written_out(given: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str,
     each = list(zip(parts, a, b, strict=True))
     return {
         "low": torch.cat([x[own] @ a_RI.T for own, a_RI, _ in each]),
-        "dlow": torch.cat([y[own] @ b_OR for own, _, b_OR in each]),
-        "y": torch.cat([y[own] + low[own] @ b_OR.T for own, _, b_OR in each]),
+        "dlow": torch.cat([y[own] @ b_RO.T for own, _, b_RO in each]),
+        "y": torch.cat([y[own] + low[own] @ b_RO for own, _, b_RO in each]),
         "dx": torch.cat([x[own] + dlow[own] @ a_RI for own, a_RI, _ in each]),
         "da": torch.stack([dlow[own].T @ x[own] for own in parts]),
         "db": torch.stack([low[own].T @ y[own] for own in parts]),
@@ -184,7 +183,7 @@ def test_kernels_compile_for_hopper_without_a_gpu(rank: int) -> None:
 
     from trainer_service.backbone.device_kernels import head_kernel, lora_kernels
 
-    sizes = {"rank": rank, "RANK": max(16, rank), "ROWS": 64, "COLS": 128, "INNER": True}
+    sizes = {"rank": rank, "RANK": max(16, rank), "ROWS": 64, "COLS": 128}
     cases: list[tuple[Any, dict[str, Any]]] = [
         *((getattr(lora_kernels, f"{name}_kernel"), sizes) for name in ("shrink", "expand", "gradient")),
         (head_kernel.logprobs_kernel, {"SLOPES": True, "COLS": head_kernel.COLUMNS}),

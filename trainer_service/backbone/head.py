@@ -51,7 +51,7 @@ class _TargetLogprobs(torch.autograd.Function):
         learned_M: Tensor | None,
         max_scores: int,
     ) -> Tensor:
-        slope_ME = _empty_slope(hidden_ME, learned_M) if ctx.needs_input_grad[0] else None
+        slope_ME = torch.zeros_like(hidden_ME) if ctx.needs_input_grad[0] else None
         logprobs_M = torch.empty_like(temperatures_M)
         compute = _by_kernel if has_kernel(hidden_ME) else _plainly
         chunk = max(1, max_scores // len(head_VE))
@@ -67,11 +67,6 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (slope_ME,) = ctx.saved_tensors
         return grads[0].to(slope_ME.dtype)[:, None] * slope_ME, None, None, None, None, None
-
-
-def _empty_slope(hidden_ME: Tensor, learned_M: Tensor | None) -> Tensor:
-    """Room for the slopes; those of targets without a gradient stay 0."""
-    return torch.empty_like(hidden_ME) if learned_M is None else torch.zeros_like(hidden_ME)
 
 
 def _chunks(num: int, learned_M: Tensor | None, chunk: int) -> list[tuple[Tensor | slice, bool]]:

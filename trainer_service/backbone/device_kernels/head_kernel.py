@@ -11,9 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 4096
-"""Logits of a target that a program holds at a time."""
-WARPS = 8
+COLUMNS, WARPS = 4096, 8  # logits of a target that a program holds at a time, and what computes them
 
 
 @triton.jit

@@ -4,7 +4,7 @@
     lora_expand_     y += low B', dx += dlow A
     lora_gradient    dA = dlow' x, dB' = low' dy
 
-Weights are [G, R, .]: A as it is, B transposed (a view). Sums are float32. What an adapter gets depends on its own tokens alone.
+All tensors are contiguous, B as B' [G, R, O]. Sums are float32. What an adapter gets depends on its own tokens alone.
 
 Axes: N tokens, G adapters, R rank, I and O widths of a layer, T tiles. Segments [G, 3] and tiles [T, 3] are int32: an adapter,
 its first token, and the one after its last.
@@ -20,12 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ROWS = 64
-"""Most tokens of a tile, which one program computes."""
-COLUMNS = 128
-"""Of a layer's width, that a program computes at a time."""
-LEAST = 16
-"""The smallest side of a product on tensor cores."""
+TILE_ROWS = 64  # most tokens of a tile, which one program computes
+COLUMNS = 128  # of a layer's width, that a program computes at a time
+LEAST = 16  # the smallest side of a product on tensor cores
 
 
 def segments_and_tiles(cuts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -57,23 +54,15 @@ def _write(matrix, rows, stop, columns, width, values):
 
 
 @triton.jit
-def _weights(w_ptr, adapter, rank, ranks, width, columns, INNER: tl.constexpr):
-    """[RANK, COLS]. `INNER`: a column's values are neighbours."""
-    if INNER:
-        return tl.trans(_read(w_ptr + adapter * rank * width, columns, width, ranks, rank))
-    return _read(w_ptr + adapter * rank * width, ranks, rank, columns, width)
-
-
-@triton.jit
 def shrink_kernel(
     x_ptr, w_ptr, spans_ptr, low_ptr, width,
-    rank: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    rank: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     adapter, start, stop = _span(spans_ptr)
     rows, ranks, low = start + tl.arange(0, ROWS), tl.arange(0, RANK), tl.zeros((ROWS, RANK), tl.float32)
     for first in range(0, width, COLS):
         columns = first + tl.arange(0, COLS)
-        w = _weights(w_ptr, adapter, rank, ranks, width, columns, INNER)
+        w = _read(w_ptr + adapter * rank * width, ranks, rank, columns, width)
         low = tl.dot(_read(x_ptr, rows, stop, columns, width), tl.trans(w), low)
     _write(low_ptr, rows, stop, ranks, rank, low)
 
@@ -81,20 +70,20 @@ def shrink_kernel(
 @triton.jit
 def expand_kernel(
     y_ptr, w_ptr, spans_ptr, low_ptr, width,
-    rank: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    rank: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     adapter, start, stop = _span(spans_ptr)
     rows, ranks = start + tl.arange(0, ROWS), tl.arange(0, RANK)
     columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
     low, y = _read(low_ptr, rows, stop, ranks, rank), _read(y_ptr, rows, stop, columns, width)
-    w = _weights(w_ptr, adapter, rank, ranks, width, columns, INNER)
+    w = _read(w_ptr + adapter * rank * width, ranks, rank, columns, width)
     _write(y_ptr, rows, stop, columns, width, tl.dot(low, w, y.to(tl.float32)))
 
 
 @triton.jit
 def gradient_kernel(
     x_ptr, grads_ptr, spans_ptr, low_ptr, width,
-    rank: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, INNER: tl.constexpr,
+    rank: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     adapter, start, stop = _span(spans_ptr)
     ranks, grads = tl.arange(0, RANK), tl.zeros((RANK, COLS), tl.float32)
@@ -107,28 +96,26 @@ def gradient_kernel(
 
 
 def lora_shrink(x_NI: Tensor, weights_GRI: Tensor, tiles_T3: Tensor) -> Tensor:
-    """Each token times its adapter's W', [N, R]. Takes contiguous x."""
+    """Each token times its adapter's W', [N, R]."""
     low_NR = x_NI.new_empty(len(x_NI), weights_GRI.shape[1])
-    shrink_kernel[(len(tiles_T3),)](x_NI, weights_GRI, tiles_T3, low_NR, x_NI.shape[1], **_sizes(low_NR, weights_GRI))
+    shrink_kernel[(len(tiles_T3),)](x_NI, weights_GRI, tiles_T3, low_NR, x_NI.shape[1], **_sizes(low_NR))
     return low_NR
 
 
 def lora_expand_(y_NO: Tensor, low_NR: Tensor, weights_GRO: Tensor, tiles_T3: Tensor) -> None:
-    """Adds each token's low times its adapter's W to contiguous y."""
+    """Adds each token's low times its adapter's W."""
     grid = (len(tiles_T3), triton.cdiv(y_NO.shape[1], COLUMNS))
-    expand_kernel[grid](y_NO, weights_GRO, tiles_T3, low_NR, y_NO.shape[1], **_sizes(low_NR, weights_GRO))
+    expand_kernel[grid](y_NO, weights_GRO, tiles_T3, low_NR, y_NO.shape[1], **_sizes(low_NR))
 
 
 def lora_gradient(low_NR: Tensor, x_NI: Tensor, segments_G3: Tensor) -> Tensor:
-    """low' x over each adapter's tokens, [G, R, I]. Takes contiguous x."""
+    """low' x over each adapter's tokens, [G, R, I]."""
     grads_GRI = x_NI.new_empty(len(segments_G3), low_NR.shape[1], x_NI.shape[1])
     grid = (len(segments_G3), triton.cdiv(x_NI.shape[1], COLUMNS))
-    gradient_kernel[grid](x_NI, grads_GRI, segments_G3, low_NR, x_NI.shape[1], **_sizes(low_NR, grads_GRI))
+    gradient_kernel[grid](x_NI, grads_GRI, segments_G3, low_NR, x_NI.shape[1], **_sizes(low_NR))
     return grads_GRI
 
 
-def _sizes(low_NR: Tensor, weights: Tensor) -> dict[str, Any]:
-    inner, rank = not weights.is_contiguous(), low_NR.shape[1]
-    assert not inner or weights.transpose(1, 2).is_contiguous()
-    padded = max(LEAST, triton.next_power_of_2(rank))
-    return {"rank": rank, "RANK": padded, "ROWS": TILE_ROWS, "COLS": COLUMNS, "INNER": inner}
+def _sizes(low_NR: Tensor) -> dict[str, Any]:
+    rank = low_NR.shape[1]
+    return {"rank": rank, "RANK": max(LEAST, triton.next_power_of_2(rank)), "ROWS": TILE_ROWS, "COLS": COLUMNS}
