@@ -30,6 +30,7 @@ class ModulesBackbone:
 
     model: Any
     context: int
+    layer_weights: int  # of a layer, on average
     num_checkpointed: int = 0  # of the first layers: they keep only their input for the backward
     max_scores: int = MAX_SCORES
     whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext
@@ -45,7 +46,14 @@ class ModulesBackbone:
     @classmethod
     def of(cls, model: Any, targets: Mapping[str, tuple[Any, str]], context: int) -> "ModulesBackbone":
         """Takes a loaded model. `targets`: see `target_layers`; `context`: most tokens of a sequence."""
-        backbone = cls(model, context, max_scores=scores_on(model.get_output_embeddings().weight.device))
+        layers = model.get_decoder().layers
+        num_weights = sum(p.numel() for layer in layers for p in layer.parameters())
+        backbone = cls(
+            model,
+            context,
+            num_weights // len(layers),
+            max_scores=scores_on(model.get_output_embeddings().weight.device),
+        )
         for name, (layer, leaf) in targets.items():
             module = getattr(layer, leaf)
             setattr(layer, leaf, LoraLinear(module, name, backbone.current))
@@ -65,9 +73,8 @@ class ModulesBackbone:
 
     def cost(self) -> Cost:
         config = self._config
-        num_weights = sum(p.numel() for layer in self.layers for p in layer.parameters())
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return Cost.of_layer(num_weights // len(self.layers), config.num_attention_heads, head_dim, by_branch=True)
+        return Cost.of_layer(self.layer_weights, config.num_attention_heads, head_dim, by_branch=True)
 
     def stack(self, layout: AdapterLayout) -> AdapterStack:
         return AdapterStack(layout, self.device)
