@@ -5,19 +5,27 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from benchmarks._gpu_bases import _qwen3, random_decoder, random_modules
 from tests.support import flash
 from tests.support.families import FAMILIES, save_family
+from tests.support.launches import Launches, counting
 from tests.trainer.test_modules_backbone import APART, SHARING, assert_alike, make_case, ours
 from trainer_service.backbone.device_kernels import varlen
 from trainer_service.backbone.device_kernels.kernel_choice import compile_layers
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
+from trainer_service.packing import trees
 
-pytestmark = pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),  # torch's compiler hides its own only while they are no errors
+]
 KINDS_OF_LAYERS = {"gemma3": 2}
 NOT_COMPILED = {"qwen3_moe"}
 
@@ -41,8 +49,6 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in NOT_COMPILED])
 def test_a_kind_of_layer_is_one_graph_for_passes_of_all_shapes(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -63,3 +69,37 @@ def test_a_kind_of_layer_is_one_graph_for_passes_of_all_shapes(
             for one, other in zip(ours(backbone, some, cost), ours(plain, some, cost), strict=True):
                 assert_alike(one, other)
     assert graphs() == KINDS_OF_LAYERS.get(family, 1)
+
+
+LAUNCHES = {
+    "marlaas.lora_linear.default": 3,  # product, shrink, expand
+    "marlaas.lora_linear_backward.default": 5,  # product, shrink, expand, two gradients
+    "marlaas.attend_runs.default": 3,  # keys, values, attention
+    "marlaas.attend_runs_backward.default": 14,  # keys, values, 6 of flash attention with grouped heads, 6 of gathered keys
+}
+"""Kernels of each operator on CUDA."""
+TOKENS, NUM_LAYERS, OUTSIDE = 7432, 28, 20e9
+"""Tokens of a fused step of 8 jobs of Qwen3-0.6B, its layers, and bytes beyond them."""
+
+
+def test_a_layer_of_qwen3_launches_few_kernels_that_move_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    flash.use(monkeypatch)
+    backbone = random_modules(
+        random_decoder(_qwen3(2, 1024, 16, 8, 128, 256, 3072), torch.device("cpu"), torch.bfloat16)
+    )
+    assert isinstance(backbone, ModulesBackbone)
+    backbone.model.set_attn_implementation(varlen.NAME)
+    found: list[Launches] = []
+    compile_layers(backbone, counting(found, monkeypatch))
+    case = make_case(backbone, 0, 8, 1.0)
+    ours(backbone, [case], SHARING)
+
+    assert len(found) == 2 and graphs() == 1  # forward and backward, of both layers
+    operators = sum(LAUNCHES[name] for graph in found for name in graph.operators)
+    assert operators == 7 * (3 + 5) + 3 + 14
+    assert sum(len(graph.fused) for graph in found) <= 20
+    tokens = sum(len(tree) for tree in trees(case.batch, np.ones(len(case.batch.inputs), bool), SHARING))
+    fused = sum(sum(graph.fused) for graph in found) / tokens
+    linears = backbone.linear_shapes().values()
+    products = sum(2 * (5 * width + 6 * out) + 2 * 2 * out * width / TOKENS for out, width in linears) / 2
+    assert NUM_LAYERS * TOKENS * (fused + products) + OUTSIDE < 150e9
