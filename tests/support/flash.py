@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer_service.backbone.device_kernels import varlen
+import trainer_service.backbone.device_kernels.varlen  # noqa: F401  # it defines the operators
 
 ATTENDS: list[Any] = []
 """What attends in place of the kernel; empty: it does not run here."""
@@ -36,15 +36,18 @@ def _runs(cuts: Tensor) -> list[slice]:
     return [slice(*pair) for pair in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)]
 
 
-@varlen.attend_runs.register_kernel("cpu")
-def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return _attend()(q, *others).contiguous(), q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@varlen.attend_runs_backward.register_kernel("cpu")
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _: Tensor, __: Tensor, *about: Any) -> tuple[Tensor, ...]:
+def _backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _: Tensor, __: Tensor, *about: Any) -> tuple[Tensor, ...]:
     _, back = torch.func.vjp(lambda *given: _attend()(*given, *about), q, k, v)
     return tuple(each.contiguous() for each in back(grad))
+
+
+_LIBRARY = torch.library.Library("marlaas", "FRAGMENT")
+_LIBRARY.impl("attend_runs", _forward, "CPU")
+_LIBRARY.impl("attend_runs_backward", _backward, "CPU")
 
 
 def _attend() -> Any:

@@ -50,17 +50,29 @@ class Lane:
 class Groups:
     """The adapters of a pass."""
 
+    lanes: Sequence[Lane]
+    layers: Sequence[str]
+    factors: Mapping[str, tuple[Tensor, Tensor]]
+    """By layer: A [G, R, I] and s B' [G, R, O], 0 where an adapter has none."""
     ends_G: Tensor  # int32: where each one's tokens end
     cuts_G: Tensor  # the same, for the host
-    factors: Mapping[
-        str, tuple[Tensor, Tensor]
-    ]  # by layer: A [G, R, I] and s B' [G, R, O], 0 where an adapter has none
-    segments_G3: Tensor | None = None  # see `lora_kernels`; None: it does not compute
-    tiles_T3: Tensor | None = None
+    segments_G3: Tensor  # see `lora_kernels`; empty: they do not compute
+    tiles_T3: Tensor
 
     @property
-    def marks(self) -> tuple[Tensor | None, ...]:
+    def marks(self) -> tuple[Tensor, ...]:
         return self.ends_G, self.cuts_G, self.segments_G3, self.tiles_T3
+
+    def add_gradients(self) -> None:
+        """Adds the gradients of all layers' factors to the adapters' in their stacks."""
+        for path in {path: None for lane in self.lanes for path in lane.stack.paths}:
+            pairs = [self.factors[f"layers.{layer}.{path}"] for layer in self.layers]
+            a, b = (torch.stack([factor.grad for factor in factors]) for factors in zip(*pairs, strict=True))  # pyright: ignore
+            for lane in self.lanes:
+                if path in lane.stack.paths:
+                    of_a, of_b = lane.of(a, b)
+                    of_b = of_b.transpose(2, 3).to(lane.scales_G11.dtype) * lane.scales_G11
+                    lane.stack.add_gradients(path, lane.places_G, of_a, of_b)
 
 
 def groups_of(
@@ -85,62 +97,38 @@ def groups_of(
         places_G = torch.tensor(places, device=stack.device)
         lanes.append(Lane(stack, slice(start, len(counts)), places_G, scales[:, None, None]))
     counts += [0] * (whole and len(counts) == 1)
-    cuts_G, device = torch.from_numpy(np.cumsum(counts).astype(np.int32)), lanes[0].stack.device
     names = shapes if whole else [name for lane in lanes for name in lane.stack.layout.names]
-    widths = {name.split(".", 2)[2]: shapes[name] for name in names}
-    layers = lanes[0].stack.layers
-    made: Any = _Gathered.apply(torch.zeros((), requires_grad=True), lanes, widths, len(counts), dtype)
-    factors = {
-        f"layers.{layer}.{path}": pair
-        for path, a, b in zip(widths, made[::2], made[1::2], strict=True)
-        for layer, pair in zip(layers, zip(a.unbind(), b.unbind(), strict=True), strict=True)
+    factors = _gathered(lanes, {name.split(".", 2)[2]: shapes[name] for name in names}, len(counts), dtype)
+    cuts_G, device = torch.from_numpy(np.cumsum(counts).astype(np.int32)), lanes[0].stack.device
+    spans = torch.empty(2, 0, 3, dtype=torch.int32, device=device).unbind()
+    if fused:
+        from trainer_service.backbone.device_kernels.lora_kernels import segments_and_tiles  # here: it imports Triton
+
+        spans = segments_and_tiles(cuts_G.tolist(), device)
+    return Groups(lanes, lanes[0].stack.layers, factors, cuts_G.to(device), cuts_G, *spans)
+
+
+@torch.no_grad()
+def _gathered(
+    lanes: Sequence[Lane], widths: Mapping[str, tuple[int, int]], num_groups: int, dtype: torch.dtype
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """See `Groups.factors`. `widths`: (out, in) of each of a layer's modules."""
+    stack, aligned = lanes[0].stack, ALIGNMENT // dtype.itemsize
+    rank = -(-max(lane.stack.layout.rank for lane in lanes) // aligned) * aligned
+    sizes = [(len(stack.layers), num_groups, rank, width) for pair in widths.values() for width in reversed(pair)]
+    flat = torch.zeros(sum(map(math.prod, sizes)), dtype=dtype, device=stack.device)
+    pieces = [piece.view(size) for piece, size in zip(flat.split([*map(math.prod, sizes)]), sizes, strict=True)]
+    made = dict(zip(widths, zip(pieces[::2], pieces[1::2], strict=True), strict=True))
+    for lane in lanes:
+        for path, (a, b) in zip(lane.stack.paths, lane.stack.gathered(lane.places_G), strict=True):
+            of_a, of_b = lane.of(*made[path])
+            of_a.copy_(a)
+            torch.mul(b.transpose(2, 3), lane.scales_G11, out=of_b)
+    return {
+        f"layers.{layer}.{path}": (a[number], b[number])
+        for path, (a, b) in made.items()
+        for number, layer in enumerate(stack.layers)
     }
-    if not fused:
-        return Groups(cuts_G.to(device), cuts_G, factors)
-    from trainer_service.backbone.device_kernels.lora_kernels import segments_and_tiles
-
-    about = segments_and_tiles(cuts_G.tolist(), device)
-    return Groups(cuts_G.to(device), cuts_G, factors, *about)
-
-
-class _Gathered(torch.autograd.Function):
-    """All factors of a pass, of each of `widths` A [L, G, R, I] and s B' [L, G, R, O]. `anchor` gives them a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        lanes: Sequence[Lane],
-        widths: Mapping[str, tuple[int, int]],
-        num_groups: int,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, ...]:
-        ctx.lanes, ctx.widths = lanes, widths
-        ctx.set_materialize_grads(False)
-        stack, aligned = lanes[0].stack, ALIGNMENT // dtype.itemsize
-        rank = -(-max(lane.stack.layout.rank for lane in lanes) // aligned) * aligned
-        sizes = (len(stack.layers), num_groups)
-        shapes = [(*sizes, *shape) for out, width in widths.values() for shape in ((rank, width), (rank, out))]
-        flat = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=stack.device)
-        pieces = flat.split([*map(math.prod, shapes)])
-        made = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-        by_path = dict(zip(widths, zip(made[::2], made[1::2], strict=True), strict=True))
-        for lane in lanes:
-            for path, (a, b) in zip(lane.stack.paths, lane.stack.gathered(lane.places_G), strict=True):
-                to_a, to_b = lane.of(*by_path[path])
-                to_a.copy_(a)
-                torch.mul(b.transpose(2, 3), lane.scales_G11, out=to_b)
-        return tuple(made)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        for path, grads_a, grads_b in zip(ctx.widths, grads[::2], grads[1::2], strict=True):
-            for lane in ctx.lanes if grads_a is not None and grads_b is not None else ():
-                if path in lane.stack.paths:
-                    of_a, of_b = lane.of(grads_a, grads_b)
-                    of_b = of_b.to(lane.scales_G11.dtype) * lane.scales_G11
-                    lane.stack.add_gradients(path, lane.places_G, of_a, of_b.transpose(2, 3))
-        return None, None, None, None, None
 
 
 @dataclass(slots=True)
@@ -150,8 +138,8 @@ class CurrentGroups:
     layers: dict[str, "LoraLinear"] = field(default_factory=dict[str, "LoraLinear"])
     groups: Groups | None = None
     whole: bool = False
-    """See `groups_of`."""
     fused: bool = False
+    """For both see `groups_of`."""
 
     @contextmanager
     def using(self, groups: Groups | None) -> Generator[None]:
@@ -166,6 +154,32 @@ class CurrentGroups:
         self.groups = groups
         for name, layer in self.layers.items():
             layer.factors = groups.factors.get(name) if groups else None
+
+    def follow(self, embedding: torch.nn.Module) -> None:
+        """Has each pass's backward end, where it comes to what the embedding gave the first layer, by adding gradients."""
+
+        def learning(_: Any, __: Any, hidden: Tensor) -> Tensor:
+            if self.groups is None or not torch.is_grad_enabled():
+                return hidden
+            for factor in itertools.chain(*self.groups.factors.values()):
+                factor.requires_grad_()
+            return _Start.apply(hidden, torch.zeros((), requires_grad=True), self.groups)  # pyright: ignore
+
+        embedding.register_forward_hook(learning)
+
+
+class _Start(torch.autograd.Function):
+    """What the first layer takes. All others have had their backward when it comes to its own."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return hidden.clone()  # a view would make the first layer another kind
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[None, None, None]:
+        ctx.groups.add_gradients()
+        return None, None, None
 
 
 class LoraLinear(torch.nn.Module):
@@ -183,83 +197,81 @@ class LoraLinear(torch.nn.Module):
         groups = self._current.groups
         if groups is None or self.factors is None:
             return self.base(x)
-        y, _ = lora_linear(x.flatten(0, -2), self.base.weight, self.base.bias, *self.factors, *groups.marks)
-        return y.unflatten(0, x.shape[:-1])  # pyright: ignore
+        given = x.flatten(0, -2), self.base.weight, self.base.bias, *self.factors, *groups.marks
+        return _GroupedLoraLinear.apply(*given).unflatten(0, x.shape[:-1])  # pyright: ignore
 
 
-@torch.library.custom_op("marlaas::lora_linear", mutates_args=())
-def lora_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    ends_G: Tensor,
-    cuts_G: Tensor,
-    segments_G3: Tensor | None,
-    tiles_T3: Tensor | None,
+class _GroupedLoraLinear(torch.autograd.Function):
+    """x [N, I] -> [N, O]"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, *marks: Tensor
+    ) -> Tensor:
+        y, low = torch.ops.marlaas.lora_linear(x, weight, bias, a, b, *marks)
+        ctx.save_for_backward(x, weight, a, b, low, *marks)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx, of_a, of_b = torch.ops.marlaas.lora_linear_backward(grads[0].contiguous(), *ctx.saved_tensors)
+        return dx, None, None, of_a, of_b, None, None, None, None
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, *marks: Tensor
 ) -> tuple[Tensor, Tensor]:
     """x [N, I] -> [N, O], and x A' [N, R], which the backward needs."""
     y = F.linear(x, weight, bias)
-    if tiles_T3 is not None:
-        from trainer_service.backbone.device_kernels import lora_kernels
+    ends_G, cuts_G, _, tiles_T3 = marks
+    if len(tiles_T3):
+        from trainer_service.backbone.device_kernels.lora_kernels import lora_expand_, lora_shrink
 
-        low = lora_kernels.lora_shrink(x, a, tiles_T3)
-        lora_kernels.lora_expand_(y, low, b, tiles_T3)
+        low = lora_shrink(x, a, tiles_T3)
+        lora_expand_(y, low, b, tiles_T3)
         return y, low
     low = _by_group(x, a.transpose(1, 2), ends_G, cuts_G)
     y += _by_group(low, b, ends_G, cuts_G)
     return y, low
 
 
-@torch.library.custom_op("marlaas::lora_linear_backward", mutates_args=())
-def lora_linear_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    low: Tensor,
-    ends_G: Tensor,
-    cuts_G: Tensor,
-    segments_G3: Tensor | None,
-    tiles_T3: Tensor | None,
+def _backward(
+    dy: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, low: Tensor, *marks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, A and s B'."""
     dx = dy @ weight
-    if segments_G3 is not None and tiles_T3 is not None:
-        from trainer_service.backbone.device_kernels import lora_kernels
+    ends_G, cuts_G, segments_G3, tiles_T3 = marks
+    if len(tiles_T3):
+        from trainer_service.backbone.device_kernels.lora_kernels import lora_expand_, lora_gradient, lora_shrink
 
-        dlow = lora_kernels.lora_shrink(dy, b, tiles_T3)
-        lora_kernels.lora_expand_(dx, dlow, a, tiles_T3)
-        return dx, *(lora_kernels.lora_gradient(*pair, segments_G3) for pair in ((dlow, x), (low, dy)))
+        dlow = lora_shrink(dy, b, tiles_T3)
+        lora_expand_(dx, dlow, a, tiles_T3)
+        return dx, lora_gradient(dlow, x, segments_G3), lora_gradient(low, dy, segments_G3)
     dlow = _by_group(dy, b.transpose(1, 2), ends_G, cuts_G)
     dx += _by_group(dlow, a, ends_G, cuts_G)
     return dx, _over_tokens(dlow, x, ends_G, cuts_G), _over_tokens(low, dy, ends_G, cuts_G)
 
 
-@lora_linear.register_fake
+_LIBRARY = torch.library.Library("marlaas", "FRAGMENT")
+"""In place of `torch.library.custom_op`, which costs a call seven times as much."""
+_MARKS = "Tensor ends, Tensor cuts, Tensor segments, Tensor tiles"
+_LIBRARY.define(f"lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, {_MARKS}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"lora_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor a, Tensor b, Tensor low, {_MARKS}) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("lora_linear", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("lora_linear_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("marlaas::lora_linear", lib=_LIBRARY)
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], a.shape[1])
 
 
-@lora_linear_backward.register_fake
+@torch.library.register_fake("marlaas::lora_linear_backward", lib=_LIBRARY)
 def _(dy: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
-
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, _, a, b, *about = inputs
-    ctx.save_for_backward(x, weight, a, b, output[1], *about)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    dx, of_a, of_b = lora_linear_backward(grads[0].contiguous(), *ctx.saved_tensors)
-    return dx, None, None, of_a, of_b, None, None, None, None
-
-
-lora_linear.register_autograd(_backward, setup_context=_keep)
 
 
 def _by_group(x_NI: Tensor, weights_GIO: Tensor, ends_G: Tensor, cuts_G: Tensor) -> Tensor:

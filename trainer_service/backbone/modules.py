@@ -54,6 +54,7 @@ class ModulesBackbone:
             num_weights // len(layers),
             max_scores=scores_on(model.get_output_embeddings().weight.device),
         )
+        backbone.current.follow(model.get_input_embeddings())
         for name, (layer, leaf) in targets.items():
             module = getattr(layer, leaf)
             setattr(layer, leaf, LoraLinear(module, name, backbone.current))

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.fx.experimental._config as symbols
-from torch import Tensor
 
 from common.errors import InvalidInput
 from trainer_service.backbone.attention import NAME
@@ -58,14 +57,9 @@ def compile_layers(backbone: ModulesBackbone, backend: Any = "inductor") -> None
     adapters of a pass. Attention and adapters' layers are operators in it. `backend`: of torch's compiler."""
     backbone.current.whole = True
     symbols.use_duck_shape = False  # 8 adapters of rank 8 are two sizes
-    backbone.model.get_input_embeddings().register_forward_hook(_learning)  # or the first layer is of a kind of its own
     for layer in backbone.layers:
         compiled: Any = torch.compile(layer.forward, fullgraph=True, dynamic=True, backend=backend)
         layer.forward = partial(_where_it_learns, compiled, layer.forward)
-
-
-def _learning(_: Any, __: Any, found: Tensor) -> Tensor:
-    return found.requires_grad_(torch.is_grad_enabled())
 
 
 def _where_it_learns(compiled: Any, plain: Any, *given: Any, **named: Any) -> Any:

@@ -21,24 +21,29 @@ def varlen_packed(
     """See PackAttention."""
     rows = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
     runs = pack.runs
-    found, _ = attend_runs(*rows, runs.keys_m, runs.query_cuts, runs.key_cuts, runs.most, window or 0, scaling)
-    return found[None]
+    return _AttendRuns.apply(*rows, runs.keys_m, runs.query_cuts, runs.key_cuts, runs.most, window or 0, scaling)[None]  # pyright: ignore
 
 
-@torch.library.custom_op("marlaas::attend_runs", mutates_args=(), device_types="cuda")
-def attend_runs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    keys_m: Tensor,
-    query_cuts: Tensor,
-    key_cuts: Tensor,
-    most: Tensor,
-    window: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """q [N, H, D], k and v [N, K, D] -> [N, H, D], and each query's log-sum-exp, float32 [H, N]. For the rest see AttentionRuns.
-    `window`: keys that a query sees at most, itself included; 0: all before it."""
+class _AttendRuns(torch.autograd.Function):
+    """q [N, H, D], k and v [N, K, D] -> [N, H, D]"""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        found, sums = torch.ops.marlaas.attend_runs(*given)
+        *tensors, ctx.window, ctx.scale = given
+        ctx.save_for_backward(*tensors[:3], found, sums, *tensors[3:])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        given = (grads[0].contiguous(), *ctx.saved_tensors, ctx.window, ctx.scale)
+        return *torch.ops.marlaas.attend_runs_backward(*given), None, None, None, None, None, None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
+    """The result, and each query's log-sum-exp, float32 [H, N]. `window`: keys that a query sees at most, itself included; 0: all
+    before it."""
+    keys_m, query_cuts, key_cuts, most, window, scale = about
     most_queries, most_keys, others = most.tolist()
     if others:
         k, v = k.index_select(0, keys_m), v.index_select(0, keys_m)
@@ -48,25 +53,14 @@ def attend_runs(
     return found, sums
 
 
-@torch.library.custom_op("marlaas::attend_runs_backward", mutates_args=(), device_types="cuda")
-def attend_runs_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    found: Tensor,
-    sums: Tensor,
-    keys_m: Tensor,
-    query_cuts: Tensor,
-    key_cuts: Tensor,
-    most: Tensor,
-    window: int,
-    scale: float | None,
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Tensor, sums: Tensor, *about: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Keys are gathered again: kept, each branch would keep the beginning's."""
+    keys_m, query_cuts, key_cuts, most, window, scale = about
     most_queries, most_keys, others = most.tolist()
     keys = [each.index_select(0, keys_m) if others else each for each in (k, v)]
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # what dropout has drawn
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # what dropout would have drawn
     cuts = (query_cuts, key_cuts, most_queries, most_keys)
     of_q, *of_keys = torch.ops.aten._flash_attention_backward(
         grad, q, *keys, found, sums, *cuts, 0.0, not window, unused, unused, **_about(window, scale)
@@ -80,27 +74,25 @@ def _about(window: int, scale: float | None) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": window - 1 if window else -1, "window_size_right": 0}
 
 
-@attend_runs.register_fake
+_LIBRARY = torch.library.Library("marlaas", "FRAGMENT")
+_ABOUT = "Tensor keys, Tensor query_cuts, Tensor key_cuts, Tensor most, int window, float? scale"
+_LIBRARY.define(f"attend_runs(Tensor q, Tensor k, Tensor v, {_ABOUT}) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    f"attend_runs_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor found, Tensor sums, {_ABOUT}) "
+    "-> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("attend_runs", _forward, "CUDA")
+_LIBRARY.impl("attend_runs_backward", _backward, "CUDA")
+
+
+@torch.library.register_fake("marlaas::attend_runs", lib=_LIBRARY)
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@attend_runs_backward.register_fake
+@torch.library.register_fake("marlaas::attend_runs_backward", lib=_LIBRARY)
 def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
-
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    found = attend_runs_backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.window, ctx.scale)
-    return *found, None, None, None, None, None, None
-
-
-attend_runs.register_autograd(_backward, setup_context=_keep)
 
 register(NAME, varlen_packed)
