@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS, WARPS = 4096, 8  # logits of a target that a program holds at a time, and what computes them
+COLUMNS, WARPS = 4096, 4  # logits of a target that a program holds at a time, and what computes them
 
 
 @triton.jit

@@ -23,6 +23,10 @@ from torch import Tensor
 TILE_ROWS = 64  # most tokens of a tile, which one program computes
 COLUMNS = 128  # of a layer's width, that a program computes at a time
 LEAST = 16  # the smallest side of a product on tensor cores
+WARPS = 8
+_COMPILED: dict[
+    tuple[Any, ...], Any
+] = {}  # what Triton distinguishes: dtype, sizes, whether addresses are multiples of 16
 
 
 def segments_and_tiles(cuts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -98,24 +102,28 @@ def gradient_kernel(
 def lora_shrink(x_NI: Tensor, weights_GRI: Tensor, tiles_T3: Tensor) -> Tensor:
     """Each token times its adapter's W', [N, R]."""
     low_NR = x_NI.new_empty(len(x_NI), weights_GRI.shape[1])
-    shrink_kernel[(len(tiles_T3),)](x_NI, weights_GRI, tiles_T3, low_NR, x_NI.shape[1], **_sizes(low_NR))
+    _launch(shrink_kernel, 1, x_NI, weights_GRI, tiles_T3, low_NR)
     return low_NR
 
 
 def lora_expand_(y_NO: Tensor, low_NR: Tensor, weights_GRO: Tensor, tiles_T3: Tensor) -> None:
     """Adds each token's low times its adapter's W."""
-    grid = (len(tiles_T3), triton.cdiv(y_NO.shape[1], COLUMNS))
-    expand_kernel[grid](y_NO, weights_GRO, tiles_T3, low_NR, y_NO.shape[1], **_sizes(low_NR))
+    _launch(expand_kernel, -(-y_NO.shape[1] // COLUMNS), y_NO, weights_GRO, tiles_T3, low_NR)
 
 
 def lora_gradient(low_NR: Tensor, x_NI: Tensor, segments_G3: Tensor) -> Tensor:
     """low' x over each adapter's tokens, [G, R, I]."""
     grads_GRI = x_NI.new_empty(len(segments_G3), low_NR.shape[1], x_NI.shape[1])
-    grid = (len(segments_G3), triton.cdiv(x_NI.shape[1], COLUMNS))
-    gradient_kernel[grid](x_NI, grads_GRI, segments_G3, low_NR, x_NI.shape[1], **_sizes(low_NR))
+    _launch(gradient_kernel, -(-x_NI.shape[1] // COLUMNS), x_NI, grads_GRI, segments_G3, low_NR)
     return grads_GRI
 
 
-def _sizes(low_NR: Tensor) -> dict[str, Any]:
-    rank = low_NR.shape[1]
-    return {"rank": rank, "RANK": max(LEAST, triton.next_power_of_2(rank)), "ROWS": TILE_ROWS, "COLS": COLUMNS}
+def _launch(kernel: Any, columns: int, x_NI: Tensor, weights_GRI: Tensor, spans_S3: Tensor, low_NR: Tensor) -> None:
+    """Launches what Triton compiled for the like of these: to look it up by itself takes Triton ten times as long."""
+    tensors, rank, width = (x_NI, weights_GRI, spans_S3, low_NR), low_NR.shape[1], x_NI.shape[1]
+    grid, args = (len(spans_S3), columns, 1), (*tensors, width, rank, max(LEAST, 1 << (rank - 1).bit_length()))
+    key = (kernel.__name__, x_NI.dtype, x_NI.device, width, rank, *(each.data_ptr() % 16 for each in tensors))
+    if (compiled := _COMPILED.get(key)) is not None:
+        compiled[grid](*args, TILE_ROWS, COLUMNS)
+    else:
+        _COMPILED[key] = kernel[grid](*args, TILE_ROWS, COLUMNS, num_warps=WARPS)
