@@ -105,7 +105,7 @@ def groups_of(
         from trainer_service.backbone.device_kernels.lora_kernels import segments_and_tiles  # here: it imports Triton
 
         spans = segments_and_tiles(cuts_G.tolist(), device)
-    return Groups(lanes, lanes[0].stack.layers, factors, cuts_G.to(device), cuts_G, *spans)
+    return Groups(lanes, lanes[0].stack.layers, factors, cuts_G.to(device, copy=True), cuts_G, *spans)
 
 
 @torch.no_grad()
