@@ -75,7 +75,7 @@ def products(given: dict[str, Tensor], cuts: tuple[int, ...]) -> dict[str, Tenso
     expanded, dx = y.clone(), x.clone()
     lora.lora_expand_(expanded, low, b, tiles)
     lora.lora_expand_(dx, dlow, a, tiles)
-    da, db = lora.lora_gradient(dlow, x, segments), lora.lora_gradient(low, y, segments)
+    da, db = lora.lora_gradients(x, dlow, y, low, segments)
     return {"low": low, "dlow": dlow, "y": expanded, "dx": dx, "da": da, "db": db}
 
 
@@ -185,10 +185,14 @@ def test_kernels_compile_for_hopper_without_a_gpu(rank: int) -> None:
 
     sizes = {"rank": rank, "RANK": max(16, rank), "ROWS": 64, "COLS": 128}
     cases: list[tuple[Any, dict[str, Any]]] = [
-        *((getattr(lora_kernels, f"{name}_kernel"), sizes) for name in ("shrink", "expand", "gradient")),
+        *((getattr(lora_kernels, f"{name}_kernel"), sizes) for name in ("shrink", "expand", "gradients")),
         (head_kernel.logprobs_kernel, {"SLOPES": True, "COLS": head_kernel.COLUMNS}),
     ]
-    kinds = {"spans_ptr": "*i32", "targets_ptr": "*i64", "width": "i32", "vocab": "i32"}
+    kinds = {
+        "spans_ptr": "*i32",
+        "targets_ptr": "*i64",
+        **dict.fromkeys(("width", "inputs", "outputs", "vocab"), "i32"),
+    }
     kinds |= {"temperatures_ptr": "*fp32", "out_ptr": "*fp32"}
     for kernel, constants in cases:
         kinds_of = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in kernel.arg_names}

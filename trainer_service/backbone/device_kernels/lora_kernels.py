@@ -2,7 +2,7 @@
 
     lora_shrink      low = x A', dlow = dy B
     lora_expand_     y += low B', dx += dlow A
-    lora_gradient    dA = dlow' x, dB' = low' dy
+    lora_gradients   dA = dlow' x, dB' = low' dy
 
 All tensors are contiguous, B as B' [G, R, O]. Sums are float32. What an adapter gets depends on its own tokens alone.
 
@@ -85,45 +85,58 @@ def expand_kernel(
 
 
 @triton.jit
-def gradient_kernel(
-    x_ptr, grads_ptr, spans_ptr, low_ptr, width,
+def gradients_kernel(
+    x_ptr, of_a_ptr, dlow_ptr, inputs, dy_ptr, of_b_ptr, low_ptr, outputs, spans_ptr,
     rank: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     adapter, start, stop = _span(spans_ptr)
-    ranks, grads = tl.arange(0, RANK), tl.zeros((RANK, COLS), tl.float32)
-    columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    ranks, grads, block = tl.arange(0, RANK), tl.zeros((RANK, COLS), tl.float32), tl.program_id(1)
+    if block >= tl.cdiv(inputs, COLS):
+        block -= tl.cdiv(inputs, COLS)
+        x_ptr, of_a_ptr, dlow_ptr, inputs = dy_ptr, of_b_ptr, low_ptr, outputs
+    columns = block * COLS + tl.arange(0, COLS)
     for first in range(start, stop, ROWS):
         rows = first + tl.arange(0, ROWS)
-        low = _read(low_ptr, rows, stop, ranks, rank)
-        grads = tl.dot(tl.trans(low), _read(x_ptr, rows, stop, columns, width), grads)
-    _write(grads_ptr + adapter * rank * width, ranks, rank, columns, width, grads)
+        low = _read(dlow_ptr, rows, stop, ranks, rank)
+        grads = tl.dot(tl.trans(low), _read(x_ptr, rows, stop, columns, inputs), grads)
+    _write(of_a_ptr + adapter * rank * inputs, ranks, rank, columns, inputs, grads)
 
 
 def lora_shrink(x_NI: Tensor, weights_GRI: Tensor, tiles_T3: Tensor) -> Tensor:
     """Each token times its adapter's W', [N, R]."""
     low_NR = x_NI.new_empty(len(x_NI), weights_GRI.shape[1])
-    _launch(shrink_kernel, 1, x_NI, weights_GRI, tiles_T3, low_NR)
+    _launch(shrink_kernel, (len(tiles_T3), 1, 1), low_NR, x_NI, weights_GRI, tiles_T3, low_NR, x_NI.shape[1])
     return low_NR
 
 
 def lora_expand_(y_NO: Tensor, low_NR: Tensor, weights_GRO: Tensor, tiles_T3: Tensor) -> None:
     """Adds each token's low times its adapter's W."""
-    _launch(expand_kernel, -(-y_NO.shape[1] // COLUMNS), y_NO, weights_GRO, tiles_T3, low_NR)
+    width = y_NO.shape[1]
+    grid = (len(tiles_T3), -(-width // COLUMNS), 1)
+    _launch(expand_kernel, grid, low_NR, y_NO, weights_GRO, tiles_T3, low_NR, width)
 
 
-def lora_gradient(low_NR: Tensor, x_NI: Tensor, segments_G3: Tensor) -> Tensor:
-    """low' x over each adapter's tokens, [G, R, I]."""
-    grads_GRI = x_NI.new_empty(len(segments_G3), low_NR.shape[1], x_NI.shape[1])
-    _launch(gradient_kernel, -(-x_NI.shape[1] // COLUMNS), x_NI, grads_GRI, segments_G3, low_NR)
-    return grads_GRI
+def lora_gradients(
+    x_NI: Tensor, dlow_NR: Tensor, dy_NO: Tensor, low_NR: Tensor, segments_G3: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dlow' x and low' dy over each adapter's tokens, [G, R, I] and [G, R, O]."""
+    (inputs, outputs), rank = (x_NI.shape[1], dy_NO.shape[1]), low_NR.shape[1]
+    of_a_GRI, of_b_GRO = (x_NI.new_empty(len(segments_G3), rank, width) for width in (inputs, outputs))
+    args = (x_NI, of_a_GRI, dlow_NR, inputs, dy_NO, of_b_GRO, low_NR, outputs, segments_G3)
+    grid = (len(segments_G3), -(-inputs // COLUMNS) - (-outputs // COLUMNS), 1)
+    _launch(gradients_kernel, grid, low_NR, *args)
+    return of_a_GRI, of_b_GRO
 
 
-def _launch(kernel: Any, columns: int, x_NI: Tensor, weights_GRI: Tensor, spans_S3: Tensor, low_NR: Tensor) -> None:
+def _launch(kernel: Any, grid: tuple[int, int, int], low_NR: Tensor, *args: Tensor | int) -> None:
     """Launches what Triton compiled for the like of these: to look it up by itself takes Triton ten times as long."""
-    tensors, rank, width = (x_NI, weights_GRI, spans_S3, low_NR), low_NR.shape[1], x_NI.shape[1]
-    grid, args = (len(spans_S3), columns, 1), (*tensors, width, rank, max(LEAST, 1 << (rank - 1).bit_length()))
-    key = (kernel.__name__, x_NI.dtype, x_NI.device, width, rank, *(each.data_ptr() % 16 for each in tensors))
+    about = (arg if isinstance(arg, int) else arg.data_ptr() % 16 for arg in args)
+    rank = low_NR.shape[1]
+    sizes, key = (
+        (rank, max(LEAST, 1 << (rank - 1).bit_length()), TILE_ROWS, COLUMNS),
+        (kernel.__name__, low_NR.dtype, low_NR.device, rank, *about),
+    )
     if (compiled := _COMPILED.get(key)) is not None:
-        compiled[grid](*args, TILE_ROWS, COLUMNS)
+        compiled[grid](*args, *sizes)
     else:
-        _COMPILED[key] = kernel[grid](*args, TILE_ROWS, COLUMNS, num_warps=WARPS)
+        _COMPILED[key] = kernel[grid](*args, *sizes, num_warps=WARPS)
