@@ -242,11 +242,11 @@ def _backward(
     dx = dy @ weight
     ends_G, cuts_G, segments_G3, tiles_T3 = marks
     if len(tiles_T3):
-        from trainer_service.backbone.device_kernels.lora_kernels import lora_expand_, lora_gradient, lora_shrink
+        from trainer_service.backbone.device_kernels.lora_kernels import lora_expand_, lora_gradients, lora_shrink
 
         dlow = lora_shrink(dy, b, tiles_T3)
         lora_expand_(dx, dlow, a, tiles_T3)
-        return dx, lora_gradient(dlow, x, segments_G3), lora_gradient(low, dy, segments_G3)
+        return dx, *lora_gradients(dlow, x, low, dy, segments_G3)
     dlow = _by_group(dy, b.transpose(1, 2), ends_G, cuts_G)
     dx += _by_group(dlow, a, ends_G, cuts_G)
     return dx, _over_tokens(dlow, x, ends_G, cuts_G), _over_tokens(low, dy, ends_G, cuts_G)

@@ -67,7 +67,7 @@ class ModulesBackbone:
 
     @property
     def device(self) -> torch.device:
-        return self._head.device
+        return self.model.device
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self._shapes
