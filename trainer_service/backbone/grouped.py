@@ -246,7 +246,7 @@ def _backward(
 
         dlow = lora_shrink(dy, b, tiles_T3)
         lora_expand_(dx, dlow, a, tiles_T3)
-        return dx, *lora_gradients(dlow, x, low, dy, segments_G3)
+        return dx, *lora_gradients(x, dlow, dy, low, segments_G3)
     dlow = _by_group(dy, b.transpose(1, 2), ends_G, cuts_G)
     dx += _by_group(dlow, a, ends_G, cuts_G)
     return dx, _over_tokens(dlow, x, ends_G, cuts_G), _over_tokens(low, dy, ends_G, cuts_G)
