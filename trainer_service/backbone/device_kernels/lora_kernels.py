@@ -24,16 +24,14 @@ TILE_ROWS = 64  # most tokens of a tile, which one program computes
 COLUMNS = 128  # of a layer's width, that a program computes at a time
 LEAST = 16  # the smallest side of a product on tensor cores
 WARPS = 8
-_COMPILED: dict[
-    tuple[Any, ...], Any
-] = {}  # what Triton distinguishes: dtype, sizes, whether addresses are multiples of 16
+_COMPILED: dict[tuple[Any, ...], Any] = {}  # by kernel, dtype, device, sizes, and how addresses are aligned
 
 
 def segments_and_tiles(cuts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """`cuts`: where each adapter's tokens end."""
     segments = [*zip(range(len(cuts)), [0, *cuts[:-1]], cuts, strict=True)]
     tiles = [
-        (i, row, min(row + TILE_ROWS, stop)) for i, start, stop in segments for row in range(start, stop, TILE_ROWS)
+        (i, row, min(row + TILE_ROWS, stop)) for i, first, stop in segments for row in range(first, stop, TILE_ROWS)
     ]
     segments_G3, tiles_T3 = torch.tensor(segments + tiles, dtype=torch.int32).to(device).split([len(cuts), len(tiles)])
     return segments_G3, tiles_T3
@@ -111,31 +109,26 @@ def lora_shrink(x_NI: Tensor, weights_GRI: Tensor, tiles_T3: Tensor) -> Tensor:
 
 def lora_expand_(y_NO: Tensor, low_NR: Tensor, weights_GRO: Tensor, tiles_T3: Tensor) -> None:
     """Adds each token's low times its adapter's W."""
-    width = y_NO.shape[1]
-    grid = (len(tiles_T3), -(-width // COLUMNS), 1)
-    _launch(expand_kernel, grid, low_NR, y_NO, weights_GRO, tiles_T3, low_NR, width)
+    grid = (len(tiles_T3), -(-y_NO.shape[1] // COLUMNS), 1)
+    _launch(expand_kernel, grid, low_NR, y_NO, weights_GRO, tiles_T3, low_NR, y_NO.shape[1])
 
 
-def lora_gradients(
-    x_NI: Tensor, dlow_NR: Tensor, dy_NO: Tensor, low_NR: Tensor, segments_G3: Tensor
-) -> tuple[Tensor, Tensor]:
+def lora_gradients(x_NI: Tensor, dlow_NR: Tensor, dy_NO: Tensor, low_NR: Tensor, segments_G3: Tensor) -> list[Tensor]:
     """dlow' x and low' dy over each adapter's tokens, [G, R, I] and [G, R, O]."""
-    (inputs, outputs), rank = (x_NI.shape[1], dy_NO.shape[1]), low_NR.shape[1]
-    of_a_GRI, of_b_GRO = (x_NI.new_empty(len(segments_G3), rank, width) for width in (inputs, outputs))
-    args = (x_NI, of_a_GRI, dlow_NR, inputs, dy_NO, of_b_GRO, low_NR, outputs, segments_G3)
-    grid = (len(segments_G3), -(-inputs // COLUMNS) - (-outputs // COLUMNS), 1)
+    widths = x_NI.shape[1], dy_NO.shape[1]
+    of_a, of_b = made = [x_NI.new_empty(len(segments_G3), low_NR.shape[1], width) for width in widths]
+    grid = (len(segments_G3), sum(-(-width // COLUMNS) for width in widths), 1)
+    args = (x_NI, of_a, dlow_NR, widths[0], dy_NO, of_b, low_NR, widths[1], segments_G3)
     _launch(gradients_kernel, grid, low_NR, *args)
-    return of_a_GRI, of_b_GRO
+    return made
 
 
 def _launch(kernel: Any, grid: tuple[int, int, int], low_NR: Tensor, *args: Tensor | int) -> None:
-    """Launches what Triton compiled for the like of these: to look it up by itself takes Triton ten times as long."""
-    about = (arg if isinstance(arg, int) else arg.data_ptr() % 16 for arg in args)
+    """Launches what Triton compiled for the like of these. To look it up by itself takes Triton ten times as long."""
     rank = low_NR.shape[1]
-    sizes, key = (
-        (rank, max(LEAST, 1 << (rank - 1).bit_length()), TILE_ROWS, COLUMNS),
-        (kernel.__name__, low_NR.dtype, low_NR.device, rank, *about),
-    )
+    sizes = (rank, max(LEAST, 1 << (rank - 1).bit_length()), TILE_ROWS, COLUMNS)
+    about = (arg if isinstance(arg, int) else arg.data_ptr() % 16 for arg in args)
+    key = (kernel.__name__, low_NR.dtype, low_NR.device, rank, *about)
     if (compiled := _COMPILED.get(key)) is not None:
         compiled[grid](*args, *sizes)
     else:
