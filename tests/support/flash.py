@@ -15,7 +15,7 @@ ATTENDS: list[Any] = []
 
 
 def by_runs(q: Tensor, k: Tensor, v: Tensor, keys_m: Tensor, *about: Any) -> Tensor:
-    query_cuts, key_cuts, most, window, scale = about
+    query_cuts, key_cuts, _, _, most, window, scale = about
     most_queries, most_keys, others = most.tolist()
     if others:
         k, v = k.index_select(0, keys_m), v.index_select(0, keys_m)

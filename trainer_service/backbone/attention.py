@@ -68,9 +68,11 @@ class AttentionRuns:
     runs of keys     beginning | beginning, branch 1 | beginning, branch 2
     """
 
-    keys_m: Tensor  # each key's place in the pack
+    keys_m: Tensor  # int32, each key's place in the pack
     query_cuts: Tensor  # int32 [runs + 1], where runs begin, and the last one ends
     key_cuts: Tensor
+    uses_m: Tensor  # int32, places of keys in the runs: those of a position side by side
+    use_cuts: Tensor  # int32 [N + 1], where each position's begin
     most: Tensor  # on the host: most queries of a run, most keys, and whether keys are others than their own positions
 
     @classmethod
@@ -85,9 +87,11 @@ class AttentionRuns:
             queries += [span.beginning, *(branch.stop - branch.start for branch in span.branches)]
             start += span.length
         counts = [*map(len, keys)]
-        places = torch.from_numpy(np.concatenate(keys)).to(device)
-        cuts = (torch.from_numpy(np.cumsum([0, *each]).astype(np.int32)).to(device) for each in (queries, counts))
-        return cls(places, *cuts, torch.tensor([max(queries), max(counts), counts != queries]))
+        keys_m = np.concatenate(keys)
+        cuts = [np.cumsum([0, *each]) for each in (queries, counts, np.bincount(keys_m, minlength=start))]
+        made = [keys_m, *cuts[:2], keys_m.argsort(kind="stable"), cuts[2]]
+        on_device = torch.from_numpy(np.concatenate(made).astype(np.int32)).to(device).split([*map(len, made)])
+        return cls(*on_device, torch.tensor([max(queries), max(counts), counts != queries]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ def varlen_packed(
     """See PackAttention."""
     rows = [each[0].transpose(0, 1).contiguous() for each in (query, key, value)]
     runs = pack.runs
-    return _AttendRuns.apply(*rows, runs.keys_m, runs.query_cuts, runs.key_cuts, runs.most, window or 0, scaling)[None]  # pyright: ignore
+    marks = (runs.keys_m, runs.query_cuts, runs.key_cuts, runs.uses_m, runs.use_cuts, runs.most)
+    return _AttendRuns.apply(*rows, *marks, window or 0, scaling)[None]  # pyright: ignore
 
 
 class _AttendRuns(torch.autograd.Function):
@@ -37,13 +38,13 @@ class _AttendRuns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         given = (grads[0].contiguous(), *ctx.saved_tensors, ctx.window, ctx.scale)
-        return *torch.ops.marlaas.attend_runs_backward(*given), None, None, None, None, None, None
+        return *torch.ops.marlaas.attend_runs_backward(*given), None, None, None, None, None, None, None, None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
     """The result, and each query's log-sum-exp, float32 [H, N]. `window`: keys that a query sees at most, itself included; 0: all
     before it."""
-    keys_m, query_cuts, key_cuts, most, window, scale = about
+    keys_m, query_cuts, key_cuts, uses_m, use_cuts, most, window, scale = about
     most_queries, most_keys, others = most.tolist()
     if others:
         k, v = k.index_select(0, keys_m), v.index_select(0, keys_m)
@@ -57,7 +58,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, found: Tensor, sums: Tensor, *about: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Keys are gathered again: kept, each branch would keep the beginning's."""
-    keys_m, query_cuts, key_cuts, most, window, scale = about
+    keys_m, query_cuts, key_cuts, uses_m, use_cuts, most, window, scale = about
     most_queries, most_keys, others = most.tolist()
     keys = [each.index_select(0, keys_m) if others else each for each in (k, v)]
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # what dropout would have drawn
@@ -65,9 +66,11 @@ def _backward(
     of_q, *of_keys = torch.ops.aten._flash_attention_backward(
         grad, q, *keys, found, sums, *cuts, 0.0, not window, unused, unused, **_about(window, scale)
     )
-    if others:
-        of_keys = [torch.zeros_like(k).index_add_(0, keys_m, each) for each in of_keys]
-    return of_q, *of_keys  # pyright: ignore
+    if not others:
+        return of_q, *of_keys  # pyright: ignore
+    from trainer_service.backbone.device_kernels.key_gradients import sum_uses  # here: it imports Triton
+
+    return of_q, *sum_uses(*of_keys, use_cuts, uses_m)
 
 
 def _about(window: int, scale: float | None) -> dict[str, Any]:
@@ -75,7 +78,7 @@ def _about(window: int, scale: float | None) -> dict[str, Any]:
 
 
 _LIBRARY = torch.library.Library("marlaas", "FRAGMENT")
-_ABOUT = "Tensor keys, Tensor query_cuts, Tensor key_cuts, Tensor most, int window, float? scale"
+_ABOUT = "Tensor keys, Tensor query_cuts, Tensor key_cuts, Tensor uses, Tensor use_cuts, Tensor most, int window, float? scale"
 _LIBRARY.define(f"attend_runs(Tensor q, Tensor k, Tensor v, {_ABOUT}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     f"attend_runs_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor found, Tensor sums, {_ABOUT}) "
