@@ -44,7 +44,7 @@ class _AttendRuns(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, *about: Any) -> tuple[Tensor, Tensor]:
     """The result, and each query's log-sum-exp, float32 [H, N]. `window`: keys that a query sees at most, itself included; 0: all
     before it."""
-    keys_m, query_cuts, key_cuts, uses_m, use_cuts, most, window, scale = about
+    keys_m, query_cuts, key_cuts, *_, most, window, scale = about
     most_queries, most_keys, others = most.tolist()
     if others:
         k, v = k.index_select(0, keys_m), v.index_select(0, keys_m)
@@ -68,9 +68,9 @@ def _backward(
     )
     if not others:
         return of_q, *of_keys  # pyright: ignore
-    from trainer_service.backbone.device_kernels.key_gradients import sum_uses  # here: it imports Triton
+    from trainer_service.backbone.device_kernels.uses_kernel import sum_uses  # here: it imports Triton
 
-    return of_q, *sum_uses(*of_keys, use_cuts, uses_m)
+    return of_q, *sum_uses(*(each.contiguous() for each in of_keys), use_cuts, uses_m)
 
 
 def _about(window: int, scale: float | None) -> dict[str, Any]:
