@@ -10,6 +10,7 @@ Its files:
     varlen.py         attention over a pack in one call of flash attention
     lora_kernels.py   products of adapters over segments of tokens, by Triton
     head_kernel.py    log-probs from logits, by Triton
+    uses_kernel.py    sums of the gradients of keys over their uses, by Triton
     liger.py          liger-kernel's norms and gated products
     kernel_choice.py  refuses what cannot run, chooses by default, switches kernels on, compiles layers
 """
