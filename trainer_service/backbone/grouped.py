@@ -125,9 +125,9 @@ def _gathered(
             of_a.copy_(a)
             torch.mul(b.transpose(2, 3), lane.scales_G11, out=of_b)
     return {
-        f"layers.{layer}.{path}": (a[number], b[number])
+        f"layers.{layer}.{path}": pair
         for path, (a, b) in made.items()
-        for number, layer in enumerate(stack.layers)
+        for layer, pair in zip(stack.layers, zip(a.unbind(), b.unbind(), strict=True), strict=True)
     }
 
 
@@ -153,7 +153,7 @@ class CurrentGroups:
     def _set(self, groups: Groups | None) -> None:
         self.groups = groups
         for name, layer in self.layers.items():
-            layer.factors = groups.factors.get(name) if groups else None
+            vars(layer)["factors"] = groups.factors.get(name) if groups else None  # a module's own way is slow
 
     def follow(self, embedding: torch.nn.Module) -> None:
         """Has each pass's backward end, where it comes to what the embedding gave the first layer, by adding gradients."""
