@@ -56,7 +56,7 @@ PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2
 PEFT_JOBS = 8
 MICRO_BATCH_TOKENS = 16_384
 """Tokens of a micro-batch, if memory allows."""
-KERNELS = ("varlen,liger", "varlen,compile", "none")
+KERNELS = ("varlen", "varlen,lora,compile", "none")
 FORESEEN = "memory that `marlaas plan` foresees, off the peak by"
 UNKNOWN = float("nan")
 

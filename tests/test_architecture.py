@@ -54,7 +54,6 @@ IMPORTERS = {
         "trainer_service/backbone/device_kernels/",
     },
     "peft": set[str](),
-    "liger_kernel": {"trainer_service/backbone/device_kernels/liger.py"},
     "vllm": {"rollout_service/process/vllm_engine.py"},
     "redis": {
         "common/bus/bus.py",

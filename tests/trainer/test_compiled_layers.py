@@ -73,9 +73,9 @@ def test_a_kind_of_layer_is_one_graph_for_passes_of_all_shapes(
 
 LAUNCHES = {
     "marlaas.lora_linear.default": 3,  # product, shrink, expand
-    "marlaas.lora_linear_backward.default": 5,  # product, shrink, expand, two gradients
+    "marlaas.lora_linear_backward.default": 4,  # product, shrink, expand, gradients
     "marlaas.attend_runs.default": 3,  # keys, values, attention
-    "marlaas.attend_runs_backward.default": 14,  # keys, values, 6 of flash attention with grouped heads, 6 of gathered keys
+    "marlaas.attend_runs_backward.default": 9,  # keys, values, 6 of flash attention with grouped heads, sums of gathered keys
 }
 """Kernels of each operator on CUDA."""
 TOKENS, NUM_LAYERS, OUTSIDE = 7432, 28, 20e9
@@ -96,7 +96,7 @@ def test_a_layer_of_qwen3_launches_few_kernels_that_move_few_bytes(monkeypatch: 
 
     assert len(found) == 2 and graphs() == 1  # forward and backward, of both layers
     operators = sum(LAUNCHES[name] for graph in found for name in graph.operators)
-    assert operators == 7 * (3 + 5) + 3 + 14
+    assert operators == 7 * (3 + 4) + 3 + 9
     assert sum(len(graph.fused) for graph in found) <= 20
     tokens = sum(len(tree) for tree in trees(case.batch, np.ones(len(case.batch.inputs), bool), SHARING))
     fused = sum(sum(graph.fused) for graph in found) / tokens
