@@ -1,7 +1,6 @@
 """Linear layers with the adapters of packed tokens; only the adapters train.
 
-One adapter's tokens are contiguous, so `grouped_mm` multiplies all adapters at once. It needs rows of a multiple of ALIGNMENT
-bytes (ranks are padded), and on CUDA bfloat16 with capability >= 8.0. Else each adapter has its own product.
+One adapter's tokens are contiguous: each adapter has its own product, or `lora_kernels` compute those of all at once.
 Forward y = x W' + (x A') (s B)'. Backward, with g = dy (s B): dx = dy W + g A, dA = g' x, d(s B') = (x A')' dy.
 
     stacks ─ gather, pad, cast: once a pass ─► A, s B' of all layers ─► each layer's product
@@ -27,8 +26,8 @@ from torch import Tensor
 from trainer_service.backbone.interface import AdapterPlace
 from trainer_service.lora import AdapterStack
 
-ALIGNMENT = 16
-"""Bytes."""
+ALIGNED_RANK = 8
+"""Ranks are padded to a multiple of it, so that rows begin at multiples of 16 bytes, and none is of one value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,13 @@ class Groups:
     layers: Sequence[str]
     factors: Mapping[str, tuple[Tensor, Tensor]]
     """By layer: A [G, R, I] and s B' [G, R, O], 0 where an adapter has none."""
-    ends_G: Tensor  # int32: where each one's tokens end
-    cuts_G: Tensor  # the same, for the host
+    cuts_G: Tensor  # on the host: where each one's tokens end
     segments_G3: Tensor  # see `lora_kernels`; empty: they do not compute
     tiles_T3: Tensor
 
     @property
     def marks(self) -> tuple[Tensor, ...]:
-        return self.ends_G, self.cuts_G, self.segments_G3, self.tiles_T3
+        return self.cuts_G, self.segments_G3, self.tiles_T3
 
     def add_gradients(self) -> None:
         """Adds the gradients of all layers' factors to the adapters' in their stacks."""
@@ -105,7 +103,7 @@ def groups_of(
         from trainer_service.backbone.device_kernels.lora_kernels import segments_and_tiles  # here: it imports Triton
 
         spans = segments_and_tiles(cuts_G.tolist(), device)
-    return Groups(lanes, lanes[0].stack.layers, factors, cuts_G.to(device, copy=True), cuts_G, *spans)
+    return Groups(lanes, lanes[0].stack.layers, factors, cuts_G, *spans)
 
 
 @torch.no_grad()
@@ -113,8 +111,8 @@ def _gathered(
     lanes: Sequence[Lane], widths: Mapping[str, tuple[int, int]], num_groups: int, dtype: torch.dtype
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """See `Groups.factors`. `widths`: (out, in) of each of a layer's modules."""
-    stack, aligned = lanes[0].stack, ALIGNMENT // dtype.itemsize
-    rank = -(-max(lane.stack.layout.rank for lane in lanes) // aligned) * aligned
+    stack, most = lanes[0].stack, max(lane.stack.layout.rank for lane in lanes)
+    rank = -(-most // ALIGNED_RANK) * ALIGNED_RANK
     sizes = [(len(stack.layers), num_groups, rank, width) for pair in widths.values() for width in reversed(pair)]
     flat = torch.zeros(sum(map(math.prod, sizes)), dtype=dtype, device=stack.device)
     pieces = [piece.view(size) for piece, size in zip(flat.split([*map(math.prod, sizes)]), sizes, strict=True)]
@@ -215,7 +213,7 @@ class _GroupedLoraLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dx, of_a, of_b = torch.ops.marlaas.lora_linear_backward(grads[0].contiguous(), *ctx.saved_tensors)
-        return dx, None, None, of_a, of_b, None, None, None, None
+        return dx, None, None, of_a, of_b, None, None, None
 
 
 def _forward(
@@ -223,15 +221,15 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """x [N, I] -> [N, O], and x A' [N, R], which the backward needs."""
     y = F.linear(x, weight, bias)
-    ends_G, cuts_G, _, tiles_T3 = marks
+    cuts_G, _, tiles_T3 = marks
     if len(tiles_T3):
         from trainer_service.backbone.device_kernels.lora_kernels import lora_expand_, lora_shrink
 
         low = lora_shrink(x, a, tiles_T3)
         lora_expand_(y, low, b, tiles_T3)
         return y, low
-    low = _by_group(x, a.transpose(1, 2), ends_G, cuts_G)
-    y += _by_group(low, b, ends_G, cuts_G)
+    low = _by_group(x, a.transpose(1, 2), cuts_G)
+    y += _by_group(low, b, cuts_G)
     return y, low
 
 
@@ -240,21 +238,21 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, A and s B'."""
     dx = dy @ weight
-    ends_G, cuts_G, segments_G3, tiles_T3 = marks
+    cuts_G, segments_G3, tiles_T3 = marks
     if len(tiles_T3):
         from trainer_service.backbone.device_kernels.lora_kernels import lora_expand_, lora_gradients, lora_shrink
 
         dlow = lora_shrink(dy, b, tiles_T3)
         lora_expand_(dx, dlow, a, tiles_T3)
         return dx, *lora_gradients(x, dlow, dy, low, segments_G3)
-    dlow = _by_group(dy, b.transpose(1, 2), ends_G, cuts_G)
-    dx += _by_group(dlow, a, ends_G, cuts_G)
-    return dx, _over_tokens(dlow, x, ends_G, cuts_G), _over_tokens(low, dy, ends_G, cuts_G)
+    dlow = _by_group(dy, b.transpose(1, 2), cuts_G)
+    dx += _by_group(dlow, a, cuts_G)
+    return dx, _over_tokens(dlow, x, cuts_G), _over_tokens(low, dy, cuts_G)
 
 
 _LIBRARY = torch.library.Library("marlaas", "FRAGMENT")
 """In place of `torch.library.custom_op`, which costs a call seven times as much."""
-_MARKS = "Tensor ends, Tensor cuts, Tensor segments, Tensor tiles"
+_MARKS = "Tensor cuts, Tensor segments, Tensor tiles"
 _LIBRARY.define(f"lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, {_MARKS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
     f"lora_linear_backward(Tensor dy, Tensor x, Tensor weight, Tensor a, Tensor b, Tensor low, {_MARKS}) "
@@ -274,26 +272,15 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *_: Any) -> t
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 
 
-def _by_group(x_NI: Tensor, weights_GIO: Tensor, ends_G: Tensor, cuts_G: Tensor) -> Tensor:
+def _by_group(x_NI: Tensor, weights_GIO: Tensor, cuts_G: Tensor) -> Tensor:
     """Each adapter's tokens times its own matrix, [N, O]."""
-    if _is_served(x_NI, weights_GIO.shape[2]):
-        return F.grouped_mm(x_NI, weights_GIO, offs=ends_G)
     return torch.cat([x @ w for x, w in zip(_cut(x_NI, cuts_G), weights_GIO, strict=True)])
 
 
-def _over_tokens(left_NO: Tensor, right_NI: Tensor, ends_G: Tensor, cuts_G: Tensor) -> Tensor:
+def _over_tokens(left_NO: Tensor, right_NI: Tensor, cuts_G: Tensor) -> Tensor:
     """left' right of each adapter's own tokens, [G, O, I]."""
-    if _is_served(left_NO, right_NI.shape[1]):
-        return F.grouped_mm(left_NO.t(), right_NI, offs=ends_G)
     pairs = zip(_cut(left_NO, cuts_G), _cut(right_NI, cuts_G), strict=True)
-    return torch.stack([a.t() @ b for a, b in pairs])
-
-
-def _is_served(x: Tensor, other: int) -> bool:
-    """Says whether grouped_mm multiplies x [N, I] and matrices whose rows have `other` values."""
-    if x.is_cuda and not (x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)):
-        return False
-    return x.shape[1] * x.dtype.itemsize % ALIGNMENT == 0 and other * x.dtype.itemsize % ALIGNMENT == 0
+    return torch.stack([left.t() @ right for left, right in pairs])
 
 
 def _cut(x: Tensor, cuts_G: Tensor) -> tuple[Tensor, ...]:
