@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer_service.backbone import head
@@ -122,6 +123,29 @@ def test_an_adapter_gets_the_same_bits_alone_and_among_others_that_are_not_finit
     assert not among["da"][2].any()
 
 
+# ---- keys -----------------------------------------------------------------------------------------------------------
+
+
+def sums_of_uses(*args: Tensor) -> tuple[Tensor, Tensor]:
+    from trainer_service.backbone.device_kernels.uses_kernel import sum_uses
+
+    return sum_uses(*args)
+
+
+def test_keys_gradients_are_summed_over_their_uses(run: Run, device: str) -> None:
+    # Given 40 uses of 12 positions, the last of which has none
+    made, dtype = torch.Generator().manual_seed(0), dtypes_of(device)[0]
+    positions_m = torch.cat([torch.arange(11), torch.randint(0, 3, (29,), generator=made)]).to(device)
+    cuts_N = F.pad(torch.bincount(positions_m, minlength=12).cumsum(0), (1, 0)).int()
+    given = [torch.randn(40, 2, 24, generator=made).to(device, dtype) for _ in range(2)]
+    # Then both sums are those of adding by index
+    found = run(sums_of_uses, *given, cuts_N, positions_m.argsort(stable=True).int())
+    for uses_mKD, sums_NKD in zip(given, found, strict=True):
+        expected_NKD = torch.zeros(12, 2, 24, device=device, dtype=torch.float64)
+        expected_NKD.index_add_(0, positions_m, uses_mKD.double())
+        assert (sums_NKD.double() - expected_NKD).norm() <= CLOSE[dtype] * expected_NKD.norm()
+
+
 # ---- head -----------------------------------------------------------------------------------------------------------
 
 
@@ -183,11 +207,12 @@ def test_kernels_compile_for_hopper_without_a_gpu(rank: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from trainer_service.backbone.device_kernels import head_kernel, lora_kernels
+    from trainer_service.backbone.device_kernels import head_kernel, lora_kernels, uses_kernel
 
     sizes = {"rank": rank, "RANK": max(16, rank), "ROWS": 64, "COLS": 128}
     cases: list[tuple[Any, dict[str, Any]]] = [
         *((getattr(lora_kernels, f"{name}_kernel"), sizes) for name in ("shrink", "expand", "gradients")),
+        (uses_kernel.sum_uses_kernel, {"width": 1024, "COLS": 1024}),
         (head_kernel.logprobs_kernel, {"SLOPES": True, "COLS": head_kernel.COLUMNS}),
     ]
     kinds = {
@@ -195,7 +220,7 @@ def test_kernels_compile_for_hopper_without_a_gpu(rank: int) -> None:
         "targets_ptr": "*i64",
         **dict.fromkeys(("width", "inputs", "outputs", "vocab"), "i32"),
     }
-    kinds |= {"temperatures_ptr": "*fp32", "out_ptr": "*fp32"}
+    kinds |= {"cuts_ptr": "*i32", "uses_ptr": "*i32", "temperatures_ptr": "*fp32", "out_ptr": "*fp32"}
     for kernel, constants in cases:
         kinds_of = {name: "constexpr" if name in constants else kinds.get(name, "*bf16") for name in kernel.arg_names}
         source, options = (
