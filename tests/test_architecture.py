@@ -51,7 +51,6 @@ IMPORTERS = {
         "manager_service/launcher/commands/plan_command.py",
         "rollout_service/embedded/backbone/modules.py",
         "trainer_service/backbone/attention.py",
-        "trainer_service/backbone/device_kernels/",
     },
     "peft": set[str](),
     "vllm": {"rollout_service/process/vllm_engine.py"},

@@ -11,7 +11,7 @@ from torch import Tensor
 import trainer_service.backbone.device_kernels.varlen  # noqa: F401  # it defines the operators
 
 ATTENDS: list[Any] = []
-"""What attends in place of the kernel; empty: it does not run here."""
+"""The stand-in for the kernel; empty: it does not run here."""
 
 
 def by_runs(q: Tensor, k: Tensor, v: Tensor, keys_m: Tensor, *about: Any) -> Tensor:

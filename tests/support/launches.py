@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 @dataclass
 class Launches:
-    """What a graph launches."""
+    """The launches of a graph."""
 
     fused: list[int] = field(
         default_factory=list[int]

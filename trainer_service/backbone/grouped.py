@@ -12,7 +12,6 @@ Axes: N tokens of a pack, G adapters of a pack, L layers, I and O widths of a la
 """
 
 import itertools
-import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,7 +51,7 @@ class Groups:
     lanes: Sequence[Lane]
     layers: Sequence[str]
     factors: Mapping[str, tuple[Tensor, Tensor]]
-    """By layer: A [G, R, I] and s B' [G, R, O], 0 where an adapter has none."""
+    """A [G, R, I] and s B' [G, R, O] of each layer, 0 where an adapter has none."""
     cuts_G: Tensor  # on the host: where each one's tokens end
     segments_G3: Tensor  # see `lora_kernels`; empty: they do not compute
     tiles_T3: Tensor
@@ -113,10 +112,8 @@ def _gathered(
     """See `Groups.factors`. `widths`: (out, in) of each of a layer's modules."""
     stack, most = lanes[0].stack, max(lane.stack.layout.rank for lane in lanes)
     rank = -(-most // ALIGNED_RANK) * ALIGNED_RANK
-    sizes = [(len(stack.layers), num_groups, rank, width) for pair in widths.values() for width in reversed(pair)]
-    flat = torch.zeros(sum(map(math.prod, sizes)), dtype=dtype, device=stack.device)
-    pieces = [piece.view(size) for piece, size in zip(flat.split([*map(math.prod, sizes)]), sizes, strict=True)]
-    made = dict(zip(widths, zip(pieces[::2], pieces[1::2], strict=True), strict=True))
+    empty = torch.zeros(len(stack.layers), num_groups, rank, 0, dtype=dtype, device=stack.device)
+    made = {path: [F.pad(empty, (0, width)) for width in reversed(pair)] for path, pair in widths.items()}
     for lane in lanes:
         for path, (a, b) in zip(lane.stack.paths, lane.stack.gathered(lane.places_G), strict=True):
             of_a, of_b = lane.of(*made[path])
@@ -161,13 +158,13 @@ class CurrentGroups:
                 return hidden
             for factor in itertools.chain(*self.groups.factors.values()):
                 factor.requires_grad_()
-            return _Start.apply(hidden, torch.zeros((), requires_grad=True), self.groups)  # pyright: ignore
+            return _FirstInput.apply(hidden, torch.zeros((), requires_grad=True), self.groups)  # pyright: ignore
 
         embedding.register_forward_hook(learning)
 
 
-class _Start(torch.autograd.Function):
-    """What the first layer takes. All others have had their backward when it comes to its own."""
+class _FirstInput(torch.autograd.Function):
+    """Stands before the first layer: all layers have had their backward when it comes to its own."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor, groups: Groups) -> Tensor:
@@ -250,8 +247,8 @@ def _backward(
     return dx, _over_tokens(dlow, x, cuts_G), _over_tokens(low, dy, cuts_G)
 
 
+# `torch.library.custom_op` would cost the host seven times as much a call
 _LIBRARY = torch.library.Library("marlaas", "FRAGMENT")
-"""In place of `torch.library.custom_op`, which costs a call seven times as much."""
 _MARKS = "Tensor cuts, Tensor segments, Tensor tiles"
 _LIBRARY.define(f"lora_linear(Tensor x, Tensor weight, Tensor? bias, Tensor a, Tensor b, {_MARKS}) -> (Tensor, Tensor)")
 _LIBRARY.define(
