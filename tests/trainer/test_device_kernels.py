@@ -106,6 +106,8 @@ def assert_computes_alike(changed: ModulesBackbone, plain: ModulesBackbone) -> N
 def test_a_kernel_trains_as_the_plain_path_does(family: str, kernel: str, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device here")
+    if (family, kernel) == ("qwen3_moe", "compile"):
+        pytest.skip("experts are chosen by the tokens: no one graph")
     folder = save_family(family, tmp_path, head_dim=D)
     plain, changed = (load_modules(folder, device="cuda", dtype=torch.bfloat16, kernels=k) for k in ((), (kernel,)))
     assert_computes_alike(changed, plain)
@@ -139,14 +141,14 @@ def test_kernels_are_refused_where_they_cannot_run(others: dict[str, Any], reaso
 @pytest.mark.parametrize(
     ("capability", "settings", "expected"),
     [
-        ((9, 0), {}, ("varlen",)),
+        ((9, 0), {}, DEVICE_KERNELS),
         ((7, 5), {}, ()),
         ((9, 0), {"trainer_dtype": "float32"}, ()),
         ((9, 0), {"trainer_kernels": ""}, ()),
         ((9, 0), {"trainer_kernels": "compile"}, ("compile",)),
     ],
 )
-def test_flash_attention_is_chosen_where_it_runs(
+def test_kernels_are_chosen_where_they_run(
     capability: tuple[int, int], settings: dict[str, Any], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", Mock(return_value=capability))
@@ -161,6 +163,7 @@ def test_flash_attention_that_fails_when_a_base_model_loads_is_left_out(
     attends: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel_choice, "_hindrance", Mock(return_value=""))
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", ("varlen",))
     if attends:  # wrongly
         flash.use(monkeypatch, lambda q, *_: attends(q))  # pyright: ignore
     with structlog.testing.capture_logs() as logs:

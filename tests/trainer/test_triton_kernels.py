@@ -4,7 +4,6 @@
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -159,16 +158,10 @@ class About(NamedTuple):
 
 def log_probs(by_kernel: bool, hidden_ME: Tensor, about: About) -> tuple[Tensor, Any]:
     """Log-probs [M] and their sum's gradient [M, E], by the kernel or plainly."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "has_kernel", partial(_says, by_kernel))
-        hidden_ME = hidden_ME.clone().requires_grad_()
-        found_M = head.target_logprobs(hidden_ME, *about)
-        found_M.sum().backward()
+    hidden_ME = hidden_ME.clone().requires_grad_()
+    found_M = head.target_logprobs(hidden_ME, *about, fused=by_kernel)
+    found_M.sum().backward()
     return found_M.detach(), hidden_ME.grad
-
-
-def _says(answer: bool, _: Tensor) -> bool:
-    return answer
 
 
 @pytest.mark.parametrize("learned", [None, [0, 3, 4, 39], []])
@@ -196,7 +189,7 @@ def test_the_heads_kernel_is_one_operator_where_shapes_alone_are_known() -> None
     hidden_ME, head_VE = (torch.empty(size, 16, dtype=torch.bfloat16, device="meta") for size in (40, 30))
     targets_M, temperatures_M = (torch.empty(40, dtype=dtype, device="meta") for dtype in (torch.int64, torch.float32))
     with torch.profiler.profile() as noted:
-        found_M = head.target_logprobs(hidden_ME.requires_grad_(), head_VE, targets_M, temperatures_M, None)
+        found_M = head.target_logprobs(hidden_ME.requires_grad_(), head_VE, targets_M, temperatures_M, None, fused=True)
     assert found_M.shape == (40,)
     assert [event.name for event in noted.events() or ()].count("marlaas::head_logprobs_") == 1
 

@@ -3,7 +3,6 @@
 Axes: M targets, E hidden, V vocabulary.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,13 +23,15 @@ def target_logprobs(
     temperatures_M: Tensor,
     learned_M: Tensor | None,
     max_scores: int = MAX_SCORES,
+    fused: bool = False,
 ) -> Tensor:
     """float32 log_softmax(hidden @ head / temperature) of each target, [M].
 
     `learned_M`: the targets that may have a gradient; None: all. `max_scores`: logits that exist at one time.
+    `fused`: by a Triton kernel.
     """
     return _TargetLogprobs.apply(  # pyright: ignore[reportReturnType]
-        hidden_ME, head_VE, targets_M, temperatures_M, learned_M, max_scores
+        hidden_ME, head_VE, targets_M, temperatures_M, learned_M, max_scores, fused
     )
 
 
@@ -50,10 +51,11 @@ class _TargetLogprobs(torch.autograd.Function):
         temperatures_M: Tensor,
         learned_M: Tensor | None,
         max_scores: int,
+        fused: bool,
     ) -> Tensor:
         slope_ME = torch.zeros_like(hidden_ME) if ctx.needs_input_grad[0] else None
         logprobs_M = torch.empty_like(temperatures_M)
-        compute = _by_kernel if has_kernel(hidden_ME) else _plainly
+        compute = _by_kernel if fused else _plainly
         chunk = max(1, max_scores // len(head_VE))
         for own, learn in _chunks(len(targets_M), learned_M, chunk):
             about = (head_VE, targets_M[own], temperatures_M[own], learn and slope_ME is not None)
@@ -66,7 +68,7 @@ class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (slope_ME,) = ctx.saved_tensors
-        return grads[0].to(slope_ME.dtype)[:, None] * slope_ME, None, None, None, None, None
+        return grads[0].to(slope_ME.dtype)[:, None] * slope_ME, None, None, None, None, None, None
 
 
 def _chunks(num: int, learned_M: Tensor | None, chunk: int) -> list[tuple[Tensor | slice, bool]]:
@@ -76,11 +78,6 @@ def _chunks(num: int, learned_M: Tensor | None, chunk: int) -> list[tuple[Tensor
     learn_M = torch.zeros(num, device=learned_M.device).index_fill_(0, learned_M, 1.0)
     rest_M = learn_M.argsort(stable=True)[: num - len(learned_M)]
     return [(own, some is learned_M) for some in (learned_M, rest_M) for own in some.split(chunk) if len(own)]
-
-
-def has_kernel(hidden_ME: Tensor) -> bool:
-    """Says whether one kernel computes log-probs, and slopes in the logits' place."""
-    return hidden_ME.device.type in ("cuda", "meta") and hidden_ME.dtype == torch.bfloat16 and bool(find_spec("triton"))
 
 
 def _by_kernel(logits_MV: Tensor, head_VE: Tensor, targets_M: Tensor, temperatures_M: Tensor, slopes: bool) -> Slopes:

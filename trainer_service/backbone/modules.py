@@ -92,7 +92,7 @@ class ModulesBackbone:
         about = sequences.about_targets(self.device)
         with self.whole(self.model.get_output_embeddings()):
             hidden_ME = hidden_NE.index_select(0, pack.predictors_M)
-            return target_logprobs(hidden_ME, self._head, *about, self.max_scores)
+            return target_logprobs(hidden_ME, self._head, *about, self.max_scores, self.current.fused)
         return torch.zeros_like(about[1])  # memory ran out, and `shortage` knows
 
     def keeping_all(self) -> "ModulesBackbone":

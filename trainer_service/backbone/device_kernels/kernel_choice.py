@@ -11,16 +11,14 @@ import torch.fx.experimental._config as symbols
 from common.errors import InvalidInput
 from trainer_service.backbone.attention import NAME
 from trainer_service.backbone.modules import ModulesBackbone
-from trainer_service.settings import AUTO, TrainerSettings
-
-AUTO_KERNELS = ("varlen",)
+from trainer_service.settings import AUTO, DEVICE_KERNELS, TrainerSettings
 
 
 def chosen_kernels(settings: TrainerSettings, device: torch.device) -> tuple[str, ...]:
     """The kernels of a process on this device. Raises InvalidInput for named ones that cannot run."""
     dtype = getattr(torch, settings.dtype)
     if settings.trainer_kernels == AUTO:
-        return tuple(name for name in AUTO_KERNELS if not _hindrance(name, device, dtype))
+        return tuple(name for name in DEVICE_KERNELS if not _hindrance(name, device, dtype))
     refuse_kernels(settings.kernels, device, dtype)
     return settings.kernels
 
