@@ -55,9 +55,8 @@ def _launches(nodes: Sequence[Any]) -> Launches:
     found = Launches()
     for node in nodes:
         if isinstance(node, ExternKernelSchedulerNode):
-            found.operators += [str(node.node.op_overload)] * (
-                node.node.op_overload is not None
-            )  # else it takes a result
+            operator: Any = getattr(node.node, "op_overload", None)
+            found.operators += [str(operator)] * (operator is not None)  # else it takes a result
         elif not isinstance(node, NopKernelSchedulerNode):
             found.fused.append(node.get_read_write_buffers_sizes())
     return found

@@ -3,6 +3,7 @@
 `aot_eager` makes the graphs that a device compiles, and computes them operator by operator.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks._gpu_bases import _qwen3, random_decoder, random_modules
+from benchmarks._gpu_bases import SHAPES_OF_BASES, Shape, random_decoder, random_modules
 from tests.support import flash
 from tests.support.families import FAMILIES, save_family
 from tests.support.launches import Launches, counting
@@ -33,7 +34,7 @@ NOT_COMPILED = {"qwen3_moe"}
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
 
 
@@ -84,9 +85,9 @@ TOKENS, NUM_LAYERS, OUTSIDE = 7432, 28, 20e9
 
 def test_a_layer_of_qwen3_launches_few_kernels_that_move_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     flash.use(monkeypatch)
-    backbone = random_modules(
-        random_decoder(_qwen3(2, 1024, 16, 8, 128, 256, 3072), torch.device("cpu"), torch.bfloat16)
-    )
+    qwen = SHAPES_OF_BASES["qwen3-0.6b"]
+    shape = Shape(replace(qwen.config, num_layers=2, vocab=256), qwen.inner)
+    backbone = random_modules(random_decoder(shape, torch.device("cpu"), torch.bfloat16))
     assert isinstance(backbone, ModulesBackbone)
     backbone.model.set_attn_implementation(varlen.NAME)
     found: list[Launches] = []

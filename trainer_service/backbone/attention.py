@@ -90,8 +90,10 @@ class AttentionRuns:
         keys_m = np.concatenate(keys)
         cuts = [np.cumsum([0, *each]) for each in (queries, counts, np.bincount(keys_m, minlength=start))]
         made = [keys_m, *cuts[:2], keys_m.argsort(kind="stable"), cuts[2]]
-        on_device = torch.from_numpy(np.concatenate(made).astype(np.int32)).to(device).split([*map(len, made)])
-        return cls(*on_device, torch.tensor([max(queries), max(counts), counts != queries]))
+        on_device = torch.from_numpy(np.concatenate(made).astype(np.int32)).to(device)
+        places, query_cuts, key_cuts, uses, use_cuts = on_device.split([*map(len, made)])
+        most = torch.tensor([max(queries), max(counts), counts != queries])
+        return cls(places, query_cuts, key_cuts, uses, use_cuts, most)
 
 
 @dataclass(frozen=True, slots=True)

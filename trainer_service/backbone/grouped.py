@@ -241,10 +241,21 @@ def _backward(
 
         dlow = lora_shrink(dy, b, tiles_T3)
         lora_expand_(dx, dlow, a, tiles_T3)
-        return dx, *lora_gradients(x, dlow, dy, low, segments_G3)
+        of_a, of_b = lora_gradients(x, dlow, dy, low, segments_G3)
+        return dx, of_a, of_b
     dlow = _by_group(dy, b.transpose(1, 2), cuts_G)
     dx += _by_group(dlow, a, cuts_G)
     return dx, _over_tokens(dlow, x, cuts_G), _over_tokens(low, dy, cuts_G)
+
+
+def _forward_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], a.shape[1])
+
+
+def _backward_shapes(
+    _: Tensor, x: Tensor, __: Tensor, a: Tensor, b: Tensor, *___: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
 
 
 # `torch.library.custom_op` would cost the host seven times as much a call
@@ -259,14 +270,8 @@ _LIBRARY.impl("lora_linear", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("lora_linear_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("marlaas::lora_linear", lib=_LIBRARY)
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(x.shape[0], a.shape[1])
-
-
-@torch.library.register_fake("marlaas::lora_linear_backward", lib=_LIBRARY)
-def _(dy: Tensor, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
+torch.library.register_fake("marlaas::lora_linear", _forward_shapes, lib=_LIBRARY)
+torch.library.register_fake("marlaas::lora_linear_backward", _backward_shapes, lib=_LIBRARY)
 
 
 def _by_group(x_NI: Tensor, weights_GIO: Tensor, cuts_G: Tensor) -> Tensor:

@@ -63,18 +63,26 @@ def _backward(
     keys = [each.index_select(0, keys_m) if others else each for each in (k, v)]
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # what dropout would have drawn
     cuts = (query_cuts, key_cuts, most_queries, most_keys)
-    of_q, *of_keys = torch.ops.aten._flash_attention_backward(
+    of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(
         grad, q, *keys, found, sums, *cuts, 0.0, not window, unused, unused, **_about(window, scale)
     )
-    if not others:
-        return of_q, *of_keys  # pyright: ignore
-    from trainer_service.backbone.device_kernels.uses_kernel import sum_uses  # here: it imports Triton
+    if others:
+        from trainer_service.backbone.device_kernels.uses_kernel import sum_uses  # here: it imports Triton
 
-    return of_q, *sum_uses(*(each.contiguous() for each in of_keys), use_cuts, uses_m)
+        of_k, of_v = sum_uses(of_k.contiguous(), of_v.contiguous(), use_cuts, uses_m)
+    return of_q, of_k, of_v
 
 
 def _about(window: int, scale: float | None) -> dict[str, Any]:
     return {"scale": scale, "window_size_left": window - 1 if window else -1, "window_size_right": 0}
+
+
+def _forward_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def _backward_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 _LIBRARY = torch.library.Library("marlaas", "FRAGMENT")
@@ -88,14 +96,7 @@ _LIBRARY.impl("attend_runs", _forward, "CUDA")
 _LIBRARY.impl("attend_runs_backward", _backward, "CUDA")
 
 
-@torch.library.register_fake("marlaas::attend_runs", lib=_LIBRARY)
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
-@torch.library.register_fake("marlaas::attend_runs_backward", lib=_LIBRARY)
-def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
+torch.library.register_fake("marlaas::attend_runs", _forward_shapes, lib=_LIBRARY)
+torch.library.register_fake("marlaas::attend_runs_backward", _backward_shapes, lib=_LIBRARY)
 
 register(NAME, varlen_packed)
