@@ -61,7 +61,7 @@ class Trainer:
     _stacks: dict[lora.AdapterLayout, lora.AdapterStack] = field(
         default_factory=dict[lora.AdapterLayout, lora.AdapterStack]
     )
-    _queued: list["_Queued"] = field(default_factory=list["_Queued"])
+    _queued: list["_Queued"] = field(default_factory=list["_Queued"], init=False)  # a copy's are its own
 
     def init(self, message: Init) -> TrainState:
         """Makes version 0. Raises InvalidInput for targets that the base does not have."""
