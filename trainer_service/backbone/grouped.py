@@ -64,6 +64,8 @@ class Groups:
         """Adds the gradients of all layers' factors to the adapters' in their stacks."""
         for path in {path: None for lane in self.lanes for path in lane.stack.paths}:
             pairs = [self.factors[f"layers.{layer}.{path}"] for layer in self.layers]
+            if any(factor.grad is None for pair in pairs for factor in pair):
+                return  # memory ran out in a layer: `Shortage` knows, and the pass counts nowhere
             a, b = (torch.stack([factor.grad for factor in factors]) for factors in zip(*pairs, strict=True))  # pyright: ignore
             for lane in self.lanes:
                 if path in lane.stack.paths:
