@@ -24,9 +24,8 @@ import os
 import secrets
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -44,12 +43,12 @@ from common.worker.settler import Settler
 from common.worker.takeover import Takeover
 from common.worker.telemetry import KEEP_S, Reporter
 from common.worker.underway import Active, Inbox, Underway
+from common.worker.voided import Voided
 
 MAX_ATTEMPTS = 3
 UNAVAILABLE_LIMIT_S = 600.0
 REPORT_EVERY_S = 1.0
 BLOCK_MS = 500
-MAX_VOIDED = 100_000
 FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
 """Pauses between two looks for leftovers: the first after a delivery, since another often follows; the longest."""
 GATHER_S = 0.002
@@ -58,28 +57,6 @@ MOST_READ_S = 0.01
 
 M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class Voided:
-    """Remembers, for each job, the newest epoch that this worker heard to be void."""
-
-    _epochs: "OrderedDict[str, tuple[int, bool]]" = field(default_factory=OrderedDict)
-
-    def add(self, cancel: Cancel) -> None:
-        known = self._epochs.get(cancel.job, (-1, False))
-        if cancel.epoch >= known[0]:
-            self._epochs[cancel.job] = (cancel.epoch, cancel.park)
-            self._epochs.move_to_end(cancel.job)
-        while len(self._epochs) > MAX_VOIDED:
-            self._epochs.popitem(last=False)
-
-    def verdict(self, message: Message) -> str | None:
-        """Returns `park` or `drop` for a void message; None for a valid one."""
-        epoch, park = self._epochs.get(message.job, (-1, False))
-        if message.epoch > epoch:
-            return None
-        return "park" if park else "drop"
 
 
 def worker_id(service: str) -> str:
