@@ -35,8 +35,10 @@ from msgspec.structs import replace
 from common.bus.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable, Unfetched
 from common.bus.deliveries import dead_letter
 from common.bus.fullness import MAX_MEMORY_USED, Gauge, memory_used
-from common.cancellation import beating, cancel_all, done_before, running
+from common.cancellation import beating, done_before, running
 from common.errors import StoreUnavailable, Unavailable
+from common.pool.gate import Beat as GateBeat
+from common.pool.gate import Closed, Gate
 from common.wire.messages import AdapterNew, Cancel, Failure, Message
 from common.worker.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
 from common.worker.settler import Settler
@@ -97,7 +99,9 @@ class Worker:
         lease_s: float = 10.0,
         max_deliveries: int = 10,
         habits: Habits = Habits(),
+        gate: Gate | None = None,
     ) -> None:
+        """`gate`: it reads while that is open; None: always."""
         self._bus = bus
         self._handler = handler
         self._parks: Parks | None = handler if isinstance(handler, Parks) else None
@@ -108,6 +112,7 @@ class Worker:
         self._shared = [inbox for inbox in inboxes if not inbox.own_slots]
         self._reporter = reporter
         self._habits = habits
+        self._gate = gate
         self._most = reporter.about.slots + habits.ahead
         self._lease_s = lease_s
         self._max_deliveries = max_deliveries
@@ -137,14 +142,29 @@ class Worker:
             loops.append(self._keep_progress(self._resumes))
         if self._habits.on_adapter_new:
             loops.append(self._follow(self._bus.cell.adapters_new, "$", AdapterNew, self._habits.on_adapter_new))
-        takers = [self._takeover.run(), self._read(), *(self._read_own(i) for i in self._inboxes if i.own_slots)]
-        async with running(*takers, *loops) as tasks:
-            await stop.wait()
-            await cancel_all(tasks[: len(takers)])
-            await self._hand_back_all()
+        if self._gate:
+            loops += [self._gate.follow(stop), self._tell_gate(self._gate)]
+        async with running(*loops):
+            while not stop.is_set() and (self._gate is None or await done_before(stop, self._gate.opened())):
+                await self._slice(stop, self._gate)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._broadcast("stopped")
+
+    async def _slice(self, stop: asyncio.Event, gate: Gate | None) -> None:
+        """Works until `stop`, or until the gate closes. Returns once everything is settled or handed back."""
+        takers = [self._takeover.run(), self._read(), *(self._read_own(i) for i in self._inboxes if i.own_slots)]
+        async with running(*takers):
+            await (done_before(stop, gate.closing()) if gate else stop.wait())
+        await self._hand_back_all(gate.drain_s if gate and not stop.is_set() else self._habits.drain_s)
+        if gate:
+            await gate.tell(Closed())
+
+    async def _tell_gate(self, gate: Gate) -> None:
+        while True:
+            work = self._underway
+            await gate.tell(GateBeat(len(work), work.num_ended, work.ended_s, work.num_beats))
+            await work.turned(REPORT_EVERY_S)
 
     async def _make_groups(self) -> None:
         for inbox in self._inboxes:
@@ -393,7 +413,9 @@ class Worker:
 
     async def _report(self, stop: asyncio.Event) -> None:
         while True:
-            await self._broadcast("draining" if stop.is_set() else "busy" if self._underway else "idle")
+            is_closed = self._gate is not None and not self._gate.is_open and not self._underway
+            state = "closed" if is_closed else "busy" if self._underway else "idle"
+            await self._broadcast("draining" if stop.is_set() else state)
             await asyncio.sleep(REPORT_EVERY_S)
 
     async def _broadcast(self, state: str) -> None:
@@ -402,10 +424,10 @@ class Worker:
 
     # ---- shutdown ---------------------------------------------------------------------------------------------------
 
-    async def _hand_back_all(self) -> None:
-        """Lets work finish for `drain_s`, then gives back the rest, also what was delivered and not begun."""
-        if self._habits.drain_s:
-            await self._underway.all_ended(self._habits.drain_s)
+    async def _hand_back_all(self, drain_s: float | None) -> None:
+        """Lets work finish for `drain_s`, then gives back the rest, also what was delivered and not begun. None: all finishes."""
+        if drain_s != 0:
+            await self._underway.all_ended(drain_s)
         self._underway.cancel()
         while not await self._underway.all_ended(self._lease_s):
             self._underway.cancel()
