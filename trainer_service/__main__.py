@@ -7,7 +7,8 @@ from base_model.device import alone_on, free_bytes, keep_freed_memory, prepare_c
 from base_model.kernels import choose
 from common.bus.streams import GROUP_TRAINER
 from common.errors import InvalidInput
-from common.settings import resolve_model
+from common.pool.pool_worker import PooledService
+from common.settings import itemsize_of, resolve_model
 from common.store.disk_room import DiskRoom
 from common.worker.service import BuiltService, Parts, run
 from common.worker.telemetry import About
@@ -79,5 +80,10 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
     )
 
 
+def pooled(settings: TrainerSettings) -> PooledService:
+    """Closing lets steps end."""
+    return PooledService(About(MAX_STEPS), itemsize_of(settings.dtype), settings.trainer_memory_bytes, finishes=True)
+
+
 if __name__ == "__main__":
-    run("trainer", TrainerSettings, build)
+    run("trainer", TrainerSettings, build, pooled)

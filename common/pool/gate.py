@@ -1,6 +1,6 @@
 """The gate of a base worker: its pool worker opens and closes it over a socket of packets.
 
-    pool worker ─ Open, Close ─► base worker ─ Loaded, Beat, Closed, Refused ─► pool worker
+    pool worker ─ Open, Close, Expected ─► base worker ─ Loaded, Pulse, Closed, NotTaken ─► pool worker
 
 A base worker reads its streams between Open and Close alone. Its end of the
 socket is its standard input. Whoever is left alone reads the end of the file; a base worker then ends.
@@ -12,6 +12,8 @@ import os
 import socket
 
 import msgspec
+
+from common.wire.reported import InPool
 
 MAX_PACKET = 4096
 
@@ -27,6 +29,13 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     """Time in which work may end. None: all work that was begun ends."""
 
 
+class Expected(msgspec.Struct, frozen=True, tag=True):
+    """Told each second, for the base worker's reports. Seconds."""
+
+    opens_in_s: float
+    waiting_s: float
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     """The base worker has joined its cell and could be opened."""
 
@@ -35,7 +44,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Memory that it alone has."""
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
+class Pulse(msgspec.Struct, frozen=True, tag=True):
     """Told each second, and whenever work begins or none is left."""
 
     in_use: int = 0
@@ -51,14 +60,14 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
     """Nothing is under way any more, and all is settled or handed back."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class NotTaken(msgspec.Struct, frozen=True, tag=True):
     """The cell does not take this worker."""
 
     reason: str
 
 
-ToBase = Open | Close
-FromBase = Loaded | Beat | Closed | Refused
+ToBase = Open | Close | Expected
+FromBase = Loaded | Pulse | Closed | NotTaken
 
 
 class Channel:
@@ -69,7 +78,7 @@ class Channel:
         self._end = end
 
     async def send(self, message: ToBase | FromBase) -> None:
-        """To one that has ended it sends nothing: whoever waits for the end hears of it there."""
+        """Sends nothing to one that has ended: whoever waits for it hears of that elsewhere."""
         with contextlib.suppress(ConnectionError):
             await asyncio.get_running_loop().sock_sendall(self._end, msgspec.json.encode(message))
 
@@ -88,7 +97,8 @@ class Gate:
 
     def __init__(self, channel: Channel, pool_worker: str) -> None:
         self._channel = channel
-        self.pool_worker = pool_worker
+        self._pool_worker = pool_worker
+        self._expected = Expected(0.0, 0.0)
         self.tell = channel.send
         self._opens, self._closes = asyncio.Event(), asyncio.Event()
         self.opened, self.closing = self._opens.wait, self._closes.wait
@@ -98,20 +108,33 @@ class Gate:
 
     @classmethod
     def of_input(cls, pool_worker: str) -> "Gate":
-        """The gate whose socket is this process's standard input."""
-        return cls(Channel(socket.socket(fileno=os.dup(0))), pool_worker)
+        """The gate whose socket is this process's standard input, which its own children do not get."""
+        end, nothing = socket.socket(fileno=os.dup(0)), os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        return cls(Channel(end), pool_worker)
 
     @property
     def is_open(self) -> bool:
         return self._opens.is_set()
 
+    def state(self) -> InPool:
+        """The part of the base worker's reports about its place."""
+        expected = Expected(0.0, 0.0) if self.is_open else self._expected
+        return InPool(self._pool_worker, "device", expected.opens_in_s, expected.waiting_s)
+
     async def follow(self, stop: asyncio.Event) -> None:
         """Hears what the pool worker says; sets `stop` once it is gone."""
         while packet := await self._channel.receive():
-            message = msgspec.json.decode(packet, type=ToBase)
-            if isinstance(message, Close):
-                self.drain_s = message.drain_s
-            now, before = (self._closes, self._opens) if isinstance(message, Close) else (self._opens, self._closes)
-            before.clear()
-            now.set()
+            message: ToBase = msgspec.json.decode(packet, type=ToBase)
+            match message:
+                case Open():
+                    self._closes.clear()
+                    self._opens.set()
+                case Close(drain_s):
+                    self.drain_s = drain_s
+                    self._opens.clear()
+                    self._closes.set()
+                case Expected() as expected:
+                    self._expected = expected
         stop.set()

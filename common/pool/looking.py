@@ -78,14 +78,14 @@ if ARGV[3] == '1' then redis.call('ZADD', KEYS[2], now + ARGV[2], ARGV[1]) end
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """What waits in one cell for a service."""
+    """The entries that wait in one cell for a service."""
 
     num: int = 0
     waited_s: float = 0.0
     num_own: int = 0
-    """Of these, entries that only this pool worker can read."""
+    """The number of those that only this pool worker can read."""
     weight: float = 0.0
-    """Of the tenants whose jobs are active."""
+    """The sum over the tenants whose jobs are active."""
 
 
 class Lookout:
@@ -101,7 +101,7 @@ class Lookout:
             self._by_client.setdefault(id(bus.client), []).append(base)
 
     async def look(self, workers: Mapping[str, str]) -> dict[str, Unread]:
-        """What waits in each cell. `workers`: base model -> the id of its base worker here."""
+        """Counts what waits in each cell. `workers`: base model -> the id of its base worker here."""
         found: dict[str, Unread] = {}
         for bases in self._by_client.values():
             keys, words = list[str](), list[Any]([self._service, self._lease_ms])

@@ -37,8 +37,7 @@ from common.bus.deliveries import dead_letter
 from common.bus.fullness import MAX_MEMORY_USED, Gauge, memory_used
 from common.cancellation import beating, done_before, running
 from common.errors import StoreUnavailable, Unavailable
-from common.pool.gate import Beat as GateBeat
-from common.pool.gate import Closed, Gate
+from common.pool.gate import Closed, Gate, Pulse
 from common.wire.messages import AdapterNew, Cancel, Failure, Message
 from common.worker.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
 from common.worker.settler import Settler
@@ -163,7 +162,7 @@ class Worker:
     async def _tell_gate(self, gate: Gate) -> None:
         while True:
             work = self._underway
-            await gate.tell(GateBeat(len(work), work.num_ended, work.ended_s, work.num_beats))
+            await gate.tell(Pulse(len(work), work.num_ended, work.ended_s, work.num_beats))
             await work.turned(REPORT_EVERY_S)
 
     async def _make_groups(self) -> None:
