@@ -111,8 +111,8 @@ class BaseWorkers:
     """The base workers of one place, by base model, within `max_bytes` of memory together."""
 
     def __init__(self, requests: socket.socket, module: str, pool_worker: str, max_bytes: int) -> None:
-        """`requests`: of the server that forks them. `module`: the service."""
-        self._requests, self._module, self._pool_worker = requests, module, pool_worker
+        """`requests`: of the server that forks them. `module`: the service's program."""
+        self._requests, self._module, self.pool_worker = requests, module, pool_worker
         self.max_bytes = max_bytes
         self.news = asyncio.Event()
         self.running: dict[str, BaseWorker] = {}
@@ -128,7 +128,7 @@ class BaseWorkers:
         Raises Unavailable if the server that forks them is gone.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        settings = {"MARLAAS_BASE_MODEL": base, "MARLAAS_POOL_WORKER": self._pool_worker}
+        settings = {"MARLAAS_BASE_MODEL": base, "MARLAAS_POOL_WORKER": self.pool_worker}
         with theirs:
             child = await fork(self._requests, ForkRequest(self._module, settings), theirs.fileno())
         if child is None:

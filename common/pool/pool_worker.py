@@ -10,7 +10,6 @@ after a crash: the kernel ends the base workers, others take their entries over,
 import asyncio
 import contextlib
 import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from common.bus.redis_connection import CLUSTER
 from common.bus.streams import Cell
 from common.cancellation import starting
 from common.errors import REFUSED
-from common.models.host_memory import host_bytes
 from common.pool.base_states import BaseState
 from common.pool.base_workers import BaseWorker, BaseWorkers
 from common.pool.choosing import OpenSlice, WaitingBase, choose, ranked
@@ -60,11 +58,9 @@ class PooledService:
 class PoolWorker:
     """One pooled. Its base workers are processes of the same service."""
 
-    def __init__(
-        self, settings: Settings, service: str, worker: str, pooled: PooledService, requests: socket.socket
-    ) -> None:
-        """`requests`: of the server that forks base workers."""
-        self._settings, self._service, self._worker = settings, pooled, worker
+    def __init__(self, settings: Settings, service: str, pooled: PooledService, workers: BaseWorkers) -> None:
+        self._settings, self._service, self._workers = settings, pooled, workers
+        self._worker = worker = workers.pool_worker
         cells = {base: Cell(base) for base in settings.models}
         shards = CLUSTER in settings.redis_url.partition("://")[0]
         one = connect(settings.redis_url, next(iter(cells.values())))
@@ -72,8 +68,6 @@ class PoolWorker:
             base: Bus(connect(settings.redis_url, cell) if shards else one, cell) for base, cell in cells.items()
         }
         self._lookout = Lookout(self._buses, service, worker, settings.lease_s)
-        max_bytes = settings.pool_bytes or host_bytes() // 2
-        self._workers = BaseWorkers(requests, f"{service}_service", worker, max_bytes)
         self._states = {
             base: BaseState(base, where, pooled.itemsize, pooled.more_bytes) for base, where in settings.models.items()
         }

@@ -22,7 +22,8 @@ from common.cancellation import cancel_all, done_before, running
 from common.children.helpers import kill_children
 from common.children.prefork import fork_server
 from common.errors import REFUSED, InvalidInput, MarlaasError
-from common.models.host_memory import own_bytes
+from common.models.host_memory import host_bytes, own_bytes
+from common.pool.base_workers import BaseWorkers
 from common.pool.gate import Gate, Loaded, NotTaken
 from common.pool.pool_worker import PooledService, PoolWorker
 from common.settings import MODEL_FILES, Settings, explained, refuse_unknown, resolve_config, resolve_model
@@ -87,8 +88,10 @@ def run(
     def main(settings: S) -> Coroutine[Any, Any, None]:
         if settings.base_model or len(settings.models) == 1:
             return _run(name, settings, build)
-        requests = fork_server()  # before there is an event loop
-        return _pooled(settings, PoolWorker(settings, name, worker_id(name), pooled(settings), requests))
+        spec = sys.modules["__main__"].__spec__
+        assert spec is not None, "it runs by python -m"
+        workers = BaseWorkers(fork_server(), spec.name, worker_id(name), settings.pool_bytes or host_bytes() // 2)
+        return _pooled(settings, PoolWorker(settings, name, pooled(settings), workers))
 
     run_with(name, settings_type, main)
 
