@@ -43,6 +43,7 @@ class BaseState:
     closed_at_s: float = float("-inf")
     operation_s: float | None = None
     _opened_s: dict[Tier, float] = field(default_factory=dict[Tier, float])
+    _weight_bytes: int = 0
     _num_deaths: int = 0
     _retry_at_s: float = float("-inf")
 
@@ -54,7 +55,8 @@ class BaseState:
             return
         if not self.num_bytes:
             try:
-                self.num_bytes = BaseShape.load(folder).num_weights * self.itemsize + self.more_bytes + PROCESS_BYTES
+                self._weight_bytes = BaseShape.load(folder).num_weights * self.itemsize
+                self.num_bytes = self._weight_bytes + self.more_bytes + PROCESS_BYTES
             except (InvalidInput, OSError):  # its process says what is wrong
                 return
         self.file_tier = "host" if are_in_memory(weight_files(folder)) else "disk"
@@ -68,7 +70,7 @@ class BaseState:
         """Expected time to open it once it is its turn."""
         tier: Tier = "device" if is_loaded else self.file_tier
         known = self._opened_s.get(tier)
-        first = SWITCH_S if tier == "device" else START_S + self.num_bytes / BYTES_A_SECOND[tier]
+        first = SWITCH_S if tier == "device" else START_S + self._weight_bytes / BYTES_A_SECOND[tier]
         return first if known is None else known
 
     def opened(self, tier: Tier, seconds: float) -> None:

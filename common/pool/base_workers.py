@@ -70,8 +70,8 @@ class BaseWorker:
                     self.worker, self.num_bytes = worker, num_bytes
                 case NotTaken(reason):
                     self.refused = reason
-                case Closed():
-                    self.is_open, self.closed_at_s = False, time.monotonic()
+                case Closed(num_bytes):
+                    self.is_open, self.closed_at_s, self.num_bytes = False, time.monotonic(), num_bytes
                 case Pulse() as pulse:
                     self._count(pulse)
             self.news.set()
@@ -89,7 +89,7 @@ class BaseWorker:
 
     async def open(self) -> None:
         await self.channel.send(Open())
-        self.is_open = True
+        self.is_open = not self.ended
 
     async def close(self, drain_s: float | None, lease_s: float) -> None:
         """Returns once nothing is under way in it, or it has ended: it is killed where nothing advances any more."""

@@ -59,6 +59,8 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
 class Closed(msgspec.Struct, frozen=True, tag=True):
     """Nothing is under way any more, and all is settled or handed back."""
 
+    num_bytes: int
+
 
 class NotTaken(msgspec.Struct, frozen=True, tag=True):
     """The cell does not take this worker."""
