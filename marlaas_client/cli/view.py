@@ -82,7 +82,7 @@ def _bases(found: list[Record]) -> str:
     for worker in found:
         names[_activity(worker)].append(str(worker["base_model"]))
     closed = ", ".join(name for activity in (-1, -2) for name in names.get(activity, []))
-    return f": {', '.join(names.get(0, []))} ▸ {closed}".rstrip(" ▸")
+    return ": " + " ".join(filter(None, [", ".join(names.get(0, [])), closed and f"▸ {closed}"]))
 
 
 def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float) -> RenderableType:

@@ -599,12 +599,11 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
     # Given a worker with several base models in turn
     shared = {**worker, "pool": {"worker": "rollout-host-7-abc", "tier": "device", "opens_in_s": 0.0, "waiting_s": 0.0}}
     closed = {**shared, "state": "closed", "busy": 0.0, "working_for": []}
-    on_disk = {**closed, "pool": {**shared["pool"], "tier": "disk"}}
-    rows = [("wide", on_disk), ("b", closed), ("tiny", shared)]
+    rows = [("b", closed), ("tiny", shared)]
     api.answers["GET", "/v1/cluster/workers"] = [
         {**row, "id": str(pid), "pid": pid, "base_model": base} for pid, (base, row) in enumerate(rows)
     ]
-    assert "rollout 7: tiny ▸ b, wide" in run("workers")
+    assert "rollout 7: tiny ▸ b" in run("workers")
     assert json.loads(run("dead", "--json")) == [letter]
 
 

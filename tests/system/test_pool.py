@@ -1,6 +1,7 @@
 """Several base models on one pool: a worker of each service serves all of them in turn."""
 
 import asyncio
+import random
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,13 +19,15 @@ from manager_service.launcher.supervisor import LocalCluster, ServiceCommand, se
 from tests.support.dying_pool import POINTS
 from tests.support.forked import running
 from tests.support.whole import until_whole
+from tests.system.tinker_kills import differences, either, kill, train
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SHAPE: dict[str, Any] = {"batch_size": 2, "group_size": 4, "max_steps": 3}
 TRAJECTORIES = 2 * 4 * 3
+NUM_STEPS = 5
 
 
-def twins(folder: Path, names: str) -> dict[str, Path]:
+def twins(folder: Path, *names: str) -> dict[str, Path]:
     """Base models of one shape, each with weights of its own that still answer."""
     made = {name: copytree(TINY, folder / name) for name in names}
     for seed, base in enumerate(made.values()):
@@ -80,7 +83,7 @@ async def versions(cluster: LocalCluster, api: Api, bases: Mapping[str, Path]) -
 async def test_jobs_of_three_base_models_have_the_bytes_of_pinned_workers_wherever_a_switch_is_killed(
     tmp_path: Path,
 ) -> None:
-    bases = twins(tmp_path / "bases", "abc")
+    bases = twins(tmp_path / "bases", "a", "b", "c")
     environment = served(bases, MARLAAS_DETERMINISTIC="1", MARLAAS_LEASE_S="2", MARLAAS_SLICE_MAX_S="2")
     deaths = tmp_path / "deaths"
     deaths.mkdir()
@@ -98,8 +101,25 @@ async def test_jobs_of_three_base_models_have_the_bytes_of_pinned_workers_wherev
         assert await versions(cluster, api, bases) == pooled
 
 
+@pytest.mark.exact
+async def test_a_run_makes_the_same_versions_with_its_trainer_closed_or_killed_between_operations(
+    tmp_path: Path,
+) -> None:
+    bases, stop, told = twins(tmp_path / "bases", "tiny", "b"), tmp_path / "never", tmp_path / "told"
+    environment = served(bases, MARLAAS_DETERMINISTIC="1", MARLAAS_LEASE_S="2")
+    async with running(tmp_path / "pool", environment=environment) as (cluster, api):
+        job = await api.submit("add", model="b", batch_size=2, group_size=4, max_steps=8)
+        training = asyncio.create_task(train(cluster, api, NUM_STEPS, stop, told))
+        await either(kill(cluster, ("trainer-0", "rollout-0", "trainer-0"), random.Random(1), told), training)
+        among = await training
+        await until_whole(cluster, api, [job], steps=8, trajectories=64)
+    async with running(tmp_path / "pinned", environment=environment, services=pinned) as (cluster, api):
+        alone = await train(cluster, api, NUM_STEPS, stop, told)
+    assert [*among.faults, *alone.faults, *differences(among, alone)] == []
+
+
 async def test_a_chat_with_a_closed_base_model_answers(tmp_path: Path) -> None:
-    bases = twins(tmp_path / "bases", "abc")
+    bases = twins(tmp_path / "bases", "a", "b", "c")
     async with running(tmp_path / "pool", environment=served(bases)) as (cluster, api):
         asked = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4, "temperature": 0}
         answers = await asyncio.gather(*(api.post("/chat/completions", {"model": name, **asked}) for name in bases))
