@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 
-from base_model.device import alone_on, keep_freed_memory, prepare_cpu
+from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
 from common.bus.streams import GROUP_ROLLOUT
 from common.errors import InvalidInput
@@ -103,6 +104,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
             on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
         ),
         close=[adapters.close, engine.stop],
+        num_bytes=partial(held_bytes, settings.rollout_device),
     )
 
 

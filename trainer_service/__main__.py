@@ -1,9 +1,10 @@
 """Starts one trainer worker. Wiring only."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
-from base_model.device import alone_on, free_bytes, keep_freed_memory, prepare_cpu
+from base_model.device import alone_on, free_bytes, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import choose
 from common.bus.streams import GROUP_TRAINER
 from common.errors import InvalidInput
@@ -77,6 +78,7 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
         [own, Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
         About(MAX_STEPS, fingerprint=bits, resident=handler.resident, counters=handler.counters, lacks_disk=room.lacks),
         Habits(drain_s=DRAIN_S, gather_s=0.0, has_room=handler.has_room, takes_leftovers=handler.takes_leftovers),
+        num_bytes=partial(held_bytes, settings.trainer_device),
     )
 
 

@@ -10,9 +10,11 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 
 import msgspec
 
+from common.models.host_memory import own_bytes
 from common.wire.reported import InPool
 
 MAX_PACKET = 4096
@@ -102,6 +104,8 @@ class Gate:
         self._pool_worker = pool_worker
         self._expected = Expected(0.0, 0.0)
         self.tell = channel.send
+        self.num_bytes: Callable[[], int] = own_bytes
+        """Memory of this process, where the base worker computes."""
         self._opens, self._closes = asyncio.Event(), asyncio.Event()
         self.opened, self.closing = self._opens.wait, self._closes.wait
         """Wait until the pool worker opens the gate, or closes it."""

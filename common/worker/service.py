@@ -71,6 +71,8 @@ class BuiltService:
     loops: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """Loops that run as long as the worker; an error of one ends it."""
     close: Sequence[Callable[[], Awaitable[None]]] = ()
+    num_bytes: Callable[[], int] = own_bytes
+    """Memory of this process, where it computes."""
 
 
 def run(
@@ -181,6 +183,8 @@ async def _serve(
     start = _Start(reporting(About(slots=0)), bus, stop)
     await _fetch_base(settings.models[settings.model_name], start)
     service = await start.during(build(settings, parts), _loading(cell.base_model))
+    if gate:
+        gate.num_bytes = service.num_bytes
     membership = Membership(
         bus,
         name,
@@ -258,7 +262,7 @@ async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyn
 
     joined = await done_before(stop, membership.wait_to_join(tell))
     if gate and joined:
-        await gate.tell(Loaded(reporter.worker, own_bytes()))
+        await gate.tell(Loaded(reporter.worker, gate.num_bytes()))
     return joined
 
 

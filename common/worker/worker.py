@@ -37,7 +37,6 @@ from common.bus.deliveries import dead_letter
 from common.bus.fullness import MAX_MEMORY_USED, Gauge, memory_used
 from common.cancellation import beating, done_before, running
 from common.errors import StoreUnavailable, Unavailable
-from common.models.host_memory import own_bytes
 from common.pool.gate import Closed, Gate, Pulse
 from common.wire.messages import AdapterNew, Cancel, Failure, Message
 from common.worker.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
@@ -158,7 +157,7 @@ class Worker:
             await (done_before(stop, gate.closing()) if gate else stop.wait())
         await self._hand_back_all(gate.drain_s if gate and not stop.is_set() else self._habits.drain_s)
         if gate:
-            await gate.tell(Closed(own_bytes()))
+            await gate.tell(Closed(gate.num_bytes()))
 
     async def _tell_gate(self, gate: Gate) -> None:
         while True:

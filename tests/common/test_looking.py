@@ -1,4 +1,4 @@
-"""What pool workers see of the cells and of each other, over a real Redis."""
+"""Tests what pool workers see of the cells and of each other, over a real Redis."""
 
 import asyncio
 
