@@ -179,7 +179,8 @@ async def _serve(
     bus = Bus.connect(settings.redis_url, cell, objects)
     parts = Parts(worker_id(name), cell, bus, objects, AdapterStore(objects), fingerprints={})
     gate = Gate.of_input(settings.pool_worker) if settings.pool_worker else None
-    reporting = partial(Reporter, parts.worker, name, cell.base_model, pool=gate.state if gate else None)
+    told = {"pool": gate.state, "counters": gate.counters} if gate else {}
+    reporting: Callable[[About], Reporter] = partial(Reporter, parts.worker, name, cell.base_model, **told)
     start = _Start(reporting(About(slots=0)), bus, stop)
     await _fetch_base(settings.models[settings.model_name], start)
     service = await start.during(build(settings, parts), _loading(cell.base_model))
