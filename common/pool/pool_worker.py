@@ -215,7 +215,8 @@ class PoolWorker:
             await self._lookout.leave(base)
             return
         state.loaded(worker)
-        state.opened(tier, time.monotonic() - began_s)
+        state.opened(tier, seconds := time.monotonic() - began_s)
+        log.info("loaded", base_model=base, tier=tier, seconds=seconds, num_bytes=worker.num_bytes)
         await self._tell(base, "stopped")  # from now on the base worker reports
         if not self._service.itemsize:
             await worker.open()
