@@ -79,6 +79,8 @@ class PoolWorker:
         self._open: dict[str, BaseWorker] = {}
         self._opened_at_s = 0.0
         self._opening_s = 0.0
+        self._helps = False
+        self._uncrowded_at_s = time.monotonic()
         self._loading = ""
         self._quiet_since_s = time.monotonic()
 
@@ -114,17 +116,20 @@ class PoolWorker:
                     break
             if current and current.is_busy:
                 await self._prefetch(ranked(waiting, num_bases=num_bases, slice_max_s=slice_max_s), start)
+            elif not waiting and (base := self._crowded()):
+                await self._begin(base, start, helps=True)
             await self._pause()
 
-    async def _begin(self, base: WaitingBase, start: StartTask) -> bool:
+    async def _begin(self, base: WaitingBase, start: StartTask, *, helps: bool = False) -> bool:
         """Opens a loaded base, else loads it. False: another may be opened meanwhile."""
         worker = self._workers.loaded.get(base.base)
         if worker is None and self._loading:
             return False
-        if not await self._lookout.enter(base.base, self._seen[base.base], self._service.about.slots):
+        if not await self._lookout.enter(base.base, self._seen[base.base], 0 if helps else self._service.about.slots):
             return False
         if worker is not None:
             await self._switch(worker, base)
+            self._helps = helps
             return True
         if await self._made_room(base.base):
             self._begin_load(base.base, start)
@@ -155,7 +160,7 @@ class PoolWorker:
 
     async def _close(self) -> None:
         for worker in [*self._open.values()] if self._service.itemsize else ():
-            drain_s = None if self._service.finishes else self._settings.slice_drain_s
+            drain_s = None if self._service.finishes else 0.0 if self._helps else self._settings.slice_drain_s
             await worker.close(drain_s, self._settings.lease_s)
         await self._forget_ended()
 
@@ -234,6 +239,22 @@ class PoolWorker:
             if unread.num and base not in self._open and self._states[base].may_open
         ]
 
+    def _crowded(self) -> WaitingBase | None:
+        """A base whose workers have had more than one piece of work each for as long as its opening takes. What comes next is then read
+        here too: as nothing waits, this place would idle beside them."""
+        crowded = {
+            base: unread.num_begun / unread.num_open
+            for base, unread in self._seen.items()
+            if unread.num_begun > unread.num_open > 0 and base not in self._open and self._states[base].may_open
+        }
+        now_s = time.monotonic()
+        if not crowded:
+            self._uncrowded_at_s = now_s
+            return None
+        base = max(crowded, key=lambda name: crowded[name])
+        found = self._states[base].waiting(self._seen[base], self._workers.loaded.get(base), 0.0)
+        return found if now_s - self._uncrowded_at_s >= found.opening_s else None
+
     def _current(self) -> OpenSlice | None:
         """The open base; None for env workers, where each may be opened at any time."""
         if not self._open or not self._service.itemsize:
@@ -249,6 +270,7 @@ class PoolWorker:
             lasted_s=now_s - self._opened_at_s,
             idle_s=now_s - worker.busy_at_s,
             opening_s=self._opening_s,
+            helps=self._helps and self._seen[base].num_open > 1,
         )
 
     async def _pause(self) -> None:

@@ -30,7 +30,7 @@ class Echoes:
     async def __call__(self, message: Message, beat: Beat) -> list[Out]:
         if self._cell.base_model == "hangs":
             time.sleep(600)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5 if self._cell.base_model == "takes" else 0.01)
         return [(self._cell.env, message)]
 
     def hand_back(self, message: Any) -> list[Out] | None:
