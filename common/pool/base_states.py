@@ -15,7 +15,7 @@ from common.wire.reported import Tier
 BYTES_A_SECOND: dict[Tier, float] = {"host": 1e9, "disk": 0.2e9, "away": 0.02e9}
 """Expected speed of loading, before it was measured here."""
 START_S, SWITCH_S = 0.5, 0.02
-"""Expected time until a process runs, and until a running one is open."""
+"""Expected time until a process runs; and until a running one is open, apart from what the one before must end."""
 OPERATION_S = 1.0
 """Expected time of one operation."""
 PROCESS_BYTES = 100 << 20
@@ -42,7 +42,7 @@ class BaseState:
     """The reason why it cannot be opened here; empty if it can."""
     closed_at_s: float = float("-inf")
     operation_s: float | None = None
-    _opened_s: dict[Tier, float] = field(default_factory=dict[Tier, float])
+    _loaded_s: dict[Tier, float] = field(default_factory=dict[Tier, float])
     _weight_bytes: int = 0
     _num_deaths: int = 0
     _retry_at_s: float = float("-inf")
@@ -68,15 +68,14 @@ class BaseState:
 
     def opening_s(self, *, is_loaded: bool) -> float:
         """Expected time to open it once it is its turn."""
-        tier: Tier = "device" if is_loaded else self.file_tier
-        known = self._opened_s.get(tier)
-        first = SWITCH_S if tier == "device" else START_S + self._weight_bytes / BYTES_A_SECOND[tier]
-        return first if known is None else known
+        if is_loaded:
+            return SWITCH_S
+        known = self._loaded_s.get(self.file_tier)
+        return START_S + self._weight_bytes / BYTES_A_SECOND[self.file_tier] if known is None else known
 
-    def opened(self, tier: Tier, seconds: float) -> None:
-        self._opened_s[tier] = averaged(self._opened_s.get(tier), seconds)
-
-    def loaded(self, worker: BaseWorker) -> None:
+    def loaded(self, worker: BaseWorker, tier: Tier, seconds: float) -> None:
+        """`tier`: of its files at the start, `seconds` ago."""
+        self._loaded_s[tier] = averaged(self._loaded_s.get(tier), seconds)
         self.num_bytes, self.refused, self._num_deaths = max(worker.num_bytes, 1), "", 0
 
     def failed(self, reason: str, *, died: bool) -> None:

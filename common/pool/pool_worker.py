@@ -144,7 +144,6 @@ class PoolWorker:
         self._open[worker.base] = worker
         self._opened_at_s, self._opening_s = time.monotonic(), base.opening_s
         worker.busy_at_s = self._opened_at_s
-        self._states[worker.base].opened("device", self._opened_at_s - began_s)
         log.info("opened", base_model=worker.base, waited_s=base.waited_s, seconds=self._opened_at_s - began_s)
         await self._tell(worker.base, "stopped")  # the base worker reports; this adds the switch to the timeline
 
@@ -193,6 +192,11 @@ class PoolWorker:
             await self._workers.end(each)
         return ends is not None
 
+    def _has_room(self, base: str) -> bool:
+        """Could it be opened, and no other base model be ended for it?"""
+        state, loaded = self._states[base], self._workers.loaded
+        return state.may_open and (base in loaded or self._workers.frees(state.num_bytes) == [])
+
     async def _prefetch(self, order: list[WaitingBase], start: StartTask) -> None:
         """Loads the base that comes next while a slice goes on, as far as there is room."""
         able = [each for each in order if not each.is_loaded and each.waited_s >= each.opening_s]
@@ -200,7 +204,7 @@ class PoolWorker:
             return
         state = self._states[able[0].base]
         state.read_ahead()
-        if self._workers.frees(state.num_bytes) == []:
+        if self._has_room(state.name):
             self._begin_load(state.name, start)
 
     def _begin_load(self, base: str, start: StartTask) -> None:
@@ -219,8 +223,7 @@ class PoolWorker:
             log.error("not_loaded", base_model=base, reason=reason)
             await self._lookout.leave(base)
             return
-        state.loaded(worker)
-        state.opened(tier, seconds := time.monotonic() - began_s)
+        state.loaded(worker, tier, seconds := time.monotonic() - began_s)
         log.info("loaded", base_model=base, tier=tier, seconds=seconds, num_bytes=worker.num_bytes)
         await self._tell(base, "stopped")  # from now on the base worker reports
         if not self._service.itemsize:
@@ -245,7 +248,7 @@ class PoolWorker:
         crowded = {
             base: unread.num_begun / unread.num_open
             for base, unread in self._seen.items()
-            if unread.num_begun > unread.num_open > 0 and base not in self._open and self._states[base].may_open
+            if unread.num_begun > unread.num_open > 0 and base not in self._open and self._has_room(base)
         }
         now_s = time.monotonic()
         if not crowded:

@@ -90,6 +90,8 @@ def run(
     def main(settings: S) -> Coroutine[Any, Any, None]:
         if settings.base_model or len(settings.models) == 1:
             return _run(name, settings, build)
+        if sys.platform != "linux":
+            raise InvalidInput("a worker serves several base models on Linux alone: name one with MARLAAS_BASE_MODEL")
         spec = sys.modules["__main__"].__spec__
         assert spec is not None, "it runs by python -m"
         workers = BaseWorkers(fork_server(), spec.name, worker_id(name), settings.pool_bytes or host_bytes() // 2)

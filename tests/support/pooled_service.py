@@ -1,6 +1,7 @@
 """A service whose pool worker has base workers that load at once and do what their base model's name says.
 
-echoes…   publishes each message in the cell's stream `env`
+echoes    publishes each message in the cell's stream `env`
+takes     does so after half a second
 hangs     stops with the first message, event loop and all
 dies      ends with status 3 while it loads
 refuses   says that its settings are wrong
