@@ -59,8 +59,6 @@ class OpenSlice:
     """Time since it was last busy."""
     opening_s: float
     """Time that its opening took."""
-    helps: bool = False
-    """It was opened beside others who have it open, as nothing waited: it gives way at once."""
 
 
 def longest_slice_s(opening_s: float, slice_max_s: float) -> float:
@@ -80,12 +78,11 @@ def choose(
 
     `current`: None where nothing is open. `num_bases`: of the pool.
     """
-    own = None if current and current.helps else current  # the slice that others wait for
-    if own and own.is_busy and own.lasted_s < longest_slice_s(own.opening_s, slice_max_s):
+    if current and current.is_busy and current.lasted_s < longest_slice_s(current.opening_s, slice_max_s):
         return []
     able = [base for base in waiting if base.is_loaded or base.waited_s >= base.opening_s]
-    if own and not own.is_busy:
-        able = [base for base in able if own.idle_s >= linger_s(base.opening_s)]
+    if current and not current.is_busy:
+        able = [base for base in able if current.idle_s >= linger_s(base.opening_s)]
     return ranked(able, num_bases=num_bases, slice_max_s=slice_max_s)
 
 

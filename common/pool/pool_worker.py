@@ -79,7 +79,7 @@ class PoolWorker:
         self._open: dict[str, BaseWorker] = {}
         self._opened_at_s = 0.0
         self._opening_s = 0.0
-        self._helps = False
+        self._helps = False  # the open base was opened beside others, as nothing waited
         self._uncrowded_at_s = time.monotonic()
         self._loading = ""
         self._quiet_since_s = time.monotonic()
@@ -111,7 +111,8 @@ class PoolWorker:
             await self._forget_ended()
             waiting, current = self._waiting(), self._current()
             num_bases, slice_max_s = len(self._states), self._settings.slice_max_s
-            for each in choose(current, waiting, num_bases=num_bases, slice_max_s=slice_max_s):
+            gives_way = self._helps and any(self._seen[base].num_open > 1 for base in self._open)
+            for each in choose(None if gives_way else current, waiting, num_bases=num_bases, slice_max_s=slice_max_s):
                 if await self._begin(each, start):
                     break
             if current and current.is_busy:
@@ -273,7 +274,6 @@ class PoolWorker:
             lasted_s=now_s - self._opened_at_s,
             idle_s=now_s - worker.busy_at_s,
             opening_s=self._opening_s,
-            helps=self._helps and self._seen[base].num_open > 1,
         )
 
     async def _pause(self) -> None:

@@ -1,6 +1,6 @@
 """Tests the choice of the base model that a pool worker opens next: each rule, and what follows from them over time."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from hypothesis import given, settings
@@ -46,13 +46,6 @@ def chosen(current: OpenSlice | None, waiting: list[WaitingBase]) -> list[Waitin
 def test_a_busy_slice_goes_on_until_it_has_lasted_long_enough(current: OpenSlice, waiting: list[WaitingBase]) -> None:
     if current.is_busy and current.lasted_s < longest_slice_s(current.opening_s, SLICE_MAX_S):
         assert not chosen(current, waiting)
-
-
-@given(slices(), bases())
-def test_a_slice_that_helps_others_gives_way_as_if_nothing_were_open(
-    current: OpenSlice, waiting: list[WaitingBase]
-) -> None:
-    assert chosen(replace(current, helps=True), waiting) == chosen(None, waiting)
 
 
 @given(slices(), bases())
