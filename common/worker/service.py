@@ -188,13 +188,7 @@ async def _serve(
     service = await start.during(build(settings, parts), _loading(cell.base_model))
     if gate:
         gate.num_bytes = service.num_bytes
-    membership = Membership(
-        bus,
-        name,
-        deterministic=settings.deterministic,
-        fingerprint=service.about.fingerprint,
-        fingerprints=parts.fingerprints,
-    )
+    membership = _member(name, settings, service, parts)
     reporter, lease_s, habits = reporting(service.about), settings.lease_s, service.habits
     worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=lease_s, habits=habits, gate=gate)
     try:
@@ -253,6 +247,16 @@ async def _fetch_base(where: str, start: _Start) -> None:
         return
     resolve = resolve_model if start.reporter.service in NEED_WEIGHTS else resolve_config
     await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
+
+
+def _member(name: str, settings: Settings, service: BuiltService, parts: Parts) -> Membership:
+    return Membership(
+        parts.bus,
+        name,
+        deterministic=settings.deterministic,
+        fingerprint=service.about.fingerprint,
+        fingerprints=parts.fingerprints,
+    )
 
 
 async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyncio.Event, gate: Gate | None) -> bool:
