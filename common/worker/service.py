@@ -22,7 +22,7 @@ from common.cancellation import cancel_all, done_before, running
 from common.children.helpers import kill_children
 from common.children.prefork import fork_server
 from common.errors import REFUSED, InvalidInput, MarlaasError
-from common.models.host_memory import host_bytes, own_bytes
+from common.models.host_memory import own_bytes
 from common.pool.base_workers import BaseWorkers
 from common.pool.gate import Gate, Loaded, NotTaken
 from common.pool.pool_worker import PooledService, PoolWorker
@@ -94,7 +94,7 @@ def run(
             raise InvalidInput("a worker serves several base models on Linux alone: name one with MARLAAS_BASE_MODEL")
         spec = sys.modules["__main__"].__spec__
         assert spec is not None, "it runs by python -m"
-        workers = BaseWorkers(fork_server(), spec.name, worker_id(name), settings.pool_bytes or host_bytes() // 2)
+        workers = BaseWorkers(fork_server(), spec.name, worker_id(name))
         return _pooled(settings, PoolWorker(settings, name, pooled(settings), workers))
 
     run_with(name, settings_type, main)
