@@ -74,7 +74,7 @@ class Settings(BaseSettings):
     """The one of `base_models` that this worker serves. Empty: all, in turn."""
     pool_worker: str = ""
     """The worker whose turns this process takes with one base model; standard input is its gate. Pool workers set it."""
-    pool_bytes: int = Field(default=0, ge=0)
+    pool_bytes: Bytes = Field(default=0, ge=0)
     """Memory for the base models' processes of a worker that serves several. 0: half of what is free at its start."""
     slice_max_s: float = Field(default=30.0, gt=0)
     """The longest turn of a base model that has work while another waits, or twenty times what its opening took."""
