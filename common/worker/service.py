@@ -20,6 +20,7 @@ from common.bus.streams import Cell
 from common.cancellation import cancel_all, done_before, running
 from common.children.helpers import kill_children
 from common.errors import REFUSED, InvalidInput, MarlaasError
+from common.models.base_digest import BaseIdentity, base_digest
 from common.settings import MODEL_FILES, Settings, explained, refuse_unknown, resolve_config, resolve_model
 from common.store.adapters import AdapterStore
 from common.store.known_store import recognised_at_once, recognised_by_service
@@ -149,9 +150,10 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     cell = Cell(settings.model_name)
     bus = Bus.connect(settings.redis_url, cell, objects)
-    parts = Parts(worker_id(name), cell, bus, objects, AdapterStore(objects), fingerprints={})
-    start = _Start(Reporter(parts.worker, name, cell.base_model, About(slots=0)), bus, stop)
-    await _fetch_base(settings.models[settings.model_name], start)
+    own_id = worker_id(name)
+    start = _Start(Reporter(own_id, name, cell.base_model, About(slots=0)), bus, stop)
+    base = await _identified(settings, start)
+    parts = Parts(own_id, cell, bus, objects, AdapterStore(objects, base), fingerprints={})
     service = await start.during(build(settings, parts), _loading(cell.base_model))
     membership = Membership(
         bus,
@@ -159,10 +161,10 @@ async def _serve(
         deterministic=settings.deterministic,
         fingerprint=service.about.fingerprint,
         fingerprints=parts.fingerprints,
+        digest=base.digest,
     )
-    reporter = Reporter(parts.worker, name, cell.base_model, service.about)
-    habits = service.habits
-    worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=settings.lease_s, habits=habits)
+    reporter = Reporter(own_id, name, cell.base_model, service.about)
+    worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=settings.lease_s, habits=service.habits)
     try:
         if not is_known:
             await start.during(recognised_by_service(settings, [cell.base_model], objects), _loading(cell.base_model))
@@ -213,12 +215,19 @@ def _loading(base: str) -> Callable[[], str]:
     return progress
 
 
-async def _fetch_base(where: str, start: _Start) -> None:
+async def _identified(settings: Settings, start: _Start) -> BaseIdentity:
+    """The base model's identity, as far as this service has its files. Downloads a hub's first. Raises InvalidInput."""
+    name, with_weights = settings.model_name, start.reporter.service in NEED_WEIGHTS
+    folder = await _fetch_base(settings.models[name], start, resolve_model if with_weights else resolve_config)
+    digest = await start.during(asyncio.to_thread(base_digest, folder, with_weights=with_weights), _loading(name))
+    return BaseIdentity(name, digest)
+
+
+async def _fetch_base(where: str, start: _Start, resolve: Callable[[str], Path]) -> Path:
     """Downloads a hub's base model for this service, and goes on after a restart. Raises InvalidInput."""
     if Path(where).is_dir():
-        return
-    resolve = resolve_model if start.reporter.service in NEED_WEIGHTS else resolve_config
-    await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
+        return Path(where)
+    return await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
 
 
 async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyncio.Event) -> bool:

@@ -113,7 +113,7 @@ EXAMPLES: list[AnyMessage] = [
         failure=Failure("grader", "it raised"),
     ),
     Parked(**PLAIN, request=REQUEST),
-    Init(**PLAIN, adapter=ADAPTER, seed=1, lora=LoraSpec(4, 8.0, ("q_proj",))),
+    Init(**PLAIN, adapter=ADAPTER, seed=1, lora=LoraSpec(4, 8.0, ("q_proj",)), base_digest="a-b"),
     TrainStep(
         **PLAIN,
         weight=2.0,
@@ -163,7 +163,7 @@ EXAMPLES: list[AnyMessage] = [
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "b99d811292f672f6232cefc03aa342f7c8f61bd136bcc07fa194f4fd763a1c1c"
+SNAPSHOT = "1a6e5d7742e31ebae39e2d2ad0f35bc59cebca5a1199f6dbf78fc70177c449eb"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 
