@@ -47,7 +47,7 @@ class WaitingBase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class OpenSlice:
     """The open base model."""
 
     base: str
@@ -72,7 +72,7 @@ def linger_s(opening_s: float) -> float:
 
 
 def choose(
-    current: Slice | None, waiting: Sequence[WaitingBase], *, num_bases: int, slice_max_s: float
+    current: OpenSlice | None, waiting: Sequence[WaitingBase], *, num_bases: int, slice_max_s: float
 ) -> list[WaitingBase]:
     """The bases that may follow now, best first: the first that others do not open already is opened. None: the slice goes on.
 

@@ -1,4 +1,4 @@
-"""Which base model a pool worker opens next: the four rules, each for itself, and what follows from them over time."""
+"""Tests the choice of the base model that a pool worker opens next: each rule, and what follows from them over time."""
 
 from dataclasses import dataclass
 from math import inf
@@ -6,7 +6,7 @@ from math import inf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.pool.choosing import MAX_LINGER_S, Slice, WaitingBase, choose, linger_s, longest_slice_s, ranked
+from common.pool.choosing import MAX_LINGER_S, OpenSlice, WaitingBase, choose, linger_s, longest_slice_s, ranked
 
 SECONDS = st.floats(0, 1e5)
 COSTS = st.floats(0.001, 100)
@@ -30,24 +30,26 @@ def bases(draw: st.DrawFn, *, least: int = 0, most: int = 8) -> list[WaitingBase
 
 
 @st.composite
-def slices(draw: st.DrawFn) -> Slice:
+def slices(draw: st.DrawFn) -> OpenSlice:
     is_busy = draw(st.booleans())
     idle_s = 0.0 if is_busy else draw(SECONDS)
-    return Slice(base="open", is_busy=is_busy, lasted_s=idle_s + draw(SECONDS), idle_s=idle_s, opening_s=draw(COSTS))
+    return OpenSlice(
+        base="open", is_busy=is_busy, lasted_s=idle_s + draw(SECONDS), idle_s=idle_s, opening_s=draw(COSTS)
+    )
 
 
-def chosen(current: Slice | None, waiting: list[WaitingBase]) -> list[WaitingBase]:
+def chosen(current: OpenSlice | None, waiting: list[WaitingBase]) -> list[WaitingBase]:
     return choose(current, waiting, num_bases=len(waiting) + 1, slice_max_s=SLICE_MAX_S)
 
 
 @given(slices(), bases())
-def test_a_busy_slice_goes_on_until_it_has_lasted_long_enough(current: Slice, waiting: list[WaitingBase]) -> None:
+def test_a_busy_slice_goes_on_until_it_has_lasted_long_enough(current: OpenSlice, waiting: list[WaitingBase]) -> None:
     if current.is_busy and current.lasted_s < longest_slice_s(current.opening_s, SLICE_MAX_S):
         assert not chosen(current, waiting)
 
 
 @given(slices(), bases())
-def test_an_idle_slice_lingers_by_what_the_other_costs(current: Slice, waiting: list[WaitingBase]) -> None:
+def test_an_idle_slice_lingers_by_what_the_other_costs(current: OpenSlice, waiting: list[WaitingBase]) -> None:
     for base in chosen(current, waiting):
         assert current.is_busy or current.idle_s >= linger_s(base.opening_s)
     assert linger_s(1e9) == MAX_LINGER_S
@@ -55,7 +57,7 @@ def test_an_idle_slice_lingers_by_what_the_other_costs(current: Slice, waiting: 
 
 @given(st.one_of(st.none(), slices()), bases())
 def test_a_base_waits_as_long_as_its_opening_takes_unless_it_is_loaded(
-    current: Slice | None, waiting: list[WaitingBase]
+    current: OpenSlice | None, waiting: list[WaitingBase]
 ) -> None:
     for base in chosen(current, waiting):
         assert base.is_loaded or base.waited_s >= base.opening_s
@@ -63,7 +65,7 @@ def test_a_base_waits_as_long_as_its_opening_takes_unless_it_is_loaded(
 
 @given(st.one_of(st.none(), slices()), bases(least=1))
 def test_no_place_idles_while_a_base_has_waited_for_the_linger_and_its_opening(
-    current: Slice | None, waiting: list[WaitingBase]
+    current: OpenSlice | None, waiting: list[WaitingBase]
 ) -> None:
     if current and (current.is_busy or current.idle_s < MAX_LINGER_S):
         return
