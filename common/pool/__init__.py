@@ -2,5 +2,6 @@
 
 Its files:
 
-    choosing.py  decides which base model a pool worker opens next
+    choosing.py   decides which base model a pool worker opens next
+    placement.py  decides which pool workers each base model has its place on
 """
