@@ -32,6 +32,8 @@ PLEXRL_SAVED = {"7B": 31.36, "30B": 30.10, "235B": 37.58}
 """Percent of GPU-hours, against split and asynchronous with a private trainer."""
 LEAST_SAVED = {(2, "7B"): 31.0, (2, "235B"): 36.0, (3, "235B"): 37.58}
 MOST_SLOWDOWN = 1.08
+PLEXRL_COMPLETION = {"pack": "about 70 %", "spread": "about 65 %", "backfill": "56.0 %"}
+"""Total completion time of its trace of three months, over isolated."""
 MOST_COMPLETION = {"pack": 60.0, "spread": 65.0, "backfill": 56.0}
 MOST_MAKESPAN = 80.0
 HEAD = (
@@ -144,17 +146,15 @@ def pair_goals(pairs: Sequence[PairFigures]) -> Iterator[Goal]:
 
 
 def trace_goals(found: Sequence[PlacementFigures]) -> Iterator[Goal]:
-    """We read PlexRL's "total completion time" as the mean over jobs: a makespan cannot shrink below the arrivals."""
+    """PlexRL's "total completion time" may be the mean over jobs, or the makespan, which arrivals bound from below: both stand here."""
     isolated = found[0]
     for each in found[1:]:
         share = 100 * each.completion_h.mean / isolated.completion_h.mean
-        what = f"mean completion, from arrival to end, {each.placement} over isolated"
+        what = f"mean completion, from arrival to end, {each.placement} over isolated (PlexRL {PLEXRL_COMPLETION[each.placement]})"
         yield Goal(what, share, MOST_COMPLETION[each.placement], " %", more_is_better=False)
     last, floor = found[-1], 100 * found[-1].floor_d / isolated.makespan_d
-    share = 100 * last.makespan_d / isolated.makespan_d
-    yield Goal(
-        f"makespan, backfill over isolated, floor {floor:.3g} %", share, MOST_MAKESPAN, " %", more_is_better=False
-    )
+    what = f"makespan, backfill over isolated, floor {floor:.3g} % (PlexRL {PLEXRL_COMPLETION['backfill']})"
+    yield Goal(what, 100 * last.makespan_d / isolated.makespan_d, MOST_MAKESPAN, " %", more_is_better=False)
 
 
 def main() -> None:

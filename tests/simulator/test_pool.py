@@ -12,14 +12,15 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.pool.placement import PlacementRule
+from common.pool.choosing import WaitingBase, choose
+from common.pool.placement import PlacementRule, may_open
 from simulator.pool.__main__ import main
 from simulator.pool.cluster import PoolCluster, Setup, factors_of
 from simulator.pool.figures import figures_of, floor_s, sized
-from simulator.pool.places import Costs, PoolSize, WorkerSlice
+from simulator.pool.places import Costs, PoolSize, SimulatedWorker, WorkerSlice
 from simulator.pool.trace import JobShape, TraceJob, draw, read_trace, write_trace
 
 TIMES = st.floats(0.5, 50)
@@ -82,6 +83,39 @@ def test_books_balance_and_every_operation_is_done_once_whoever_shares_what(
 
 def factors(job: TraceJob, jobs: list[TraceJob], setup: Setup) -> list[float]:
     return factors_of(job, next(number for number, each in enumerate(jobs) if each is job), setup)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(get_args(PlacementRule)), JOBS, SIZES, COSTS)
+def test_what_is_not_asked_of_production_it_would_not_choose(
+    monkeypatch: pytest.MonkeyPatch, placement: PlacementRule, jobs: list[TraceJob], size: PoolSize, costs: Costs
+) -> None:
+    """Workers look only when a base could follow, and ask about those bases alone."""
+    candidates: Any = SimulatedWorker._candidates  # pyright: ignore[reportPrivateUsage]
+
+    def asked(worker: SimulatedWorker) -> list[WaitingBase]:
+        return checked(worker, candidates(worker))
+
+    monkeypatch.setattr(SimulatedWorker, "_candidates", asked)
+    has_run(Setup(placement, {4: size, 8: size}, None, costs, lag=1), jobs)
+    monkeypatch.undo()
+
+
+def checked(worker: Any, found: list[WaitingBase]) -> list[WaitingBase]:
+    """`found`, if production finds the same among all that waits; nearer than a millisecond rules may see it either way."""
+    pool, is_busy = worker.pool, worker.running > 0 or worker.open in worker.pool.waiting
+    waiting = [worker._waiting(base, queue[0].at) for base, queue in pool.waiting.items() if base != worker.open]
+    able = may_open(pool.placement, worker.name, waiting, pool.places, is_idle=not is_busy)
+    current = worker._current(is_busy=is_busy) if worker.open else None
+    expected = choose(current, able, num_bases=len(pool.places), slice_max_s=pool.size.slice_max_s)
+    late = {base.base for base in expected} ^ {base.base for base in found}
+    for base in (base for base in waiting if base.base in late):
+        assert (
+            abs(worker._follows_at(base.base, pool.clock.now - base.waited_s, is_idle=not is_busy) - pool.clock.now)
+            < 1e-3
+        )
+    assert late or found == expected
+    return found
 
 
 def test_alone_a_job_takes_the_sum_of_its_parts() -> None:
