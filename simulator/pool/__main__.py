@@ -14,13 +14,14 @@ the trace: jobs of one base need no switch.
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 
 from common.pool.placement import PlacementRule
-from simulator.pool.cluster import SIGMA, PoolCluster, Setup
+from simulator.pool.cluster import PoolCluster, Setup
 from simulator.pool.figures import PairFigures, PlacementFigures, figures_of, paired, sized
 from simulator.pool.picture import draw_slices
 from simulator.pool.places import Costs, PoolSize
@@ -49,13 +50,11 @@ def options() -> argparse.ArgumentParser:
     source.add_argument("--draw", type=natural, metavar="SEED")
     result.add_argument("--days", type=positive, default=90, help="of the trace; default %(default)s")
     result.add_argument("--jobs-per-day", type=positive, default=60, help="of --draw; default %(default)s")
-    result.add_argument("--at-once", action="store_true", help="all jobs are there from the start")
-    result.add_argument("--load", type=float, default=2.0, help="default %(default)s")
+    result.add_argument("--load", type=above_zero, default=2.0, help="default %(default)s")
     result.add_argument("--trainer", type=positive, metavar="N", help="pool workers for jobs of all sizes")
     result.add_argument("--rollout", type=positive, metavar="N", help="pool workers that all rollouts share")
     result.add_argument("--slots", type=positive, default=8, help="of --rollout; default %(default)s")
     result.add_argument("--lag", type=natural, default=1, help="untrained steps before a rollout; default %(default)s")
-    result.add_argument("--sigma", type=float, default=SIGMA, help="spread of a step's time; default %(default)s")
     result.add_argument("--bases", type=positive, default=3, help="with a place on a worker; default %(default)s")
     result.add_argument("--loaded", type=positive, default=1, help="of these on the device; default %(default)s")
     result.add_argument(
@@ -72,21 +71,27 @@ def options() -> argparse.ArgumentParser:
     return result
 
 
-def costs(text: str) -> Costs:
+def above_zero(text: str) -> float:
     try:
-        return Costs(*(float(part) for part in text.split(",")))
-    except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not DEVICE,HOST,DISK in seconds") from error
+        if 0 < (value := float(text)) < inf:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+
+
+def costs(text: str) -> Costs:
+    if len(parts := text.split(",")) != len(Costs._fields):
+        raise argparse.ArgumentTypeError(f"{text!r} is not DEVICE,HOST,DISK in seconds")
+    return Costs(*map(above_zero, parts))
 
 
 def trace_of(args: Any) -> list[TraceJob]:
     """Raises ValueError, OSError."""
-    drawn = args.trace is None
-    jobs = (
-        draw(args.draw, days=args.days, jobs_per_day=args.jobs_per_day)
-        if drawn
-        else read_trace(args.trace, seed=0, days=args.days)
-    )
+    if args.trace:
+        jobs = read_trace(args.trace, seed=0, days=args.days)
+    elif not (jobs := draw(args.draw, days=args.days, jobs_per_day=args.jobs_per_day)):
+        raise ValueError(f"no job came in {args.days} days: more --days, or more --jobs-per-day")
     if args.write_trace:
         write_trace(jobs, args.write_trace)
     return jobs
@@ -98,17 +103,16 @@ def setups(jobs: Sequence[TraceJob], args: Any) -> Iterator[Setup]:
     trainers = {0: size} if args.trainer else sized(jobs, args.load, size)
     rollouts = size._replace(workers=args.rollout, slots=args.slots) if args.rollout else None
     for placement in get_args(PlacementRule):
-        yield Setup(placement, trainers, rollouts, args.costs, args.lag, args.sigma, args.draw or 0)
+        yield Setup(placement, trainers, rollouts, args.costs, args.lag, seed=args.draw or 0)
 
 
 def run_all(title: str, jobs: Sequence[TraceJob], args: Any, picture: Path | None) -> list[PlacementFigures]:
     """The trace under each placement."""
-    there = [msgspec.structs.replace(job, at_s=0.0) for job in jobs] if args.at_once else jobs
     found: list[PlacementFigures] = []
     for setup in setups(jobs, args):
         sys.stderr.write(f"{title}, {setup.placement} …\n")
         cluster = PoolCluster(setup, keep_slices=picture is not None and setup.placement == "backfill")
-        cluster.run(there)
+        cluster.run(jobs)
         found.append(figures_of(cluster))
         if picture and setup.placement == "backfill":
             draw_slices(cluster.slices, PICTURE_S, picture)
@@ -176,7 +180,7 @@ def main() -> None:
         tables.insert(0, make_table("Each job its own base, as in PlexRL", HEAD, lines(alone)))
         tables.append(make_table("GPU-hours a step, one step of lag", head, map(pair_line, pairs, strict)))
         figures |= {"own": alone, "paired": pairs, "paired_strict": strict}
-        goals = [*pair_goals(pairs), *(() if args.at_once else trace_goals(alone))]
+        goals = [*pair_goals(pairs), *trace_goals(alone)]
     steps = sum(job.steps for job in jobs)
     notes = [f"{len(jobs)} jobs, {steps:,} steps, {args.days} days, load {args.load:g}; all figures are simulated"]
     show(Report(tables, msgspec.to_builtins(figures), goals, notes), args.json)

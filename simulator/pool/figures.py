@@ -76,12 +76,15 @@ def floor_s(cluster: PoolCluster) -> float:
 
 
 def _gpu_hours(cluster: PoolCluster) -> float:
-    """GPU-hours of rollouts while their job runs, or in a pool, and of trainers, while bases have their place there."""
+    """GPU-hours of rollouts while their job runs, or in a pool, and of trainers, while bases have their place
+    there. A worker of a pool for jobs of all sizes counts as one GPU."""
     if cluster.rollouts:
         rollout_s = sum(worker.books.held for worker in cluster.rollouts.workers)
     else:
         rollout_s = sum(each.job.shape.rollout * (each.ended_s - each.started_s) for each in cluster.ended)
-    return (rollout_s + sum(g * w.books.held for g, pool in cluster.trainers.items() for w in pool.workers)) / 3600
+    return (
+        rollout_s + sum((g or 1) * w.books.held for g, pool in cluster.trainers.items() for w in pool.workers)
+    ) / 3600
 
 
 def sized(jobs: Sequence[TraceJob], load: float, size: PoolSize) -> dict[int, PoolSize]:

@@ -1,6 +1,7 @@
 """The simulator of pools: its books balance, its jobs do the same work under each placement, and traces are read as they are told."""
 
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -226,6 +227,26 @@ def test_a_trace_is_written_as_it_is_read(tmp_path: Path) -> None:
     read = read_trace(tmp_path / "trace", seed=1, days=inf)
     begin = jobs[0].at_s
     assert read == [msgspec.structs.replace(job, at_s=job.at_s - begin) for job in jobs]
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ("--draw 1 --trace x", "not allowed with argument"),
+        ("--trace nowhere", "simulator.pool: .*No such file"),
+        ("--draw 1 --load 0", "'0' is no number above 0"),
+        ("--draw 1 --costs 1,2", "'1,2' is not DEVICE,HOST,DISK in seconds"),
+        ("--draw 1 --costs 1,2,nan", "'nan' is no number above 0"),
+        ("--draw 6 --days 1 --jobs-per-day 1", "no job came in 1 days"),
+    ],
+)
+def test_wrong_options_are_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, fault: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pool", *options.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert re.search(fault, f"{ended.value.code} {capsys.readouterr().err}")
 
 
 def test_the_command_prints_its_tables_and_draws_who_used_what(
