@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 
-from base_model.device import alone_on, keep_freed_memory, prepare_cpu
+from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
 from common.bus.streams import GROUP_ROLLOUT
 from common.errors import InvalidInput
-from common.settings import resolve_model
+from common.pool.pool_worker import PooledService
+from common.settings import itemsize_of, resolve_model
 from common.text.tokens import ChatTokenizer
 from common.wire.messages import TurnDelta
 from common.worker.service import BuiltService, Parts, run
@@ -102,8 +104,19 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
             on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
         ),
         close=[adapters.close, engine.stop],
+        num_bytes=partial(held_bytes, settings.rollout_device),
     )
 
 
+def pooled(settings: RolloutSettings) -> PooledService:
+    """Closing lets turns end in deterministic mode, where one that moves starts again. Raises InvalidInput for vLLM."""
+    if settings.engine == "vllm":
+        raise InvalidInput(
+            "MARLAAS_ENGINE=vllm serves one base model a worker: name it with MARLAAS_BASE_MODEL, and start more workers for the others"
+        )
+    about = About(slots=settings.shared_slots, dtype=settings.dtype)
+    return PooledService(about, itemsize_of(settings.dtype), settings.rollout_kv_bytes, finishes=settings.deterministic)
+
+
 if __name__ == "__main__":
-    run("rollout", RolloutSettings, build)
+    run("rollout", RolloutSettings, build, pooled)

@@ -1,5 +1,6 @@
 """/v1/models: base models, and the tenant's tuned ones."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -97,6 +98,7 @@ def _base(base: Base, name: str) -> ModelObject:
         context=tokenizer.context,
         learning_rate=tokenizer.learning_rate,
         rules_out=_rules_out(tokenizer),
+        **asdict(base.cluster.turn("rollout")),
     )
     return ModelObject(id=name, created=base.created_at, owned_by=OPERATOR, root=base.name, base=about)
 

@@ -81,8 +81,8 @@ function under(canvas, event) {
 }
 
 function workerTable(workers) {
-  const rows = workers.map((one) => [one.service, h("span", {title: one.id}, `${one.host} ${one.pid}`), one.state, share(one.busy), `${one.in_use}/${one.slots}`, [...new Set(one.working_for.map((work) => work.tenant))].join(", "), number(one.resident.length), one.reason]);
-  return rows.length ? table("Workers", ["Service", "Worker", "State", ">Busy", ">In use", "Works for", ">Adapters in memory", "Waits for, or refused"], rows) : h("p", {class: "error"}, "No worker is alive.");
+  const rows = workers.map((one) => [one.service, h("span", {title: one.id}, `${one.host} ${one.pid}`), one.base_model, one.state, share(one.busy), `${one.in_use}/${one.slots}`, [...new Set(one.working_for.map((work) => work.tenant))].join(", "), number(one.resident.length), one.reason]);
+  return rows.length ? table("Workers", ["Service", "Worker", "Base model", "State", ">Busy", ">In use", "Works for", ">Adapters in memory", "Waits for, or refused"], rows) : h("p", {class: "error"}, "No worker is alive.");
 }
 
 const LINE = /^(\w+)\{([^}]*)\} ([-+.\w]+)$/;
