@@ -220,19 +220,13 @@ class SimulatedWorker:
             if any(base in self.host for base in pool.waiting if base != self.open):
                 self._wake(self._overdue_at)
             return []
-        able: list[WaitingBase] = []
-        later = inf
-        for base, queue in pool.waiting.items():
-            if base == self.open:
-                continue
-            # `choose` says the same of each. To ask it about all bases at each event would take most of the time.
-            if (follows_at := self._follows_at(base, queue[0].at, is_idle=is_idle)) > now:
-                later = min(later, follows_at)
-            else:
-                able.append(self._waiting(base, queue[0].at))
-        self._wake(later)
-        if not able:
+        # `choose` would say the same at each event. To ask it only where a base may follow saves most of the time.
+        others = [(base, queue[0].at) for base, queue in pool.waiting.items() if base != self.open]
+        times = [self._follows_at(base, since, is_idle=is_idle) for base, since in others]
+        self._wake(min((time for time in times if time > now), default=inf))
+        if not any(time <= now for time in times):
             return []
+        able = [self._waiting(base, since) for base, since in others]
         able = may_open(pool.placement, self.name, able, pool.places, is_idle=is_idle)
         current = self._current(is_busy=not is_idle) if self.open else None
         found = choose(current, able, num_bases=len(pool.places), slice_max_s=pool.size.slice_max_s)
