@@ -19,6 +19,7 @@ from common.children.prefork import ForkRequest
 from common.children.processes import describe, last_error, size
 from common.errors import Unavailable
 from common.pool.gate import Channel, Close, Closed, FromBase, Loaded, NotTaken, Open, Pulse
+from common.wire.reported import Tier
 
 LOG = Path("/proc/self/fd/2")
 """The output of this process and its base workers, where that is a file."""
@@ -35,6 +36,8 @@ class BaseWorker:
     channel: Channel
     news: asyncio.Event
     """Set at each change."""
+    tier: Tier
+    """The tier from which the next opening takes it."""
     worker: str = ""
     """Its id, once it is loaded."""
     num_bytes: int = 0
@@ -87,9 +90,10 @@ class BaseWorker:
             self.operation_s = averaged(self.operation_s, mean_s)
         self.pulse = pulse
 
-    async def open(self) -> None:
-        await self.channel.send(Open())
-        self.is_open = not self.ended
+    async def open(self, waited_s: float = 0.0) -> None:
+        """`waited_s`: age of the oldest entry that waits for it."""
+        await self.channel.send(Open(self.tier, waited_s))
+        self.is_open, self.tier = not self.ended, "device"
 
     async def close(self, drain_s: float | None, lease_s: float) -> None:
         """Returns once nothing is under way in it, or it has ended: it is killed where nothing advances any more."""
@@ -122,8 +126,8 @@ class BaseWorkers:
     def loaded(self) -> dict[str, BaseWorker]:
         return {base: worker for base, worker in self.running.items() if worker.worker and not worker.ended}
 
-    async def load(self, base: str) -> BaseWorker:
-        """Starts a base worker. Returns once it is loaded, or has ended, or its cell refuses it; then it is ended.
+    async def load(self, base: str, tier: Tier) -> BaseWorker:
+        """Starts a base worker, whose files are in this tier. Returns once it is loaded, or has ended; one that its cell refuses is ended.
 
         Raises Unavailable if the server that forks them is gone.
         """
@@ -133,7 +137,7 @@ class BaseWorkers:
             child = await fork(self._requests, ForkRequest(self._module, settings), theirs.fileno())
         if child is None:
             raise Unavailable("the server that forks base workers has ended")
-        worker = self.running[base] = BaseWorker(base, child, Channel(ours), self.news)
+        worker = self.running[base] = BaseWorker(base, child, Channel(ours), self.news, tier)
         self._tasks[base] = asyncio.create_task(self._follow(worker))
         while not (worker.worker or worker.ended or worker.refused):
             await worker.changed()

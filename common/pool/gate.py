@@ -15,13 +15,18 @@ from collections.abc import Callable
 import msgspec
 
 from common.models.host_memory import own_bytes
-from common.wire.reported import InPool
+from common.wire.reported import InPool, Tier
 
 MAX_PACKET = 4096
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
     """Read your streams."""
+
+    tier: Tier
+    """The tier from which the base model comes."""
+    waited_s: float
+    """Age of the oldest entry that waits for it."""
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):
@@ -111,6 +116,8 @@ class Gate:
         """Wait until the pool worker opens the gate, or closes it."""
         self.drain_s: float | None = 0.0
         """Time that the last Close gave."""
+        self.counters: dict[str, float] = {}
+        """Totals for the base worker's reports."""
 
     @classmethod
     def of_input(cls, pool_worker: str) -> "Gate":
@@ -134,7 +141,9 @@ class Gate:
         while packet := await self._channel.receive():
             message: ToBase = msgspec.json.decode(packet, type=ToBase)
             match message:
-                case Open():
+                case Open(tier, waited_s):
+                    for name, amount in ((f"opened_from_{tier}", 1.0), ("opening_waited_s", waited_s)):
+                        self.counters[name] = self.counters.get(name, 0.0) + amount
                     self._closes.clear()
                     self._opens.set()
                 case Close(drain_s):

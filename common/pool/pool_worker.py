@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -133,13 +133,25 @@ class PoolWorker:
     async def _switch(self, worker: BaseWorker, base: WaitingBase) -> None:
         """The next is open only after the last is closed, or its process has ended."""
         began_s = time.monotonic()
-        await self._close()
-        await worker.open()
+        with self._switching(worker.base):
+            await self._close()
+            await worker.open(base.waited_s)
         self._open[worker.base] = worker
         self._opened_at_s, self._opening_s = time.monotonic(), base.opening_s
         worker.busy_at_s = self._opened_at_s
         self._states[worker.base].opened("device", self._opened_at_s - began_s)
         log.info("opened", base_model=worker.base, waited_s=base.waited_s, seconds=self._opened_at_s - began_s)
+        await self._tell(worker.base, "stopped")  # the base worker reports; this adds the switch to the timeline
+
+    @contextlib.contextmanager
+    def _switching(self, base: str) -> Generator[None]:
+        """The block's time stands in the timeline as nobody's."""
+        timeline = self._reporters[base].timeline
+        timeline.begin("", "", "switch")
+        try:
+            yield
+        finally:
+            timeline.end("", "", "switch")
 
     async def _close(self) -> None:
         for worker in [*self._open.values()] if self._service.itemsize else ():
@@ -193,7 +205,8 @@ class PoolWorker:
     async def _load(self, base: str) -> None:
         state, began_s = self._states[base], time.monotonic()
         tier = state.file_tier
-        worker = await self._workers.load(base)
+        with self._switching(base):
+            worker = await self._workers.load(base, tier)
         self._loading = ""
         if not worker.worker or worker.ended:
             reason = worker.refused or f"its process {worker.ended}"
@@ -202,7 +215,8 @@ class PoolWorker:
             await self._lookout.leave(base)
             return
         state.loaded(worker)
-        state.opened(tier, time.monotonic() - began_s)
+        state.opened(tier, seconds := time.monotonic() - began_s)
+        log.info("loaded", base_model=base, tier=tier, seconds=seconds, num_bytes=worker.num_bytes)
         await self._tell(base, "stopped")  # from now on the base worker reports
         if not self._service.itemsize:
             await worker.open()

@@ -180,7 +180,8 @@ async def _serve(
     bus = Bus.connect(settings.redis_url, cell, objects)
     own_id = worker_id(name)
     gate = Gate.of_input(settings.pool_worker) if settings.pool_worker else None
-    reporting = partial(Reporter, own_id, name, cell.base_model, pool=gate.state if gate else None)
+    told = {"pool": gate.state, "counters": gate.counters} if gate else {}
+    reporting: Callable[[About], Reporter] = partial(Reporter, own_id, name, cell.base_model, **told)
     start = _Start(reporting(About(slots=0)), bus, stop)
     base = await _identified(settings, start)
     parts = Parts(own_id, cell, bus, objects, AdapterStore(objects, base), fingerprints={})

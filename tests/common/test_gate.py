@@ -52,7 +52,7 @@ async def test_a_worker_reads_while_its_gate_is_open(bus: Bus, sides: tuple[Gate
         await until(lambda: pool.heard)
         assert await length(bus, CELL.env, 3), "nothing is read before it opens"
         for num in (3, 6):
-            await pool.channel.send(Open())
+            await pool.channel.send(Open("host", 2.0))
             await until(lambda: length(bus, CELL.env, 0))
             await pool.channel.send(Close(0.0))
             await until(lambda num=num: pool.num_closed == num // 3)
@@ -66,7 +66,7 @@ async def test_what_does_not_end_in_time_goes_to_others_before_the_worker_is_clo
     gate, pool = sides
     async with working(bus, Recorder(for_ever), gate=gate):
         await bus.publish([(CELL.env, start(n)) for n in range(3)])
-        await pool.channel.send(Open())
+        await pool.channel.send(Open("host", 2.0))
         await until(lambda: pool.beat.in_use == 3)
         await pool.channel.send(Close(0.05))
         await until(lambda: pool.num_closed)
@@ -86,7 +86,7 @@ async def test_without_a_limit_all_that_was_begun_ends_before_the_worker_is_clos
 
     async with working(bus, Recorder(when_told), gate=gate):
         await bus.publish([(CELL.env, start(1))])
-        await pool.channel.send(Open())
+        await pool.channel.send(Open("host", 2.0))
         await until(lambda: pool.beat.in_use == 1)
         await pool.channel.send(Close(None))
         await until(lambda: not gate.is_open)
@@ -101,8 +101,9 @@ async def test_a_closed_worker_reports_what_its_pool_worker_expects(bus: Bus, si
     async with working(bus, Recorder(at_once), gate=gate):
         await pool.channel.send(Expected(0.5, 2.0))
         await until(lambda: gate.state().waiting_s == 2.0)
-        await pool.channel.send(Open())
+        await pool.channel.send(Open("host", 2.0))
         await until(lambda: gate.is_open)
+        assert gate.counters == {"opened_from_host": 1.0, "opening_waited_s": 2.0}
         assert (gate.state().worker, gate.state().opens_in_s) == ("rollout-0", 0.0)
 
 

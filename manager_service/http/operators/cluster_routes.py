@@ -33,7 +33,7 @@ async def workers(api: Parts, admin: Admin) -> Page[WorkerObject]:
 
 
 def _worker(worker: WorkerReport) -> WorkerObject:
-    work = {(span.tenant, span.job, span.phase) for span in worker.spans}
+    work = {(span.tenant, span.job, span.phase) for span in worker.spans if span.tenant}
     working_for = [dict(zip(("tenant", "job", "phase"), one, strict=True)) for one in sorted(work)]
     pool = msgspec.structs.asdict(worker.pool) if worker.pool else None
     return WorkerObject.model_validate(msgspec.structs.asdict(worker) | {"working_for": working_for, "pool": pool})
