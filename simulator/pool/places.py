@@ -95,6 +95,8 @@ class ServicePool:
         self.places = place(self.placement, demand, dict.fromkeys(demand, 1.0), rows)
         for worker in self.workers:
             worker.hold([base for base, names in self.places.items() if worker.name in names])
+        for worker in self.workers:
+            worker.look()  # what waits may have got its place on another
         return self.places
 
     def ask(self, operation: PoolOperation) -> None:
