@@ -15,7 +15,7 @@ from common.wire.reported import Tier
 BYTES_A_SECOND: dict[Tier, float] = {"host": 1e9, "disk": 0.2e9, "away": 0.02e9}
 """Expected speed of loading, before it was measured here."""
 START_S, SWITCH_S = 0.5, 0.02
-"""Expected time until a process runs, and until a running one is open."""
+"""Expected time until a process runs; and until a running one is open, apart from what the one before must end."""
 OPERATION_S = 1.0
 """Expected time of one operation."""
 PROCESS_BYTES = 100 << 20
@@ -32,17 +32,15 @@ class BaseState:
     where: str
     itemsize: int
     """Bytes of a weight; 0: the service holds none."""
-    more_bytes: int
-    """Memory of its process besides the weights."""
     file_tier: Tier = "away"
     """The tier while it has no process."""
     num_bytes: int = 0
-    """Memory of its process, expected or as last told."""
+    """Memory of its process while it is closed, expected or as last told."""
     refused: str = ""
     """The reason why it cannot be opened here; empty if it can."""
     closed_at_s: float = float("-inf")
     operation_s: float | None = None
-    _opened_s: dict[Tier, float] = field(default_factory=dict[Tier, float])
+    _loaded_s: dict[Tier, float] = field(default_factory=dict[Tier, float])
     _weight_bytes: int = 0
     _num_deaths: int = 0
     _retry_at_s: float = float("-inf")
@@ -56,7 +54,7 @@ class BaseState:
         if not self.num_bytes:
             try:
                 self._weight_bytes = BaseShape.load(folder).num_weights * self.itemsize
-                self.num_bytes = self._weight_bytes + self.more_bytes + PROCESS_BYTES
+                self.num_bytes = self._weight_bytes + PROCESS_BYTES
             except (InvalidInput, OSError):  # its process says what is wrong
                 return
         self.file_tier = "host" if are_in_memory(weight_files(folder)) else "disk"
@@ -68,15 +66,14 @@ class BaseState:
 
     def opening_s(self, *, is_loaded: bool) -> float:
         """Expected time to open it once it is its turn."""
-        tier: Tier = "device" if is_loaded else self.file_tier
-        known = self._opened_s.get(tier)
-        first = SWITCH_S if tier == "device" else START_S + self._weight_bytes / BYTES_A_SECOND[tier]
-        return first if known is None else known
+        if is_loaded:
+            return SWITCH_S
+        known = self._loaded_s.get(self.file_tier)
+        return START_S + self._weight_bytes / BYTES_A_SECOND[self.file_tier] if known is None else known
 
-    def opened(self, tier: Tier, seconds: float) -> None:
-        self._opened_s[tier] = averaged(self._opened_s.get(tier), seconds)
-
-    def loaded(self, worker: BaseWorker) -> None:
+    def loaded(self, worker: BaseWorker, tier: Tier, seconds: float) -> None:
+        """`tier`: of its files at the start, `seconds` ago."""
+        self._loaded_s[tier] = averaged(self._loaded_s.get(tier), seconds)
         self.num_bytes, self.refused, self._num_deaths = max(worker.num_bytes, 1), "", 0
 
     def failed(self, reason: str, *, died: bool) -> None:

@@ -17,14 +17,15 @@ HOLD_S = 3.0
 
 # KEYS: of each cell its `open-at`, then its streams: those of all workers, then the pool worker's own. ARGV: group, milliseconds of a
 # lease, then of each cell: the number of streams of both kinds, key of the weights, which a worker may only read.
-# Returns of each cell: unread entries, and the age of the oldest in ms, of both kinds; the weights.
+# Returns of each cell: unread entries, and the age of the oldest in ms, of both kinds; the weights; entries of the first kind that were
+# read, and how many pool workers have the cell open.
 _LOOK = """
 local time = redis.call('TIME')
 local now, at, rows = time[1] * 1000 + math.floor(time[2] / 1000), 0, {}
 local function take() at = at + 1; return KEYS[at] end
 local function look(stream, alone)
   local length, last, pending = redis.call('XLEN', stream), '-', 0
-  if length == 0 then return 0, 0 end
+  if length == 0 then return 0, 0, 0 end
   for _, group in ipairs(redis.call('XINFO', 'GROUPS', stream)) do
     if group[2] == ARGV[1] then pending, last = group[6], '(' .. group[8] end
   end
@@ -33,22 +34,22 @@ local function look(stream, alone)
   if first then oldest = now - string.match(first[1], '^%d+') end
   -- Where nobody reads, nobody takes over either: what is idle for a lease waits like what is unread.
   local idle = alone and pending > 0 and redis.call('XPENDING', stream, ARGV[1], 'IDLE', ARGV[2], '-', '+', 1)[1]
-  if idle then return unread + 1, math.max(oldest, idle[3] - ARGV[2]) end
-  return unread, oldest
+  if idle then return unread + 1, math.max(oldest, idle[3] - ARGV[2]), pending end
+  return unread, oldest, pending
 end
 for i = 3, #ARGV, 3 do
-  local alone, row = redis.call('ZCOUNT', take(), now, '+inf') == 0, {}
+  local open, busy, row = redis.call('ZCOUNT', take(), now, '+inf'), 0, {}
   for kind = 0, 1 do
     local unread, oldest = 0, 0
     for _ = 1, ARGV[i + kind] do
-      local num, age = look(take(), alone)
-      unread, oldest = unread + num, math.max(oldest, age)
+      local num, age, pending = look(take(), open == 0)
+      unread, oldest, busy = unread + num, math.max(oldest, age), busy + (kind == 0 and pending or 0)
     end
     row[#row + 1], row[#row + 2] = unread, oldest
   end
   local weight = 0
   for n, value in ipairs(redis.call('HGETALL', ARGV[i + 2])) do weight = weight + (n % 2 == 0 and tonumber(value) or 0) end
-  row[5] = tostring(weight)
+  row[5], row[6], row[7] = tostring(weight), busy, open
   rows[#rows + 1] = row
 end
 return rows
@@ -86,6 +87,10 @@ class Unread:
     """The number of those that only this pool worker can read."""
     weight: float = 0.0
     """The sum over the tenants whose jobs are active."""
+    num_begun: int = 0
+    """Entries that workers have read and not settled, of those that all may read."""
+    num_open: int = 0
+    """Pool workers that have the base model open, or open it."""
 
 
 class Lookout:
@@ -111,8 +116,9 @@ class Lookout:
                 keys += [cell.open_at(self._service), *shared, *own]
                 words += [len(shared), len(own), cell.weights]
             for base, row in zip(bases, await self._call(bases[0], _LOOK, keys, words), strict=True):
-                num, age_ms, num_own, own_age_ms, weight = row
-                found[base] = Unread(num + num_own, max(age_ms, own_age_ms) / 1000, num_own, float(weight))
+                num, age_ms, num_own, own_age_ms, weight, *others = row
+                waited_s = max(age_ms, own_age_ms) / 1000
+                found[base] = Unread(num + num_own, waited_s, num_own, float(weight), *others)
         return found
 
     async def enter(self, base: str, unread: Unread, slots: int) -> bool:

@@ -23,6 +23,7 @@ from common.bus.redis_connection import CLUSTER
 from common.bus.streams import Cell
 from common.cancellation import starting
 from common.errors import REFUSED
+from common.models.host_memory import host_bytes
 from common.pool.base_states import BaseState
 from common.pool.base_workers import BaseWorker, BaseWorkers
 from common.pool.choosing import OpenSlice, WaitingBase, choose, ranked
@@ -49,8 +50,8 @@ class PooledService:
     """A part of the reports for base models without a process."""
     itemsize: int = 0
     """Bytes of a weight; 0: they hold none."""
-    more_bytes: int = 0
-    """Memory of each besides the weights."""
+    open_bytes: int = 0
+    """Memory that the open one takes more than a closed one, at most."""
     finishes: bool = False
     """Work that was begun ends before a base model is closed; else it may be handed back."""
 
@@ -68,17 +69,18 @@ class PoolWorker:
             base: Bus(connect(settings.redis_url, cell) if shards else one, cell) for base, cell in cells.items()
         }
         self._lookout = Lookout(self._buses, service, worker, settings.lease_s)
-        self._states = {
-            base: BaseState(base, where, pooled.itemsize, pooled.more_bytes) for base, where in settings.models.items()
-        }
+        self._states = {base: BaseState(base, where, pooled.itemsize) for base, where in settings.models.items()}
         self._reporters = {
             base: Reporter(worker, service, base, pooled.about, partial(self._in_pool, base))
             for base in settings.models
         }
+        self._max_bytes = settings.pool_bytes or host_bytes() // 2
         self._seen = dict.fromkeys(settings.models, Unread())
         self._open: dict[str, BaseWorker] = {}
         self._opened_at_s = 0.0
         self._opening_s = 0.0
+        self._helps = False  # the open base was opened beside others, as nothing waited
+        self._uncrowded_at_s = time.monotonic()
         self._loading = ""
         self._quiet_since_s = time.monotonic()
 
@@ -109,22 +111,26 @@ class PoolWorker:
             await self._forget_ended()
             waiting, current = self._waiting(), self._current()
             num_bases, slice_max_s = len(self._states), self._settings.slice_max_s
-            for each in choose(current, waiting, num_bases=num_bases, slice_max_s=slice_max_s):
+            gives_way = self._helps and any(self._seen[base].num_open > 1 for base in self._open)
+            for each in choose(None if gives_way else current, waiting, num_bases=num_bases, slice_max_s=slice_max_s):
                 if await self._begin(each, start):
                     break
             if current and current.is_busy:
                 await self._prefetch(ranked(waiting, num_bases=num_bases, slice_max_s=slice_max_s), start)
+            elif not waiting and (base := self._crowded()):
+                await self._begin(base, start, helps=True)
             await self._pause()
 
-    async def _begin(self, base: WaitingBase, start: StartTask) -> bool:
+    async def _begin(self, base: WaitingBase, start: StartTask, *, helps: bool = False) -> bool:
         """Opens a loaded base, else loads it. False: another may be opened meanwhile."""
         worker = self._workers.loaded.get(base.base)
         if worker is None and self._loading:
             return False
-        if not await self._lookout.enter(base.base, self._seen[base.base], self._service.about.slots):
+        if not await self._lookout.enter(base.base, self._seen[base.base], 0 if helps else self._service.about.slots):
             return False
         if worker is not None:
             await self._switch(worker, base)
+            self._helps = helps
             return True
         if await self._made_room(base.base):
             self._begin_load(base.base, start)
@@ -139,7 +145,6 @@ class PoolWorker:
         self._open[worker.base] = worker
         self._opened_at_s, self._opening_s = time.monotonic(), base.opening_s
         worker.busy_at_s = self._opened_at_s
-        self._states[worker.base].opened("device", self._opened_at_s - began_s)
         log.info("opened", base_model=worker.base, waited_s=base.waited_s, seconds=self._opened_at_s - began_s)
         await self._tell(worker.base, "stopped")  # the base worker reports; this adds the switch to the timeline
 
@@ -155,7 +160,7 @@ class PoolWorker:
 
     async def _close(self) -> None:
         for worker in [*self._open.values()] if self._service.itemsize else ():
-            drain_s = None if self._service.finishes else self._settings.slice_drain_s
+            drain_s = None if self._service.finishes else 0.0 if self._helps else self._settings.slice_drain_s
             await worker.close(drain_s, self._settings.lease_s)
         await self._forget_ended()
 
@@ -173,20 +178,30 @@ class PoolWorker:
     async def _made_room(self, base: str) -> bool:
         """Ends closed base workers, and at last the open one, whose slice is over, so that one more has room."""
         state = self._states[base]
-        if state.num_bytes > self._workers.max_bytes:
-            has, needs = self._workers.max_bytes, state.num_bytes
+        if state.num_bytes > self._max_bytes:
+            has, needs = self._max_bytes, state.num_bytes
             state.refuse(
                 f"{base} needs {needs / 1e9:.2f} GB, and this worker's base models have {has / 1e9:.2f} GB: raise "
                 "MARLAAS_POOL_BYTES, or serve it on another machine"
             )
             await self._lookout.leave(base)
             return False
-        if (ends := self._workers.frees(state.num_bytes)) is None:
+        if (ends := self._frees(state)) is None:
             await self._close()
-            ends = self._workers.frees(state.num_bytes)
+            ends = self._frees(state)
         for each in ends or ():
             await self._workers.end(each)
         return ends is not None
+
+    def _has_room(self, base: str) -> bool:
+        """Could it be opened, and no other base model be ended for it?"""
+        state, loaded = self._states[base], self._workers.loaded
+        return state.may_open and (base in loaded or self._frees(state) == [])
+
+    def _frees(self, state: BaseState) -> list[str] | None:
+        """A base model that fits by itself is started even where an open one might then take more than there is."""
+        room = max(self._max_bytes - self._service.open_bytes, state.num_bytes)
+        return self._workers.frees(state.num_bytes, room)
 
     async def _prefetch(self, order: list[WaitingBase], start: StartTask) -> None:
         """Loads the base that comes next while a slice goes on, as far as there is room."""
@@ -195,7 +210,7 @@ class PoolWorker:
             return
         state = self._states[able[0].base]
         state.read_ahead()
-        if self._workers.frees(state.num_bytes) == []:
+        if self._has_room(state.name):
             self._begin_load(state.name, start)
 
     def _begin_load(self, base: str, start: StartTask) -> None:
@@ -214,8 +229,7 @@ class PoolWorker:
             log.error("not_loaded", base_model=base, reason=reason)
             await self._lookout.leave(base)
             return
-        state.loaded(worker)
-        state.opened(tier, seconds := time.monotonic() - began_s)
+        state.loaded(worker, tier, seconds := time.monotonic() - began_s)
         log.info("loaded", base_model=base, tier=tier, seconds=seconds, num_bytes=worker.num_bytes)
         await self._tell(base, "stopped")  # from now on the base worker reports
         if not self._service.itemsize:
@@ -233,6 +247,22 @@ class PoolWorker:
             for base, unread in self._seen.items()
             if unread.num and base not in self._open and self._states[base].may_open
         ]
+
+    def _crowded(self) -> WaitingBase | None:
+        """A base whose workers have had more than one piece of work each for as long as its opening takes. What comes next is then read
+        here too: as nothing waits, this place would idle beside them."""
+        crowded = {
+            base: unread.num_begun / unread.num_open
+            for base, unread in self._seen.items()
+            if unread.num_begun > unread.num_open > 0 and base not in self._open and self._has_room(base)
+        }
+        now_s = time.monotonic()
+        if not crowded:
+            self._uncrowded_at_s = now_s
+            return None
+        base = max(crowded, key=lambda name: crowded[name])
+        found = self._states[base].waiting(self._seen[base], self._workers.loaded.get(base), 0.0)
+        return found if now_s - self._uncrowded_at_s >= found.opening_s else None
 
     def _current(self) -> OpenSlice | None:
         """The open base; None for env workers, where each may be opened at any time."""

@@ -23,7 +23,7 @@ from common.children.helpers import kill_children
 from common.children.prefork import fork_server
 from common.errors import REFUSED, InvalidInput, MarlaasError
 from common.models.base_digest import BaseIdentity, base_digest
-from common.models.host_memory import host_bytes, own_bytes
+from common.models.host_memory import own_bytes
 from common.pool.base_workers import BaseWorkers
 from common.pool.gate import Gate, Loaded, NotTaken
 from common.pool.pool_worker import PooledService, PoolWorker
@@ -91,9 +91,11 @@ def run(
     def main(settings: S) -> Coroutine[Any, Any, None]:
         if settings.base_model or len(settings.models) == 1:
             return _run(name, settings, build)
+        if sys.platform != "linux":
+            raise InvalidInput("a worker serves several base models on Linux alone: name one with MARLAAS_BASE_MODEL")
         spec = sys.modules["__main__"].__spec__
         assert spec is not None, "it runs by python -m"
-        workers = BaseWorkers(fork_server(), spec.name, worker_id(name), settings.pool_bytes or host_bytes() // 2)
+        workers = BaseWorkers(fork_server(), spec.name, worker_id(name))
         return _pooled(settings, PoolWorker(settings, name, pooled(settings), workers))
 
     run_with(name, settings_type, main)

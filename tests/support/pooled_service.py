@@ -1,6 +1,7 @@
 """A service whose pool worker has base workers that load at once and do what their base model's name says.
 
-echoes…   publishes each message in the cell's stream `env`
+echoes    publishes each message in the cell's stream `env`
+takes     does so after half a second
 hangs     stops with the first message, event loop and all
 dies      ends with status 3 while it loads
 refuses   says that its settings are wrong
@@ -30,7 +31,7 @@ class Echoes:
     async def __call__(self, message: Message, beat: Beat) -> list[Out]:
         if self._cell.base_model == "hangs":
             time.sleep(600)
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5 if self._cell.base_model == "takes" else 0.01)
         return [(self._cell.env, message)]
 
     def hand_back(self, message: Any) -> list[Out] | None:
