@@ -11,6 +11,8 @@ Axes: N positions of a pack, m keys of all runs, S runs.
 
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from trainer_service.backbone.attention import Pack, register
 
 NAME = "marlaas_varlen"
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Before torch 2.13 fewer heads of keys than of queries are taken unasked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +86,7 @@ def _attended(
         runs.most_keys,
         scale=scaling,
         window_size=(window - 1 if window else -1, 0),
-        enable_gqa=q.shape[1] > k.shape[1],
+        **GROUPED,
     )
     assert isinstance(found, Tensor)
     return found
