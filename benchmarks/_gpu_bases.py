@@ -10,7 +10,7 @@ from base_model.decoder import Decoder, DecoderConfig
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from trainer_service.backbone.interface import Backbone
-from trainer_service.settings import TrainerSettings
+from trainer_service.settings import AUTO, TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,16 +102,16 @@ def random_modules(decoder: Decoder) -> Backbone:
     return ModulesBackbone.of(model, target_layers(model), decoder.config.context)
 
 
-def training_modules(decoder: Decoder) -> Backbone:
-    """The same, with the kernels that a trainer takes by itself on that device."""
+def training_modules(decoder: Decoder, kernels: str = AUTO) -> Backbone:
+    """The same, with kernels as a trainer takes them on that device. Raises InvalidInput for some that cannot run there."""
     from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels, use_kernels
     from trainer_service.backbone.modules import ModulesBackbone
 
     backbone = random_modules(decoder)
     assert isinstance(backbone, ModulesBackbone)
     dtype = str(decoder.embedding.dtype).removeprefix("torch.")
-    settings = TrainerSettings.model_validate({"trainer_device": str(decoder.device), "trainer_dtype": dtype})
-    use_kernels(backbone, chosen_kernels(settings, decoder.device))
+    given = {"trainer_device": str(decoder.device), "trainer_dtype": dtype, "trainer_kernels": kernels}
+    use_kernels(backbone, chosen_kernels(TrainerSettings.model_validate(given), decoder.device))
     return backbone
 
 
