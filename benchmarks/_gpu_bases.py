@@ -2,6 +2,7 @@
 weights."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ def random_decoder(shape: Shape, device: torch.device, dtype: torch.dtype) -> De
     def drawn(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator, device=device, dtype=dtype) * 0.02
 
-    weights = {"embed_tokens.weight": drawn(c.vocab, c.hidden), "norm.weight": _ones(c.hidden, device, dtype)}
+    ones = partial(torch.ones, device=device, dtype=dtype)
+    weights = {"embed_tokens.weight": drawn(c.vocab, c.hidden), "norm.weight": ones(c.hidden)}
     query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     linear = {
         "self_attn.q_proj": (query, c.hidden),
@@ -58,7 +60,7 @@ def random_decoder(shape: Shape, device: torch.device, dtype: torch.dtype) -> De
     norms |= {"self_attn.q_norm": c.head_dim, "self_attn.k_norm": c.head_dim}
     for layer in range(c.num_layers):
         weights |= {f"layers.{layer}.{name}.weight": drawn(*size) for name, size in linear.items()}
-        weights |= {f"layers.{layer}.{name}.weight": _ones(size, device, dtype) for name, size in norms.items()}
+        weights |= {f"layers.{layer}.{name}.weight": ones(size) for name, size in norms.items()}
     return Decoder(c, weights)
 
 
@@ -122,7 +124,3 @@ def sampling_backbone(decoder: Decoder, kind: str) -> EngineBackbone:
     from rollout_service.embedded.backbone.modules import ModulesDecoder  # here: it imports transformers
 
     return ModulesDecoder(random_model(decoder, "sdpa"))
-
-
-def _ones(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.ones(size, device=device, dtype=dtype)

@@ -8,16 +8,17 @@ Weights are random, in bfloat16; adapters have rank 8 on all linear layers. Answ
 median 16 and 99th percentile 160 tokens. Of each shape:
 
     ceilings   what the device does at most: a copy, products of the step's shapes, grouped products
-    training   a fused step of N jobs, 4 groups of 8 rows each, with the kernels that a trainer takes by itself, and of the fewest jobs
-               with each of `--kernels` (MARLAAS_TRAINER_KERNELS; none: the plain path). The time of its phases; kernels, and for how much
-               of the time the device is busy; the most memory, weights included. MFU: operations of computed tokens over what the
-               device can do. A beginning that rows share is computed once, and counts once
-    decoding   a step of 64 rows of N adapters on the embedded engine, with our decoder and with transformers' modules. MBU: bytes that a
-               step must read (weights, adapters at work, keys and values) over what the device can read
+    training   a fused step of N jobs, 4 groups of 8 rows each: the time of its phases; kernels, and for how much of the time the device is
+               busy; the most memory, weights included. MFU: operations of computed tokens over what the device can do. A beginning
+               that rows share is computed once, and counts once
+    decoding   a step of 64 rows of N adapters on the embedded engine, with our decoder. MBU: bytes that a step must read (weights,
+               adapters at work, keys and values) over what the device can read
+    modules    the same with transformers' modules
     gap        between the log-probs of tokens that the engine sampled and those of the trainer, both in bfloat16
     peft       the same fused step of the fewest jobs in turn with a plain loop of transformers + PEFT, a step for each job
     plan       the most memory of a step of 8 rows of 4,096 tokens, and what `marlaas plan` says of it, both without the process and without
                holes between allocations
+    kernels    the fused step of the fewest jobs with each of `--kernels` (MARLAAS_TRAINER_KERNELS; none: the plain path)
 
 And of the first shape a whole job, through all services on the one device. A part that fails says why, and the others go on; parts that
 would begin after `--seconds` are left out, and said so. Without a GPU nothing is measured. What a bare machine needs is in
@@ -32,7 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -50,20 +51,15 @@ from trainer_service.packing import Budget
 from trainer_service.settings import AUTO, TrainerSettings
 from trainer_service.training import Trainer
 
-
-class Peak(NamedTuple):
-    flops: float  # bfloat16 operations a second, without sparsity
-    bandwidth: float  # bytes a second
-
-
 UNKNOWN = float("nan")
-PEAKS = {"H100": Peak(989e12, 3.35e12), "H200": Peak(989e12, 4.8e12), "A100": Peak(312e12, 2.04e12)}
-"""From the data sheets (SXM)."""
+PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.04e12)}
+"""From the data sheets (SXM): bfloat16 operations a second without sparsity, bytes a second."""
 PROMISED = {"qwen3-0.6b": (20.0, 14.0), "qwen3-8b": (40.0, 50.0)}
 """Least MFU of a fused step and MBU of decoding, in percent, with GOAL_JOBS jobs."""
 GOAL_JOBS = 8
 MICRO_BATCH_TOKENS = 16_384
 """Tokens of a micro-batch, if memory allows."""
+PARTS = ("ceilings", "training", "decoding", "modules", "gap", "peft", "plan", "kernels", "whole job")
 KERNELS = ("varlen", "varlen,compile")
 FORESEEN = "memory that `marlaas plan` foresees, off the peak by"
 
@@ -74,11 +70,14 @@ class Parts:
 
     until: float  # by the monotonic clock
     to: Path | None
+    chosen: Sequence[str]
     found: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     failures: list[str] = field(default_factory=list[str])
 
     def run(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
         since = time.monotonic()
+        if name.split(", ")[1] not in self.chosen:
+            return
         if since > self.until:
             self.failures.append(f"{name}: left out, the time is up")
             return
@@ -98,19 +97,16 @@ class Parts:
         return {"parts": self.found, "failures": self.failures}
 
 
-def peaks(device: torch.device) -> Peak:
+def peaks(device: torch.device) -> tuple[float, float]:
     """NaN for a device that is not known."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for known, peak in PEAKS.items() if known in name), Peak(UNKNOWN, UNKNOWN))
+    return next((peak for known, peak in PEAKS.items() if known in name), (UNKNOWN, UNKNOWN))
 
 
 def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> None:
     """All parts of one shape."""
-    decoder, times, peak = (
-        random_decoder(SHAPES_OF_BASES[shape], device, torch.bfloat16),
-        given.repetitions,
-        peaks(device),
-    )
+    decoder = random_decoder(SHAPES_OF_BASES[shape], device, torch.bfloat16)
+    times, (flops, bandwidth) = given.repetitions, peaks(device)
     trainer = Trainer(training_modules(decoder), Budget(MICRO_BATCH_TOKENS))
     fit(trainer, 0)
     jobs_of = {n: parts.heavy_tailed(trainer, n) for n in given.jobs}
@@ -118,22 +114,22 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
 
     def train(kernels: str, jobs: list[Job]) -> dict[str, Any]:
         other = trainer if kernels == AUTO else with_kernels(trainer, decoder, kernels)
-        return parts.measure_training(other, decoder, jobs, times, peak.flops)
+        return parts.measure_training(other, decoder, jobs, times, flops)
 
     run.run(f"{shape}, ceilings", lambda: parts.measure_ceilings(SHAPES_OF_BASES[shape], device))
     for n, jobs in jobs_of.items():
-        run.run(f"{shape}, training, {AUTO}, N = {n}", partial(train, AUTO, jobs))
-    for kind in ("decoder", "transformers"):
+        run.run(f"{shape}, training, N = {n}", partial(train, AUTO, jobs))
+    for part, kind in (("decoding", "decoder"), ("modules", "transformers")):
         sampling = sampling_backbone(decoder, kind)
         for n in given.jobs:
-            decoding = partial(parts.measure_decoding, sampling, adapters[:n], times, peak.bandwidth)
-            run.run(f"{shape}, decoding, {kind}, N = {n}", decoding)
+            decoding = partial(parts.measure_decoding, sampling, adapters[:n], times, bandwidth)
+            run.run(f"{shape}, {part}, N = {n}", decoding)
         run.run(f"{shape}, gap, {kind}", partial(parts.measure_gap, trainer, sampling))
     fewest, jobs = min(jobs_of.items())
     run.run(f"{shape}, peft, N = {fewest}", lambda: parts.measure_against_peft(trainer, decoder, jobs))
     run.run(f"{shape}, plan", lambda: parts.measure_plan(trainer, SHAPES_OF_BASES[shape]))
     for names in given.kernels:
-        run.run(f"{shape}, training, {names or 'plain'}, N = {fewest}", partial(train, names, jobs))
+        run.run(f"{shape}, kernels, {names or 'none'}, N = {fewest}", partial(train, names, jobs))
 
 
 def with_kernels(default: Trainer, decoder: Decoder, names: str) -> Trainer:
@@ -155,18 +151,21 @@ def tables(found: dict[str, dict[str, Any]]) -> list[Any]:
     def of(*kinds: str) -> list[tuple[str, dict[str, Any]]]:
         return [(name, f) for name, f in found.items() if name.split(", ")[1] in kinds]
 
-    def table(title: str, kind: str, columns: dict[str, str]) -> Any:
+    def table(title: str, kinds: Sequence[str], columns: dict[str, str]) -> Any:
         return make_table(
-            title, ("", *columns), [(name, *(f[each] for each in columns.values())) for name, f in of(kind)]
+            title, ("", *columns), [(name, *(f[each] for each in columns.values())) for name, f in of(*kinds)]
         )
 
     rest = of("ceilings", "plan", "peft", "gap", "whole job")
     others = [(f"{name}: {figure}", value) for name, f in rest for figure, value in f.items()]
     return [
-        table("Fused training", "training", DEVICE | PHASES | COMPUTED),
-        table(f"Decoding {parts.ROWS} rows", "decoding", DEVICE | READ),
+        table("Fused training", ("training", "kernels"), DEVICE | PHASES | COMPUTED),
+        table(f"Decoding {parts.ROWS} rows", ("decoding", "modules"), DEVICE | READ),
         make_table("Ceilings, and both ends", ("", ""), others),
-        *(make_table(name, ("", "busy %"), f["busiest"]) for name, f in of("training", "decoding")),
+        *(
+            make_table(name, ("", "busy %"), f["busiest"])
+            for name, f in of("training", "kernels", "decoding", "modules")
+        ),
     ]
 
 
@@ -176,10 +175,10 @@ def goals(found: dict[str, dict[str, Any]], shapes: Sequence[str]) -> list[Goal]
     for shape in shapes:
         mfu, mbu = PROMISED.get(shape, (0.0, 0.0))
         promised = [
-            (f"training, {AUTO}", "mfu_percent", "MFU of a fused step", mfu, " %"),
+            ("training", "mfu_percent", "MFU of a fused step", mfu, " %"),
             ("peft", "to_peft", "steps/s to transformers + PEFT", 10.0, " x"),
-            ("decoding, decoder", "mbu_percent", "bandwidth used in decoding", mbu, " %"),
-            ("decoding, decoder", "to_one_adapter", "decoding to one adapter", 0.9, " x"),
+            ("decoding", "mbu_percent", "bandwidth used in decoding", mbu, " %"),
+            ("decoding", "to_one_adapter", "decoding to one adapter", 0.9, " x"),
         ]
         for part, figure, what, limit, unit in promised:
             if measured := found.get(f"{shape}, {part}, N = {GOAL_JOBS}"):
@@ -207,6 +206,9 @@ def options() -> Any:
     known.add_argument("--seconds", type=positive, default=540, help="after which no part begins; default 540")
     kernels = f"to measure beside those of a trainer; default {' '.join(name or 'none' for name in KERNELS)}"
     known.add_argument("--kernels", type=kernel_names, nargs="*", default=KERNELS, metavar="NAMES", help=kernels)
+    known.add_argument(
+        "--parts", choices=PARTS, nargs="+", default=PARTS, metavar="PART", help="to measure; default all"
+    )
     known.add_argument("--quick", action="store_true", help="the first shape, one repetition")
     given = known.parse_args()
     if max(given.jobs) > NUM_JOBS:
@@ -217,7 +219,7 @@ def options() -> Any:
 
 
 def report(given: Any, device: torch.device) -> Report:
-    run = Parts(time.monotonic() + given.seconds, given.json)
+    run = Parts(time.monotonic() + given.seconds, given.json, given.parts)
     for shape in given.shapes:
         try:
             measure_shape(run, shape, given, device)
@@ -226,7 +228,7 @@ def report(given: Any, device: torch.device) -> Report:
         give_back_memory()  # for the next base, or the services
     first = given.shapes[0]
     run.run(f"{first}, whole job", lambda: parts.measure_job(first, device))
-    judged = peaks(device).flops > 0 and GOAL_JOBS in given.jobs
+    judged = peaks(device)[0] > 0 and GOAL_JOBS in given.jobs
     reached = goals(run.found, given.shapes) if judged else []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     said = [f"torch {torch.__version__} on {name}", *run.failures]
