@@ -344,8 +344,8 @@ def done(work: Callable[[], object], device: torch.device) -> Callable[[], None]
 
 
 def device_work(run: Callable[[], object], device: torch.device, step_s: float) -> dict[str, Any]:
-    """What the device does in a run that takes `step_s` without a profiler: kernels, the share of the time in which it is busy, and those
-    that keep it busy for most of that. On a processor, torch's operations."""
+    """Kernels of a run that takes `step_s` without a profiler, the share of the time in which the device is busy, and those that
+    keep it so the longest. On a processor, torch's operations."""
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as profiled:
         done(run, device)()
@@ -359,8 +359,8 @@ def device_work(run: Callable[[], object], device: torch.device, step_s: float) 
 
 
 def measure_ceilings(shape: Shape, device: torch.device) -> dict[str, float]:
-    """What the device does at most: a copy's bytes a second, read and written; operations a second of products, in bfloat16; and the
-    time of grouped products into rank 8 and out of it, for 8 adapters."""
+    """Measures the most that the device does: a copy's bytes a second, read and written; operations a second of products, in bfloat16;
+    and the time of grouped products into rank 8 and out of it, for 8 adapters."""
     cuda = device.type == "cuda"
     hidden, inner, tokens = shape.config.hidden, shape.inner, TOKENS if cuda else SIDE // 128
     ends_G = torch.arange(1, 9, dtype=torch.int32, device=device) * (tokens // 8)
@@ -382,7 +382,7 @@ def measure_ceilings(shape: Shape, device: torch.device) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device, number: int = 20) -> float:
-    """Of one of so many runs, one after the other."""
+    """Seconds of one of so many runs, one after the other."""
 
     def repeat() -> None:
         for _ in range(number):

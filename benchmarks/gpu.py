@@ -53,7 +53,7 @@ from trainer_service.training import Trainer
 
 UNKNOWN = float("nan")
 PEAKS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12), "A100": (312e12, 2.04e12)}
-"""From the data sheets (SXM): bfloat16 operations a second without sparsity, bytes a second."""
+"""Data sheets (SXM) promise these: bfloat16 operations a second without sparsity, bytes a second."""
 PROMISED = {"qwen3-0.6b": (20.0, 14.0), "qwen3-8b": (40.0, 50.0)}
 """Least MFU of a fused step and MBU of decoding, in percent, with GOAL_JOBS jobs."""
 GOAL_JOBS = 8

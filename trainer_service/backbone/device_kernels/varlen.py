@@ -24,7 +24,7 @@ from trainer_service.backbone.attention import Pack, register
 
 NAME = "marlaas_varlen"
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Before torch 2.13 fewer heads of keys than of queries are taken unasked."""
+"""Fewer heads of keys than of queries are taken unasked before torch 2.13."""
 
 
 @dataclass(frozen=True, slots=True)
