@@ -14,7 +14,7 @@ median 16 and 99th percentile 160 tokens. Of each shape:
     decoding   a step of 64 rows of N adapters on the embedded engine, with our decoder. MBU: bytes that a step must read (weights,
                adapters at work, keys and values) over what the device can read
     modules    the same with transformers' modules
-    gap        between the log-probs of tokens that the engine sampled and those of the trainer, both in bfloat16
+    gap        between the log-probs of tokens that the engine sampled with our decoder and those of the trainer, both in bfloat16
     peft       the same fused step of the fewest jobs in turn with a plain loop of transformers + PEFT, a step for each job
     plan       the most memory of a step of 8 rows of 4,096 tokens, and what `marlaas plan` says of it, both without the process and without
                holes between allocations
@@ -124,7 +124,7 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
         for n in given.jobs:
             decoding = partial(parts.measure_decoding, sampling, adapters[:n], times, bandwidth)
             run.run(f"{shape}, {part}, N = {n}", decoding)
-        run.run(f"{shape}, gap, {kind}", partial(parts.measure_gap, trainer, sampling))
+    run.run(f"{shape}, gap", lambda: parts.measure_gap(trainer, sampling_backbone(decoder, "decoder")))
     fewest, jobs = min(jobs_of.items())
     run.run(f"{shape}, peft, N = {fewest}", lambda: parts.measure_against_peft(trainer, decoder, jobs))
     run.run(f"{shape}, plan", lambda: parts.measure_plan(trainer, SHAPES_OF_BASES[shape]))
