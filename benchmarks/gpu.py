@@ -15,7 +15,7 @@ median 16 and 99th percentile 160 tokens. Of each shape:
                adapters at work, keys and values) over what the device can read
     modules    the same with transformers' modules
     gap        between the log-probs of tokens that the engine sampled with our decoder and those of the trainer, both in bfloat16
-    peft       the same fused step of the fewest jobs in turn with a plain loop of transformers + PEFT, a step for each job
+    peft       of the first shape, the fused step of the fewest jobs in turn with a plain loop of transformers + PEFT, a step for each job
     plan       the most memory of a step of 8 rows of 4,096 tokens, and what `marlaas plan` says of it, both without the process and without
                holes between allocations
     kernels    the fused step of the fewest jobs with each of `--kernels` (MARLAAS_TRAINER_KERNELS; none: the plain path)
@@ -126,7 +126,8 @@ def measure_shape(run: Parts, shape: str, given: Any, device: torch.device) -> N
             run.run(f"{shape}, {part}, N = {n}", decoding)
     run.run(f"{shape}, gap", lambda: parts.measure_gap(trainer, sampling_backbone(decoder, "decoder")))
     fewest, jobs = min(jobs_of.items())
-    run.run(f"{shape}, peft, N = {fewest}", lambda: parts.measure_against_peft(trainer, decoder, jobs))
+    if shape == given.shapes[0]:
+        run.run(f"{shape}, peft, N = {fewest}", lambda: parts.measure_against_peft(trainer, decoder, jobs))
     run.run(f"{shape}, plan", lambda: parts.measure_plan(trainer, SHAPES_OF_BASES[shape]))
     for names in given.kernels:
         run.run(f"{shape}, kernels, {names or 'none'}, N = {fewest}", partial(train, names, jobs))
