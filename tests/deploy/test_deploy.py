@@ -249,6 +249,14 @@ def test_compose_has_room_for_adapters_and_the_hubs_cache() -> None:
         assert any(":/models:ro" in volume for volume in services[name]["volumes"])
 
 
+def test_what_is_compiled_for_a_gpu_outlives_its_container() -> None:
+    for name in ("rollout-gpu", "trainer-gpu"):
+        service = COMPOSE["services"][name]
+        caches = [value for key, value in service["environment"].items() if re.search("CACHE_(ROOT|DIR)$", key)]
+        assert len(caches) == 2 and all(value.startswith("/compiled/") for value in caches)
+        assert "compiled:/compiled" in service["volumes"] and "compiled" in COMPOSE["volumes"]
+
+
 def test_the_manifests_and_compose_configure_redis_alike() -> None:
     assert (KUBERNETES / "redis.conf").read_text() == (ROOT / "deploy" / "docker" / "redis.conf").read_text()
 

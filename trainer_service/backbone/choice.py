@@ -19,6 +19,8 @@ log = structlog.get_logger()
 def load_backbone(settings: TrainerSettings, folder: Path) -> Backbone:
     """Loads a local base model. Raises InvalidInput for one that cannot be computed as it is meant."""
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(settings.trainer_memory_fraction, device)
     kind = settings.trainer_backbone
     if kind == "auto":
         kind = fitting_kind(folder, device, only_decoder=settings.deterministic)
