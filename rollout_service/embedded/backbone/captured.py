@@ -23,8 +23,6 @@ from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardP
 from rollout_service.embedded.backbone.layout import ForwardLayout
 from rollout_service.embedded.sampler import Sampled, sample
 
-ON_CUDA = False
-"""The switch: on CUDA `auto` chooses our decoder for its families, and its steps are captured."""
 MAX_STEPS = 64
 """Captured steps at once; of more, the one unused for longest leaves."""
 
@@ -36,7 +34,7 @@ Capture = Callable[[Callable[[], Sampled]], tuple[Sampled, Callable[[], object]]
 
 def captured_for(model: EngineBackbone, lanes_bytes: int) -> "CapturedSteps | None":
     """Returns None where steps run as they are: elsewhere than on CUDA, and with other backbones than our decoder."""
-    if not (ON_CUDA and model.embedding.device.type == "cuda" and isinstance(model, FusedDecoder)):
+    if not (model.embedding.device.type == "cuda" and isinstance(model, FusedDecoder)):
         return None
     from rollout_service.embedded.backbone.decode_kernel import attend  # here: only torch for CUDA brings Triton
 

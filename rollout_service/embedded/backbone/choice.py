@@ -8,7 +8,6 @@ import torch
 from base_model.decoder import Decoder, fitting_kind
 from base_model.device import find_device
 from common.errors import InvalidInput
-from rollout_service.embedded.backbone.captured import ON_CUDA
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.settings import RolloutSettings
@@ -24,8 +23,7 @@ def load_backbone(settings: RolloutSettings, folder: Path) -> EngineBackbone:
     device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
     kind = settings.rollout_backbone
     if kind == "auto":
-        faster_on = ("cpu", "cuda") if ON_CUDA else ("cpu",)
-        kind = fitting_kind(folder, device, only_decoder=settings.deterministic, faster_on=faster_on)
+        kind = fitting_kind(folder, device, only_decoder=settings.deterministic, faster_on=("cpu", "cuda"))
     log.info("backbone_chosen", backbone=kind, device=str(device), dtype=settings.dtype)
     dtype = getattr(torch, settings.dtype)
     if kind == "decoder":
