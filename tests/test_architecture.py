@@ -148,7 +148,7 @@ MAX_SIZED = 52_400
 """Lines of these packages together. A change that raises it says in its message what it bought; one that needs less lowers it."""
 BUDGET = {
     "marlaas_client": 2_600,
-    "simulator": 1_550,
+    "simulator": 2_630,
     "harness": 1_750,
     "chaos": 2_200,
     "examples": 1_850,
