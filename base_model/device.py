@@ -15,7 +15,10 @@ from pathlib import Path
 import torch
 
 from common.errors import InvalidInput
-from common.models.host_memory import host_bytes
+from common.models.host_memory import host_bytes, own_bytes
+
+CUDA_CONTEXT = 500 << 20
+"""Bytes of a GPU that a process takes besides tensors; not measured."""
 
 
 def find_device(name: str, setting: str) -> torch.device:
@@ -30,6 +33,13 @@ def find_device(name: str, setting: str) -> torch.device:
 def free_bytes(device: torch.device) -> int:
     """Bytes of memory that nobody uses now. Others may take them in the next moment."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_bytes()
+
+
+def held_bytes(device: str) -> int:
+    """Bytes of this process that count where it computes: on a GPU what torch has reserved there, and the context."""
+    if not device.startswith("cuda") or not torch.cuda.is_initialized():
+        return own_bytes()
+    return CUDA_CONTEXT + torch.cuda.memory_reserved(device)
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8

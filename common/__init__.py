@@ -14,6 +14,7 @@ Its files:
     bus/             publishes and reads messages in Redis Streams
     children/        child processes, and helpers that are asked
     models/          base models as numbers: sizes, families, memory
+    pool/            one place of a service for several base models
     sharing/         shares what is scarce between tenants
     store/           object storage, and the versions of adapters in it
     tasks/           environments and graders as data

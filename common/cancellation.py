@@ -35,7 +35,7 @@ async def beating(beat: Callable[[], None], work: Awaitable[T]) -> T:
         await cancel_all([task])
 
 
-async def done_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+async def done_before(stop: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
     """Awaits the work. False: `stop` was set first, and the work is cancelled."""
     working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:

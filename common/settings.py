@@ -17,7 +17,7 @@ PREFIX, TEST_PREFIX = "MARLAAS_", "MARLAAS_TEST_"
 _KNOWN = (
     # all services
     "redis_url data_dir store_url disk_reserve_bytes base_models base_model max_context lease_s deterministic log_level "
-    "heartbeat_file "
+    "heartbeat_file pool_worker pool_bytes slice_max_s slice_drain_s "
     # the manager
     "host port policy inference_timeout_s archive_after_s "
     "max_open_requests max_unfinished_jobs max_stored_bytes max_kept_bytes "
@@ -73,7 +73,15 @@ class Settings(BaseSettings):
     base_models: str = "tiny"
     """name=path or name=hub/name[@revision], comma-separated; the bare name `tiny` is the one that ships."""
     base_model: str = ""
-    """The one of `base_models` that this worker serves. Empty: the first."""
+    """The one of `base_models` that this worker serves. Empty: all, in turn."""
+    pool_worker: str = ""
+    """The worker whose turns this process takes with one base model; standard input is its gate. Pool workers set it."""
+    pool_bytes: Bytes = Field(default=0, ge=0)
+    """Memory for the base models' processes of a worker that serves several. 0: half of what is free at its start."""
+    slice_max_s: float = Field(default=30.0, gt=0)
+    """The longest turn of a base model that has work while another waits, or twenty times what its opening took."""
+    slice_drain_s: float = Field(default=2.0, ge=0)
+    """Time for which turns may end before a base model is closed; then they go to other workers with their tokens."""
     max_context: int | None = Field(default=None, ge=LEAST_CONTEXT)
     """The most tokens of a conversation, the model's included; never more than the base model's own context."""
     disk_reserve_bytes: Bytes = Field(default=1 << 30, ge=0)
@@ -141,6 +149,21 @@ def resolve_model(where: str) -> Path:
     return _download(where)
 
 
+def local_folder(where: str) -> Path | None:
+    """The folder of a base model that is here already; None if it would have to be downloaded."""
+    if Path(where).is_dir():
+        return Path(where)
+    if not _is_of_hub(where):
+        return None
+    from huggingface_hub import snapshot_download  # here, as in `_download`
+
+    repo, _, revision = where.partition("@")
+    try:
+        return Path(snapshot_download(repo, revision=revision or None, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
 def resolve_config(where: str) -> Path:
     """A folder with the model's text files at least, without weights. Raises InvalidInput."""
     return _download(where, *TEXT_FILES) if _is_of_hub(where) else resolve_model(where)
@@ -179,6 +202,11 @@ def _download(name: str, *patterns: str) -> Path:
 def dtype_on(device: str) -> str:
     """The default dtype of a base model, the same for rollout and trainer on devices of one kind."""
     return "float32" if device == "cpu" else "bfloat16"
+
+
+def itemsize_of(dtype: str) -> int:
+    """Bytes of a weight."""
+    return 4 if dtype == "float32" else 2
 
 
 def explained(error: Exception) -> str:

@@ -13,7 +13,8 @@
     operator   everything; no service uses it
 
 Every worker also keeps `partial` and `looked` of the streams that it reads, appends to `telemetry`, joins its cell by `bits` and
-`bits:live`, reads and sets `store`, and sees whether `begun` is empty. Env and rollout workers keep `history` together.
+`bits:live`, enters it by `open-at` and `opening` of its service, reads `weights`, reads and sets `store`, and sees whether `begun` is
+empty. Env and rollout workers keep `history` together.
 The user `default` is off. Redis checks each call of a script like any other command, so EVALSHA gives no more than this.
 Redis 7 keeps reading and appending apart; Redis 6.2 knows only whole keys, so there a worker may also read what it appends to.
 """
@@ -32,14 +33,15 @@ without rights it would leave them out, and lose at a restart what scripts wrote
 
 _WORKER = """
     ping time cluster|slots eval evalsha script|load xgroup|create xreadgroup xautoclaim xpending xclaim xack xdel xadd xread
-    exists expire del get set setrange mget hget hset hdel hgetall zadd zcard zscore zremrangebyscore
+    xlen xrange xinfo|groups exists expire del get set setrange mget hget hset hdel hgetall
+    zadd zcard zcount zscore zrem zremrangebyscore
 """
-_ENV = "xrange zrangebyscore zrem rpush lrange"
+_ENV = "zrangebyscore rpush lrange"
 _ROLLOUT = "info strlen rpush lrange"
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage pttl
-    xlen xrange xrevrange xtrim del exists expire get incr mget set hdel hget hexists hgetall hincrby hincrbyfloat
-    hkeys hlen hmget hset hsetnx hstrlen hvals sadd sismember smembers srem zadd zcard zrange zrem zremrangebyscore
+    xrevrange xtrim del exists expire get incr mget set hdel hget hexists hgetall hincrby hincrbyfloat
+    hkeys hlen hmget hset hsetnx hstrlen hvals sadd sismember smembers srem zadd zcard zrange zremrangebyscore
 """
 
 _EXPORTER = """
@@ -114,14 +116,15 @@ class _Keys:
     def env(self) -> Rights:
         cell = self.cell
         outputs = (cell.rollout, cell.rollout_first, *self._scored, cell.reply("*"))
-        rights = self._member(settles=(cell.env, cell.env_worker("*")), reads=(cell.control,), appends=outputs)
+        rights = self._member("env", (cell.env, cell.env_worker("*")), reads=(cell.control,), appends=outputs)
         return replace(rights, settles=(*rights.settles, cell.history("*"), cell.env_workers))
 
     @property
     def rollout(self) -> Rights:
         cell = self.cell
         rights = self._member(
-            settles=(cell.rollout, cell.rollout_first, cell.rollout_chat),
+            "rollout",
+            (cell.rollout, cell.rollout_first, cell.rollout_chat),
             reads=(cell.control, cell.adapters_new),
             appends=(cell.env, cell.env_worker("*"), *self._scored, cell.reply("*")),
         )
@@ -131,7 +134,7 @@ class _Keys:
     def trainer(self) -> Rights:
         cell = self.cell
         updates = tuple(cell.adapters(partition) for partition in range(NUM_PARTITIONS))
-        return self._member(settles=(cell.train, cell.trainer("*")), reads=(cell.control,), appends=updates)
+        return self._member("trainer", (cell.train, cell.trainer("*")), reads=(cell.control,), appends=updates)
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -147,13 +150,18 @@ class _Keys:
     def _scored(self) -> tuple[str, ...]:
         return tuple(self.cell.scored(partition) for partition in range(NUM_PARTITIONS))
 
-    def _member(self, settles: tuple[str, ...], reads: tuple[str, ...], appends: tuple[str, ...]) -> Rights:
-        """A worker's rights, with what it needs to take over, to join the cell and to report."""
+    def _member(
+        self, service: str, settles: tuple[str, ...], reads: tuple[str, ...], appends: tuple[str, ...]
+    ) -> Rights:
+        """A worker's rights, with what it needs to take over, to join and enter the cell and to report."""
         cell = self.cell
         beside = [key for stream in settles for key in (cell.partial(stream, "*"), cell.looked(stream))]
         return Rights(
-            settles=(*settles, *beside, cell.bits, cell.bits_live, cell.store),
-            reads=(*reads, cell.begun),
+            settles=(
+                *(*settles, *beside, cell.bits, cell.bits_live, cell.store),
+                *(cell.open_at(service), cell.opening(service)),
+            ),
+            reads=(*reads, cell.begun, cell.weights),
             appends=(*appends, cell.dead, cell.telemetry),
         )
 

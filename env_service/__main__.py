@@ -6,6 +6,7 @@ from pathlib import Path
 import structlog
 
 from common.bus.streams import GROUP_ENV
+from common.pool.pool_worker import PooledService
 from common.settings import resolve_config
 from common.text.tokens import ChatTokenizer
 from common.wire.messages import Outside
@@ -87,19 +88,13 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         slots=settings.env_slots,
         sessions=sessions,
     )
-    outside = Outside(
-        settings.endpoint_hosts,
-        settings.grader_hosts,
-        settings.openenv_hosts,
-        tuple(read_servers(settings.openenv_servers)),
-    )
     inboxes = [Inbox(parts.cell.env_worker(parts.worker), GROUP_ENV), Inbox(parts.cell.env, GROUP_ENV)]
     return BuiltService(
         handler,
         inboxes,
         About(
             slots=settings.env_slots,
-            outside=outside,
+            outside=_outside(settings),
             waiting=handler.waiting.lately,
             counters=handler.counters,
         ),
@@ -109,5 +104,18 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
     )
 
 
+def _outside(settings: EnvSettings) -> Outside:
+    return Outside(
+        settings.endpoint_hosts,
+        settings.grader_hosts,
+        settings.openenv_hosts,
+        tuple(read_servers(settings.openenv_servers)),
+    )
+
+
+def pooled(settings: EnvSettings) -> PooledService:
+    return PooledService(About(slots=settings.env_slots, outside=_outside(settings)))
+
+
 if __name__ == "__main__":
-    run("env", EnvSettings, build)
+    run("env", EnvSettings, build, pooled)

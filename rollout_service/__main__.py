@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+from functools import partial
 from pathlib import Path
 
-from base_model.device import alone_on, keep_freed_memory, prepare_cpu
+from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
+from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.errors import InvalidInput
-from common.settings import resolve_model
+from common.pool.pool_worker import PooledService
+from common.settings import itemsize_of, resolve_model
 from common.text.tokens import ChatTokenizer
 from common.wire.messages import TurnDelta
 from common.worker.service import BuiltService, Parts, run
@@ -75,10 +78,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
-
-    async def send_delta(reply_to: str, delta: TurnDelta) -> None:
-        await parts.bus.publish([(reply_to, delta)])
-
+    send_delta = partial(_send_delta, parts.bus)
     handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
     return BuiltService(
         handler,
@@ -102,8 +102,23 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
             on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
         ),
         close=[adapters.close, engine.stop],
+        num_bytes=partial(held_bytes, settings.rollout_device),
     )
 
 
+async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:
+    await bus.publish([(reply_to, delta)])
+
+
+def pooled(settings: RolloutSettings) -> PooledService:
+    """Closing lets turns end in deterministic mode, where one that moves starts again. Raises InvalidInput for vLLM."""
+    if settings.engine == "vllm":
+        raise InvalidInput(
+            "MARLAAS_ENGINE=vllm serves one base model a worker: name it with MARLAAS_BASE_MODEL, and start more workers for the others"
+        )
+    about = About(slots=settings.shared_slots, dtype=settings.dtype)
+    return PooledService(about, itemsize_of(settings.dtype), settings.rollout_kv_bytes, finishes=settings.deterministic)
+
+
 if __name__ == "__main__":
-    run("rollout", RolloutSettings, build)
+    run("rollout", RolloutSettings, build, pooled)

@@ -1,13 +1,15 @@
 """Starts one trainer worker. Wiring only."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
-from base_model.device import alone_on, free_bytes, keep_freed_memory, prepare_cpu
+from base_model.device import alone_on, free_bytes, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import choose
 from common.bus.streams import GROUP_TRAINER
 from common.errors import InvalidInput
-from common.settings import resolve_model
+from common.pool.pool_worker import PooledService
+from common.settings import itemsize_of, resolve_model
 from common.store.disk_room import DiskRoom
 from common.worker.service import BuiltService, Parts, run
 from common.worker.telemetry import About
@@ -76,8 +78,14 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
         [own, Inbox(parts.cell.train, GROUP_TRAINER, at_once=1)],
         About(MAX_STEPS, fingerprint=bits, resident=handler.resident, counters=handler.counters, lacks_disk=room.lacks),
         Habits(drain_s=DRAIN_S, gather_s=0.0, has_room=handler.has_room, takes_leftovers=handler.takes_leftovers),
+        num_bytes=partial(held_bytes, settings.trainer_device),
     )
 
 
+def pooled(settings: TrainerSettings) -> PooledService:
+    """Closing lets steps end."""
+    return PooledService(About(MAX_STEPS), itemsize_of(settings.dtype), settings.trainer_memory_bytes, finishes=True)
+
+
 if __name__ == "__main__":
-    run("trainer", TrainerSettings, build)
+    run("trainer", TrainerSettings, build, pooled)

@@ -13,7 +13,7 @@ from benchmarks._lengths import answer_tokens
 from common.bus.bus import Out
 from common.wire.messages import Message, TurnRequest
 from common.worker.service import BuiltService, Parts, run
-from env_service.__main__ import build
+from env_service.__main__ import build, pooled
 from env_service.handler import EnvHandler
 from env_service.settings import EnvSettings
 
@@ -44,4 +44,4 @@ async def build_bounded(settings: EnvSettings, parts: Parts) -> BuiltService:
 
 
 if __name__ == "__main__":
-    run("env", EnvSettings, build_bounded)
+    run("env", EnvSettings, build_bounded, pooled)

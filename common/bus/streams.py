@@ -24,6 +24,8 @@
     looked:<stream>            string   set while nobody need look for idle entries; expires
     lease:<p>                  string   the owner's random token, expires
     rev:<p>                    string   number of the owner's last write
+    open-at:<service>          zset     pool workers that have or open the base model, by until when that holds, ms
+    opening:<service>          zset     of these, those that still open it
     bits                       hash     `mode`, and service -> fingerprint: what workers must compute to join
     bits:live                  zset     services that have live workers, by when they count as gone, ms
     store                      string   identity of the local store that the cell's first service found
@@ -132,6 +134,8 @@ class Cell:
     dead = Key("dead")
     lease = KeyOf[int]("lease")
     rev = KeyOf[int]("rev")
+    open_at = KeyOf[str]("open-at")
+    opening = KeyOf[str]("opening")
     bits = Key("bits")
     bits_live = Key("bits:live")
     store = Key("store")

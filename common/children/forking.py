@@ -78,18 +78,10 @@ class PreforkServer:
         """None if the prefork server has ended."""
         self.begin()
         assert self._requests is not None
-        answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        answers.setblocking(False)
         settings = {name: value for name, value in command.environment.items() if name.startswith(SETTINGS)}
-        request = msgspec.json.encode(ForkRequest(command.argv[2], settings, str(command.log)))
-        with theirs, contextlib.suppress(OSError):  # it has ended, or has no room for so much
-            socket.send_fds(self._requests, [request], [theirs.fileno()])
-        pid = await _next_number(answers)
-        if pid is None:
-            answers.close()
-            return None
-        self._has_forked = True
-        return Forked(pid, answers)
+        child = await fork(self._requests, ForkRequest(command.argv[2], settings, str(command.log)))
+        self._has_forked = self._has_forked or child is not None
+        return child
 
 
 class Forked:
@@ -109,6 +101,19 @@ class Forked:
         self._answers.close()
         self.returncode = -SIGKILL if status is None else status
         return self.returncode
+
+
+async def fork(requests: socket.socket, request: ForkRequest, *files: int) -> Forked | None:
+    """A child of the server of these requests; None if that has ended. `files`: at most one, the child's standard input."""
+    answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    answers.setblocking(False)
+    with theirs, contextlib.suppress(OSError):  # it has ended, or has no room for so much
+        socket.send_fds(requests, [msgspec.json.encode(request)], [theirs.fileno(), *files])
+    pid = await _next_number(answers)
+    if pid is None:
+        answers.close()
+        return None
+    return Forked(pid, answers)
 
 
 def can_be_forked(command: Command) -> bool:

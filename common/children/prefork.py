@@ -37,7 +37,8 @@ class ForkRequest(msgspec.Struct, frozen=True):
 
     module: str
     settings: dict[str, str]
-    log: str
+    log: str = ""
+    """Standard output and error; empty: the server's."""
 
 
 def main(modules: Sequence[str]) -> None:
@@ -60,20 +61,26 @@ def load(modules: Sequence[str]) -> None:
 
 
 def next_request(requests: socket.socket) -> ForkRequest | None:
-    """Serves until nobody asks any more: None. Returns in each child what that is to become."""
+    """Serves until nobody asks any more: None. Returns in each child what that is to become. Behind the socket of its answers a
+    request may bring another: the child's standard input."""
     answers: dict[int, socket.socket] = {}
     with _woken_by_ends() as ends:
         while True:
             ready, _, _ = select.select([requests, ends], [], [])
             if requests in ready:
-                content, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 1)
+                content, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 2)
                 if not content:
                     return None
                 answer = socket.socket(fileno=files[0])
                 if not (pid := os.fork()):
+                    given = files[1] if files[1:] else os.open(os.devnull, os.O_RDONLY)
+                    os.dup2(given, 0)
+                    os.close(given)
                     for each in (answer, *answers.values()):
                         each.close()
                     return msgspec.json.decode(content, type=ForkRequest)
+                for file in files[1:]:
+                    os.close(file)
                 answers[pid] = answer
                 _tell(answer, pid)
             if ends in ready:
@@ -115,15 +122,34 @@ def become(request: ForkRequest, parent: int) -> None:
     """Runs the module as the main program of this process, as `child.py` would. Returns or raises as that ends."""
     tie_to(parent)  # to the server, which is tied to the supervisor: whoever of the two dies, this process does
     os.setsid()  # so that its supervisor can kill all that it starts, and a Ctrl-C in the terminal does not reach it
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    with open_log(Path(request.log)) as log:
-        for number, file in enumerate((nothing, log.fileno(), log.fileno())):
-            os.dup2(file, number)
-    os.close(nothing)
+    if request.log:
+        with open_log(Path(request.log)) as log:
+            for number in (1, 2):
+                os.dup2(log.fileno(), number)
     os.environ.update(request.settings)
     show_as((sys.executable, "-m", request.module))
     sys.argv[1:] = []
     runpy.run_module(request.module, run_name="__main__", alter_sys=True)
+
+
+def fork_server() -> socket.socket:
+    """Forks a server out of this process, which has imported what its children need, and has no event loop yet. Returns the socket of
+    its requests: the server ends with that, or with this thread."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    gc.freeze()
+    parent = os.getpid()
+    if os.fork():
+        theirs.close()
+        return ours
+    ours.close()
+    tie_to(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which ends the children
+    server = os.getpid()
+    with theirs:
+        request = next_request(theirs)
+    if request is not None:
+        become(request, server)
+    os._exit(0)  # what the parent does next is not for its fork
 
 
 def show_as(arguments: Sequence[str]) -> None:

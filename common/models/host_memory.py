@@ -34,6 +34,12 @@ def host_limit(proc: Path = PROC, groups: Path = GROUPS) -> int:
     return min([_of_machine(proc, "MemTotal:"), *(limit for limit, _ in _of_groups(proc, groups))])
 
 
+def own_bytes(proc: Path = PROC) -> int:
+    """Bytes that this process shares with no other."""
+    rows = [line.split() for line in (proc / "self" / "smaps_rollup").read_text().splitlines()]
+    return 1024 * sum(int(row[1]) for row in rows if row[0] in ("Private_Clean:", "Private_Dirty:"))
+
+
 def _of_machine(proc: Path, line: str) -> int:
     return 1024 * _counts(proc / "meminfo")[line]
 

@@ -8,5 +8,6 @@ Its files:
     history.py     sends a trajectory's parts once: short forms of results and later requests
     messages.py    declares what one service says to another about jobs
     operations.py  declares what one service says to another about runs
+    reported.py    declares the parts of a worker's report
     transcript.py  arrays; tokens, with who wrote each and how likely it was
 """

@@ -14,6 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from common.wire.reported import InPool
+from common.wire.reported import Outside as Outside
+from common.wire.reported import Span as Span
 from common.wire.transcript import EMPTY, Array, Tops, Transcribed, Transcript, f32, i32
 from common.wire.transcript import u8 as u8
 
@@ -36,7 +39,6 @@ FailureKind = Literal[
 
 MAX_REWARD = 1e6
 """Rewards are finite numbers of at most this size: squares and sums stay exact enough, in float32 too."""
-
 TEMPERATURE, MAX_TOKENS = 1.0, 64
 """Sampling values of a job whose hyperparameters give no others."""
 LEAST_TEMPERATURE = 1e-5
@@ -328,6 +330,7 @@ class Init(Message, frozen=True, kw_only=True):
     source: AdapterRef | None = None  # it is a copy of this version, whose rank `lora` gives; None: drawn from the seed
     with_optimizer: bool = False  # the source's optimiser state is copied too; else it starts empty
     file: str = ""  # object with the factors that it is made of, as PEFT has them, shaped as `lora` says; empty: none
+    base_digest: str = ""  # of the base model that the file says it was trained on; empty: it says none
 
 
 class TrainStep(Message, frozen=True, kw_only=True):
@@ -407,32 +410,13 @@ class DeadLetter(Message, frozen=True, kw_only=True):
     payload: bytes
 
 
-class Span(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """A busy segment of a worker, for the timeline. Seconds of the wall clock of the worker's host."""
-
-    start_s: float
-    end_s: float
-    tenant: str
-    job: str
-    phase: str  # "rollout", "env", "train", "load"
-
-
-class Outside(msgspec.Struct, frozen=True):
-    """Hosts that an env worker may call outside of the service: the operator's lists, see `common.outgoing`."""
-
-    endpoint: str = ""  # for graders `endpoint`
-    grader: str = ""  # for graders' models
-    openenv: str = ""
-    openenv_servers: tuple[str, ...] = ()  # by the operator's names
-
-
 class WorkerReport(Message, frozen=True, kw_only=True):
     """Broadcast once a second by every worker; also says goodbye with state `stopped`."""
 
     service: str
     pid: int
     host: str
-    state: str  # "starting", "refused", "idle", "busy", "draining", "stopped"
+    state: str  # "starting", "refused", "closed", "idle", "busy", "draining", "stopped"
     busy: float  # share of the last period, 0 to 1
     base_model: str
     resident: tuple[str, ...] = ()  # adapters in memory, as `job@version`
@@ -445,6 +429,7 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     fingerprint: str = ""  # of the bits that it computes in deterministic mode
     reason: str = ""  # why it was refused, or what it waits for
     disk_full: bool = False  # the store's disk has less than its reserve free
+    pool: InPool | None = None  # None: it serves its base model alone
     waiting: dict[str, str] = {}  # job -> what its work waits for, outside of this worker
     spans: tuple[Span, ...] = ()
     counters: dict[str, float] = {}  # totals since its start, for /metrics

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,7 +20,13 @@ from common.bus.bus import Bus
 from common.bus.streams import Cell
 from common.cancellation import cancel_all, done_before, running
 from common.children.helpers import kill_children
+from common.children.prefork import fork_server
 from common.errors import REFUSED, InvalidInput, MarlaasError
+from common.models.base_digest import BaseIdentity, base_digest
+from common.models.host_memory import own_bytes
+from common.pool.base_workers import BaseWorkers
+from common.pool.gate import Gate, Loaded, NotTaken
+from common.pool.pool_worker import PooledService, PoolWorker
 from common.settings import MODEL_FILES, Settings, explained, refuse_unknown, resolve_config, resolve_model
 from common.store.adapters import AdapterStore
 from common.store.known_store import recognised_at_once, recognised_by_service
@@ -65,14 +72,38 @@ class BuiltService:
     loops: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     """Loops that run as long as the worker; an error of one ends it."""
     close: Sequence[Callable[[], Awaitable[None]]] = ()
+    num_bytes: Callable[[], int] = own_bytes
+    """Memory of this process, where it computes."""
 
 
-def run(name: str, settings_type: type[S], build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
+def run(
+    name: str,
+    settings_type: type[S],
+    build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]],
+    pooled: Callable[[S], PooledService],
+) -> None:
     """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do.
 
-    A thread runs `build`: the event loop beats meanwhile, reports the start, and hears SIGTERM.
+    A thread runs `build`: the event loop beats meanwhile, reports the start, and hears SIGTERM. With several base models and none
+    named it is a pool worker: each base model's own process builds the service, and `pooled` says what those are like.
     """
-    run_with(name, settings_type, lambda settings: _run(name, settings, build))
+
+    def main(settings: S) -> Coroutine[Any, Any, None]:
+        if settings.base_model or len(settings.models) == 1:
+            return _run(name, settings, build)
+        if sys.platform != "linux":
+            raise InvalidInput("a worker serves several base models on Linux alone: name one with MARLAAS_BASE_MODEL")
+        spec = sys.modules["__main__"].__spec__
+        assert spec is not None, "it runs by python -m"
+        workers = BaseWorkers(fork_server(), spec.name, worker_id(name))
+        return _pooled(settings, PoolWorker(settings, name, pooled(settings), workers))
+
+    run_with(name, settings_type, main)
+
+
+async def _pooled(settings: Settings, worker: PoolWorker) -> None:
+    async with heartbeat(settings.heartbeat_file):
+        await worker.run()
 
 
 def _allow_files() -> None:
@@ -130,7 +161,7 @@ def leave(error: str = "", status: int = 0) -> NoReturn:
 
 
 async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
-    async with heartbeat(settings.heartbeat_file):
+    async with heartbeat(None if settings.pool_worker else settings.heartbeat_file):
         is_known = await recognised_at_once(settings, [settings.model_name])
         objects = Objects.open(settings.store)
         await patiently(objects.probe)
@@ -149,24 +180,23 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     cell = Cell(settings.model_name)
     bus = Bus.connect(settings.redis_url, cell, objects)
-    parts = Parts(worker_id(name), cell, bus, objects, AdapterStore(objects), fingerprints={})
-    start = _Start(Reporter(parts.worker, name, cell.base_model, About(slots=0)), bus, stop)
-    await _fetch_base(settings.models[settings.model_name], start)
+    own_id = worker_id(name)
+    gate = Gate.of_input(settings.pool_worker) if settings.pool_worker else None
+    told = {"pool": gate.state, "counters": gate.counters} if gate else {}
+    reporting: Callable[[About], Reporter] = partial(Reporter, own_id, name, cell.base_model, **told)
+    start = _Start(reporting(About(slots=0)), bus, stop)
+    base = await _identified(settings, start)
+    parts = Parts(own_id, cell, bus, objects, AdapterStore(objects, base), fingerprints={})
     service = await start.during(build(settings, parts), _loading(cell.base_model))
-    membership = Membership(
-        bus,
-        name,
-        deterministic=settings.deterministic,
-        fingerprint=service.about.fingerprint,
-        fingerprints=parts.fingerprints,
-    )
-    reporter = Reporter(parts.worker, name, cell.base_model, service.about)
-    habits = service.habits
-    worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=settings.lease_s, habits=habits)
+    if gate:
+        gate.num_bytes = service.num_bytes
+    membership = _member(name, settings, service, parts)
+    reporter, lease_s, habits = reporting(service.about), settings.lease_s, service.habits
+    worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=lease_s, habits=habits, gate=gate)
     try:
         if not is_known:
             await start.during(recognised_by_service(settings, [cell.base_model], objects), _loading(cell.base_model))
-        if await _join(membership, reporter, bus, stop):
+        if await _join(membership, reporter, bus, stop, gate):
             spare_collections(holds_tensors=name in NEED_WEIGHTS)
             async with running(membership.keep(stop), *(loop() for loop in service.loops)):
                 await worker.run(stop)
@@ -213,21 +243,44 @@ def _loading(base: str) -> Callable[[], str]:
     return progress
 
 
-async def _fetch_base(where: str, start: _Start) -> None:
+async def _identified(settings: Settings, start: _Start) -> BaseIdentity:
+    """The base model's identity, as far as this service has its files. Downloads a hub's first. Raises InvalidInput."""
+    name, with_weights = settings.model_name, start.reporter.service in NEED_WEIGHTS
+    folder = await _fetch_base(settings.models[name], start, resolve_model if with_weights else resolve_config)
+    digest = await start.during(asyncio.to_thread(base_digest, folder, with_weights=with_weights), _loading(name))
+    return BaseIdentity(name, digest)
+
+
+async def _fetch_base(where: str, start: _Start, resolve: Callable[[str], Path]) -> Path:
     """Downloads a hub's base model for this service, and goes on after a restart. Raises InvalidInput."""
     if Path(where).is_dir():
-        return
-    resolve = resolve_model if start.reporter.service in NEED_WEIGHTS else resolve_config
-    await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
+        return Path(where)
+    return await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
 
 
-async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyncio.Event) -> bool:
+def _member(name: str, settings: Settings, service: BuiltService, parts: Parts) -> Membership:
+    return Membership(
+        parts.bus,
+        name,
+        deterministic=settings.deterministic,
+        fingerprint=service.about.fingerprint,
+        fingerprints=parts.fingerprints,
+        digest=parts.store.base.digest,
+    )
+
+
+async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyncio.Event, gate: Gate | None) -> bool:
     """Waits until the cell takes this worker, and says why it does not. False: told to stop before that."""
 
     async def tell(reason: str) -> None:
         await bus.broadcast(bus.cell.telemetry, reporter.report("refused", 0, reason=reason), keep_s=KEEP_S)
+        if gate:
+            await gate.tell(NotTaken(reason))
 
-    return await done_before(stop, membership.wait_to_join(tell))
+    joined = await done_before(stop, membership.wait_to_join(tell))
+    if gate and joined:
+        await gate.tell(Loaded(reporter.worker, gate.num_bytes()))
+    return joined
 
 
 @contextlib.asynccontextmanager

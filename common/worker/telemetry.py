@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.wire.messages import Outside, Span, WorkerReport
+from common.wire.reported import InPool
 
 KEEP_S = 3600.0
 """Seconds that reports stay in the telemetry stream."""
@@ -123,6 +124,8 @@ class Reporter:
     service: str
     base_model: str
     about: About
+    pool: Callable[[], InPool] | None = None
+    """Its place; None: it serves its base model alone."""
     timeline: Timeline = field(default_factory=Timeline)
     counters: dict[str, float] = field(default_factory=dict)
     _last: float = field(default_factory=time.monotonic)
@@ -168,6 +171,7 @@ class Reporter:
             fingerprint=self.about.fingerprint,
             reason=reason or lacks_disk or (waited if now - at_s < WAITED_S else ""),
             disk_full=bool(lacks_disk),
+            pool=self.pool() if self.pool else None,
             waiting=self.about.waiting(),
             spans=spans,
             counters={

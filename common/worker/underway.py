@@ -5,9 +5,10 @@ that another worker takes over what hangs.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.bus.bus import Delivery, Unfetched
 from common.cancellation import set_within
@@ -31,6 +32,7 @@ class Active:
     task: "asyncio.Task[None]"
     orphan: bool
     """Taken over, and not advanced yet."""
+    since_s: float = field(default_factory=time.monotonic)
     advanced: bool = True
     """Since the last renewal."""
     num_saved: int = 0
@@ -45,9 +47,13 @@ class Underway:
         self._num: Counter[str] = Counter()  # by stream
         self._active: dict[str, Active] = {}
         self.num_taken_over = 0
+        self.num_ended, self.ended_s = 0, 0.0
+        """Deliveries that have ended, and the seconds that they took, each for itself."""
+        self.num_beats = 0
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()
         self._idle = asyncio.Event()
+        self._turned = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._active)
@@ -77,6 +83,8 @@ class Underway:
     def begin(self, delivery: Delivery, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
         task = asyncio.create_task(work, name=delivery.entry)
         self._idle.clear()
+        if not self._active:
+            self._turned.set()
         self._active[delivery.entry] = Active(delivery, task, orphan=delivery.deliveries > 1)
         self._num[delivery.stream] += 1
         self.num_taken_over += delivery.deliveries > 1
@@ -88,6 +96,7 @@ class Underway:
         if active is None:
             return
         active.advanced = True
+        self.num_beats += 1
         if active.orphan:
             active.orphan = False
             self._changed.set()
@@ -114,15 +123,23 @@ class Underway:
         if active := self._active.pop(entry, None):
             self.num_taken_over -= active.delivery.deliveries > 1
             self._num[active.delivery.stream] -= 1
+            self.num_ended += 1
+            self.ended_s += time.monotonic() - active.since_s
         self._ended.set()
         self._changed.set()
         if not self._active:
             self._idle.set()
+            self._turned.set()
 
     async def idle(self, timeout_s: float) -> None:
         """Waits until nothing is under way, or the time is over."""
         if timeout_s > 0 and self._active:
             await set_within(self._idle, timeout_s)
+
+    async def turned(self, timeout_s: float) -> None:
+        """Waits until work begins where none was under way, or none is left, or the time is over."""
+        await set_within(self._turned, timeout_s)
+        self._turned.clear()
 
     async def one_ended(self, timeout_s: float | None = None) -> bool:
         """Waits until the next delivery ends, or has its payload. False if the time is over before."""

@@ -24,9 +24,8 @@ import os
 import secrets
 import socket
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -36,20 +35,21 @@ from msgspec.structs import replace
 from common.bus.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable, Unfetched
 from common.bus.deliveries import dead_letter
 from common.bus.fullness import MAX_MEMORY_USED, Gauge, memory_used
-from common.cancellation import beating, cancel_all, done_before, running
+from common.cancellation import beating, done_before, running
 from common.errors import StoreUnavailable, Unavailable
+from common.pool.gate import Closed, Gate, Pulse
 from common.wire.messages import AdapterNew, Cancel, Failure, Message
 from common.worker.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
 from common.worker.settler import Settler
 from common.worker.takeover import Takeover
 from common.worker.telemetry import KEEP_S, Reporter
 from common.worker.underway import Active, Inbox, Underway
+from common.worker.voided import Voided
 
 MAX_ATTEMPTS = 3
 UNAVAILABLE_LIMIT_S = 600.0
 REPORT_EVERY_S = 1.0
 BLOCK_MS = 500
-MAX_VOIDED = 100_000
 FIRST_LOOK_S, LOOK_EVERY_S = 0.004, 0.04
 """Pauses between two looks for leftovers: the first after a delivery, since another often follows; the longest."""
 GATHER_S = 0.002
@@ -58,28 +58,6 @@ MOST_READ_S = 0.01
 
 M = TypeVar("M", bound=Message)
 log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class Voided:
-    """Remembers, for each job, the newest epoch that this worker heard to be void."""
-
-    _epochs: "OrderedDict[str, tuple[int, bool]]" = field(default_factory=OrderedDict)
-
-    def add(self, cancel: Cancel) -> None:
-        known = self._epochs.get(cancel.job, (-1, False))
-        if cancel.epoch >= known[0]:
-            self._epochs[cancel.job] = (cancel.epoch, cancel.park)
-            self._epochs.move_to_end(cancel.job)
-        while len(self._epochs) > MAX_VOIDED:
-            self._epochs.popitem(last=False)
-
-    def verdict(self, message: Message) -> str | None:
-        """Returns `park` or `drop` for a void message; None for a valid one."""
-        epoch, park = self._epochs.get(message.job, (-1, False))
-        if message.epoch > epoch:
-            return None
-        return "park" if park else "drop"
 
 
 def worker_id(service: str) -> str:
@@ -120,7 +98,9 @@ class Worker:
         lease_s: float = 10.0,
         max_deliveries: int = 10,
         habits: Habits = Habits(),
+        gate: Gate | None = None,
     ) -> None:
+        """`gate`: it reads while that is open; None: always."""
         self._bus = bus
         self._handler = handler
         self._parks: Parks | None = handler if isinstance(handler, Parks) else None
@@ -131,6 +111,7 @@ class Worker:
         self._shared = [inbox for inbox in inboxes if not inbox.own_slots]
         self._reporter = reporter
         self._habits = habits
+        self._gate = gate
         self._most = reporter.about.slots + habits.ahead
         self._lease_s = lease_s
         self._max_deliveries = max_deliveries
@@ -160,14 +141,29 @@ class Worker:
             loops.append(self._keep_progress(self._resumes))
         if self._habits.on_adapter_new:
             loops.append(self._follow(self._bus.cell.adapters_new, "$", AdapterNew, self._habits.on_adapter_new))
-        takers = [self._takeover.run(), self._read(), *(self._read_own(i) for i in self._inboxes if i.own_slots)]
-        async with running(*takers, *loops) as tasks:
-            await stop.wait()
-            await cancel_all(tasks[: len(takers)])
-            await self._hand_back_all()
+        if self._gate:
+            loops += [self._gate.follow(stop), self._tell_gate(self._gate)]
+        async with running(*loops):
+            while not stop.is_set() and (self._gate is None or await done_before(stop, self._gate.opened())):
+                await self._slice(stop, self._gate)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await self._broadcast("stopped")
+
+    async def _slice(self, stop: asyncio.Event, gate: Gate | None) -> None:
+        """Works until `stop`, or until the gate closes. Returns once everything is settled or handed back."""
+        takers = [self._takeover.run(), self._read(), *(self._read_own(i) for i in self._inboxes if i.own_slots)]
+        async with running(*takers):
+            await (done_before(stop, gate.closing()) if gate else stop.wait())
+        await self._hand_back_all(gate.drain_s if gate and not stop.is_set() else self._habits.drain_s)
+        if gate:
+            await gate.tell(Closed(gate.num_bytes()))
+
+    async def _tell_gate(self, gate: Gate) -> None:
+        while True:
+            work = self._underway
+            await gate.tell(Pulse(len(work), work.num_ended, work.ended_s, work.num_beats))
+            await work.turned(REPORT_EVERY_S)
 
     async def _make_groups(self) -> None:
         for inbox in self._inboxes:
@@ -416,7 +412,9 @@ class Worker:
 
     async def _report(self, stop: asyncio.Event) -> None:
         while True:
-            await self._broadcast("draining" if stop.is_set() else "busy" if self._underway else "idle")
+            is_closed = self._gate is not None and not self._gate.is_open and not self._underway
+            state = "closed" if is_closed else "busy" if self._underway else "idle"
+            await self._broadcast("draining" if stop.is_set() else state)
             await asyncio.sleep(REPORT_EVERY_S)
 
     async def _broadcast(self, state: str) -> None:
@@ -425,10 +423,10 @@ class Worker:
 
     # ---- shutdown ---------------------------------------------------------------------------------------------------
 
-    async def _hand_back_all(self) -> None:
-        """Lets work finish for `drain_s`, then gives back the rest, also what was delivered and not begun."""
-        if self._habits.drain_s:
-            await self._underway.all_ended(self._habits.drain_s)
+    async def _hand_back_all(self, drain_s: float | None) -> None:
+        """Lets work finish for `drain_s`, then gives back the rest, also what was delivered and not begun. None: all finishes."""
+        if drain_s != 0:
+            await self._underway.all_ended(drain_s)
         self._underway.cancel()
         while not await self._underway.all_ended(self._lease_s):
             self._underway.cancel()

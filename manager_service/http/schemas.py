@@ -237,6 +237,23 @@ class BaseObject(BaseModel):
     context: int  # tokens that are served
     learning_rate: float  # of a job that names none
     rules_out: list[str]  # what the chat template does not allow
+    state: Literal[
+        "open", "closed", "away", "refused", "absent"
+    ]  # at the rollout workers; closed: others have their turn
+    tier: (
+        Literal["device", "host", "disk", "away"] | None
+    )  # of a closed one: in a process, in memory, on disk, to be downloaded
+    opens_in_s: float  # once it is its turn
+    waiting_s: float  # that its oldest unread work has waited
+
+
+class PoolObject(BaseModel):
+    """The worker, serving several base models in turn, that this one belongs to."""
+
+    worker: str
+    tier: Literal["device", "host", "disk", "away"]
+    opens_in_s: float
+    waiting_s: float
 
 
 class WorkerObject(Identified):
@@ -253,6 +270,7 @@ class WorkerObject(Identified):
     max_lora_rank: int | None
     fingerprint: str  # of the bits that it computes in deterministic mode, else empty
     reason: str  # why its cell refuses it, with the state `refused`
+    pool: PoolObject | None  # None: it serves its base model alone
     working_for: list[dict[str, str]]  # tenant, job and phase in the last second
     counters: dict[str, float]
 

@@ -1,11 +1,14 @@
 """Assigns workers to devices, and tells each how much memory it may use."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import InvalidInput
+from common.models.host_memory import host_bytes
 from common.settings import explained
+from manager_service.launcher.fitting import USABLE
 from manager_service.launcher.gpus import (
     SERVICES,
     Gpu,
@@ -52,10 +55,24 @@ def arrange(environment: Mapping[str, str], workers: Sequence[LocalWorker]) -> A
     placement = _placement(everything, workers, devices, gpus)
     one_each = bool(placement) and (bool(devices) or len(gpus) > 1)
     of_workers = {name: visible(numbers, gpus) for name, numbers in placement.items()} if one_each else {}
+    settings |= _pool_bytes(everything, workers, placement, gpus)
     chosen = choose(everything, workers, placement, gpus)
     taken = {number for numbers in placement.values() for number in numbers}
     lines = [described(placement, len(gpus))] if one_each else []
     return Arrangement(settings | chosen.settings, of_workers, [*lines, *shared_gpus(gpus, taken), *chosen.lines])
+
+
+def _pool_bytes(
+    environment: Mapping[str, str], workers: Sequence[LocalWorker], placement: Placement, gpus: Sequence[Gpu]
+) -> dict[str, str]:
+    """An equal part of the memory for each worker that serves several base models, unless somebody has said how much."""
+    if "MARLAAS_POOL_BYTES" in environment or all(worker.base for worker in workers):
+        return {}
+    holders = Counter(number for numbers in placement.values() for number in numbers)
+    parts = [USABLE * gpus[number].free / num for number, num in holders.items()]
+    if on_cpu := sum(worker.name not in placement for worker in workers):
+        parts.append(USABLE * host_bytes() / on_cpu)
+    return {"MARLAAS_POOL_BYTES": str(int(min(parts)))}
 
 
 def _device(environment: Mapping[str, str], service: str) -> str:

@@ -23,7 +23,7 @@ EXAMPLE = "write rollout:0-3,trainer:4-7"
 class LocalWorker(NamedTuple):
     name: str
     service: str  # rollout or trainer
-    base: str
+    base: str  # empty: all, in turn
 
 
 class Gpu(NamedTuple):

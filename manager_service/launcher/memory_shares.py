@@ -41,13 +41,16 @@ def choose(
     gpus: Sequence[Gpu],
     free: Callable[[], int] = host_bytes,
 ) -> Chosen:
-    """Chooses what the workers have, each on the GPUs of its placement, the others on the processor.
+    """Chooses what the workers have, each on the GPUs of its placement, the others on the processor. One that serves several base
+    models in turn has what the largest needs.
 
     A wrong setting or base model is left to its service, whose error says it. Raises InvalidInput where the copies of
     the base models do not fit together.
     """
     try:
         bases = _read(environment)
+        largest = max(bases, key=lambda name: bases[name].shape.num_weights)
+        workers = [worker if worker.base else worker._replace(base=largest) for worker in workers]
         own = max(base.shape.context for base in bases.values())
         wanted = int(environment.get("MARLAAS_MAX_CONTEXT", own))
         if wanted < LEAST_CONTEXT:

@@ -66,8 +66,8 @@ class StartError(MarlaasError):
 
 
 class LocalCluster:
-    """Children are named `redis`, `manager`, `rollout-0`, `env-0`, `trainer-0`, …; with several base models
-    `rollout-<base>-0`. Enter and leave it (or `start` and `stop`) on one event loop, in the main thread."""
+    """The children `redis`, `manager`, `rollout-0`, `env-0`, `trainer-0`, … Enter and leave it (or `start` and `stop`) on one event
+    loop, in the main thread."""
 
     def __init__(
         self,
@@ -364,7 +364,7 @@ Services = Callable[[Mapping[str, int], Mapping[str, str]], list[ServiceCommand]
 
 
 def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
-    """The manager, the exporter, and for each base model the given number of workers of each service.
+    """The manager, the exporter, and so many workers of each service for all base models; of vLLM's for each.
 
     Raises InvalidInput if MARLAAS_BASE_MODELS cannot be read.
     """
@@ -374,10 +374,10 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
         raise InvalidInput(str(error)) from error
     services = [ServiceCommand("manager", (sys.executable, "-m", "manager_service"))]
     services.append(ServiceCommand("exporter", (sys.executable, "-m", "manager_service.export")))
-    for base in bases:
-        for service, count in counts.items():
-            prefix = service if len(bases) == 1 else f"{service}-{base}"
-            argv = (sys.executable, "-m", f"{service}_service")
+    for service, count in counts.items():
+        pinned_each = len(bases) > 1 and service == "rollout" and environment.get("MARLAAS_ENGINE") == "vllm"
+        for base in bases if pinned_each or len(bases) == 1 else [""]:
+            argv, prefix = (sys.executable, "-m", f"{service}_service"), f"{service}-{base}" if pinned_each else service
             services += [ServiceCommand(f"{prefix}-{i}", argv, {"MARLAAS_BASE_MODEL": base}) for i in range(count)]
     return services
 

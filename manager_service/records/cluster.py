@@ -9,11 +9,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from common.bus.bus import Bus
 from common.bus.streams import Cell
 from common.wire.messages import Outside, Span, WorkerReport
+from common.wire.reported import Tier
 from common.worker.telemetry import KEEP_S
 
 
@@ -78,6 +79,28 @@ class Capacity:
             least_kv_tokens=min((kv for kv, _ in announced), default=None),
             gap_bound=max((GAP_BOUNDS.get(worker.dtype, 0.0) for worker in working), default=0.0),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTurn:
+    """Says whether the workers of a service read the cell's work, or when they may."""
+
+    state: Literal["open", "closed", "away", "refused", "absent"]
+    tier: Tier | None = None  # of a closed base
+    opens_in_s: float = 0.0
+    waiting_s: float = 0.0
+
+    @classmethod
+    def of(cls, reports: Sequence[WorkerReport]) -> "BaseTurn":
+        """`reports`: of the service's live workers. Of several places at which it is closed the one that opens it soonest counts."""
+        if any(report.state not in ("refused", "closed") for report in reports):
+            return cls("open")
+        places = [report.pool for report in reports if report.state == "closed" and report.pool]
+        if not places:
+            return cls("refused" if reports else "absent")
+        place = min(places, key=lambda each: each.opens_in_s)
+        waiting_s = max(each.waiting_s for each in places)
+        return cls("away" if place.tier == "away" else "closed", place.tier, place.opens_in_s, waiting_s)
 
 
 class Cluster:
@@ -177,7 +200,16 @@ class Cluster:
         """Reason outside of the workers that holds up the job, else one that holds up a worker; else empty."""
         reasons = [worker.waiting.get(job, "") for worker in self.working()]
         reasons += [f"workers wait: {worker.reason}" for worker in self.working() if worker.reason]
+        turns = {service: self.turn(service) for service in ("rollout", "trainer")}
+        reasons += [
+            f"it waits for its base model, which {service} workers open in about {turn.opens_in_s:.1f} s once it is its turn"
+            for service, turn in turns.items()
+            if turn.state in ("closed", "away") and turn.waiting_s
+        ]
         return next(filter(None, reasons), "")
+
+    def turn(self, service: str) -> BaseTurn:
+        return BaseTurn.of([each for each in self.workers() if each.service == service and each.state != "starting"])
 
     def timeline(self, since_s: float) -> list[WorkerSpan]:
         """Busy spans that end after `since_s` (seconds since 1970), by start."""

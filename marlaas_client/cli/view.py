@@ -52,10 +52,37 @@ def _jobs_table(jobs: Iterable[JobProgress], now: float, *, curve: int = 0, rate
 
 def workers_view(workers: Iterable[Record]) -> Table:
     shown = table("worker", "state", "busy", "works for")
-    for worker in sorted(workers, key=lambda w: (str(w["service"]), str(w["id"]))):
-        row = cells(_state(worker), busy_bar(worker.get("busy") or 0.0), _work(worker))
-        shown.add_row(*cells(f"{worker['service']} {worker['pid']}"), *row)
+    places: dict[str, list[Record]] = {}
+    for worker in sorted(workers, key=lambda w: (str(w["service"]), _place(w))):
+        places.setdefault(_place(worker), []).append(worker)
+    for place, found in places.items():
+        first = max(found, key=_activity)
+        row = cells(_state(first), busy_bar(first.get("busy") or 0.0), _work(first))
+        pid = place.rsplit("-", 2)[1] if first.get("pool") else first["pid"]
+        shown.add_row(*cells(f"{first['service']} {pid}{_bases(found)}"), *row)
     return shown
+
+
+def _place(worker: Record) -> str:
+    """The id of the worker, `service-host-pid-…`, or of the one that serves several base models in turn."""
+    return str((worker.get("pool") or {}).get("worker") or worker["id"])
+
+
+def _activity(worker: Record) -> int:
+    """The larger, the nearer to its turn."""
+    closed = worker["state"] in ("closed", "refused")
+    return 0 if not closed else -1 if worker["pool"]["tier"] == "device" else -2
+
+
+def _bases(found: list[Record]) -> str:
+    """`: tiny ▸ b, wide`: the open base model, then the others, those whose process runs first; empty for one that serves one alone."""
+    if not found[0].get("pool"):
+        return ""
+    names = {_activity(worker): list[str]() for worker in found}
+    for worker in found:
+        names[_activity(worker)].append(str(worker["base_model"]))
+    closed = ", ".join(name for activity in (-1, -2) for name in names.get(activity, []))
+    return ": " + " ".join(filter(None, [", ".join(names.get(0, [])), closed and f"▸ {closed}"]))
 
 
 def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float) -> RenderableType:

@@ -57,6 +57,7 @@ from common.wire.operations import (
     OperationsDone,
     RunOperation,
 )
+from common.wire.reported import InPool
 from common.wire.transcript import shown, transcript
 
 PLAIN: dict[str, Any] = {"id": "i", "tenant": "t", "job": "j", "partition": 1, "epoch": 2}
@@ -113,7 +114,7 @@ EXAMPLES: list[AnyMessage] = [
         failure=Failure("grader", "it raised"),
     ),
     Parked(**PLAIN, request=REQUEST),
-    Init(**PLAIN, adapter=ADAPTER, seed=1, lora=LoraSpec(4, 8.0, ("q_proj",))),
+    Init(**PLAIN, adapter=ADAPTER, seed=1, lora=LoraSpec(4, 8.0, ("q_proj",)), base_digest="a-b"),
     TrainStep(
         **PLAIN,
         weight=2.0,
@@ -144,6 +145,7 @@ EXAMPLES: list[AnyMessage] = [
         spans=(Span(1, 2, "t", "j", "env"),),
         outside=Outside(grader="*.test", openenv_servers=("maze",)),
         waiting={"j": "why"},
+        pool=InPool("rollout-0", "disk", 0.5, 2.0),
     ),
     Operation(**PLAIN, seq=1, action="forward", payload=b"p", tokens=2, failure=Failure("invalid", "why")),
     Operations(
@@ -163,7 +165,7 @@ EXAMPLES: list[AnyMessage] = [
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "b99d811292f672f6232cefc03aa342f7c8f61bd136bcc07fa194f4fd763a1c1c"
+SNAPSHOT = "af69b391b620070647d793000c5cd607ec6dbb69482456a8a8f0f123e32f0f36"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 

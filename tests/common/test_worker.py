@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from common.bus.bus import Bus, Delivery, Idle, Out, Progress
 from common.bus.streams import GROUP_ENV, Cell
 from common.errors import StoreUnavailable, Unavailable
+from common.pool.gate import Gate
 from common.wire.codec import decode
 from common.wire.messages import Cancel, DeadLetter, EnvSpec, Failure, GradeRequest, JobCommand, Message, Start
 from common.worker.handlers import Beat
@@ -92,13 +93,14 @@ async def working(
     own_slots: int = 0,
     most: int = 10,
     lease_s: float = LEASE_S,
+    gate: Gate | None = None,
     **habits: Any,
 ) -> AsyncGenerator[Worker]:
     reporter = Reporter(name, "env", "tiny", About(slots=slots))
     inboxes = [Inbox(stream, GROUP_ENV, a_read) for stream in streams]
     if own_slots:
         inboxes.insert(0, Inbox(CHAT, GROUP_ENV, own_slots=own_slots))
-    options: dict[str, Any] = {"lease_s": lease_s, "max_deliveries": most}
+    options: dict[str, Any] = {"lease_s": lease_s, "max_deliveries": most, "gate": gate}
     worker = Worker(bus, handler, inboxes, reporter, **options, habits=Habits(**habits))
     stop = asyncio.Event()
     task = asyncio.create_task(worker.run(stop))

@@ -13,6 +13,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from common.bus.bus import Bus, Idle, Progress
 from common.bus.fullness import memory_used
 from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.pool.looking import Lookout
 from common.store.known_store import recognised
 from common.store.store_folder import IDENTITY, StoreFolder
 from deploy.acl import SERVICES, USERS, acl_file
@@ -128,6 +129,25 @@ async def test_each_service_finds_out_whether_its_store_is_the_cells(
         await recognised(StoreFolder(tmp_path / "store"), url, ["tiny"], pytest.fail)
     with client(server, "operator") as operator:
         assert operator.get(CELL.store) == (tmp_path / "store" / IDENTITY).read_bytes().strip()
+
+
+@pytest.mark.parametrize("user", ["env", "rollout", "trainer"])
+async def test_a_pool_worker_looks_and_enters_with_its_own_rights(server: RedisServer, user: str) -> None:
+    bus = Bus.connect(f"redis://{user}:{user}-password@127.0.0.1:{server.port}/0", CELL)
+    with client(server, "operator") as operator:
+        (stream, group) = next(each for each in CELL.work if each[1] == user)
+        operator.xgroup_create(stream, group, mkstream=True)
+        operator.xadd(stream, {"a": "b"})
+        operator.hset(CELL.weights, "1", "2")
+    lookout = Lookout({"tiny": bus}, user, f"{user}-0", 1.0)
+    try:
+        unread = (await lookout.look({"tiny": f"{user}-x"}))["tiny"]
+        assert (unread.num, unread.weight) == (1, 2.0)
+        assert await lookout.enter("tiny", unread, 4)
+        await lookout.stay("tiny", opening=True)
+        await lookout.leave("tiny")
+    finally:
+        await bus.close()
 
 
 async def test_a_rollout_worker_keeps_progress_with_its_own_rights(server: RedisServer) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from common.bus.bus import Bus
 from common.wire.messages import DeadLetter, Outside, Span, WorkerReport
+from common.wire.reported import InPool
 from common.worker.telemetry import KEEP_S
-from manager_service.records.cluster import Cluster
+from manager_service.records.cluster import BaseTurn, Cluster
 from tests.support.api_server import ApiServer, create, method, upload
 
 
@@ -44,6 +45,35 @@ async def test_the_alive_are_listed_and_the_stopped_are_not(bus: Bus) -> None:
     await tell(bus, report("silent", "rollout", slots=8))
     await cluster.follow_once()
     assert (cluster.kv_tokens(), cluster.least_kv_tokens()) == (6000, 1000)
+
+
+async def test_a_closed_base_model_opens_where_that_is_soonest_and_a_job_says_that_it_waits_for_it(bus: Bus) -> None:
+    cluster = Cluster(bus)
+    assert cluster.turn("rollout").state == "absent"
+    slow, soon = InPool("rollout-0", "disk", 9.0, 4.0), InPool("rollout-1", "device", 0.5, 4.0)
+    await tell(bus, *(report(each.worker, "rollout", state="closed", pool=each) for each in (slow, soon)))
+    await cluster.follow_once()
+    assert cluster.turn("rollout") == BaseTurn("closed", "device", 0.5, 4.0)
+    assert cluster.slots("rollout") == 16, "owners publish, and the pool hears of it"
+    assert "its base model, which rollout workers open in about 0.5 s" in cluster.waits_for("job")
+    # And once one reads, nobody waits; a base model that is refused everywhere is not waited for either
+    await tell(bus, report(soon.worker, "rollout", state="idle", pool=soon))
+    await cluster.follow_once()
+    assert (cluster.turn("rollout").state, cluster.waits_for("job")) == ("open", "")
+    await tell(bus, *(report(each.worker, "rollout", state="refused", reason="why") for each in (slow, soon)))
+    await cluster.follow_once()
+    assert (cluster.turn("rollout").state, cluster.slots("rollout")) == ("refused", 0)
+
+
+async def test_a_chat_with_a_base_model_that_opens_too_late_hears_when_to_ask_again(server: ApiServer) -> None:
+    await tell(server.bus, report("r", "rollout", state="closed", pool=InPool("rollout-0", "disk", 500.5, 0.0)))
+    await until(server, 1)
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "1+1="}]}
+    answer = await server.http.post("/v1/chat/completions", json=asked)
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "501"), answer.text
+    (shown,) = (await server.http.get("/v1/models")).json()["data"]
+    told = {name: shown["base"][name] for name in ("state", "tier", "opens_in_s", "waiting_s")}
+    assert told == {"state": "closed", "tier": "disk", "opens_in_s": 500.5, "waiting_s": 0.0}
 
 
 async def test_old_reports_count_for_the_timeline_but_not_as_alive(bus: Bus) -> None:

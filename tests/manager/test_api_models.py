@@ -29,6 +29,7 @@ async def test_a_base_model_says_what_it_is_and_what_its_template_rules_out(redi
         "context": 1024,
         "learning_rate": 1e-3,
         "rules_out": [],
+        **{"state": "absent", "tier": None, "opens_in_s": 0.0, "waiting_s": 0.0},
     }
     turns, tools = other["base"]["rules_out"]
     assert "tool, user, system" in turns and "tools" in tools

@@ -597,6 +597,14 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
     assert "50%" in printed and "47%" in printed and "idle" not in printed
     assert "me" in printed
     assert "poison" in run("dead")
+    # Given a worker with several base models in turn
+    shared = {**worker, "pool": {"worker": "rollout-host-7-abc", "tier": "device", "opens_in_s": 0.0, "waiting_s": 0.0}}
+    closed = {**shared, "state": "closed", "busy": 0.0, "working_for": []}
+    rows = [("b", closed), ("tiny", shared)]
+    api.answers["GET", "/v1/cluster/workers"] = [
+        {**row, "id": str(pid), "pid": pid, "base_model": base} for pid, (base, row) in enumerate(rows)
+    ]
+    assert "rollout 7: tiny ▸ b" in run("workers")
     assert json.loads(run("dead", "--json")) == [letter]
 
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -320,21 +319,15 @@ async def test_no_process_outlives_a_supervisor_that_ctrl_c_or_a_kill_ends(tmp_p
         pass
 
 
-def test_each_base_model_has_its_own_workers() -> None:
-    environment: Mapping[str, str] = {"MARLAAS_BASE_MODELS": "tiny,big=/models/big"}
+def test_all_base_models_share_the_workers_unless_vllm_samples() -> None:
+    environment = {"MARLAAS_BASE_MODELS": "tiny,big=/models/big"}
     services = service_commands({"rollout": 2, "trainer": 1}, environment)
-    assert [service.name for service in services] == [
-        "manager",
-        "exporter",
-        "rollout-tiny-0",
-        "rollout-tiny-1",
-        "trainer-tiny-0",
-        "rollout-big-0",
-        "rollout-big-1",
-        "trainer-big-0",
-    ]
-    assert services[-1].environment == {"MARLAAS_BASE_MODEL": "big"}
+    assert [service.name for service in services] == ["manager", "exporter", "rollout-0", "rollout-1", "trainer-0"]
+    assert services[-1].environment == {"MARLAAS_BASE_MODEL": ""}, "all of them"
     assert services[-1].argv[-2:] == ("-m", "trainer_service")
+    services = service_commands({"rollout": 1, "trainer": 1}, environment | {"MARLAAS_ENGINE": "vllm"})
+    assert [service.name for service in services[2:]] == ["rollout-tiny-0", "rollout-big-0", "trainer-0"]
+    assert services[2].environment == {"MARLAAS_BASE_MODEL": "tiny"}
 
 
 def test_a_long_log_is_moved_aside_while_its_writer_goes_on(tmp_path: Path) -> None:

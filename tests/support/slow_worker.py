@@ -27,7 +27,7 @@ def main(service: str, file: Path) -> None:
         return load(settings)
 
     setattr(module, LOADERS[service], waiting)
-    run(service, RolloutSettings if service == "rollout" else TrainerSettings, module.build)
+    run(service, RolloutSettings if service == "rollout" else TrainerSettings, module.build, module.pooled)
 
 
 if __name__ == "__main__":

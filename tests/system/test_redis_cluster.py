@@ -27,7 +27,8 @@ from harness.live import GRADER, Api
 from harness.redis_server import RedisServer, free_port
 from harness.standin import StandInEnv, StandInTrainer, stand_in_worker
 from manager_service.records.keys import GLOBAL
-from tests.common.test_worker import until
+from tests.common.test_bus import start
+from tests.common.test_worker import length, until
 from tests.support.forked import begun
 
 SLOTS = 16384
@@ -193,6 +194,20 @@ async def test_one_base_model_is_served_as_two_cells_on_two_shards(
 
 
 # ---- clients --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_pool_worker_serves_cells_on_two_shards(cluster: RedisCluster, tmp_path: Path) -> None:
+    cells = [Bus.connect(cluster.url, Cell(name)) for name in CELLS]
+    settings = {"MARLAAS_REDIS_URL": cluster.url, "MARLAAS_BASE_MODELS": f"tiny,twin={TINY}"}
+    settings |= {"MARLAAS_DATA_DIR": str(tmp_path)}
+    child = await begun("tests.support.pooled_service", tmp_path / "pool.log", **settings)
+    for bus in cells:
+        await bus.publish([(bus.cell.rollout, start(1))])
+    for bus in cells:
+        await until(lambda bus=bus: length(bus, bus.cell.env, 1))
+        await bus.close()
+    child.send_signal(signal.SIGTERM)
+    assert await child.wait() == 0
 
 
 async def test_a_client_follows_its_cell_to_another_shard(cluster: RedisCluster) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -115,6 +116,7 @@ def _base(base: Base, name: str) -> ModelObject:
         context=tokenizer.context,
         learning_rate=tokenizer.learning_rate,
         rules_out=_rules_out(tokenizer),
+        **asdict(base.cluster.turn("rollout")),
     )
     return ModelObject(id=name, created=base.created_at, owned_by=OPERATOR, root=base.name, base=about)
 

@@ -26,15 +26,17 @@ _ENTRY = re.compile(r"[1-9][0-9]{0,14}-[0-9]{1,15}")
 
 @router.get("/workers")
 async def workers(api: Parts, admin: Admin) -> Page[WorkerObject]:
-    """Live workers, by service. Needs the admin key."""
+    """Live workers, by service; of a worker that serves several base models one for each, side by side. Needs the admin key."""
     found = [worker for base in api.bases.values() for worker in base.cluster.workers()]
+    found.sort(key=lambda worker: (worker.service, worker.pool.worker if worker.pool else worker.id, worker.base_model))
     return page([_worker(worker) for worker in found], has_more=False)
 
 
 def _worker(worker: WorkerReport) -> WorkerObject:
-    work = {(span.tenant, span.job, span.phase) for span in worker.spans}
+    work = {(span.tenant, span.job, span.phase) for span in worker.spans if span.tenant}
     working_for = [dict(zip(("tenant", "job", "phase"), one, strict=True)) for one in sorted(work)]
-    return WorkerObject.model_validate(msgspec.structs.asdict(worker) | {"working_for": working_for})
+    pool = msgspec.structs.asdict(worker.pool) if worker.pool else None
+    return WorkerObject.model_validate(msgspec.structs.asdict(worker) | {"working_for": working_for, "pool": pool})
 
 
 @router.get("/timeline")

@@ -65,7 +65,7 @@ function draw(canvas, legend, spans, alive, now, window_s) {
   }
   context.fillStyle = style.getPropertyValue("--muted");
   for (let i = 0; i <= 4; i++) context.fillText(clock(now - window_s + i * window_s / 4), Math.min(x(now - window_s + i * window_s / 4), width - 74), names.length * ROW + 13);
-  fill(legend, tenants.map((tenant, i) => { const swatch = h("i"); swatch.style.background = fills[i]; return h("span", {}, swatch, tenant); }));
+  fill(legend, tenants.map((tenant, i) => { const swatch = h("i"); swatch.style.background = fills[i]; return h("span", {}, swatch, tenant || "switches of base models"); }));
   canvas.setAttribute("aria-label", `${names.length} workers, ${tenants.length} tenants: ${tenants.map((tenant) => `${tenant} ${duration(spans.filter((one) => one.tenant === tenant).reduce((sum, one) => sum + one.end - one.start, 0))}`).join(", ")} of work in ${duration(window_s)}`);
   canvas.drawn = {spans, names, now, window_s, width};
 }
@@ -76,13 +76,13 @@ function under(canvas, event) {
   const {spans, names, now, window_s, width} = canvas.drawn;
   const name = names[Math.floor(event.offsetY / ROW)], time = now - window_s + (event.offsetX - LEFT) / (width - LEFT - 8) * window_s;
   const found = spans.filter((one) => one.worker === name && one.start <= time + 0.1 && one.end >= time - 0.1);
-  const texts = [...new Set(found.map((one) => `${one.tenant} · ${one.job} · ${one.phase}`))];
+  const texts = [...new Set(found.map((one) => one.tenant ? `${one.tenant} · ${one.job} · ${one.phase}` : one.phase))];
   return name ? `${name} at ${clock(time)}: ${texts.slice(0, 4).join("; ") || "idle"}` : "";
 }
 
 function workerTable(workers) {
-  const rows = workers.map((one) => [one.service, h("span", {title: one.id}, `${one.host} ${one.pid}`), one.state, share(one.busy), `${one.in_use}/${one.slots}`, [...new Set(one.working_for.map((work) => work.tenant))].join(", "), number(one.resident.length), one.reason]);
-  return rows.length ? table("Workers", ["Service", "Worker", "State", ">Busy", ">In use", "Works for", ">Adapters in memory", "Waits for, or refused"], rows) : h("p", {class: "error"}, "No worker is alive.");
+  const rows = workers.map((one) => [one.service, h("span", {title: one.id}, `${one.host} ${one.pid}`), one.base_model, one.state, share(one.busy), `${one.in_use}/${one.slots}`, [...new Set(one.working_for.map((work) => work.tenant))].join(", "), number(one.resident.length), one.reason]);
+  return rows.length ? table("Workers", ["Service", "Worker", "Base model", "State", ">Busy", ">In use", "Works for", ">Adapters in memory", "Waits for, or refused"], rows) : h("p", {class: "error"}, "No worker is alive.");
 }
 
 const LINE = /^(\w+)\{([^}]*)\} ([-+.\w]+)$/;

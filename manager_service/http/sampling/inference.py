@@ -9,6 +9,7 @@ A completion is a job of its own, `chat-…`, so that it can be cancelled like o
 """
 
 import asyncio
+import math
 import secrets
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from common.cancellation import cancel_all, running
 from common.errors import Unavailable
 from common.sharing.places import SharedThreads
 from common.wire.messages import Cancel, GradeRequest, GradeResult, TurnDelta, TurnRequest, TurnResult, Usage
-from manager_service.http.errors import redis_unavailable
+from manager_service.http.errors import ApiError, redis_unavailable
 from manager_service.http.sampling.cell_share import BULK, CHAT, CellShare
 from manager_service.http.sampling.choices import (
     Choice,
@@ -130,9 +131,11 @@ class Inference:
         timeout_s: float,
         slots: Callable[[str], int],
         most_for_chat: float,
+        opens_in_s: Callable[[], float],
     ) -> None:
         """`slots`: the completions' turns (CHAT), grader runs (`env`), and samples in bulk together with jobs' trajectories (BULK)
-        that all replicas may have under way at once. `most_for_chat`: the part of rollout slots that CHAT may have."""
+        that all replicas may have under way at once. `most_for_chat`: the part of rollout slots that CHAT may have.
+        `opens_in_s`: the least time before a worker could read a completion."""
         self._bus = bus
         self._share = CellShare(
             bus,
@@ -148,6 +151,7 @@ class Inference:
         self._threads = SharedThreads()
         self._silence_s = silence_s
         self._timeout_s = timeout_s
+        self._opens_in_s = opens_in_s
         self._cancels: asyncio.Queue[Cancel] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -194,7 +198,11 @@ class Inference:
                 await asyncio.shield(cancel_all([asking]))
 
     async def _ask_for(self, choices: "list[Choice]", tenant: TenantRecord) -> None:
-        """Publishes each request once it has a place, those that get one at once together. Raises Unavailable."""
+        """Publishes each request once it has a place, those that get one at once together. Raises Unavailable, and ApiError 503 where the
+        base model cannot be opened in time."""
+        if (opens_in_s := self._opens_in_s()) > self._timeout_s and not choices[0].bulk:
+            told = f"the base model opens in about {opens_in_s:.0f} s, and a completion waits for {self._timeout_s:g}: try again then"
+            raise ApiError(503, told, code="unavailable", headers={"Retry-After": str(math.ceil(opens_in_s))})
         waiting, places = deque(choices), self._places_of(choices[0])
         limits = (None, MAX_BULK) if choices[0].bulk else (self._timeout_s, MAX_WAITING)
         with places.behind(tenant, waiting):

@@ -1,0 +1,58 @@
+"""A service whose pool worker has base workers that load at once and do what their base model's name says.
+
+echoes    publishes each message in the cell's stream `env`
+takes     does so after half a second
+hangs     stops with the first message, event loop and all
+dies      ends with status 3 while it loads
+refuses   says that its settings are wrong
+"""
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from common.bus.bus import Out
+from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.errors import InvalidInput
+from common.pool.pool_worker import PooledService
+from common.wire.messages import Failure, Message
+from common.worker.handlers import Beat
+from common.worker.service import BuiltService, Parts, run
+from common.worker.telemetry import About
+from common.worker.worker import Habits, Inbox
+from rollout_service.settings import RolloutSettings
+
+
+class Echoes:
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+
+    async def __call__(self, message: Message, beat: Beat) -> list[Out]:
+        if self._cell.base_model == "hangs":
+            time.sleep(600)
+        await asyncio.sleep(0.5 if self._cell.base_model == "takes" else 0.01)
+        return [(self._cell.env, message)]
+
+    def hand_back(self, message: Any) -> list[Out] | None:
+        return None
+
+    def failed(self, message: Any, failure: Failure) -> list[Out]:
+        return []
+
+
+async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
+    if settings.base_model == "refuses":
+        raise InvalidInput("its licence is not accepted")
+    if settings.base_model == "dies":
+        os._exit(3)
+    inbox = Inbox(parts.cell.rollout, GROUP_ROLLOUT)
+    return BuiltService(Echoes(parts.cell), [inbox], About(slots=4), Habits())
+
+
+def pooled(settings: RolloutSettings) -> PooledService:
+    return PooledService(About(slots=4), itemsize=4)
+
+
+if __name__ == "__main__":
+    run("rollout", RolloutSettings, build, pooled)
