@@ -288,7 +288,7 @@ STEPS = (Path(__file__).resolve().parents[2] / "docs" / "decisions" / "backbones
 def test_what_a_gpu_is_expected_to_train_and_sample_was_measured_within_half_as_much_again(qwen: Path) -> None:
     """The shape of Qwen3-0.6B. A fused step's prefixes are shared, which leaves 7,432 tokens of 22,024."""
     shape, h100 = shape_of(qwen), GPUS["h100"]
-    (measured,) = re.findall(r"8 jobs, 22,024 tokens, `varlen` \| ([0-9.]+) to ([0-9.]+) s", STEPS)
+    (measured,) = re.findall(r"7,432 of 22,024 tokens computed: .*?\| ([0-9.]+) to ([0-9.]+) s, MFU", STEPS)
     train = partial(
         engines.training_s, shape, again=False, kept=kept_per_token(shape, itemsize=2, rank=8, modules=True)
     )
