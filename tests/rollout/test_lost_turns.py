@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from benchmarks._paced_rollout import CELL, PacedCore, working
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.wire.messages import BASE, TurnResult
 from tests.common.test_worker import length, until
-from tests.support.fake_rollout import CELL, working
 from tests.support.rollout_cases import request
 
 pytestmark = pytest.mark.asyncio
@@ -21,7 +21,7 @@ NUM, TOKENS, LEASE_S = 64, 200, 2.0
 
 @contextlib.asynccontextmanager
 async def in_a_process(url: str) -> AsyncGenerator[asyncio.subprocess.Process]:
-    command = ("-m", "tests.support.fake_rollout", url, str(NUM), str(LEASE_S))
+    command = ("-m", "benchmarks._paced_rollout", url, str(LEASE_S), str(NUM), "/dev/null")
     process = await asyncio.create_subprocess_exec(sys.executable, *command)
     try:
         yield process
@@ -43,7 +43,9 @@ async def test_all_turns_of_a_killed_worker_go_on_at_once_beside_one_whose_slots
             return len(await bus.client.keys(CELL.partial(CELL.rollout, "*:by"))) == NUM
 
         await until(num_kept)
-        async with working(redis_url, NUM, LEASE_S) as (engine, core):
+        notes: list[str] = []
+        core = PacedCore(0.05, note=notes.append)
+        async with working(redis_url, LEASE_S, NUM, core) as engine:
             # And one whose slots are taken by as many of its own, with more that wait
             await bus.publish([(CELL.rollout, request(BASE, sample=n, max_tokens=1500)) for n in range(64, 192)])
             await until(lambda: engine.in_use == NUM)
@@ -54,10 +56,11 @@ async def test_all_turns_of_a_killed_worker_go_on_at_once_beside_one_whose_slots
             pending = await bus.client.xpending_range(CELL.rollout, GROUP_ROLLOUT, "-", "+", 2 * NUM)
             assert sorted(each["times_delivered"] for each in pending) == [1] * NUM + [2] * NUM
             # And from where they were: each has all its tokens, paid once
-            assert min(core.lengths[-NUM:]) > len(lost[0].tokens) + 64
             core.step_s = 0.0005
             await until(lambda: length(bus, CELL.env, NUM))
             results = [message for _, message in await bus.follow(CELL.env, "0", block_ms=None)]
+    begun = {words[2]: int(words[3]) for words in map(str.split, notes) if words[0] == "begin"}
+    assert all(begun[each.id] > len(each.tokens) + 64 for each in lost)
     assert {each.id for each in results} == {each.id for each in lost}
     for each in results:
         assert isinstance(each, TurnResult) and each.failure is None

@@ -15,6 +15,8 @@ import numpy as np
 from common.wire.messages import Tops
 from rollout_service.process.core import AdapterFolder, CoreDied, SamplingRequest, TokenChunk, UnreadableAdapter
 
+STEP_S = 0.0005
+
 
 @dataclass
 class FakeCore:
@@ -26,7 +28,6 @@ class FakeCore:
     poison: frozenset[str] = frozenset()  # jobs whose turns give NaN, and leave it for whoever comes next
     deadly: frozenset[str] = frozenset()  # jobs whose turns end the process
     hangs: bool = False  # gives no token
-    step_s: float = 0.0005  # between two tokens of a turn
     fails_to_start: bool = False
     skips_prompts: bool = False  # gives no log-probs of prompts
     prompts_scored: int = 0
@@ -96,7 +97,7 @@ class FakeCore:
             self.running -= 1
 
     async def _step(self, request: SamplingRequest) -> None:
-        await asyncio.sleep(self.step_s)
+        await asyncio.sleep(STEP_S)
         if _job(request.adapter) in self.deadly:
             self.dead.set()
         if self.hangs:
