@@ -25,10 +25,9 @@ from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.wire.messages import BASE
 from harness.redis_server import embedded_redis
+from rollout_service.handler import SHORT_TURN
 
 NUM_WORKERS = 3
-SHORT_TURN = 64
-"""Tokens that each turn may cost whatever its speed: of shorter ones nothing is kept."""
 WINDOW_S = 5.0
 PROMPT = range(97, 113)
 
@@ -104,7 +103,7 @@ def loss(notes: Sequence[Steps], slots: int, killed_s: float) -> Loss:
         len(killed.begun),
         sorted(at_s - killed_s for at_s, _, _ in gone_on.values()),
         max((had[turn] - tokens for turn, (_, tokens, _) in gone_on.items()), default=0),
-        max(SHORT_TURN, 2 * PROGRESS_S * killed.speed(killed_s - WINDOW_S, killed_s) / slots),
+        max(2 * SHORT_TURN, 2 * PROGRESS_S * killed.speed(killed_s - WINDOW_S, killed_s) / slots),
         after / (before * (NUM_WORKERS - 1) / NUM_WORKERS),
     )
 

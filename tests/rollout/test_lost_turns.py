@@ -12,6 +12,7 @@ from benchmarks._paced_rollout import CELL, PacedCore, working
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.wire.messages import BASE, TurnResult
+from rollout_service.handler import SHORT_TURN
 from tests.common.test_worker import length, until
 from tests.support.rollout_cases import request
 
@@ -60,7 +61,7 @@ async def test_all_turns_of_a_killed_worker_go_on_at_once_beside_one_whose_slots
             await until(lambda: length(bus, CELL.env, NUM))
             results = [message for _, message in await bus.follow(CELL.env, "0", block_ms=None)]
     begun = {words[2]: int(words[3]) for words in map(str.split, notes) if words[0] == "begin"}
-    assert all(begun[each.id] > len(each.tokens) + 64 for each in lost)
+    assert all(begun[each.id] > len(each.tokens) + SHORT_TURN for each in lost)
     assert {each.id for each in results} == {each.id for each in lost}
     for each in results:
         assert isinstance(each, TurnResult) and each.failure is None
