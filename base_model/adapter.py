@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.errors import CorruptObject, InvalidInput
+from common.models.base_digest import DIGEST_FIELD
 from common.rng import uniform
 from common.wire.messages import LoraSpec
 
@@ -79,14 +80,15 @@ def _drawn(
     return found
 
 
-def save_adapter(adapter: Adapter, base_model: str) -> dict[str, bytes]:
+def save_adapter(adapter: Adapter, base_model: str, base_digest: str = "") -> dict[str, bytes]:
     """Returns file name -> content, in PEFT's layout, which `PeftModel.from_pretrained` and vLLM load."""
+    config = _peft_config(adapter, base_model) | ({DIGEST_FIELD: base_digest} if base_digest else {})
     tensors: dict[str, np.ndarray] = {}
     for name in adapter.names():
         tensors[f"{PEFT_PREFIX}{name}.lora_A.weight"] = adapter.a[name].detach().cpu().contiguous().numpy()
         tensors[f"{PEFT_PREFIX}{name}.lora_B.weight"] = adapter.b[name].detach().cpu().contiguous().numpy()
     weights = safetensors.numpy.save(tensors, metadata={"format": "pt"})  # a third of the time of their tensors
-    return {WEIGHTS_FILE: weights, CONFIG_FILE: json.dumps(_peft_config(adapter, base_model), indent=2).encode()}
+    return {WEIGHTS_FILE: weights, CONFIG_FILE: json.dumps(config, indent=2).encode()}
 
 
 def load_adapter(files: Mapping[str, bytes]) -> Adapter:

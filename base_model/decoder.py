@@ -6,7 +6,7 @@ So rollout and training run the same arithmetic on the base model.
 Axes: B rows, T positions, E hidden, H query heads, K key/value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -209,11 +209,13 @@ def check_finite(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
             raise InvalidInput(f"{folder}: {name} has values that are infinite or no numbers")
 
 
-def fitting_kind(folder: Path, device: torch.device, *, only_decoder: bool) -> str:
-    """The decoder where no other computes this, and on a CPU for its families; else `transformers`."""
+def fitting_kind(
+    folder: Path, device: torch.device, *, only_decoder: bool, faster_on: Collection[str] = ("cpu",)
+) -> str:
+    """The decoder where no other computes this, and for its families on the kinds of device where it is faster; else `transformers`."""
     if only_decoder:
         return "decoder"
-    if device.type != "cpu":
+    if device.type not in faster_on:
         return "transformers"
     try:
         DecoderConfig.load(folder)

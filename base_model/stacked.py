@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -204,6 +205,7 @@ class Product:
     gather: Tensor | None = None  # [L * lane_rows] row in each place; None: all rows, in order, evenly over the lanes
     rows: Tensor | None = None  # [n] the rows of this class; None: all N
     places: Tensor | None = None  # [n] the places of `rows`; None: in order
+    in_place: bool = False  # sums inside the products: fewer operations, other bits; where all rows are in order
 
     def add_to(self, y: Tensor, x: Tensor, number: int) -> None:
         """Adds to y [N, out] B A x, of x [N, in]."""
@@ -211,6 +213,11 @@ class Product:
         a, bs = self.factors.a[number], self.factors.b[number]
         inner = torch.bmm(spread.view(a.shape[0], -1, x.shape[1]), a)
         rank = bs[0].shape[1]  # R may be wider than all ranks
+        if self.in_place:
+            parts = y.view(len(inner), -1, y.shape[1]).split_with_sizes([b.shape[2] for b in bs], dim=2)
+            for index, (part, b) in enumerate(zip(parts, bs, strict=True)):
+                part.baddbmm_(inner.narrow(2, index * rank, rank), b)
+            return
         parts = [torch.bmm(inner.narrow(2, index * rank, rank), b) for index, b in enumerate(bs)]
         out = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(0, 1)
         if self.places is not None:
@@ -233,6 +240,7 @@ class LanePlanner:
         self._wide_rows = wide_rows or lane_rows
         self._budget_bytes = budget_bytes
         self._lanes: dict[int, Lanes] = {}
+        self._zeros: dict[int, FusedAdapter] = {}  # by rank: adapters that add nothing, for rows of others
 
     def plan(self, adapters: Sequence[FusedAdapter | None], size: int) -> list[Product]:
         """Plans a forward of `size` rows of one position each; None: a row of the bare base model.
@@ -259,6 +267,27 @@ class LanePlanner:
         for lane, adapter in enumerate(adapters):
             lanes.put(lane, adapter)
         return [Product(lanes.first(len(adapters)))]
+
+    def plan_lanes(self, adapters: Sequence[FusedAdapter | None]) -> tuple[list[Product], np.ndarray, int] | None:
+        """Plans a forward whose rows stand in lanes, which each product serves: the products, each row's place, and the number of
+        places; what no row stands at does not count. None: the lanes would exceed the budget."""
+        nums = Counter(adapters)
+        width = next(w for w in (8, 4, 2, 1) if sum(-(-num // w) * w for num in nums.values()) <= 2 * len(adapters))
+        owners = [a for a in sorted(nums, key=id) for _ in range(-(-nums[a] // width))]  # the same order next time
+        first = {a: itertools.count(owners.index(a) * width) for a in nums}
+        num_lanes = len(owners) + -len(owners) % MIN_LANES
+        like = {a.rank: a for a in nums if a is not None}
+        self._forget_all_but([*like])
+        products: list[Product] = []
+        for rank in sorted(like):
+            if (lanes := self._lanes_for(num_lanes, like[rank])) is None:
+                return None
+            if rank not in self._zeros:
+                self._zeros[rank] = FusedAdapter(rank, like[rank].factors.over(torch.zeros_like))
+            for lane, owner in enumerate(owners):
+                lanes.put(lane, owner if owner is not None and owner.rank == rank else self._zeros[rank])
+            products.append(Product(lanes.first(num_lanes), in_place=True))
+        return products, np.array([next(first[a]) for a in adapters]), num_lanes * width
 
     def _forget_all_but(self, ranks: Sequence[int]) -> None:
         """Gives back the lanes of other ranks, once all of them use up half of the budget."""

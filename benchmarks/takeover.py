@@ -1,7 +1,6 @@
-"""Measures how soon turns go on beside workers that have no slot free: those of a killed worker, with what that costs the others, and
-a neighbour's chats.
+"""Measures how soon a killed worker's turns and a neighbour's chats go on where no slot is free, and its calls beside lists.
 
-    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--rounds 5] [--slots 32] [--chats 40] [--json FILE]
+    python -m benchmarks.takeover [--lease-s 2] [--orphans 20] [--rounds 5] [--slots 32] [--chats 40] [--jobs 100] [--json FILE]
 
 A worker holds turns and is never heard again. It computes nothing: it takes no processor from the others before, and gives them none
 after. Its turns have sampled some tokens already, as those of which progress is kept. Three workers with real engines take over, each
@@ -10,7 +9,8 @@ survivors' speed are the tokens a second of their own turns from the kill until 
 without a kill; the median of some rounds. Redis is the one of `marlaas up`.
 
 The chats go one after another through the API of a cluster as `marlaas up` starts it, while another tenant has 10 requests of 64 samples
-under way, of each of the lengths SAMPLES in turn. What counts is the time to the first token.
+under way, of each of the lengths SAMPLES in turn. What counts is the time to the first token. Lists of models, as many as chats, are
+asked for beside each of FLOODS, of another tenant with so many jobs.
 """
 
 import asyncio
@@ -42,6 +42,7 @@ from common.wire.transcript import wrote
 from common.worker.telemetry import About, Reporter
 from common.worker.worker import Habits, Inbox, Worker
 from harness import live
+from harness.floods import keep_asking, keep_sampling
 from harness.redis_server import embedded_redis
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.fused import FusedDecoder
@@ -57,8 +58,16 @@ SAMPLED, LEFT = 100, 200
 """Tokens of an orphan that were sampled before the kill, and those to come."""
 WARM_S = 3.0
 """Seconds until all slots have a turn, at different places."""
-SAMPLES, UNUSED = (16, 64, 500), 271
-"""Tokens of the samples beside which there are chats; a token that no turn of `tiny` ends with."""
+FLOODS = {
+    "nothing": (0, ""),
+    "40 lists of models": (40, "/models"),
+    "40 lists of jobs": (40, "/fine_tuning/jobs?limit=100"),
+    "16 downloads of 20 MB": (16, "/adapters/content?model={model}"),
+}
+"""Requests that are always under way: their number, and the path that they ask for."""
+QUICK = {"lease_s": 1, "rounds": 1, "chats": 10, "jobs": 2}
+SAMPLES = (16, 64, 500)
+"""Tokens of the samples beside which there are chats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,36 +193,33 @@ def _worker(bus: Bus, handler: Counting, number: int, case: Case) -> Worker:
     return Worker(bus, handler, inboxes, reporter, lease_s=case.lease_s, habits=habits)
 
 
-# ---- chats beside samples --------------------------------------------------------------------------------------------
+# ---- a neighbour's chats and calls beside samples, lists and downloads ------------------------------------------------
 
 
-async def first_tokens(chats: int) -> dict[int, list[float]]:
-    """Milliseconds to a chat's first token, sorted, beside samples of each length."""
-    found: dict[int, list[float]] = {}
+async def beside_others(chats: int, jobs: int) -> dict[str, list[float]]:
+    """Milliseconds to a chat's first token, or for a list of models, sorted, by what another tenant of `jobs` jobs has under way."""
+    found, small = dict[str, list[float]](), dict[str, Any](max_steps=1, batch_size=2, group_size=2)
     async with live.running() as (cluster, api):
         admin = live.Api(cluster.base_url, cluster.admin_key)
         other = await admin.tenant("bulk")
-        for length in SAMPLES:
-            async with running(*(keep_sampling(other, length) for _ in range(10))):
+        made = [await other.submit("sort", lora_rank=8 if n else 512, **small) for n in range(jobs)]
+        model = (await other.until_done(*made, seconds=600))[0]["fine_tuned_model"]
+        beside: Any = {f"samples of {n} tokens": (first_token_ms, [(keep_sampling, n)] * 10) for n in SAMPLES}
+        for what, (num, path) in FLOODS.items():
+            beside[what] = (models_ms, [(keep_asking, (num, path.format(model=model)))] * bool(num))
+        for what, (measured, floods) in beside.items():
+            async with running(*(keep(other, asked) for keep, asked in floods)):
                 await asyncio.sleep(WARM_S)
-                found[length] = sorted([await first_token_ms(api) for _ in range(chats)])
+                found[what] = sorted([await measured(api) for _ in range(chats)])
         for each in (admin, other):
             await each.close()
     return found
 
 
-async def keep_sampling(api: live.Api, num_tokens: int) -> None:
-    url, headers = f"{api.base_url}/api/v1", {"X-API-Key": f"tml-{api.key}"}
-    sampling = {"max_tokens": num_tokens, "stop": [UNUSED]}
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": list(b"count")}]}
-    body = {"base_model": "tiny", "num_samples": 64, "prompt": prompt, "sampling_params": sampling}
-    while True:
-        asked = {"request_id": (await api.post(f"{url}/asample", body, **headers))["request_id"]}
-        try:
-            while (await api.http.post(f"{url}/retrieve_future", json=asked, headers=headers)).status_code == 408:
-                pass
-        finally:
-            await api.post(f"{url}/cancel_future", asked, **headers)
+async def models_ms(api: live.Api) -> float:
+    since = time.monotonic()
+    await api.get("/models")
+    return 1000 * (time.monotonic() - since)
 
 
 async def first_token_ms(api: live.Api) -> float:
@@ -226,12 +232,12 @@ async def first_token_ms(api: live.Api) -> float:
     raise SystemExit("error: a chat without a token")
 
 
-def chat_goals(p95_ms: dict[int, float]) -> list[Goal]:
-    few, some, many = (p95_ms[length] for length in SAMPLES)
-    what = f"p95 to a chat's first token beside samples of {SAMPLES[2]} tokens, over that beside {{}}"
+def beside_goals(p95_ms: dict[str, float]) -> list[Goal]:
+    few, some, many, idle, *_ = p95_ms
+    bounds = [(many, few, 2), (many, some, 1.3), *((flood, idle, 2) for flood in FLOODS if flood != idle)]
     return [
-        Goal(what.format(SAMPLES[n]), many / to, most, " x", more_is_better=False)
-        for n, to, most in ((0, few, 2), (1, some, 1.3))
+        Goal(f"p95 beside {more}, over {less}", p95_ms[more] / p95_ms[less], most, " x", more_is_better=False)
+        for more, less, most in bounds
     ]
 
 
@@ -239,23 +245,21 @@ def report(given: Any) -> Report:
     lease_s, rounds = float(given.lease_s), [_round(given) for _ in range(given.rounds)]
     ratio = statistics.median(after.per_s / before.per_s for before, after in rounds)
     in_time = [sum(wait <= lease_s + 2 for wait in after.waits_s) for _, after in rounds]
-    rows = [
-        (before.per_s, after.per_s, len(after.waits_s), max(after.waits_s, default=0.0)) for before, after in rounds
-    ]
+    rows = [(a.per_s, b.per_s, len(b.waits_s), max(b.waits_s, default=0.0)) for a, b in rounds]
     columns = ("without a kill", "with one", "orphans that went on", "the last after s")
     figures = {"rounds": [[asdict(speed) for speed in both] for both in rounds], "token_ratio": ratio}
     goals = [
         Goal("orphans that go on within a lease and 2 s, the fewest", 100 * min(in_time) / given.orphans, 100, " %"),
         Goal("survivors' own tokens", 100 * ratio, 90, " %"),
     ]
-    chats_ms = asyncio.run(first_tokens(given.chats))
-    p95_ms = {length: ms[min(len(ms) - 1, round(0.95 * len(ms)))] for length, ms in chats_ms.items()}
-    beside = [(str(length), statistics.median(ms), p95_ms[length], ms[-1]) for length, ms in chats_ms.items()]
+    beside_ms = asyncio.run(beside_others(given.chats, given.jobs))
+    p95_ms = {what: ms[min(len(ms) - 1, round(0.95 * len(ms)))] for what, ms in beside_ms.items()}
+    beside = [(what, statistics.median(ms), p95_ms[what], ms[-1]) for what, ms in beside_ms.items()]
     tables = [
         make_table("Tokens a second of the survivors' own turns", columns, rows),
-        make_table("A chat's first token beside 640 samples, ms", ("tokens of each", "median", "95 %", "most"), beside),
+        make_table("A chat's first token, or a list of models, ms", ("beside", "median", "95 %", "most"), beside),
     ]
-    return Report(tables, figures | {"first_token_ms": chats_ms}, [*goals, *chat_goals(p95_ms)])
+    return Report(tables, figures | {"beside_ms": beside_ms}, [*goals, *beside_goals(p95_ms)])
 
 
 def _round(given: Any) -> tuple[Speed, Speed]:
@@ -269,4 +273,4 @@ def _round(given: Any) -> tuple[Speed, Speed]:
 
 
 if __name__ == "__main__":
-    run(__doc__, report, {"lease_s": 1, "rounds": 1, "chats": 10}, lease_s=2, orphans=20, rounds=5, slots=32, chats=40)
+    run(__doc__, report, QUICK, lease_s=2, orphans=20, rounds=5, slots=32, chats=40, jobs=100)

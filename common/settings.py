@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import InvalidInput
@@ -29,7 +29,7 @@ _KNOWN = (
     "vllm_tensor_parallel vllm_memory_fraction vllm_enforce_eager "
     # trainers
     "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_ranks trainer_micro_batch_tokens "
-    "trainer_memory_bytes trainer_checkpointing trainer_kernels trainer_cache_bytes "
+    "trainer_memory_bytes trainer_memory_fraction trainer_checkpointing trainer_kernels trainer_cache_bytes "
     # `marlaas up`
     "devices rollout_share "
     # the command line
@@ -41,6 +41,20 @@ KNOWN = frozenset(_KNOWN.split())
 LEAST_CONTEXT = 64
 """The least context that MARLAAS_MAX_CONTEXT may ask for, in tokens."""
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
+
+
+_BYTES = TypeAdapter(ByteSize)
+
+
+def parse_bytes(text: object) -> int:
+    """`20GB`, `16GiB`, or a number -> bytes. Raises ValueError."""
+    try:
+        return int(_BYTES.validate_python(text))
+    except ValidationError:
+        raise ValueError("write a number of bytes, or a size such as 20GB or 16GiB") from None
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
 class Settings(BaseSettings):
@@ -60,7 +74,7 @@ class Settings(BaseSettings):
     """The one of `base_models` that this worker serves. Empty: all, in turn."""
     pool_worker: str = ""
     """The worker whose turns this process takes with one base model; standard input is its gate. Pool workers set it."""
-    pool_bytes: int = Field(default=0, ge=0)
+    pool_bytes: Bytes = Field(default=0, ge=0)
     """Memory for the base models' processes of a worker that serves several. 0: half of what is free at its start."""
     slice_max_s: float = Field(default=30.0, gt=0)
     """The longest turn of a base model that has work while another waits, or twenty times what its opening took."""
@@ -68,7 +82,7 @@ class Settings(BaseSettings):
     """Time for which turns may end before a base model is closed; then they go to other workers with their tokens."""
     max_context: int | None = Field(default=None, ge=LEAST_CONTEXT)
     """The most tokens of a conversation, the model's included; never more than the base model's own context."""
-    disk_reserve_bytes: int = Field(default=1 << 30, ge=0)
+    disk_reserve_bytes: Bytes = Field(default=1 << 30, ge=0)
     """Bytes that stay free on the disk of a local store, and of the Redis of `marlaas up`: with fewer, no step is trained."""
     lease_s: float = Field(default=10.0, gt=0)
     """Work that did not advance for this long is taken over by another worker."""

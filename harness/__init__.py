@@ -2,6 +2,7 @@
 
 bases.py           a base model with random weights, of any size
 browser.py         finds a Chromium on the PATH
+floods.py          calls that a tenant keeps under way, while others are measured
 live.py            a whole cluster of real processes, and its tenants' view of it through the HTTP API
 processes.py       processor time and memory of processes, as the kernel counts them
 proxy.py           a TCP relay that can be shut, and that delays, halves or answers what passes

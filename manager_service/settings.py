@@ -3,7 +3,7 @@
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from common.settings import Settings
+from common.settings import Bytes, Settings
 from manager_service.records.sample_records import Limits
 from manager_service.scheduling.policies import Policy, parse_policy
 
@@ -18,7 +18,7 @@ class ManagerSettings(Settings):
     policy: str = "marlaas"
     """The times at which jobs may sample and train: sequential, synchronous, naive, marlaas, bounded or bounded:ETA. See
     `manager_service.scheduling.policies`."""
-    max_stored_bytes: int = Field(default=16 << 30, ge=1)
+    max_stored_bytes: Bytes = Field(default=16 << 30, ge=1)
     """Bytes that a tenant keeps in object storage, unless its record says otherwise."""
     max_open_requests: int = Field(default=1024, ge=1)
     """Requests of one tenant that are open at once on this manager, besides those for events."""
@@ -38,11 +38,11 @@ class ManagerSettings(Settings):
     """The exporter writes a job's new figures to its loggers this often."""
     export_processes: int = Field(default=2, ge=1)
     """Writers that the exporter runs at once, each for one tenant and one logger."""
-    max_logger_bytes: int = Field(default=1 << 30, ge=1)
+    max_logger_bytes: Bytes = Field(default=1 << 30, ge=1)
     """Bytes of the exporter's disk that the files of one tenant's offline runs may take."""
     webhook_give_up_s: float = Field(default=86_400.0, ge=0, le=2 * 86_400)
     """A webhook that did not take a job's end for this long is not called any more."""
-    max_kept_bytes: int = Field(default=Limits().samples, ge=1 << 20)
+    max_kept_bytes: Bytes = Field(default=Limits().samples, ge=1 << 20)
     """Bytes that are kept for people to read: of a job's samples, of a base model's dead letters, of its workers' reports; and an
     eighth of it of a job's events. The oldest go first; jobs and `/metrics` say how many were dropped."""
 

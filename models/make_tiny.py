@@ -13,6 +13,9 @@ what reinforcement learning needs to have something to sharpen. The script asser
 figures into the model card. It is seeded and runs on one thread, so the same machine and wheels give the same
 weights.
 
+`--shape 96x3 --seed 5 --untrained` makes a model of random weights in a second, of another width and number of layers: a
+base model for tests, whose twin of the same sizes another seed makes. `1024x4` has 200 MB.
+
 Beside it: tiny_tokens.py (vocabulary and chat template), tiny_data.py (examples), tiny_measure.py (figures and card).
 """
 
@@ -24,12 +27,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+HEAD = 32
+"""Numbers of an attention head."""
 ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "models" / "tiny"
 sys.path.insert(0, str(ROOT))  # for `common`, when this is run as a script
 
 from tiny_data import PLAIN, Example, collate, draw_batches  # noqa: E402
@@ -39,17 +46,34 @@ from tiny_tokens import CONTEXT, END, IDS, VOCAB_SIZE, make_tokenizer  # noqa: E
 from common.tasks.skills import SKILLS  # noqa: E402  (the path above comes first)
 
 
-def make_model(seed: int) -> Qwen3ForCausalLM:
+class Shape(NamedTuple):
+    width: int = 128
+    layers: int = 4
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """Raises ValueError unless it is WIDTHxLAYERS."""
+        width, layers = map(int, text.split("x"))
+        if width < 1 or width % HEAD or layers < 1:
+            raise ValueError(text)
+        return cls(width, layers)
+
+
+TINYS = Shape()
+
+
+def make_model(seed: int, shape: Shape = TINYS) -> Qwen3ForCausalLM:
     """The untrained model, in float32."""
     torch.manual_seed(seed)
+    heads = shape.width // HEAD
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        hidden_size=shape.width,
+        intermediate_size=3 * shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=1 if heads % 2 else heads // 2,
+        head_dim=HEAD,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         eos_token_id=END,
@@ -174,13 +198,21 @@ def make_clean(seed: int, folder: Path | None) -> Qwen3ForCausalLM:
 
 
 def main() -> None:
-    """Trains, measures, writes the folder, and fails if the figures are out of bounds."""
+    """Trains, measures, writes the folder, and fails if the figures are out of bounds; or writes an untrained model."""
     parser = argparse.ArgumentParser(description="Makes the `tiny` base model.")
-    parser.add_argument("--out", type=Path, default=ROOT / "models" / "tiny")
+    parser.add_argument("--out", type=Path, default=TINY)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clean", type=Path, help="keep the model between the phases here, or start from it")
+    parser.add_argument(
+        "--shape", type=Shape.parse, help=f"of --untrained: WIDTHxLAYERS, of a width that {HEAD} divides"
+    )
+    parser.add_argument("--untrained", action="store_true", help="write random weights; needs --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.untrained != bool(arguments.shape) or (arguments.untrained and arguments.out == TINY):
+        parser.error("--shape and --untrained go together, and with --out FOLDER")
+    if arguments.untrained:
+        return save(make_model(arguments.seed, arguments.shape), arguments.out)
     model = make_clean(arguments.seed, arguments.clean)
     train_noisy(model, random.Random(arguments.seed + 1))
     save(model, arguments.out)

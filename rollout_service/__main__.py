@@ -7,6 +7,7 @@ from pathlib import Path
 
 from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
+from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.errors import InvalidInput
 from common.pool.pool_worker import PooledService
@@ -77,10 +78,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
-
-    async def send_delta(reply_to: str, delta: TurnDelta) -> None:
-        await parts.bus.publish([(reply_to, delta)])
-
+    send_delta = partial(_send_delta, parts.bus)
     handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
     return BuiltService(
         handler,
@@ -106,6 +104,10 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         close=[adapters.close, engine.stop],
         num_bytes=partial(held_bytes, settings.rollout_device),
     )
+
+
+async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:
+    await bus.publish([(reply_to, delta)])
 
 
 def pooled(settings: RolloutSettings) -> PooledService:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from common.settings import Settings, dtype_on
+from common.settings import Bytes, Settings, dtype_on
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
@@ -20,7 +20,7 @@ class RolloutSettings(Settings):
     engine: Literal["torch", "vllm"] = "torch"
     """The engine that computes the tokens."""
     rollout_device: str = "cpu"
-    """A torch device: cpu, cuda, cuda:1. For vLLM cpu or cuda; CUDA_VISIBLE_DEVICES chooses among several."""
+    """A torch device: cpu, cuda, cuda:1. For vLLM cpu or cuda: it takes the first devices of CUDA_VISIBLE_DEVICES."""
     rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype of the base model and the adapters; log-probs are always float32. auto: bfloat16 on a GPU, float32 on a CPU."""
     rollout_backbone: Literal["auto", "decoder", "transformers"] = "auto"
@@ -32,10 +32,10 @@ class RolloutSettings(Settings):
     """Turns generated at once; on vLLM and CUDA 256 unless set."""
     rollout_orphan_slots: int | None = Field(default=None, ge=0)
     """Turns of dead workers generated at once beyond the slots: as many as there are slots unless set; deterministic: 0."""
-    rollout_kv_bytes: int = Field(default=1 << 30, ge=1)
-    """Memory for keys and values, and for copies of adapters' factors; turns that do not fit wait. vLLM on CUDA: see
-    memory_fraction."""
-    rollout_idle_adapter_bytes: int = Field(default=64 << 20, ge=0)
+    rollout_kv_bytes: Bytes = Field(default=1 << 30, ge=1)
+    """Memory for keys and values, and for copies of adapters' factors; turns that do not fit wait. vLLM on CUDA, unless set: what its
+    memory_fraction leaves."""
+    rollout_idle_adapter_bytes: Bytes = Field(default=64 << 20, ge=0)
     """Memory for adapters that no request names at the moment; on vLLM and CUDA 8 GiB unless set."""
     rollout_progress_s: float = Field(default=1.0, ge=0)
     """Time between two writes of the tokens of long turns under way: a worker that is killed loses about so much of each.
@@ -49,15 +49,17 @@ class RolloutSettings(Settings):
     vllm_tensor_parallel: int = Field(default=1, ge=1)
     """Devices over which the base model is spread."""
     vllm_memory_fraction: float = Field(default=0.9, gt=0, le=1)
-    """The share of a CUDA device's memory that vLLM takes for weights, adapters, keys and values."""
+    """The share of a CUDA device's memory that vLLM takes for weights, adapters, keys and values, unless rollout_kv_bytes is set."""
     vllm_enforce_eager: bool = False
     """No CUDA graphs and no compilation: starts faster, samples slower. On the CPU always."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_a_gpu_needs(cls, given: dict[str, Any]) -> dict[str, Any]:
-        on_gpu = given.get("engine") == "vllm" and str(given.get("rollout_device")).startswith("cuda")
-        return ON_GPU | given if on_gpu else given
+        device, vllm = given.get("rollout_device", "cpu"), given.get("engine") == "vllm"
+        if vllm and device not in ("cpu", "cuda"):
+            raise ValueError(f"rollout_device={device}: vLLM takes cpu or cuda, and CUDA_VISIBLE_DEVICES says which")
+        return ON_GPU | given if vllm and device == "cuda" else given
 
     @field_validator("vllm_max_lora_rank")
     @classmethod

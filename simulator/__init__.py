@@ -12,5 +12,6 @@ What decides is not simulated: `Job`, `Demand`, `Allocator`, policies and traini
     clock.py         runs the virtual clock, and shares processors under it
     workers.py       simulates workers: what they take, and how long
     world.py         simulates the cluster around one owner
+    pool/            simulates many base models on pools of workers, by traces of months
     report.py        prints tables and goals, and declares options; the benchmarks use it too
 """

@@ -51,10 +51,8 @@ IMPORTERS = {
         "manager_service/launcher/commands/plan_command.py",
         "rollout_service/embedded/backbone/modules.py",
         "trainer_service/backbone/attention.py",
-        "trainer_service/backbone/device_kernels/",
     },
     "peft": set[str](),
-    "liger_kernel": {"trainer_service/backbone/device_kernels/liger.py"},
     "vllm": {"rollout_service/process/vllm_engine.py"},
     "redis": {
         "common/bus/bus.py",
@@ -148,7 +146,7 @@ MAX_SIZED = 52_400
 """Lines of these packages together. A change that raises it says in its message what it bought; one that needs less lowers it."""
 BUDGET = {
     "marlaas_client": 2_600,
-    "simulator": 1_550,
+    "simulator": 2_630,
     "harness": 1_750,
     "chaos": 2_200,
     "examples": 1_850,

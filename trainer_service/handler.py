@@ -218,7 +218,7 @@ class TrainHandler:
         if message.source is not None:
             return Trained(await self._copied(message, message.source, beat), {}, 0, 0.0)
         if message.file:
-            return Trained(await self._versions.read_uploaded(message.file, message.lora, beat), {}, 0, 0.0)
+            return Trained(await self._versions.read_uploaded(message, beat), {}, 0, 0.0)
         return Trained(await beating(beat, asyncio.to_thread(self._trainer.init, message)), {}, 0, 0.0)
 
     async def _ensure_drawn(self, step: TrainStep, beat: Beat) -> None:

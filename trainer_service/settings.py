@@ -4,14 +4,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from common.settings import Settings, dtype_on
+from common.settings import Bytes, Settings, dtype_on
 
-DEVICE_KERNELS = {
-    "varlen": "attention",
-    "liger": "what stands between products",
-    "compile": "what stands between products",
-}
-"""Kernels for CUDA, each with what it computes: of two that compute the same one is enough."""
+DEVICE_KERNELS = ("varlen", "lora", "compile")
+"""Kernels for CUDA: of attention, of adapters' products and log-probs, and of whole layers, which need that of attention."""
 
 AUTO = "auto"
 
@@ -38,18 +34,20 @@ class TrainerSettings(Settings):
     """Tokens in one forward and backward, padding included: on a CPU more do not make it faster. On a GPU, where nobody has said how
     many, up to 16,384, as many as its memory holds. Of each rank. Results depend on it by rounding only, in deterministic mode not at
     all."""
-    trainer_memory_bytes: int = Field(default=0, ge=0)
+    trainer_memory_bytes: Bytes = Field(default=0, ge=0)
     """Memory that one forward and backward may take on a rank, by a measurement at the start. 0: half of what is free then, and what the
     control groups of a container leave. Say it where workers that share a device or a machine start at once: each finds free what
     the others are about to take."""
+    trainer_memory_fraction: float = Field(default=1.0, gt=0, le=1)
+    """The most of a CUDA device's memory for this process's tensors, if it has one rank: beyond it a step is out of memory."""
     trainer_checkpointing: bool = False
     """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time. The transformers
     backbone does so by itself for as many layers as memory demands; this makes it all."""
     trainer_kernels: str = "auto"
-    """Kernels with which the transformers backbone computes on CUDA, comma-separated: `varlen` for attention, `liger` or `compile` for
-    what stands between the products. Empty: its plain path. auto: `varlen` on one GPU of capability 8.0 or newer, in bfloat16;
-    elsewhere the plain path."""
-    trainer_cache_bytes: int = Field(default=0, ge=0)
+    """Kernels with which the transformers backbone computes on CUDA, comma-separated: `varlen` for attention, `lora` for adapters'
+    products and log-probs, `compile` for whole layers. Empty: its plain path. auto: all of them on one GPU of capability 8.0 or
+    newer, in bfloat16, where they run; elsewhere the plain path."""
+    trainer_cache_bytes: Bytes = Field(default=0, ge=0)
     """Memory for adapters with optimiser state, kept between their steps, and as much again for gradients of runs; the least
     recently used are dropped first. 0: for four adapters of rank 32, at most an eighth of what is free at the start, at
     least 512 MiB."""
@@ -59,9 +57,9 @@ class TrainerSettings(Settings):
     def _are_known(cls, value: str) -> str:
         if value == AUTO:
             return value
-        computed = [DEVICE_KERNELS.get(name) for name in _names(value)]
-        if None in computed or len(set(computed)) < len(computed):
-            raise ValueError("auto, or varlen, and liger or compile, comma-separated")
+        names = _names(value)
+        if len({*names} & {*DEVICE_KERNELS}) < len(names):
+            raise ValueError(f"auto, or some of {', '.join(DEVICE_KERNELS)}, comma-separated")
         return value
 
     @property

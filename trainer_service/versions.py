@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, check_fits, load_adapter, save_adapter
 from common.cancellation import beating
 from common.errors import AlreadyExists, InvalidInput, Unavailable
+from common.models.base_digest import BaseIdentity
 from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.store.byte_cache import ByteCache
 from common.store.objects import patiently
-from common.wire.messages import AdapterRef, LoraSpec
+from common.wire.messages import AdapterRef, Init
 from common.worker.handlers import Beat
 from trainer_service import lora
 from trainer_service.backbone.interface import Backbone
@@ -84,24 +85,28 @@ class Versions:
         return state
 
     async def read(self, adapter: AdapterRef, beat: Beat, *, with_optimizer: bool = True) -> TrainState:
-        """A state from the store; without its optimiser, with a new one. Raises CorruptObject or NotFound."""
+        """A state from the store; without its optimiser, with a new one. Raises CorruptObject, NotFound, or InvalidInput if it
+        is of another base model."""
         names = (*PEFT_FILES, OPTIMIZER_FILE) if with_optimizer else PEFT_FILES
         files = await beating(beat, self._patiently(partial(self.store.read, adapter, names)))
         return await beating(beat, asyncio.to_thread(self._load, files))
 
-    async def read_uploaded(self, path: str, spec: LoraSpec, beat: Beat) -> TrainState:
-        """An adapter that a user uploaded, with a new optimiser. Raises CorruptObject or NotFound."""
-        weights = await beating(beat, self._patiently(partial(self.store.read_uploaded, path)))
-        config = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": spec.targets}
+    async def read_uploaded(self, init: Init, beat: Beat) -> TrainState:
+        """The adapter in a file that a user uploaded, with a new optimiser. Raises CorruptObject, NotFound, or InvalidInput if it
+        says that it is of another base model."""
+        self.store.base.check("the uploaded adapter", BaseIdentity(digest=init.base_digest))
+        weights = await beating(beat, self._patiently(partial(self.store.read_uploaded, init.file)))
+        config = {"r": init.lora.rank, "lora_alpha": init.lora.alpha, "target_modules": init.lora.targets}
         files = {WEIGHTS_FILE: weights, CONFIG_FILE: json.dumps(config).encode()}
         return await beating(beat, asyncio.to_thread(self._load, files))
 
     async def commit(self, manifest: Manifest, state: TrainState, beat: Beat) -> tuple[Manifest, bool]:
         """Commits a version and whether it did; if somebody else was first, returns what they committed.
 
-        Fills in the manifest's `base_model` and `fingerprints`, and what `AdapterStore.commit` does.
+        Fills in the manifest's `base_model`, `base_digest` and `fingerprints`, and what `AdapterStore.commit` does.
         """
-        manifest = replace(manifest, base_model=self._base_model, fingerprints=dict(self._fingerprints))
+        base = {"base_model": self._base_model, "base_digest": self.store.base.digest}
+        manifest = replace(manifest, **base, fingerprints=dict(self._fingerprints))
         files = await beating(beat, asyncio.to_thread(self._save, state))
         # The store writes the files first, under this attempt's own name, then the manifest that names them, which is created only once.
         # So a trainer that dies leaves files that nobody names, a version is whole or absent, and of two trainers with one message the
@@ -139,7 +144,8 @@ class Versions:
         self._cache.put(adapter, state)
 
     def _save(self, state: TrainState) -> dict[str, bytes]:
-        return {**save_adapter(state.adapter, self._base_model), OPTIMIZER_FILE: save_moments(state.moments)}
+        files = save_adapter(state.adapter, self._base_model, self.store.base.digest)
+        return {**files, OPTIMIZER_FILE: save_moments(state.moments)}
 
     def _load(self, files: dict[str, bytes]) -> TrainState:
         adapter, device = load_adapter(files), self._backbone.device

@@ -2,6 +2,7 @@
 
 Its files:
 
+    base_digest.py   identifies a base model by a digest of its files
     base_shape.py    reads the sizes of a base model from its configuration
     families.py      names unsupported features of a base model, by its configuration and its weights
     footprint.py     computes how much memory training takes, by those sizes

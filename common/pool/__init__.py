@@ -13,5 +13,6 @@ Its files:
     gate.py          carries what a pool worker and a base worker say to each other
     looking.py       looks for work in all cells, and enters them in Redis
     pages.py         tells how much of a file is in memory
+    placement.py     decides which pool workers each base model has its place on
     pool_worker.py   runs a place: looks, chooses, switches, reports
 """

@@ -32,12 +32,10 @@ class BaseState:
     where: str
     itemsize: int
     """Bytes of a weight; 0: the service holds none."""
-    more_bytes: int
-    """Memory of its process besides the weights."""
     file_tier: Tier = "away"
     """The tier while it has no process."""
     num_bytes: int = 0
-    """Memory of its process, expected or as last told."""
+    """Memory of its process while it is closed, expected or as last told."""
     refused: str = ""
     """The reason why it cannot be opened here; empty if it can."""
     closed_at_s: float = float("-inf")
@@ -56,7 +54,7 @@ class BaseState:
         if not self.num_bytes:
             try:
                 self._weight_bytes = BaseShape.load(folder).num_weights * self.itemsize
-                self.num_bytes = self._weight_bytes + self.more_bytes + PROCESS_BYTES
+                self.num_bytes = self._weight_bytes + PROCESS_BYTES
             except (InvalidInput, OSError):  # its process says what is wrong
                 return
         self.file_tier = "host" if are_in_memory(weight_files(folder)) else "disk"

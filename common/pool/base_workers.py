@@ -112,12 +112,11 @@ class BaseWorker:
 
 
 class BaseWorkers:
-    """The base workers of one place, by base model, within `max_bytes` of memory together."""
+    """The base workers of one place, by base model."""
 
-    def __init__(self, requests: socket.socket, module: str, pool_worker: str, max_bytes: int) -> None:
+    def __init__(self, requests: socket.socket, module: str, pool_worker: str) -> None:
         """`requests`: of the server that forks them. `module`: the service's program."""
         self._requests, self._module, self.pool_worker = requests, module, pool_worker
-        self.max_bytes = max_bytes
         self.news = asyncio.Event()
         self.running: dict[str, BaseWorker] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -160,9 +159,9 @@ class BaseWorkers:
             worker.child.send_signal(signal.SIGTERM)
             await asyncio.wait([self._tasks[base]])
 
-    def frees(self, num_bytes: int) -> list[str] | None:
-        """The closed base workers to end so that there is room, used longest ago first; None if the open one keeps it."""
-        needed = num_bytes + sum(worker.num_bytes for worker in self.running.values()) - self.max_bytes
+    def frees(self, num_bytes: int, room: int) -> list[str] | None:
+        """The closed base workers to end so that all and one more have that room, used longest ago first; None if the open one has it."""
+        needed = num_bytes + sum(worker.num_bytes for worker in self.running.values()) - room
         ends = list[str]()
         for worker in sorted(self.loaded.values(), key=lambda each: each.closed_at_s):
             if needed > 0 and not worker.is_open:

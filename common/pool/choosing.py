@@ -1,7 +1,8 @@
 """Decides which base model a pool worker opens next: the highest response ratio, with the cost of the switch.
 
 1. While anything waits or runs for the open base, it stays; where another base waits, for at most `longest_slice_s`.
-2. Then it lingers for a quarter of the other's opening time, at most MAX_LINGER_S: its client may be thinking.
+2. Then it lingers for a quarter of the other's opening time, at most MAX_LINGER_S: its client may be thinking. What lets one
+   base follow lets all of rule 3 follow: else bases that open fast would keep a slow one waiting for ever.
 3. A base may follow once it has waited for as long as its opening takes, so that a worker which has it warmer comes first. One
    whose process runs here may follow at once.
 4. Of these the largest 1 + w·W / (S + C) wins (W: its wait, S: one of its operations, C: its opening, w: its weight). A base that
@@ -81,8 +82,8 @@ def choose(
     if current and current.is_busy and current.lasted_s < longest_slice_s(current.opening_s, slice_max_s):
         return []
     able = [base for base in waiting if base.is_loaded or base.waited_s >= base.opening_s]
-    if current and not current.is_busy:
-        able = [base for base in able if current.idle_s >= linger_s(base.opening_s)]
+    if current and not current.is_busy and not any(current.idle_s >= linger_s(base.opening_s) for base in able):
+        return []
     return ranked(able, num_bases=num_bases, slice_max_s=slice_max_s)
 
 

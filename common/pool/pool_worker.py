@@ -23,6 +23,7 @@ from common.bus.redis_connection import CLUSTER
 from common.bus.streams import Cell
 from common.cancellation import starting
 from common.errors import REFUSED
+from common.models.host_memory import host_bytes
 from common.pool.base_states import BaseState
 from common.pool.base_workers import BaseWorker, BaseWorkers
 from common.pool.choosing import OpenSlice, WaitingBase, choose, ranked
@@ -49,8 +50,8 @@ class PooledService:
     """A part of the reports for base models without a process."""
     itemsize: int = 0
     """Bytes of a weight; 0: they hold none."""
-    more_bytes: int = 0
-    """Memory of each besides the weights."""
+    open_bytes: int = 0
+    """Memory that the open one takes more than a closed one, at most."""
     finishes: bool = False
     """Work that was begun ends before a base model is closed; else it may be handed back."""
 
@@ -68,13 +69,12 @@ class PoolWorker:
             base: Bus(connect(settings.redis_url, cell) if shards else one, cell) for base, cell in cells.items()
         }
         self._lookout = Lookout(self._buses, service, worker, settings.lease_s)
-        self._states = {
-            base: BaseState(base, where, pooled.itemsize, pooled.more_bytes) for base, where in settings.models.items()
-        }
+        self._states = {base: BaseState(base, where, pooled.itemsize) for base, where in settings.models.items()}
         self._reporters = {
             base: Reporter(worker, service, base, pooled.about, partial(self._in_pool, base))
             for base in settings.models
         }
+        self._max_bytes = settings.pool_bytes or host_bytes() // 2
         self._seen = dict.fromkeys(settings.models, Unread())
         self._open: dict[str, BaseWorker] = {}
         self._opened_at_s = 0.0
@@ -178,17 +178,17 @@ class PoolWorker:
     async def _made_room(self, base: str) -> bool:
         """Ends closed base workers, and at last the open one, whose slice is over, so that one more has room."""
         state = self._states[base]
-        if state.num_bytes > self._workers.max_bytes:
-            has, needs = self._workers.max_bytes, state.num_bytes
+        if state.num_bytes > self._max_bytes:
+            has, needs = self._max_bytes, state.num_bytes
             state.refuse(
                 f"{base} needs {needs / 1e9:.2f} GB, and this worker's base models have {has / 1e9:.2f} GB: raise "
                 "MARLAAS_POOL_BYTES, or serve it on another machine"
             )
             await self._lookout.leave(base)
             return False
-        if (ends := self._workers.frees(state.num_bytes)) is None:
+        if (ends := self._frees(state)) is None:
             await self._close()
-            ends = self._workers.frees(state.num_bytes)
+            ends = self._frees(state)
         for each in ends or ():
             await self._workers.end(each)
         return ends is not None
@@ -196,7 +196,12 @@ class PoolWorker:
     def _has_room(self, base: str) -> bool:
         """Could it be opened, and no other base model be ended for it?"""
         state, loaded = self._states[base], self._workers.loaded
-        return state.may_open and (base in loaded or self._workers.frees(state.num_bytes) == [])
+        return state.may_open and (base in loaded or self._frees(state) == [])
+
+    def _frees(self, state: BaseState) -> list[str] | None:
+        """A base model that fits by itself is started even where an open one might then take more than there is."""
+        room = max(self._max_bytes - self._service.open_bytes, state.num_bytes)
+        return self._workers.frees(state.num_bytes, room)
 
     async def _prefetch(self, order: list[WaitingBase], start: StartTask) -> None:
         """Loads the base that comes next while a slice goes on, as far as there is room."""

@@ -19,6 +19,7 @@ from uuid import uuid4
 import msgspec
 
 from common.errors import AlreadyExists, CorruptObject, NotFound, Unavailable
+from common.models.base_digest import NO_BASE, BaseIdentity
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef, AdapterUpdate, Usage
 
@@ -36,6 +37,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     adapter: AdapterRef
     base_model: str = ""
+    base_digest: str = ""  # of the base model; empty: written before there was one, or by a trainer that knows none
     attempt: str = ""  # folder of the winning attempt
     files: dict[str, StoredFile] = {}
     parent: int | None  # version that this one was trained from
@@ -77,8 +79,10 @@ def update_of(manifest: Manifest, about: Mapping[str, Any]) -> AdapterUpdate:
 class AdapterStore:
     """Reads and commits versions."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, base: BaseIdentity = NO_BASE) -> None:
+        """`base`: the reader's; versions of another are refused."""
         self._objects = objects
+        self.base = base
 
     async def manifest(self, adapter: AdapterRef) -> Manifest | None:
         """The commit record, or None if the version does not exist. Raises CorruptObject."""
@@ -94,10 +98,12 @@ class AdapterStore:
     async def read(
         self, adapter: AdapterRef, names: Iterable[str] = PEFT_FILES, beside: InThread = asyncio.to_thread
     ) -> dict[str, bytes]:
-        """File contents, checked against the manifest's sha256 in a thread of `beside`. Raises NotFound or CorruptObject."""
+        """File contents, checked against the manifest's sha256 in a thread of `beside`. Raises NotFound, CorruptObject, or
+        InvalidInput if the version is of another base model."""
         manifest = await self.manifest(adapter)
         if manifest is None:
             raise NotFound(f"adapter {adapter} does not exist")
+        self.base.check(f"adapter {adapter}", BaseIdentity(manifest.base_model, manifest.base_digest))
         return {name: await self._read_file(manifest, name, beside) for name in names}
 
     async def read_uploaded(self, path: str) -> bytes:

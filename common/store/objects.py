@@ -5,6 +5,7 @@ S3's credentials, region and endpoint come from the environment: `AWS_ACCESS_KEY
 """
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, BinaryIO, TypeVar
@@ -18,7 +19,7 @@ from obstore.store import LocalStore, S3Store, from_url
 from obstore.store import ObjectStore as Backend
 
 from common.errors import AlreadyExists, InvalidInput, NotFound, StoreUnavailable, Unavailable
-from common.store.store_folder import StoreFolder
+from common.store.store_folder import SMALL_BYTES, StoreFolder
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -94,8 +95,12 @@ class Objects:
 
     async def get(self, path: str) -> bytes:
         """Raises NotFound."""
-        if self._folder is not None and (small := self._folder.read_small(path)) is not None:
-            return small
+        if self._folder is not None:
+            if (small := self._folder.read(path, SMALL_BYTES)) is not None:
+                return small
+            # a thread reads into the bytes that it returns; copying them from obstore's would hold the interpreter's lock
+            if (large := await asyncio.to_thread(self._folder.read, path, sys.maxsize)) is not None:
+                return large
         result = await self._found(obstore.get_async(self._backend, path), path)
         return bytes(await _translated(result.bytes_async(), path))
 

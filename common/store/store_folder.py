@@ -48,14 +48,14 @@ class StoreFolder:
             raise StoreUnavailable(f"object storage: {self.path} is no longer the folder that was opened; put it back")
         self._opened = place
 
-    def read_small(self, path: str) -> bytes | None:
-        """An object of at most SMALL_BYTES; None if it is missing or unreadable: the storage then says why."""
+    def read(self, path: str, most_bytes: int) -> bytes | None:
+        """An object of at most `most_bytes`; None if it is missing or unreadable: the storage then says why."""
         if not PLAIN_PATH.fullmatch(path):
             return None
         name = os.path.join(self.path, path)
         try:
             found = os.lstat(name)
-            if not stat.S_ISREG(found.st_mode) or found.st_size > SMALL_BYTES:
+            if not stat.S_ISREG(found.st_mode) or found.st_size > most_bytes:
                 return None
             with open(name, "rb") as file:
                 return file.read()

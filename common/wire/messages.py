@@ -39,7 +39,6 @@ FailureKind = Literal[
 
 MAX_REWARD = 1e6
 """Rewards are finite numbers of at most this size: squares and sums stay exact enough, in float32 too."""
-
 TEMPERATURE, MAX_TOKENS = 1.0, 64
 """Sampling values of a job whose hyperparameters give no others."""
 LEAST_TEMPERATURE = 1e-5
@@ -331,6 +330,7 @@ class Init(Message, frozen=True, kw_only=True):
     source: AdapterRef | None = None  # it is a copy of this version, whose rank `lora` gives; None: drawn from the seed
     with_optimizer: bool = False  # the source's optimiser state is copied too; else it starts empty
     file: str = ""  # object with the factors that it is made of, as PEFT has them, shaped as `lora` says; empty: none
+    base_digest: str = ""  # of the base model that the file says it was trained on; empty: it says none
 
 
 class TrainStep(Message, frozen=True, kw_only=True):

@@ -22,7 +22,8 @@ from common.cancellation import cancel_all, done_before, running
 from common.children.helpers import kill_children
 from common.children.prefork import fork_server
 from common.errors import REFUSED, InvalidInput, MarlaasError
-from common.models.host_memory import host_bytes, own_bytes
+from common.models.base_digest import BaseIdentity, base_digest
+from common.models.host_memory import own_bytes
 from common.pool.base_workers import BaseWorkers
 from common.pool.gate import Gate, Loaded, NotTaken
 from common.pool.pool_worker import PooledService, PoolWorker
@@ -94,7 +95,7 @@ def run(
             raise InvalidInput("a worker serves several base models on Linux alone: name one with MARLAAS_BASE_MODEL")
         spec = sys.modules["__main__"].__spec__
         assert spec is not None, "it runs by python -m"
-        workers = BaseWorkers(fork_server(), spec.name, worker_id(name), settings.pool_bytes or host_bytes() // 2)
+        workers = BaseWorkers(fork_server(), spec.name, worker_id(name))
         return _pooled(settings, PoolWorker(settings, name, pooled(settings), workers))
 
     run_with(name, settings_type, main)
@@ -179,22 +180,17 @@ async def _serve(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     cell = Cell(settings.model_name)
     bus = Bus.connect(settings.redis_url, cell, objects)
-    parts = Parts(worker_id(name), cell, bus, objects, AdapterStore(objects), fingerprints={})
+    own_id = worker_id(name)
     gate = Gate.of_input(settings.pool_worker) if settings.pool_worker else None
     told = {"pool": gate.state, "counters": gate.counters} if gate else {}
-    reporting: Callable[[About], Reporter] = partial(Reporter, parts.worker, name, cell.base_model, **told)
+    reporting: Callable[[About], Reporter] = partial(Reporter, own_id, name, cell.base_model, **told)
     start = _Start(reporting(About(slots=0)), bus, stop)
-    await _fetch_base(settings.models[settings.model_name], start)
+    base = await _identified(settings, start)
+    parts = Parts(own_id, cell, bus, objects, AdapterStore(objects, base), fingerprints={})
     service = await start.during(build(settings, parts), _loading(cell.base_model))
     if gate:
         gate.num_bytes = service.num_bytes
-    membership = Membership(
-        bus,
-        name,
-        deterministic=settings.deterministic,
-        fingerprint=service.about.fingerprint,
-        fingerprints=parts.fingerprints,
-    )
+    membership = _member(name, settings, service, parts)
     reporter, lease_s, habits = reporting(service.about), settings.lease_s, service.habits
     worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=lease_s, habits=habits, gate=gate)
     try:
@@ -247,12 +243,30 @@ def _loading(base: str) -> Callable[[], str]:
     return progress
 
 
-async def _fetch_base(where: str, start: _Start) -> None:
+async def _identified(settings: Settings, start: _Start) -> BaseIdentity:
+    """The base model's identity, as far as this service has its files. Downloads a hub's first. Raises InvalidInput."""
+    name, with_weights = settings.model_name, start.reporter.service in NEED_WEIGHTS
+    folder = await _fetch_base(settings.models[name], start, resolve_model if with_weights else resolve_config)
+    digest = await start.during(asyncio.to_thread(base_digest, folder, with_weights=with_weights), _loading(name))
+    return BaseIdentity(name, digest)
+
+
+async def _fetch_base(where: str, start: _Start, resolve: Callable[[str], Path]) -> Path:
     """Downloads a hub's base model for this service, and goes on after a restart. Raises InvalidInput."""
     if Path(where).is_dir():
-        return
-    resolve = resolve_model if start.reporter.service in NEED_WEIGHTS else resolve_config
-    await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
+        return Path(where)
+    return await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
+
+
+def _member(name: str, settings: Settings, service: BuiltService, parts: Parts) -> Membership:
+    return Membership(
+        parts.bus,
+        name,
+        deterministic=settings.deterministic,
+        fingerprint=service.about.fingerprint,
+        fingerprints=parts.fingerprints,
+        digest=parts.store.base.digest,
+    )
 
 
 async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyncio.Event, gate: Gate | None) -> bool:

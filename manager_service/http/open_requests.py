@@ -3,12 +3,15 @@
 A request is open until its client has read the answer, except for what the connection's buffer holds.
 """
 
+import asyncio
 from collections import Counter
+from contextlib import ExitStack
 
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import MarlaasError
+from common.sharing.places import PerTenant
 from manager_service.http.context import Api, authenticate
 from manager_service.http.errors import ApiError, answer, too_many
 
@@ -16,6 +19,8 @@ EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests
 MAX_POLLS = 12_000
 """More than a tenant's futures in the Tinker protocol, whose clients wait for each in its own request, and give up if one is refused."""
 PART_BYTES = 64 << 10
+TURN_S = 0.1
+"""Seconds after which a read keeps the tenant's next one waiting no longer: it waits itself, such as for object storage."""
 
 
 class OpenRequests:
@@ -25,6 +30,7 @@ class OpenRequests:
         self._app = app
         self._api = api
         self._most = limits(api)
+        self._turns = PerTenant(1)
         self._open: Counter[tuple[str, str]] = Counter()  # tenant and kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,11 +47,28 @@ class OpenRequests:
         self._open[tenant, kind] += 1
         # The application returns when its last part is sent, and each part waits for the one before (`in_parts`): a client that
         # does not read keeps its request open, and pays for its answer's memory with its own limit.
+        read = kind is OTHERS and scope["method"] == "GET" and not scope["path"].endswith("/content")
         try:
-            await self._app(scope, receive, send)
+            await (self._in_turn(tenant, scope, receive, send) if read else self._app(scope, receive, send))
         finally:
             self._open[tenant, kind] -= 1
             self._open += Counter()  # without the tenants that have none open
+
+    async def _in_turn(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers behind the tenant's reads before: the event loop would turn to all of them before it turns to another's. The turn ends
+        when the answer begins: a slow client keeps no other waiting."""
+        turns = self._turns.of(tenant)
+        await turns.acquire()
+        with ExitStack() as turn:
+            turn.callback(turns.release)
+            late = asyncio.get_running_loop().call_later(TURN_S, turn.close)
+            turn.callback(late.cancel)
+
+            async def answering(message: Message) -> None:
+                turn.close()
+                await send(message)
+
+            await self._app(scope, receive, answering)
 
     async def _tenant(self, scope: Scope) -> str:
         """The tenant of a request's key; empty for the operator's, and for a request that the routes will refuse."""

@@ -3,12 +3,12 @@
 Of vLLM nothing was measured on a GPU: how it uses its memory is assumed, each part by a constant here.
 """
 
-import re
 from typing import Literal, NamedTuple
 
 from common.errors import InvalidInput
 from common.models.base_shape import BaseShape
 from common.models.footprint import BYTES_OF_SCORE, CPU_PROCESS, GPU_PROCESS, GRAIN, ROWS_PART, cache_room
+from common.settings import parse_bytes
 
 EngineName = Literal["torch", "vllm"]
 IDLE_ADAPTERS = 64 << 20
@@ -30,12 +30,17 @@ REACHED = {("torch", False): 0.5, ("vllm", False): 0.5, ("torch", True): 0.2, ("
 
 The first was measured: steps of 4 and 16 rows in the shape of Qwen3-0.6B, on one core. The others are assumed.
 """
-LAUNCH_S = 0.002
-"""Seconds in which a GPU's host starts the kernels of a layer in a step of the embedded engine: 58 to 72 ms were
-measured for the 28 layers of Qwen3-0.6B, on an H100, with 1 and 8 adapters."""
-TRAINING_REACHED = {False: 1.0, True: 0.3}
-"""The part of the bound on trained tokens, by whether on a GPU. On a CPU: measured with that shape. On a GPU: assumed for
-large models; that shape reached 0.03 to 0.05 on an H100, mostly with operations between the products."""
+LEAST_STEP_S = {"torch": 0.002, "vllm": 0.003}
+"""Seconds of a step on a GPU at least. Of the embedded engine: for each layer, whose kernels its host starts; 58 to 72 ms were
+measured for the 28 layers of Qwen3-0.6B, on an H100, with 1 and 8 adapters. Of vLLM: its scheduler and its graphs, assumed."""
+PRODUCTS_REACHED = 0.7
+"""The part of a GPU's operations a second that the products of training reach: assumed. A CPU's steps reach all, as measured."""
+KERNEL_S = 30e-6
+"""Seconds in which a GPU's host starts a kernel of training: docs/decisions/backbones.md has a step on an H100."""
+KERNELS, KERNELS_AGAIN, OTHER_KERNELS = 337, 126, 190
+"""Kernels of a layer in a micro-batch, of one that is computed again, and of what is no layer: counted, with 8 adapters."""
+PASSES, SCORE_PASSES = 21, 45
+"""Bytes that these read and write for each that is kept for the backward, and for each score: counted for Qwen3-0.6B and 8B."""
 
 
 class Device(NamedTuple):
@@ -63,16 +68,17 @@ CORE = Device(0, 10e9, 60e9, gpu=False)
 
 
 def parse_gpu(text: str) -> Device:
-    """`24GB`, `80GiB`, or a name in GPUS. A size is as fast as the slowest known GPU of it. Raises InvalidInput."""
+    """`24GB`, `80GiB`, or a name in GPUS. A size is as fast as the slowest known GPU of it, or a little less. Raises InvalidInput."""
     if text.lower() in GPUS:
         return GPUS[text.lower()]
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GIB|G)", text.strip(), re.IGNORECASE)
-    memory = float(found[1]) * (1 << 30 if found[2].upper() == "GIB" else 1e9) if found else 0
-    if not memory:
+    try:
+        memory = parse_bytes(text)
+    except ValueError:
+        memory = 0
+    if memory < 1e9:
         raise InvalidInput(f"--gpu {text!r}: a size such as 24GB, or one of {', '.join(GPUS)}")
-    known = [gpu for gpu in GPUS.values() if gpu.memory >= memory] or [max(GPUS.values())]
-    slowest = min(known, key=lambda gpu: gpu.bandwidth)
-    return slowest._replace(memory=memory)
+    known = [gpu for gpu in GPUS.values() if 1.1 * gpu.memory >= memory] or [max(GPUS.values())]
+    return min(known, key=lambda gpu: gpu.bandwidth)._replace(memory=memory)
 
 
 def slots_of(engine: EngineName, *, gpu: bool) -> int:
@@ -143,9 +149,10 @@ class Load(NamedTuple):
     def expected_tokens_per_s(self, rows: int) -> float:
         """The tokens that the engine is expected to sample in a second."""
         expected = REACHED[self.engine, self.device.gpu] * self.tokens_per_s(rows)
-        if self.engine != "torch" or not self.device.gpu:
+        if not self.device.gpu:
             return expected
-        return min(expected, min(rows, self.slots) / (LAUNCH_S * self.shape.num_layers))
+        step_s = LEAST_STEP_S[self.engine] * (self.shape.num_layers if self.engine == "torch" else 1)
+        return min(expected, min(rows, self.slots) / step_s)
 
     def _weights_read(self, rows: int) -> float:
         """Weights that a step of so many rows needs: of the experts, those that some row takes."""
@@ -169,9 +176,20 @@ def trained_flops(shape: BaseShape, context: int, *, again: bool) -> float:
     return weights * (2 + again) + attention * (3 + again)
 
 
+def training_s(shape: BaseShape, device: Device, tokens: int, context: int, *, again: bool, kept: float) -> float:
+    """The expected seconds of a micro-batch in rows of the whole context: on a GPU of starting kernels, of memory and of products, which
+    hardly overlap. `kept`: bytes of a token for the backward, if all is kept."""
+    products_s = tokens * trained_flops(shape, context, again=again) / device.flops
+    if not device.gpu:
+        return products_s
+    kernels = OTHER_KERNELS + shape.num_layers * (KERNELS + again * KERNELS_AGAIN)
+    moved = tokens * (PASSES * kept * (1 + again / 3) + SCORE_PASSES * shape.vocab)
+    return KERNEL_S * kernels + moved / device.bandwidth + products_s / PRODUCTS_REACHED
+
+
 def max_lora_rank(rank: int) -> int:
-    """The largest rank that vLLM is started with, for adapters of this one."""
-    return next((each for each in LORA_RANKS if each >= max(rank, MAX_LORA_RANK)), LORA_RANKS[-1])
+    """The largest rank that vLLM is started with, for adapters of this one: all cost as if they had it."""
+    return next(each for each in LORA_RANKS if each >= min(rank, LORA_RANKS[-1]))
 
 
 def _whole(tokens: int, grain: int) -> int:

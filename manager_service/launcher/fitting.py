@@ -3,8 +3,8 @@
     each rollout worker: process, weights, scores, a prefill, adapters, keys and values
     each trainer:        process, weights, adapters with their states, a micro-batch
 
-Keys and values, of the same size in all rollout workers, get what trainers leave. Where that is little, trainers
-compute layers again. `marlaas plan` prints it; `marlaas up` chooses and refuses by it.
+Keys and values, of the same size in all rollout workers, get what trainers leave. Where that is little, trainers have
+smaller micro-batches, or compute layers again. `marlaas plan` prints it; `marlaas up` chooses and refuses by it.
 """
 
 import math
@@ -20,10 +20,11 @@ from common.models.footprint import (
     ROWS_PART,
     SCORES_SHARE,
     TrainingBytes,
+    kept_per_token,
     training_bytes,
     weights_of_rank,
 )
-from manager_service.launcher.engines import Device, EngineName, Load
+from manager_service.launcher.engines import Device, EngineName, Load, training_s
 
 USABLE = 0.95
 """The usable part of a device's memory."""
@@ -37,8 +38,8 @@ STATES = 3
 """States of adapters of RANK that a trainer keeps, and as many gradients of runs."""
 LEAST_CACHE, LEAST_KV = 512 << 20, 1 << 30
 """The services' own defaults."""
-MICRO_BATCH_TOKENS = 2048
-"""The trainer's default on a GPU; a longer row is a micro-batch of its own. On a processor one row is enough."""
+MICRO_BATCHES = (16_384, 8192, 4096, 2048)
+"""Tokens of the trainer's micro-batch on a GPU, by its memory; a longer row is one of its own. On a processor one row is enough."""
 FIRST_CONTEXT = 1024
 ENOUGH = 4096
 """Tokens of a context that most tasks need."""
@@ -60,6 +61,7 @@ class Fit:
     """One context, with the bytes that each worker has."""
 
     context: int
+    tokens: int  # of a trainer's micro-batch
     again: bool  # the backward computes all layers again
     training: TrainingBytes  # of the trainer that takes most
     rollout: float  # keys and values included
@@ -95,9 +97,10 @@ class SharedMemory:
         return sum(copy.trainers for copy in self.copies)
 
     @property
-    def by_fraction(self) -> bool:
-        """Does the engine take a part of the memory, whatever it needs?"""
-        return self.engine == "vllm" and self.device.gpu
+    def measures(self) -> bool:
+        """Has the engine the memory for itself, so that it measures what keys and values may have?"""
+        alone = self.rollouts == 1 and not self.trainers
+        return self.engine == "vllm" and self.device.gpu and alone and self.kv is None
 
     @property
     def wanted_rows(self) -> int:
@@ -126,18 +129,35 @@ class SharedMemory:
         return next(filter(self.enough, reversed(found)), found[0] if found else None)
 
     def enough(self, fit: Fit) -> bool:
-        """On a processor layers are computed again only up to a context of ENOUGH: it takes a third of training's time."""
-        too_slow = fit.again and fit.context > ENOUGH and not self.device.gpu
-        return fit.rows >= self.wanted_rows and not too_slow
+        """Layers are computed again only up to a context of ENOUGH: it takes a third of training's time."""
+        return fit.rows >= self.wanted_rows and not (fit.again and fit.context > ENOUGH)
 
     def at(self, context: int) -> Fit:
-        """Keeps all activations if enough rows fit next to them, else only the inputs of layers."""
-        tried = [self._fit(context, again=again) for again in (False, True)]
-        return next(filter(self.enough, tried), max(tried, key=lambda fit: (fit.rows, fit.again)))
+        """The micro-batch that has a token sampled and trained soonest, and leaves enough rows; else the one that leaves most."""
+        least = max(MICRO_BATCHES[-1], context) if self.device.gpu else context
+        sizes = [size for size in MICRO_BATCHES if size > least and self.device.gpu and self.trainers]
+        tried = [self._fit(context, tokens, again=again) for again in (False, True) for tokens in (*sizes, least)]
+        most = max(tried, key=lambda fit: (fit.rows, fit.again))
+        return min(filter(self.enough, tried), key=self._seconds, default=most)
 
-    def _fit(self, context: int, *, again: bool) -> Fit:
+    def _seconds(self, fit: Fit) -> float:
+        """The time of a token that is sampled and trained. On a processor none: it keeps what it can."""
+        if not self.device.gpu:
+            return 0.0
+        sampled = [self.load(c.shape, fit.context).expected_tokens_per_s(fit.rows) for c in self.copies if c.rollouts]
+        return sum(
+            1 / each for each in [*sampled, *(self.trained_per_s(c.shape, fit) for c in self.copies if c.trainers)]
+        )
+
+    def trained_per_s(self, shape: BaseShape, fit: Fit) -> float:
+        """The tokens that a trainer is expected to train in a second, with the device to itself."""
+        kept = kept_per_token(shape, itemsize=self.itemsizes[1], rank=self.rank, modules=True)
+        taken = training_s(shape, self.device, fit.tokens, fit.context, again=fit.again, kept=kept)
+        return self.ranks * fit.tokens / taken
+
+    def _fit(self, context: int, tokens: int, *, again: bool) -> Fit:
         number = self.rollouts
-        training = [self._training(copy, context, again=again) for copy in self.copies]
+        training = [self._training(copy, context, tokens, again=again) for copy in self.copies]
         caches = [self._cache(copy.shape) for copy in self.copies]
         scores = self.device.memory / SCORES_SHARE if self.device.gpu else 0
         trainers = [each.total + 2 * cache + scores for each, cache in zip(training, caches, strict=True)]
@@ -149,14 +169,14 @@ class SharedMemory:
         kv = self.kv or int(max(0, min(left / max(1, number), self._most_kv(loads)))) >> 20 << 20
         holds = left >= number * kv and (self.share is None or self._usable - of_rollouts >= of_trainers)
         rows = [load.rows(kv) for copy, load in zip(self.copies, loads, strict=True) if copy.rollouts]
-        tokens, most = self._tokens(context)
         return Fit(
             context=context,
+            tokens=tokens,
             again=again,
             training=max(training, key=lambda each: each.total),
             rollout=max(load.beside_kv for load in loads) + kv,
             kv=kv,
-            activations=int(max(each.kept for each in training) * tokens / most),
+            activations=int(max(each.kept for each in training) * tokens / self._fullest(context, tokens)),
             trainer=max(trainers),
             cache=max(caches),
             rows=min(rows, default=self.wanted_rows) if holds else 0,
@@ -165,19 +185,17 @@ class SharedMemory:
     @property
     def _usable(self) -> float:
         """Bytes that all workers may take together."""
-        alone = self.by_fraction and self.rollouts == 1 and not self.trainers
-        return (VLLM_FRACTION if alone else USABLE) * self.device.memory - (0 if self.device.gpu else OTHERS)
+        return (VLLM_FRACTION if self.measures else USABLE) * self.device.memory - (0 if self.device.gpu else OTHERS)
 
-    def _tokens(self, longest: int) -> tuple[int, int]:
-        """Tokens of a micro-batch, and of the fullest one: another rank's may have a row more."""
-        tokens = max(MICRO_BATCH_TOKENS, longest) if self.device.gpu else longest
-        return tokens, tokens + (longest if self.ranks > 1 else 0)
+    def _fullest(self, context: int, tokens: int) -> int:
+        """Tokens of the fullest micro-batch: another rank's may have a row more."""
+        return tokens + (context if self.ranks > 1 else 0)
 
-    def _training(self, copy: Copies, context: int, *, again: bool) -> TrainingBytes:
+    def _training(self, copy: Copies, context: int, tokens: int, *, again: bool) -> TrainingBytes:
         longest = min(context, copy.shape.context)
         return training_bytes(
             copy.shape,
-            tokens=self._tokens(longest)[1],
+            tokens=self._fullest(longest, tokens),
             longest=longest,
             itemsize=self.itemsizes[1],
             rank=self.rank,
@@ -207,17 +225,21 @@ class SharedMemory:
 def settings_for(fits: Sequence[tuple[SharedMemory, Fit]]) -> dict[str, str]:
     """The settings by which services take what fits in every memory, the context apart."""
     rollouts = [(memory, fit) for memory, fit in fits if memory.rollouts]
-    shared = [fit for memory, fit in rollouts if memory.trainers]
+    trained = [(memory, fit) for memory, fit in fits if memory.trainers]
     found: dict[str, str] = {}
-    if parts := [fit.rollout / memory.whole for memory, fit in rollouts if memory.by_fraction]:
-        found["MARLAAS_VLLM_MEMORY_FRACTION"] = f"{math.ceil(1000 * min(parts)) / 1000:g}"
+    shared = [(memory, fit) for memory, fit in trained if memory.rollouts]
+    if rollouts and all(memory.measures for memory, _ in rollouts):
+        found["MARLAAS_VLLM_MEMORY_FRACTION"] = f"{min(fit.rollout / memory.whole for memory, fit in rollouts):.3g}"
     elif rollouts:
         found["MARLAAS_ROLLOUT_KV_BYTES"] = str(min(fit.kv for _, fit in rollouts))
-    if shared:  # a trainer with a memory of its own takes half of what it finds free
-        found["MARLAAS_TRAINER_MEMORY_BYTES"] = str(min(fit.activations for fit in shared))
-        found["MARLAAS_TRAINER_CACHE_BYTES"] = str(min(fit.cache for fit in shared))
-    if any(memory.device.gpu and memory.trainers for memory, _ in rollouts):
-        found["MARLAAS_TRAINER_MICRO_BATCH_TOKENS"] = str(max(MICRO_BATCH_TOKENS, *(fit.context for fit in shared)))
+    if budgets := [fit.activations for memory, fit in trained if memory.rollouts or memory.device.gpu]:
+        found["MARLAAS_TRAINER_MEMORY_BYTES"] = str(min(budgets))
+    if shared:  # a trainer with a memory of its own keeps more
+        found["MARLAAS_TRAINER_CACHE_BYTES"] = str(min(fit.cache for _, fit in shared))
+    if sizes := [fit.tokens for memory, fit in trained if memory.device.gpu]:
+        found["MARLAAS_TRAINER_MICRO_BATCH_TOKENS"] = str(min(sizes))
+    if parts := [fit.trainer / memory.whole for memory, fit in shared if memory.device.gpu]:
+        found["MARLAAS_TRAINER_MEMORY_FRACTION"] = f"{max(parts):.3g}"
     if any(fit.again and memory.trainers and not memory.device.gpu for memory, fit in fits):
         found["MARLAAS_TRAINER_CHECKPOINTING"] = "true"
     return found

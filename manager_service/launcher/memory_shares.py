@@ -14,8 +14,8 @@ from common.models.footprint import ROWS_PART, cache_room
 from common.models.host_memory import host_bytes
 from common.settings import LEAST_CONTEXT, dtype_on, parse_base_models, resolve_config
 from common.text.model_folder import read_config
-from manager_service.launcher.engines import Device
-from manager_service.launcher.fitting import FIRST_CONTEXT, LEAST_KV, Copies, Fit, SharedMemory, settings_for
+from manager_service.launcher.engines import CORE, MAX_LORA_RANK, Device, parse_gpu
+from manager_service.launcher.fitting import FIRST_CONTEXT, LEAST_KV, RANK, Copies, Fit, SharedMemory, settings_for
 from manager_service.launcher.gpus import Gpu, LocalWorker, Placement
 from manager_service.launcher.settings import LocalSettings
 
@@ -101,11 +101,11 @@ def _memories(
     for number, gpu in enumerate(gpus):
         placed = [worker for worker in workers if number in placement.get(worker.name, ())]
         if placed:
-            device = Device(gpu.free, 0, 0)
+            device = parse_gpu(f"{gpu.memory / 1e9}GB")._replace(memory=gpu.free)
             yield from _reckoned(environment, f"GPU {number}", device, gpu.memory, _copies(placed, bases, gpu=True))
     on_cpu = [each for each in workers if environment.get(f"MARLAAS_{each.service.upper()}_DEVICE", "cpu") == "cpu"]
     if on_cpu:
-        device = Device(free(), 0, 0, gpu=False)
+        device = CORE._replace(memory=free())
         yield from _reckoned(environment, "this machine", device, device.memory, _copies(on_cpu, bases, gpu=False))
 
 
@@ -138,7 +138,8 @@ def _reckoned(
         parallel=int(environment.get("MARLAAS_VLLM_TENSOR_PARALLEL", 1)) if vllm and device.gpu else 1,
         ranks=int(environment.get("MARLAAS_TRAINER_RANKS", 1)) if device.gpu else 1,
         share=share,
-        kv=int(kv) if kv and not (device.gpu and vllm) else None,
+        rank=int(environment.get("MARLAAS_VLLM_MAX_LORA_RANK", MAX_LORA_RANK)) if vllm else RANK,
+        kv=int(kv) if kv else None,
         name=name,
         whole=whole,
     )

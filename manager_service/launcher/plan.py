@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from common.errors import InvalidInput
 from common.models.base_shape import BaseShape
-from manager_service.launcher.engines import TRAINING_REACHED, Device, EngineName, trained_flops
+from manager_service.launcher.engines import Device, EngineName
 from manager_service.launcher.fitting import FIRST_CONTEXT, Copies, Fit, SharedMemory
 
 NAMED_RUN, NAMED_TOKENS = "100 steps of 128 answers of 512 tokens", 100 * 128 * 512
@@ -168,12 +168,10 @@ def _row(memory: SharedMemory, split: DeviceSplit, context: int) -> PlannedRow:
     memories = [replace(memory, copies=[part], parallel=split.parallel, ranks=split.ranks) for part in parts]
     found = [(each, each.at(context)) for each in memories]
     load, rows = memories[0].load(both.shape, context), found[0][1].rows
-    work = trained_flops(both.shape, context, again=found[-1][1].again)
-    flops = split.ranks * memory.device.flops * TRAINING_REACHED[memory.device.gpu]
     return PlannedRow(
         context=context,
         split=split,
         memories=found,
         tokens_per_s=split.workers * load.expected_tokens_per_s(rows),
-        trained_per_s=flops / work,
+        trained_per_s=memories[-1].trained_per_s(both.shape, found[-1][1]),
     )

@@ -11,6 +11,7 @@ class UploadedAdapter(msgspec.Struct, frozen=True):
     lora: LoraSpec
     shapes: dict[str, tuple[int, int]]  # (out, in) by the name of a module within a layer, as `mlp.up_proj`
     num_layers: int
+    base_digest: str = ""  # of the base model that its configuration says; empty: it says none
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):

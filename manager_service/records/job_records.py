@@ -76,6 +76,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""  # that it begins with, as its user named it, and with a tuned one's version; empty, of older jobs: base_model
     source: AdapterRef | None = None  # version 0 is a copy of this one; None: it is drawn from the seed
     adapter_file: str | None = None  # version 0 is the adapter in this file
+    adapter_base: str = ""  # digest of the base model that the file says it was trained on; empty: it says none
     integrations: tuple[Integration, ...] = ()
     notes: tuple[str, ...] = ()  # what the job's first events say
     webhooks: bool = True  # do the tenant's webhooks hear of its end?

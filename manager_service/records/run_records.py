@@ -162,9 +162,9 @@ def held_bytes(payload: bytes) -> int:
     return max(len(payload), LEAST_HELD) if payload else 0
 
 
-async def forget_oldest(redis: Any, key: str, *records: Callable[[str], str]) -> None:
-    """Forgets the first names of a sorted set beyond MAX_KEPT, with the records of each."""
-    gone = [name.decode() for name in await redis.zrange(key, 0, -1 - MAX_KEPT)]
+async def forget_oldest(redis: Any, key: str, *records: Callable[[str], str], most: int | None = None) -> None:
+    """Forgets the first names of a sorted set beyond `most`, or MAX_KEPT, with the records of each."""
+    gone = [name.decode() for name in await redis.zrange(key, 0, -1 - (most or MAX_KEPT))]
     if gone:
         await redis.delete(*(record(name) for name in gone for record in records))
         await redis.zrem(key, *gone)

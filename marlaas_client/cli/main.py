@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
 from marlaas_client.cli import account, chat, environments, jobs, models, pull, receivers, samples, submit, watch
-from marlaas_client.cli.output import visible
+from marlaas_client.cli.output import say, visible
 from marlaas_client.errors import ClientError, InvalidInput
 
 LINE_END = "\n"
@@ -35,6 +37,20 @@ OPERATORS = ("dead", "example", "plan", "tenants", "up", "workers")
 """Commands that the package of the service adds."""
 
 
+def say_version(asked: bool) -> None:
+    """The packages of the service and of the client have the same."""
+    if asked:
+        installed = {each.name: each.version for each in metadata.distributions()}
+        say(f"marlaas {installed.get('marlaas') or installed.get('marlaas-client', 'from a folder')}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=say_version, is_eager=True, help="Say the version.")]
+
+
+def all_commands(version: Version = False) -> None: ...
+
+
 def make_app(*operators: Callable[..., None]) -> typer.Typer:
     """The user's commands; below them `operators`, more of an operator's, or in place of those of the same names."""
     app = typer.Typer(
@@ -42,6 +58,7 @@ def make_app(*operators: Callable[..., None]) -> typer.Typer:
         pretty_exceptions_enable=False,
         help="Train LoRA adapters of a shared base model by reinforcement learning, as a service.",
     )
+    app.callback()(all_commands)
     for command in (*COMMANDS, *operators):
         app.command(command.__name__)(command)
     app.add_typer(environments.app, name="env")

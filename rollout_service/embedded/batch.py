@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from base_model.device import compute_clock, give_back_memory
-from base_model.stacked import FusedAdapter, LanePlanner, Product
+from base_model.stacked import LanePlanner
 from common.wire.messages import AdapterRef, StopReason
 from rollout_service.embedded import kv
+from rollout_service.embedded.backbone.captured import CapturedSteps, captured_for
 from rollout_service.embedded.backbone.compiling import compiled_for
 from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardPart, QkvAttend
+from rollout_service.embedded.backbone.layout import ForwardLayout, exact_rows, rounded_rows
 from rollout_service.embedded.fault_isolation import FailedTurn, outcomes, tried
 from rollout_service.embedded.meter import Meter
-from rollout_service.embedded.pools import EngineLimits, Pool, Pools, rounded
+from rollout_service.embedded.pools import EngineLimits, Pool, Pools
 from rollout_service.embedded.prefill import PREFILL_TOKENS, Extension, Prefill, Rest, prefix_key
 from rollout_service.embedded.prefix import PrefixKey
 from rollout_service.embedded.row_states import RowStates, TurnRow
@@ -53,20 +55,6 @@ class Ended:
     error: Exception | None = None  # why it failed; None: the scores were not numbers
 
 
-@dataclass(slots=True)
-class ForwardLayout:
-    """The places of the rows under way in a forward; remade only when rows come or go."""
-
-    pools: list[Pool]
-    slots: np.ndarray  # [n] slot of each row of the forward
-    size: int  # rows of the forward, rounded up
-    adapters: list[FusedAdapter | None]  # [n]
-    products: list[Product] | None  # None: not planned, or another plan came after it
-    sampling: SamplingPlan
-    watched: list[int]  # rows to look at after each token: stop strings, top log-probs, grammars
-    masked: list[int]  # those with a grammar
-
-
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
     """The next token of each row of a layout; none has it yet."""
@@ -80,18 +68,6 @@ class ComputedStep:
     since: float  # by the meter's
 
 
-def rounded_rows(num: int, min_rows: int) -> int:
-    """4, 8, 16, 32, then multiples of 8, so that a few rows more cost little; at least `min_rows`."""
-    num = max(num, min_rows)
-    return rounded(num, 8) if num > 32 else exact_rows(num, min_rows)
-
-
-def exact_rows(num: int, min_rows: int) -> int:
-    """4, 8, 16, 32, 48, 64, then multiples of 64: the sizes of the self-test; at least `min_rows`."""
-    num = max(num, min_rows)
-    return rounded(num, 64) if num > 64 else next(size for size in (4, 8, 16, 32, 48, 64) if size >= num)
-
-
 class RunningRows:
     """The rows under way and those that wait."""
 
@@ -102,8 +78,9 @@ class RunningRows:
         end_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         limits: EngineLimits,
+        captured: CapturedSteps | None = None,
     ) -> None:
-        """`decode`: token ids to text with special tokens, where stop strings are looked for."""
+        """`decode`: token ids to text with special tokens, where stop strings are looked for. `captured`: None: as on this device."""
         config, device = model.config, model.embedding.device
         self._model, self._config, self._device = model, config, device
         self._decode = decode
@@ -113,12 +90,15 @@ class RunningRows:
         self._states = RowStates(limits.slots, end_ids, config.context, self._compiled)
         self._pools = Pools(config, model.embedding, limits.pools)
         wide = None if limits.exact else WIDE_LANE_ROWS
-        self._planner = LanePlanner(device, limits.min_rows, wide_rows=wide, budget_bytes=limits.step_lanes)
+        self._captured = captured or captured_for(model, limits.step_lanes // 2)
+        budget = limits.step_lanes // 2 if self._captured else limits.step_lanes
+        self._planner = LanePlanner(device, limits.min_rows, wide_rows=wide, budget_bytes=budget)
         self._waiting: deque[TurnRow] = deque()
         self._layout: ForwardLayout | None = None
         self.meter = Meter(compute_clock(device))
         self._prefill = Prefill(self._model, self._pools, self.meter, self._spent, limits)
-        self._rests: list[Rest] = []  # that the next step computes
+        self._rests: list[Rest] = []  # that the rows' next step computes
+        self._were_chats = False  # did the last step compute the first tokens of chats?
         self._ended: list[Ended] = []  # that nobody was told of yet
         self._step_s = 0.0  # totals since the start
         self.sampled_tokens = 0
@@ -201,6 +181,8 @@ class RunningRows:
         self._pools.clear()
         self._prefill.clear()
         self._rests.clear()
+        if self._captured:
+            self._captured.clear()
         for row in self.active():
             self._states.leave(row)
         self._layout = None
@@ -209,19 +191,24 @@ class RunningRows:
     def relax(self) -> None:
         """Gives back memory that only the last rush needed. No row is under way."""
         self._pools.relax()
+        if self._captured:
+            self._captured.clear()
         give_back_memory()
 
     def advance(self) -> list[Ended]:
-        """Admits rows, then adds one token to every row. Removes and returns the rows that ended."""
-        self._admit()
+        """Admits rows, then adds one token to every row, or at first to chats that joined: a step of all takes longer, the longer its
+        rows are. Removes and returns the rows that ended."""
+        chats = [row for row in self._admit() if row.request.chat and self._has_slot(row) and not self._were_chats]
+        self._were_chats = bool(chats)
         if self.num_active:
-            self._step()
+            self._step(chats or self.active())
         ended, self._ended = self._ended, []
         return ended
 
     # ---- admission -----------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[TurnRow]:
+        """Returns the rows that joined."""
         joined: list[TurnRow] = []
         new = dict[PrefixKey, int]()  # tokens to compute
         while (
@@ -237,7 +224,7 @@ class RunningRows:
             else:
                 joined.append(row)
         if not joined:
-            return
+            return []
         done = [row for row in joined if self._states.stop_reason(row.slot)]  # nothing left to sample
         unread = [row for row in done if not row.request.sampling.prompt_logprobs]
         for row in unread:
@@ -246,6 +233,7 @@ class RunningRows:
         for row in done:
             if self._has_slot(row):
                 self._finish(row, _sum_of_scores(row))
+        return joined
 
     def _fits(self, row: TurnRow) -> bool:
         request = row.request
@@ -269,28 +257,26 @@ class RunningRows:
 
     # ---- one token -----------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
-        rests, self._rests = self._rests, []
+    def _step(self, rows: list[TurnRow]) -> None:
+        rests = self._rests
+        self._rests = [rest for rest in rests if rest.row not in rows and self._has_slot(rest.row)]
 
-        def together() -> ComputedStep:
-            return self._compute(self._lay_out_all, rests)
+        def compute(rows: Sequence[TurnRow]) -> ComputedStep:
+            return self._compute(rows, [rest for rest in rests if rest.row in rows])
 
-        def single(row: TurnRow) -> ComputedStep:
-            return self._compute(lambda: self._lay_out_single(row), [rest for rest in rests if rest.row is row])
-
-        for outcome in outcomes(self.active(), together, single):
+        for outcome in outcomes(rows, lambda: compute(rows), lambda row: compute([row])):
             if isinstance(outcome, FailedTurn):
                 self._end(outcome.row, None, error=outcome.error)
             else:
                 self._settle(outcome)
 
-    def _compute(self, lay_out: Callable[[], ForwardLayout], rests: Sequence[Rest]) -> ComputedStep:
+    def _compute(self, rows: Sequence[TurnRow], rests: Sequence[Rest]) -> ComputedStep:
         """Computes a step; its rows stay as they are."""
         started, since = time.perf_counter(), self.meter.now()
-        layout = lay_out()
+        layout = self._lay_out_rows(rows)
         extension = self._prefill.extension(rests) if rests else None
         sampled = self._forward(layout, extension)
-        both = torch.stack([sampled.tokens.double(), sampled.logprobs.double()]).cpu().numpy()  # the one transfer
+        both = sampled.both.cpu().numpy()[:, : len(layout.slots)]  # the one transfer
         tokens, logprobs = both[0].astype(np.int64), both[1].astype(np.float32)
         return ComputedStep(layout, extension, tokens, logprobs, sampled, started, since)
 
@@ -327,14 +313,19 @@ class RunningRows:
         inputs = np.zeros((2, layout.size), np.int64)
         inputs[0, :num] = states.last[layout.slots]
         inputs[1, :num] = states.length[layout.slots] - 1
+        uniforms = states.uniforms(layout.slots)
+        if self._captured and not extension and layout is self._layout:
+            sampled = self._captured.step(layout, inputs[0, :num], inputs[1, :num], uniforms)
+            if sampled is not None:
+                return sampled
         before = extension.num if extension else 0
         if extension:
             inputs = np.concatenate([[extension.tokens, extension.positions], inputs], axis=1)
         tokens, positions = torch.from_numpy(inputs).to(self._device)
         parts = self._parts(layout, extension, positions[before : before + num])
         hidden = self._model.forward(tokens, positions, parts)[before:]
-        uniforms = torch.from_numpy(states.uniforms(layout.slots)).to(self._device)
-        return sample(self._model.logits(hidden)[:num], uniforms, layout.sampling, self._allowed(layout))
+        numbers = torch.from_numpy(uniforms).to(self._device)
+        return sample(self._model.logits(hidden)[:num], numbers, layout.sampling, self._allowed(layout))
 
     def _allowed(self, layout: ForwardLayout) -> Allowed | None:
         if not layout.masked:
@@ -365,13 +356,12 @@ class RunningRows:
             layout.products = self._planner.plan(layout.adapters, layout.size)
         return ForwardPart(layout.size, attend, layout.products)
 
-    def _lay_out_all(self) -> ForwardLayout:
+    def _lay_out_rows(self, rows: Sequence[TurnRow]) -> ForwardLayout:
+        if len(rows) < self.num_active:
+            self._layout = None  # its products end with the next plan
+            return self._lay_out([self._pools.of(row).only(row.slot) for row in rows])
         self._layout = self._layout or self._lay_out([pool for pool in self._pools if pool.slots])
         return self._layout
-
-    def _lay_out_single(self, row: TurnRow) -> ForwardLayout:
-        self._layout = None  # its products end with the next plan
-        return self._lay_out([self._pools.of(row).only(row.slot)])
 
     def _lay_out(self, pools: list[Pool]) -> ForwardLayout:
         slots = np.array([slot for pool in pools for slot in pool.slots])

@@ -41,6 +41,15 @@ class SamplingPlan:
             top_k=None if min(top_k) == vocab else column(top_k, torch.int64),
         )
 
+    def columns(self) -> dict[str, Tensor]:
+        """The tensors that it has, by the names of their fields."""
+        columns = {name: getattr(self, name) for name in ("temperature", "greedy", "top_p", "top_k")}
+        return {name: column for name, column in columns.items() if column is not None}
+
+    def kind(self) -> tuple[object, ...]:
+        """Equal for plans whose draws take the same operations."""
+        return self.all_greedy, self.num_top, *self.columns()
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -49,6 +58,7 @@ class Sampled:
     tokens: Tensor  # [B]
     logprobs: Tensor  # [B]; not a number where the row's scores are not
     top: tuple[Tensor, Tensor] | None  # [B, num_top] log-probs, tokens
+    both: Tensor  # float64 [2, B]: tokens and log-probs, for one transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,8 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan, allowed: Allowe
             tokens = torch.where(plan.greedy, logits.argmax(-1), tokens)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     top = logprobs.topk(plan.num_top, dim=-1) if plan.num_top else None
-    return Sampled(tokens, chosen, (top.values, top.indices) if top else None)
+    both = torch.stack([tokens.double(), chosen.double()])
+    return Sampled(tokens, chosen, (top.values, top.indices) if top else None, both)
 
 
 @dataclass(slots=True)

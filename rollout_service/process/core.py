@@ -46,6 +46,7 @@ class SamplingRequest:
     seed: int | None  # of a stream of its own; None: it draws from the process's
     top_k: int = 0  # 0: all tokens
     chat: bool = False  # before those that are none, where the process has no room for all
+    by_token: bool = False  # somebody reads its tokens one by one, or looks for a stop string
     grammar: str = ""  # that what is sampled follows, from its first token on
     prompt_logprobs: bool = (
         False  # the first chunk brings them; at temperature 1 whatever that of the tokens to come is
@@ -100,6 +101,6 @@ class Core(Protocol):
         ...
 
     def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
-        """Gives chunks until one is finished; closing it early ends the turn. The adapter is loaded. Raises CoreDied; may also hang if
-        the process dies."""
+        """Gives chunks until one is finished; closing it early ends the turn, and cancelling it gives what waits before it raises. The
+        adapter is loaded. Raises CoreDied; may also hang if the process dies."""
         ...

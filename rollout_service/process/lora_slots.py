@@ -1,6 +1,6 @@
-"""Gives adapters the process's slots in order of arrival.
+"""Gives adapters the process's slots in order of arrival, chats before all else; one slot of several is kept for chats.
 
-    hold(a)   a has a slot, and the first in line has waited for less than MAX_OVERTAKEN_S: at once
+    hold(a)   a has a slot, no chat waits, and the first in line has waited for less than MAX_OVERTAKEN_S: at once
               else: behind those that wait, so that a busy adapter does not keep its slot
     a slot comes free when nobody holds its adapter; the adapter stays until another one needs the slot
 
@@ -28,6 +28,7 @@ class Slot:
     adapter: AdapterFolder
     ready: "asyncio.Task[None]"
     users: int = 0
+    others: int = 0  # of the users: all but chats
 
 
 @dataclass(slots=True, eq=False)
@@ -44,25 +45,25 @@ class LoraSlots:
 
     def __init__(self, num_slots: int, known: "KnownAdapters") -> None:
         self._num_slots = num_slots
+        self._most_others = max(1, num_slots - 1)
         self._known = known
         self._slots: OrderedDict[int, Slot] = OrderedDict()  # by number of the adapter, least recently used first
-        self._queue: OrderedDict[int, Place] = OrderedDict()
+        self._queues = {True: OrderedDict[int, Place](), False: OrderedDict[int, Place]()}  # of chats, of others
 
     @property
     def num_waiting(self) -> int:
         """Turns that wait for a slot."""
-        return sum(len(place.waiting) for place in self._queue.values())
+        return sum(len(place.waiting) for queue in self._queues.values() for place in queue.values())
 
     @contextlib.asynccontextmanager
-    async def hold(self, adapter: AdapterFolder) -> AsyncGenerator[None]:
+    async def hold(self, adapter: AdapterFolder, *, chat: bool = False) -> AsyncGenerator[None]:
         """Keeps the adapter loaded inside. Raises what `load` raised."""
-        slot = await self._enter(adapter)
+        slot = await self._enter(adapter, chat)
         try:
             await asyncio.shield(slot.ready)
             yield
         finally:
-            slot.users -= 1
-            self._advance()
+            self._end_use(slot, chat)
 
     async def drop(self, adapter: AdapterFolder) -> None:
         """Unloads an adapter that nobody holds, if it has a slot."""
@@ -77,44 +78,58 @@ class LoraSlots:
         """Stops what still loads. The process is gone."""
         await cancel_all([slot.ready for slot in self._slots.values()])
 
-    async def _enter(self, adapter: AdapterFolder) -> Slot:
+    def _end_use(self, slot: Slot, chat: bool) -> None:
+        slot.users -= 1
+        slot.others -= not chat
+        self._advance()
+
+    async def _enter(self, adapter: AdapterFolder, chat: bool) -> Slot:
         """Waits until the adapter has a slot, and counts one user more in it."""
-        place = self._queue.setdefault(adapter.number, Place(adapter))
+        place = self._queues[chat].setdefault(adapter.number, Place(adapter))
         waiting: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         place.waiting.append(waiting)
         self._advance()
         try:
             return await waiting
         except asyncio.CancelledError:
-            self._leave(place, waiting)
+            self._leave(place, waiting, chat)
             raise
 
-    def _leave(self, place: Place, waiting: "asyncio.Future[Slot]") -> None:
+    def _leave(self, place: Place, waiting: "asyncio.Future[Slot]", chat: bool) -> None:
         """Takes out a user that gave up while it waited, or at the moment in which it was let in."""
         if waiting.done() and not waiting.cancelled():
-            waiting.result().users -= 1
-            self._advance()
+            self._end_use(waiting.result(), chat)
             return
         place.waiting.remove(waiting)
-        if not place.waiting and self._queue.get(place.adapter.number) is place:
-            del self._queue[place.adapter.number]
+        if not place.waiting and self._queues[chat].get(place.adapter.number) is place:
+            del self._queues[chat][place.adapter.number]
             self._advance()
 
     def _advance(self) -> None:
-        """Lets in all who can be, in order."""
-        for place in list(self._queue.values()):
-            if slot := self._slots.get(place.adapter.number) or self._give_slot(place.adapter):
-                self._let_in(place, slot)
-            elif time.monotonic() - place.since_s >= MAX_OVERTAKEN_S:
-                return
+        """Lets in all who can be: chats in order, then the others."""
+        for chat, queue in self._queues.items():
+            for place in list(queue.values()):
+                if slot := self._slot_of(place.adapter, chat):
+                    del queue[place.adapter.number]
+                    self._let_in(place, slot, chat)
+                elif chat or time.monotonic() - place.since_s >= MAX_OVERTAKEN_S:
+                    return
 
-    def _let_in(self, place: Place, slot: Slot) -> None:
-        del self._queue[place.adapter.number]
+    def _let_in(self, place: Place, slot: Slot, chat: bool) -> None:
         self._slots.move_to_end(place.adapter.number)
         for waiting in place.waiting:
             if not waiting.cancelled():
                 slot.users += 1
+                slot.others += not chat
                 waiting.set_result(slot)
+
+    def _slot_of(self, adapter: AdapterFolder, chat: bool) -> Slot | None:
+        """The adapter's slot, or one that it is given now; None: it must wait."""
+        slot = self._slots.get(adapter.number)
+        used = sum(each.others > 0 for each in self._slots.values())
+        if not chat and not (slot and slot.others) and used >= self._most_others:
+            return None
+        return slot or self._give_slot(adapter)
 
     def _give_slot(self, adapter: AdapterFolder) -> Slot | None:
         """Gives the adapter a slot that is free or that nobody uses; None: all are in use."""

@@ -65,9 +65,9 @@ class Life:
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self._watching = asyncio.create_task(self._watch())
 
-    def hold(self, adapter: AdapterFolder) -> contextlib.AbstractAsyncContextManager[None]:
+    def hold(self, adapter: AdapterFolder, *, chat: bool) -> contextlib.AbstractAsyncContextManager[None]:
         """Keeps the adapter loaded inside."""
-        return contextlib.nullcontext() if adapter == self.base else self.slots.hold(adapter)
+        return contextlib.nullcontext() if adapter == self.base else self.slots.hold(adapter, chat=chat)
 
     async def drop(self, adapter: AdapterFolder) -> None:
         """Removes an adapter that nobody holds from the process."""
@@ -333,7 +333,7 @@ class ProcessEngine:
 
     async def _sample(self, turn: OpenTurn, stored: Stored, life: Life) -> None:
         """Samples until the turn ends. Raises CoreDied, NotFinite, UnreadableAdapter."""
-        async with life.hold(stored.adapter):
+        async with life.hold(stored.adapter, chat=turn.request.chat):
             self._counts.requests += 1
             request = turn.next_request(f"{turn.request.id}+{self._counts.requests}", stored.adapter)
             entered, busy_before = self._busy.enter(), turn.busy_s

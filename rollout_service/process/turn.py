@@ -89,6 +89,7 @@ class OpenTurn:
             grammar=sampling.grammar,
             prompt_logprobs=self._lacks_prompt,
             chat=request.chat,
+            by_token=bool(self.on_token or sampling.stop),
         )
 
     def seed(self) -> int:

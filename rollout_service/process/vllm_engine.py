@@ -14,7 +14,7 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,6 +39,8 @@ LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, a token's log-prob outside top_p or top_k, which JSON cannot say."""
 CHUNK_TOKENS = 8192
 """The most tokens of a step on CUDA; longer prompts are prefilled in pieces, with rows that decode."""
+INTERVAL = 8
+"""Tokens given at once on CUDA: each time costs the worker's loop 50 us. On a CPU a turn would pass for hanging meanwhile."""
 IN_THE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Computes in the engine core's process. On a CPU vLLM would start another, and both would spin in their waits."""
 STOP_S = 1.0
@@ -79,6 +81,7 @@ class VllmCore:
 
     def __init__(self, settings: RolloutSettings, folder: Path, context: int) -> None:
         self._choices = settings, folder, context
+        self._interval = 1 if _on_a_cpu(settings) else INTERVAL
         self._llm: Any = None
         self._pid = 0
         self._dead = asyncio.Event()
@@ -137,14 +140,23 @@ class VllmCore:
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         prompt = {"type": "token", "prompt_token_ids": request.tokens, "cache_salt": request.salt}
         lora = self._loras[request.adapter.number]
-        last = 0 if request.chat else 1
-        outputs: Any = self._llm.generate(prompt, _parameters(request), request.id, lora_request=lora, priority=last)
+        last, waiting, finished = 0 if request.chat else 1, None, False
+        parameters = _parameters(request, 1 if request.by_token else self._interval)
         try:
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    yield _chunk(output, request.num_top_logprobs)
+            waiting = await self._llm.add_request(request.id, prompt, parameters, lora_request=lora, priority=last)
+            while not finished:
+                output = waiting.get_nowait() or await waiting.get()
+                finished = output.finished
+                yield _chunk(output, request.num_top_logprobs)
+        except asyncio.CancelledError:
+            await self._llm.abort(request.id)  # which gives the tokens that wait for their interval
+            if waiting and (output := waiting.get_nowait()) and output.outputs[0].token_ids:
+                yield _chunk(output, request.num_top_logprobs)
+            raise
         except Exception as error:  # the boundary: requests are checked, so it is the process's trouble
             raise CoreDied(repr(error)) from error
+        finally:
+            await self._llm.abort(request.id)  # one that has ended is not known any more
 
     def _watch(self, pid: int) -> None:
         """Sets `_dead` when the engine's process ends."""
@@ -178,7 +190,7 @@ def check_installed(settings: RolloutSettings) -> None:
             f"MARLAAS_ENGINE=vllm needs vLLM, install it with: make vllm, or from a wheel: marlaas[vllm] ({error})"
         ) from error
     device_type = current_platform.device_type
-    if device_type != settings.rollout_device.partition(":")[0]:
+    if device_type != settings.rollout_device:
         raise InvalidInput(
             f"this vLLM computes on {device_type}, not on MARLAAS_ROLLOUT_DEVICE={settings.rollout_device}: "
             "set that, or run make vllm"
@@ -219,13 +231,10 @@ def _launch(settings: RolloutSettings, folder: Path, context: int) -> Any:
 
 def _arguments(settings: RolloutSettings, folder: Path, context: int) -> dict[str, Any]:
     is_cpu = _on_a_cpu(settings)
-    memory: Mapping[str, Any] = (
-        {"kv_cache_memory_bytes": settings.rollout_kv_bytes}
-        if is_cpu
-        else {"gpu_memory_utilization": settings.vllm_memory_fraction}
-    )
+    kv_bytes = settings.rollout_kv_bytes if is_cpu or "rollout_kv_bytes" in settings.model_fields_set else None
     return {
-        **memory,
+        "kv_cache_memory_bytes": kv_bytes,
+        "gpu_memory_utilization": 0.01 if kv_bytes else settings.vllm_memory_fraction,  # that must be free at the start
         "model": str(folder),
         "structured_outputs_config": {"backend": "guidance"},  # it reads the tokenizer for this alone: ids in, ids out
         "generation_config": "vllm",  # not the base model's own sampling defaults
@@ -261,7 +270,7 @@ def _end_messages(resources: Any) -> None:
     resources.ctx.destroy(linger=0)
 
 
-def _parameters(request: SamplingRequest) -> Any:
+def _parameters(request: SamplingRequest, interval: int) -> Any:
     from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
         RequestOutputKind,
         SamplingParams,
@@ -282,6 +291,7 @@ def _parameters(request: SamplingRequest) -> Any:
         flat_logprobs=True,
         skip_clone=True,
         output_kind=RequestOutputKind.DELTA,
+        stream_interval=interval,
         structured_outputs=StructuredOutputsParams(grammar=request.grammar) if request.grammar else None,
     )
 

@@ -8,10 +8,17 @@ from common.bus.bus import Bus
 from common.worker.membership import JoinRefused, Membership
 
 
-def member(bus: Bus, service: str = "rollout", bits: str = "aaa", *, deterministic: bool = True) -> Membership:
-    found: dict[str, str] = {}
-    fingerprint = bits if deterministic else ""
-    return Membership(bus, service, deterministic=deterministic, fingerprint=fingerprint, fingerprints=found)
+def member(
+    bus: Bus, service: str = "rollout", bits: str = "aaa", *, deterministic: bool = True, digest: str = ""
+) -> Membership:
+    return Membership(
+        bus,
+        service,
+        deterministic=deterministic,
+        fingerprint=bits if deterministic else "",
+        fingerprints={},
+        digest=digest,
+    )
 
 
 async def all_are_gone(bus: Bus) -> None:
@@ -30,7 +37,9 @@ async def test_the_first_worker_of_a_service_sets_its_fingerprint_and_others_mus
 async def test_a_worker_learns_the_fingerprints_of_all_services(bus: Bus) -> None:
     found: dict[str, str] = {}
     await member(bus).join()
-    await Membership(bus, "trainer", deterministic=True, fingerprint="bbb", fingerprints=found).join()
+    await Membership(
+        bus, "trainer", deterministic=True, fingerprint="bbb", fingerprints=found, digest="texts-one"
+    ).join()
     assert found == {"rollout": "aaa", "trainer": "bbb"}
 
 
@@ -45,6 +54,19 @@ async def test_workers_of_the_two_modes_do_not_mix_in_any_service(bus: Bus, firs
 async def test_default_mode_asks_for_no_bits(bus: Bus) -> None:
     await member(bus, bits="aaa", deterministic=False).join()
     await member(bus, bits="bbb", deterministic=False).join()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+async def test_workers_of_another_base_model_do_not_join_in_either_mode(bus: Bus, deterministic: bool) -> None:
+    await member(bus, "env", digest="texts", deterministic=deterministic).join()
+    await member(bus, digest="texts-one", deterministic=deterministic).join()
+    await member(bus, "env", digest="texts", deterministic=deterministic).join()
+    for digest in ("texts-two", "other-one", "other"):
+        with pytest.raises(JoinRefused, match=f"digest {digest} instead of texts-one"):
+            await member(bus, "trainer", digest=digest, deterministic=deterministic).join()
+    # When all are gone and no job is unfinished, the name may mean another
+    await all_are_gone(bus)
+    await member(bus, "trainer", digest="texts-two", deterministic=deterministic).join()
 
 
 async def test_bits_stand_until_their_workers_are_gone_and_their_jobs_have_ended(bus: Bus) -> None:

@@ -114,7 +114,7 @@ EXAMPLES: list[AnyMessage] = [
         failure=Failure("grader", "it raised"),
     ),
     Parked(**PLAIN, request=REQUEST),
-    Init(**PLAIN, adapter=ADAPTER, seed=1, lora=LoraSpec(4, 8.0, ("q_proj",))),
+    Init(**PLAIN, adapter=ADAPTER, seed=1, lora=LoraSpec(4, 8.0, ("q_proj",)), base_digest="a-b"),
     TrainStep(
         **PLAIN,
         weight=2.0,
@@ -165,7 +165,7 @@ EXAMPLES: list[AnyMessage] = [
     Forget(**PLAIN, adapter=ADAPTER, versions=(1,), optimizers=(2,), everything=True),
     Forgotten(**PLAIN, forget="f"),
 ]
-SNAPSHOT = "9d5edb45148a72b8ca724307f9532406612102d707edb28da68ede720b772ce2"
+SNAPSHOT = "af69b391b620070647d793000c5cd607ec6dbb69482456a8a8f0f123e32f0f36"
 """sha256 of all examples' bytes and, since defaults are not sent, of their fields. It changes when the wire format does: then
 old and new workers must still understand each other (new fields with defaults only), and CHANGELOG must say so."""
 

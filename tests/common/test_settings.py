@@ -101,6 +101,23 @@ def test_wrong_values_are_told_by_the_names_of_their_variables(monkeypatch: pyte
     assert other.startswith("MARLAAS_VLLM_MAX_LORA_RANK=24: vLLM takes 1, 8,")
 
 
+def test_sizes_may_have_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, size in (("20GB", 20 * 10**9), ("16GiB", 16 << 30), ("1.5 MiB", 3 << 19), ("4096", 4096)):
+        monkeypatch.setenv("MARLAAS_MAX_STORED_BYTES", text)
+        assert ManagerSettings().max_stored_bytes == size
+    for text in ("much", "-1"):
+        monkeypatch.setenv("MARLAAS_MAX_STORED_BYTES", text)
+        with pytest.raises(ValueError, match="max_stored_bytes"):
+            ManagerSettings()
+
+
+def test_every_setting_of_bytes_may_have_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings in ALL:
+        for name in [name for name in settings.model_fields if name.endswith("_bytes")]:
+            monkeypatch.setenv(f"MARLAAS_{name.upper()}", "4GiB")
+            assert getattr(settings(), name) == 4 << 30
+
+
 def test_a_hub_that_cannot_be_reached_ends_a_service_with_one_line(tmp_path: Path) -> None:
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub")}
     own = {"MARLAAS_BASE_MODELS": "qwen=Qwen/Qwen3-0.6B", "MARLAAS_DATA_DIR": str(tmp_path)}
@@ -151,8 +168,7 @@ def test_base_models_that_cannot_be_served_are_refused(wrong: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
 def test_rollout_and_trainer_choose_one_dtype_for_one_kind_of_device(device: str) -> None:
-    rollout = [RolloutSettings(rollout_device=device, engine=engine) for engine in ("torch", "vllm")]
-    chosen = {settings.dtype for settings in (*rollout, TrainerSettings(trainer_device=device))}
+    chosen = {RolloutSettings(rollout_device=device).dtype, TrainerSettings(trainer_device=device).dtype}
     assert chosen == {"float32" if device == "cpu" else "bfloat16"}
     assert TrainerSettings(trainer_device=device, trainer_dtype="float32").dtype == "float32"
     assert TrainerSettings(trainer_device=device, trainer_dtype="bfloat16").dtype == "bfloat16"

@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.errors import AlreadyExists, CorruptObject, InvalidInput, NotFound, StoreUnavailable, Unavailable
+from common.models.base_digest import BaseIdentity
 from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.store.objects import Objects
 from common.store.store_folder import SMALL_BYTES
@@ -223,6 +225,21 @@ async def test_a_committed_version_is_read_back_with_its_record(store: AdapterSt
         name: hashlib.sha256(data).hexdigest() for name, data in FILES.items()
     }
     assert (record.batch, record.next_group, record.metrics) == ("job-1/step1", 8, {"loss": 0.5, "kl": None})
+
+
+async def test_a_version_of_another_base_model_is_not_read_and_one_without_a_digest_by_its_name(
+    storage: Objects,
+) -> None:
+    await AdapterStore(storage).commit(msgspec.structs.replace(manifest(), base_digest="t-1"), FILES)
+    await AdapterStore(storage).commit(manifest(V1.next()), FILES)
+    assert await AdapterStore(storage, BaseIdentity("tiny", "t-1")).read(V1) == await AdapterStore(storage).read(V1)
+    for digest in ("t-2", "u-1"):
+        other = AdapterStore(storage, BaseIdentity("tiny", digest))
+        with pytest.raises(InvalidInput, match=f"adapter .*1 was trained on other files of 'tiny' .* here .{digest}"):
+            await other.read(V1)
+        assert await other.read(V1.next()), "it was written before versions had a digest"
+    with pytest.raises(InvalidInput, match="was trained on 'tiny', not on 'small'"):
+        await AdapterStore(storage, BaseIdentity("small", "t-1")).read(V1.next())
 
 
 async def test_a_version_without_a_manifest_does_not_exist(storage: Objects, store: AdapterStore) -> None:

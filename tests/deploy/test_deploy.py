@@ -249,6 +249,14 @@ def test_compose_has_room_for_adapters_and_the_hubs_cache() -> None:
         assert any(":/models:ro" in volume for volume in services[name]["volumes"])
 
 
+def test_what_is_compiled_for_a_gpu_outlives_its_container() -> None:
+    for name in ("rollout-gpu", "trainer-gpu"):
+        service = COMPOSE["services"][name]
+        caches = [value for key, value in service["environment"].items() if re.search("CACHE_(ROOT|DIR)$", key)]
+        assert len(caches) == 2 and all(value.startswith("/compiled/") for value in caches)
+        assert "compiled:/compiled" in service["volumes"] and "compiled" in COMPOSE["volumes"]
+
+
 def test_the_manifests_and_compose_configure_redis_alike() -> None:
     assert (KUBERNETES / "redis.conf").read_text() == (ROOT / "deploy" / "docker" / "redis.conf").read_text()
 
@@ -360,7 +368,7 @@ def test_what_the_docs_tell_an_operator_to_set_reaches_the_containers() -> None:
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DISTRIBUTION = {"google": "protobuf"}
-MAY_BE_ABSENT = {"huggingface_hub", "liger_kernel"}  # the first comes with tokenizers; the second is an extra
+MAY_BE_ABSENT = {"huggingface_hub", "triton"}  # the first comes with tokenizers, the second with torch for CUDA
 IMAGES = {
     "manager": ["common", "manager_service"],
     "exporter": ["common", "manager_service"],

@@ -40,16 +40,16 @@ async def start(server: ApiServer, adapter: str, model: str = "tiny", **hyper: A
 
 
 async def test_a_job_starts_from_an_uploaded_adapter(server: ApiServer) -> None:
-    file = (await send(server)).json()
+    file = (await send(server, base_model_digest="t-1")).json()
     assert (file["purpose"], file["num_items"], file["bytes"]) == ("adapter", 0, len(FILES[WEIGHTS]))
     assert (await server.openai.files.content(file["id"])).content == FILES[WEIGHTS]
     job = await start(server, file["id"])
     shown: Any = job.to_dict()
     assert (shown["adapter_file"], shown["model"]) == (file["id"], "tiny")
     assert shown["hyperparameters"]["lora_rank"] == 4
-    assert (await spec_of(server, job.id)).hyper.lora == LoraSpec(4, 8.0, ("q_proj", "up_proj")), (
-        "the adapter keeps its shape"
-    )
+    spec = await spec_of(server, job.id)
+    assert spec.hyper.lora == LoraSpec(4, 8.0, ("q_proj", "up_proj")), "the adapter keeps its shape"
+    assert spec.adapter_base == "t-1", "its base model is compared where it is trained"
     with pytest.raises(openai.ConflictError, match="needs this file"):
         await server.openai.files.delete(file["id"])
     with pytest.raises(openai.BadRequestError, match="lora_rank: the model that the job starts from has 4"):
@@ -102,6 +102,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights 'pissa_niter_16' is not offered"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save .* is not offered"),
     ({"layers_to_transform": [0]}, r"layers_to_transform \[0\] is not offered"),
+    ({"base_model_digest": 1}, "base_model_digest 1 is no digest"),
     ({"use_what_comes_next": True}, "'use_what_comes_next' is not known here"),
     ({"weights": struct.pack("<Q", 2) + b"[]"}, "its header is none: TypeError it is no JSON object"),
     ({"peft_type": "IA3"}, "peft_type 'IA3' is not offered"),

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -625,7 +626,7 @@ def test_an_operator_makes_a_tenant_with_a_key_and_changes_its_quota(api: type[F
     }
     assert run("tenants", "add", "alpha", "--weight", "2") == "sk-new\n" == run("tenants", "key", "alpha")
     assert json.loads(api.requests[0][1]) == {"id": "alpha", "name": "", "weight": 2.0}
-    assert "alpha" in run("tenants", "list")
+    assert run("tenants", "list").split()[-6:] == ["alpha", "A", "2", "4", "none", "9"]
     changed = run(
         "tenants",
         "quota",
@@ -635,13 +636,23 @@ def test_an_operator_makes_a_tenant_with_a_key_and_changes_its_quota(api: type[F
         "--max-tokens-per-day",
         "none",
         "--max-stored-bytes",
-        "9",
+        "20GB",
         "--json",
     )
     assert json.loads(changed) == [tenant]
-    assert json.loads(api.requests[-1][1]) == {"max_jobs": 4, "max_tokens_per_day": None, "max_stored_bytes": 9}
+    assert json.loads(api.requests[-1][1]) == {
+        "max_jobs": 4,
+        "max_tokens_per_day": None,
+        "max_stored_bytes": 20 * 10**9,
+    }
     with pytest.raises(InvalidInput, match="--max-tokens-per-day many"):
         run("tenants", "quota", "alpha", "--max-tokens-per-day", "many")
+    with pytest.raises(InvalidInput, match="--max-stored-bytes much: a size such as 20GB, or none"):
+        run("tenants", "quota", "alpha", "--max-stored-bytes", "much")
+
+
+def test_the_version_is_said_without_a_command() -> None:
+    assert re.fullmatch(r"marlaas (\d+\.\d+\.\d+|from a folder)\n", run("--version"))
 
 
 def test_an_example_runs_by_its_name_and_gets_what_follows_it() -> None:

@@ -1,5 +1,6 @@
 """Versions of a job that `keep_versions` leaves out are deleted, and never one that somebody uses."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,16 @@ async def test_what_unfinished_jobs_copy_or_ask_stays_and_an_owner_that_dies_del
     assert {int(version) for version in await client.hkeys(cell.versions(spec.id))} == kept
     assert {int(version) for version in await client.hkeys(cell.checkpoints(spec.id))} == kept - {0}
     assert not await use(system.bus, AdapterRef("acme", spec.id, 2))
+
+
+async def test_a_model_of_a_job_that_has_just_ended_is_deleted_once_its_owner_is_done(server: ApiServer) -> None:
+    job, active = (await create(server.openai)).id, server.bus.cell.active(partition_of("default"))
+    await write_state(server, job, status="cancelled", version=3, leaving=Leaving("f", {1: False}, []))
+    await server.bus.client.sadd(active, job)
+    deleting = asyncio.create_task(server.openai.models.delete(f"ft:tiny:default::{job}"))
+    await asyncio.wait([deleting], timeout=0.2)
+    await server.bus.client.srem(active, job)
+    assert (await deleting).deleted
 
 
 async def _reached(bus: Bus, version: int) -> bool:

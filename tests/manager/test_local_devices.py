@@ -85,8 +85,10 @@ def test_what_others_hold_of_a_gpu_is_said_and_not_given_away(tmp_path: Path) ->
     idle, busy = (arrange(with_gpus(tmp_path, 1, free_mib=free) | asked, workers(1, 1)) for free in (24_100, 14_564))
     assert not any("others hold" in line for line in idle.lines)
     assert "GPU 0: others hold 10.5 of its 25.8 GB" in busy.lines[0] and "15.3 GB of GPU 0" in busy.lines[1]
-    fractions = [float(each.settings["MARLAAS_VLLM_MEMORY_FRACTION"]) for each in (idle, busy)]
-    assert fractions[1] * 24_564 < 14_564 and fractions[1] < fractions[0], "a fraction is of the whole memory"
+    taken = [int(each.settings["MARLAAS_ROLLOUT_KV_BYTES"]) for each in (idle, busy)]
+    assert 0 < taken[1] < taken[0] - 5e9
+    fractions = [float(each.settings["MARLAAS_TRAINER_MEMORY_FRACTION"]) for each in (idle, busy)]
+    assert fractions[1] * 25.8e9 < 15.3e9 - taken[1], "a fraction is of the whole memory"
 
 
 def test_without_nvidia_smi_all_is_as_it_was(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import shutil
 import warnings
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.errors import InvalidInput
+from common.models.base_digest import base_digest
 from common.settings import TINY
 from manager_service.launcher.commands import merge as merging
 from manager_service.launcher.commands.merge import base_of, merge
@@ -62,6 +64,16 @@ def test_merged_weights_are_pefts(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
     changed = {name.split(".")[-2] for name in merged if not torch.equal(merged[name], before[name])}
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_an_adapter_of_a_twin_is_not_merged(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for digest, fault in ((base_digest(TINY), ""), ("t-1", "the adapter was trained on other files .digest t-1.")):
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_digest": digest}))
+        with pytest.raises(InvalidInput, match=fault) if fault else nullcontext():
+            merge(folder, TINY, tmp_path / f"merged with {digest}")
+    assert [path.name for path in tmp_path.glob("merged*")] == [f"merged with {base_digest(TINY)}"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,21 +6,28 @@ import hashlib
 import os
 import resource
 import signal
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from common.bus.bus import Bus
 from common.bus.fullness import memory_used
 from common.bus.streams import Cell
+from common.cancellation import running
 from common.children.helpers import Helper
 from common.store.objects import Objects
 from common.wire.messages import LoraSpec
 from harness.redis_server import RedisServer, find_valkey
+from manager_service.http.open_requests import OpenRequests
 from manager_service.http.openai.jobs import jobs as job_routes
 from manager_service.http.stores import job_store
+from manager_service.http.stores.job_store import JobStore, ListedJob
 from manager_service.launcher.embedded_redis import find_server
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import Checkpoint, RunSpec, RunState
@@ -36,8 +43,8 @@ NUM = 12
 async def server(tmp_path: Path) -> AsyncIterator[ApiServer]:
     """The API over a Redis of its own, whose figures nobody else changes."""
     redis = RedisServer.start(tmp_path, durable=False)
-    async with running_api(redis.url, tmp_path / "data") as running:
-        yield running
+    async with running_api(redis.url, tmp_path / "data") as api:
+        yield api
     redis.stop()
 
 
@@ -86,6 +93,49 @@ async def test_a_page_of_jobs_is_bounded_in_bytes_and_openai_reads_on(server: Ap
     methods: list[Any] = [job.to_dict()["method"] for job in read]
     assert [method["reinforcement"]["grader"]["source"] for method in methods] == [SOURCE] * NUM
     assert len((await server.http.get("/v1/fine_tuning/jobs?limit=100")).content) < job_routes.PAGE_BYTES + len(SOURCE)
+
+
+async def test_others_have_the_event_loop_between_the_jobs_of_a_list(server: ApiServer) -> None:
+    jobs, looks = await large_jobs(server), 0
+
+    async def look() -> None:
+        nonlocal looks
+        while True:
+            looks += 1
+            await asyncio.sleep(0)
+
+    entries = [ListedJob(0, job, server.api.bases["tiny"]) for job in jobs]
+    async with running(look()):
+        seen = [(row.spec.id, looks) async for row in JobStore(server.api).rows("default", entries)]
+    assert [job for job, _ in seen] == jobs
+    assert len({at for _, at in seen}) == NUM
+
+
+async def test_reads_of_one_tenant_take_turns_and_another_s_are_answered_beside_them(server: ApiServer) -> None:
+    at_work, most, slow = Counter[str](), Counter[str](), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        tenant = scope["key"].tenant
+        at_work[tenant] += 1
+        most[tenant] = max(most[tenant], at_work[tenant])
+        await (slow.wait() if scope["path"] == "/v1/slow" else asyncio.sleep(0.001))
+        at_work[tenant] -= 1
+        await JSONResponse([])(scope, receive, send)
+
+    other = (await server.new_tenant("neighbour")).api_key
+    transport = httpx.ASGITransport(OpenRequests(app, server.api))
+    async with httpx.AsyncClient(transport=transport, base_url="http://manager") as client:
+
+        def ask(key: str, path: str = "/v1/models") -> Awaitable[httpx.Response]:
+            return client.get(path, headers={"Authorization": f"Bearer {key}"})
+
+        await asyncio.gather(*(ask(server.openai.api_key) for _ in range(10)))
+        assert most["default"] == 1
+        waiting = asyncio.ensure_future(ask(server.openai.api_key, "/v1/slow"))
+        await ask(other)
+        await ask(server.openai.api_key)  # once the slow one is known to wait for something else
+        slow.set()
+        assert (await waiting).status_code == 200
 
 
 async def test_many_lists_at_once_leave_redis_memory_flat(server: ApiServer) -> None:

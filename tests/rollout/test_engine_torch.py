@@ -12,7 +12,8 @@ from base_model.kernels import NotDeterministic
 from common.errors import InvalidInput
 from common.rng import uniform
 from rollout_service.embedded.backbone.fused import FusedDecoder
-from rollout_service.embedded.batch import RunningRows, exact_rows, rounded_rows
+from rollout_service.embedded.backbone.layout import exact_rows, rounded_rows
+from rollout_service.embedded.batch import RunningRows
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.sampler import SamplingPlan, sample
 from rollout_service.embedded.selftest import selftest

@@ -88,6 +88,25 @@ def test_a_chat_goes_before_turns_that_wait_for_memory_and_behind_earlier_chats(
     assert ends == ["2", "3", "0", "1"]
 
 
+def test_a_chat_gets_its_first_token_before_a_step_of_all_and_chats_in_a_row_hold_nobody_up() -> None:
+    batch = RunningRows(model(), end_ids=(), decode=lambda _: "", limits=EngineLimits())
+    bulk = TurnRow(request(name="bulk", max_tokens=40), None, handle=None)
+
+    def ask(number: int) -> None:
+        turn = replace(request(name=f"chat {number}", max_tokens=1), chat=True)
+        batch.add(TurnRow(turn, None, handle=None))
+
+    with torch.inference_mode():
+        batch.add(bulk)
+        batch.advance()
+        counts = [1]
+        for number in range(6):
+            ask(number)
+            assert [end.row.request.id for end in batch.advance()] == [f"chat {number}"]
+            counts += [progress.num_sampled for progress in (batch.progress(bulk),) if progress]
+    assert counts == [1, 1, 2, 2, 3, 3, 4]
+
+
 def test_rows_under_way_go_on_between_the_prompts_of_those_that_join_and_tenants_join_in_turn() -> None:
     batch = RunningRows(model(), end_ids=(), decode=lambda _: "", limits=EngineLimits())
     under_way = TurnRow(request(name="under way", max_tokens=20), None, handle=None)

@@ -8,7 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from common.cancellation import cancel_all
 from common.errors import InvalidInput
 from common.wire.messages import BASE
 from rollout_service.engine import CorruptAdapter, Generated
@@ -17,7 +19,7 @@ from rollout_service.process import process_engine as module
 from rollout_service.process.core import Core
 from rollout_service.process.process_engine import ProcessEngine
 from tests.common.test_worker import until
-from tests.support.engines_under_test import fake_core, process_engine
+from tests.support.engines_under_test import ProcessRunning, fake_core, process_engine
 from tests.support.fake_core import FakeCore
 from tests.support.rollout_cases import beat, files_of, one, ref, request
 
@@ -220,6 +222,15 @@ async def test_a_turn_has_a_stream_of_its_own_only_if_its_user_named_a_seed() ->
     assert [seed is None for seed in cores.last.seeds] == [False, True]
 
 
+async def test_tokens_come_one_by_one_only_where_they_are_streamed_or_searched_for_a_stop_string() -> None:
+    core = fake_core()
+    async with ProcessRunning(lambda: core)() as engine:
+        await one(engine, request(max_tokens=2))
+        await engine.generate(request(max_tokens=2), on_token=lambda tokens, logprobs: None, beat=beat)
+        await one(engine, request(max_tokens=2, stop=("x",)))
+    assert core.by_token == [False, True, True]
+
+
 async def test_turns_of_an_adapter_that_has_a_slot_overtake_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(Cores(), "busy", "late", max_loras=1) as engine:
         # Given a turn that has a slot, and one that waits for it
@@ -254,6 +265,17 @@ async def test_a_job_that_never_pauses_does_not_keep_its_slot_for_ever(monkeypat
         for task in flood:
             task.cancel()
         await asyncio.wait(flood)
+
+
+async def test_chats_go_before_what_waits_for_a_slot_and_one_is_kept_for_them() -> None:
+    jobs = [f"job{i}" for i in range(6)]
+    async with started(Cores(), *jobs, "chat", max_loras=3) as engine:
+        flood = [asyncio.create_task(one(engine, request(ref(job), max_tokens=10_000))) for job in jobs]
+        await until(lambda: engine.counters()["adapter_waiting"] == 4)
+        await one(engine, replace(request(ref("chat"), max_tokens=5), chat=True))
+        assert engine.counters()["adapter_waiting"] == 4
+        assert not any(task.done() for task in flood)
+        await cancel_all(flood)
 
 
 async def test_versions_0_that_change_nothing_share_the_base_models_weights_and_nothing_that_is_cached() -> None:

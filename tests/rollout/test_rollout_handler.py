@@ -12,6 +12,7 @@ import pytest
 
 from common.bus.streams import Cell
 from common.errors import NotFound, Unavailable
+from common.models.base_digest import BaseIdentity
 from common.store.adapters import PEFT_FILES, AdapterStore, InThread, Manifest
 from common.store.objects import Objects
 from common.wire.messages import BASE, AdapterRef, Failure, Parked, ScoredTrajectory, TurnDelta, TurnRequest, TurnResult
@@ -308,6 +309,16 @@ async def test_an_adapter_that_is_corrupt_or_missing_fails_its_own_turns_alone()
         answers = await asyncio.gather(*[turn(handler, request(ref(n), max_tokens=4)) for n in names])
     kinds = [result.failure.kind if result.failure else None for _, result in answers]
     assert kinds == [None, "corrupt_adapter", "invalid"]
+
+
+async def test_an_adapter_of_another_base_model_fails_its_turn() -> None:
+    store, _ = await store_with(ref("a"))
+    store.base = BaseIdentity("twin")
+    engine = FakeEngine()
+    async with serving(engine, store) as (handler, _):
+        _, result = await turn(handler, request(ref("a")))
+    assert result.failure is not None and "was trained on 'tiny', not on 'twin'" in result.failure.reason
+    assert engine.loads == []
 
 
 async def test_a_store_that_is_away_is_not_the_turns_fault() -> None:

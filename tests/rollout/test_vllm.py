@@ -150,6 +150,27 @@ async def test_a_temperature_that_vllm_does_not_take_is_refused_before_it_hears_
 
 
 @on_vllm
+async def test_a_turn_that_is_handed_back_brings_the_tokens_that_waited_for_others(
+    running: Running, vllm: SharedVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(await vllm.core(), "_interval", 1000)  # on CUDA a few
+    async with running(ends=False) as engine:
+        asked = greedy(BASE, max_tokens=1500)
+        task = asyncio.create_task(engine.generate(asked, beat=beat))
+        while not ((first := engine.partial(asked.id)) and first.num_sampled):
+            await asyncio.sleep(0.001)
+        await one(engine, greedy(BASE, sample=1, max_tokens=20))  # in step with it
+        before = engine.partial(asked.id)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        partial, again = engine.partial(asked.id), await one(engine, greedy(BASE, max_tokens=20))
+    assert before and before.num_sampled == 1, "the rest waits"
+    assert partial and partial.num_sampled == len(partial.tokens) == len(partial.logprobs) >= 20
+    assert partial.tokens[:20] == again.tokens and np.allclose(partial.logprobs[:20], again.logprobs, atol=1e-4)
+
+
+@on_vllm
 async def test_a_chat_goes_before_the_turns_that_wait_in_vllm(running: Running) -> None:
     ends = list[bool]()
     at_once = RolloutSettings(rollout_slots=64).engine_slots  # of `vllm_core`

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from common.errors import InvalidInput, Unavailable
 from common.models.families import HEAD_DIMS
@@ -53,7 +54,22 @@ async def test_on_cuda_it_has_graphs_chunks_and_room_for_many_adapters(started_w
         "max_lora_rank": 32,
     }
     assert {name: started_with.get(name) for name in expected} == expected
-    assert "kv_cache_memory_bytes" not in started_with
+    assert started_with["kv_cache_memory_bytes"] is None, "it measures"
+
+
+async def test_chosen_memory_for_keys_and_values_needs_no_free_part_of_a_shared_device(
+    started_with: dict[str, Any],
+) -> None:
+    await start(TINY, rollout_device="cuda", rollout_kv_bytes=1 << 32)
+    assert (started_with["kv_cache_memory_bytes"], started_with["gpu_memory_utilization"]) == (1 << 32, 0.01)
+    await start(TINY)
+    assert started_with["kv_cache_memory_bytes"] == 1 << 30, "a CPU's, where nobody has chosen"
+
+
+def test_a_device_that_vllm_would_not_take_is_refused_with_what_chooses_one() -> None:
+    with pytest.raises(ValidationError, match=r"rollout_device=cuda:1: .*CUDA_VISIBLE_DEVICES"):
+        RolloutSettings(engine="vllm", rollout_device="cuda:1")
+    assert RolloutSettings(rollout_device="cuda:1").rollout_device == "cuda:1", "the embedded engine does"
 
 
 async def test_a_mixture_of_experts_is_refused_on_a_cpu_alone(tmp_path: Path, started_with: dict[str, Any]) -> None:
@@ -76,6 +92,13 @@ async def test_heads_of_a_size_that_vllm_has_none_of_are_refused_on_a_cpu_alone(
         load_vllm(RolloutSettings(engine="vllm"), folder)
     await start(folder, rollout_device="cuda")
     assert started_with["model"] == str(folder)
+
+
+@pytest.mark.vllm
+def test_vllm_has_the_way_back_to_its_other_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    envs: Any = importlib.import_module("vllm.envs")
+    assert envs.environment_variables["VLLM_USE_V2_MODEL_RUNNER"]() is False
 
 
 @pytest.mark.vllm

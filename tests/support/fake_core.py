@@ -39,6 +39,7 @@ class FakeCore:
     )  # of the turns, in the order in which they were asked for
     salts: list[str] = field(default_factory=list[str])  # likewise
     lengths: list[int] = field(default_factory=list[int])  # of what they were asked to go on from, likewise
+    by_token: list[bool] = field(default_factory=list[bool])  # likewise
     running: int = 0
     poisoned: bool = False
     named: list[str] = field(default_factory=list[str])  # adapters, in the order in which turns were asked for
@@ -76,6 +77,7 @@ class FakeCore:
         self.named.append(request.adapter.name)
         self.seeds.append(request.seed)
         self.salts.append(request.salt)
+        self.by_token.append(request.by_token)
         self.lengths.append(len(request.tokens))
         digest, tokens = self.loaded[request.adapter.number], list(request.tokens)
         random = np.random.default_rng(request.seed)

@@ -95,7 +95,7 @@ async def test_three_idle_pool_workers_open_a_base_model_once_for_one_entry(
 ) -> None:
     async with pool(bus, tmp_path, redis_url, "echoes other", num=3) as running:
         report = await running.reported("echoes", "closed")
-        assert (report.slots, report.pool and report.pool.tier) == (4, "host")
+        assert report.slots == 4 and report.pool and report.pool.tier in ("host", "disk")
         await running.ask("echoes")
         await running.answered("echoes", 1)
         assert running.log.count('"opened"') == 1

@@ -13,6 +13,7 @@ from base_model.adapter import load_adapter
 from base_model.decoder import Decoder
 from common.bus.streams import Cell
 from common.errors import CorruptObject, Unavailable
+from common.models.base_digest import BaseIdentity
 from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.store.objects import Objects
 from common.wire.messages import AdapterRef, AdapterUpdate, Failure, Init, LoraSpec, OptimSpec, f32, i32
@@ -407,7 +408,7 @@ async def test_a_run_goes_on_from_what_it_loads(system: System) -> None:
     assert await system.files(2, "run-2") == await system.files(2)
 
 
-@pytest.mark.parametrize("kind", ["missing", "corrupt", "of another rank", "of other targets"])
+@pytest.mark.parametrize("kind", ["missing", "corrupt", "of another rank", "of other targets", "of another base"])
 async def test_a_source_that_cannot_be_had_is_a_failure_with_a_reason(
     system: System, tmp_path: Path, kind: str
 ) -> None:
@@ -415,6 +416,8 @@ async def test_a_source_that_cannot_be_had_is_a_failure_with_a_reason(
     if kind == "corrupt":
         path = tmp_path / RUN.path() / (await system.manifest(0)).attempt / PEFT_FILES[0]
         path.write_bytes(path.read_bytes()[:-1] + b"!")
+    if kind == "of another base":
+        system.store.base = BaseIdentity("other")
     targets = ("q_proj",) if kind == "of other targets" else ()
     lora = LoraSpec(rank=8 if kind == "of another rank" else 32, alpha=32.0, targets=targets)
 

@@ -1,6 +1,7 @@
 """The trainer's handler: each version once, whatever happens."""
 
 import asyncio
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from base_model.adapter import Adapter, init_adapter, save_adapter
 from base_model.decoder import Decoder
 from common.bus.streams import Cell
 from common.errors import Unavailable
+from common.models.base_digest import BaseIdentity
 from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore, Manifest
 from common.store.objects import Objects
 from common.wire.messages import (
@@ -144,6 +146,19 @@ async def test_a_first_step_goes_on_from_the_version_0_of_a_trainer_that_died(sy
     both = await asyncio.gather(system.run(step), system.run(step, handler=system.handler()))
     assert both[0] == both[1] and both[0].failure is None
     assert [(await system.manifest(0)).attempt] == [path.name for path in system.attempts(0)] == [attempt]
+
+
+async def test_a_version_of_a_base_model_whose_files_were_changed_is_not_trained(system: System) -> None:
+    system.store.base = BaseIdentity("tiny", "t-1")
+    await system.run(make_init())
+    files = await system.store.read(AdapterRef("t", "j", 0))
+    assert (
+        json.loads(files["adapter_config.json"])["base_model_digest"] == (await system.manifest(0)).base_digest == "t-1"
+    )
+    system.store = AdapterStore(system.objects, BaseIdentity("tiny", "t-2"))
+    update = await system.run(make_step(0, make_rows()), handler=system.handler())
+    assert update.failure and "was trained on other files of 'tiny'" in update.failure.reason
+    assert await system.store.manifest(AdapterRef("t", "j", 1)) is None
 
 
 @pytest.mark.parametrize("began,late", [("aaa", ""), ("", "aaa"), ("aaa", "bbb")])

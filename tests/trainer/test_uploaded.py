@@ -1,12 +1,14 @@
 """Version 0 of a job that starts from an adapter that its user has uploaded."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from base_model.adapter import WEIGHTS_FILE, load_adapter
 from base_model.decoder import Decoder
+from common.models.base_digest import BaseIdentity
 from common.store.adapters import PEFT_FILES
 from common.wire.messages import AdapterRef, LoraSpec
 from manager_service.records.file_records import uploaded_path
@@ -38,7 +40,8 @@ async def system(decoder: Decoder, tmp_path: Path) -> System:
 
 
 async def test_version_0_is_the_adapter_in_the_file(system: System) -> None:
-    init = replace(make_init(lora=LORA), file=FILE)
+    system.store.base = BaseIdentity("tiny", "t-1")
+    init = replace(make_init(lora=LORA), file=FILE, base_digest="t-1")
     [(_, update)] = await system.first(init, nothing)
     assert update.failure is None  # pyright: ignore
     made = load_adapter(await system.store.read(AdapterRef("t", "j", 0), PEFT_FILES))
@@ -48,16 +51,16 @@ async def test_version_0_is_the_adapter_in_the_file(system: System) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "file", "reason"),
+    ("init", "reason"),
     [
-        (LORA, uploaded_path("t", "file-2"), "file-2"),
-        (replace(LORA, rank=8), FILE, "rank in adapter_config.json"),
-        (replace(LORA, targets=("q_proj",)), FILE, "is missing, or not targeted"),
+        ({"file": uploaded_path("t", "file-2")}, "file-2"),
+        ({"lora": replace(LORA, rank=8)}, "rank in adapter_config.json"),
+        ({"lora": replace(LORA, targets=("q_proj",))}, "is missing, or not targeted"),
+        ({"base_digest": "t-2"}, "was trained on other files (digest t-2) than those of 'tiny' here (t-1)"),
     ],
 )
-async def test_what_does_not_fit_fails_the_job_with_a_reason(
-    system: System, lora: LoraSpec, file: str, reason: str
-) -> None:
-    [(_, update)] = await system.first(replace(make_init(lora=lora), file=file), nothing)
+async def test_what_does_not_fit_fails_the_job_with_a_reason(system: System, init: dict[str, Any], reason: str) -> None:
+    system.store.base = BaseIdentity("tiny", "t-1")
+    [(_, update)] = await system.first(replace(make_init(lora=LORA), **{"file": FILE, **init}), nothing)
     assert update.failure is not None and reason in update.failure.reason  # pyright: ignore
     assert await system.store.manifest(AdapterRef("t", "j", 0)) is None

@@ -19,6 +19,8 @@ log = structlog.get_logger()
 def load_backbone(settings: TrainerSettings, folder: Path) -> Backbone:
     """Loads a local base model. Raises InvalidInput for one that cannot be computed as it is meant."""
     device = find_device(settings.trainer_device, "MARLAAS_TRAINER_DEVICE")
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(settings.trainer_memory_fraction, device)
     kind = settings.trainer_backbone
     if kind == "auto":
         kind = fitting_kind(folder, device, only_decoder=settings.deterministic)
@@ -45,13 +47,15 @@ def _modules(settings: TrainerSettings, folder: Path, device: torch.device, dtyp
     from trainer_service.backbone.loading import load_modules
 
     load = partial(load_modules, folder, device=str(device), dtype=dtype, max_context=settings.max_context)
-    kernels = chosen_kernels(settings, device)
-    try:
-        backbone = load(kernels=kernels)
-    except InvalidInput as error:  # also if they compute the first few tokens wrongly
-        if settings.kernels or not kernels:
-            raise
-        log.warning("device_kernels_left_out", kernels=kernels, reason=str(error))
-        kernels, backbone = (), load()
+    kernels, backbone = chosen_kernels(settings, device), None
+    while backbone is None:
+        try:
+            backbone = load(kernels=kernels)
+        except InvalidInput as error:  # also if they compute the first few tokens wrongly
+            if settings.kernels or not kernels:
+                raise
+            *fewer, left_out = kernels
+            log.warning("device_kernels_left_out", kernels=left_out, reason=str(error))
+            kernels = tuple(fewer)
     log.info("device_kernels_chosen", kernels=kernels)
     return backbone.checkpointing(len(backbone.layers)) if settings.trainer_checkpointing else backbone

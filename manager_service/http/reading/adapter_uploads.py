@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from common.errors import InvalidInput
+from common.models.base_digest import DIGEST_FIELD
 from common.models.weight_files import StoredTensor, parse_header
 from common.suggestions import quoted
 from common.wire.messages import LoraSpec
@@ -18,7 +19,7 @@ from manager_service.http.openai.jobs.hyperparameters import Hyperparameters
 from manager_service.http.reading.json_values import parse_json
 from manager_service.records.file_records import UploadedAdapter
 
-MAX_HEADER, MAX_CONFIG = 1 << 20, 64 << 10
+MAX_HEADER, MAX_CONFIG, MAX_DIGEST = 1 << 20, 64 << 10, 128
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".zip")
 PICKLED = (b"\x80", b"PK\x03\x04")
 """First bytes of pickles, and of the archives that torch keeps them in."""
@@ -40,7 +41,7 @@ HARMLESS = {
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "layers_pattern"),
     *("ensure_weight_tying", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "runtime_config", "megatron_core", "eva_config", "corda_config", "lora_ga_config"),
-    "qalora_group_size",
+    *("qalora_group_size", DIGEST_FIELD),
 }
 """Fields of which the adapter's numbers do not depend, once they are there. Of any other it is not known."""
 
@@ -85,10 +86,11 @@ def read_adapter(header: bytes, size: int, config: str) -> FoundAdapter:
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) != 1 or not dtypes <= EXPONENTS.keys():
         raise _wrong(f"all factors must have one dtype of {', '.join(EXPONENTS)}")
-    rank, alpha = _config(config)
+    rank, alpha, digest = _config(config)
     shapes, num_layers = _shapes(tensors, rank)
     targets = sorted({module.rpartition(".")[2] for module in shapes})
-    return FoundAdapter(UploadedAdapter(LoraSpec(rank, alpha, tuple(targets)), shapes, num_layers), dtypes.pop())
+    lora = LoraSpec(rank, alpha, tuple(targets))
+    return FoundAdapter(UploadedAdapter(lora, shapes, num_layers, digest), dtypes.pop())
 
 
 def check_finite(content: bytes, dtype: str) -> None:
@@ -98,8 +100,8 @@ def check_finite(content: bytes, dtype: str) -> None:
         raise _wrong("the adapter holds NaN or infinity: all its numbers must be finite")
 
 
-def _config(text: str) -> tuple[int, float]:
-    """(rank, alpha)."""
+def _config(text: str) -> tuple[int, float, str]:
+    """(rank, alpha, digest of its base model)."""
     try:
         if len(text) > MAX_CONFIG:
             raise ValueError(f"{len(text)} characters; at most {MAX_CONFIG} are read")
@@ -116,14 +118,16 @@ def _config(text: str) -> tuple[int, float]:
             f"adapter_config: {quoted(unknown[0])} is not known here: it may change what the adapter computes",
             "adapter_config",
         )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank, alpha, digest = config.get("r"), config.get("lora_alpha"), config.get(DIGEST_FIELD) or ""
+    if not isinstance(digest, str) or len(digest) > MAX_DIGEST:
+        raise _wrong(f"adapter_config: {DIGEST_FIELD} {quoted(digest)} is no digest: leave it out", "adapter_config")
     try:
         given = Hyperparameters.model_validate({"lora_rank": rank, "lora_alpha": alpha})
     except ValueError as error:
         raise _wrong(
             f"adapter_config: r {quoted(rank)} or lora_alpha {quoted(alpha)} is out of range", "adapter_config"
         ) from error
-    return given.lora_rank, given.lora_alpha
+    return given.lora_rank, given.lora_alpha, digest
 
 
 def _shapes(tensors: Sequence[StoredTensor], rank: int) -> tuple[dict[str, tuple[int, int]], int]:

@@ -69,6 +69,10 @@ if redis.call('HGET', KEYS[1], ARGV[2]) then return 'moving' end
 redis.call('HSET', KEYS[1], ARGV[1], '1')
 return 'done'
 """
+
+# KEYS: of several jobs. ARGV: a command on one key, and what follows the key. The answers, in the order of the keys, as one: the
+# client takes 0.1 ms for each answer of a pipeline, in which the manager serves nobody.
+OF_EACH = "local r = {} for i, key in ipairs(KEYS) do r[i] = redis.call(ARGV[1], key, unpack(ARGV, 2)) end return r"
 POLL_S = 0.05
 IDEMPOTENCY_S = 86_400
 """Seconds for which an Idempotency-Key is remembered."""
@@ -253,20 +257,21 @@ class JobStore:
             yield entry
 
     async def rows(self, tenant: str, entries: Sequence[ListedJob]) -> AsyncIterator[JobRow]:
-        """The entries of the tenant's jobs that exist, in their order, a portion at a time: Redis holds what is not read yet."""
+        """The entries of the tenant's jobs that exist, in their order, a portion at a time: Redis holds what is not read yet.
+        Each is decoded by itself, and others have the event loop between: a specification may have 240 KB."""
         for portion in await self._portions(entries):
             async with self._api.reads.of(tenant):
-                found = await self._several(tenant, portion)
-            for row in found:
-                yield row
+                records = await _of_each(portion, "HMGET", "spec", "state", DELETED)
+                gone = [entry for entry in portion if None in records[entry.job][:2]]
+                archived = await asyncio.gather(*(_in_archive(entry.base, tenant, entry.job) for entry in gone))
+            moved = {row.spec.id: row for row in archived if row is not None}
+            for entry in portion:
+                if row := _decoded(entry.base, records[entry.job]) or moved.get(entry.job):
+                    yield row
+                    await asyncio.sleep(0)
 
     async def _portions(self, entries: Sequence[ListedJob]) -> list[list[ListedJob]]:
-        sizes: dict[str, int] = {}
-        for base, jobs in _by_base(entries):
-            pipe = base.redis.pipeline(transaction=False)
-            for job in jobs:
-                pipe.hstrlen(base.cell.job(job), "spec")
-            sizes |= zip(jobs, await pipe.execute(), strict=True)
+        sizes = await _of_each(entries, "HSTRLEN", "spec")
         portions, room = list[list[ListedJob]](), 0
         for entry in entries:
             size = sizes[entry.job] or PORTION_BYTES // 16
@@ -277,28 +282,15 @@ class JobStore:
             room -= size
         return portions
 
-    async def _several(self, tenant: str, entries: Sequence[ListedJob]) -> list[JobRow]:
-        found: dict[str, JobRow | None] = {}
-        for base, jobs in _by_base(entries):
-            pipe = base.redis.pipeline(transaction=False)
-            for job in jobs:
-                pipe.hmget(base.cell.job(job), "spec", "state", DELETED)
-            found |= zip(jobs, [_decoded(base, record) for record in await pipe.execute()], strict=True)
-        moved = [entry for entry in entries if found[entry.job] is None]
-        archived = await asyncio.gather(*(_in_archive(entry.base, tenant, entry.job) for entry in moved))
-        found |= {row.spec.id: row for row in archived if row is not None}
-        return [row for entry in entries if (row := found[entry.job]) is not None]
-
     async def models(self, base: Base, tenant: str) -> list[TunedModel]:
         """The tuned models of jobs in Redis, as `Archive.models` has the others."""
         found, entries = list[TunedModel](), await self._listed(base, tenant)
         for start in range(0, len(entries), MODELS_AT_ONCE):
-            some, pipe = entries[start : start + MODELS_AT_ONCE], base.redis.pipeline(transaction=False)
-            for entry in some:
-                pipe.hmget(base.cell.job(entry.job), SUFFIX, VERSION, DELETED)
+            some = entries[start : start + MODELS_AT_ONCE]
             async with self._api.reads.of(tenant):
-                records = await pipe.execute()
-            for (created_ms, job, _), (suffix, version, deleted) in zip(some, records, strict=True):
+                records = await _of_each(some, "HMGET", SUFFIX, VERSION, DELETED)
+            for created_ms, job, _ in some:
+                suffix, version, deleted = records[job]
                 if int(version or 0) >= 1 and deleted is None:
                     name = tuned_model(base.name, tenant, (suffix or b"").decode(), job)
                     found.append(TunedModel(name, tenant, created_ms, job, int(version)))
@@ -399,9 +391,13 @@ async def _in_archive(base: Base, tenant: str, job: str) -> JobRow | None:
     return archived and JobRow(base, archived.spec, archived.state, archived.deleted, archived)
 
 
-def _by_base(entries: Sequence[ListedJob]) -> list[tuple[Base, list[str]]]:
-    bases = {entry.base.name: entry.base for entry in entries}
-    return [(base, [entry.job for entry in entries if entry.base is base]) for base in bases.values()]
+async def _of_each(entries: Sequence[ListedJob], *command: str) -> dict[str, Any]:
+    """Job -> the answer to a command on its hash."""
+    found: dict[str, Any] = {}
+    for base in {entry.base.name: entry.base for entry in entries}.values():
+        keys = {entry.job: base.cell.job(entry.job) for entry in entries if entry.base is base}
+        found |= zip(keys, await base.redis.register_script(OF_EACH)([*keys.values()], command), strict=True)
+    return found
 
 
 def _decoded(base: Base, values: list[bytes | None]) -> JobRow | None:

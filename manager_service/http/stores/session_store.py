@@ -11,20 +11,28 @@ from manager_service.http.stores.tinker_names import is_session
 from manager_service.records.keys import GLOBAL, JSON
 from manager_service.records.run_records import SESSION_ALIVE_S, SESSION_KEPT_S, ClientSession, forget_oldest
 
+LARGE_BYTES, MAX_LARGE = 1024, 1000
+"""Sessions whose records, with what their users note in them, have more bytes; how many of them a tenant keeps."""
+
 
 class ClientSessions:
     def __init__(self, api: Api) -> None:
         self._api = api
 
     async def create(self, session: ClientSession) -> None:
-        """Keeps a new session. Beyond MAX_KEPT, the tenant's oldest are forgotten."""
+        """Keeps a new session. Beyond MAX_KEPT, and of large ones beyond MAX_LARGE, the tenant's oldest are forgotten."""
         await self._write(session)
         await self._show_alive(session)
-        of, redis = _all(session.tenant), self._api.redis
+        await self._list(_all(session.tenant), session)
+        if len(JSON.encode(session)) > LARGE_BYTES:
+            await self._list(f"{_all(session.tenant)}/large", session, most=MAX_LARGE)
+
+    async def _list(self, of: str, session: ClientSession, most: int | None = None) -> None:
+        redis = self._api.redis
         await redis.zadd(of, {session.id: session.created_at})
         await redis.zremrangebyscore(of, "-inf", session.created_at - SESSION_KEPT_S)
         await redis.expire(of, SESSION_KEPT_S)
-        await forget_oldest(redis, of, _key)
+        await forget_oldest(redis, of, _key, most=most)
 
     async def find(self, tenant: str, session: str) -> ClientSession:
         """Raises NotFound, also for another tenant's."""

@@ -15,6 +15,7 @@ import typer
 from safetensors import SafetensorError, safe_open
 
 from common.errors import InvalidInput
+from common.models.base_digest import DIGEST_FIELD, BaseIdentity, base_digest
 from common.models.weight_files import StoredTensor, stored_tensors
 from common.settings import TEXT_FILES, Settings, parse_base_models, resolve_model
 from common.store.adapters import PEFT_FILES
@@ -87,6 +88,8 @@ def merge(adapter: Path, base: Path, to: Path) -> list[str]:
     Raises InvalidInput, before it writes anything if the adapter does not fit the base.
     """
     config, factors = read_adapter(adapter)
+    theirs = BaseIdentity(digest=str(config.get(DIGEST_FIELD) or ""))
+    BaseIdentity(str(base), base_digest(base)).check("the adapter", theirs)
     shards = _weight_files(base)
     places = check_fit(factors, config["target_modules"], [each for file in shards for each in _tensors(file)], base)
     if to.exists() and (not to.is_dir() or any(to.iterdir())):

@@ -13,7 +13,7 @@ from common.models.families import check_weights, unsupported, unsupported_by_mo
 from common.models.host_memory import host_limit
 from common.settings import LEAST_CONTEXT, Settings, resolve_config
 from common.text.model_folder import OwnSettings, read_config
-from manager_service.launcher.engines import CORE, LORA_RANKS, MAX_LORA_RANK, EngineName, max_lora_rank, parse_gpu
+from manager_service.launcher.engines import CORE, LORA_RANKS, EngineName, max_lora_rank, parse_gpu
 from manager_service.launcher.fitting import settings_for
 from manager_service.launcher.plan import NAMED_RUN, DeviceSplit, Plan, PlannedRow, make_plan
 from marlaas_client.cli.options import Json
@@ -185,43 +185,29 @@ def _rounded(hours: float) -> str:
 
 
 def _assumed(found: Plan, chosen: PlannedRow) -> str:
-    source = "assumed, for it was measured on CPUs only" if found.device.gpu else "measured on a model of 0.6 B"
     lines = [
-        "tokens/s (sampled) and trained/s, in rows of the whole context: the part that is reached of what memory and arithmetic allow"
-        f" ({source})."
+        "Each speed is of an engine or a trainer by itself, in rows of the whole context; docs/real-models.md says what is assumed.",
+        f"hours: of {NAMED_RUN}, by themselves; --context plans for no more tokens than a job needs.",
     ]
-    lines.append(f"hours: of {NAMED_RUN}, by themselves; --context plans for no more tokens than a job needs.")
-    if found.memory.engine == "vllm":
-        lines.append("What vLLM takes beside weights, keys and values is assumed.")
-    elif found.device.gpu:
-        lines.append("On a GPU vLLM is expected to sample several times as fast: --engine vllm.")
-    lines.append(_sharing(found, chosen))
+    if found.device.gpu and found.memory.engine == "torch":
+        lines.append("vLLM is expected to sample several times as fast: --engine vllm.")
+    if found.in_turn:
+        part = chosen.sampling_share
+        lines.append(
+            f"At a context of {chosen.context:,} a job samples {part:.0%} of its time and trains {1 - part:.0%}."
+        )
     return " ".join(lines)
-
-
-def _sharing(found: Plan, chosen: PlannedRow) -> str:
-    """Says what each speed has of the devices."""
-    if not chosen.split.shared:
-        return "Each GPU is used as that of the figures; what GPUs tell each other takes no time here."
-    if not found.in_turn:
-        return "Each speed is that of one core; sampling and training are taken to have one each."
-    part = chosen.sampling_share
-    return (
-        "Sampling and training share the GPU, and each speed is of one that has it alone: a job that trains each token that it samples"
-        f" spends {part:.0%} of its time sampling and {1 - part:.0%} training at a context of {chosen.context:,}, and"
-        f" {part * chosen.tokens_per_s:,.0f} tokens/s go through both."
-    )
 
 
 def settings_of(found: Plan, row: PlannedRow) -> dict[str, str]:
     """The settings with which services follow the plan."""
-    vllm, rank = found.memory.engine == "vllm", found.memory.rank
+    vllm = found.memory.engine == "vllm"
     on_gpu = {"MARLAAS_ROLLOUT_DEVICE": "cuda", "MARLAAS_TRAINER_DEVICE": "cuda"} if found.device.gpu else {}
     settings = on_gpu | ({"MARLAAS_ENGINE": "vllm"} if vllm else {})
     if row.context >= LEAST_CONTEXT:  # else it is the model's own, which is served without
         settings["MARLAAS_MAX_CONTEXT"] = str(row.context)
-    if vllm and rank > MAX_LORA_RANK:
-        settings["MARLAAS_VLLM_MAX_LORA_RANK"] = str(max_lora_rank(rank))
+    if vllm:
+        settings["MARLAAS_VLLM_MAX_LORA_RANK"] = str(max_lora_rank(found.memory.rank))
     return settings | ({} if row.split.shared else _of_split(row.split)) | settings_for(row.memories)
 
 

@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from common.settings import parse_bytes
 from marlaas_client.cli.options import Data, Json, Url, connect
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
 from marlaas_client.errors import InvalidInput
@@ -15,7 +16,9 @@ Tenant = Annotated[str, typer.Argument(help="The tenant's id.")]
 Weight = Annotated[float | None, typer.Option(help="Its part of the machines, beside the weights of the others.")]
 MaxJobs = Annotated[int | None, typer.Option(help="Jobs that run at once; others wait.")]
 MaxTokens = Annotated[str | None, typer.Option(help="Tokens it may use a day, or `none`: no limit.")]
-MaxStored = Annotated[str | None, typer.Option(help="Bytes it may store, or `none`: as many as the service says.")]
+MaxStored = Annotated[
+    str | None, typer.Option(help="Bytes it may store, such as 20GB, or `none`: as many as the service says.")
+]
 app = typer.Typer(no_args_is_help=True, help="Tenants, their weights, quotas and keys (needs the admin key).")
 
 
@@ -78,11 +81,12 @@ def _limits(
     """The fields that were given. Raises InvalidInput."""
     limits = {"weight": weight, "max_jobs": max_jobs}
     given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
-    for name, amount in (("max_tokens_per_day", max_tokens), ("max_stored_bytes", max_stored)):
+    for name, amount, parse in (("max_tokens_per_day", max_tokens, int), ("max_stored_bytes", max_stored, parse_bytes)):
         try:
-            given |= {} if amount is None else {name: None if amount == UNLIMITED else int(amount)}
+            given |= {} if amount is None else {name: None if amount == UNLIMITED else parse(amount)}
         except ValueError:
-            raise InvalidInput(f"--{name.replace('_', '-')} {amount}: a number, or none") from None
+            told = "a number" if parse is int else "a size such as 20GB"
+            raise InvalidInput(f"--{name.replace('_', '-')} {amount}: {told}, or {UNLIMITED}") from None
     return given
 
 
@@ -92,7 +96,8 @@ def _show(records: list[dict[str, Any]], *, as_json: bool) -> None:
     numbers = ("weight", "max_jobs", "max_tokens_per_day", "max_stored_bytes")
     shown = table("tenant", "name", *numbers, right=numbers)
     for record in records:
-        shown.add_row(*cells(record["id"], record["name"], *(record[name] for name in numbers)))
+        limits = (UNLIMITED if record[name] is None else record[name] for name in numbers)
+        shown.add_row(*cells(record["id"], record["name"], *limits))
     print_table(shown)
 
 

@@ -49,6 +49,7 @@ class Orders:
             lora=spec.hyper.lora,
             source=spec.source,
             file=uploaded_path(spec.tenant, spec.adapter_file) if spec.adapter_file else "",
+            base_digest=spec.adapter_base,
         )
         return self._cell.train, message
 

@@ -7,7 +7,10 @@ Its files:
     choice.py            chooses a backbone by the settings and the base model, and loads it
     interface.py         the protocol `EngineBackbone`, and the parts of a forward
     fused.py             our decoder, with few and large operations
-    modules.py           transformers' own modules, for the families that our decoder does not know, and on a GPU
+    layout.py            places the rows of a forward of one token each
+    captured.py          captures our decoder's steps in CUDA graphs
+    decode_kernel.py     attention of such a step, as a Triton kernel
+    modules.py           transformers' own modules, for the families that our decoder does not know
     compiling.py         compiles what a CPU computes faster without torch, in a thread next to the engine
     compiled_kernels.py  attention of few new tokens, rotary embedding, random numbers, as numba compiles them
     loading.py           loads a base model into them, and compares them with transformers

@@ -23,12 +23,12 @@ def load_backbone(settings: RolloutSettings, folder: Path) -> EngineBackbone:
     device = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE")
     kind = settings.rollout_backbone
     if kind == "auto":
-        kind = fitting_kind(folder, device, only_decoder=settings.deterministic)
+        kind = fitting_kind(folder, device, only_decoder=settings.deterministic, faster_on=("cpu", "cuda"))
     log.info("backbone_chosen", backbone=kind, device=str(device), dtype=settings.dtype)
     dtype = getattr(torch, settings.dtype)
     if kind == "decoder":
         decoder = Decoder.load(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
-        return FusedDecoder(decoder, exact=settings.deterministic)
+        return FusedDecoder(decoder, exact=settings.deterministic, consume=True)
     from rollout_service.embedded.backbone.loading import load_modules  # imported here: transformers takes seconds
 
     try:

@@ -44,14 +44,15 @@ class FusedLayer:
 class FusedDecoder:
     """See `EngineBackbone`."""
 
-    def __init__(self, decoder: Decoder, *, exact: bool) -> None:
-        """`exact`: its bits are those of torch's own norms; otherwise a CPU has quicker ones."""
+    def __init__(self, decoder: Decoder, *, exact: bool, consume: bool = False) -> None:
+        """`exact`: its bits are those of torch's own norms; otherwise a CPU has quicker ones. `consume`: empties `decoder` layer by
+        layer, so that no memory holds all weights twice."""
         self.config, self._norm_eps = ModelShape.of(decoder.config), decoder.config.norm_eps
         self.embedding, self.head = decoder.embedding, decoder.head
         self._shapes = decoder.linear_shapes()
         quick = not exact and decoder.device.type == "cpu" and decoder.embedding.dtype == torch.float32
         make_norm = partial(quick_norm if quick else torch_norm, eps=self._norm_eps)
-        self.layers = [_fuse_layer(decoder, layer, make_norm) for layer in range(self.config.num_layers)]
+        self.layers = [_fuse_layer(decoder, layer, make_norm, consume) for layer in range(self.config.num_layers)]
         self.final_norm = make_norm(decoder.weights["norm.weight"])
         half = self.config.head_dim // 2
         self._cos = decoder.cos.unsqueeze(1)  # [context, 1, D]
@@ -132,9 +133,11 @@ def quick_norm(weight: Tensor, eps: float) -> Norm:
     return norm
 
 
-def _fuse_layer(decoder: Decoder, layer: int, make_norm: Callable[[Tensor], Norm]) -> FusedLayer:
+def _fuse_layer(decoder: Decoder, layer: int, make_norm: Callable[[Tensor], Norm], consume: bool) -> FusedLayer:
     at = f"layers.{layer}"
-    weights = decoder.weights
+    weights = {name: weight for name, weight in decoder.weights.items() if name.startswith(f"{at}.")}
+    if consume:
+        decoder.weights = {name: weight for name, weight in decoder.weights.items() if name not in weights}
 
     def fused(*names: str) -> Tensor:
         return torch.cat([weights[f"{at}.{name}.weight"] for name in names]).contiguous()

@@ -11,7 +11,7 @@ import pytest
 from common.bus.fullness import MAX_USED_FOR_NEW
 from common.store.adapters import PEFT_FILES
 from manager_service.http import body_limit
-from manager_service.http.stores import operation_store
+from manager_service.http.stores import operation_store, session_store
 from manager_service.http.stores import run_store as store_runs
 from manager_service.http.tinker import retrieval
 from manager_service.owner.runs import run_retention, runs
@@ -48,6 +48,15 @@ async def test_the_oldest_sessions_are_forgotten(
     assert set((await client.get("sessions?limit=100")).json()["sessions"]) == set(newest)
     assert (await client.post("session_heartbeat", session_id=old)).status_code == 404
     assert (await other.post("session_heartbeat", session_id=theirs)).status_code == 200
+
+
+async def test_large_sessions_are_forgotten_sooner(client: TinkerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_store, "MAX_LARGE", 2)
+    small, note = await client.session(), {"note": "x" * 8000}
+    large = [(await client.post("create_session", tags=[], user_metadata=note)).json()["session_id"] for _ in range(4)]
+    alive = [await client.post("session_heartbeat", session_id=session) for session in (small, *large)]
+    assert Counter(answer.status_code for answer in alive) == {200: 3, 404: 2}
+    assert alive[0].status_code == 200
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

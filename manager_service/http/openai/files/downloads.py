@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -20,7 +20,7 @@ MAX_OPEN = 16
 """Downloads of one tenant at once: each has a copy of an adapter on this machine's disk."""
 MAX_MADE = 4
 """Downloads of all tenants that are made ready at once: meanwhile each is in memory."""
-PART_BYTES = 64 << 10
+PART_BYTES = 256 << 10
 
 T = TypeVar("T")
 PackedFiles = Mapping[str, bytes]
@@ -55,7 +55,7 @@ class Downloads:
             async with self._places.one(tenant, asker.weight, lambda: None):
                 file = await self.beside(asker, partial(_on_disk, await read(), pack))
             unless_made.pop_all()
-        parts = _parts(file, partial(self.beside, asker, partial(file.read, PART_BYTES)))
+        parts = _parts(file, partial(self.beside, asker))
         return FileDownload(file, parts, lambda: self._end(tenant), media_type, headers)
 
     async def beside(self, asker: TenantRecord, function: Callable[[], T]) -> T:
@@ -95,10 +95,11 @@ def _end(file: IO[bytes], ended: Callable[[], None]) -> None:
     ended()
 
 
-async def _parts(file: IO[bytes], read: Callable[[], Awaitable[bytes]]) -> AsyncGenerator[bytes]:
+async def _parts(file: IO[bytes], beside: Callable[[Callable[[], Any]], Awaitable[Any]]) -> AsyncGenerator[bytes]:
     file.seek(0)
-    while part := await read():
+    while part := await beside(partial(file.read, PART_BYTES)):
         yield part
+    await beside(file.close)  # the kernel takes milliseconds to drop a large one's pages
 
 
 def _on_disk(files: PackedFiles, pack: PackInto) -> IO[bytes]:

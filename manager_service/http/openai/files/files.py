@@ -2,6 +2,7 @@
 
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import islice
 from typing import Annotated, Literal
 
 import msgspec
@@ -14,7 +15,7 @@ from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, Parts, Tenant
 from manager_service.http.errors import COMMON, ApiError, conflict, declared
 from manager_service.http.openai.files.file_store import ADAPTER, content_of
-from manager_service.http.openai.paging import After, FileLimit, page, rest_after
+from manager_service.http.openai.paging import After, FileLimit, as_json, rest_after, written
 from manager_service.http.quota import check_disk
 from manager_service.http.reading.adapter_uploads import FoundAdapter, check_finite, header_bytes, refuse_pickle
 from manager_service.http.reading.reading_helpers import SLICE_BYTES
@@ -81,7 +82,7 @@ async def _check_adapter(api: Api, tenant: TenantRecord, file: UploadFile, confi
     return found.adapter
 
 
-@router.get("")
+@router.get("", response_model=Page[FileObject])
 async def list_files(
     api: Parts,
     tenant: Tenant,
@@ -89,17 +90,17 @@ async def list_files(
     limit: FileLimit = 100,
     order: Literal["asc", "desc"] = "desc",
     purpose: str | None = None,
-) -> Page[FileObject]:
+) -> Response:
     """The tenant's files, newest first."""
     ids = await api.files.ids(tenant.id, newest_first=order == "desc")
     rest = rest_after(ids, after) if ids else []
-    found: list[FileRecord] = []
+    found = dict[str, bytes]()
     for start in range(0, len(rest), SLICE):  # a few at a time: the event loop has others to serve
         if len(found) > limit:
             break
         records = await api.files.several(list(rest[start : start + SLICE]))
-        found += [record for record in records if purpose in (None, record.purpose)]
-    return page([shown(record) for record in found[:limit]], has_more=len(found) > limit)
+        found |= {record.id: as_json(shown(record)) for record in records if purpose in (None, record.purpose)}
+    return written(dict(islice(found.items(), limit)), has_more=len(found) > limit)
 
 
 @router.get("/{file_id}", responses=declared(404))

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
@@ -70,8 +71,7 @@ async def build_spec(api: Api, tenant: TenantRecord, body: JobGiven) -> JobSpec:
         num_items=num_items,
         num_eval_items=validation.num_items if validation else 0,
         weight=tenant.weight,
-        model=start.name,
-        source=start.source,
+        **start.of_spec(),
         adapter_file=body.adapter_file,
         integrations=checked_integrations(given, await Receivers(api.redis).installed()) if given else (),
         webhooks=body.webhooks,
@@ -110,6 +110,11 @@ class JobStart:
     name: str  # as its user named it, and a source's version
     source: AdapterRef | None = None  # whose weights version 0 is a copy of; None: it is drawn, or in a file
     lora: LoraSpec | None = None  # of the source, or of the file
+    digest: str = ""  # of the base model that the file says it was trained on
+
+    def of_spec(self) -> dict[str, Any]:
+        """Fields of the job's record."""
+        return {"model": self.name, "source": self.source, "adapter_base": self.digest}
 
     def shaped(self, given: Hyperparameters, param: str) -> Hyperparameters:
         """The hyperparameters, at `param`, with the source's adapter shape. Raises InvalidInput for another one."""
@@ -159,7 +164,7 @@ async def _uploaded(api: Api, tenant: TenantRecord, model: str, file: str) -> Jo
             param="adapter_file",
         )
     _check_fits(adapter, base)
-    return JobStart(base, model, lora=adapter.lora)
+    return JobStart(base, model, lora=adapter.lora, digest=adapter.base_digest)
 
 
 def _check_fits(adapter: UploadedAdapter, base: Base) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Header, Request
+from starlette.responses import Response
 
 from common.errors import NotFound
 from manager_service.http.context import Api, Parts, Tenant
@@ -18,13 +19,12 @@ from manager_service.http.openai.jobs.estimates import estimated_finish
 from manager_service.http.openai.jobs.hyperparameters import described
 from manager_service.http.openai.jobs.job_checks import build_spec
 from manager_service.http.openai.jobs.submission import JobGiven
-from manager_service.http.openai.paging import After, Limit, page, take, wrong_cursor
+from manager_service.http.openai.paging import After, Limit, as_json, page, take, written, wrong_cursor
 from manager_service.http.quota import check_quota, check_room, check_stored
 from manager_service.http.reading.bodies import JsonRoute
 from manager_service.http.schemas import HyperparameterObject, JobObject, Page
 from manager_service.http.stores.job_store import JobRow, JobStore, Once
 from manager_service.records.job_records import FINAL, JobSpec, JobState, Status
-from manager_service.records.keys import JSON
 from manager_service.records.receivers import Receivers
 from manager_service.records.sample_records import Kept
 from manager_service.records.tenants import TenantRecord
@@ -37,7 +37,7 @@ POLL_S = 0.03
 READ_AHEAD = 20
 """Jobs whose sizes are read at a time."""
 PAGE_BYTES = 1 << 20
-"""Bytes of the methods on one page, unless one has more: a grader's source has up to 240 KB."""
+"""Bytes of one page, unless its first job has more: a grader's source has up to 240 KB."""
 
 JobAction = Literal["cancel", "pause", "resume"]
 ALLOWED: dict[JobAction, tuple[Status, ...]] = {
@@ -101,19 +101,20 @@ def _fingerprint(body: JobGiven) -> str:
     return hashlib.sha256(json.dumps(body.model_dump(), sort_keys=True).encode()).hexdigest()
 
 
-@router.get("")
-async def list_jobs(
-    request: Request, api: Parts, tenant: Tenant, after: After = None, limit: Limit = 20
-) -> Page[JobObject]:
+@router.get("", response_model=Page[JobObject])
+async def list_jobs(request: Request, api: Parts, tenant: Tenant, after: After = None, limit: Limit = 20) -> Response:
     """Newest first; fewer than `limit` if their methods are large. `metadata[key]=value` lists only jobs that carry it."""
-    wanted, found, num_bytes = _metadata_filter(request), list[JobObject](), 0
+    wanted, found, num_bytes = _metadata_filter(request), dict[str, bytes](), 0
     async for row in _rows(JobStore(api), tenant, after):
         if wanted.items() <= row.spec.metadata.items():
-            num_bytes += len(JSON.encode(row.spec.method))
-            if len(found) == limit or (found and num_bytes > PAGE_BYTES):
-                return page(found, has_more=True)
-            found.append(shown(row))
-    return page(found, has_more=False)
+            if len(found) == limit:
+                return written(found, has_more=True)
+            following = as_json(shown(row))
+            num_bytes += len(following)
+            if found and num_bytes > PAGE_BYTES:
+                return written(found, has_more=True)
+            found[row.spec.id] = following
+    return written(found, has_more=False)
 
 
 async def _rows(store: JobStore, tenant: TenantRecord, after: str | None) -> AsyncIterator[JobRow]:
