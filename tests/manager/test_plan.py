@@ -328,8 +328,9 @@ def test_its_constants_are_the_workers_defaults() -> None:
     assert memory.LEAST_CACHE == fitting.LEAST_CACHE and rollout["rollout_kv_bytes"].default == fitting.LEAST_KV
     assert rollout["rollout_slots"].default == engines.slots_of("torch", gpu=True)
     assert rollout["rollout_idle_adapter_bytes"].default == engines.IDLE_ADAPTERS
-    assert RolloutSettings(engine="vllm", rollout_device="cuda").rollout_slots == engines.slots_of("vllm", gpu=True)
-    assert rollout["vllm_max_loras"].default == engines.MAX_LORAS
+    on_gpu = RolloutSettings(engine="vllm", rollout_device="cuda")
+    assert on_gpu.rollout_slots == engines.slots_of("vllm", gpu=True)
+    assert {False: rollout["vllm_max_loras"].default, True: on_gpu.vllm_max_loras} == engines.MAX_LORAS
     assert rollout["vllm_max_lora_rank"].default == engines.MAX_LORA_RANK and engines.LORA_RANKS == LORA_RANKS
     assert (
         rollout["vllm_memory_fraction"].default == fitting.VLLM_FRACTION
