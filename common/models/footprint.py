@@ -140,7 +140,8 @@ def kept_per_token(shape: BaseShape, *, itemsize: int, rank: int, modules: bool)
     norms = 2 * (shape.hidden + 1) + (queries + keys + heads if shape.head_norms else 0)
     sums = shape.num_heads + (experts.num if experts else 0)  # attention's, one a head
     choices = BYTES_OF_CHOICE * experts.active if experts else 0
-    return shape.num_layers * (itemsize * linear + FLOAT32 * (norms + sums) + choices)
+    last = FLOAT32 * (shape.hidden + 1) if modules else 0  # the last norm's input: there every norm keeps its own
+    return shape.num_layers * (itemsize * linear + FLOAT32 * (norms + sums) + choices) + last
 
 
 def kept_with_checkpoints(keeping_all: float, num_layers: int, num_checkpointed: int, *, input_bytes: float) -> float:
