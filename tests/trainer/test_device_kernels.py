@@ -178,21 +178,28 @@ def _raises(*_: Any) -> Any:
 def test_adapters_products_that_fail_when_a_base_model_loads_are_left_out(
     shrinks: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def nothing(x: Tensor, a: Tensor, *_: Any) -> Tensor:
+        return x.new_zeros(len(x), a.shape[1])
+
     def wrongly(x: Tensor, dlow: Tensor, dy: Tensor, *_: Any) -> list[Tensor]:
         return [each.new_zeros(2, dlow.shape[1], each.shape[1]) for each in (x, dy)]
 
-    monkeypatch.setattr(lora_kernels, "lora_shrink", shrinks or (lambda x, a, _: x.new_zeros(len(x), a.shape[1])))
+    monkeypatch.setattr(lora_kernels, "lora_shrink", shrinks or nothing)
     monkeypatch.setattr(lora_kernels, "lora_expand_", lambda *_: None)  # pyright: ignore
     monkeypatch.setattr(lora_kernels, "lora_gradients", wrongly)
     monkeypatch.setattr(head, "_by_kernel", head._plainly)  # pyright: ignore[reportPrivateUsage]
     assert_left_out("lora", reason, monkeypatch)
 
 
+def _wrong(graph: Any, _: Any) -> Any:
+    def run(*given: Any) -> list[Any]:
+        return [1.5 * each for each in graph(*given)]
+
+    return run
+
+
 @pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
-@pytest.mark.parametrize(
-    ("backend", "reason"),
-    [(_raises, "does not run here"), (lambda graph, _: lambda *given: [1.5 * y for y in graph(*given)], "off by")],
-)
+@pytest.mark.parametrize(("backend", "reason"), [(_raises, "does not run here"), (_wrong, "off by")])
 def test_layers_that_do_not_compile_when_a_base_model_loads_stay_plain(
     backend: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
