@@ -45,8 +45,8 @@ def held_bytes(device: str) -> int:
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Options from glibc's malloc.h."""
 KEPT_BYTES = 1 << 30
-OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Out-of-memory errors that torch raises as plain ones, from its allocator on a processor or a CUDA library."""
+OUT_OF_MEMORY = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA out of memory", "[CUDA]: out of memory")
+"""Out-of-memory errors that are raised as others: by the allocator on a processor, a CUDA library, torch's compiler, and Triton."""
 _C = ctypes.CDLL(None)
 
 

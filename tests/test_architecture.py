@@ -86,6 +86,7 @@ CATCHES_ALL = {
     "manager_service/scheduling/allocator.py": "one job's trouble must not stop the other tenants",
     "manager_service/http/tinker/retrieval.py": "a client that waits repeats at once after an error",
     "manager_service/http/tinker/futures/sample_futures.py": "an error goes to whoever asks for the samples",
+    "trainer_service/backbone/loading.py": "compilers raise errors of many kinds: the kernel is left out, or refused",
     "manager_service/http/openai/environments.py": "a package whose arguments cannot be told stands in the list with the error",
     "manager_service/http/event_stream.py": "a stream's client must hear that it ended in an error",
     "manager_service/owner/owner.py": "a partition that cannot be loaded must not stop the others",

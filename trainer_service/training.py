@@ -299,7 +299,7 @@ class _Queued:
         on_host = torch.empty(figures_KR.shape, dtype=figures_KR.dtype, pin_memory=True)
         on_host.copy_(figures_KR, non_blocking=True)
         ready = torch.cuda.Event()
-        ready.record()
+        ready.record(torch.cuda.current_stream(figures_KR.device))
         return cls(taken, on_host, ready, width, seconds)
 
     def credit(self, clock: Callable[[], float]) -> None:

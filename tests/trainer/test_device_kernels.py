@@ -1,6 +1,8 @@
 """Kernels of the transformers backbone beside its plain path: on a CPU what runs there, on CUDA all of them, with gradients."""
 
+import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,9 +19,10 @@ from tests.support.trainer_cases import TINY
 from tests.trainer.test_modules_backbone import APART, ROUNDED_GRADIENT, ROUNDED_LOGPROB, SHARING, Case, make_case, ours
 from tests.trainer.test_packed_attention import PACK, H, K, tree, written_out
 from trainer_service.__main__ import load_trainer
+from trainer_service.backbone import head
 from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.choice import load_backbone
-from trainer_service.backbone.device_kernels import kernel_choice, varlen
+from trainer_service.backbone.device_kernels import kernel_choice, lora_kernels, varlen
 from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels, refuse_kernels
 from trainer_service.backbone.loading import load_modules
 from trainer_service.backbone.modules import ModulesBackbone
@@ -162,15 +165,59 @@ def test_kernels_are_chosen_where_they_run(
 def test_flash_attention_that_fails_when_a_base_model_loads_is_left_out(
     attends: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_choice, "_hindrance", Mock(return_value=""))
-    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", ("varlen",))
     if attends:  # wrongly
         flash.use(monkeypatch, lambda q, *_: attends(q))  # pyright: ignore
+    assert_left_out("varlen", reason, monkeypatch)
+
+
+def _raises(*_: Any) -> Any:
+    raise Exception("no PTX")  # as compilers do
+
+
+@pytest.mark.parametrize(("shrinks", "reason"), [(_raises, r"does not run here \(no PTX"), (None, "off by")])
+def test_adapters_products_that_fail_when_a_base_model_loads_are_left_out(
+    shrinks: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(x: Tensor, a: Tensor, *_: Any) -> Tensor:
+        return x.new_zeros(len(x), a.shape[1])
+
+    def wrongly(x: Tensor, dlow: Tensor, dy: Tensor, *_: Any) -> list[Tensor]:
+        return [each.new_zeros(2, dlow.shape[1], each.shape[1]) for each in (x, dy)]
+
+    monkeypatch.setattr(lora_kernels, "lora_shrink", shrinks or nothing)
+    monkeypatch.setattr(lora_kernels, "lora_expand_", lambda *_: None)  # pyright: ignore
+    monkeypatch.setattr(lora_kernels, "lora_gradients", wrongly)
+    monkeypatch.setattr(head, "_by_kernel", head._plainly)  # pyright: ignore[reportPrivateUsage]
+    assert_left_out("lora", reason, monkeypatch)
+
+
+def _wrong(graph: Any, _: Any) -> Any:
+    def run(*given: Any) -> list[Any]:
+        return [1.5 * each for each in graph(*given)]
+
+    return run
+
+
+@pytest.mark.filterwarnings("default")  # torch's compiler hides its own only while they are no errors
+@pytest.mark.parametrize(("backend", "reason"), [(_raises, "does not run here"), (_wrong, "off by")])
+def test_layers_that_do_not_compile_when_a_base_model_loads_stay_plain(
+    backend: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash.use(monkeypatch)
+    monkeypatch.setattr(kernel_choice, "compile_layers", partial(kernel_choice.compile_layers, backend=backend))
+    torch.compiler.reset()
+    assert_left_out("compile", reason, monkeypatch)
+
+
+def assert_left_out(kernel: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice, "_hindrance", Mock(return_value=""))
+    monkeypatch.setattr(kernel_choice, "DEVICE_KERNELS", (kernel,))
     with structlog.testing.capture_logs() as logs:
         backbone = load_backbone(TrainerSettings(trainer_backbone="transformers"), TINY)
     assert isinstance(backbone, ModulesBackbone) and backbone.model.config._attn_implementation == "marlaas_packed"
+    assert not backbone.current.fused and not backbone.current.whole
     (left_out,) = [line for line in logs if line["event"] == "device_kernels_left_out"]
-    assert reason in left_out["reason"]
+    assert re.search(reason, left_out["reason"]), left_out
 
 
 @pytest.mark.parametrize("kernel", DEVICE_KERNELS)

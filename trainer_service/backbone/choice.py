@@ -1,5 +1,6 @@
 """Chooses what computes the base model, by the settings and the base model, and loads it."""
 
+import gc
 from functools import partial
 from pathlib import Path
 
@@ -57,5 +58,7 @@ def _modules(settings: TrainerSettings, folder: Path, device: torch.device, dtyp
             *fewer, left_out = kernels
             log.warning("device_kernels_left_out", kernels=left_out, reason=str(error))
             kernels = tuple(fewer)
+        if backbone is None:
+            gc.collect()  # the model that failed, before the next one takes memory
     log.info("device_kernels_chosen", kernels=kernels)
     return backbone.checkpointing(len(backbone.layers)) if settings.trainer_checkpointing else backbone

@@ -114,8 +114,9 @@ def _gathered(
     """See `Groups.factors`. `widths`: (out, in) of each of a layer's modules."""
     stack, most = lanes[0].stack, max(lane.stack.layout.rank for lane in lanes)
     rank = -(-most // ALIGNED_RANK) * ALIGNED_RANK
-    empty = torch.zeros(len(stack.layers), num_groups, rank, 0, dtype=dtype, device=stack.device)
-    made = {path: [F.pad(empty, (0, width)) for width in reversed(pair)] for path, pair in widths.items()}
+    empty = torch.empty(0, dtype=dtype, device=stack.device)
+    size = len(stack.layers), num_groups, rank
+    made = {path: [empty.new_zeros(*size, width) for width in reversed(pair)] for path, pair in widths.items()}
     for lane in lanes:
         for path, (a, b) in zip(lane.stack.paths, lane.stack.gathered(lane.places_G), strict=True):
             of_a, of_b = lane.of(*made[path])

@@ -87,10 +87,10 @@ class ModulesBackbone:
             lengths = [*map(len, sequences.trees)]
             how = {"whole": self.current.whole, "fused": self.current.fused}
             groups = groups_of(adapters, lengths, self._shapes, self._head.dtype, **how)
-        with self.current.using(groups):
+        with self.current.using(groups), torch.cuda.device_of(self._head):  # Triton launches on the current device
             hidden_NE = self.hidden(pack, groups)
         about = sequences.about_targets(self.device)
-        with self.whole(self.model.get_output_embeddings()):
+        with self.whole(self.model.get_output_embeddings()), torch.cuda.device_of(self._head):
             hidden_ME = hidden_NE.index_select(0, pack.predictors_M)
             return target_logprobs(hidden_ME, self._head, *about, self.max_scores, self.current.fused)
         return torch.zeros_like(about[1])  # memory ran out, and `shortage` knows

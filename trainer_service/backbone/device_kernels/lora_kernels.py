@@ -33,6 +33,7 @@ def segments_and_tiles(cuts: Sequence[int], device: torch.device) -> tuple[Tenso
     tiles = [
         (i, row, min(row + TILE_ROWS, stop)) for i, first, stop in segments for row in range(first, stop, TILE_ROWS)
     ]
+    tiles += [(0, 0, 0)] * (len(tiles) == 1)  # torch's compiler takes a size of 1 for a constant
     segments_G3, tiles_T3 = torch.tensor(segments + tiles, dtype=torch.int32).to(device).split([len(cuts), len(tiles)])
     return segments_G3, tiles_T3
 
