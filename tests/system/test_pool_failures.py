@@ -135,6 +135,28 @@ async def test_a_base_worker_that_is_killed_is_started_again(bus: Bus, redis_url
         await until(lambda: running.log.count('"base_worker_ended"') == 2)
 
 
+async def test_a_base_worker_that_stands_still_is_killed_and_started_again(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    async with pool(bus, tmp_path, redis_url, "echoes other") as running:
+        await running.ask("echoes")
+        await running.answered("echoes", 1)
+        for pid in await running.base_workers("echoes"):
+            os.kill(pid, signal.SIGSTOP)
+        await running.ask("echoes")
+        await running.answered("echoes", 2)
+
+
+async def test_base_models_without_weights_are_served_however_little_memory_a_pool_may_have(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    little: dict[str, Any] = {"MARLAAS_POOL_BYTES": "1", "MARLAAS_TEST_ITEMSIZE": "0"}
+    async with pool(bus, tmp_path, redis_url, "echoes other", **little) as running:
+        for base in ("echoes", "other"):
+            await running.ask(base)
+            await running.answered(base, 1)
+
+
 async def test_a_base_worker_that_hangs_while_it_closes_is_killed_and_the_next_opens(
     bus: Bus, redis_url: str, tmp_path: Path
 ) -> None:
