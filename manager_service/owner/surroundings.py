@@ -35,6 +35,10 @@ class ObservedCluster(Slots, Protocol):
         """Live workers: of one service, or of all."""
         ...
 
+    def refusals(self, services: Sequence[str]) -> str:
+        """Why workers of these services do not serve the base model; empty if none says so."""
+        ...
+
 
 class Surroundings:
     """Tells an Allocator what it cannot see from jobs and messages."""
