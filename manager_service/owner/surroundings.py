@@ -36,7 +36,7 @@ class ObservedCluster(Slots, Protocol):
         ...
 
     def refusals(self, services: Sequence[str]) -> str:
-        """Why workers of these services do not serve the base model; empty if none says so."""
+        """The reasons for which workers of these services refuse the base model; empty if none does."""
         ...
 
 

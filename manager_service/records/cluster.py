@@ -209,7 +209,7 @@ class Cluster:
         return next(filter(None, reasons), "")
 
     def refusals(self, services: Sequence[str]) -> str:
-        """Why workers of these services do not serve the base model; empty if none says so."""
+        """The reasons for which workers of these services refuse the base model; empty if none does."""
         refused = {(each.service, each.reason) for each in self.workers() if each.state == "refused"}
         told = [
             f"{service} workers refuse its base model: {why}" for service, why in sorted(refused) if service in services
