@@ -201,6 +201,7 @@ def tied(argv: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def kill_session(leader: int) -> None:
+    """Kills what a child, its leader, has started and left behind."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 

@@ -29,6 +29,7 @@ HANG_LEASES = 2
 SILENT_LEASES = 6
 """A loaded one says something each second: silent for so long, it hangs, also while it is to end."""
 LAST_WORDS_S = 1.0
+"""The longest time for what an ended one has said to arrive."""
 
 
 @dataclass(eq=False)
