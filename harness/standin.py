@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -251,6 +251,9 @@ class FixedSlots:
 
     def working(self, service: str | None = None) -> list[WorkerReport]:
         return [worker for worker in self.workers if service in (None, worker.service)]
+
+    def refusals(self, services: Sequence[str]) -> str:
+        return ""
 
     def waits_for(self, job: str) -> str:
         return ""

@@ -145,7 +145,7 @@ class SupervisedProcess:
         try:
             return await process.wait()
         finally:
-            _kill_session(process.pid)  # what it started itself and left behind: the kernel ends only the child
+            kill_session(process.pid)  # what it started itself and left behind: the kernel ends only the child
             self._process = None
 
 
@@ -200,7 +200,8 @@ def tied(argv: tuple[str, ...]) -> tuple[str, ...]:
     return (sys.executable, "-I", "-S", str(wrapper), str(os.getpid()), *argv)
 
 
-def _kill_session(leader: int) -> None:
+def kill_session(leader: int) -> None:
+    """Kills what a child, its leader, has started and left behind."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 

@@ -5,6 +5,7 @@ after a crash: the kernel ends the base workers with their pool worker
 """
 
 import asyncio
+import contextlib
 import signal
 import socket
 import time
@@ -16,7 +17,7 @@ import msgspec
 from common.cancellation import cancel_all, set_within
 from common.children.forking import Forked, fork
 from common.children.prefork import ForkRequest
-from common.children.processes import describe, last_error, size
+from common.children.processes import describe, kill_session, last_error, size
 from common.errors import Unavailable
 from common.pool.gate import Channel, Close, Closed, FromBase, Loaded, NotTaken, Open, Pulse
 from common.wire.reported import Tier
@@ -25,6 +26,10 @@ LOG = Path("/proc/self/fd/2")
 """The output of this process and its base workers, where that is a file."""
 HANG_LEASES = 2
 """A base worker that is to close and in which nothing advances for so many leases hangs."""
+SILENT_LEASES = 6
+"""A loaded one says something each second: silent for so long, it hangs, also while it is to end."""
+LAST_WORDS_S = 1.0
+"""The longest time for what an ended one has said to arrive."""
 
 
 @dataclass(eq=False)
@@ -52,6 +57,7 @@ class BaseWorker:
     """Time of one delivery, a moving average."""
     busy_at_s: float = field(default_factory=time.monotonic)
     advanced_at_s: float = field(default_factory=time.monotonic)
+    heard_at_s: float = field(default_factory=time.monotonic)
     closed_at_s: float = field(default_factory=time.monotonic)
 
     async def follow(self) -> None:
@@ -59,6 +65,8 @@ class BaseWorker:
         hearing = asyncio.create_task(self._hear())
         since = size(LOG)
         self.status = status = await self.child.wait()
+        kill_session(self.child.pid)  # what it started itself and left behind
+        await asyncio.wait([hearing], timeout=LAST_WORDS_S)
         await cancel_all([hearing])
         self.channel.close()
         self.ended = describe(status) + (f": {last}" if status > 0 and (last := last_error(LOG, start=since)) else "")
@@ -67,6 +75,7 @@ class BaseWorker:
 
     async def _hear(self) -> None:
         while packet := await self.channel.receive():
+            self.heard_at_s = time.monotonic()
             message: FromBase = msgspec.json.decode(packet, type=FromBase)
             match message:
                 case Loaded(worker, num_bytes):
@@ -102,8 +111,17 @@ class BaseWorker:
         while self.is_open:
             left_s = self.advanced_at_s + (drain_s or 0.0) + HANG_LEASES * lease_s - time.monotonic()
             if left_s <= 0:
-                self.child.send_signal(signal.SIGKILL)
+                self.signal(signal.SIGKILL)
             await self.changed(max(left_s, 0.1))
+
+    def kill_if_silent(self, lease_s: float) -> None:
+        """Kills one that hangs, wherever it does."""
+        if time.monotonic() - self.heard_at_s > SILENT_LEASES * lease_s:
+            self.signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            self.child.send_signal(number)
 
     async def changed(self, timeout_s: float | None = None) -> None:
         """Waits for the next change of any base worker, or until the time is over."""
@@ -156,7 +174,7 @@ class BaseWorkers:
     async def end(self, base: str) -> None:
         """Returns once its process has ended."""
         if worker := self.running.get(base):
-            worker.child.send_signal(signal.SIGTERM)
+            worker.signal(signal.SIGTERM)
             await asyncio.wait([self._tasks[base]])
 
     def frees(self, num_bytes: int, room: int) -> list[str] | None:

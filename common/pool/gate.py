@@ -70,7 +70,7 @@ class Closed(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotTaken(msgspec.Struct, frozen=True, tag=True):
-    """The cell does not take this worker."""
+    """The cell does not take this worker, or the service cannot be built."""
 
     reason: str
 

@@ -22,7 +22,6 @@ from common.bus.bus import Bus, connect
 from common.bus.redis_connection import CLUSTER
 from common.bus.streams import Cell
 from common.cancellation import starting
-from common.errors import REFUSED
 from common.models.host_memory import host_bytes
 from common.pool.base_states import BaseState
 from common.pool.base_workers import BaseWorker, BaseWorkers
@@ -199,7 +198,10 @@ class PoolWorker:
         return state.may_open and (base in loaded or self._frees(state) == [])
 
     def _frees(self, state: BaseState) -> list[str] | None:
-        """A base model that fits by itself is started even where an open one might then take more than there is."""
+        """A base model that fits by itself is started even where an open one might then take more than there is. Env workers all
+        stay open, so none makes room for another."""
+        if not self._service.itemsize:
+            return []
         room = max(self._max_bytes - self._service.open_bytes, state.num_bytes)
         return self._workers.frees(state.num_bytes, room)
 
@@ -225,7 +227,7 @@ class PoolWorker:
         self._loading = ""
         if not worker.worker or worker.ended:
             reason = worker.refused or f"its process {worker.ended}"
-            state.failed(reason, died=not worker.refused and worker.status != REFUSED)
+            state.failed(reason, died=not worker.refused)
             log.error("not_loaded", base_model=base, reason=reason)
             await self._lookout.leave(base)
             return
@@ -304,6 +306,7 @@ class PoolWorker:
                 elif base == self._loading:
                     await self._lookout.stay(base, opening=True)
                 if worker := self._workers.loaded.get(base):
+                    worker.kill_if_silent(self._settings.lease_s)
                     pool = self._in_pool(base)
                     await worker.channel.send(Expected(pool.opens_in_s, pool.waiting_s))
                 else:

@@ -184,7 +184,7 @@ async def _serve(
     gate = Gate.of_input(settings.pool_worker) if settings.pool_worker else None
     told = {"pool": gate.state, "counters": gate.counters} if gate else {}
     reporting: Callable[[About], Reporter] = partial(Reporter, own_id, name, cell.base_model, **told)
-    start = _Start(reporting(About(slots=0)), bus, stop)
+    start = _Start(reporting(About(slots=0)), bus, stop, gate)
     base = await _identified(settings, start)
     parts = Parts(own_id, cell, bus, objects, AdapterStore(objects, base), fingerprints={})
     service = await start.during(build(settings, parts), _loading(cell.base_model))
@@ -213,6 +213,7 @@ class _Start:
     reporter: Reporter
     bus: Bus
     stop: asyncio.Event
+    gate: Gate | None
 
     async def during(self, work: Coroutine[Any, Any, T], progress: Callable[[], str]) -> T:
         """The result of `work`. Reports `progress` meanwhile; ends the process on `stop`, for nothing ends a thread."""
@@ -223,6 +224,8 @@ class _Start:
             kill_children()
             leave()
         await cancel_all([stopped, telling])
+        if self.gate and isinstance(error := working.exception(), InvalidInput):
+            await self.gate.tell(NotTaken(str(error)))
         return working.result()
 
     async def _tell(self, progress: Callable[[], str]) -> None:

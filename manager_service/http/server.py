@@ -105,7 +105,7 @@ async def make_base(
         timeout_s=settings.inference_timeout_s,
         slots=lambda kind: _places(kind, cluster),
         most_for_chat=INFERENCE_SHARE,
-        opens_in_s=lambda: cluster.turn("rollout").opens_in_s,
+        turn=lambda: cluster.turn("rollout"),
     )
     redis = connect_impatiently(settings.redis_url, bus.cell.key(""))
     return Base(

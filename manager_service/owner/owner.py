@@ -430,7 +430,7 @@ class Owner:
         """Says what keeps a job from going on, as far as it can be seen from here."""
         cluster, used = self._allocator.cluster, self._allocator.memory_used
         if missing := [service for service in ("rollout", "env", "trainer") if not cluster.slots(service)]:
-            return f"no {' and no '.join(missing)} worker is alive"
+            return self._cluster.refusals(missing) or f"no {' and no '.join(missing)} worker is alive"
         if used == DISK_FULL:
             return "the disk of Redis is full, and nothing is issued until it has room"
         if used > MAX_MEMORY_USED:

@@ -35,6 +35,10 @@ class ObservedCluster(Slots, Protocol):
         """Live workers: of one service, or of all."""
         ...
 
+    def refusals(self, services: Sequence[str]) -> str:
+        """The reasons for which workers of these services refuse the base model; empty if none does."""
+        ...
+
 
 class Surroundings:
     """Tells an Allocator what it cannot see from jobs and messages."""

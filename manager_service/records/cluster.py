@@ -208,6 +208,14 @@ class Cluster:
         ]
         return next(filter(None, reasons), "")
 
+    def refusals(self, services: Sequence[str]) -> str:
+        """The reasons for which workers of these services refuse the base model; empty if none does."""
+        refused = {(each.service, each.reason) for each in self.workers() if each.state == "refused"}
+        told = [
+            f"{service} workers refuse its base model: {why}" for service, why in sorted(refused) if service in services
+        ]
+        return "; ".join(told)
+
     def turn(self, service: str) -> BaseTurn:
         return BaseTurn.of([each for each in self.workers() if each.service == service and each.state != "starting"])
 

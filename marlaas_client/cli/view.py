@@ -70,19 +70,22 @@ def _place(worker: Record) -> str:
 
 def _activity(worker: Record) -> int:
     """The larger, the nearer to its turn."""
-    closed = worker["state"] in ("closed", "refused")
-    return 0 if not closed else -1 if worker["pool"]["tier"] == "device" else -2
+    if worker["state"] not in ("closed", "starting"):
+        return -3 if worker["state"] == "refused" else 0
+    return -1 if worker["pool"] and worker["pool"]["tier"] == "device" else -2
 
 
 def _bases(found: list[Record]) -> str:
     """`: tiny ▸ b, wide`: the open base model, then the others, those whose process runs first; empty for one that serves one alone."""
     if not found[0].get("pool"):
         return ""
-    names = {_activity(worker): list[str]() for worker in found}
-    for worker in found:
-        names[_activity(worker)].append(str(worker["base_model"]))
-    closed = ", ".join(name for activity in (-1, -2) for name in names.get(activity, []))
-    return ": " + " ".join(filter(None, [", ".join(names.get(0, [])), closed and f"▸ {closed}"]))
+    # A base model whose process starts has two reports, the place's own and the process's.
+    of_bases = {str(each["base_model"]): each for each in sorted(found, key=_activity)}
+    names = {0: list[str](), -1: list[str](), -2: list[str](), -3: list[str]()}
+    for base, worker in sorted(of_bases.items()):
+        names[_activity(worker)].append(f"{base} (refused)" if worker["state"] == "refused" else base)
+    closed = ", ".join(names[-1] + names[-2] + names[-3])
+    return ": " + " ".join(filter(None, [", ".join(names[0]), closed and f"▸ {closed}"]))
 
 
 def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float) -> RenderableType:

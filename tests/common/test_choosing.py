@@ -42,16 +42,16 @@ def chosen(current: OpenSlice | None, waiting: list[WaitingBase]) -> list[Waitin
     return choose(current, waiting, num_bases=len(waiting) + 1, slice_max_s=SLICE_MAX_S)
 
 
-@given(slices(), bases())
-def test_a_busy_slice_goes_on_until_it_has_lasted_long_enough(current: OpenSlice, waiting: list[WaitingBase]) -> None:
-    if current.is_busy and current.lasted_s < longest_slice_s(current.opening_s, SLICE_MAX_S):
-        assert not chosen(current, waiting)
-
-
-@given(slices(), bases())
-def test_an_idle_slice_lingers_by_what_the_cheapest_other_costs(current: OpenSlice, waiting: list[WaitingBase]) -> None:
-    if found := chosen(current, waiting):
-        assert current.is_busy or current.idle_s >= min(linger_s(base.opening_s) for base in found)
+@given(st.one_of(st.none(), slices()), bases())
+def test_a_slice_lasts_an_idle_one_lingers_and_a_base_waits_as_long_as_its_opening_takes_unless_it_is_loaded(
+    current: OpenSlice | None, waiting: list[WaitingBase]
+) -> None:
+    found = chosen(current, waiting)
+    if found and current and current.is_busy:
+        assert current.lasted_s >= longest_slice_s(current.opening_s, SLICE_MAX_S)
+    elif found and current:
+        assert current.idle_s >= min(linger_s(base.opening_s) for base in found)
+    assert all(base.is_loaded or base.waited_s >= base.opening_s for base in found)
     assert linger_s(1e9) == MAX_LINGER_S
 
 
@@ -62,14 +62,6 @@ def test_bases_that_open_fast_keep_no_slow_one_waiting() -> None:
     current = OpenSlice(base="c", is_busy=False, lasted_s=0.2, idle_s=0.02, opening_s=0.05)
     assert chosen(current, [slow]) == []
     assert chosen(current, [*fast, slow])[0] == slow
-
-
-@given(st.one_of(st.none(), slices()), bases())
-def test_a_base_waits_as_long_as_its_opening_takes_unless_it_is_loaded(
-    current: OpenSlice | None, waiting: list[WaitingBase]
-) -> None:
-    for base in chosen(current, waiting):
-        assert base.is_loaded or base.waited_s >= base.opening_s
 
 
 @given(st.one_of(st.none(), slices()), bases(least=1))

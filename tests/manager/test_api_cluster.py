@@ -63,6 +63,7 @@ async def test_a_closed_base_model_opens_where_that_is_soonest_and_a_job_says_th
     await tell(bus, *(report(each.worker, "rollout", state="refused", reason="why") for each in (slow, soon)))
     await cluster.follow_once()
     assert (cluster.turn("rollout").state, cluster.slots("rollout")) == ("refused", 0)
+    assert cluster.refusals(["rollout", "env"]) == "rollout workers refuse its base model: why"
 
 
 async def test_a_chat_with_a_base_model_that_opens_too_late_hears_when_to_ask_again(server: ApiServer) -> None:
@@ -74,6 +75,11 @@ async def test_a_chat_with_a_base_model_that_opens_too_late_hears_when_to_ask_ag
     (shown,) = (await server.http.get("/v1/models")).json()["data"]
     told = {name: shown["base"][name] for name in ("state", "tier", "opens_in_s", "waiting_s")}
     assert told == {"state": "closed", "tier": "disk", "opens_in_s": 500.5, "waiting_s": 0.0}
+    await tell(server.bus, report("r", "rollout", state="refused", reason="why"))
+    await tell(server.bus, report("other", "rollout", state="refused", reason="why"))
+    await until(server, 2)
+    answer = await server.http.post("/v1/chat/completions", json=asked)
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "60"), answer.text
 
 
 async def test_old_reports_count_for_the_timeline_but_not_as_alive(bus: Bus) -> None:

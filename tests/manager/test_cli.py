@@ -598,13 +598,18 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
     assert "me" in printed
     assert "poison" in run("dead")
     # Given a worker with several base models in turn
-    shared = {**worker, "pool": {"worker": "rollout-host-7-abc", "tier": "device", "opens_in_s": 0.0, "waiting_s": 0.0}}
+    place = {"worker": "rollout-host-7-abc", "tier": "device", "opens_in_s": 0.0, "waiting_s": 0.0}
+    shared = {**worker, "pool": place}
     closed = {**shared, "state": "closed", "busy": 0.0, "working_for": []}
-    rows = [("b", closed), ("tiny", shared)]
-    api.answers["GET", "/v1/cluster/workers"] = [
-        {**row, "id": str(pid), "pid": pid, "base_model": base} for pid, (base, row) in enumerate(rows)
-    ]
-    assert "rollout 7: tiny ▸ b" in run("workers")
+    away = {**closed, "pool": {**place, "tier": "disk"}}
+    rows = [("b", closed), ("tiny", shared), ("b", away), ("c", {**away, "state": "refused"})]
+    rows.append(("b", {**closed, "state": "starting"}))
+    records = [{**row, "id": str(pid), "pid": pid, "base_model": base} for pid, (base, row) in enumerate(rows)]
+    api.answers["GET", "/v1/cluster/workers"] = {"data": records}
+    assert "rollout 7: tiny ▸ b, c (refused)" in run("workers")
+    # Given one that serves one base model, and is refused
+    api.answers["GET", "/v1/cluster/workers"] = [{**worker, "state": "refused", "pool": None}]
+    assert "refused" in run("workers")
     assert json.loads(run("dead", "--json")) == [letter]
 
 

@@ -5,6 +5,8 @@ takes     does so after half a second
 hangs     stops with the first message, event loop and all
 dies      ends with status 3 while it loads
 refuses   says that its settings are wrong
+
+MARLAAS_TEST_ITEMSIZE: bytes of a weight, 4 unless set; 0: no weights, as env workers.
 """
 
 import asyncio
@@ -51,7 +53,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
 
 
 def pooled(settings: RolloutSettings) -> PooledService:
-    return PooledService(About(slots=4), itemsize=4)
+    return PooledService(About(slots=4), itemsize=int(os.environ.get("MARLAAS_TEST_ITEMSIZE", "4")))
 
 
 if __name__ == "__main__":

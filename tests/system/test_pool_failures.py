@@ -125,14 +125,26 @@ async def test_a_place_without_work_helps_where_others_have_much_and_gives_way_a
         assert sum('"takes"' in line for line in opened) >= 2 and any('"echoes"' in line for line in opened)
 
 
-async def test_a_base_worker_that_is_killed_is_started_again(bus: Bus, redis_url: str, tmp_path: Path) -> None:
+async def test_a_base_worker_that_is_killed_or_stands_still_is_started_again(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
     async with pool(bus, tmp_path, redis_url, "echoes other") as running:
-        for num in (1, 2):
+        for num, sent in ((1, signal.SIGKILL), (2, signal.SIGSTOP)):
             await running.ask("echoes")
             await running.answered("echoes", num)
             for pid in await running.base_workers("echoes"):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, sent)
         await until(lambda: running.log.count('"base_worker_ended"') == 2)
+
+
+async def test_base_models_without_weights_are_served_however_little_memory_a_pool_may_have(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    little: dict[str, Any] = {"MARLAAS_POOL_BYTES": "1", "MARLAAS_TEST_ITEMSIZE": "0"}
+    async with pool(bus, tmp_path, redis_url, "echoes other", **little) as running:
+        for base in ("echoes", "other"):
+            await running.ask(base)
+            await running.answered(base, 1)
 
 
 async def test_a_base_worker_that_hangs_while_it_closes_is_killed_and_the_next_opens(

@@ -40,6 +40,7 @@ from manager_service.http.sampling.choices import (
     take,
 )
 from manager_service.http.sampling.places import MAX_WAITING, SharedPlaces
+from manager_service.records.cluster import BaseTurn
 from manager_service.records.tenants import TenantRecord
 
 REPLY_TTL_S = 60
@@ -48,6 +49,7 @@ REFRESH_S = 5.0
 BLOCK_MS = 1000
 CONTROL_KEEP_S = 600.0
 PUBLISH_S = 4.0
+REFUSED_S = 60  # after which a base model that is refused is tried again
 MAX_BULK = 65_536  # turns of one tenant that wait for a place
 MAX_GRADES = 64  # grader runs of one tenant that do
 log = structlog.get_logger()
@@ -131,11 +133,11 @@ class Inference:
         timeout_s: float,
         slots: Callable[[str], int],
         most_for_chat: float,
-        opens_in_s: Callable[[], float],
+        turn: Callable[[], BaseTurn],
     ) -> None:
         """`slots`: the completions' turns (CHAT), grader runs (`env`), and samples in bulk together with jobs' trajectories (BULK)
         that all replicas may have under way at once. `most_for_chat`: the part of rollout slots that CHAT may have.
-        `opens_in_s`: the least time before a worker could read a completion."""
+        `turn`: of the base model at the rollout workers."""
         self._bus = bus
         self._share = CellShare(
             bus,
@@ -151,7 +153,7 @@ class Inference:
         self._threads = SharedThreads()
         self._silence_s = silence_s
         self._timeout_s = timeout_s
-        self._opens_in_s = opens_in_s
+        self._turn = turn
         self._cancels: asyncio.Queue[Cancel] = asyncio.Queue()
 
     async def run(self) -> None:
@@ -197,12 +199,20 @@ class Inference:
                 self._end(made)
                 await asyncio.shield(cancel_all([asking]))
 
+    def _check_turn(self, turn: BaseTurn) -> None:
+        """Raises ApiError 503 where the base model cannot be opened in time."""
+        is_refused, opens_in_s = turn.state == "refused", turn.opens_in_s
+        if is_refused or opens_in_s > self._timeout_s:
+            why = "no worker can serve it" if is_refused else f"it opens in about {opens_in_s:.0f} s"
+            told = f"the base model does not answer within {self._timeout_s:g} s, for {why}: try again later"
+            raise ApiError(
+                503, told, code="unavailable", headers={"Retry-After": str(math.ceil(opens_in_s) or REFUSED_S)}
+            )
+
     async def _ask_for(self, choices: "list[Choice]", tenant: TenantRecord) -> None:
-        """Publishes each request once it has a place, those that get one at once together. Raises Unavailable, and ApiError 503 where the
-        base model cannot be opened in time."""
-        if (opens_in_s := self._opens_in_s()) > self._timeout_s and not choices[0].bulk:
-            told = f"the base model opens in about {opens_in_s:.0f} s, and a completion waits for {self._timeout_s:g}: try again then"
-            raise ApiError(503, told, code="unavailable", headers={"Retry-After": str(math.ceil(opens_in_s))})
+        """Publishes each request once it has a place, those that get one at once together. Raises Unavailable and ApiError 503."""
+        if not choices[0].bulk:
+            self._check_turn(self._turn())
         waiting, places = deque(choices), self._places_of(choices[0])
         limits = (None, MAX_BULK) if choices[0].bulk else (self._timeout_s, MAX_WAITING)
         with places.behind(tenant, waiting):

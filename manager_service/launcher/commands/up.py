@@ -16,7 +16,7 @@ from marlaas_client.cli.options import Json
 from marlaas_client.cli.output import print_json, say, typed
 from marlaas_client.place import ClientSettings
 
-Count = Annotated[int, typer.Option(min=0, help="Number of workers, of each base model.")]
+Count = Annotated[int, typer.Option(min=0, help="Number of workers, for all base models; of vLLM's for each.")]
 
 
 def up(
