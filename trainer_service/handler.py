@@ -166,6 +166,10 @@ class TrainHandler:
         """Half a step is worth nothing elsewhere: the message goes back, or its owner hears that the gradient is gone."""
         return self._runs.hand_back(message) if isinstance(message, Operations) else None
 
+    def num_gradients(self) -> int:
+        """Number of runs whose gradient is only here."""
+        return self._runs.num_gradients()
+
     def resident(self) -> list[str]:
         """Adapters in memory, as `job@version`."""
         return [str(adapter) for adapter in self._versions.resident()]

@@ -1,0 +1,140 @@
+"""Gives base models their places in production: pool workers tell each other what each base model needs, and all compute the same places.
+
+    looks ─► the share of time that each base model needs ─► a row of `marlaas:{@}:pool:<service>` ─► all rows ─► `place`
+
+Each pool worker writes its row every TELL_S and reads the others'. One that is silent for SILENT_S has no row any more.
+"""
+
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from common.bus.bus import Bus
+from common.pool.base_states import BaseState
+from common.pool.choosing import WaitingBase
+from common.pool.looking import Unread
+from common.pool.placement import PlacementRule, PoolRow, may_open, place
+
+TELL_S, SILENT_S = 2.0, 6.0
+AVERAGE_S = 20.0
+"""Needs are averaged over about so long: a job that samples and trains in turn keeps its places."""
+LEAST_SHARE = 0.05
+"""A base model without work that needed less of a worker's time gives its places up."""
+
+# KEYS: the hash. ARGV: pool worker, its row, milliseconds. Returns the workers and rows that are not older. The first write needs no
+# memory; a row of the future was written before Redis' clock went back.
+_TELL = """
+redis.call('HDEL', KEYS[1], ARGV[1])
+local time, rows = redis.call('TIME'), {}
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('HSET', KEYS[1], ARGV[1], now .. ' ' .. ARGV[2])
+local all = redis.call('HGETALL', KEYS[1])
+for i = 1, #all, 2 do
+  local at, row = string.match(all[i + 1], '^(%d+) (.*)$')
+  if math.abs(now - at) > tonumber(ARGV[3]) then
+    redis.call('HDEL', KEYS[1], all[i])
+  else
+    rows[#rows + 1] = {all[i], row}
+  end
+end
+return rows
+"""
+
+
+class BaseNeed(msgspec.Struct, frozen=True, array_like=True):
+    """The need for one base model, as one pool worker sees it."""
+
+    share: float
+    """Share of one worker's time; those of all pool workers add up."""
+    since_s: float
+    """Unix time from when on there was work."""
+    num_bytes: int
+
+
+class WorkerRow(msgspec.Struct, frozen=True):
+    """What one pool worker tells."""
+
+    limit_bytes: int
+    in_memory: Sequence[str]
+    """Base models with their place there, and loaded ones that have none anywhere: places move only for a reason."""
+    refused: Sequence[str]
+    needs: dict[str, BaseNeed]
+
+
+def places_of(placement: PlacementRule, rows: Mapping[str, WorkerRow]) -> dict[str, tuple[str, ...]]:
+    """The places of each base model with work, by what all pool workers told."""
+    needs: dict[str, list[BaseNeed]] = {}
+    for row in rows.values():
+        for base, need in row.needs.items():
+            needs.setdefault(base, []).append(need)
+    order = sorted(needs, key=lambda base: (min(need.since_s for need in needs[base]), base))
+    demand = {base: sum(need.share for need in needs[base]) for base in order}
+    num_bytes = {base: max(need.num_bytes for need in needs[base]) for base in order}
+    workers = [PoolRow(name, row.limit_bytes, row.in_memory, row.refused) for name, row in sorted(rows.items())]
+    return place(placement, demand, num_bytes, workers)
+
+
+@dataclass(slots=True)
+class _Share:
+    since_s: float
+    value: float = 0.0
+
+
+class Placing:
+    """One pool worker's part in it."""
+
+    def __init__(self, bus: Bus, service: str, pool_worker: str, placement: PlacementRule, slots: int) -> None:
+        """`bus`: of ALL_CELLS."""
+        self._bus, self._key = bus, bus.cell.pool(service)
+        self._pool_worker, self._slots = pool_worker, slots
+        self._placement: PlacementRule = placement
+        self.places: dict[str, tuple[str, ...]] = {}
+        self._shares: dict[str, _Share] = {}
+        self._measured_at_s = time.monotonic()
+        self._num_workers = 1
+
+    def measure(self, served: str | None, seen: Mapping[str, Unread]) -> None:
+        """To be called at each look. A base needs the worker that serves it, and for what waits, which all workers see, up to one more."""
+        now_s = time.monotonic()
+        kept, self._measured_at_s = math.exp((self._measured_at_s - now_s) / AVERAGE_S), now_s
+        for base, unread in seen.items():
+            need = (base == served) + min(1.0, unread.num / self._slots) / self._num_workers
+            share = self._shares.setdefault(base, _Share(time.time()))
+            share.value = need + kept * (share.value - need)
+            if not need and share.value < LEAST_SHARE:
+                del self._shares[base]
+
+    async def tell(self, limit_bytes: int, states: Mapping[str, BaseState], loaded: Collection[str]) -> None:
+        """Writes this worker's row, and computes the places again."""
+        row = WorkerRow(
+            limit_bytes,
+            [base for base in states if self._has_place(base) or (base in loaded and not self.places.get(base))],
+            [base for base, state in states.items() if not state.may_open],
+            {base: BaseNeed(each.value, each.since_s, states[base].num_bytes) for base, each in self._shares.items()},
+        )
+        script = self._bus.client.register_script(_TELL)
+        args = [self._pool_worker, msgspec.json.encode(row), int(SILENT_S * 1000)]
+        told = await self._bus.retrying(lambda: script(keys=[self._key], args=args))
+        rows = {name.decode(): msgspec.json.decode(row, type=WorkerRow) for name, row in told}
+        self._num_workers = len(rows)
+        self.places = places_of(self._placement, rows)
+
+    async def leave(self) -> None:
+        await self._bus.pipelined([("HDEL", self._key, self._pool_worker)])
+
+    def is_off(self, base: str) -> bool:
+        """Has the base places, and all on other workers?"""
+        return bool(self.places.get(base)) and not self._has_place(base)
+
+    def may_open(
+        self, waiting: Sequence[WaitingBase], seen: Mapping[str, Unread], *, is_idle: bool
+    ) -> list[WaitingBase]:
+        """The bases that this worker may open: by their places, and those with work that nobody else can do."""
+        able = may_open(self._placement, self._pool_worker, waiting, self.places, is_idle=is_idle)
+        return [base for base in waiting if base in able or seen[base.base].num_own]
+
+    def _has_place(self, base: str) -> bool:
+        return self._pool_worker in self.places.get(base, ())
