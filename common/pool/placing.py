@@ -8,7 +8,7 @@ Each pool worker writes its row every TELL_S and reads the others'. One that is 
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,10 +19,9 @@ from common.pool.looking import Unread
 from common.pool.placement import PlacementRule, PoolRow, may_open, place
 
 TELL_S, SILENT_S = 2.0, 6.0
-AVERAGE_S = 20.0
-"""Needs are averaged over about so long: a job that samples and trains in turn keeps its places."""
-LEAST_SHARE = 0.05
-"""A base model without work that needed less of a worker's time gives its places up."""
+AVERAGE_S = 30.0
+"""Needs are averaged over about so long. A base model without work for so long gives its places up: a job that samples and trains in
+turn keeps them."""
 
 # KEYS: the hash. ARGV: pool worker, its row, milliseconds. Returns the workers and rows that are not older. The first write needs no
 # memory; a row of the future was written before Redis' clock went back.
@@ -79,7 +78,8 @@ def places_of(placement: PlacementRule, rows: Mapping[str, WorkerRow]) -> dict[s
 
 @dataclass(slots=True)
 class _Share:
-    since_s: float
+    since_s: float = field(default_factory=time.time)
+    needed_at_s: float = -math.inf
     value: float = 0.0
 
 
@@ -102,9 +102,11 @@ class Placing:
         kept, self._measured_at_s = math.exp((self._measured_at_s - now_s) / AVERAGE_S), now_s
         for base, unread in seen.items():
             need = (base == served) + min(1.0, unread.num / self._slots) / self._num_workers
-            share = self._shares.setdefault(base, _Share(time.time()))
+            share = self._shares.setdefault(base, _Share())
             share.value = need + kept * (share.value - need)
-            if not need and share.value < LEAST_SHARE:
+            if need:
+                share.needed_at_s = now_s
+            elif now_s - share.needed_at_s > AVERAGE_S:
                 del self._shares[base]
 
     async def tell(self, limit_bytes: int, states: Mapping[str, BaseState], loaded: Collection[str]) -> None:
