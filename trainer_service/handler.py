@@ -71,6 +71,7 @@ class TrainHandler:
         self._runs = RunHandler(
             self._fusion, self._versions, self._cell, self._counters, worker=worker, cache_bytes=cache_bytes
         )
+        self.num_gradients = self._runs.num_gradients
         self._held: list[int] = []  # tokens of each message
 
     async def __call__(self, message: TrainerMessage, beat: Beat) -> list[Out]:
@@ -165,10 +166,6 @@ class TrainHandler:
     def hand_back(self, message: TrainerMessage) -> list[Out] | None:
         """Half a step is worth nothing elsewhere: the message goes back, or its owner hears that the gradient is gone."""
         return self._runs.hand_back(message) if isinstance(message, Operations) else None
-
-    def num_gradients(self) -> int:
-        """Number of runs whose gradient is only here."""
-        return self._runs.num_gradients()
 
     def resident(self) -> list[str]:
         """Adapters in memory, as `job@version`."""

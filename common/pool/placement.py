@@ -60,20 +60,18 @@ def place(
     """Gives each base its workers: one, or as many as its demand needs; none to a base that fits nowhere.
 
     `demand`: of each base with work the share of one worker's time that it needs, in the order in which they came. Bases in memory get
-    their places first, in falling order of demand, then the others as they came. Under
-    `isolated` each gets one as they came, before any gets more: none loses its worker to one that needs more. The result depends on
-    nothing else.
+    their places first, in falling order of demand, then the others as they came; under `isolated` all as they came. Each gets one
+    before any gets more. The result depends on nothing else.
     """
     filled = [_Filled(row) for row in rows]
     places: dict[str, tuple[str, ...]] = dict.fromkeys(demand, ())
     nums = {base: max(1, ceil(demand[base] - ALIKE)) for base in _ordered(placement, demand, rows)}
-    more = {base: min(num, len(rows)) - 1 for base, num in nums.items()}
-    wanted = [*nums, *_times(more)] if placement == "isolated" else _times({base: 1 + n for base, n in more.items()})
-    for base in wanted:
-        load = demand[base] / nums[base]
-        if worker := _chosen(placement, base, load, num_bytes[base], filled):
-            worker.add(base, load, num_bytes[base])
-            places[base] = (*places[base], worker.row.worker)
+    for num_before in range(len(rows)):
+        for base in (base for base, num in nums.items() if num > num_before):
+            load = demand[base] / nums[base]
+            if worker := _chosen(placement, base, load, num_bytes[base], filled):
+                worker.add(base, load, num_bytes[base])
+                places[base] = (*places[base], worker.row.worker)
     return places
 
 
@@ -100,11 +98,6 @@ def _ordered(placement: PlacementRule, demand: Mapping[str, float], rows: Sequen
     here = {base for row in rows for base in row.in_memory if placement != "isolated"}
     yield from sorted((base for base in demand if base in here), key=lambda base: -demand[base])
     yield from (base for base in demand if base not in here)
-
-
-def _times(nums: Mapping[str, int]) -> list[str]:
-    """Each base so many times."""
-    return [base for base, num in nums.items() for _ in range(num)]
 
 
 def _chosen(

@@ -1,39 +1,35 @@
 """Gives base models their places in production: pool workers tell each other what each base model needs, and all compute the same places.
 
-    looks ─► the share of time that each base model needs ─► a row of `marlaas:{@}:pool:<service>` ─► all rows ─► `place`
-
-Each pool worker writes its row every TELL_S and reads the others'. One that is silent for SILENT_S has no row any more.
+looks ─► the share of time that each base model needs ─► a row of `marlaas:{@}:pool:<service>` ─► all rows ─► `place`
 """
 
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
 from common.bus.bus import Bus
 from common.pool.base_states import BaseState
 from common.pool.choosing import WaitingBase
-from common.pool.looking import Unread
+from common.pool.looking import HOLD_S, Unread
 from common.pool.placement import PlacementRule, PoolRow, may_open, place
 
-TELL_S, SILENT_S = 2.0, 6.0
 AVERAGE_S = 30.0
 """Needs are averaged over about so long. A base model without work for so long gives its places up: a job that samples and trains in
 turn keeps them."""
 
-# KEYS: the hash. ARGV: pool worker, its row, milliseconds. Returns the workers and rows that are not older. The first write needs no
-# memory; a row of the future was written before Redis' clock went back.
+# KEYS: the hash. ARGV: pool worker, its row, seconds of a hold. Returns the rows that hold, by worker. The first write needs no memory;
+# a row of the future was written before Redis' clock went back.
 _TELL = """
 redis.call('HDEL', KEYS[1], ARGV[1])
 local time, rows = redis.call('TIME'), {}
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('HSET', KEYS[1], ARGV[1], now .. ' ' .. ARGV[2])
+redis.call('HSET', KEYS[1], ARGV[1], time[1] .. ' ' .. ARGV[2])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
 local all = redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
   local at, row = string.match(all[i + 1], '^(%d+) (.*)$')
-  if math.abs(now - at) > tonumber(ARGV[3]) then
+  if math.abs(time[1] - at) > tonumber(ARGV[3]) then
     redis.call('HDEL', KEYS[1], all[i])
   else
     rows[#rows + 1] = {all[i], row}
@@ -43,14 +39,14 @@ return rows
 """
 
 
-class BaseNeed(msgspec.Struct, frozen=True, array_like=True):
+class BaseNeed(msgspec.Struct):
     """The need for one base model, as one pool worker sees it."""
 
-    share: float
-    """Share of one worker's time; those of all pool workers add up."""
     since_s: float
-    """Unix time from when on there was work."""
-    num_bytes: int
+    """Unix time from when on there was work; below, when there last was."""
+    needed_at_s: float
+    share: float = 0.0
+    """Share of one worker's time; those of all pool workers add up."""
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
@@ -61,6 +57,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     """Base models with their place there, and loaded ones that have none anywhere: places move only for a reason."""
     refused: Sequence[str]
     needs: dict[str, BaseNeed]
+    num_bytes: dict[str, int]
 
 
 def places_of(placement: PlacementRule, rows: Mapping[str, WorkerRow]) -> dict[str, tuple[str, ...]]:
@@ -71,16 +68,9 @@ def places_of(placement: PlacementRule, rows: Mapping[str, WorkerRow]) -> dict[s
             needs.setdefault(base, []).append(need)
     order = sorted(needs, key=lambda base: (min(need.since_s for need in needs[base]), base))
     demand = {base: sum(need.share for need in needs[base]) for base in order}
-    num_bytes = {base: max(need.num_bytes for need in needs[base]) for base in order}
+    num_bytes = {base: max(row.num_bytes.get(base, 0) for row in rows.values()) for base in order}
     workers = [PoolRow(name, row.limit_bytes, row.in_memory, row.refused) for name, row in sorted(rows.items())]
     return place(placement, demand, num_bytes, workers)
-
-
-@dataclass(slots=True)
-class _Share:
-    since_s: float = field(default_factory=time.time)
-    needed_at_s: float = -math.inf
-    value: float = 0.0
 
 
 class Placing:
@@ -88,44 +78,38 @@ class Placing:
 
     def __init__(self, bus: Bus, service: str, pool_worker: str, placement: PlacementRule, slots: int) -> None:
         """`bus`: of ALL_CELLS."""
-        self._bus, self._key = bus, bus.cell.pool(service)
-        self._pool_worker, self._slots = pool_worker, slots
+        self._bus, self._key, self._pool_worker, self._slots = bus, bus.cell.pool(service), pool_worker, slots
         self._placement: PlacementRule = placement
         self.places: dict[str, tuple[str, ...]] = {}
-        self._shares: dict[str, _Share] = {}
-        self._measured_at_s = time.monotonic()
-        self._num_workers = 1
+        self._needs: dict[str, BaseNeed] = {}
+        self._measured_at_s, self._num_workers = time.time(), 1
 
     def measure(self, served: str | None, seen: Mapping[str, Unread]) -> None:
         """To be called at each look. A base needs the worker that serves it, and for what waits, which all workers see, up to one more."""
-        now_s = time.monotonic()
-        kept, self._measured_at_s = math.exp((self._measured_at_s - now_s) / AVERAGE_S), now_s
+        now_s = time.time()
+        kept, self._measured_at_s = math.exp(min(0.0, self._measured_at_s - now_s) / AVERAGE_S), now_s
         for base, unread in seen.items():
-            need = (base == served) + min(1.0, unread.num / self._slots) / self._num_workers
-            share = self._shares.setdefault(base, _Share())
-            share.value = need + kept * (share.value - need)
-            if need:
-                share.needed_at_s = now_s
-            elif now_s - share.needed_at_s > AVERAGE_S:
-                del self._shares[base]
+            now = (base == served) + min(1.0, unread.num / self._slots) / self._num_workers
+            need = self._needs.setdefault(base, BaseNeed(now_s, 0.0))
+            need.share = now + kept * (need.share - now)
+            need.needed_at_s = now_s if now else need.needed_at_s
+            if now_s - need.needed_at_s > AVERAGE_S:
+                del self._needs[base]
 
     async def tell(self, limit_bytes: int, states: Mapping[str, BaseState], loaded: Collection[str]) -> None:
-        """Writes this worker's row, and computes the places again."""
+        """Writes this worker's row, which holds for HOLD_S, and computes the places again."""
         row = WorkerRow(
             limit_bytes,
             [base for base in states if self._has_place(base) or (base in loaded and not self.places.get(base))],
             [base for base, state in states.items() if not state.may_open],
-            {base: BaseNeed(each.value, each.since_s, states[base].num_bytes) for base, each in self._shares.items()},
+            self._needs,
+            {base: states[base].num_bytes for base in self._needs},
         )
+        args = [self._pool_worker, msgspec.json.encode(row), int(HOLD_S)]
         script = self._bus.client.register_script(_TELL)
-        args = [self._pool_worker, msgspec.json.encode(row), int(SILENT_S * 1000)]
         told = await self._bus.retrying(lambda: script(keys=[self._key], args=args))
         rows = {name.decode(): msgspec.json.decode(row, type=WorkerRow) for name, row in told}
-        self._num_workers = len(rows)
-        self.places = places_of(self._placement, rows)
-
-    async def leave(self) -> None:
-        await self._bus.pipelined([("HDEL", self._key, self._pool_worker)])
+        self._num_workers, self.places = len(rows), places_of(self._placement, rows)
 
     def is_off(self, base: str) -> bool:
         """Has the base places, and all on other workers?"""

@@ -29,7 +29,7 @@ from common.pool.base_workers import BaseWorker, BaseWorkers
 from common.pool.choosing import OpenSlice, WaitingBase, choose, ranked
 from common.pool.gate import Expected
 from common.pool.looking import Lookout, Unread
-from common.pool.placing import TELL_S, Placing
+from common.pool.placing import Placing
 from common.settings import Settings
 from common.wire.reported import InPool
 from common.worker.telemetry import KEEP_S, About, Reporter
@@ -72,7 +72,8 @@ class PoolWorker:
             base: Bus(connect(settings.redis_url, cell) if shards else one, cell) for base, cell in cells.items()
         }
         places = Bus(connect(settings.redis_url, ALL_CELLS) if shards else one, ALL_CELLS)
-        self._placing = Placing(places, service, worker, settings.placement, pooled.about.slots)
+        placement = settings.placement if pooled.itemsize else "spread"  # which limits nothing before a place is known
+        self._placing = Placing(places, service, worker, placement, pooled.about.slots)
         self._lookout = Lookout(self._buses, service, worker, settings.lease_s)
         self._states = {base: BaseState(base, where, pooled.itemsize) for base, where in settings.models.items()}
         self._reporters = {
@@ -97,12 +98,10 @@ class PoolWorker:
         async with starting() as start:
             start(self._take_turns(start))
             start(self._report())
-            start(self._keep_places() if self._service.itemsize else self._end_unused())
             await stop.wait()
         await asyncio.gather(*(self._workers.end(base) for base in [*self._workers.running]))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                await self._placing.leave()
                 for base in self._states:
                     await self._lookout.leave(base)
                     await self._tell(base, "stopped")
@@ -120,7 +119,7 @@ class PoolWorker:
             is_busy = current is not None and current.is_busy
             self._placing.measure(current.base if current and is_busy and not self._helps else None, self._seen)
             stays = None if self._gives_way else current
-            waiting = self._may_open(self._waiting(), is_idle=not (stays and is_busy))
+            waiting = self._placing.may_open(self._waiting(), self._seen, is_idle=not (stays and is_busy))
             for each in choose(stays, waiting, num_bases=num_bases, slice_max_s=slice_max_s):
                 if await self._begin(each, start):
                     break
@@ -272,11 +271,8 @@ class PoolWorker:
         base = max(crowded, key=lambda name: crowded[name])
         found = self._states[base].waiting(self._seen[base], self._workers.loaded.get(base), 0.0)
         waits = replace(found, waited_s=now_s - self._uncrowded_at_s)
-        return found if waits.waited_s >= waits.opening_s and self._may_open([waits], is_idle=True) else None
-
-    def _may_open(self, waiting: list[WaitingBase], *, is_idle: bool) -> list[WaitingBase]:
-        """Those with a place here, all where no base model has weights."""
-        return self._placing.may_open(waiting, self._seen, is_idle=is_idle) if self._service.itemsize else waiting
+        may_open = self._placing.may_open([waits], self._seen, is_idle=True)
+        return found if waits.waited_s >= waits.opening_s and may_open else None
 
     @property
     def _gives_way(self) -> bool:
@@ -312,18 +308,20 @@ class PoolWorker:
             await self._workers.changed(left_s)
 
     async def _end_unused(self) -> None:
-        while True:
-            await asyncio.sleep(REPORT_S)
-            for base, worker in self._workers.loaded.items():
-                since_s = 0.0 if self._seen[base].num or worker.pulse.num_held else time.monotonic() - worker.busy_at_s
-                if since_s >= UNUSED_S:
-                    await self._workers.end(base)
+        for base, worker in self._workers.loaded.items():
+            is_used = self._seen[base].num or worker.pulse.num_held
+            if not is_used and time.monotonic() - worker.busy_at_s >= UNUSED_S:
+                await self._workers.end(base)
 
     # ---- reports ----------------------------------------------------------------------------------------------------
 
     async def _report(self) -> None:
         while True:
             await asyncio.to_thread(self._look_at_files)
+            if self._service.itemsize:
+                await self._placing.tell(self._max_bytes, self._states, self._workers.loaded)
+            else:
+                await self._end_unused()
             for base in self._states:
                 if base in self._open:
                     recent = time.monotonic() - self._opened_at_s < REPORT_S
@@ -336,11 +334,6 @@ class PoolWorker:
                 else:
                     await self._tell(base, "refused" if self._states[base].refused else "closed")
             await asyncio.sleep(REPORT_S)
-
-    async def _keep_places(self) -> None:
-        while True:
-            await self._placing.tell(self._max_bytes, self._states, self._workers.loaded)
-            await asyncio.sleep(TELL_S)
 
     def _look_at_files(self) -> None:
         for state in self._states.values():
