@@ -2,6 +2,7 @@
 weights."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from base_model.decoder import Decoder, DecoderConfig
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from trainer_service.backbone.interface import Backbone
-from trainer_service.settings import TrainerSettings
+from trainer_service.settings import AUTO, TrainerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ def random_decoder(shape: Shape, device: torch.device, dtype: torch.dtype) -> De
     def drawn(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator, device=device, dtype=dtype) * 0.02
 
-    weights = {"embed_tokens.weight": drawn(c.vocab, c.hidden), "norm.weight": _ones(c.hidden, device, dtype)}
+    ones = partial(torch.ones, device=device, dtype=dtype)
+    weights = {"embed_tokens.weight": drawn(c.vocab, c.hidden), "norm.weight": ones(c.hidden)}
     query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     linear = {
         "self_attn.q_proj": (query, c.hidden),
@@ -58,7 +60,7 @@ def random_decoder(shape: Shape, device: torch.device, dtype: torch.dtype) -> De
     norms |= {"self_attn.q_norm": c.head_dim, "self_attn.k_norm": c.head_dim}
     for layer in range(c.num_layers):
         weights |= {f"layers.{layer}.{name}.weight": drawn(*size) for name, size in linear.items()}
-        weights |= {f"layers.{layer}.{name}.weight": _ones(size, device, dtype) for name, size in norms.items()}
+        weights |= {f"layers.{layer}.{name}.weight": ones(size) for name, size in norms.items()}
     return Decoder(c, weights)
 
 
@@ -102,16 +104,16 @@ def random_modules(decoder: Decoder) -> Backbone:
     return ModulesBackbone.of(model, target_layers(model), decoder.config.context)
 
 
-def training_modules(decoder: Decoder) -> Backbone:
-    """The same, with the kernels that a trainer takes by itself on that device."""
+def training_modules(decoder: Decoder, kernels: str = AUTO) -> Backbone:
+    """The same, with kernels as a trainer takes them on that device. Raises InvalidInput for some that cannot run there."""
     from trainer_service.backbone.device_kernels.kernel_choice import chosen_kernels, use_kernels
     from trainer_service.backbone.modules import ModulesBackbone
 
     backbone = random_modules(decoder)
     assert isinstance(backbone, ModulesBackbone)
     dtype = str(decoder.embedding.dtype).removeprefix("torch.")
-    settings = TrainerSettings.model_validate({"trainer_device": str(decoder.device), "trainer_dtype": dtype})
-    use_kernels(backbone, chosen_kernels(settings, decoder.device))
+    given = {"trainer_device": str(decoder.device), "trainer_dtype": dtype, "trainer_kernels": kernels}
+    use_kernels(backbone, chosen_kernels(TrainerSettings.model_validate(given), decoder.device))
     return backbone
 
 
@@ -122,7 +124,3 @@ def sampling_backbone(decoder: Decoder, kind: str) -> EngineBackbone:
     from rollout_service.embedded.backbone.modules import ModulesDecoder  # here: it imports transformers
 
     return ModulesDecoder(random_model(decoder, "sdpa"))
-
-
-def _ones(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.ones(size, device=device, dtype=dtype)

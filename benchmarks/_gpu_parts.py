@@ -7,19 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
 from base_model.adapter import load_adapter, save_adapter
 from base_model.decoder import Decoder
 from base_model.stacked import FusedAdapter, fuse
-from benchmarks._gpu_bases import Shape, random_model, random_modules
-from benchmarks._lengths import LONGEST, answer_tokens
+from benchmarks._gpu_bases import Shape, random_model
+from benchmarks._lengths import answer_tokens
 from benchmarks._report import in_turns, ratio, timed
 from benchmarks.fused import Job, all_active, fused
 from benchmarks.rollout import GROUP_SIZE, NoEnd, adapter_files, request
@@ -35,7 +35,7 @@ from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.row_states import TurnRow
 from rollout_service.embedded.torch_engine import TorchEngine
 from trainer_service.batch import parse_rows
-from trainer_service.open_step import TrainState
+from trainer_service.open_step import OpenStep, TrainState
 from trainer_service.packing import Budget
 from trainer_service.selftest import random_rows
 from trainer_service.training import Trainer
@@ -46,8 +46,10 @@ NUM_ROWS, NUM_PROMPT, NUM_WRITTEN = 8, 3072, 1024
 ROW = NUM_PROMPT + NUM_WRITTEN
 """Rows of the step whose memory is planned, and their tokens."""
 TOP = 8
-PROFILED = 8
-"""Steps of decoding that warm up, or that a profiler sees: it keeps every call."""
+STEPS = 32
+"""Steps of decoding that are timed."""
+SIDE, TOKENS = 8192, 7432
+"""Sides of the square product that shows the most operations a second; tokens of the other products."""
 SOURCE = "def grade(sample, item):\n    return sum(map(ord, sample['output_text'])) % 5 / 4\n"
 GRADER = {"type": "python", "name": "sum", "source": SOURCE}
 """Rewards differ, whatever a model with random weights writes."""
@@ -68,31 +70,53 @@ def heavy_tailed(trainer: Trainer, num_jobs: int) -> list[Job]:
     return jobs
 
 
-def measure_training(trainer: Trainer, jobs: list[Job], repetitions: int) -> dict[str, float]:
-    """Fused and separate steps in turn; operations and padding of one fused step."""
+def measure_training(
+    trainer: Trainer, decoder: Decoder, jobs: list[Job], repetitions: int, peak_flops: float
+) -> dict[str, Any]:
+    """Fused steps: the time of the whole, and of its three phases; what the device does meanwhile; and the operations of computed
+    tokens. Of a beginning that rows share, the tokens count once."""
     device = trainer.backbone.device
-    runs: dict[str, Callable[[], object]] = {
-        "fused": lambda: fused(trainer, jobs),
-        "separate": lambda: [trainer.step(*job, lambda: None) for job in jobs],
+    runs: dict[str, Callable[[], Any]] = {
+        "whole": timed(done(lambda: fused(trainer, jobs), device)),
+        "phases": lambda: _phases(trainer, jobs),
     }
-    seconds = in_turns({name: timed(done(work, device)) for name, work in runs.items()}, repetitions)
-    peak = peak_bytes(device, runs["fused"])
-    with FlopCounterMode(display=False) as counter:
-        metrics = [trained.metrics for trained in fused(trainer, jobs)]
-    forward = [m["forward_tokens"] or 0.0 for m in metrics]
-    padding = sum(tokens * (m["padding_share"] or 0.0) for tokens, m in zip(forward, metrics, strict=True)) / sum(
-        forward
-    )
-    fused_s = statistics.median(seconds["fused"])
-    num_tokens = sum(len(step.rows.tokens) for step, _ in jobs)
+    took = in_turns(runs, repetitions, warm_up=2)
+    metrics = [trained.metrics for trained in fused(trainer, jobs)]
+    computed = sum((m["forward_tokens"] or 0.0) * (1 - (m["padding_share"] or 0.0)) for m in metrics)
+    step_s = statistics.median(took["whole"])
+    phases = zip(("begin_ms", "batches_ms", "finish_ms"), zip(*took["phases"], strict=True), strict=True)
     return {
-        "tokens": num_tokens,
-        "tokens_per_s": num_tokens / fused_s,
-        "to_separate": ratio(seconds["separate"], seconds["fused"]),
-        "flops_per_s": counter.get_total_flops() * (1 - padding) / fused_s,
-        "padding": padding,
-        "peak_bytes": peak,
+        **{name: 1e3 * statistics.median(seconds) for name, seconds in phases},
+        **device_work(lambda: fused(trainer, jobs), device, step_s),
+        "computed": computed,
+        "tokens_per_s": computed / step_s,
+        "mfu_percent": 100 * training_flops(decoder, jobs, computed) / step_s / peak_flops,
+        "peak_gib": peak_bytes(device, lambda: fused(trainer, jobs)) / 2**30,
     }
+
+
+def _phases(trainer: Trainer, jobs: Sequence[Job]) -> list[float]:
+    """Seconds in which fused steps begin, compute their micro-batches, and end."""
+    opened: list[OpenStep] = []
+
+    def compute() -> None:
+        while under_way := [step.opened for step in opened if not step.done]:
+            trainer.micro_batch(under_way)
+
+    parts: tuple[Callable[[], object], ...] = (
+        lambda: opened.extend([trainer.begin(*job) for job in jobs]),
+        compute,
+        lambda: [trainer.finish(step) for step in opened],
+    )
+    return [timed(done(part, trainer.backbone.device))() for part in parts]
+
+
+def training_flops(decoder: Decoder, jobs: Sequence[Job], computed: float) -> float:
+    """Operations of products with weights: two a weight in the forward, and two for the gradient of what goes in, for the head of
+    written tokens alone. Attention and adapters, a few percent, are left out; and what checkpoints compute again."""
+    written = sum(len(step.rows.tokens) - PROMPT * len(step.rows.lengths) for step, _ in jobs)
+    weights = sum(out * width for out, width in decoder.linear_shapes().values())
+    return 4 * (computed * weights + written * decoder.head.numel())
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> float:
@@ -102,39 +126,6 @@ def peak_bytes(device: torch.device, work: Callable[[], object]) -> float:
     torch.cuda.reset_peak_memory_stats(device)
     work()
     return float(torch.cuda.max_memory_allocated(device))
-
-
-def measure_kernels(
-    default: Trainer, decoder: Decoder, names: Sequence[str], jobs: list[Job], repetitions: int
-) -> dict[str, float]:
-    """Steps of several jobs, by this trainer and with these kernels in turn; operations are those of this trainer.
-
-    Raises ImportError without what a kernel needs, RuntimeError where it cannot run.
-    """
-    trainers = {"kernels": _with_kernels(default, decoder, names), "default": default}
-    device = default.backbone.device
-    runs = {name: timed(done(lambda each=each: fused(each, jobs), device)) for name, each in trainers.items()}
-    seconds = in_turns(runs, repetitions)
-    with FlopCounterMode(display=False) as counter:
-        fused(default, jobs)
-    fused_s = statistics.median(seconds["kernels"])
-    return {
-        "tokens_per_s": sum(len(step.rows.tokens) for step, _ in jobs) / fused_s,
-        "flops_per_s": counter.get_total_flops() / fused_s,
-        "to_default": ratio(seconds["default"], seconds["kernels"]),
-    }
-
-
-def _with_kernels(default: Trainer, decoder: Decoder, names: Sequence[str]) -> Trainer:
-    """A trainer over the same weights that keeps as much for the backward."""
-    from trainer_service.backbone.device_kernels.kernel_choice import use_kernels  # here: they import transformers
-    from trainer_service.backbone.modules import ModulesBackbone
-
-    own, backbone = default.backbone, random_modules(decoder)
-    assert isinstance(own, ModulesBackbone) and isinstance(backbone, ModulesBackbone)
-    use_kernels(backbone, names)
-    alike = replace(backbone, num_checkpointed=own.num_checkpointed, max_scores=own.max_scores)
-    return Trainer(alike, default.budget)
 
 
 def measure_plan(trainer: Trainer, shape: Shape) -> dict[str, float]:
@@ -148,39 +139,21 @@ def measure_plan(trainer: Trainer, shape: Shape) -> dict[str, float]:
     backbone = trainer.backbone
     assert isinstance(backbone, ModulesBackbone), "it is what `marlaas plan --gpu` reckons with"
     trainer = replace(trainer, backbone=replace(backbone, max_scores=MAX_SCORES), share_prefixes=False)
-    itemsize, num_checkpointed = backbone.model.dtype.itemsize, backbone.num_checkpointed
-    planned = _planned(trainer.budget, shape, itemsize=itemsize, num_checkpointed=num_checkpointed)
+    planned = _planned(trainer.budget, backbone, shape)
     before = torch.cuda.memory_allocated(backbone.device) if backbone.device.type == "cuda" else 0
     taken = peak_bytes(backbone.device, lambda: _train(trainer)) - before
     wanted = planned.total - planned.process - planned.holes
     return {"peak_bytes": planned.weights + taken, "planned_bytes": wanted}
 
 
-def _planned(budget: Budget, shape: Shape, *, itemsize: int, num_checkpointed: int) -> TrainingBytes:
+def _planned(budget: Budget, backbone: Any, shape: Shape) -> TrainingBytes:
     most = min(budget.tokens, budget.num_bytes / budget.bytes_per_token if budget.bytes_per_token else budget.tokens)
     tokens = min(NUM_ROWS, max(1, int(most // ROW))) * ROW
-    c = shape.config
-    sizes = BaseShape(
-        num_layers=c.num_layers,
-        hidden=c.hidden,
-        ffn=shape.inner,
-        num_heads=c.num_heads,
-        num_kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        vocab=c.vocab,
-        context=c.context,
-        tied=c.tied,
-        head_norms=True,
-    )
-    return training_bytes(
-        sizes,
-        tokens=tokens,
-        longest=ROW,
-        itemsize=itemsize,
-        rank=LORA.rank,
-        gpu=True,
-        num_checkpointed=num_checkpointed,
-    )
+    c, size = shape.config, backbone.model.dtype.itemsize
+    widths = (c.num_heads, c.num_kv_heads, c.head_dim, c.vocab, c.context)
+    sizes = BaseShape(c.num_layers, c.hidden, shape.inner, *widths, tied=c.tied, head_norms=True)
+    plan = partial(training_bytes, sizes, tokens=tokens, longest=ROW, itemsize=size, rank=LORA.rank, gpu=True)
+    return plan(num_checkpointed=backbone.num_checkpointed)
 
 
 def _train(trainer: Trainer) -> None:
@@ -199,73 +172,73 @@ def random_adapters(decoder: Decoder, num: int) -> list[FusedAdapter]:
 
 
 def rows_of(adapters: Sequence[FusedAdapter]) -> list[TurnRow]:
-    """ROWS turns, evenly over the adapters, of the law's lengths, with prompts of their own."""
+    """ROWS turns, evenly over the adapters, with prompts of their own; none ends while it is timed."""
     rng = np.random.default_rng(0)
     rows: list[TurnRow] = []
     for number in range(ROWS):
         job = number % len(adapters)
-        num_tokens = answer_tokens(TrajectoryRef("train", 1, number // 8, number % 8))
-        asked = request(AdapterRef("bench", f"job{job}", 1), rng.integers(0, 250, PROMPT), number, num_tokens)
+        asked = request(AdapterRef("bench", f"job{job}", 1), rng.integers(0, 250, PROMPT), number, 2 * STEPS)
         rows.append(TurnRow(asked, adapters[job], handle=None))
     return rows
 
 
-def decode(model: EngineBackbone, rows: Sequence[TurnRow], num_steps: int = LONGEST) -> float:
-    """Seconds of the forwards after the first, prefills left out."""
+def under_way(model: EngineBackbone, rows: Sequence[TurnRow]) -> RunningRows:
+    """The rows after their prompts and two steps, which warm up."""
     batch = RunningRows(model, end_ids=(), decode=lambda _: "", limits=EngineLimits(slots=ROWS, kv_bytes=8 << 30))
-    with torch.inference_mode():
-        for row in rows:
-            batch.add(TurnRow(row.request, row.adapter, handle=None))
+    for row in rows:
+        batch.add(TurnRow(row.request, row.adapter, handle=None))
+    for _ in range(3):
         batch.advance()
+    return batch
+
+
+def decode(model: EngineBackbone, rows: Sequence[TurnRow]) -> float:
+    """Seconds of a step."""
+    with torch.inference_mode():
+        batch = under_way(model, rows)
         first_s = batch.meter.decode_s
-        for _ in range(num_steps):
-            if batch.has_work:
-                batch.advance()
-    return batch.meter.decode_s - first_s
+        for _ in range(STEPS):
+            batch.advance()
+    return (batch.meter.decode_s - first_s) / STEPS
 
 
 def bytes_read(model: EngineBackbone, rows: Sequence[TurnRow]) -> float:
-    """Bytes that all forwards but the first have to read at least."""
+    """Bytes that a step, amid the timed ones, has to read at least."""
     config, size = model.config, model.embedding.element_size()
-    row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
     shapes = model.linear_shapes().values()
     weights = size * (sum(out * width for out, width in shapes) + model.embedding.numel())  # the head is as large
-    steps_of: Counter[FusedAdapter] = Counter()
-    total = 0.0
-    for row in rows:
-        steps = row.request.sampling.max_tokens - 1
-        total += row_bytes * sum(row.request.num_prompt + t for t in range(1, steps + 1))
-        assert row.adapter is not None, "every row has an adapter"
-        steps_of[row.adapter] = max(steps_of[row.adapter], steps)
-    return total + weights * max(steps_of.values()) + sum(a.num_bytes * n for a, n in steps_of.items())
+    adapters = {row.adapter for row in rows if row.adapter}
+    kept = sum(row.request.num_prompt + STEPS // 2 for row in rows) * token_bytes
+    return weights + kept + sum(adapter.num_bytes for adapter in adapters)
 
 
-def measure_decoding(model: EngineBackbone, adapters: Sequence[FusedAdapter], repetitions: int) -> dict[str, float]:
-    """Decodes with one adapter and with all in turn."""
+def measure_decoding(
+    model: EngineBackbone, adapters: Sequence[FusedAdapter], repetitions: int, peak: float
+) -> dict[str, Any]:
+    """Decodes with one adapter and with all in turn; and what the device does in a step with all. `peak`: bytes a second."""
     alone, mixed = rows_of(adapters[:1]), rows_of(adapters)
-    num_tokens = sum(row.request.sampling.max_tokens - 1 for row in mixed)
-    decode(model, mixed, PROFILED)
-    seconds = [(decode(model, alone), decode(model, mixed)) for _ in range(repetitions)]
-    mixed_s = statistics.median(s for _, s in seconds)
-    return {
-        "tokens_per_s": num_tokens / mixed_s,
-        "to_one_adapter": statistics.median(one / all_ for one, all_ in seconds),
-        "bytes_per_s": bytes_read(model, mixed) / mixed_s,
-    }
+    seconds = in_turns({"alone": lambda: decode(model, alone), "mixed": lambda: decode(model, mixed)}, repetitions)
+    step_s = statistics.median(seconds["mixed"])
+    per_s = bytes_read(model, mixed) / step_s
+    with torch.inference_mode():
+        worked = device_work(under_way(model, mixed).advance, model.embedding.device, step_s)
+    figures = {"read_gb_per_s": per_s / 1e9, "mbu_percent": 100 * per_s / peak}
+    return {**worked, **figures, "to_one_adapter": ratio(seconds["alone"], seconds["mixed"])}
 
 
 # ---- both ends ------------------------------------------------------------------------------------------------------
 
 
-def measure_against_peft(trainer: Trainer, decoder: Decoder, jobs: list[Job], repetitions: int) -> dict[str, float]:
-    """Fused steps, and one step of a plain PEFT loop for each job, in turn. Raises ImportError without PEFT."""
+def measure_against_peft(trainer: Trainer, decoder: Decoder, jobs: list[Job]) -> dict[str, float]:
+    """Fused steps, and one step of a plain PEFT loop for each job, twice in turn. Raises ImportError without PEFT."""
     loop, base = PeftLoop(random_model(decoder, "sdpa")), trainer.backbone
     batches = [parse_rows(step.rows, version=0, vocab=base.vocab, context=base.context) for step, _ in jobs]
     runs: dict[str, Callable[[], object]] = {
         "fused": lambda: fused(trainer, jobs),
         "peft": lambda: [loop.step(batch) for batch in batches],
     }
-    seconds = in_turns({name: timed(done(work, base.device)) for name, work in runs.items()}, repetitions)
+    seconds = in_turns({name: timed(done(work, base.device)) for name, work in runs.items()}, 2)
     return {
         "steps_per_s": len(jobs) / statistics.median(seconds["fused"]),
         "peft_steps_per_s": len(jobs) / statistics.median(seconds["peft"]),
@@ -370,12 +343,50 @@ def done(work: Callable[[], object], device: torch.device) -> Callable[[], None]
     return do
 
 
-def busiest(run: Callable[[], object], device: torch.device) -> list[tuple[str, float]]:
-    """Operations by their share of the device's time, the largest first."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities) as profiled:
-        run()
-    events: list[Any] = list(profiled.key_averages())
-    kind = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    shares = Counter({event.key: getattr(event, kind) for event in events})
-    return [(name[:60], 100 * took / max(1.0, shares.total())) for name, took in shares.most_common(TOP)]
+def device_work(run: Callable[[], object], device: torch.device, step_s: float) -> dict[str, Any]:
+    """Kernels of a run that takes `step_s` without a profiler, the share of the time in which the device is busy, and those that
+    keep it so the longest. On a processor, torch's operations."""
+    cuda = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as profiled:
+        done(run, device)()
+    events = [e for e in profiled.events() or () if not cuda or e.device_type.name == "CUDA"]
+    took_us: Counter[str] = Counter()
+    for event in events:
+        took_us[event.name] += event.device_time if cuda else event.self_cpu_time_total
+    busiest = [(name[:60], us / step_s / 1e4) for name, us in took_us.most_common(TOP)]
+    busy = took_us.total() / step_s / 1e4
+    return {"step_ms": 1e3 * step_s, "kernels": len(events), "busy_percent": busy, "busiest": busiest}
+
+
+def measure_ceilings(shape: Shape, device: torch.device) -> dict[str, float]:
+    """Measures the most that the device does: a copy's bytes a second, read and written; operations a second of products, in bfloat16;
+    and the time of grouped products into rank 8 and out of it, for 8 adapters."""
+    cuda = device.type == "cuda"
+    hidden, inner, tokens = shape.config.hidden, shape.inner, TOKENS if cuda else SIDE // 128
+    ends_G = torch.arange(1, 9, dtype=torch.int32, device=device) * (tokens // 8)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device=device, dtype=torch.bfloat16)
+
+    source, target = torch.empty(2, 1 << (29 if cuda else 20), device=device, dtype=torch.bfloat16)
+    found = {"copy GB/s": 2 * source.nbytes / _seconds(lambda: target.copy_(source), device) / 1e9}
+    for sizes in ((SIDE,) * 3 if cuda else (64,) * 3, (tokens, hidden, inner), (tokens, inner, hidden)):
+        n, k, m = sizes
+        a, b = drawn(n, k), drawn(k, m)
+        found[f"product {n} x {k} x {m}, TFLOP/s"] = 2 * n * k * m / _seconds(lambda a=a, b=b: a @ b, device) / 1e12
+    for name, k, m in (("into", hidden, 8), ("out of", 8, hidden)):
+        a, b = drawn(tokens, k), drawn(8, m, k).transpose(1, 2)
+        work = partial(torch.nn.functional.grouped_mm, a, b, offs=ends_G)
+        found[f"grouped product {name} rank 8, µs"] = 1e6 * _seconds(work, device)
+    return found
+
+
+def _seconds(work: Callable[[], object], device: torch.device, number: int = 20) -> float:
+    """Seconds of one of so many runs, one after the other."""
+
+    def repeat() -> None:
+        for _ in range(number):
+            work()
+
+    done(repeat, device)()  # it warms up
+    return timed(done(repeat, device))() / number

@@ -51,10 +51,8 @@ IMPORTERS = {
         "manager_service/launcher/commands/plan_command.py",
         "rollout_service/embedded/backbone/modules.py",
         "trainer_service/backbone/attention.py",
-        "trainer_service/backbone/device_kernels/",
     },
     "peft": set[str](),
-    "liger_kernel": {"trainer_service/backbone/device_kernels/liger.py"},
     "vllm": {"rollout_service/process/vllm_engine.py"},
     "redis": {
         "common/bus/bus.py",

@@ -105,6 +105,7 @@ def lagged_batch(step: TrainStep, base: Backbone) -> tuple[int, Batch] | None:
 def _finish(fusion: Fusion, step: OpenGap) -> LaggedGap:
     opened = step.opened
     fusion.trainer.discard(opened)
+    fusion.trainer.settle()
     sum_of = dict(zip(FIGURES, opened.sums.figures_K.tolist(), strict=True))
     gap = sum_of["gap"] / max(sum_of["num_gap"], 1)
     if not math.isfinite(gap):

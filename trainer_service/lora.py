@@ -80,6 +80,30 @@ class AdapterStack:
         self.scales: list[float] = []
         self.factors: dict[str, LayerFactors] = {}
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The modules that an adapter targets in each layer, in order, such as `mlp.up_proj`."""
+        return tuple(name.split(".", 2)[2] for name in self.layout.names[: len(self._grads) // 2])
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The numbers of the layers, in order."""
+        return tuple(name.split(".")[1] for name in self.layout.names[:: len(self._grads) // 2])
+
+    def gathered(self, places_G: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Copies adapters: for each of `paths` A [L, G, rank, in] and B [L, G, out, rank], views of one tensor."""
+        by_layer = self._values_CP.index_select(0, places_G).unflatten(1, (self.layout.num_layers, -1)).transpose(0, 1)
+        shapes = [grad.shape[2:] for grad in self._grads]
+        pieces = by_layer.split([shape.numel() for shape in shapes], dim=2)
+        factors = [piece.unflatten(2, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        return [*zip(factors[::2], factors[1::2], strict=True)]
+
+    def add_gradients(self, path: str, places_G: Tensor, grads_a: Tensor, grads_b: Tensor) -> None:
+        """Adds [L, G, rank, in] and [L, G, out, rank] to the gradients of adapters."""
+        first = 2 * self.paths.index(path)
+        for total, grads in zip(self._grads[first : first + 2], (grads_a, grads_b), strict=True):
+            total.index_add_(1, places_G, grads.to(total.dtype))
+
     def put(self, values_P: Tensor, scale: float, grad_P: Tensor | None = None) -> int:
         """Copies an adapter in, with the gradient to go on from (None: 0); returns its place."""
         if not self._free:

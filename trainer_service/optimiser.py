@@ -31,11 +31,12 @@ class Moments:
         return cls(torch.zeros(num_values, device=device), torch.zeros(num_values, device=device), 0)
 
 
-def clip_gradient(grad_P: Tensor, max_norm: float) -> float:
+def clip_gradient(grad_P: Tensor, max_norm: float) -> Tensor:
     """Scales the gradient in place to a norm of at most `max_norm` (0: any), as torch's clip_grad_norm_; returns the norm before."""
-    norm = float(torch.linalg.vector_norm(grad_P))
-    if 0 < max_norm < norm:
-        grad_P.mul_(max_norm / (norm + 1e-6))
+    norm = torch.linalg.vector_norm(grad_P)
+    if max_norm > 0:
+        exact = norm.double()
+        grad_P.mul_(torch.where(exact > max_norm, max_norm / (exact + 1e-6), 1.0))
     return norm
 
 

@@ -123,6 +123,7 @@ def finish(trainer: Trainer, run: OpenRun) -> Computed:
 
 
 def _finish(trainer: Trainer, run: OpenRun) -> Computed:
+    trainer.settle()
     since = trainer.clock()
     results = [_result(run, part) for part in range(len(run.operations))]
     gradient = _sum(trainer, run, results)

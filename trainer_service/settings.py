@@ -6,12 +6,8 @@ from pydantic import Field, field_validator
 
 from common.settings import Bytes, Settings, dtype_on
 
-DEVICE_KERNELS = {
-    "varlen": "attention",
-    "liger": "what stands between products",
-    "compile": "what stands between products",
-}
-"""Kernels for CUDA, each with what it computes: of two that compute the same one is enough."""
+DEVICE_KERNELS = ("varlen", "lora", "compile")
+"""Kernels for CUDA: of attention, of adapters' products and log-probs, and of whole layers, which need that of attention."""
 
 AUTO = "auto"
 
@@ -48,9 +44,9 @@ class TrainerSettings(Settings):
     """Keep only each layer's input and compute the rest again in the backward: less memory, a third more time. The transformers
     backbone does so by itself for as many layers as memory demands; this makes it all."""
     trainer_kernels: str = "auto"
-    """Kernels with which the transformers backbone computes on CUDA, comma-separated: `varlen` for attention, `liger` or `compile` for
-    what stands between the products. Empty: its plain path. auto: `varlen` on one GPU of capability 8.0 or newer, in bfloat16;
-    elsewhere the plain path."""
+    """Kernels with which the transformers backbone computes on CUDA, comma-separated: `varlen` for attention, `lora` for adapters'
+    products and log-probs, `compile` for whole layers. Empty: its plain path. auto: all of them on one GPU of capability 8.0 or
+    newer, in bfloat16, where they run; elsewhere the plain path."""
     trainer_cache_bytes: Bytes = Field(default=0, ge=0)
     """Memory for adapters with optimiser state, kept between their steps, and as much again for gradients of runs; the least
     recently used are dropped first. 0: for four adapters of rank 32, at most an eighth of what is free at the start, at
@@ -61,9 +57,9 @@ class TrainerSettings(Settings):
     def _are_known(cls, value: str) -> str:
         if value == AUTO:
             return value
-        computed = [DEVICE_KERNELS.get(name) for name in _names(value)]
-        if None in computed or len(set(computed)) < len(computed):
-            raise ValueError("auto, or varlen, and liger or compile, comma-separated")
+        names = _names(value)
+        if len({*names} & {*DEVICE_KERNELS}) < len(names):
+            raise ValueError(f"auto, or some of {', '.join(DEVICE_KERNELS)}, comma-separated")
         return value
 
     @property

@@ -31,6 +31,9 @@ from trainer_service.open_step import OpenBatch, OpenStep, Trained, TrainState, 
 from trainer_service.optimiser import Moments
 from trainer_service.packing import PAD_MULTIPLE, Budget, Tree, in_order, next_micro_batch, next_pack, pack
 
+QUEUED = 1
+"""Micro-batches that a GPU computes while the host prepares the next one: more would make small steps wait."""
+
 Taken = Sequence[tuple[OpenBatch, Sequence[Tree]]]
 """A micro-batch: the sequences of each batch, those of one stack side by side."""
 
@@ -58,6 +61,7 @@ class Trainer:
     _stacks: dict[lora.AdapterLayout, lora.AdapterStack] = field(
         default_factory=dict[lora.AdapterLayout, lora.AdapterStack]
     )
+    _queued: list["_Queued"] = field(default_factory=list["_Queued"], init=False)  # a copy's are its own
 
     def init(self, message: Init) -> TrainState:
         """Makes version 0. Raises InvalidInput for targets that the base does not have."""
@@ -101,12 +105,13 @@ class Trainer:
         TrainingFailed if the gradient or the new weights are not finite."""
         values_P = state.values_P.clone()
         norm = optimiser.clip_gradient(grad_P, optim.grad_clip)
-        if not math.isfinite(norm):
-            raise TrainingFailed("the gradient is not finite")
         moments = optimiser.update(values_P, grad_P, state.moments, optim)
-        if not math.isfinite(values_P.sum()):
+        found, total = torch.stack([norm, values_P.sum()]).tolist()  # one transfer
+        if not math.isfinite(found):
+            raise TrainingFailed("the gradient is not finite")
+        if not math.isfinite(total):
             raise TrainingFailed("the new weights are not finite")
-        return replace(state, values_P=values_P, moments=moments), norm
+        return replace(state, values_P=values_P, moments=moments), found
 
     # ---- a TrainStep ------------------------------------------------------------------------------------------------
 
@@ -131,6 +136,7 @@ class Trainer:
 
     def finish(self, step: OpenStep) -> Trained:
         """Makes the next version. Raises TrainingFailed if loss, gradient or new weights are not finite."""
+        self.settle()
         start, opened = self.clock(), step.opened
         try:
             if opened.failures:
@@ -181,7 +187,15 @@ class Trainer:
         if learns:
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
         _keep_logprobs(taken, logprobs_M.detach())
-        _credit(taken, figures_KR.cpu().numpy(), sequences.width if self.backbone.pads else None, self.clock() - start)
+        width = sequences.width if self.backbone.pads else None
+        _count(taken, width)
+        self._queued.append(_Queued.of(taken, figures_KR, width, self.clock() - start))
+        self.settle(all_but=0 if figures_KR.device.type == "cpu" else QUEUED)
+
+    def settle(self, all_but: int = 0) -> None:
+        """Waits for micro-batches, the oldest first, and adds up their figures and failures. Call it before those are read."""
+        while len(self._queued) > all_but:
+            self._queued.pop(0).credit(self.clock)
 
     def _take(self, opened: Sequence[OpenBatch], budget: Budget) -> Taken:
         """Takes the next micro-batch out of the batches' queues."""
@@ -257,26 +271,51 @@ def _keep_logprobs(taken: Taken, logprobs_M: Tensor) -> None:
             start = stop
 
 
-def _credit(taken: Taken, figures_KR: Floats, width: int | None, seconds: float) -> None:
-    """Adds a micro-batch's figures up by batch and part, its time by each one's share of positions. `width`: of padded
-    sequences; None: unpadded. `seconds`: that it took."""
+def _places(sequences: Sequence[Tree], width: int | None) -> int:
+    """Positions of sequences; `width`: of padded ones."""
+    return sum(map(len, sequences)) if width is None else len(sequences) * width
 
-    def places(sequences: Sequence[Tree]) -> int:
-        return sum(map(len, sequences)) if width is None else len(sequences) * width
 
-    num_places = sum(places(sequences) for _, sequences in taken)
-    row = 0
+def _count(taken: Taken, width: int | None) -> None:
     for one, sequences in taken:
-        num_rows = sum(len(tree.rows) for tree in sequences)
-        sums, own_KR = one.sums, figures_KR[:, row : row + num_rows]
-        sums.figures_K += own_KR.sum(1)
-        sums.num_forward += places(sequences)
-        sums.num_padding += places(sequences) - sum(map(len, sequences))
-        sums.seconds += seconds * places(sequences) / num_places
-        row += num_rows
-        _credit_parts(
-            one, np.repeat([tree.part for tree in sequences], [len(tree.rows) for tree in sequences]), own_KR[0]
-        )
+        one.sums.num_forward += _places(sequences, width)
+        one.sums.num_padding += _places(sequences, width) - sum(map(len, sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A micro-batch whose figures may still be under way from the device, so that the next one queues there meanwhile."""
+
+    taken: Taken
+    figures_KR: Tensor  # on the host
+    ready: torch.cuda.Event | None
+    width: int | None
+    seconds: float  # that the host took
+
+    @classmethod
+    def of(cls, taken: Taken, figures_KR: Tensor, width: int | None, seconds: float) -> "_Queued":
+        if figures_KR.device.type != "cuda":
+            return cls(taken, figures_KR.cpu(), None, width, seconds)
+        on_host = torch.empty(figures_KR.shape, dtype=figures_KR.dtype, pin_memory=True)
+        on_host.copy_(figures_KR, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return cls(taken, on_host, ready, width, seconds)
+
+    def credit(self, clock: Callable[[], float]) -> None:
+        """Adds the figures up by batch and part, the time by each batch's share of positions."""
+        start = clock()
+        if self.ready:
+            self.ready.synchronize()
+        seconds = self.seconds + clock() - start
+        num_places, row = sum(_places(sequences, self.width) for _, sequences in self.taken), 0
+        for one, sequences in self.taken:
+            num_rows = [len(tree.rows) for tree in sequences]
+            own_KR = self.figures_KR.numpy()[:, row : row + sum(num_rows)]
+            one.sums.figures_K += own_KR.sum(1)
+            one.sums.seconds += seconds * _places(sequences, self.width) / num_places
+            _credit_parts(one, np.repeat([tree.part for tree in sequences], num_rows), own_KR[0])
+            row += sum(num_rows)
 
 
 def _credit_parts(one: OpenBatch, parts_R: Ints, losses_R: Floats) -> None:

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import InvalidInput
 from tests.support.families import NUM_LAYERS, save_family
@@ -94,3 +96,20 @@ def test_on_a_cpu_the_decoder_computes_the_families_that_it_knows(tmp_path: Path
     assert found.num_checkpointed == NUM_LAYERS and found.context == 64
     with pytest.raises(InvalidInput, match="model_type 'gemma3_text'"):
         load_backbone(TrainerSettings(trainer_backbone="decoder"), gemma)
+
+
+class Waits(TorchDispatchMode):
+    """Counts where the host needs a number of the device at once."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **kwargs or {})
+
+
+def test_nothing_waits_for_the_device_but_one_transfer_when_a_step_ends(backbone: Backbone) -> None:
+    trainer = Trainer(backbone, Budget(500))
+    with Waits() as waits:
+        trainer.step(*job(trainer, 0, num_groups=3), nothing)
+    assert waits.number == 0  # a transfer of several numbers is none of these

@@ -60,6 +60,43 @@ class PackSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionRuns:
+    """A pack as runs of queries, each with a run of keys, of which the last query sees all, and each earlier one a key less.
+
+    a tree:          beginning | branch 1 | branch 2
+    runs of queries  beginning | branch 1 | branch 2
+    runs of keys     beginning | beginning, branch 1 | beginning, branch 2
+    """
+
+    keys_m: Tensor  # int32, each key's place in the pack
+    query_cuts: Tensor  # int32 [runs + 1], where runs begin, and the last one ends
+    key_cuts: Tensor
+    uses_m: Tensor  # int32, places of keys in the runs: those of a position side by side
+    use_cuts: Tensor  # int32 [N + 1], where each position's begin
+    most: Tensor  # on the host: most queries of a run, most keys, and whether keys are others than their own positions
+
+    @classmethod
+    def of(cls, spans: Sequence[PackSpan], device: torch.device) -> "AttentionRuns":
+        keys: list[np.ndarray] = []
+        queries: list[int] = []
+        start = 0
+        for span in spans:
+            own = np.arange(start, start + span.length)
+            first = own[: span.beginning]
+            keys += [first, *(np.concatenate([first, own[branch]]) for branch in span.branches)]
+            queries += [span.beginning, *(branch.stop - branch.start for branch in span.branches)]
+            start += span.length
+        counts = [*map(len, keys)]
+        keys_m = np.concatenate(keys)
+        cuts = [np.cumsum([0, *each]) for each in (queries, counts, np.bincount(keys_m, minlength=start))]
+        made = [keys_m, *cuts[:2], keys_m.argsort(kind="stable"), cuts[2]]
+        on_device = torch.from_numpy(np.concatenate(made).astype(np.int32)).to(device)
+        places, query_cuts, key_cuts, uses, use_cuts = on_device.split([*map(len, made)])
+        most = torch.tensor([max(queries), max(counts), counts != queries])
+        return cls(places, query_cuts, key_cuts, uses, use_cuts, most)
+
+
+@dataclass(frozen=True, slots=True)
 class Pack:
     """Sequences end to end, on the device."""
 
@@ -67,6 +104,7 @@ class Pack:
     positions_N: Tensor
     predictors_M: Tensor  # index in the pack
     spans: Sequence[PackSpan]
+    runs: AttentionRuns
     longest: int  # positions of a row
     of_all_layers: dict[tuple[Any, ...], Any] = field(default_factory=dict[tuple[Any, ...], Any])
     """Things that attention has made for all layers."""
@@ -81,12 +119,14 @@ class Pack:
             return torch.from_numpy(np.concatenate(arrays)).to(device)
 
         positions = [tree.positions for tree in trees]
+        spans = [PackSpan.of(tree) for tree in trees]
         predictors = [row_M + start for tree, start in zip(trees, starts, strict=False) for row_M in tree.predictors]
         return cls(
             on_device([tree.tokens for tree in trees]),
             on_device(positions),
             on_device(predictors),
-            [PackSpan.of(tree) for tree in trees],
+            spans,
+            AttentionRuns.of(spans, device),
             1 + int(max(map(np.max, positions))),
         )
 
@@ -219,10 +259,11 @@ def register(name: str, attend: PackAttention) -> None:
         **others: Any,
     ) -> tuple[Tensor, None]:
         pack = passed_on(packed, others)
-        pack.windows.add(sliding_window)
+        if not torch.compiler.is_compiling():
+            pack.windows.add(sliding_window)
         return attend(pack, query, key, value, sliding_window, scaling), None
 
-    AttentionInterface.register(name, torch.compiler.disable(attention))  # pyright: ignore
+    AttentionInterface.register(name, attention)
 
 
 register(NAME, packed_attention)

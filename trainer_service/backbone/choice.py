@@ -47,13 +47,15 @@ def _modules(settings: TrainerSettings, folder: Path, device: torch.device, dtyp
     from trainer_service.backbone.loading import load_modules
 
     load = partial(load_modules, folder, device=str(device), dtype=dtype, max_context=settings.max_context)
-    kernels = chosen_kernels(settings, device)
-    try:
-        backbone = load(kernels=kernels)
-    except InvalidInput as error:  # also if they compute the first few tokens wrongly
-        if settings.kernels or not kernels:
-            raise
-        log.warning("device_kernels_left_out", kernels=kernels, reason=str(error))
-        kernels, backbone = (), load()
+    kernels, backbone = chosen_kernels(settings, device), None
+    while backbone is None:
+        try:
+            backbone = load(kernels=kernels)
+        except InvalidInput as error:  # also if they compute the first few tokens wrongly
+            if settings.kernels or not kernels:
+                raise
+            *fewer, left_out = kernels
+            log.warning("device_kernels_left_out", kernels=left_out, reason=str(error))
+            kernels = tuple(fewer)
     log.info("device_kernels_chosen", kernels=kernels)
     return backbone.checkpointing(len(backbone.layers)) if settings.trainer_checkpointing else backbone

@@ -6,12 +6,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from base_model.adapter import init_adapter
 from base_model.modules import check_computed, context_of, load_model, target_layers, written_logprobs
 from common.errors import InvalidInput
+from common.wire.messages import LoraSpec
 from trainer_service.backbone.attention import Pack
 from trainer_service.backbone.device_kernels.kernel_choice import use_kernels
-from trainer_service.backbone.interface import Sequences
+from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.backbone.modules import ModulesBackbone
+from trainer_service.lora import AdapterLayout, flatten
 from trainer_service.packing import Tree
 
 
@@ -45,7 +48,7 @@ def load_modules(
 
 
 def _check_packed(folder: Path, backbone: ModulesBackbone, kernels: Sequence[str]) -> None:
-    """Compares log-probs of a few packed tokens with those of transformers' model, row by row.
+    """Compares log-probs of a few packed tokens with those of transformers' model, row by row, in a pass with a backward too.
 
     Leaves our attention and the kernels in the model. Raises InvalidInput for one that does not treat packed rows apart.
     """
@@ -63,7 +66,18 @@ def _check_packed(folder: Path, backbone: ModulesBackbone, kernels: Sequence[str
     )
     lone = Tree(1, (2,), rows[2][0], np.arange(7), np.zeros(7, np.int64), (np.array([3, 4, 5]),))
     pack = Pack.of([lone], backbone.device)
+    sequences = Sequences([branched, lone], [*owns, owns[1]], [1.0] * 3)
     with torch.no_grad():
-        ours_M = backbone.logprobs(Sequences([branched, lone], [*owns, owns[1]], [1.0] * 3), None)
-        backbone.hidden(pack, ())
-    check_computed(folder, backbone.model, ours_M - theirs_M, pack.windows)
+        backbone.hidden(pack, None)
+        ours_M = backbone.logprobs(sequences, None)
+    learning_M = backbone.logprobs(sequences, [_at_zero(backbone)] * 2)
+    learning_M.sum().backward()  # pyright: ignore[reportUnknownMemberType]
+    for found_M in (ours_M, learning_M.detach()):
+        check_computed(folder, backbone.model, found_M - theirs_M, pack.windows)
+
+
+def _at_zero(backbone: ModulesBackbone) -> AdapterPlace:
+    """An adapter that changes nothing yet."""
+    adapter = init_adapter(LoraSpec(), backbone.linear_shapes(), 0)
+    stack = backbone.stack(AdapterLayout.of(adapter))
+    return stack, stack.put(flatten(adapter), adapter.scale)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from base_model.device import free_bytes
 from common.models.footprint import BYTES_OF_SCORE, MAX_SCORES, MODULES_SCORES, SCORES_SHARE, kept_with_checkpoints
 from trainer_service.backbone.attention import Pack
-from trainer_service.backbone.grouped import CurrentLanes, Lane, LoraLinear, lanes_of
+from trainer_service.backbone.grouped import CurrentGroups, Groups, LoraLinear, groups_of
 from trainer_service.backbone.head import target_logprobs
 from trainer_service.backbone.interface import AdapterPlace, Sequences
 from trainer_service.backbone.shortage import Shortage
@@ -30,6 +30,7 @@ class ModulesBackbone:
 
     model: Any
     context: int
+    layer_weights: int  # of a layer, on average
     num_checkpointed: int = 0  # of the first layers: they keep only their input for the backward
     max_scores: int = MAX_SCORES
     whole: Callable[[Any], AbstractContextManager[Any]] = nullcontext
@@ -39,16 +40,24 @@ class ModulesBackbone:
     pads: bool = False
     num_ranks: int = 1
     concurrent: bool = False
-    _current: CurrentLanes = field(default_factory=CurrentLanes)
+    current: CurrentGroups = field(default_factory=CurrentGroups)
     _shapes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     @classmethod
     def of(cls, model: Any, targets: Mapping[str, tuple[Any, str]], context: int) -> "ModulesBackbone":
         """Takes a loaded model. `targets`: see `target_layers`; `context`: most tokens of a sequence."""
-        backbone = cls(model, context, max_scores=scores_on(model.get_output_embeddings().weight.device))
+        layers = model.get_decoder().layers
+        num_weights = sum(p.numel() for layer in layers for p in layer.parameters())
+        backbone = cls(
+            model,
+            context,
+            num_weights // len(layers),
+            max_scores=scores_on(model.get_output_embeddings().weight.device),
+        )
+        backbone.current.follow(model.get_input_embeddings())
         for name, (layer, leaf) in targets.items():
             module = getattr(layer, leaf)
-            setattr(layer, leaf, LoraLinear(module, name, backbone._current))
+            setattr(layer, leaf, LoraLinear(module, name, backbone.current))
             backbone._shapes[name] = (module.out_features, module.in_features)
         return backbone
 
@@ -58,29 +67,32 @@ class ModulesBackbone:
 
     @property
     def device(self) -> torch.device:
-        return self._head.device
+        return self.model.device
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self._shapes
 
     def cost(self) -> Cost:
         config = self._config
-        num_weights = sum(p.numel() for layer in self.layers for p in layer.parameters())
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return Cost.of_layer(num_weights // len(self.layers), config.num_attention_heads, head_dim, by_branch=True)
+        return Cost.of_layer(self.layer_weights, config.num_attention_heads, head_dim, by_branch=True)
 
     def stack(self, layout: AdapterLayout) -> AdapterStack:
         return AdapterStack(layout, self.device)
 
     def logprobs(self, sequences: Sequences, adapters: Sequence[AdapterPlace] | None) -> Tensor:
         pack = Pack.of(sequences.trees, self.device)
-        lanes = [] if adapters is None else lanes_of(adapters, [len(tree) for tree in sequences.trees])
-        with self._current.using(lanes):
-            hidden_NE = self.hidden(pack, lanes)
+        groups = None
+        if adapters is not None:
+            lengths = [*map(len, sequences.trees)]
+            how = {"whole": self.current.whole, "fused": self.current.fused}
+            groups = groups_of(adapters, lengths, self._shapes, self._head.dtype, **how)
+        with self.current.using(groups):
+            hidden_NE = self.hidden(pack, groups)
         about = sequences.about_targets(self.device)
         with self.whole(self.model.get_output_embeddings()):
             hidden_ME = hidden_NE.index_select(0, pack.predictors_M)
-            return target_logprobs(hidden_ME, self._head, *about, self.max_scores)
+            return target_logprobs(hidden_ME, self._head, *about, self.max_scores, self.current.fused)
         return torch.zeros_like(about[1])  # memory ran out, and `shortage` knows
 
     def keeping_all(self) -> "ModulesBackbone":
@@ -120,9 +132,9 @@ class ModulesBackbone:
     def _head(self) -> Tensor:
         return self.model.get_output_embeddings().weight
 
-    def hidden(self, pack: Pack, lanes: Sequence[Lane]) -> Tensor:
+    def hidden(self, pack: Pack, groups: Groups | None) -> Tensor:
         """Hidden states after the last norm, [N, E]."""
-        again = partial(self._current.using, lanes)
+        again = partial(self.current.using, groups)
         for number, layer in enumerate(self.layers):
             _let_checkpoint(layer, number < self.num_checkpointed, again)
         tokens_1N, positions_1N = pack.tokens_N[None], pack.positions_N[None]
