@@ -250,7 +250,7 @@ class Cell:
 
 
 ALL_CELLS = Cell("@")
-"""What belongs to no base model."""
+"""Keys of all base models together."""
 GROUP_ENV = "env"
 GROUP_ROLLOUT = "rollout"
 GROUP_TRAINER = "trainer"

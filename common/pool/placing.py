@@ -50,7 +50,7 @@ class BaseNeed(msgspec.Struct):
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """What one pool worker tells."""
+    """One pool worker's part of what places depend on."""
 
     limit_bytes: int
     in_memory: Sequence[str]
@@ -74,7 +74,7 @@ def places_of(placement: PlacementRule, rows: Mapping[str, WorkerRow]) -> dict[s
 
 
 class Placing:
-    """One pool worker's part in it."""
+    """One pool worker's view of the places."""
 
     def __init__(self, bus: Bus, service: str, pool_worker: str, placement: PlacementRule, slots: int) -> None:
         """`bus`: of ALL_CELLS."""
@@ -85,7 +85,7 @@ class Placing:
         self._measured_at_s, self._num_workers = time.time(), 1
 
     def measure(self, served: str | None, seen: Mapping[str, Unread]) -> None:
-        """To be called at each look. A base needs the worker that serves it, and for what waits, which all workers see, up to one more."""
+        """Averages needs, at each look. A base needs the worker that serves it, and for what waits, which all workers see, up to one more."""
         now_s = time.time()
         kept, self._measured_at_s = math.exp(min(0.0, self._measured_at_s - now_s) / AVERAGE_S), now_s
         for base, unread in seen.items():

@@ -189,12 +189,8 @@ async def test_a_base_worker_without_weights_ends_when_unused_and_comes_again_wi
             await running.ask("echoes")
             await running.answered("echoes", num)
             workers = await running.base_workers("echoes")
-            await until(lambda workers=workers: none_lives(workers))
+            await until(lambda workers=workers: not any(map(is_alive, workers)))
         assert "base_worker_ended" not in running.log, "it is no failure"
-
-
-async def none_lives(pids: set[int]) -> bool:
-    return not any(map(is_alive, pids))
 
 
 def test_what_holds_sessions_or_gradients_ends_last() -> None:
