@@ -85,7 +85,7 @@ class Placing:
         self._measured_at_s, self._num_workers = time.time(), 1
 
     def measure(self, served: str | None, seen: Mapping[str, Unread]) -> None:
-        """Averages needs, at each look. A base needs the worker that serves it, and for what waits, which all workers see, up to one more."""
+        """Averages needs, at each look. A base needs a worker that serves it, and for what waits, which all see, up to one more."""
         now_s = time.time()
         kept, self._measured_at_s = math.exp(min(0.0, self._measured_at_s - now_s) / AVERAGE_S), now_s
         for base, unread in seen.items():
