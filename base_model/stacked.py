@@ -282,8 +282,9 @@ class LanePlanner:
         for rank in sorted(like):
             if (lanes := self._lanes_for(num_lanes, like[rank])) is None:
                 return None
-            if rank not in self._zeros:
-                self._zeros[rank] = FusedAdapter(rank, like[rank].factors.over(torch.zeros_like))
+            if rank not in self._zeros:  # in memory one zero
+                zeros = like[rank].factors.over(lambda values: values.new_zeros(()).expand_as(values))
+                self._zeros[rank] = FusedAdapter(rank, zeros)
             for lane, owner in enumerate(owners):
                 lanes.put(lane, owner if owner is not None and owner.rank == rank else self._zeros[rank])
             products.append(Product(lanes.first(num_lanes), in_place=True))

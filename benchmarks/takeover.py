@@ -39,7 +39,6 @@ from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.wire.messages import BASE, TurnRequest
 from common.wire.transcript import wrote
-from common.worker.takeover import ORPHANS_SHARE
 from common.worker.telemetry import About, Reporter
 from common.worker.worker import Habits, Inbox, Worker
 from harness import live
@@ -171,7 +170,7 @@ async def surviving(url: str, objects: Objects, case: Case) -> AsyncGenerator[li
     """Workers with an engine each."""
     prepare_cpu(1)
     decoder = Decoder.load(TINY, max_context=1024)
-    limits = EngineLimits(slots=case.slots + case.slots // ORPHANS_SHARE, kv_bytes=256 << 20)
+    limits = EngineLimits(slots=2 * case.slots, kv_bytes=256 << 20)
     engines = [TorchEngine(FusedDecoder(decoder, exact=False), NoEnd(), limits=limits) for _ in range(NUM_WORKERS)]
     buses, stop = [Bus.connect(url, CELL) for _ in engines], asyncio.Event()
     handlers = [Counting(engine, objects) for engine in engines]
@@ -190,7 +189,7 @@ async def surviving(url: str, objects: Objects, case: Case) -> AsyncGenerator[li
 def _worker(bus: Bus, handler: Counting, number: int, case: Case) -> Worker:
     reporter = Reporter(f"survivor-{number}", "rollout", CELL.base_model, About(slots=case.slots))
     inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
-    habits = Habits(progress_s=1.0, orphan_slots=case.slots // ORPHANS_SHARE)
+    habits = Habits(progress_s=1.0, orphan_slots=case.slots)
     return Worker(bus, handler, inboxes, reporter, lease_s=case.lease_s, habits=habits)
 
 

@@ -1,10 +1,12 @@
 """Settings that all services share. Each service reads its `MARLAAS_*` variables once, in `__main__`."""
 
 import os
+import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import InvalidInput
@@ -25,8 +27,8 @@ _KNOWN = (
     "env_slots env_sessions env_package_memory_mb sandbox_processes sandbox_memory_mb weak_sandbox "
     "endpoint_hosts endpoint_proxy grader_hosts grader_keys grader_model_calls openenv_hosts openenv_servers "
     # rollout workers
-    "engine rollout_device rollout_dtype rollout_backbone rollout_threads rollout_slots rollout_kv_bytes "
-    "rollout_idle_adapter_bytes rollout_progress_s vllm_max_loras vllm_max_known_loras vllm_max_lora_rank "
+    "engine rollout_device rollout_dtype rollout_backbone rollout_threads rollout_slots rollout_orphan_slots "
+    "rollout_kv_bytes rollout_idle_adapter_bytes rollout_progress_s vllm_max_loras vllm_max_known_loras vllm_max_lora_rank "
     "vllm_tensor_parallel vllm_memory_fraction vllm_enforce_eager "
     # trainers
     "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_ranks trainer_micro_batch_tokens "
@@ -44,15 +46,15 @@ LEAST_CONTEXT = 64
 TINY = Path(__file__).resolve().parent.parent / "models" / "tiny"
 
 
-_BYTES = TypeAdapter(ByteSize)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?) *(?:([kmgt])(i?)b?|b)?", re.ASCII | re.IGNORECASE)
 
 
 def parse_bytes(text: object) -> int:
-    """`20GB`, `16GiB`, or a number -> bytes. Raises ValueError."""
-    try:
-        return int(_BYTES.validate_python(text))
-    except ValidationError:
-        raise ValueError("write a number of bytes, or a size such as 20GB or 16GiB") from None
+    """`20GB`, `16GiB`, or a number -> bytes. Raises ValueError, also for what only begins so, such as `20,000`."""
+    if not (found := _SIZE.fullmatch(str(text).strip())):
+        raise ValueError("write a number of bytes, or a size such as 20GB or 16GiB")
+    number, prefix, binary = found.groups(default="")
+    return int(Decimal(number) * (1024 if binary else 1000) ** (1 + "kmgt".find(prefix.lower() or "-")))
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]

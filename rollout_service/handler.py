@@ -34,8 +34,9 @@ from rollout_service.adapters import AdapterCache
 from rollout_service.engine import CorruptAdapter, Engine, Generated
 from rollout_service.turns import weights_of
 
-SHORT_TURN = 64
-"""Tokens of a turn of which no progress is kept: sampling them again costs less."""
+SHORT_TURN = 32
+"""Tokens of a turn of which no progress is kept: sampling them again costs less. A kill costs a turn at most so many and those of
+`rollout_progress_s`: never more than the larger of twice either."""
 PROGRESS_HEAD = struct.Struct("<qqd")
 """Figures of the trajectory up to now: prompt tokens, sampled tokens, engine seconds."""
 PROGRESS_BODY = np.dtype([("token", "<i4"), ("logprob", "<f4")])

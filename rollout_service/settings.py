@@ -5,13 +5,12 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from common.settings import Bytes, Settings, dtype_on
-from common.worker.takeover import ORPHANS_SHARE
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
 CHAT_SHARE = 8
 """One part in so many of a worker's slots are as many places for chat besides."""
-ON_GPU = {"rollout_slots": 256, "rollout_idle_adapter_bytes": 8 << 30}
+ON_GPU = {"rollout_slots": 256, "rollout_idle_adapter_bytes": 8 << 30, "vllm_max_loras": 32}
 """Defaults of vLLM on CUDA where they differ: it decodes hundreds of rows in the time of one, and adapters of real bases are large."""
 
 
@@ -31,6 +30,8 @@ class RolloutSettings(Settings):
     """Threads of torch. Deterministic mode needs 1."""
     rollout_slots: int = Field(default=128, ge=1)
     """Turns generated at once; on vLLM and CUDA 256 unless set."""
+    rollout_orphan_slots: int | None = Field(default=None, ge=0)
+    """Turns of dead workers generated at once beyond the slots: as many as there are slots unless set; deterministic: 0."""
     rollout_kv_bytes: Bytes = Field(default=1 << 30, ge=1)
     """Memory for keys and values, and for copies of adapters' factors; turns that do not fit wait. vLLM on CUDA, unless set: what its
     memory_fraction leaves."""
@@ -40,7 +41,7 @@ class RolloutSettings(Settings):
     """Time between two writes of the tokens of long turns under way: a worker that is killed loses about so much of each.
     0: none are written."""
     vllm_max_loras: int = Field(default=8, ge=1)
-    """Adapters in one batch, the bare base model not counted; turns of others queue behind them."""
+    """Adapters in one batch, the bare base model not counted; turns of others queue behind them. On CUDA 32 unless set."""
     vllm_max_known_loras: int = Field(default=64, ge=1)
     """Adapters that vLLM keeps in the host's memory, from which those without a place in the batch come back unread."""
     vllm_max_lora_rank: int = 32
@@ -86,7 +87,8 @@ class RolloutSettings(Settings):
     @property
     def orphan_slots(self) -> int:
         """Places for turns of dead workers."""
-        return 0 if self.deterministic else self.rollout_slots // ORPHANS_SHARE
+        wanted = self.rollout_slots if self.rollout_orphan_slots is None else self.rollout_orphan_slots
+        return 0 if self.deterministic else wanted
 
     @property
     def dtype(self) -> str:

@@ -20,8 +20,8 @@ from common.worker.underway import Inbox, Underway
 
 LOOK_EVERY_S = 1.0
 """Time between two searches for idle entries, of all workers together; shorter with a short lease."""
-ORPHANS_SHARE = 4
-"""One part in so many of a worker's slots may be orphans that have not advanced yet, also beyond its slots."""
+UNPROVEN_SHARE = 4
+"""One part in so many of a worker's slots may be orphans that have not advanced yet: any of them may end this worker."""
 SUSPECT_AFTER = 5
 """Deliveries after which an entry runs with no others whatever its progress: it may kill its worker late."""
 log = structlog.get_logger()
@@ -38,16 +38,17 @@ class Takeover:
         underway: Underway,
         *,
         most: int,
+        orphan_slots: int,
         lease_s: float,
         begin: Callable[[Delivery], "asyncio.Task[None]"],
     ) -> None:
-        """`most`: deliveries that the worker has at once, besides orphans."""
+        """`most`: deliveries that the worker has at once, besides orphans. `orphan_slots`: see `Habits`."""
         self._bus = bus
         self._worker = reporter.worker
         self._inboxes = inboxes
         self._underway = underway
-        self._most = most
-        self._at_once = max(1, reporter.about.slots // ORPHANS_SHARE)
+        self._unproven = max(1, reporter.about.slots // UNPROVEN_SHARE)
+        self._most = most + max(orphan_slots, self._unproven)
         self._lease_s, self._lease_ms = lease_s, int(lease_s * 1000)
         self._every_s = min(LOOK_EVERY_S, lease_s / 4)
         self._begin = begin
@@ -88,9 +89,9 @@ class Takeover:
         if not innocent:
             await self._run_alone(inbox, idle[0])
             return
-        places = self._underway.room(self._most + self._at_once, inbox.stream)
-        room = min(self._at_once - self._underway.num_orphans, places)
-        self.is_short = room < len(innocent)
+        places = self._underway.room(self._most, inbox.stream)
+        room = min(self._unproven - self._underway.num_orphans, places)
+        self.is_short = places < len(innocent)
         if room <= 0:
             await self._underway.changed(self._every_s)
         for delivery in await self._claim(inbox, innocent[: max(0, room)]):

@@ -71,7 +71,7 @@ class Habits:
     ahead: int = 0
     """Deliveries beyond the slots: the handler decides which of them it works on first."""
     orphan_slots: int = 0
-    """Deliveries of dead workers beyond the slots, while they leave room for each other."""
+    """Places for deliveries of dead workers beyond the slots; 0: a few, which take the next slots that come free."""
     has_room: Callable[[], bool] = lambda: True
     """Is there room for one more delivery? Asked after each that ends; else the worker reads no shared one."""
     takes_leftovers: Callable[[], bool] = lambda: False
@@ -119,9 +119,8 @@ class Worker:
         self._voided = Voided()
         lost = [self._holds.unpublished] if self._holds else []
         self._settler = Settler(bus, reporter, self._window_s, *lost)
-        self._takeover = Takeover(
-            bus, reporter, inboxes, self._underway, most=self._most, lease_s=lease_s, begin=self._begin
-        )
+        places = {"most": self._most, "orphan_slots": habits.orphan_slots}
+        self._takeover = Takeover(bus, reporter, inboxes, self._underway, **places, lease_s=lease_s, begin=self._begin)
         self._shares = any(inbox.at_once for inbox in inboxes)
         self._drained = False  # the last read took all that there was
         self._look_s = LOOK_EVERY_S

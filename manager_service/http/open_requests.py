@@ -19,7 +19,7 @@ EVENTS, POLLS, OTHERS = "requests for events", "requests for results", "requests
 MAX_POLLS = 12_000
 """More than a tenant's futures in the Tinker protocol, whose clients wait for each in its own request, and give up if one is refused."""
 PART_BYTES = 64 << 10
-TURN_S = 0.1
+TURN_S = 0.02
 """Seconds after which a read keeps the tenant's next one waiting no longer: it waits itself, such as for object storage."""
 
 
@@ -56,19 +56,24 @@ class OpenRequests:
 
     async def _in_turn(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers behind the tenant's reads before: the event loop would turn to all of them before it turns to another's. The turn ends
-        when the answer begins: a slow client keeps no other waiting."""
+        when the answer begins: a slow client keeps no other waiting. A client that has left meanwhile gets none."""
         turns = self._turns.of(tenant)
         await turns.acquire()
         with ExitStack() as turn:
             turn.callback(turns.release)
             late = asyncio.get_running_loop().call_later(TURN_S, turn.close)
             turn.callback(late.cancel)
+            first = [await receive()]
+
+            async def reading() -> Message:
+                return first.pop() if first else await receive()
 
             async def answering(message: Message) -> None:
                 turn.close()
                 await send(message)
 
-            await self._app(scope, receive, answering)
+            if first[0]["type"] != "http.disconnect":
+                await self._app(scope, reading, answering)
 
     async def _tenant(self, scope: Scope) -> str:
         """The tenant of a request's key; empty for the operator's, and for a request that the routes will refuse."""

@@ -12,8 +12,8 @@ from common.settings import parse_bytes
 
 EngineName = Literal["torch", "vllm"]
 IDLE_ADAPTERS = 64 << 20
-MAX_LORAS, MAX_LORA_RANK = 8, 32
-"""Adapters in one batch of vLLM, and their largest rank, by default."""
+MAX_LORAS, MAX_LORA_RANK = {False: 8, True: 32}, 32
+"""Adapters in one batch of vLLM by whether on a GPU, and their largest rank, by default."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
 STEP_TOKENS = 8192
@@ -120,7 +120,8 @@ class Load(NamedTuple):
         """A step's activations, places for adapters, each of the largest rank, and the process."""
         tokens = STEP_TOKENS if self.device.gpu else max(self.context, 2048)
         step = 4 * tokens * (self.shape.hidden + self.shape.ffn / self.parallel) * self.itemsize
-        adapters = (MAX_LORAS + 1) * self.shape.adapter_weights(max_lora_rank(self.rank)) * self.itemsize
+        places = MAX_LORAS[self.device.gpu] + 1
+        adapters = places * self.shape.adapter_weights(max_lora_rank(self.rank)) * self.itemsize
         return step + adapters + (GPU_PROCESS + CUDA_GRAPHS if self.device.gpu else CPU_PROCESS + VLLM_PROCESSES)
 
     def rows(self, kv: int) -> int:

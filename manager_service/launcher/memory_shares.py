@@ -12,7 +12,7 @@ from common.models.base_shape import BaseShape
 from common.models.families import unsupported
 from common.models.footprint import ROWS_PART, cache_room
 from common.models.host_memory import host_bytes
-from common.settings import LEAST_CONTEXT, dtype_on, parse_base_models, resolve_config
+from common.settings import LEAST_CONTEXT, dtype_on, parse_base_models, parse_bytes, resolve_config
 from common.text.model_folder import read_config
 from manager_service.launcher.engines import CORE, MAX_LORA_RANK, Device, parse_gpu
 from manager_service.launcher.fitting import FIRST_CONTEXT, LEAST_KV, RANK, Copies, Fit, SharedMemory, settings_for
@@ -139,7 +139,7 @@ def _reckoned(
         ranks=int(environment.get("MARLAAS_TRAINER_RANKS", 1)) if device.gpu else 1,
         share=share,
         rank=int(environment.get("MARLAAS_VLLM_MAX_LORA_RANK", MAX_LORA_RANK)) if vllm else RANK,
-        kv=int(kv) if kv else None,
+        kv=parse_bytes(kv) if kv else None,
         name=name,
         whole=whole,
     )

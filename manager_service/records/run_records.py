@@ -19,7 +19,7 @@ What only the owner writes, next to `state`:
 What only an API replica writes, except samplers of saves:
 
     marlaas:{@}:session:<session>   string   ClientSession, for SESSION_KEPT_S after its last sign of life
-    marlaas:{@}:sessions:<tenant>   zset     session id by creation time
+    marlaas:{@}:sessions:<tenant>   zset     session id by creation time; likewise of the large ones: sessions:<tenant>/large
     use:<run>:<version>             string   noted by whoever means to read that version; `…:optimizer` too if with its optimiser's
                                              state; both expire after USED_S
     session:<session>               string   its tenant, in each cell, for SESSION_ALIVE_S after its last sign of life
@@ -162,12 +162,13 @@ def held_bytes(payload: bytes) -> int:
     return max(len(payload), LEAST_HELD) if payload else 0
 
 
-async def forget_oldest(redis: Any, key: str, *records: Callable[[str], str], most: int | None = None) -> None:
-    """Forgets the first names of a sorted set beyond `most`, or MAX_KEPT, with the records of each."""
+async def forget_oldest(redis: Any, key: str, *records: Callable[[str], str], most: int | None = None) -> list[str]:
+    """Forgets the first names of a sorted set beyond `most`, or MAX_KEPT, with the records of each; returns them."""
     gone = [name.decode() for name in await redis.zrange(key, 0, -1 - (most or MAX_KEPT))]
     if gone:
         await redis.delete(*(record(name) for name in gone for record in records))
         await redis.zrem(key, *gone)
+    return gone
 
 
 class ClientSession(msgspec.Struct, frozen=True):

@@ -197,8 +197,9 @@ class RunningRows:
 
     def advance(self) -> list[Ended]:
         """Admits rows, then adds one token to every row, or at first to chats that joined: a step of all takes longer, the longer its
-        rows are. Removes and returns the rows that ended."""
-        chats = [row for row in self._admit() if row.request.chat and self._has_slot(row) and not self._were_chats]
+        rows are, if it is not captured. Removes and returns the rows that ended."""
+        all_at_once = self._were_chats or self._captured
+        chats = [row for row in self._admit() if row.request.chat and self._has_slot(row) and not all_at_once]
         self._were_chats = bool(chats)
         if self.num_active:
             self._step(chats or self.active())

@@ -1,7 +1,7 @@
 """Gives adapters the process's slots in order of arrival, chats before all else; one slot of several is kept for chats.
 
-    hold(a)   a has a slot and nobody waits: at once
-              somebody waits: behind them, even if a has a slot, so that a busy adapter does not keep its slot
+    hold(a)   a has a slot, no chat waits, and the first in line has waited for less than MAX_OVERTAKEN_S: at once
+              else: behind those that wait, so that a busy adapter does not keep its slot
     a slot comes free when nobody holds its adapter; the adapter stays until another one needs the slot
 
 Used from one event loop.
@@ -9,12 +9,16 @@ Used from one event loop.
 
 import asyncio
 import contextlib
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from common.cancellation import cancel_all
 from rollout_service.process.core import AdapterFolder
+
+MAX_OVERTAKEN_S = 20.0
+"""While a turn waits for less, turns of adapters that have slots go before it: slots stay full, and no adapter is exchanged."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +37,7 @@ class Place:
 
     adapter: AdapterFolder
     waiting: "list[asyncio.Future[Slot]]" = field(default_factory=list)
+    since_s: float = field(default_factory=time.monotonic)
 
 
 class LoraSlots:
@@ -103,18 +108,20 @@ class LoraSlots:
     def _advance(self) -> None:
         """Lets in all who can be: chats in order, then the others."""
         for chat, queue in self._queues.items():
-            while queue:
-                place = next(iter(queue.values()))
-                slot = self._slot_of(place.adapter, chat)
-                if slot is None:
+            for place in list(queue.values()):
+                if slot := self._slot_of(place.adapter, chat):
+                    del queue[place.adapter.number]
+                    self._let_in(place, slot, chat)
+                elif chat or time.monotonic() - place.since_s >= MAX_OVERTAKEN_S:
                     return
-                del queue[place.adapter.number]
-                self._slots.move_to_end(place.adapter.number)
-                for waiting in place.waiting:
-                    if not waiting.cancelled():
-                        slot.users += 1
-                        slot.others += not chat
-                        waiting.set_result(slot)
+
+    def _let_in(self, place: Place, slot: Slot, chat: bool) -> None:
+        self._slots.move_to_end(place.adapter.number)
+        for waiting in place.waiting:
+            if not waiting.cancelled():
+                slot.users += 1
+                slot.others += not chat
+                waiting.set_result(slot)
 
     def _slot_of(self, adapter: AdapterFolder, chat: bool) -> Slot | None:
         """The adapter's slot, or one that it is given now; None: it must wait."""

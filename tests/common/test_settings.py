@@ -105,7 +105,7 @@ def test_sizes_may_have_units(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, size in (("20GB", 20 * 10**9), ("16GiB", 16 << 30), ("1.5 MiB", 3 << 19), ("4096", 4096)):
         monkeypatch.setenv("MARLAAS_MAX_STORED_BYTES", text)
         assert ManagerSettings().max_stored_bytes == size
-    for text in ("much", "-1"):
+    for text in ("much", "-1", "0", "20,000,000,000", "1,5GB", "1.2.3GB", "1e400GB", "9" * 400):
         monkeypatch.setenv("MARLAAS_MAX_STORED_BYTES", text)
         with pytest.raises(ValueError, match="max_stored_bytes"):
             ManagerSettings()
@@ -183,6 +183,7 @@ def test_a_gpu_has_larger_micro_batches_unless_somebody_has_said_how_large(monke
 def test_vllm_on_a_gpu_has_defaults_of_its_own_and_what_is_set_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     here, gpu = RolloutSettings(engine="vllm"), RolloutSettings(engine="vllm", rollout_device="cuda")
     assert (here.rollout_slots, gpu.rollout_slots) == (128, 256)
+    assert (here.vllm_max_loras, gpu.vllm_max_loras) == (8, 32)
     assert here.rollout_idle_adapter_bytes < gpu.rollout_idle_adapter_bytes
     monkeypatch.setenv("MARLAAS_ROLLOUT_SLOTS", "32")
     assert RolloutSettings(engine="vllm", rollout_device="cuda").rollout_slots == 32
@@ -191,8 +192,8 @@ def test_vllm_on_a_gpu_has_defaults_of_its_own_and_what_is_set_holds(monkeypatch
 @pytest.mark.parametrize(
     ("slots", "deterministic", "shared", "chat", "engine"),
     [
-        (128, False, 128, 16, 176),
-        (1, False, 1, 1, 2),
+        (128, False, 128, 16, 272),
+        (1, False, 1, 1, 3),
         (128, True, 112, 16, 128),
         (2, True, 1, 1, 2),
         (1, True, 1, 0, 1),

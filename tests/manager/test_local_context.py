@@ -86,7 +86,7 @@ def test_memory_for_keys_and_values_that_somebody_has_chosen_chooses_the_context
     qwen: Path, dtype: str, fits: int
 ) -> None:
     trainer = {"TRAINER_MEMORY_BYTES": "1000", "TRAINER_CACHE_BYTES": "1000"}
-    found = chosen(qwen, 64, ROLLOUT_KV_BYTES=str(GIB), ROLLOUT_DTYPE=dtype, **trainer)
+    found = chosen(qwen, 64, ROLLOUT_KV_BYTES="1GiB", ROLLOUT_DTYPE=dtype, **trainer)
     assert found.settings == {"MARLAAS_MAX_CONTEXT": str(fits)}
     assert pools(qwen, GIB, fits, getattr(torch, dtype)).tokens >= fits
     assert not chosen(qwen, 512, ROLLOUT_KV_BYTES=str(16 * GIB), **trainer).settings, "all fits"

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from common.bus.bus import Bus
 from common.bus.fullness import memory_used
@@ -24,6 +24,7 @@ from common.children.helpers import Helper
 from common.store.objects import Objects
 from common.wire.messages import LoraSpec
 from harness.redis_server import RedisServer, find_valkey
+from manager_service.http import open_requests
 from manager_service.http.open_requests import OpenRequests
 from manager_service.http.openai.jobs import jobs as job_routes
 from manager_service.http.stores import job_store
@@ -111,7 +112,10 @@ async def test_others_have_the_event_loop_between_the_jobs_of_a_list(server: Api
     assert len({at for _, at in seen}) == NUM
 
 
-async def test_reads_of_one_tenant_take_turns_and_another_s_are_answered_beside_them(server: ApiServer) -> None:
+async def test_reads_of_one_tenant_take_turns_and_another_s_are_answered_beside_them(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_requests, "TURN_S", 600.0)
     at_work, most, slow = Counter[str](), Counter[str](), asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,11 +135,31 @@ async def test_reads_of_one_tenant_take_turns_and_another_s_are_answered_beside_
 
         await asyncio.gather(*(ask(server.openai.api_key) for _ in range(10)))
         assert most["default"] == 1
-        waiting = asyncio.ensure_future(ask(server.openai.api_key, "/v1/slow"))
+        waiting = [asyncio.ensure_future(ask(server.openai.api_key, path)) for path in ("/v1/slow", "/v1/models")]
         await ask(other)
-        await ask(server.openai.api_key)  # once the slow one is known to wait for something else
+        assert not any(each.done() for each in waiting)
         slow.set()
-        assert (await waiting).status_code == 200
+        await asyncio.gather(*waiting)
+        slow.clear()
+        monkeypatch.setattr(open_requests, "TURN_S", 0.001)
+        waiting = [asyncio.ensure_future(ask(server.openai.api_key, path)) for path in ("/v1/slow", "/v1/models")]
+        await waiting[1]  # once the slow one is known to wait for something else
+        slow.set()
+        assert (await waiting[0]).status_code == 200
+
+
+async def test_a_read_whose_client_left_before_its_turn_is_not_computed(server: ApiServer) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nobody reads this")
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None: ...
+
+    key = b"Bearer " + server.openai.api_key.encode()
+    scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"authorization", key)]}
+    await OpenRequests(app, server.api)(scope, receive, send)
 
 
 async def test_many_lists_at_once_leave_redis_memory_flat(server: ApiServer) -> None:

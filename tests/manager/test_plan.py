@@ -288,7 +288,7 @@ STEPS = (Path(__file__).resolve().parents[2] / "docs" / "decisions" / "backbones
 def test_what_a_gpu_is_expected_to_train_and_sample_was_measured_within_half_as_much_again(qwen: Path) -> None:
     """The shape of Qwen3-0.6B. A fused step's prefixes are shared, which leaves 7,432 tokens of 22,024."""
     shape, h100 = shape_of(qwen), GPUS["h100"]
-    (measured,) = re.findall(r"8 jobs, 22,024 tokens, `varlen` \| ([0-9.]+) to ([0-9.]+) s", STEPS)
+    (measured,) = re.findall(r"7,432 of 22,024 tokens computed: .*?\| ([0-9.]+) to ([0-9.]+) s, MFU", STEPS)
     train = partial(
         engines.training_s, shape, again=False, kept=kept_per_token(shape, itemsize=2, rank=8, modules=True)
     )
@@ -328,8 +328,9 @@ def test_its_constants_are_the_workers_defaults() -> None:
     assert memory.LEAST_CACHE == fitting.LEAST_CACHE and rollout["rollout_kv_bytes"].default == fitting.LEAST_KV
     assert rollout["rollout_slots"].default == engines.slots_of("torch", gpu=True)
     assert rollout["rollout_idle_adapter_bytes"].default == engines.IDLE_ADAPTERS
-    assert RolloutSettings(engine="vllm", rollout_device="cuda").rollout_slots == engines.slots_of("vllm", gpu=True)
-    assert rollout["vllm_max_loras"].default == engines.MAX_LORAS
+    on_gpu = RolloutSettings(engine="vllm", rollout_device="cuda")
+    assert on_gpu.rollout_slots == engines.slots_of("vllm", gpu=True)
+    assert {False: rollout["vllm_max_loras"].default, True: on_gpu.vllm_max_loras} == engines.MAX_LORAS
     assert rollout["vllm_max_lora_rank"].default == engines.MAX_LORA_RANK and engines.LORA_RANKS == LORA_RANKS
     assert (
         rollout["vllm_memory_fraction"].default == fitting.VLLM_FRACTION

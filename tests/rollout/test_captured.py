@@ -9,6 +9,7 @@ from functools import cache
 from multiprocessing import get_context
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -195,6 +196,19 @@ def test_a_step_reads_the_same_addresses_while_rows_join_and_leave_and_waits_for
         assert {frozenset(run.read) for run in runs} == {frozenset(runs[0].read)}
         assert not WAITS & {name for run in runs for name in run.names}
         assert len({tuple(run.names) for run in runs}) == 1
+
+
+def test_a_chat_joins_the_captured_step_of_all() -> None:
+    steps = CapturedSteps(model(), by_address, (again := Again()).fresh, LANES)
+    batch = RunningRows(model(), end_ids=(), decode=lambda _: "", limits=EngineLimits(), captured=steps)
+    bulk, chat = (TurnRow(request(name=name, max_tokens=9), None, None) for name in ("bulk", "chat"))
+    chat.request = msgspec.structs.replace(chat.request, chat=True)
+    with torch.inference_mode():
+        for number, row in enumerate((bulk, chat), start=1):
+            batch.add(row)
+            batch.advance()
+            assert sum(map(len, again.watched)) == number
+    assert [found.num_sampled for row in (bulk, chat) if (found := batch.progress(row))] == [2, 1]
 
 
 def test_a_step_takes_few_operations() -> None:

@@ -14,6 +14,7 @@ from common.cancellation import cancel_all
 from common.errors import InvalidInput
 from common.wire.messages import BASE
 from rollout_service.engine import CorruptAdapter, Generated
+from rollout_service.process import lora_slots
 from rollout_service.process import process_engine as module
 from rollout_service.process.core import Core
 from rollout_service.process.process_engine import ProcessEngine
@@ -230,7 +231,25 @@ async def test_tokens_come_one_by_one_only_where_they_are_streamed_or_searched_f
     assert core.by_token == [False, True, True]
 
 
-async def test_a_job_that_never_pauses_does_not_keep_its_slot_for_ever() -> None:
+async def test_turns_of_an_adapter_that_has_a_slot_overtake_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started(Cores(), "busy", "late", max_loras=1) as engine:
+        # Given a turn that has a slot, and one that waits for it
+        long = asyncio.create_task(one(engine, request(ref("busy"), max_tokens=10_000)))
+        await until(lambda: engine.counters()["sampled_tokens"])
+        late = asyncio.create_task(one(engine, request(ref("late"), max_tokens=5)))
+        await until(lambda: engine.counters()["adapter_waiting"] == 1)
+        # Then another of the same adapter goes first, and once the one in line has waited long enough none does
+        await one(engine, request(ref("busy"), sample=1, max_tokens=5))
+        monkeypatch.setattr(lora_slots, "MAX_OVERTAKEN_S", 0.0)
+        behind = asyncio.create_task(one(engine, request(ref("busy"), sample=2, max_tokens=5)))
+        await until(lambda: engine.counters()["adapter_waiting"] == 2)
+        long.cancel()
+        await late
+        await behind
+
+
+async def test_a_job_that_never_pauses_does_not_keep_its_slot_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_slots, "MAX_OVERTAKEN_S", 0.1)
     async with started(Cores(), "busy", "late", max_loras=1) as engine:
         engine_full = asyncio.Event()
 

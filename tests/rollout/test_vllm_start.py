@@ -48,8 +48,8 @@ async def test_on_cuda_it_has_graphs_chunks_and_room_for_many_adapters(started_w
         "enable_chunked_prefill": True,
         "max_num_batched_tokens": 8192,
         "max_model_len": 1024,
-        "max_num_seqs": 352,  # 256, a quarter for the turns of a worker that died, and an eighth for chats
-        "max_loras": 9,  # with the one of the base
+        "max_num_seqs": 544,  # 256, as many for the turns of workers that died, and an eighth for chats
+        "max_loras": 33,  # with the one of the base
         "max_cpu_loras": 65,
         "max_lora_rank": 32,
     }

@@ -25,14 +25,16 @@ class ClientSessions:
         await self._show_alive(session)
         await self._list(_all(session.tenant), session)
         if len(JSON.encode(session)) > LARGE_BYTES:
-            await self._list(f"{_all(session.tenant)}/large", session, most=MAX_LARGE)
+            gone = await self._list(f"{_all(session.tenant)}/large", session, most=MAX_LARGE)
+            if gone:
+                await self._api.redis.zrem(_all(session.tenant), *gone)
 
-    async def _list(self, of: str, session: ClientSession, most: int | None = None) -> None:
+    async def _list(self, of: str, session: ClientSession, most: int | None = None) -> list[str]:
         redis = self._api.redis
         await redis.zadd(of, {session.id: session.created_at})
         await redis.zremrangebyscore(of, "-inf", session.created_at - SESSION_KEPT_S)
         await redis.expire(of, SESSION_KEPT_S)
-        await forget_oldest(redis, of, _key, most=most)
+        return await forget_oldest(redis, of, _key, most=most)
 
     async def find(self, tenant: str, session: str) -> ClientSession:
         """Raises NotFound, also for another tenant's."""

@@ -57,6 +57,8 @@ async def test_large_sessions_are_forgotten_sooner(client: TinkerClient, monkeyp
     alive = [await client.post("session_heartbeat", session_id=session) for session in (small, *large)]
     assert Counter(answer.status_code for answer in alive) == {200: 3, 404: 2}
     assert alive[0].status_code == 200
+    kept = [session for session, answer in zip((small, *large), alive, strict=True) if answer.status_code == 200]
+    assert set((await client.get("sessions?limit=100")).json()["sessions"]) == set(kept)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,135 @@
+"""A rollout worker at a given pace: the real loop, handler and process engine over a core that computes nothing, so that two processor
+cores are enough for many workers. `python -m benchmarks._paced_rollout URL LEASE_S SLOTS NOTES` runs one until it is killed.
+
+It writes to the file NOTES, by the machine's monotonic clock:
+
+    step   <s> <rows>                    all rows have one token more
+    begin  <s> <turn> <tokens> <steps>   a turn has its first token here: tokens that it had before, this worker's steps before
+"""
+
+import asyncio
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from benchmarks.rollout import NoEnd
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.cancellation import running
+from common.settings import TINY
+from common.store.adapters import AdapterStore
+from common.store.objects import Objects
+from common.worker.telemetry import About, Reporter
+from common.worker.worker import Habits, Inbox, Worker, worker_id
+from rollout_service.adapters import AdapterCache
+from rollout_service.handler import RolloutHandler
+from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
+from rollout_service.process.core import AdapterFolder, SamplingRequest, TokenChunk
+from rollout_service.process.process_engine import ProcessEngine, Shape
+from rollout_service.settings import RolloutSettings
+
+CELL = Cell("tiny")
+STEP_S, ROW_S = 0.04, 0.0004
+PROGRESS_S = 0.5
+MAX_LORAS = 8
+
+
+def nothing(line: str) -> None: ...
+
+
+@dataclass
+class PacedCore:
+    """Gives each turn a token a step. A step takes `step_s`, and `row_s` for each turn in it."""
+
+    step_s: float
+    row_s: float = 0.0
+    note: Callable[[str], None] = nothing
+    pid: int = 1
+    kv_tokens: int | None = None
+    num_steps: int = 0
+    _rows: int = 0
+    _stepped: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _stepping: "asyncio.Task[None] | None" = None
+
+    async def start(self) -> None:
+        self._stepping = asyncio.create_task(self._step())
+
+    async def stop(self) -> None:
+        if self._stepping:
+            self._stepping.cancel()
+
+    async def wait_dead(self) -> None:
+        await asyncio.Event().wait()
+
+    async def add(self, adapter: AdapterFolder) -> None: ...
+
+    async def remove(self, adapter: AdapterFolder) -> None: ...
+
+    async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
+        begun, self._rows = self.num_steps, self._rows + 1
+        try:
+            for left in range(request.max_tokens - 1, -1, -1):
+                async with self._stepped:
+                    await self._stepped.wait()
+                if left == request.max_tokens - 1:
+                    turn = request.id.rpartition("+")[0]
+                    self.note(f"begin {time.monotonic()} {turn} {len(request.tokens)} {begun}")
+                yield TokenChunk([97], [-1.0], [], finished=not left)
+        finally:
+            self._rows -= 1
+
+    async def _step(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            due_s = max(due_s + self.step_s + self.row_s * self._rows, time.monotonic())
+            await asyncio.sleep(due_s - time.monotonic())
+            self.num_steps += 1
+            self.note(f"step {time.monotonic()} {self._rows}")
+            async with self._stepped:
+                self._stepped.notify_all()
+
+
+@contextlib.asynccontextmanager
+async def working(url: str, lease_s: float, slots: int, core: PacedCore) -> AsyncGenerator[ProcessEngine]:
+    """Runs a worker inside, with the slots and habits of a real one. What is under way at the end goes back."""
+    settings, bus, files = RolloutSettings(rollout_slots=slots), Bus.connect(url, CELL), linear_shapes(TINY)
+    shape = Shape(320, 2048, settings.engine_slots, MAX_LORAS, MAX_LORAS, max_temperature=2.0)
+    engine = ProcessEngine(lambda: core, AdapterFiles(files, max_rank=16), NoEnd(), shape)
+    adapters = AdapterCache(AdapterStore(Objects.open("memory:///")), engine, idle_bytes=0)
+
+    async def send_delta(*_: object) -> None: ...
+
+    handler = RolloutHandler(engine, adapters, CELL, send_delta=send_delta)
+    inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
+    reporter = Reporter(worker_id("rollout"), "rollout", CELL.base_model, About(slots=settings.shared_slots))
+    habits = Habits(orphan_slots=settings.orphan_slots, progress_s=PROGRESS_S)
+    worker, stop = Worker(bus, handler, inboxes, reporter, lease_s=lease_s, habits=habits), asyncio.Event()
+    await engine.start()
+    async with running(worker.run(stop)) as (task,):
+        yield engine
+        stop.set()
+        await task
+    await engine.stop()
+    await bus.close()
+
+
+async def serve(url: str, lease_s: float, slots: int, core: PacedCore) -> None:
+    async with working(url, lease_s, slots, core):
+        await asyncio.Event().wait()
+
+
+def main(url: str, lease_s: str, slots: str, notes: str) -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    with Path(notes).open("w", buffering=1) as file:
+        core = PacedCore(STEP_S, ROW_S, lambda line: print(line, file=file))
+        asyncio.run(serve(url, float(lease_s), int(slots), core))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

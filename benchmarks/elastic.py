@@ -1,0 +1,138 @@
+"""Measures what a killed rollout worker costs, beside workers whose slots are all taken.
+
+    python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--json FILE]
+
+Three workers, each a process at a given pace (`_paced_rollout`), have all of their slots taken, and more turns wait. A turn takes ten
+leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
+tokens that it had had and that are sampled once more. The speed is of all turns, from when the last went on: against two thirds of
+that of the three before, which is what two workers give. Redis is the one of `marlaas up`.
+"""
+
+import asyncio
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks._paced_rollout import CELL, PROGRESS_S, ROW_S, STEP_S
+from benchmarks._report import Goal, Report, make_table, run
+from benchmarks.rollout import request
+from common.bus.bus import Bus
+from common.bus.streams import GROUP_ROLLOUT
+from common.wire.messages import BASE
+from harness.redis_server import embedded_redis
+from rollout_service.handler import SHORT_TURN
+
+NUM_WORKERS = 3
+WINDOW_S = 5.0
+PROMPT = range(97, 113)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A worker's notes: when its steps were with how many rows, and when which turn began with how many tokens, after which step."""
+
+    steps: list[tuple[float, int]]
+    begun: dict[str, tuple[float, int, int]]
+
+    @classmethod
+    def read(cls, file: Path) -> "Steps":
+        lines = [line.split() for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return cls(
+            [(float(line[1]), int(line[2])) for line in lines if line[0] == "step"],
+            {line[2]: (float(line[1]), int(line[3]), int(line[4])) for line in lines if line[0] == "begin"},
+        )
+
+    def speed(self, since_s: float, until_s: float) -> float:
+        """Tokens a second between two moments."""
+        return sum(rows for at_s, rows in self.steps if since_s <= at_s < until_s) / (until_s - since_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What one kill cost."""
+
+    num_turns: int
+    waits_s: list[float]
+    """From the kill until each went on, sorted."""
+    most_tokens: int
+    """That one turn had had, and that are sampled once more."""
+    bound_tokens: float
+    """The most that may be."""
+    speed: float
+    """Of all turns once all went on, over two thirds of that before."""
+
+
+async def measure(url: str, slots: int, lease_s: float, folder: Path) -> Loss:
+    bus, notes = Bus.connect(url, CELL), [folder / str(number) for number in range(NUM_WORKERS)]
+    await bus.ensure_group(CELL.rollout, GROUP_ROLLOUT)
+    options = ("-m", "benchmarks._paced_rollout", url, str(lease_s), str(slots))
+    workers = [await asyncio.create_subprocess_exec(sys.executable, *options, str(file)) for file in notes]
+    try:
+        num_tokens = round(20 * lease_s / (STEP_S + ROW_S * slots))
+        turns = [request(BASE, list(PROMPT), number, num_tokens) for number in range(2 * NUM_WORKERS * slots)]
+        await bus.publish([(CELL.rollout, each) for each in turns])
+        async with asyncio.timeout(120):
+            while not all(file.exists() and len(Steps.read(file).begun) == slots for file in notes):
+                await asyncio.sleep(0.5)
+        await asyncio.sleep(WINDOW_S)
+        killed_s = time.monotonic()
+        workers[0].send_signal(signal.SIGKILL)
+        await asyncio.sleep(lease_s + 2 + WINDOW_S)
+        return loss([Steps.read(file) for file in notes], slots, killed_s)
+    finally:
+        for worker in workers:
+            if worker.returncode is None:
+                worker.kill()
+            await worker.wait()
+        await bus.close()
+
+
+def loss(notes: Sequence[Steps], slots: int, killed_s: float) -> Loss:
+    killed, *others = notes
+    gone_on = {turn: other.begun[turn] for turn in killed.begun for other in others if turn in other.begun}
+    had = {turn: tokens + len(killed.steps) - step for turn, (_, tokens, step) in killed.begun.items()}
+    last_s = max((at_s for at_s, _, _ in gone_on.values()), default=killed_s)
+    before = sum(each.speed(killed_s - WINDOW_S, killed_s) for each in notes)
+    after = sum(each.speed(last_s, last_s + WINDOW_S - 1) for each in others)
+    return Loss(
+        len(killed.begun),
+        sorted(at_s - killed_s for at_s, _, _ in gone_on.values()),
+        max((had[turn] - tokens for turn, (_, tokens, _) in gone_on.items()), default=0),
+        max(2 * SHORT_TURN, 2 * PROGRESS_S * killed.speed(killed_s - WINDOW_S, killed_s) / slots),
+        after / (before * (NUM_WORKERS - 1) / NUM_WORKERS),
+    )
+
+
+def report(given: Any) -> Report:
+    losses: list[Loss] = []
+    for _ in range(given.rounds):
+        with embedded_redis() as server, tempfile.TemporaryDirectory() as folder:
+            losses.append(asyncio.run(measure(server.url, given.slots, float(given.lease_s), Path(folder))))
+    rows = [
+        (str(len(each.waits_s)), each.waits_s[-1], each.most_tokens, each.bound_tokens, each.speed) for each in losses
+    ]
+    columns = ("turns that went on", "the last after s", "tokens lost, most", "allowed", "speed over two workers'")
+    in_time = min(sum(wait <= given.lease_s + 2 for wait in each.waits_s) / each.num_turns for each in losses)
+    goals = [
+        Goal("turns that go on within a lease and 2 s, the fewest", 100 * in_time, 100, " %"),
+        Goal(
+            "tokens lost of a turn, over what may be",
+            max(e.most_tokens / e.bound_tokens for e in losses),
+            1,
+            " x",
+            more_is_better=False,
+        ),
+        Goal("tokens/s of all turns, of two workers'", 100 * min(each.speed for each in losses), 90, " %"),
+    ]
+    return Report(
+        [make_table("A worker is killed", columns, rows)], {"losses": [asdict(each) for each in losses]}, goals
+    )
+
+
+if __name__ == "__main__":
+    run(__doc__, report, {"slots": 32, "lease_s": 1, "rounds": 1}, slots=128, lease_s=2, rounds=3)
