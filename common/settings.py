@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from common.errors import InvalidInput
+from common.pool.placement import PlacementRule
 from common.suggestions import nearest
 
 PREFIX, TEST_PREFIX = "MARLAAS_", "MARLAAS_TEST_"
@@ -17,7 +18,7 @@ PREFIX, TEST_PREFIX = "MARLAAS_", "MARLAAS_TEST_"
 _KNOWN = (
     # all services
     "redis_url data_dir store_url disk_reserve_bytes base_models base_model max_context lease_s deterministic log_level "
-    "heartbeat_file pool_worker pool_bytes slice_max_s slice_drain_s "
+    "heartbeat_file pool_worker pool_bytes placement slice_max_s slice_drain_s "
     # the manager
     "host port policy inference_timeout_s archive_after_s "
     "max_open_requests max_unfinished_jobs max_stored_bytes max_kept_bytes "
@@ -78,6 +79,8 @@ class Settings(BaseSettings):
     """The worker whose turns this process takes with one base model; standard input is its gate. Pool workers set it."""
     pool_bytes: Bytes = Field(default=0, ge=0)
     """Memory for the base models' processes of a worker that serves several. 0: half of what is free at its start."""
+    placement: PlacementRule = "backfill"
+    """The rule by which base models have places on the workers that serve several."""
     slice_max_s: float = Field(default=30.0, gt=0)
     """The longest turn of a base model that has work while another waits, or twenty times what its opening took."""
     slice_drain_s: float = Field(default=2.0, ge=0)

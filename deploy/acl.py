@@ -14,7 +14,7 @@
 
 Every worker also keeps `partial` and `looked` of the streams that it reads, appends to `telemetry`, joins its cell by `bits` and
 `bits:live`, enters it by `open-at` and `opening` of its service, reads `weights`, reads and sets `store`, and sees whether `begun` is
-empty. Env and rollout workers keep `history` together.
+empty. Env and rollout workers keep `history` together; rollout workers and trainers tell each other of places by `pool`.
 The user `default` is off. Redis checks each call of a script like any other command, so EVALSHA gives no more than this.
 Redis 7 keeps reading and appending apart; Redis 6.2 knows only whole keys, so there a worker may also read what it appends to.
 """
@@ -23,7 +23,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from common.bus.streams import NUM_PARTITIONS, Cell
+from common.bus.streams import ALL_CELLS, NUM_PARTITIONS, Cell
 
 SERVICES = ("manager", "exporter", "env", "rollout", "trainer")
 USERS = (*SERVICES, "scaler", "health", "operator")
@@ -160,6 +160,7 @@ class _Keys:
             settles=(
                 *(*settles, *beside, cell.bits, cell.bits_live, cell.store),
                 *(cell.open_at(service), cell.opening(service)),
+                *([] if service == "env" else [ALL_CELLS.pool(service)]),
             ),
             reads=(*reads, cell.begun, cell.weights),
             appends=(*appends, cell.dead, cell.telemetry),

@@ -101,6 +101,7 @@ async def build(settings: EnvSettings, parts: Parts) -> BuiltService:
         Habits(ahead=AHEAD * settings.env_slots, drain_s=DRAIN_S),
         loops=[sessions.close_idle, registration.run],
         close=[sessions.close, registration.close, *environments_end],
+        num_held=sessions.__len__,
     )
 
 

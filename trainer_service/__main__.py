@@ -79,6 +79,7 @@ async def build(settings: TrainerSettings, parts: Parts) -> BuiltService:
         About(MAX_STEPS, fingerprint=bits, resident=handler.resident, counters=handler.counters, lacks_disk=room.lacks),
         Habits(drain_s=DRAIN_S, gather_s=0.0, has_room=handler.has_room, takes_leftovers=handler.takes_leftovers),
         num_bytes=partial(held_bytes, settings.trainer_device),
+        num_held=handler.num_gradients,
     )
 
 

@@ -71,6 +71,7 @@ class TrainHandler:
         self._runs = RunHandler(
             self._fusion, self._versions, self._cell, self._counters, worker=worker, cache_bytes=cache_bytes
         )
+        self.num_gradients = self._runs.num_gradients
         self._held: list[int] = []  # tokens of each message
 
     async def __call__(self, message: TrainerMessage, beat: Beat) -> list[Out]:

@@ -76,6 +76,9 @@ class RunHandler:
         """A segment whose gradient is only here cannot move: its owner sends the whole log."""
         return self._answer(message, absent=True) if message.first else None
 
+    def num_gradients(self) -> int:
+        return len([*self._gradients])
+
     def _gradient(self, message: Operations) -> Gradient | None:
         """The gradient from which the segment goes on; None: it is not here."""
         if not message.first:

@@ -68,6 +68,7 @@
     sampler:<sampler>          string   JSON: what it samples with
     clients:<sampler>          string   how many clients have joined it; expires
     idempotency:<tenant>:<key> string   job id, expires
+    pool:<service>             hash     of the cell `@` alone, for all base models: pool worker -> what it tells of their needs
 
 The braces are literal: Redis Cluster hashes only what stands between them, so one script may touch any key of a cell.
 """
@@ -173,6 +174,7 @@ class Cell:
     session = KeyOf[str]("session")
     sampler = KeyOf[str]("sampler")
     clients = KeyOf[str]("clients")
+    pool = KeyOf[str]("pool")
     tenant_samplers = KeyOf[str]("tenant-samplers")
     held = KeyOf[str]("held")
 
@@ -247,6 +249,8 @@ class Cell:
         return (self.jobs(partition), self.ops(partition), self.adapters(partition), self.scored(partition))
 
 
+ALL_CELLS = Cell("@")
+"""Keys of all base models together."""
 GROUP_ENV = "env"
 GROUP_ROLLOUT = "rollout"
 GROUP_TRAINER = "trainer"

@@ -14,5 +14,6 @@ Its files:
     looking.py       looks for work in all cells, and enters them in Redis
     pages.py         tells how much of a file is in memory
     placement.py     decides which pool workers each base model has its place on
+    placing.py       tells the other pool workers what each base model needs, and computes the places from what all tell
     pool_worker.py   runs a place: looks, chooses, switches, reports
 """

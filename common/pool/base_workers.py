@@ -178,10 +178,11 @@ class BaseWorkers:
             await asyncio.wait([self._tasks[base]])
 
     def frees(self, num_bytes: int, room: int) -> list[str] | None:
-        """The closed base workers to end so that all and one more have that room, used longest ago first; None if the open one has it."""
+        """The closed base workers to end so that all and one more have that room, used longest ago first, and last those that hold
+        something; None if the open one has it."""
         needed = num_bytes + sum(worker.num_bytes for worker in self.running.values()) - room
         ends = list[str]()
-        for worker in sorted(self.loaded.values(), key=lambda each: each.closed_at_s):
+        for worker in sorted(self.loaded.values(), key=lambda each: (each.pulse.num_held > 0, each.closed_at_s)):
             if needed > 0 and not worker.is_open:
                 ends.append(worker.base)
                 needed -= worker.num_bytes

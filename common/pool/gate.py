@@ -61,6 +61,8 @@ class Pulse(msgspec.Struct, frozen=True, tag=True):
     """Seconds that those which ended took, each for itself."""
     num_advanced: int = 0
     """Times that work advanced. A base worker in which none does hangs."""
+    num_held: int = 0
+    """Sessions, or gradients of runs, that end with the process."""
 
 
 class Closed(msgspec.Struct, frozen=True, tag=True):
@@ -111,6 +113,7 @@ class Gate:
         self.tell = channel.send
         self.num_bytes: Callable[[], int] = own_bytes
         """Memory of this process, where the base worker computes."""
+        self.num_held: Callable[[], int] = int
         self._opens, self._closes = asyncio.Event(), asyncio.Event()
         self.opened, self.closing = self._opens.wait, self._closes.wait
         """Wait until the pool worker opens the gate, or closes it."""

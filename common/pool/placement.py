@@ -6,7 +6,8 @@
     backfill   as spread; and an idle worker opens a base off its places that nobody served for as long as that costs
 
 A base that needs more than one worker's time has places on several. Places do not move work: `may_open` limits what a worker chooses
-from (`common/pool/choosing.py`).
+from (`common/pool/choosing.py`). One that fits nowhere beside the others opens anywhere, and ends what it needs the memory of; `isolated`
+lets it wait.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ class PoolRow:
     limit_bytes: float
     """Memory of the bases that have their place on it, together."""
     in_memory: Collection[str] = ()
+    refused: Collection[str] = ()
+    """Bases that cannot be opened there."""
 
 
 @dataclass(slots=True)
@@ -43,7 +46,8 @@ class _Filled:
     bases: set[str] = field(default_factory=set[str])
 
     def takes(self, base: str, num_bytes: float) -> bool:
-        return base not in self.bases and self.num_bytes + num_bytes <= self.row.limit_bytes
+        is_able = base not in self.bases and base not in self.row.refused
+        return is_able and self.num_bytes + num_bytes <= self.row.limit_bytes
 
     def add(self, base: str, load: float, num_bytes: float) -> None:
         self.load, self.num_bytes = self.load + load, self.num_bytes + num_bytes
@@ -56,18 +60,18 @@ def place(
     """Gives each base its workers: one, or as many as its demand needs; none to a base that fits nowhere.
 
     `demand`: of each base with work the share of one worker's time that it needs, in the order in which they came. Bases in memory get
-    their places first, in falling order of demand, then the others as they came. The result depends on nothing else.
+    their places first, in falling order of demand, then the others as they came; under `isolated` all as they came. Each gets one
+    before any gets more. The result depends on nothing else.
     """
     filled = [_Filled(row) for row in rows]
     places: dict[str, tuple[str, ...]] = dict.fromkeys(demand, ())
-    for base in _ordered(placement, demand, rows):
-        num = max(1, ceil(demand[base] - ALIKE))
-        for _ in range(min(num, len(filled))):
-            worker = _chosen(placement, base, demand[base] / num, num_bytes[base], filled)
-            if worker is None:
-                break
-            worker.add(base, demand[base] / num, num_bytes[base])
-            places[base] = (*places[base], worker.row.worker)
+    nums = {base: max(1, ceil(demand[base] - ALIKE)) for base in _ordered(placement, demand, rows)}
+    for num_before in range(len(rows)):
+        for base in (base for base, num in nums.items() if num > num_before):
+            load = demand[base] / nums[base]
+            if worker := _chosen(placement, base, load, num_bytes[base], filled):
+                worker.add(base, load, num_bytes[base])
+                places[base] = (*places[base], worker.row.worker)
     return places
 
 
@@ -82,7 +86,8 @@ def may_open(
     """The bases that this worker may open, by their places. `is_idle`: nothing waits or runs for its open base."""
 
     def may(base: WaitingBase) -> bool:
-        if worker in places.get(base.base, ()):
+        workers = places.get(base.base, ())
+        if worker in workers or (not workers and placement != "isolated"):
             return True
         return placement == "backfill" and is_idle and base.waited_s >= base.operation_s + base.opening_s
 
@@ -90,7 +95,7 @@ def may_open(
 
 
 def _ordered(placement: PlacementRule, demand: Mapping[str, float], rows: Sequence[PoolRow]) -> Iterator[str]:
-    here = {base for row in rows for base in row.in_memory}
+    here = {base for row in rows for base in row.in_memory if placement != "isolated"}
     yield from sorted((base for base in demand if base in here), key=lambda base: -demand[base])
     yield from (base for base in demand if base not in here)
 

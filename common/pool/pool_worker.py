@@ -12,7 +12,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Coroutine, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import structlog
 
 from common.bus.bus import Bus, connect
 from common.bus.redis_connection import CLUSTER
-from common.bus.streams import Cell
+from common.bus.streams import ALL_CELLS, Cell
 from common.cancellation import starting
 from common.models.host_memory import host_bytes
 from common.pool.base_states import BaseState
@@ -28,10 +28,13 @@ from common.pool.base_workers import BaseWorker, BaseWorkers
 from common.pool.choosing import OpenSlice, WaitingBase, choose, ranked
 from common.pool.gate import Expected
 from common.pool.looking import Lookout, Unread
+from common.pool.placing import Placing
 from common.settings import Settings
 from common.wire.reported import InPool
 from common.worker.telemetry import KEEP_S, About, Reporter
 
+UNUSED_S = 600.0
+"""A base worker without weights ends after so long without work or sessions."""
 LOOK_S, SLOW_LOOK_S = 0.05, 0.25
 """Time between two looks; while the open base is busy, and after an idle minute."""
 QUIET_S = 60.0
@@ -67,6 +70,9 @@ class PoolWorker:
         self._buses = {
             base: Bus(connect(settings.redis_url, cell) if shards else one, cell) for base, cell in cells.items()
         }
+        places = Bus(connect(settings.redis_url, ALL_CELLS) if shards else one, ALL_CELLS)
+        placement = settings.placement if pooled.itemsize else "spread"  # which limits nothing before a place is known
+        self._placing = Placing(places, service, worker, placement, pooled.about.slots)
         self._lookout = Lookout(self._buses, service, worker, settings.lease_s)
         self._states = {base: BaseState(base, where, pooled.itemsize) for base, where in settings.models.items()}
         self._reporters = {
@@ -78,7 +84,7 @@ class PoolWorker:
         self._open: dict[str, BaseWorker] = {}
         self._opened_at_s = 0.0
         self._opening_s = 0.0
-        self._helps = False  # the open base was opened beside others, as nothing waited
+        self._helps = False  # the open base was opened off its places, or beside others as nothing waited
         self._uncrowded_at_s = time.monotonic()
         self._loading = ""
         self._quiet_since_s = time.monotonic()
@@ -108,13 +114,15 @@ class PoolWorker:
             loaded = self._workers.loaded
             self._seen = await self._lookout.look({base: worker.worker for base, worker in loaded.items()})
             await self._forget_ended()
-            waiting, current = self._waiting(), self._current()
-            num_bases, slice_max_s = len(self._states), self._settings.slice_max_s
-            gives_way = self._helps and any(self._seen[base].num_open > 1 for base in self._open)
-            for each in choose(None if gives_way else current, waiting, num_bases=num_bases, slice_max_s=slice_max_s):
+            current, num_bases, slice_max_s = self._current(), len(self._states), self._settings.slice_max_s
+            is_busy = current is not None and current.is_busy
+            self._placing.measure(current.base if current and is_busy and not self._helps else None, self._seen)
+            stays = None if self._gives_way else current
+            waiting = self._placing.may_open(self._waiting(), self._seen, is_idle=not (stays and is_busy))
+            for each in choose(stays, waiting, num_bases=num_bases, slice_max_s=slice_max_s):
                 if await self._begin(each, start):
                     break
-            if current and current.is_busy:
+            if is_busy:
                 await self._prefetch(ranked(waiting, num_bases=num_bases, slice_max_s=slice_max_s), start)
             elif not waiting and (base := self._crowded()):
                 await self._begin(base, start, helps=True)
@@ -129,7 +137,7 @@ class PoolWorker:
             return False
         if worker is not None:
             await self._switch(worker, base)
-            self._helps = helps
+            self._helps = helps or self._placing.is_off(base.base)
             return True
         if await self._made_room(base.base):
             self._begin_load(base.base, start)
@@ -159,7 +167,7 @@ class PoolWorker:
 
     async def _close(self) -> None:
         for worker in [*self._open.values()] if self._service.itemsize else ():
-            drain_s = None if self._service.finishes else 0.0 if self._helps else self._settings.slice_drain_s
+            drain_s = None if self._service.finishes else 0.0 if self._gives_way else self._settings.slice_drain_s
             await worker.close(drain_s, self._settings.lease_s)
         await self._forget_ended()
 
@@ -170,7 +178,7 @@ class PoolWorker:
                 del self._open[base]
                 state = self._states[base]
                 state.closed_at_s, state.operation_s = time.monotonic(), worker.operation_s or state.operation_s
-                if worker.ended:
+                if worker.status:
                     log.warning("base_worker_ended", base_model=base, how=worker.ended)
                 await self._lookout.leave(base)
 
@@ -251,8 +259,8 @@ class PoolWorker:
         ]
 
     def _crowded(self) -> WaitingBase | None:
-        """A base whose workers have had more than one piece of work each for as long as its opening takes. What comes next is then read
-        here too: as nothing waits, this place would idle beside them."""
+        """A base whose workers have had more than one piece of work each for as long as one would have to wait that may open here. What
+        comes next is then read here too: as nothing waits, this place would idle beside them."""
         crowded = {
             base: unread.num_begun / unread.num_open
             for base, unread in self._seen.items()
@@ -264,7 +272,14 @@ class PoolWorker:
             return None
         base = max(crowded, key=lambda name: crowded[name])
         found = self._states[base].waiting(self._seen[base], self._workers.loaded.get(base), 0.0)
-        return found if now_s - self._uncrowded_at_s >= found.opening_s else None
+        waits = replace(found, waited_s=now_s - self._uncrowded_at_s)
+        may_open = self._placing.may_open([waits], self._seen, is_idle=True)
+        return found if waits.waited_s >= waits.opening_s and may_open else None
+
+    @property
+    def _gives_way(self) -> bool:
+        """May the open base be closed at any time? It helps out here, and others have it open."""
+        return self._helps and any(self._seen[base].num_open > 1 for base in self._open)
 
     def _current(self) -> OpenSlice | None:
         """The open base; None for env workers, where each may be opened at any time."""
@@ -294,11 +309,21 @@ class PoolWorker:
         ):
             await self._workers.changed(left_s)
 
+    async def _end_unused(self) -> None:
+        for base, worker in self._workers.loaded.items():
+            is_used = self._seen[base].num or worker.pulse.num_held
+            if not is_used and time.monotonic() - worker.busy_at_s >= UNUSED_S:
+                await self._workers.end(base)
+
     # ---- reports ----------------------------------------------------------------------------------------------------
 
     async def _report(self) -> None:
         while True:
             await asyncio.to_thread(self._look_at_files)
+            if self._service.itemsize:
+                await self._placing.tell(self._max_bytes, self._states, self._workers.loaded)
+            else:
+                await self._end_unused()
             for base in self._states:
                 if base in self._open:
                     recent = time.monotonic() - self._opened_at_s < REPORT_S

@@ -74,6 +74,8 @@ class BuiltService:
     close: Sequence[Callable[[], Awaitable[None]]] = ()
     num_bytes: Callable[[], int] = own_bytes
     """Memory of this process, where it computes."""
+    num_held: Callable[[], int] = int
+    """Number of sessions, or of gradients of runs, that end with this process."""
 
 
 def run(
@@ -189,7 +191,7 @@ async def _serve(
     parts = Parts(own_id, cell, bus, objects, AdapterStore(objects, base), fingerprints={})
     service = await start.during(build(settings, parts), _loading(cell.base_model))
     if gate:
-        gate.num_bytes = service.num_bytes
+        gate.num_bytes, gate.num_held = service.num_bytes, service.num_held
     membership = _member(name, settings, service, parts)
     reporter, lease_s, habits = reporting(service.about), settings.lease_s, service.habits
     worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=lease_s, habits=habits, gate=gate)

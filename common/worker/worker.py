@@ -161,7 +161,7 @@ class Worker:
     async def _tell_gate(self, gate: Gate) -> None:
         while True:
             work = self._underway
-            await gate.tell(Pulse(len(work), work.num_ended, work.ended_s, work.num_beats))
+            await gate.tell(Pulse(len(work), work.num_ended, work.ended_s, work.num_beats, gate.num_held()))
             await work.turned(REPORT_EVERY_S)
 
     async def _make_groups(self) -> None:

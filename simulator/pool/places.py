@@ -264,6 +264,8 @@ class SimulatedWorker:
             costs, read_at = self.pool.costs, self.host[base]
             from_memory = max(read_at, since + costs.host_s)
             follows_at = since if base in self.device else min(from_memory, since + opening_s)
+        elif not self.pool.places.get(base) and self.pool.placement != "isolated":
+            follows_at = since + opening_s
         elif self.pool.placement == "backfill" and is_idle:
             follows_at = since + self.pool.operation_s.get(base, 1.0) + opening_s
         else:

@@ -84,6 +84,10 @@ def test_a_base_stays_where_it_is_in_memory_and_large_ones_get_several_workers()
     assert place("pack", {"c": 0.3, "d": 0.3}, BYTES, rows) == {"c": ("w0",), "d": ("w0",)}
     assert len(place("spread", {"a": 2.4}, BYTES, rows)["a"]) == 3
     assert place("isolated", {"a": 0.1, "b": 0.1, "c": 0.1, "d": 0.1}, BYTES, rows)["d"] == ()
+    only = rows_of([frozenset("ab")])
+    assert place("isolated", {"a": 0.1, "b": 0.9}, BYTES, only) == {"a": ("w0",), "b": ()}, "it came later"
+    refused = [replace(row, refused={"a"}) for row in rows[:2]]
+    assert place("spread", {"a": 0.5}, BYTES, [*refused, rows[2]]) == {"a": ("w2",)}
 
 
 @pytest.mark.parametrize("placement", get_args(PlacementRule))
@@ -97,3 +101,10 @@ def test_off_its_place_a_base_opens_only_by_backfill_on_an_idle_worker_that_it_w
     long = replace(known, waited_s=5.0)
     assert may_open(placement, "w0", [long], off, is_idle=False) == []
     assert may_open(placement, "w0", [long], off, is_idle=True) == ([long] if placement == "backfill" else [])
+
+
+@pytest.mark.parametrize("placement", get_args(PlacementRule))
+def test_a_base_that_has_a_place_nowhere_opens_anywhere_unless_bases_are_isolated(placement: PlacementRule) -> None:
+    known = WaitingBase(base="a", waited_s=0.1, operation_s=2.0, opening_s=3.0)
+    for places in ({}, {"a": ()}):
+        assert may_open(placement, "w0", [known], places, is_idle=False) == ([] if placement == "isolated" else [known])

@@ -6,7 +6,8 @@ hangs     stops with the first message, event loop and all
 dies      ends with status 3 while it loads
 refuses   says that its settings are wrong
 
-MARLAAS_TEST_ITEMSIZE: bytes of a weight, 4 unless set; 0: no weights, as env workers.
+MARLAAS_TEST_ITEMSIZE: bytes of a weight, 4 unless set; 0: no weights, as env workers. With MARLAAS_TEST_UNUSED_S they hold none,
+and end after so long without work.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from typing import Any
 from common.bus.bus import Out
 from common.bus.streams import GROUP_ROLLOUT, Cell
 from common.errors import InvalidInput
+from common.pool import pool_worker
 from common.pool.pool_worker import PooledService
 from common.wire.messages import Failure, Message
 from common.worker.handlers import Beat
@@ -24,6 +26,8 @@ from common.worker.service import BuiltService, Parts, run
 from common.worker.telemetry import About
 from common.worker.worker import Habits, Inbox
 from rollout_service.settings import RolloutSettings
+
+UNUSED_S = "MARLAAS_TEST_UNUSED_S"
 
 
 class Echoes:
@@ -53,8 +57,11 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
 
 
 def pooled(settings: RolloutSettings) -> PooledService:
-    return PooledService(About(slots=4), itemsize=int(os.environ.get("MARLAAS_TEST_ITEMSIZE", "4")))
+    itemsize = 0 if UNUSED_S in os.environ else int(os.environ.get("MARLAAS_TEST_ITEMSIZE", "4"))
+    return PooledService(About(slots=4), itemsize=itemsize)
 
 
 if __name__ == "__main__":
+    if UNUSED_S in os.environ:
+        pool_worker.UNUSED_S = float(os.environ[UNUSED_S])
     run("rollout", RolloutSettings, build, pooled)

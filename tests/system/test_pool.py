@@ -118,6 +118,32 @@ async def test_a_run_makes_the_same_versions_with_its_trainer_closed_or_killed_b
     assert [*among.faults, *alone.faults, *differences(among, alone)] == []
 
 
+@pytest.mark.parametrize("placement", ["isolated", "backfill"])
+async def test_a_base_model_without_a_place_waits_if_they_are_isolated_and_else_takes_turns(
+    tmp_path: Path, placement: str
+) -> None:
+    bases = twins(tmp_path / "bases", "a", "b")
+    environment = served(bases, MARLAAS_PLACEMENT=placement, MARLAAS_SLICE_MAX_S="1")
+    async with running(tmp_path / "pool", environment=environment) as (cluster, api):
+
+        async def until_steps(job: str, num: int) -> None:
+            while len(await api.steps(job)) < num:
+                await asyncio.sleep(0.2)
+
+        first = await api.submit("add", model="a", batch_size=2, group_size=4, max_steps=2000)
+        await until_steps(first, 2)
+        second = await api.submit("add", model="b", **SHAPE)
+        if placement == "isolated":
+            await until_steps(first, len(await api.steps(first)) + 20)
+            assert await api.steps(second) == []
+            await api.post(f"/fine_tuning/jobs/{first}/cancel")
+        await until_whole(cluster, api, [second], steps=3, trajectories=TRAJECTORIES)
+        (found,) = (
+            await api.until_done(first) if placement == "isolated" else [await api.get(f"/fine_tuning/jobs/{first}")]
+        )
+        assert found["status"] == ("cancelled" if placement == "isolated" else "running")
+
+
 async def test_a_chat_with_a_closed_base_model_answers(tmp_path: Path) -> None:
     bases = twins(tmp_path / "bases", "a", "b", "c")
     async with running(tmp_path / "pool", environment=served(bases)) as (cluster, api):

@@ -12,6 +12,8 @@ from common.bus.bus import Bus
 from common.bus.streams import Cell
 from common.cancellation import cancel_all
 from common.children.processes import ChildProcess
+from common.pool.base_workers import BaseWorker, BaseWorkers
+from common.pool.gate import Pulse
 from common.settings import TINY
 from common.wire.messages import WorkerReport
 from tests.common.test_bus import start
@@ -188,6 +190,28 @@ async def test_base_models_that_do_not_fit_together_end_each_other_and_one_that_
         await running.ask("echoes")
         report = await running.reported("echoes", "refused")
         assert "echoes needs 0.11 GB, and this worker's base models have 0.00 GB" in report.reason
+
+
+async def test_a_base_worker_without_weights_ends_when_unused_and_comes_again_with_work(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    unused: dict[str, Any] = {"MARLAAS_TEST_UNUSED_S": "0.5"}
+    async with pool(bus, tmp_path, redis_url, "echoes other", **unused) as running:
+        for num in (1, 2):
+            await running.ask("echoes")
+            await running.answered("echoes", num)
+            workers = await running.base_workers("echoes")
+            await until(lambda workers=workers: not any(map(is_alive, workers)))
+        assert "base_worker_ended" not in running.log, "it is no failure"
+
+
+def test_what_holds_sessions_or_gradients_ends_last() -> None:
+    workers = BaseWorkers(None, "", "trainer-0")  # pyright: ignore[reportArgumentType]
+    for number, (base, num_held) in enumerate({"a": 1, "b": 0, "c": 0}.items()):
+        own: Any = {"num_bytes": 10, "worker": base, "closed_at_s": float(number), "pulse": Pulse(num_held=num_held)}
+        workers.running[base] = BaseWorker(base, None, None, workers.news, "host", **own)  # pyright: ignore[reportArgumentType]
+    assert workers.frees(10, room=30) == ["b"]
+    assert workers.frees(10, room=10) == ["b", "c", "a"]
 
 
 async def test_a_killed_pool_worker_takes_its_base_workers_along(bus: Bus, redis_url: str, tmp_path: Path) -> None:
