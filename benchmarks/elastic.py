@@ -54,17 +54,17 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one kill cost."""
+    """The cost of one kill."""
 
     num_turns: int
     waits_s: list[float]
-    """From the kill until each went on, sorted."""
+    """Seconds from the kill until each went on, sorted."""
     most_tokens: int
-    """That one turn had had, and that are sampled once more."""
+    """The most tokens of one turn that are sampled once more."""
     bound_tokens: float
     """The most that may be."""
     speed: float
-    """Of all turns once all went on, over two thirds of that before."""
+    """Tokens a second once all went on, over two thirds of that before."""
 
 
 async def measure(url: str, slots: int, lease_s: float, folder: Path) -> Loss:
