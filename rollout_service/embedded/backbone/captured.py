@@ -11,6 +11,7 @@ Axis: n rows under way.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -38,18 +39,19 @@ def captured_for(model: EngineBackbone, lanes_bytes: int) -> "CapturedSteps | No
         return None
     from rollout_service.embedded.backbone.decode_kernel import attend  # here: only torch for CUDA brings Triton
 
-    return CapturedSteps(model, attend, capture_on_cuda, lanes_bytes)
+    return CapturedSteps(model, attend, partial(capture_on_cuda, model.embedding.device), lanes_bytes)
 
 
-def capture_on_cuda() -> Capture:
+def capture_on_cuda(device: torch.device) -> Capture:
     """Captures functions in CUDA graphs that share memory, for only one runs at a time. The memory ends with the last of them."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], Sampled]) -> tuple[Sampled, Callable[[], object]]:
-        run()  # compiles kernels and makes workspaces, which a capture must not
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads load adapters
-            sampled = run()
+        with torch.cuda.device(device):  # where Triton launches, and whose stream is captured
+            run()  # compiles kernels and makes workspaces, which a capture must not
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads load adapters
+                sampled = run()
         graph.replay()
         return sampled, graph.replay
 
