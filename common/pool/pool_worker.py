@@ -314,6 +314,7 @@ class PoolWorker:
             is_used = self._seen[base].num or worker.pulse.num_held
             if not is_used and time.monotonic() - worker.busy_at_s >= UNUSED_S:
                 await self._workers.end(base)
+                log.info("base_worker_unused", base_model=base)
 
     # ---- reports ----------------------------------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ API: dict[str, Any] = {"purpose": "chat", "reply_to": CELL.reply("api")}
 @pytest.mark.parametrize(
     "num,asked,deterministic",
     [
-        (64, {}, False),
+        (32, {}, False),
         (70, {"reply_to": "reply:x", "stream": True}, False),
         (70, {"reply_to": "reply:x", "num_top_logprobs": 1}, False),
         (70, {}, True),

@@ -200,8 +200,7 @@ async def test_a_base_worker_without_weights_ends_when_unused_and_comes_again_wi
         for num in (1, 2):
             await running.ask("echoes")
             await running.answered("echoes", num)
-            workers = await running.base_workers("echoes")
-            await until(lambda workers=workers: not any(map(is_alive, workers)))
+            await until(lambda num=num: running.log.count('"base_model": "echoes", "event": "base_worker_unused"') == num)
         assert "base_worker_ended" not in running.log, "it is no failure"
 
 
