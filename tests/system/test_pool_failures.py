@@ -200,7 +200,9 @@ async def test_a_base_worker_without_weights_ends_when_unused_and_comes_again_wi
         for num in (1, 2):
             await running.ask("echoes")
             await running.answered("echoes", num)
-            await until(lambda num=num: running.log.count('"base_model": "echoes", "event": "base_worker_unused"') == num)
+            await until(
+                lambda num=num: running.log.count('"base_model": "echoes", "event": "base_worker_unused"') == num
+            )
         assert "base_worker_ended" not in running.log, "it is no failure"
 
 
