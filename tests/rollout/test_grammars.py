@@ -145,7 +145,7 @@ async def test_a_schema_of_too_many_levels_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(500):
         schema = {"type": "array", "items": schema}
-    with pytest.raises(InvalidInput, match="recursion (depth|limit)"):
+    with pytest.raises(InvalidInput, match=r"recursion (depth|limit)"):
         do(Constrain("tiny", schema, [], "response_format"), {"tiny": tokenizer()})
 
 
