@@ -215,7 +215,7 @@ def assert_left_out(kernel: str, reason: str, monkeypatch: pytest.MonkeyPatch) -
     with structlog.testing.capture_logs() as logs:
         backbone = load_backbone(TrainerSettings(trainer_backbone="transformers"), TINY)
     assert isinstance(backbone, ModulesBackbone) and backbone.model.config._attn_implementation == "marlaas_packed"
-    assert not backbone.current.fused and not backbone.current.whole
+    assert not backbone.current.fused and not backbone.current.one_graph
     (left_out,) = [line for line in logs if line["event"] == "device_kernels_left_out"]
     assert re.search(reason, left_out["reason"]), left_out
 

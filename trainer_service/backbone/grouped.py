@@ -80,11 +80,11 @@ def groups_of(
     shapes: Mapping[str, tuple[int, int]],
     dtype: torch.dtype,
     *,
-    whole: bool = False,
+    one_graph: bool = False,
     fused: bool = False,
 ) -> Groups:
     """`adapters`, `lengths`: of each sequence; neighbours of one adapter are one group. `shapes`: (out, in) of all linear layers.
-    `whole`: all layers have factors, and there are two groups at least, so that a graph fits every pass."""
+    `one_graph`: all layers have factors, and there are two groups at least, so that a graph fits every pass."""
     lanes: list[Lane] = []
     counts: list[int] = []
     for stack, own in itertools.groupby(zip(adapters, lengths, strict=True), key=lambda sequence: sequence[0][0]):
@@ -95,8 +95,8 @@ def groups_of(
         scales = torch.tensor([stack.scales[place] for place in places], device=stack.device)
         places_G = torch.tensor(places, device=stack.device)
         lanes.append(Lane(stack, slice(start, len(counts)), places_G, scales[:, None, None]))
-    counts += [0] * (whole and len(counts) == 1)
-    names = shapes if whole else [name for lane in lanes for name in lane.stack.layout.names]
+    counts += [0] * (one_graph and len(counts) == 1)
+    names = shapes if one_graph else [name for lane in lanes for name in lane.stack.layout.names]
     factors = _gathered(lanes, {name.split(".", 2)[2]: shapes[name] for name in names}, len(counts), dtype)
     cuts_G, device = torch.from_numpy(np.cumsum(counts).astype(np.int32)), lanes[0].stack.device
     spans = torch.empty(2, 0, 3, dtype=torch.int32, device=device).unbind()
@@ -135,7 +135,7 @@ class CurrentGroups:
 
     layers: dict[str, "LoraLinear"] = field(default_factory=dict[str, "LoraLinear"])
     groups: Groups | None = None
-    whole: bool = False
+    one_graph: bool = False
     fused: bool = False
     """For both see `groups_of`."""
 

@@ -71,8 +71,10 @@ def _check_packed(folder: Path, backbone: ModulesBackbone, kernels: Sequence[str
     lone = Tree(1, (2,), rows[2][0], np.arange(7), np.zeros(7, np.int64), (np.array([3, 4, 5]),))
     pack = Pack.of([lone], backbone.device)
     sequences = Sequences([branched, lone], [*owns, owns[1]], [1.0] * 3)
-    use_kernels(backbone, ())
-    plain = _learned(backbone, sequences) if kernels else None
+    plain = None
+    if kernels:
+        use_kernels(backbone, ())
+        plain = _learned(backbone, sequences)
     use_kernels(backbone, kernels)
     with torch.no_grad():
         backbone.hidden(pack, None)

@@ -85,7 +85,7 @@ class ModulesBackbone:
         groups = None
         if adapters is not None:
             lengths = [*map(len, sequences.trees)]
-            how = {"whole": self.current.whole, "fused": self.current.fused}
+            how = {"one_graph": self.current.one_graph, "fused": self.current.fused}
             groups = groups_of(adapters, lengths, self._shapes, self._head.dtype, **how)
         with self.current.using(groups), torch.cuda.device_of(self._head):  # Triton launches on the current device
             hidden_NE = self.hidden(pack, groups)

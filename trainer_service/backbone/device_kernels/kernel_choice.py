@@ -53,7 +53,7 @@ def use_kernels(backbone: ModulesBackbone, names: Sequence[str]) -> None:
 def compile_layers(backbone: ModulesBackbone, backend: Any = "inductor") -> None:
     """Compiles the layers' passes with a backward, at the first of them: one graph for layers of a kind, whatever the tokens and
     adapters of a pass. Attention and adapters' layers are operators in it. `backend`: of torch's compiler."""
-    backbone.current.whole = True
+    backbone.current.one_graph = True
     symbols.use_duck_shape = False  # 8 adapters of rank 8 are two sizes
     for layer in backbone.layers:
         compiled: Any = torch.compile(layer.forward, fullgraph=True, dynamic=True, backend=backend)
