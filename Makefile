@@ -63,7 +63,7 @@ test:
 	@for kind in fast exact slow vllm; do $(MAKE) --no-print-directory test-$$kind || exit 1; done
 
 test-fast: .venv/.ready-dev
-	@$(RUN) -m pytest -m "not slow and not vllm and not gpu" -n 4 --dist worksteal $(ARGS)
+	@$(RUN) -m pytest -m "not slow and not vllm and not gpu" -n 4 $(ARGS)
 
 test-exact: .venv/.ready-dev
 	@$(RUN) -m pytest --exact -n 2 $(ARGS) || [ $$? -eq 5 ]  # 5: there are none

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import AsyncIterator, Generator, Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +31,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exact", action="store_true", help="only the tests that ask for bits, prepared by deterministic mode"
     )
+    parser.getgroup("workers")._addoption(  # pyright: ignore[reportPrivateUsage]
+        "-n", type=int, default=0, help="run tests in so many forked processes"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses kernels before any test is imported: they stand with a process's first product."""
-    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-    if config.getoption("--exact") and runs_tests:
+    if config.getoption("--exact"):
         config.stash[exact] = prepare()
 
 
@@ -78,23 +79,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = bool(config.getoption("--exact"))
     chosen = [item for item in items if (item.get_closest_marker("exact") is not None) == wanted]
     config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
-    num_workers: int = getattr(config, "workerinput", {}).get("workercount", 1)
-    items[:] = _dealt(chosen, num_workers) if num_workers > 1 else chosen
+    items[:] = chosen
 
 
-def _dealt(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
-    """A part for each worker, as `--dist worksteal` cuts them: its files of slow tests, then fast ones, which workers take from each
-    other in the end."""
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    fast = [item for item in items if not item.get_closest_marker("slow")]
-    parts: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
-    for number, (_, tests) in enumerate(groupby(slow, key=lambda item: item.path)):
-        parts[number % num_workers] += tests
-    for part in parts:
-        missing = -(-len(items) // num_workers) - len(part)
-        part += fast[:missing]
-        fast = fast[missing:]
-    return [item for part in parts for item in part]
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    num_workers: Any = session.config.getoption("-n")
+    if not num_workers or session.testsfailed or session.config.getoption("collectonly"):
+        return None
+    from tests.support.forked_tests import run
+
+    run(session, num_workers)
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -53,15 +53,28 @@ async def start(command: Command) -> ChildProcess:
         return await start_tied(command)
     variables = {name: value for name, value in command.environment.items() if name not in COME_LATER}
     command = replace(command, environment=variables | {PATHS: plain})
+    return await _server_of(command).start(command)
+
+
+def _server_of(command: Command) -> PreforkServer:
     if not shared:
         all_programs = [replace(command, argv=(sys.executable, "-m", module)) for module in MODULES]
         shared.append(PreforkServer(all_programs, Path(gettempdir()) / "prefork-of-tests.log"))
         atexit.register(shared[0].end)
-    return await shared[0].start(command)
+    return shared[0]
+
+
+def begin() -> None:
+    """Begins the prefork server, so that forks of this process have it together."""
+    _server_of(_command(MODULES[0], Path(os.devnull))).begin()
 
 
 async def begun(module: str, log: Path, **settings: str) -> ChildProcess:
     """A module that runs as one of a cluster's services does."""
+    return await start(_command(module, log, **settings))
+
+
+def _command(module: str, log: Path, **settings: str) -> Command:
     common = {
         **ONE_THREAD,
         **NO_PLUGINS,
@@ -70,8 +83,8 @@ async def begun(module: str, log: Path, **settings: str) -> ChildProcess:
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    argv, variables = (sys.executable, "-m", module), {**common, **settings}
-    return await start(Command(name=module, argv=argv, environment=variables, log=log))
+    variables = {name: value for name, value in common.items() if name not in COME_LATER} | settings
+    return Command(name=module, argv=(sys.executable, "-m", module), environment=variables, log=log)
 
 
 async def ended(module: str, log: Path, **settings: str) -> tuple[int, list[str]]:
