@@ -109,7 +109,8 @@ async def running_api(
                 trust_env=False,
                 timeout=60,
                 verify=False,
-                limits=httpx.Limits(max_connections=None),
+                # shorter than the server's, which may end a connection at the moment in which it is used again
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0),
             ) as http,
             openai_client(url, key) as client,
         ):

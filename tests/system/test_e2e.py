@@ -144,7 +144,8 @@ async def test_a_chat_is_answered_while_samples_have_every_slot(tmp_path: Path) 
         messages = [{"role": "user", "content": "hi"}]
         await api.post("/chat/completions", {"model": "base", "messages": messages, "max_tokens": 2})
         await api.post("/completions", {"model": "base", "prompt": "hi", "max_tokens": 2})
-        assert not sampling.done() and await has_turns(cluster, 4)
+        await until(lambda: has_turns(cluster, 4))  # a report may be of the moment of the chat
+        assert not sampling.done()
         await cancel_all([sampling])
 
 
