@@ -107,7 +107,7 @@ async def running_api(
                 base_url=url,
                 headers=headers,
                 trust_env=False,
-                timeout=60,
+                timeout=120,
                 verify=False,
                 # shorter than the server's, which may end a connection at the moment in which it is used again
                 limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0),
