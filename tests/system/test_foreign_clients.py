@@ -52,7 +52,7 @@ manager = TaskManager(include_path=folder, include_defaults=False)
 found = simple_evaluate("local-completions", model_args=model, tasks=tasks, task_manager=manager, torch_random_seed=None)
 json.dump(found["samples"], open(told, "w"), default=str)
 """
-"""What `lm_eval run` does, but for a look through its own thousands of tasks, which takes ten seconds."""
+"""Does what `lm_eval run` does, without its own thousands of tasks: to look through them takes ten seconds."""
 
 
 async def run(python: Path, *words: str, **variables: str) -> str:
