@@ -151,9 +151,8 @@ class Allocator:
                 self.charge_rollouts(tenant, amount)
             elif counter == "rollout_s":
                 self._served_s += amount
-            if counter not in QUOTA_COUNTERS:
-                continue
-            self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
+            if counter in QUOTA_COUNTERS:
+                self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
 
     def charge_rollouts(self, tenant: str, tokens: float) -> None:
         """Charges a tenant for tokens that rollout workers computed for its jobs or completions."""
@@ -380,6 +379,10 @@ class Allocator:
         for tenant in self.demand.tenants():
             weights[partition_of(tenant)] += self._weight(tenant)
         return weights
+
+    def turns(self, partitions: Iterable[int]) -> dict[int, float]:
+        """See `Demand.turns`. A tenant whose tokens of today are used up misses nothing."""
+        return self.demand.turns(partitions, self.in_env, self._is_exhausted)
 
     @property
     def share(self) -> float:

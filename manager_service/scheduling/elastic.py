@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.errors import InvalidInput
-
 TARGET = 0.8
 """The part of slots, and of keys and values, that is filled: the rest is for what comes at once."""
 FEW_ROWS = 0.5
@@ -31,13 +29,13 @@ class WorkerRange(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "WorkerRange":
-        """`1:4`; of `4`, `4:4`. Raises InvalidInput."""
+        """`1:4`; of `4`, `4:4`. Raises ValueError."""
         found = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", text.strip(), re.ASCII)
         if found is None:
-            raise InvalidInput(f"{text!r} is neither a number of workers nor a range: {EXAMPLE}")
+            raise ValueError(f"{text!r} is neither a number of workers nor a range: {EXAMPLE}")
         least, most = int(found[1]), int(found[2] or found[1])
         if found[2] and not 1 <= least <= most:
-            raise InvalidInput(
+            raise ValueError(
                 f"{text!r} is no range of workers, which goes from 1 or more to as many or more: {EXAMPLE}"
             )
         return cls(least, most)

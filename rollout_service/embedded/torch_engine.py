@@ -80,6 +80,11 @@ class TorchEngine:
     def kv_tokens(self) -> int:
         return self._running.kv_tokens
 
+    @property
+    def kv_used(self) -> int:
+        """Tokens of `kv_tokens` that rows have."""
+        return self._running.kv_used
+
     def resident(self) -> list[AdapterRef]:
         return list(self._adapters)
 
