@@ -1,5 +1,6 @@
 """A rollout worker at a given pace: the real loop, handler and process engine over a core that computes nothing, so that two processor
-cores are enough for many workers. `python -m benchmarks._paced_rollout URL LEASE_S SLOTS NOTES` runs one until it is killed.
+cores are enough for many workers. `python -m benchmarks._paced_rollout URL LEASE_S SLOTS NOTES` runs one until it is killed, or is told to
+stop: then it hands its turns back.
 
 It writes to the file NOTES, by the machine's monotonic clock:
 
@@ -10,6 +11,7 @@ It writes to the file NOTES, by the machine's monotonic clock:
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -120,8 +122,10 @@ async def working(url: str, lease_s: float, slots: int, core: PacedCore) -> Asyn
 
 
 async def serve(url: str, lease_s: float, slots: int, core: PacedCore) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with working(url, lease_s, slots, core):
-        await asyncio.Event().wait()
+        await stop.wait()
 
 
 def main(url: str, lease_s: str, slots: str, notes: str) -> None:
