@@ -130,7 +130,7 @@ async def serve(url: str, lease_s: float, slots: int, core: PacedCore) -> None:
 
 def main(url: str, lease_s: str, slots: str, notes: str) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    with Path(notes).open("w", buffering=1) as file:
+    with Path(notes).open("a", buffering=1) as file:
         core = PacedCore(STEP_S, ROW_S, lambda line: print(line, file=file))
         asyncio.run(serve(url, float(lease_s), int(slots), core))
 
