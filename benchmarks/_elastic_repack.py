@@ -1,6 +1,6 @@
 """Measures what repacking saves: `benchmarks.elastic` calls it.
 
-Up to four workers, each a process at a given pace (`_paced_rollout`), come and go as the owner's own `PoolSize` and `marlaas up`'s own
+Up to four workers, each a process at a given pace (`_paced_rollout`), come and go as the owner's own `PoolSizer` and `marlaas up`'s own
 `ElasticPool` decide. Jobs sample batches whose turns have log-normal lengths (sigma 1), train a while when a batch's last turn ends, and
 go on: on average fewer than half of all slots are taken. Once a worker retires whose turns the others have room for, once only one
 without turns. A second pair of runs has more turns than slots at all times. Starts of workers, and turns that move, are real.
@@ -30,7 +30,7 @@ from common.children.processes import Command, SupervisedProcess
 from common.wire.messages import BASE, TurnResult
 from harness.redis_server import embedded_redis
 from manager_service.launcher.elastic_pool import ElasticPool
-from manager_service.owner.surroundings import PoolSize
+from manager_service.owner.surroundings import PoolSizer
 from manager_service.records.cluster import Cluster
 from manager_service.scheduling.elastic import WorkerRange
 
@@ -41,12 +41,12 @@ TRAIN_S, WARM_S, HELD_EVERY_S = 1.0, 30.0, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class PoolFigures:
     """One run's figures, of its window."""
 
     tokens_per_s: float
     workers: float
-    """That were held, on average; those that started or stopped included."""
+    """Processes that were held, on average; those that started or stopped included."""
     load: float
     """Turns under way over all slots that there may be, on average."""
     starts: int
@@ -58,7 +58,7 @@ class Pool:
 
 
 @dataclass
-class Load:
+class JobLoad:
     """Jobs that ask for turns. `full`: always for twice as many as there are slots."""
 
     bus: Bus
@@ -100,10 +100,10 @@ class Load:
 
 
 @asynccontextmanager
-async def pool(url: str, folder: Path, load: Load, *, repack: bool) -> AsyncGenerator[dict[str, SupervisedProcess]]:
+async def pool(url: str, folder: Path, load: JobLoad, *, repack: bool) -> AsyncGenerator[dict[str, SupervisedProcess]]:
     """Runs the pool inside, under a load."""
     bus, cluster, running = load.bus, Cluster(load.bus), dict[str, SupervisedProcess]()
-    size, elastic = PoolSize(bus, cluster, BOUNDS, repack=repack), ElasticPool(BOUNDS, "tiny", running, nothing)
+    size, elastic = PoolSizer(bus, cluster, BOUNDS, repack=repack), ElasticPool(BOUNDS, "tiny", running, nothing)
     for number in range(BOUNDS.most):
         options = (url, str(LEASE_S), str(SLOTS), str(folder / str(number)))
         argv = (sys.executable, "-m", "benchmarks._paced_rollout", *options)
@@ -125,8 +125,8 @@ async def pool(url: str, folder: Path, load: Load, *, repack: bool) -> AsyncGene
         await asyncio.gather(*(process.stop(10) for process in running.values()))
 
 
-async def measure(url: str, window_s: float, folder: Path, *, repack: bool, full: bool) -> Pool:
-    load, pids, held, turns = Load(Bus.connect(url, CELL), full), set[int](), list[int](), list[int]()
+async def measure(url: str, window_s: float, folder: Path, *, repack: bool, full: bool) -> PoolFigures:
+    load, pids, held, turns = JobLoad(Bus.connect(url, CELL), full), set[int](), list[int](), list[int]()
     for stream in (CELL.rollout, CELL.rollout_first):
         await load.bus.ensure_group(stream, GROUP_ROLLOUT)
     async with pool(url, folder, load, repack=repack) as running:
@@ -143,12 +143,12 @@ async def measure(url: str, window_s: float, folder: Path, *, repack: bool, full
     steps = [line.split() for file in folder.glob("[0-9]") for line in file.read_text().splitlines()]
     tokens = sum(int(step[2]) for step in steps if step[0] == "step" and since_s <= float(step[1]) < until_s)
     mean = sum(turns) / len(turns) / BOUNDS.most / SLOTS
-    return Pool(tokens / (until_s - since_s), sum(held) / len(held), mean, len(pids))
+    return PoolFigures(tokens / (until_s - since_s), sum(held) / len(held), mean, len(pids))
 
 
 def measured(window_s: float) -> tuple[list[Any], dict[str, Any], list[Goal]]:
     """The tables, figures and goals of all four runs."""
-    found = dict[tuple[bool, bool], Pool]()
+    found = dict[tuple[bool, bool], PoolFigures]()
     for full in (False, True):
         for repack in (False, True):
             with embedded_redis() as server, tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from common.bus.streams import Cell
 from common.children.processes import Notify, SupervisedProcess
 from common.errors import InvalidInput
 from common.settings import parse_base_models
-from manager_service.records.cluster import Wanted, wanted_of
+from manager_service.records.cluster import WantedWorkers, wanted_of
 from manager_service.scheduling.elastic import WorkerRange
 
 LOOK_EVERY_S = 0.5
@@ -80,14 +80,14 @@ class ElasticPool:
     def _workers(self) -> list[str]:
         return [name for name in self._makes if name in self._running]
 
-    def _start(self, wanted: Wanted, group: asyncio.TaskGroup) -> None:
+    def _start(self, wanted: WantedWorkers, group: asyncio.TaskGroup) -> None:
         missing = self._bounds.clamp(wanted.workers) - len(self._workers())
         for name in [name for name in self._makes if name not in self._running][: max(0, missing)]:
             self._running[name] = process = self._makes[name]()
             group.create_task(process.keep_running())
             self._notify(f"{name} starts: {wanted.turns} turns want {wanted.workers} rollout workers")
 
-    async def _retire(self, wanted: Wanted) -> None:
+    async def _retire(self, wanted: WantedWorkers) -> None:
         """Stops the worker that the owner chose, if this cluster has it and it is not needed meanwhile."""
         if len(self._workers()) <= self._bounds.clamp(wanted.workers):
             return

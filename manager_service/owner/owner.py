@@ -35,7 +35,7 @@ from manager_service.owner.jobs.job import Job
 from manager_service.owner.leases import Absence, Leases, LeaseState
 from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.sample_writer import SampleWriter
-from manager_service.owner.surroundings import ObservedCluster, PoolSize, Surroundings, whereabouts
+from manager_service.owner.surroundings import ObservedCluster, PoolSizer, Surroundings, whereabouts
 from manager_service.owner.transaction import Commits, Fence
 from manager_service.records.sample_records import LIMITS, Limits
 from manager_service.records.stored import StoredBytes
@@ -81,7 +81,7 @@ class Owner:
         policy: Policy = MARLAAS,
         archive_after_s: float = ARCHIVE_AFTER_S,
         limits: Limits = LIMITS,
-        pool: PoolSize | None = None,
+        pool: PoolSizer | None = None,
     ) -> None:
         self._bus, self._cell, self._cluster, self._lease_s = bus, bus.cell, cluster, lease_s
         self._reader = JobReader(bus, objects, store, limits)

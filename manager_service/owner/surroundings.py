@@ -15,7 +15,7 @@ from common.wire.messages import WorkerReport
 from common.worker.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.owner.jobs.job import Job
 from manager_service.owner.redis_memory import RedisMemory, bound
-from manager_service.records.cluster import WANTED_S, Wanted, env_streams, named
+from manager_service.records.cluster import WANTED_S, WantedWorkers, env_streams, named
 from manager_service.records.job_records import JobSpec
 from manager_service.records.sample_records import Limits
 from manager_service.records.stored import StoredBytes
@@ -47,7 +47,7 @@ class ObservedCluster(Slots, Protocol):
         ...
 
 
-# KEYS: wanted, scaled. ARGV: a `Wanted`, the milliseconds for which it holds, worker seconds and retirements since the last one. The
+# KEYS: wanted, scaled. ARGV: a `WantedWorkers`, the milliseconds for which it holds, worker seconds and retirements since the last one. The
 # first write needs no memory, of which Redis may have none left.
 _TELL = """
 redis.call('DEL', KEYS[1])
@@ -57,7 +57,7 @@ redis.call('HINCRBY', KEYS[2], 'retired', ARGV[4])
 """
 
 
-class PoolSize:
+class PoolSizer:
     """Says how many rollout workers the cell wants, and which retires. `marlaas up`, autoscalers and people read it."""
 
     def __init__(self, bus: Bus, cluster: ObservedCluster, bounds: WorkerRange | None, *, repack: bool) -> None:
@@ -81,7 +81,7 @@ class PoolSize:
         settled = self._bounds is not None and not any(each.state in ("starting", "draining") for each in workers)
         before, self._retires = self._retires, self._retirement.look(now_s, live, number, settled=settled)
         retired = before is not None and all(each.id != before for each in workers)
-        record = Wanted(number, round(turns), len(live), str(self._bounds or ""), self._retires or "")
+        record = WantedWorkers(number, round(turns), len(live), str(self._bounds or ""), self._retires or "")
         held_s = len(workers) * (now_s - self._looked_s) if self._looked_s is not None else 0.0
         self._looked_s = now_s
         words = [msgspec.json.encode(record), int(WANTED_S * 1000), repr(held_s), int(retired)]
@@ -102,7 +102,7 @@ class Surroundings:
         stored: StoredBytes,
         allocator: Allocator,
         limits: Limits,
-        pool: PoolSize | None = None,
+        pool: PoolSizer | None = None,
     ) -> None:
         allocator.storage.max_bytes = stored.max_bytes
         self.memory = RedisMemory(bus)
@@ -135,7 +135,7 @@ class Surroundings:
         await self._charge_completions()
 
     async def told(self, partitions: Collection[int]) -> tuple[dict[int, float], float, dict[int, float]]:
-        """What a round of leases tells of these partitions: see `Leases.round`."""
+        """Tells a round of leases about these partitions: see `Leases.round`."""
         allocator = self._allocator
         allocator.env_backlog = await self.env_backlog()
         return allocator.active_weights(partitions), allocator.take_served_s(), allocator.turns(partitions)

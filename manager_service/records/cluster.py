@@ -30,7 +30,7 @@ def named(workers: Iterable[Any], cell: Cell) -> list[str]:
     return sorted(cell.env_worker(worker.decode()) for worker in workers)
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class WantedWorkers(msgspec.Struct, frozen=True):
     """The number of rollout workers that a cell wants."""
 
     workers: int
@@ -40,10 +40,10 @@ class Wanted(msgspec.Struct, frozen=True):
     retires: str = ""  # the worker that is to stop; empty: none
 
 
-async def wanted_of(client: Any, cell: Cell) -> Wanted | None:
+async def wanted_of(client: Any, cell: Cell) -> WantedWorkers | None:
     """None: no owner has said so lately. `client`: of Redis. Raises its errors."""
     told = await client.get(cell.wanted)
-    return msgspec.json.decode(told, type=Wanted) if told else None
+    return msgspec.json.decode(told, type=WantedWorkers) if told else None
 
 
 WANTED_S = 10.0

@@ -22,7 +22,7 @@ EXAMPLE = "write --rollout 1:4 for one to four workers, as turns want them, or -
 
 
 class WorkerRange(NamedTuple):
-    """How many rollout workers there may be."""
+    """Bounds on the number of rollout workers."""
 
     least: int
     most: int

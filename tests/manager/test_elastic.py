@@ -1,4 +1,4 @@
-"""How many rollout workers a cell wants, which one retires, and `marlaas up --rollout MIN:MAX`, which follows."""
+"""The number of rollout workers that a cell wants, the one that retires, and `marlaas up --rollout MIN:MAX`, which follows."""
 
 import random
 import socket
@@ -18,8 +18,8 @@ from harness.standin import FixedSlots, job_spec
 from manager_service.launcher.supervisor import LocalCluster, ServiceCommand
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.leases import Leases
-from manager_service.owner.surroundings import PoolSize
-from manager_service.records.cluster import Cluster, Wanted, wanted_of
+from manager_service.owner.surroundings import PoolSizer
+from manager_service.records.cluster import Cluster, WantedWorkers, wanted_of
 from manager_service.scheduling.elastic import (
     RETIRE_EVERY_S,
     TARGET,
@@ -126,7 +126,7 @@ def test_jobs_want_what_they_would_be_issued_if_there_were_slots_until_they_paus
 
 async def test_the_owner_tells_how_many_are_wanted_and_which_retires(bus: Bus) -> None:
     leases, cluster = Leases(bus, "owner", 60), Cluster(bus)
-    pool = PoolSize(bus, cluster, WorkerRange(1, 3), repack=True)
+    pool = PoolSizer(bus, cluster, WorkerRange(1, 3), repack=True)
     # Given three workers of 10 slots, and turns for two in both what owners and what API replicas tell
     await leases.round({0: 1.0})
     await leases.round({0: 1.0}, 0.0, {0: 5.0, 1: 99.0})
@@ -136,7 +136,7 @@ async def test_the_owner_tells_how_many_are_wanted_and_which_retires(bus: Bus) -
     await cluster.follow_once()
     await pool.look(0.0)
     # Then the one with the fewest retires, whose rows the others have room for
-    assert await wanted_of(bus.client, bus.cell) == Wanted(2, 10, 3, "1:3", "b")
+    assert await wanted_of(bus.client, bus.cell) == WantedWorkers(2, 10, 3, "1:3", "b")
     assert 0 < await bus.client.pttl(bus.cell.wanted) <= 10_000
     # And it is counted once it has gone, as is the time of all
     await tell(bus, report("b", "rollout", state="stopped"))
@@ -144,13 +144,13 @@ async def test_the_owner_tells_how_many_are_wanted_and_which_retires(bus: Bus) -
     await pool.look(2.0)
     await pool.look(4.0)
     assert await bus.client.hgetall(bus.cell.scaled) == {b"held_worker_seconds": b"8", b"retired": b"1"}
-    assert await wanted_of(bus.client, bus.cell) == Wanted(2, 10, 2, "1:3")
+    assert await wanted_of(bus.client, bus.cell) == WantedWorkers(2, 10, 2, "1:3")
     # And a burst wants more, but no more than there may be; where nobody follows, as many as it takes, and none retires
     await bus.client.set(bus.cell.asked, "500")
     await pool.look(5.0)
-    assert (await wanted_of(bus.client, bus.cell) or Wanted(0, 0, 0)).workers == 3
-    await PoolSize(bus, cluster, None, repack=True).look(6.0)
-    assert await wanted_of(bus.client, bus.cell) == Wanted(64, 505, 2)
+    assert (await wanted_of(bus.client, bus.cell) or WantedWorkers(0, 0, 0)).workers == 3
+    await PoolSizer(bus, cluster, None, repack=True).look(6.0)
+    assert await wanted_of(bus.client, bus.cell) == WantedWorkers(64, 505, 2)
 
 
 def places(counts: Any, environment: Any) -> list[ServiceCommand]:
@@ -163,7 +163,7 @@ async def test_up_starts_workers_for_a_burst_and_ends_those_that_retire(tmp_path
     up = LocalCluster(data_dir=tmp_path, rollout=WorkerRange(1, 3), services=places, notify=heard.append)
     async with up as cluster, connect(cluster) as client:
 
-        async def tells(wanted: Wanted | None) -> None:
+        async def tells(wanted: WantedWorkers | None) -> None:
             key = Cell("tiny").wanted
             await (client.set(key, msgspec.json.encode(wanted)) if wanted else client.delete(key))
 
@@ -174,20 +174,20 @@ async def test_up_starts_workers_for_a_burst_and_ends_those_that_retire(tmp_path
             return f"rollout-{socket.gethostname()}-{cluster.pids[name]}-abc"
 
         assert workers() == {"rollout-0"}, "it begins with the least"
-        await tells(Wanted(9, 900, 1))
+        await tells(WantedWorkers(9, 900, 1))
         await until(lambda: len(workers()) == 3)
         assert heard == [f"rollout-{n} starts: 900 turns want 9 rollout workers" for n in (1, 2)]
         # When fewer are wanted nobody goes but who is chosen, and nobody at all while that worker is needed
         before = cluster.pids
-        await tells(Wanted(1, 9, 3, retires=id_of("rollout-1")))
+        await tells(WantedWorkers(1, 9, 3, retires=id_of("rollout-1")))
         await until(lambda: len(workers()) == 2)
         assert (
             heard[2:] == ["rollout-1 retires: 9 turns want 1 rollout workers"] and cluster.pids.items() < before.items()
         )
         # When nothing is told, or another's worker is to go, all stay; a place that came free is taken again
         await tells(None)
-        await tells(Wanted(1, 9, 2, retires=f"rollout-elsewhere-{cluster.pids['rollout-2']}-abc"))
-        await tells(Wanted(3, 300, 2, retires=id_of("rollout-2")))
+        await tells(WantedWorkers(1, 9, 2, retires=f"rollout-elsewhere-{cluster.pids['rollout-2']}-abc"))
+        await tells(WantedWorkers(3, 300, 2, retires=id_of("rollout-2")))
         await until(lambda: len(workers()) == 3)
         assert heard[3:] == ["rollout-1 starts: 300 turns want 3 rollout workers"]
         assert all(cluster.pids[name] == before[name] for name in ("redis", "manager", "rollout-0", "rollout-2"))
