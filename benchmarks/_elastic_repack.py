@@ -3,7 +3,8 @@
 Up to four workers, each a process at a given pace (`_paced_rollout`), come and go as the owner's own `PoolSizer` and `marlaas up`'s own
 `ElasticPool` decide. Jobs sample batches whose turns have log-normal lengths (sigma 1), train a while when a batch's last turn ends, and
 go on: on average fewer than half of all slots are taken. Once a worker retires whose turns the others have room for, once only one
-without turns. A second pair of runs has more turns than slots at all times. Starts of workers, and turns that move, are real.
+without turns. A second pair of runs has more turns than slots at all times. Workers are forked as `marlaas up` forks them, and take
+LOAD_S more to load; turns that move are real.
 """
 
 import asyncio
@@ -20,12 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks._paced_rollout import CELL, nothing
+from benchmarks._paced_rollout import ARGUMENTS, CELL, nothing
 from benchmarks._report import Goal, make_table
 from benchmarks.rollout import request
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.cancellation import cancel_all
+from common.children.forking import PreforkServer
 from common.children.processes import Command, SupervisedProcess
 from common.wire.messages import BASE, TurnResult
 from harness.redis_server import embedded_redis
@@ -37,7 +39,7 @@ from manager_service.scheduling.elastic import WorkerRange
 BOUNDS, SLOTS, LEASE_S = WorkerRange(1, 4), 32, 10.0
 NUM_JOBS, BATCH = 4, 32
 MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 400, 1.0, 1900
-TRAIN_S, WARM_S, HELD_EVERY_S = 1.0, 30.0, 0.05
+TRAIN_S, LOAD_S, WARM_S, HELD_EVERY_S = 1.0, 2.0, 30.0, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +105,15 @@ class JobLoad:
 async def pool(url: str, folder: Path, load: JobLoad, *, repack: bool) -> AsyncGenerator[dict[str, SupervisedProcess]]:
     """Runs the pool inside, under a load."""
     bus, cluster, running = load.bus, Cluster(load.bus), dict[str, SupervisedProcess]()
-    size, elastic = PoolSizer(bus, cluster, BOUNDS, repack=repack), ElasticPool(BOUNDS, "tiny", running, nothing)
+    size, elastic = PoolSizer(bus, cluster, BOUNDS, repack=repack), ElasticPool(BOUNDS, {}, running, nothing)
+    argv, commands = (sys.executable, "-m", "benchmarks._paced_rollout"), list[Command]()
     for number in range(BOUNDS.most):
-        options = (url, str(LEASE_S), str(SLOTS), str(folder / str(number)))
-        argv = (sys.executable, "-m", "benchmarks._paced_rollout", *options)
-        command = Command(name=f"rollout-{number}", argv=argv, environment=dict(os.environ), log=folder / "log")
-        elastic.add(command.name, partial(SupervisedProcess, command, nothing))
+        options = " ".join((url, str(LEASE_S), str(SLOTS), str(folder / str(number)), str(LOAD_S)))
+        settings = {**os.environ, ARGUMENTS: options}
+        commands.append(Command(name=f"rollout-{number}", argv=argv, environment=settings, log=folder / "log"))
+    server = PreforkServer(commands, folder / "log")
+    for command in commands:
+        elastic.add(command.name, partial(SupervisedProcess, command, nothing, server.start))
 
     async def own() -> None:
         while True:
@@ -123,6 +128,7 @@ async def pool(url: str, folder: Path, load: JobLoad, *, repack: bool) -> AsyncG
         yield running
         await cancel_all(loops)
         await asyncio.gather(*(process.stop(10) for process in running.values()))
+    server.end()
 
 
 async def measure(url: str, window_s: float, folder: Path, *, repack: bool, full: bool) -> PoolFigures:

@@ -11,6 +11,7 @@ It writes to the file NOTES, by the machine's monotonic clock:
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -40,6 +41,8 @@ CELL = Cell("tiny")
 STEP_S, ROW_S = 0.04, 0.0004
 PROGRESS_S = 0.5
 MAX_LORAS = 8
+ARGUMENTS = "MARLAAS_TEST_PACED"
+"""The variable with the arguments of a worker that is forked, and has none."""
 
 
 def nothing(line: str) -> None: ...
@@ -47,10 +50,11 @@ def nothing(line: str) -> None: ...
 
 @dataclass
 class PacedCore:
-    """Gives each turn a token a step. A step takes `step_s`, and `row_s` for each turn in it."""
+    """Gives each turn a token a step. A step takes `step_s`, and `row_s` for each turn in it; to load takes `load_s`."""
 
     step_s: float
     row_s: float = 0.0
+    load_s: float = 0.0
     note: Callable[[str], None] = nothing
     pid: int = 1
     kv_tokens: int | None = None
@@ -60,6 +64,7 @@ class PacedCore:
     _stepping: "asyncio.Task[None] | None" = None
 
     async def start(self) -> None:
+        await asyncio.sleep(self.load_s)
         self._stepping = asyncio.create_task(self._step())
 
     async def stop(self) -> None:
@@ -128,12 +133,12 @@ async def serve(url: str, lease_s: float, slots: int, core: PacedCore) -> None:
         await stop.wait()
 
 
-def main(url: str, lease_s: str, slots: str, notes: str) -> None:
+def main(url: str, lease_s: str, slots: str, notes: str, load_s: str = "0") -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     with Path(notes).open("a", buffering=1) as file:
-        core = PacedCore(STEP_S, ROW_S, lambda line: print(line, file=file))
+        core = PacedCore(STEP_S, ROW_S, float(load_s), lambda line: print(line, file=file))
         asyncio.run(serve(url, float(lease_s), int(slots), core))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*(sys.argv[1:] or os.environ[ARGUMENTS].split()))

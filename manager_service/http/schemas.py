@@ -275,16 +275,6 @@ class WorkerObject(Identified):
     counters: dict[str, float]
 
 
-class WantedObject(BaseModel):
-    """The rollout workers that a base model wants."""
-
-    workers: int  # wanted
-    live: int
-    turns: int  # that run, wait, or would be issued if there were slots
-    bounds: str  # the least and most, such as `1:4`; empty: their number is fixed
-    retires: str  # the worker that stops next, whose turns the others take; empty: none
-
-
 class SpanObject(BaseModel):
     object: Literal["span"] = "span"
     worker: str

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, MutableMapping
-from typing import Self
 
 from redis.exceptions import RedisError
 
@@ -16,13 +15,14 @@ from common.bus.redis_connection import make_client
 from common.bus.streams import Cell
 from common.children.processes import Notify, SupervisedProcess
 from common.errors import InvalidInput
-from common.settings import parse_base_models
 from manager_service.records.cluster import WantedWorkers, wanted_of
 from manager_service.scheduling.elastic import WorkerRange
 
 LOOK_EVERY_S = 0.5
 ANSWER_S = 2.0
 """Seconds in which Redis must answer, else all stays as it is until the next look."""
+OFF = ("0", "false", "no", "off", "f", "n", "")
+"""How a setting says no."""
 GRACE_S = 30.0
 """Seconds for a worker that retires to hand its turns back, before SIGKILL."""
 
@@ -30,44 +30,36 @@ GRACE_S = 30.0
 class ElasticPool:
     """The rollout workers of one cell."""
 
-    def __init__(self, bounds: WorkerRange, base: str, running: dict[str, SupervisedProcess], notify: Notify) -> None:
-        """`running`: the supervisor's processes, by name. `notify` hears who starts and who retires, and why."""
-        self._bounds, self._cell, self._running, self._notify = bounds, Cell(base), running, notify
-        self._makes: dict[str, Callable[[], SupervisedProcess]] = {}
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         bounds: WorkerRange,
         environment: MutableMapping[str, str],
         running: dict[str, SupervisedProcess],
         notify: Notify,
-    ) -> Self | None:
-        """None for a fixed number of workers, else `environment` tells managers the range. Raises InvalidInput where it must be fixed."""
+    ) -> None:
+        """`environment`: managers are told the range there. `running`: the supervisor's processes, by name. `notify` hears who starts and
+        who retires, and why. Raises InvalidInput for a range where the number of workers must be fixed."""
+        bases = environment.get("MARLAAS_BASE_MODELS", "tiny").split(",")
+        self._bounds, self._running, self._notify = bounds, running, notify
+        self._cell = Cell(bases[0].partition("=")[0].strip())
+        self._makes: dict[str, Callable[[], SupervisedProcess]] = {}
         if bounds.is_fixed:
-            return None
-        try:
-            bases = parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny"))
-        except ValueError as error:
-            raise InvalidInput(str(error)) from error
-        fixed = f"write --rollout {bounds.most}"
-        if len(bases) > 1:
-            raise InvalidInput(f"--rollout {bounds}: the workers of several base models do not come and go: {fixed}")
-        if environment.get("MARLAAS_DETERMINISTIC", "0").lower() not in ("0", "false", "no", "off", "f", "n", ""):
-            raise InvalidInput(f"--rollout {bounds}: in deterministic mode workers do not come and go: {fixed}")
+            return
+        exact = environment.get("MARLAAS_DETERMINISTIC", "0").lower() not in OFF
+        if why := "with several base models" if len(bases) > 1 else "in deterministic mode" if exact else "":
+            raise InvalidInput(f"--rollout {bounds}: {why} no workers come and go; write --rollout {bounds.most}")
         environment["MARLAAS_ROLLOUT_RANGE"] = str(bounds)
-        return cls(bounds, *bases, running, notify)
 
     def add(self, name: str, make: Callable[[], SupervisedProcess]) -> None:
         """Adds a place; the first ones have a worker from the beginning. `make`: of a process that was never started."""
         self._makes[name] = make
-        if len(self._makes) <= self._bounds.least:
+        if self._bounds.is_fixed or len(self._makes) <= self._bounds.least:
             self._running[name] = make()
 
     async def follow(self, redis_url: str, group: asyncio.TaskGroup) -> None:
-        """Follows `wanted` until cancelled. `group` keeps the workers running."""
+        """Follows `wanted` until cancelled, unless the number is fixed. `group` keeps the workers running."""
         async with make_client(redis_url, self._cell.key(""), retry=None) as client:
-            while True:
+            while not self._bounds.is_fixed:
                 wanted = None
                 with contextlib.suppress(RedisError, OSError):  # a TimeoutError is an OSError
                     async with asyncio.timeout(ANSWER_S):

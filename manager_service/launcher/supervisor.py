@@ -103,7 +103,7 @@ class LocalCluster:
         self._redis: SupervisedProcess | None = None
         self._room: RedisRoom | None = None
         self._services: dict[str, SupervisedProcess] = {}
-        self._elastic = ElasticPool.of(bounds, self._environment, self._services, notify)
+        self._elastic = ElasticPool(bounds, self._environment, self._services, notify)
         self._prefork_servers: list[PreforkServer] = []
         self._lock: TextIO | None = None
         self._stopping = asyncio.Event()
@@ -232,7 +232,7 @@ class LocalCluster:
         self._prefork_servers.append(server)
         for command in commands:
             make = partial(SupervisedProcess, command, self._hear, self._start or server.start)
-            if self._elastic and command.name.startswith("rollout-"):
+            if command.name.startswith("rollout-"):
                 self._elastic.add(command.name, make)
             else:
                 self._services[command.name] = make()
@@ -276,9 +276,8 @@ class LocalCluster:
                 await done_before(self._stopping, self._store.recognise(self.redis_url))
                 for process in self._services.values():
                     group.create_task(process.keep_running())
-                loops = [self._rotate_logs(), self._watch_store()]
+                loops = [self._rotate_logs(), self._watch_store(), self._elastic.follow(self.redis_url, group)]
                 loops += [self._room.watch()] if self._room else []
-                loops += [self._elastic.follow(self.redis_url, group)] if self._elastic else []
                 helpers = [group.create_task(loop) for loop in loops]
                 await self._stopping.wait()
                 for task in helpers:

@@ -138,7 +138,8 @@ class Surroundings:
         """Tells a round of leases about these partitions: see `Leases.round`."""
         allocator = self._allocator
         allocator.env_backlog = await self.env_backlog()
-        return allocator.active_weights(partitions), allocator.take_served_s(), allocator.turns(partitions)
+        turns = allocator.demand.turns(partitions, allocator.in_env, allocator.is_exhausted)
+        return allocator.active_weights(partitions), allocator.take_served_s(), turns
 
     async def watch_storage(self) -> None:
         """Tells what tenants with work here store, each second and as soon as one is new, until cancelled. It asks other cells' Redis

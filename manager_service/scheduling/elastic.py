@@ -31,13 +31,9 @@ class WorkerRange(NamedTuple):
     def parse(cls, text: str) -> "WorkerRange":
         """`1:4`; of `4`, `4:4`. Raises ValueError."""
         found = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", text.strip(), re.ASCII)
-        if found is None:
-            raise ValueError(f"{text!r} is neither a number of workers nor a range: {EXAMPLE}")
-        least, most = int(found[1]), int(found[2] or found[1])
-        if found[2] and not 1 <= least <= most:
-            raise ValueError(
-                f"{text!r} is no range of workers, which goes from 1 or more to as many or more: {EXAMPLE}"
-            )
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if found is None or (found[2] and not 1 <= least <= most):
+            raise ValueError(f"{text!r} is neither a number of workers nor a range of one or more: {EXAMPLE}")
         return cls(least, most)
 
     @property
@@ -82,17 +78,10 @@ def retire(workers: Sequence[WorkerLoad], wanted: int, *, repack: bool = True) -
         return None
     first = min(workers, key=lambda each: (each.rows, each.kv_used or 0, each.worker))
     others = [each for each in workers if each is not first]
-    if not first.rows:
-        return first.worker
     slots = sum(max(0, math.floor(TARGET * each.slots) - each.rows) for each in others)
-    fits = repack and first.rows < FEW_ROWS * first.slots and first.rows <= slots
-    return first.worker if fits and (first.kv_used or 0) <= sum(map(_kv_room, others)) else None
-
-
-def _kv_room(worker: WorkerLoad) -> float:
-    if worker.kv_tokens is None:
-        return math.inf
-    return max(0.0, TARGET * worker.kv_tokens - (worker.kv_used or 0))
+    kv_tokens = sum(max(0.0, TARGET * (each.kv_tokens or math.inf) - (each.kv_used or 0)) for each in others)
+    fits = first.rows < FEW_ROWS * first.slots and first.rows <= slots and (first.kv_used or 0) <= kv_tokens
+    return first.worker if not first.rows or (repack and fits) else None
 
 
 @dataclass

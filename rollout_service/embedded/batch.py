@@ -120,11 +120,6 @@ class RunningRows:
         return self._pools.tokens
 
     @property
-    def kv_used(self) -> int:
-        """See `Pools.used`."""
-        return self._pools.used
-
-    @property
     def has_work(self) -> bool:
         return bool(self._waiting) or self.num_active > 0
 

@@ -168,11 +168,6 @@ class Pools:
         """Tokens that fit together; each row takes the length class of its greatest possible length."""
         return self._room // self.token_bytes
 
-    @property
-    def used(self) -> int:
-        """Tokens for which rows have reservations."""
-        return self._reserved // self.token_bytes
-
     def __iter__(self) -> Iterator[Pool]:
         return iter(self._pools.values())
 

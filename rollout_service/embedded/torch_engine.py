@@ -82,8 +82,8 @@ class TorchEngine:
 
     @property
     def kv_used(self) -> int:
-        """Tokens of `kv_tokens` that rows have."""
-        return self._running.kv_used
+        """Tokens of `kv_tokens` that the turns under way take, or wait for."""
+        return sum(row.length_class for row in self._turns.all())
 
     def resident(self) -> list[AdapterRef]:
         return list(self._adapters)

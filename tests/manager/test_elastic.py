@@ -100,7 +100,9 @@ def test_a_range_of_workers_is_read_or_refused_with_what_to_write() -> None:
     assert [WorkerRange.parse(text).is_fixed for text in ("0", "3", "2:2", "1:4")] == [True, True, True, False]
     assert [WorkerRange(2, 4).clamp(number) for number in (0, 3, 9)] == [2, 3, 4]
     for text in ("4:1", "0:2", "x", "", "1:", ":2", "-1", "1:2:3", "1.5"):
-        with pytest.raises(ValueError, match="write --rollout 1:4 for one to four workers"):
+        with pytest.raises(
+            ValueError, match="neither a number of workers nor a range of one or more: write --rollout 1:4"
+        ):
             WorkerRange.parse(text)
 
 
@@ -197,8 +199,8 @@ async def test_up_starts_workers_for_a_burst_and_ends_those_that_retire(tmp_path
 
 def test_a_range_is_refused_where_the_number_of_workers_is_fixed(tmp_path: Path) -> None:
     for settings, why in (
-        ({"MARLAAS_DETERMINISTIC": "1"}, "in deterministic mode workers do not come and go: write --rollout 4"),
-        ({"MARLAAS_BASE_MODELS": "tiny,q=/q"}, "several base models do not come and go: write --rollout 4"),
+        ({"MARLAAS_DETERMINISTIC": "1"}, "in deterministic mode no workers come and go; write --rollout 4"),
+        ({"MARLAAS_BASE_MODELS": "tiny,q=/q"}, "with several base models no workers come and go; write --rollout 4"),
     ):
         with pytest.raises(InvalidInput, match=why):
             LocalCluster(data_dir=tmp_path, rollout=WorkerRange(1, 4), environment=settings)

@@ -14,7 +14,7 @@ from common.wire.messages import DeadLetter, WorkerReport
 from manager_service.http.context import Admin, Parts
 from manager_service.http.errors import COMMON
 from manager_service.http.openai.paging import After, Limit, page, wrong_cursor
-from manager_service.http.schemas import DeadLetterObject, Page, SpanObject, WantedObject, WorkerObject
+from manager_service.http.schemas import DeadLetterObject, Page, SpanObject, WorkerObject
 from manager_service.records.cluster import WorkerSpan, wanted_of
 
 router = APIRouter(prefix="/v1/cluster", tags=["cluster"], responses=COMMON)
@@ -40,11 +40,11 @@ def _worker(worker: WorkerReport) -> WorkerObject:
 
 
 @router.get("/wanted")
-async def wanted(api: Parts, admin: Admin) -> dict[str, WantedObject]:
-    """The number of rollout workers that each base model wants, for autoscalers; without those of which no manager has said so lately.
-    Needs the admin key."""
+async def wanted(api: Parts, admin: Admin) -> dict[str, dict[str, int | str]]:
+    """The rollout `workers` that each base model wants for its `turns`; its `live` ones, their `bounds`, and which `retires`. Without
+    bases of which no manager has said so lately. Needs the admin key."""
     found = {name: await wanted_of(base.redis, base.cell) for name, base in api.bases.items()}
-    return {name: WantedObject(**msgspec.structs.asdict(one)) for name, one in found.items() if one}
+    return {name: msgspec.structs.asdict(one) for name, one in found.items() if one}
 
 
 @router.get("/timeline")

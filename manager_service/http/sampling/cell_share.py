@@ -187,12 +187,8 @@ class CellShare:
     def _slots_asked(self) -> float:
         """Rollout slots that all would fill, or in which completions find their part."""
         each = {CHAT: 1 / self._most_for_chat, BULK: 1.0}
-        return sum(
-            each[kind] * (asked.num + asked.more)
-            for told in self._all
-            for kind in ROLLOUT
-            for asked in told.get(kind, {}).values()
-        )
+        asked = ((each[kind], one) for told in self._all for kind in ROLLOUT for one in told.get(kind, {}).values())
+        return sum(slots * (one.num + one.more) for slots, one in asked)
 
     def _weights(self, kind: str) -> dict[str, float]:
         """Weight of each tenant that asks any replica."""
