@@ -72,8 +72,8 @@ def wanted(turns: float, row_slots: float) -> int:
 
 
 def retire(workers: Sequence[WorkerLoad], wanted: int, *, repack: bool = True) -> str | None:
-    """The worker that may stop, as the others have room for its rows; None if none may. Call while no turn waits and no worker
-    starts. `repack`: it may still have rows."""
+    """The worker that may stop, as the others have room for its rows; None if none may. Whatever waits would be read by a worker with
+    so few rows: nothing does. `repack`: it may still have rows."""
     if len(workers) <= max(1, wanted):
         return None
     first = min(workers, key=lambda each: (each.rows, each.kv_used or 0, each.worker))
@@ -86,17 +86,23 @@ def retire(workers: Sequence[WorkerLoad], wanted: int, *, repack: bool = True) -
 
 @dataclass
 class Retirement:
-    """Chooses one worker after the other, by a clock of the caller's."""
+    """Chooses one worker after the other, by a clock of the caller's. When one has started none retires for as long as that took: so a
+    pool of slow starts shrinks rarely."""
 
     repack: bool = True
     worker: str | None = None
-    _chosen_s: float = -math.inf
+    _unsettled_s: float | None = None
+    _next_s: float = -math.inf
 
     def look(self, now_s: float, workers: Sequence[WorkerLoad], wanted: int, *, settled: bool) -> str | None:
-        """The worker that is to stop now. `settled`: no turn waits, and no worker starts or stops."""
+        """The worker that is to stop now. `settled`: no worker starts or stops."""
+        if not settled:
+            self._unsettled_s = now_s if self._unsettled_s is None else self._unsettled_s
+        elif self._unsettled_s is not None:
+            self._next_s, self._unsettled_s = max(self._next_s, 2 * now_s - self._unsettled_s), None
         if not settled or len(workers) <= wanted:
             self.worker = None
-        elif now_s - self._chosen_s >= RETIRE_EVERY_S:
+        elif now_s >= self._next_s:
             self.worker = retire(workers, wanted, repack=self.repack)
-            self._chosen_s = now_s if self.worker else self._chosen_s
+            self._next_s = now_s + RETIRE_EVERY_S if self.worker else self._next_s
         return self.worker

@@ -86,13 +86,16 @@ def test_rows_with_long_contexts_count_for_the_slots_that_they_leave_no_memory_f
 def test_one_worker_retires_after_the_other_and_none_once_turns_come() -> None:
     idle, retirement = [WorkerLoad(name, 8) for name in "abc"], Retirement()
     assert retirement.look(0.0, idle, 1, settled=True) == "a"
-    assert retirement.look(1.0, idle[1:], 1, settled=True) == "a", (
-        "the next one is chosen once reports show what the first left"
-    )
+    assert retirement.look(1.0, idle[1:], 1, settled=True) == "a", "the next one once reports show what the first left"
     assert retirement.look(2.0, idle, 3, settled=True) is None, "a burst"
-    assert retirement.look(RETIRE_EVERY_S, idle[1:], 1, settled=False) is None, "one still starts or stops"
     assert retirement.look(RETIRE_EVERY_S, idle[1:], 1, settled=True) == "b"
     assert retirement.look(9 * RETIRE_EVERY_S, idle[2:], 1, settled=True) is None
+
+
+def test_when_a_worker_has_started_none_retires_for_as_long_as_that_took() -> None:
+    idle, retirement = [WorkerLoad(name, 8) for name in "abc"], Retirement()
+    found = {at_s: retirement.look(at_s, idle, 1, settled=not 10 <= at_s < 70) for at_s in range(200)}
+    assert [found[at_s] for at_s in (0, 9, 10, 69, 70, 129, 130)] == ["a", "a", None, None, None, None, "a"]
 
 
 def test_a_range_of_workers_is_read_or_refused_with_what_to_write() -> None:
