@@ -22,7 +22,7 @@ LOOK_EVERY_S = 0.5
 ANSWER_S = 2.0
 """Seconds in which Redis must answer, else all stays as it is until the next look."""
 OFF = ("0", "false", "no", "off", "f", "n", "")
-"""How a setting says no."""
+"""Values of a setting that mean no."""
 GRACE_S = 30.0
 """Seconds for a worker that retires to hand its turns back, before SIGKILL."""
 

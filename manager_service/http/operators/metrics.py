@@ -116,8 +116,8 @@ async def _memory(base: Base) -> list[Metric]:
     families: list[Metric] = [dropped]
     for name, num in (await base.redis.hgetall(base.cell.scaled)).items():
         text = "Rollout workers: those that retired, and seconds for which some were held"
-        families.append(CounterMetricFamily(f"marlaas_{name.decode()}", text, labels=labels[:1]))
-        families[-1].add_metric([base.name], float(num))
+        families.append(total := CounterMetricFamily(f"marlaas_{name.decode()}", text, labels=labels[:1]))
+        total.add_metric([base.name], float(num))
     found = await base.redis.hgetall(base.cell.memory)
     samples = (([base.name, kind.decode()], float(num)) for kind, num in found.items())
     return [_gauge("redis_bytes", "Redis' memory by kind of key, estimated", labels, samples), *families]
