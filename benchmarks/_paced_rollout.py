@@ -1,5 +1,6 @@
 """A rollout worker at a given pace: the real loop, handler and process engine over a core that computes nothing, so that two processor
-cores are enough for many workers. `python -m benchmarks._paced_rollout URL LEASE_S SLOTS NOTES` runs one until it is killed.
+cores are enough for many workers. `python -m benchmarks._paced_rollout URL LEASE_S SLOTS NOTES` runs one until it is killed, or is told to
+stop: then it hands its turns back.
 
 It writes to the file NOTES, by the machine's monotonic clock:
 
@@ -10,6 +11,8 @@ It writes to the file NOTES, by the machine's monotonic clock:
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -38,6 +41,8 @@ CELL = Cell("tiny")
 STEP_S, ROW_S = 0.04, 0.0004
 PROGRESS_S = 0.5
 MAX_LORAS = 8
+ARGUMENTS = "MARLAAS_TEST_PACED"
+"""The variable with the arguments of a worker that is forked, and has none."""
 
 
 def nothing(line: str) -> None: ...
@@ -45,10 +50,11 @@ def nothing(line: str) -> None: ...
 
 @dataclass
 class PacedCore:
-    """Gives each turn a token a step. A step takes `step_s`, and `row_s` for each turn in it."""
+    """Gives each turn a token a step. A step takes `step_s`, and `row_s` for each turn in it; to load takes `load_s`."""
 
     step_s: float
     row_s: float = 0.0
+    load_s: float = 0.0
     note: Callable[[str], None] = nothing
     pid: int = 1
     kv_tokens: int | None = None
@@ -58,6 +64,7 @@ class PacedCore:
     _stepping: "asyncio.Task[None] | None" = None
 
     async def start(self) -> None:
+        await asyncio.sleep(self.load_s)
         self._stepping = asyncio.create_task(self._step())
 
     async def stop(self) -> None:
@@ -120,16 +127,18 @@ async def working(url: str, lease_s: float, slots: int, core: PacedCore) -> Asyn
 
 
 async def serve(url: str, lease_s: float, slots: int, core: PacedCore) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with working(url, lease_s, slots, core):
-        await asyncio.Event().wait()
+        await stop.wait()
 
 
-def main(url: str, lease_s: str, slots: str, notes: str) -> None:
+def main(url: str, lease_s: str, slots: str, notes: str, load_s: str = "0") -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    with Path(notes).open("w", buffering=1) as file:
-        core = PacedCore(STEP_S, ROW_S, lambda line: print(line, file=file))
+    with Path(notes).open("a", buffering=1) as file:
+        core = PacedCore(STEP_S, ROW_S, float(load_s), lambda line: print(line, file=file))
         asyncio.run(serve(url, float(lease_s), int(slots), core))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*(sys.argv[1:] or os.environ[ARGUMENTS].split()))

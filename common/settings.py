@@ -20,7 +20,7 @@ _KNOWN = (
     "redis_url data_dir store_url disk_reserve_bytes base_models base_model max_context lease_s deterministic log_level "
     "heartbeat_file pool_worker pool_bytes placement slice_max_s slice_drain_s "
     # the manager
-    "host port policy inference_timeout_s archive_after_s "
+    "host port policy rollout_range repack inference_timeout_s archive_after_s "
     "max_open_requests max_unfinished_jobs max_stored_bytes max_kept_bytes "
     "logger_hosts webhook_hosts export_proxy export_every_s export_processes max_logger_bytes webhook_give_up_s "
     # env workers

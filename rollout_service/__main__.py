@@ -90,6 +90,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         About(
             slots=settings.shared_slots,
             kv_tokens=engine.kv_tokens,
+            kv_used=lambda: engine.kv_used,
             max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
             dtype=settings.dtype,
             fingerprint=bits,

@@ -35,6 +35,10 @@
     owners                     zset     tokens of live owners by when they count as dead, ms
     weights                    hash     partition, from 1 -> weight of its active tenants
     sampling                   string   weight of the tenants who sample in bulk; expires
+    demand                     hash     partition, from 1 -> rollout slots that its jobs would fill
+    asked                      string   rollout slots that completions and samples in bulk would fill; expires
+    wanted                     string   JSON: how many rollout workers there should be, and which retires; expires
+    scaled                     hash     `retired` workers, `held_worker_seconds`: totals of the rollout workers
     served                     hash     what was served -> seconds of rollout engines: `jobs`, `rollout` (completions), `samples` (in bulk)
     inference                  hash     API replica -> until when it counts as alive, ms, and which tenants ask it for places
     active:<p>                 set      ids of the partition's jobs that its owner holds: unfinished, or with a step under way
@@ -148,6 +152,10 @@ class Cell:
     sampling = Key("sampling")
     served = Key("served")
     inference = Key("inference")
+    demand = Key("demand")
+    asked = Key("asked")
+    wanted = Key("wanted")
+    scaled = Key("scaled")
     active = KeyOf[int]("active")
     begun = Key("begun")
     job = KeyOf[str]("job")

@@ -423,6 +423,7 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     slots: int = 0  # how much it can work on at once
     in_use: int = 0
     kv_tokens: int | None = None  # whose keys and values it holds at once; None: it does not say
+    kv_used: int | None = None  # of these, by its turns now
     max_lora_rank: int | None = None
     outside: Outside | None = None  # None: it does not say
     dtype: str = ""  # that a rollout worker samples in: float32, bfloat16

@@ -109,6 +109,7 @@ class About:
     outside: Outside | None = None
     dtype: str = ""
     fingerprint: str = ""
+    kv_used: Callable[[], int | None] = lambda: None
     resident: Callable[[], list[str]] = field(default=list)
     waiting: Callable[[], dict[str, str]] = field(default=dict)
     lacks_disk: Callable[[], str] = field(default=str)
@@ -165,6 +166,7 @@ class Reporter:
             slots=self.about.slots,
             in_use=in_use,
             kv_tokens=self.about.kv_tokens,
+            kv_used=self.about.kv_used(),
             max_lora_rank=self.about.max_lora_rank,
             outside=self.about.outside,
             dtype=self.about.dtype,

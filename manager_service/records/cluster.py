@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from common.bus.bus import Bus
 from common.bus.streams import Cell
 from common.wire.messages import Outside, Span, WorkerReport
@@ -28,6 +30,24 @@ def named(workers: Iterable[Any], cell: Cell) -> list[str]:
     return sorted(cell.env_worker(worker.decode()) for worker in workers)
 
 
+class WantedWorkers(msgspec.Struct, frozen=True):
+    """The number of rollout workers that a cell wants."""
+
+    workers: int
+    turns: int  # that run, wait, or would be issued if there were slots
+    live: int
+    bounds: str = ""  # `1:4`; empty: nobody follows
+    retires: str = ""  # the worker that is to stop; empty: none
+
+
+async def wanted_of(client: Any, cell: Cell) -> WantedWorkers | None:
+    """None: no owner has said so lately. `client`: of Redis. Raises its errors."""
+    told = await client.get(cell.wanted)
+    return msgspec.json.decode(told, type=WantedWorkers) if told else None
+
+
+WANTED_S = 10.0
+"""Time for which `wanted` holds."""
 ALIVE_S = 5.0
 """Silence after which a worker counts as dead."""
 FORGET_S = 120.0

@@ -10,6 +10,7 @@ A *member* is a job, or a run: a job whose user keeps the training loop (manager
 Its files:
 
     allocator.py       decides which job starts, which gets a group, and whose batch trains
+    elastic.py         says how many rollout workers there should be, and which one may stop
     fairness.py        computes how much room there is, and the order of tenants
     members.py         lists jobs and runs, with what decisions need of each, and estimates trajectories' lengths
     demand.py          sums up what all of them want, by difference, and says which job of a tenant is next

@@ -151,9 +151,8 @@ class Allocator:
                 self.charge_rollouts(tenant, amount)
             elif counter == "rollout_s":
                 self._served_s += amount
-            if counter not in QUOTA_COUNTERS:
-                continue
-            self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
+            if counter in QUOTA_COUNTERS:
+                self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
 
     def charge_rollouts(self, tenant: str, tokens: float) -> None:
         """Charges a tenant for tokens that rollout workers computed for its jobs or completions."""
@@ -176,7 +175,7 @@ class Allocator:
 
     def _is_closed(self) -> bool:
         demand = self.demand
-        behind = sum(num for tenant, num in demand.behind.items() if not self._is_exhausted(tenant))
+        behind = sum(num for tenant, num in demand.behind.items() if not self.is_exhausted(tenant))
         ready = len(demand.ready) - len(self._held_back)
         return closed(self._closed, num_behind=behind, num_ready=ready, num_training=demand.num_training)
 
@@ -397,7 +396,7 @@ class Allocator:
     # ---- tenants ----------------------------------------------------------------------------------------------------
 
     def _within_quota(self, tenant: str, now: float, changes: dict[int, Changes]) -> bool:
-        if not self._is_exhausted(tenant):
+        if not self.is_exhausted(tenant):
             return True
         limit, today = self._tenant(tenant).max_tokens_per_day, day_field(now)
         for name in self.demand.jobs_of(tenant):
@@ -414,9 +413,9 @@ class Allocator:
         is_full = self.storage.is_full(self._tenant(member.spec.tenant))
         if isinstance(member, Job):
             return is_full
-        return self._is_exhausted(member.spec.tenant) or (is_full and member.commits_next())
+        return self.is_exhausted(member.spec.tenant) or (is_full and member.commits_next())
 
-    def _is_exhausted(self, tenant: str) -> bool:
+    def is_exhausted(self, tenant: str) -> bool:
         limit = self._tenant(tenant).max_tokens_per_day
         return limit is not None and self.used_today.get(tenant, 0) >= limit
 

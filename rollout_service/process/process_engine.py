@@ -204,6 +204,11 @@ class ProcessEngine:
         life = self._current()
         return life.core.kv_tokens if life else None
 
+    @property
+    def kv_used(self) -> int:
+        """Tokens of the turns under way, those that wait for a slot included."""
+        return sum(turn.request.num_prompt + len(turn.tokens) for turn in self._turns.all())
+
     def resident(self) -> list[AdapterRef]:
         return self._files.refs()
 

@@ -21,7 +21,7 @@ from common.errors import REFUSED
 from common.store.disk_room import free_bytes
 from harness.redis_server import RedisServer
 from manager_service.launcher import supervisor
-from manager_service.launcher.redis_room import KEPT_BYTES
+from manager_service.launcher.embedded_redis import KEPT_BYTES
 from manager_service.launcher.supervisor import (
     LocalCluster,
     ServiceCommand,

@@ -1,4 +1,4 @@
-"""Turns of a rollout worker that is killed, beside one that has no slot free."""
+"""Turns of a rollout worker that is killed, beside one that has no slot free, and of one that is told to stop."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ import pytest
 from benchmarks._paced_rollout import CELL, PacedCore, working
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
-from common.wire.messages import BASE, TurnResult
+from common.wire.messages import BASE, TurnRequest, TurnResult
 from rollout_service.handler import SHORT_TURN
 from tests.common.test_worker import length, until
 from tests.support.rollout_cases import request
@@ -65,4 +65,30 @@ async def test_all_turns_of_a_killed_worker_go_on_at_once_beside_one_whose_slots
     assert {each.id for each in results} == {each.id for each in lost}
     for each in results:
         assert isinstance(each, TurnResult) and each.failure is None
+        assert len(each.tokens) == len(each.logprobs) == each.usage.sampled_tokens == TOKENS
+
+
+async def test_a_worker_that_is_told_to_stop_hands_its_turns_back_and_no_token_is_sampled_again(
+    bus: Bus, redis_url: str
+) -> None:
+    async with in_a_process(redis_url) as retiring:
+        asked = [request(BASE, sample=n, max_tokens=TOKENS) for n in range(NUM)]
+        await bus.publish([(CELL.rollout, each) for each in asked])
+
+        async def num_kept() -> bool:
+            return len(await bus.client.keys(CELL.partial(CELL.rollout, "*:by"))) == NUM
+
+        await until(num_kept)
+        retiring.send_signal(signal.SIGTERM)
+        assert await retiring.wait() == 0
+    handed = [message for _, message in await bus.follow(CELL.rollout_first, "0", block_ms=None)]
+    had = {each.id: each.num_partial for each in handed if isinstance(each, TurnRequest)}
+    assert had.keys() == {each.id for each in asked} and min(had.values()) > 0
+    notes: list[str] = []
+    async with working(redis_url, LEASE_S, NUM, PacedCore(0.0005, note=notes.append)):
+        await until(lambda: length(bus, CELL.env, NUM))
+    begun = {words[2]: int(words[3]) for words in map(str.split, notes) if words[0] == "begin"}
+    assert begun == {each.id: len(each.tokens) + had[each.id] for each in asked}
+    for each in [message for _, message in await bus.follow(CELL.env, "0", block_ms=None)]:
+        assert isinstance(each, TurnResult)
         assert len(each.tokens) == len(each.logprobs) == each.usage.sampled_tokens == TOKENS

@@ -113,9 +113,14 @@ async def _memory(base: Base) -> list[Metric]:
     dropped = CounterMetricFamily("marlaas_dropped", "Entries dropped because there were too many bytes", labels=labels)
     for kind, num in (await base.redis.hgetall(base.cell.dropped)).items():
         dropped.add_metric([base.name, kind.decode()], float(num))
+    families: list[Metric] = [dropped]
+    for name, num in (await base.redis.hgetall(base.cell.scaled)).items():
+        text = "Rollout workers: those that retired, and seconds for which some were held"
+        families.append(total := CounterMetricFamily(f"marlaas_{name.decode()}", text, labels=labels[:1]))
+        total.add_metric([base.name], float(num))
     found = await base.redis.hgetall(base.cell.memory)
     samples = (([base.name, kind.decode()], float(num)) for kind, num in found.items())
-    return [_gauge("redis_bytes", "Redis' memory by kind of key, estimated", labels, samples), dropped]
+    return [_gauge("redis_bytes", "Redis' memory by kind of key, estimated", labels, samples), *families]
 
 
 # ---- workers and jobs -----------------------------------------------------------------------------------------------
