@@ -1,6 +1,7 @@
 """Turns a run's telemetry into a calibration: sums, and two least squares.
 
-Counters are totals since a worker's start, reported once a second; what is fitted are their differences between reports.
+Counters are totals since a worker's start, reported once a second; what is fitted are their differences between reports. What is fitted
+adds up to what was counted: a simulation of the same work takes the same processor seconds.
 """
 
 import math
@@ -33,9 +34,10 @@ class Recording(msgspec.Struct, frozen=True):
     hyper: Hyper  # of the jobs, which should be alike
 
 
-async def record(bus: Bus) -> Recording:
-    """Reads the telemetry in a cluster's Redis, which keeps an hour of it. Raises ValueError without a job or a worker."""
-    entries = await bus.follow(bus.cell.telemetry, "0", block_ms=None, count=100_000)
+async def record(bus: Bus, since_s: float = 0.0) -> Recording:
+    """Reads the telemetry in a cluster's Redis, which keeps an hour of it, from a time since 1970 on. Raises ValueError without a job or
+    a worker."""
+    entries = await bus.follow(bus.cell.telemetry, str(int(1000 * since_s)), block_ms=None, count=100_000)
     names: list[Any] = await bus.client.zrange(bus.cell.jobs_all, 0, -1)
     jobs = [name.decode() for name in names]
     base_model = bus.cell.base_model
@@ -111,6 +113,7 @@ def fit_machine(by_service: dict[str, CounterDeltas], cores: int | None, control
 
 
 def deltas(reports: Iterable[WorkerReport], service: str) -> CounterDeltas:
+    """Of the time in which a worker had work: what an idle loop takes is nobody's."""
     by_worker: defaultdict[str, list[WorkerReport]] = defaultdict(list)
     for report in reports:
         if report.service == service:
@@ -119,6 +122,7 @@ def deltas(reports: Iterable[WorkerReport], service: str) -> CounterDeltas:
         {name: value - before.counters.get(name, 0.0) for name, value in after.counters.items()}
         for found in by_worker.values()
         for before, after in pairwise(found)
+        if after.busy or after.counters.get("settled", 0.0) > before.counters.get("settled", 0.0)
     ]
 
 
@@ -149,8 +153,11 @@ def fit_training(found: CounterDeltas) -> tuple[float, float]:
     steps = np.array([d["settled"] for d in used])
     tokens, seconds = (np.array([d[name] for d in used]) for name in ("trained_tokens", "compute_s"))
     if np.std(tokens / steps) < SAME_SIZE * np.mean(tokens / steps):
-        return 0.0, float(seconds.sum() / tokens.sum())
-    return _line(tokens / steps, seconds / steps, steps)
+        return 0.0, total(found)["compute_s"] / float(tokens.sum())
+    step_s, token_s = _line(tokens / steps, seconds / steps, steps)
+    everything = total(found)  # a step's computing counts in the second in which it happens, its tokens in which it ends
+    share = everything["compute_s"] / (step_s * everything["settled"] + token_s * everything["trained_tokens"])
+    return step_s * share, token_s * share
 
 
 def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
@@ -161,14 +168,13 @@ def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, floa
     if slope < 0:
         return float(mean_y), 0.0
     if mean_y - slope * mean_x < 0:
-        return 0.0, float(np.average(x * y, weights=weight) / np.average(x * x, weights=weight))
+        return 0.0, float(mean_y / mean_x)
     return float(mean_y - slope * mean_x), float(slope)
 
 
 def beside_s(found: CounterDeltas, *computing: str) -> float:
-    """Processor seconds of a service besides some of them, while it settled anything: those of an idle loop are nobody's."""
-    working = [d for d in found if d.get("settled", 0) > 0]
-    return max(0.0, sum(d["cpu_s"] - sum(d.get(name, 0.0) for name in computing) for d in working))
+    """Processor seconds of a service besides some of them."""
+    return max(0.0, sum(d["cpu_s"] - sum(d.get(name, 0.0) for name in computing) for d in found))
 
 
 def least(found: CounterDeltas, seconds: str, number: str) -> float:

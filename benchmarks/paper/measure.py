@@ -72,7 +72,7 @@ async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[
             await job_figures(cluster, tenant, job, at - start, spans, start, steps)
             for tenant, (job, at) in zip(tenants, trained, strict=True)
         ]
-        recording = await recorded(cluster, workload)
+        recording = await recorded(cluster, workload, start - REPORTED_S)
         for each in (admin, *(tenant.api for tenant in tenants)):
             await each.close()
     cpu_s = {name: seconds - before.cpu_s[name] for name, seconds in after.cpu_s.items()}
@@ -104,10 +104,10 @@ async def seen(cluster: LocalCluster, admin: Api) -> Seen:
     )
 
 
-async def recorded(cluster: LocalCluster, workload: Workload) -> Recording:
+async def recorded(cluster: LocalCluster, workload: Workload, since_s: float) -> Recording:
     bus = Bus.connect(cluster.redis_url, Cell(workload.base_model))
     try:
-        return await record(bus)
+        return await record(bus, since_s)
     finally:
         await bus.close()
 
