@@ -6,8 +6,9 @@ adds up to what was counted: a simulation of the same work takes the same proces
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from simulator.calibration import Calibration, LogNormal, Machine, Size, Workloa
 CounterDeltas = list[dict[str, float]]
 """One dictionary of counters' growth for each pair of successive reports of a worker."""
 
+Seconds = Callable[[Mapping[str, float]], float]
+"""Seconds among them."""
+
 SERVICES = ("rollout", "env", "trainer")
-SAME_SIZE = 0.05
+ALIKE = 0.05
 """Steps whose tokens differ relatively less than this say nothing about what a step costs besides its tokens."""
 
 
@@ -88,13 +92,14 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
 
 def fit_machine(by_service: dict[str, CounterDeltas], cores: int | None, control_s: float) -> Machine:
     rollout, env, trainer = (total(by_service[service]) for service in SERVICES)
-    step_s, row_s = fit_decode(by_service["rollout"])
+    step_s, row_s = fit_pair(by_service["rollout"], counted("decode_s"), "decode_steps", "sampled_tokens")
+    between_s, turn_s = fit_pair(by_service["rollout"], beside("decode_s", "prefill_s"), "decode_steps", "turns")
     waiting = 1.0 if cores else max(1.0, rollout["busy_s"] / (rollout["decode_s"] + rollout["prefill_s"]))
     training_waits = 1.0 if cores else max(1.0, trainer["busy_s"] / trainer["compute_s"])
-    train_step_s, train_token_s = fit_training(by_service["trainer"])
-    trainer_loop_s = beside_s(by_service["trainer"], "compute_s") / trainer["settled"]
+    train_step_s, train_token_s = fit_pair(by_service["trainer"], counted("compute_s"), "settled", "trained_tokens")
+    trainer_loop_s = max(0.0, beside("compute_s")(trainer)) / trainer["settled"]
     return Machine(
-        decode_step_s=step_s * waiting,
+        decode_step_s=step_s * waiting + between_s,
         decode_row_s=row_s * waiting,
         prefill_token_s=waiting * rollout["prefill_s"] / max(1.0, rollout["prefill_tokens"]),
         train_step_s=train_step_s * training_waits,
@@ -104,8 +109,8 @@ def fit_machine(by_service: dict[str, CounterDeltas], cores: int | None, control
         grade_s=env["grade_s"] / env["graded"],
         hop_s=least(by_service["env"], "delivery_s", "delivered") + least(by_service["rollout"], "settle_s", "settled"),
         start_s=env["start_s"] / max(1.0, env["starts"]),
-        engine_loop_s=beside_s(by_service["rollout"], "decode_s", "prefill_s") / rollout["turns"],
-        env_loop_s=beside_s(by_service["env"], "start_s") / rollout["turns"],
+        engine_loop_s=turn_s,
+        env_loop_s=max(0.0, beside("start_s")(env)) / rollout["turns"],
         trainer_loop_s=trainer_loop_s,
         control_s=control_s,
         cores=cores,
@@ -134,47 +139,38 @@ def total(found: CounterDeltas) -> dict[str, float]:
     return sums
 
 
-def fit_decode(found: CounterDeltas) -> tuple[float, float]:
-    """Seconds of a forward, and of each row in it: least squares over seconds, weighted by their forwards; none negative."""
-    used = [d for d in found if d.get("decode_steps", 0) > 0]
-    if not used:
-        raise ValueError("the engine decoded nothing between two of its reports: calibrate on a longer run")
-    steps = np.array([d["decode_steps"] for d in used])
-    return _line(
-        np.array([d["sampled_tokens"] for d in used]) / steps, np.array([d["decode_s"] for d in used]) / steps, steps
-    )
-
-
-def fit_training(found: CounterDeltas) -> tuple[float, float]:
-    """Seconds of a step, and of each token of its rows. If all steps are alike, the tokens have all of it."""
-    used = [d for d in found if d.get("settled", 0) > 0 and d["trained_tokens"] > 0 and d["compute_s"] > 0]
-    if not used:
-        raise ValueError("the trainer made no step between two of its reports: calibrate on a longer run")
-    steps = np.array([d["settled"] for d in used])
-    tokens, seconds = (np.array([d[name] for d in used]) for name in ("trained_tokens", "compute_s"))
-    if np.std(tokens / steps) < SAME_SIZE * np.mean(tokens / steps):
-        return 0.0, total(found)["compute_s"] / float(tokens.sum())
-    step_s, token_s = _line(tokens / steps, seconds / steps, steps)
-    everything = total(found)  # a step's computing counts in the second in which it happens, its tokens in which it ends
-    share = everything["compute_s"] / (step_s * everything["settled"] + token_s * everything["trained_tokens"])
-    return step_s * share, token_s * share
+def fit_pair(found: CounterDeltas, seconds: Seconds, each: str, more: str) -> tuple[float, float]:
+    """Seconds for each of `each`, and for each of `more`: least squares over reports, neither negative, and together what was counted.
+    If each has as much of `more` as any other, that has all of it."""
+    used = [d for d in found if d.get(each, 0) > 0]
+    num, x, y = (np.array([value(d) for d in used]) for value in (itemgetter(each), itemgetter(more), seconds))
+    sums = total(found)
+    if np.std(x / num) < ALIKE * np.mean(x / num):
+        return 0.0, max(0.0, seconds(sums)) / sums[more]
+    first, second = _line(x / num, y / num, num)
+    counted = first * sums[each] + second * sums[more]  # a step's computing may count in one second, its end in another
+    share = max(0.0, seconds(sums)) / counted if counted > 0 else 0.0
+    return first * share, second * share
 
 
 def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
     """Constant and slope of y over x, weighted; where one would be negative it is 0 and only the other is fitted."""
     mean_x, mean_y = np.average(x, weights=weight), np.average(y, weights=weight)
-    variance = np.average((x - mean_x) ** 2, weights=weight)
-    slope = np.average((x - mean_x) * (y - mean_y), weights=weight) / variance if variance > 0 else 0.0
+    slope = np.average((x - mean_x) * (y - mean_y), weights=weight) / np.average((x - mean_x) ** 2, weights=weight)
     if slope < 0:
         return float(mean_y), 0.0
-    if mean_y - slope * mean_x < 0:
+    if mean_y < slope * mean_x:
         return 0.0, float(mean_y / mean_x)
     return float(mean_y - slope * mean_x), float(slope)
 
 
-def beside_s(found: CounterDeltas, *computing: str) -> float:
-    """Processor seconds of a service besides some of them."""
-    return max(0.0, sum(d["cpu_s"] - sum(d.get(name, 0.0) for name in computing) for d in found))
+def counted(name: str) -> Seconds:
+    return lambda deltas: deltas[name]
+
+
+def beside(*computing: str) -> Seconds:
+    """Processor seconds of a process besides some of them."""
+    return lambda deltas: deltas["cpu_s"] - sum(deltas.get(name, 0.0) for name in computing)
 
 
 def least(found: CounterDeltas, seconds: str, number: str) -> float:

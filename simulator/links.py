@@ -83,6 +83,11 @@ class Links:
         else:
             pull.acts.append(act)
 
+    def when_whole(self, worker: object, adapter: AdapterRef) -> float | None:
+        """When the worker had a version; None: it has it not."""
+        pull = self._files[adapter].get(worker)
+        return None if pull is None or pull.here_s == inf else pull.here_s
+
     def write(self, act: Act) -> None:
         """Acts when a new version's bytes are in the store."""
         if self.size.adapter_bytes:
