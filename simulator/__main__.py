@@ -1,17 +1,19 @@
 """Predicts what a run takes: the owner's own decisions under a virtual clock, with measured service times.
 
     python -m simulator --calibration calibration.json [--policy marlaas,synchronous] [--n 1,2,4,8,16,32]
-                                  [--measured DIR] [--rollout 200 --env 200 --trainer 100] [--tenants 500] [--out DIR]
-    python -m simulator --calibration simulator/assumed_8b.json --policy marlaas --n 32 --steps 3 --rollout 200 --env 50 --trainer 32 \
-                                  --adapter-mb 700 --weights store,relay    # how long a new version takes to reach all workers
-    python -m simulator --calibration simulator/assumed_8b.json --policy marlaas --n 32 --rollout 64 --least 1 --pool fixed,empty,repack
+                                  [--measured DIR] [--rollout 200 --env 200 --trainer 100] [--tenants 500]
+    python -m simulator --calibration simulator/assumed_8b.json --policy marlaas --n 32 --rollout 200 --env 50 --trainer 32 --steps 3 \
+                                  --set adapter_bytes=7e8 --with relay=true    # how long a version takes to reach all workers
+    python -m simulator --calibration simulator/assumed_8b.json --policy marlaas --n 32 --rollout 64 \
+                                  --with least_rollout=1 --with least_rollout=1 repack=true    # a pool that follows its turns
 
-Prints one line for each policy and N, and on stderr how far it is. With `--measured`, a folder of measured runs (`run-*.json`, see
-`simulator.calibration.PolicyRun`), the measured makespan stands next to the simulated one. The goal is 15 %.
+Prints one line for each policy and N, and again for each `--with`; on stderr how far it is. `--set` and `--with` change fields of `Size`,
+which simulator/calibration.py explains: deaths, LoRA slots, own streams, links, pools. With `--measured`, a folder of measured runs
+(`run-*.json`, see `simulator.calibration.PolicyRun`), the measured makespan stands next to the simulated one. The goal is 15 %.
 
 The second table is of the rollout workers: trained tokens for each second of a worker that is held, seconds held, later turns that met
 their keys and values, and the time from a version's announcement until the last worker that loads it ahead has it.
-assumed_8b.json is not measured: a base of 8B on an H100 each, 64 answers of 500 tokens (median; sigma 1) a step.
+assumed_8b.json is not measured: a base of 8B on a GPU for each worker, 64 answers of 500 tokens (median; sigma 1) a step.
 """
 
 import argparse
@@ -20,13 +22,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from manager_service.scheduling.policies import POLICIES, Policy, parse_policy
-from simulator.calibration import Calibration, PolicyRun, Size, read_calibration, read_runs, write
-from simulator.report import Goal, Report, above_zero, make_table, parser, positive, show
+from simulator.calibration import Calibration, PolicyRun, Size, read_calibration, read_runs
+from simulator.report import Goal, Report, make_table, parser, positive, show
 from simulator.world import simulate
 
 GOAL = 0.15
@@ -43,39 +45,20 @@ COLUMNS: Mapping[str, Callable[[PolicyRun], float]] = {
 }
 HEAD = ("run", *COLUMNS, "measured s", "error %", "took s")
 WORKERS_HEAD = ("run", "tokens/held s", "held s", "met %", "spread s", "p95", "versions/s")
-SIZES = ("rollout", "env", "trainer", "trainer_slots", "rollout_slots", "lora_slots", "start_s", "lease_s", "kills_s", "own_streams")
-WEIGHTS = {"store": {"relay": False}, "relay": {"relay": True}}
-"""How versions reach workers: each reads the store, or they pass them on."""
-POOLS = {"fixed": {"least_rollout": 0}, "empty": {"repack": False}, "repack": {"repack": True}}
-"""Rollout workers: always all; those that turns want, and only empty ones stop; any stops whose rows the others can hold."""
-
-
-class Case(NamedTuple):
-    """One line of the tables."""
-
-    policy: str
-    n: int
-    weights: str
-    pool: str
-
-    @property
-    def is_special(self) -> bool:
-        return (self.weights, self.pool) != ("store", "fixed")
-
-    def of(self, size: Size) -> Size:
-        return msgspec.structs.replace(size, **WEIGHTS[self.weights], **POOLS[self.pool])
+SizeChanges = Sequence[tuple[str, Any]]
+"""Fields of `Size`, and their values."""
 
 
 def sized(calibration: Calibration, args: Any) -> Calibration:
-    """The calibration with other numbers of workers, slots or steps, or another way of working, if they are given."""
-    changes = {name: value for name in SIZES if (value := getattr(args, name))}
-    for name in ("adapter", "store", "link"):
-        if megabytes := getattr(args, f"{name}_mb"):
-            changes[f"{name}_bytes" if name == "adapter" else f"{name}_bytes_per_s"] = 1e6 * megabytes
-    size = msgspec.structs.replace(calibration.size, least_rollout=args.least, **changes)
+    """The calibration with other numbers of workers, slots or steps, if they are given."""
+    changes = {name: value for name in ("rollout", "env", "trainer") if (value := getattr(args, name))}
     steps = {"num_steps": args.steps} if args.steps else {}
     workload = msgspec.structs.replace(calibration.workload, **steps)
-    return msgspec.structs.replace(calibration, size=size, workload=workload)
+    return changed(msgspec.structs.replace(calibration, workload=workload), [*changes.items(), *args.set])
+
+
+def changed(calibration: Calibration, settings: SizeChanges) -> Calibration:
+    return msgspec.structs.replace(calibration, size=msgspec.structs.replace(calibration.size, **dict(settings)))
 
 
 def predict(calibration: Calibration, policy: Policy, n: int, tenants: int | None) -> PolicyRun:
@@ -122,20 +105,17 @@ def numbers(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
-def times(text: str) -> tuple[float, ...]:
-    """Seconds of an option, comma-separated."""
-    return tuple(map(above_zero, text.split(",")))
-
-
-def chosen(names: Mapping[str, object]) -> Callable[[str], list[str]]:
-    """Reads some of these names, comma-separated."""
-
-    def read(text: str) -> list[str]:
-        if wrong := [part for part in text.split(",") if part not in names]:
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(names)}")
-        return text.split(",")
-
-    return read
+def setting(text: str) -> tuple[str, Any]:
+    """A field of `Size` and its value, from `name=value`."""
+    name, _, value = text.partition("=")
+    if name not in Size.__struct_fields__:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with one of {', '.join(Size.__struct_fields__)}")
+    try:
+        return name, getattr(
+            msgspec.convert({name: value.split(",") if name == "kills_s" else value}, Size, strict=False), name
+        )
+    except msgspec.ValidationError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
 
 
 def options() -> argparse.ArgumentParser:
@@ -148,33 +128,14 @@ def options() -> argparse.ArgumentParser:
     )
     result.add_argument("--tenants", type=positive, metavar="N", help="that share the jobs; default one for each job")
     result.add_argument("--steps", type=positive, metavar="N", help="of each job; default the calibration's")
-    result.add_argument("--out", type=Path, metavar="DIR", help="write each run there, as run-*.json; default nowhere")
     for name in ("rollout", "env", "trainer"):
         result.add_argument(f"--{name}", type=positive, metavar="N", help="how many workers; default the calibration's")
+    result.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE", help="of every line")
     result.add_argument(
-        "--trainer-slots", type=positive, metavar="N", help="steps that a trainer takes; default the calibration's"
-    )
-    _add_workers(result.add_argument_group("rollout workers"))
+        "--with", type=setting, nargs="+", action="append", default=[[]], metavar="NAME=VALUE", dest="variants",
+        help="of further lines, one for each policy and N; may come several times",
+    )  # fmt: skip
     return result
-
-
-def _add_workers(group: Any) -> None:
-    group.add_argument("--rollout-slots", type=positive, metavar="N", help="of each; default the calibration's")
-    group.add_argument("--lora-slots", type=positive, metavar="N", help="adapters that each computes at once; default all")
-    group.add_argument("--own-streams", action="store_true", help="later turns go back to who has their keys and values")
-    group.add_argument("--start-s", type=above_zero, metavar="S", help="until a new worker reads; default 0")
-    group.add_argument("--kills-s", type=times, metavar="S", help="times at which one is killed, comma-separated")
-    group.add_argument("--lease-s", type=above_zero, metavar="S", help="until others have its turns; default 10")
-    group.add_argument("--weights", type=chosen(WEIGHTS), default="store", help="store, relay or both; default %(default)s")
-    group.add_argument("--adapter-mb", type=above_zero, metavar="MB", help="of a version; default 0: nothing travels")
-    group.add_argument("--store-mb", type=above_zero, metavar="MB", help="a second, of the store; default 80")
-    group.add_argument("--link-mb", type=above_zero, metavar="MB", help="a second, of each worker; default 20")
-    group.add_argument("--pool", type=chosen(POOLS), default="fixed", help="some of fixed,empty,repack; default %(default)s")
-    group.add_argument("--least", type=positive, default=1, metavar="N", help="workers of a pool; default %(default)s")
-
-
-def cases(args: Any) -> list[Case]:
-    return list(itertools.starmap(Case, itertools.product(str(args.policy).split(","), args.n, args.weights, args.pool)))
 
 
 def main() -> None:
@@ -190,12 +151,11 @@ def main() -> None:
     workers: list[tuple[Any, ...]] = []
     goals: list[Goal] = []
     runs: list[PolicyRun] = []
-    for case in cases(args):
-        name = f"{case.policy} {case.n}" + (f" {case.weights} {case.pool}" if case.is_special else "")
+    for policy, n, variant in itertools.product(policies, list[int](args.n), list[SizeChanges](args.variants)):
+        name = " ".join([calibration.workload.name, policy, str(n), *(f"{field}={value}" for field, value in variant)])
         sys.stderr.write(f"{name} …\n")
         started = time.perf_counter()
-        changed = msgspec.structs.replace(calibration, size=case.of(calibration.size))
-        run = predict(changed, policies[case.policy], case.n, args.tenants)
+        run = predict(changed(calibration, variant), policies[policy], n, args.tenants)
         real = matching(measured, run)
         runs.append(run)
         lines.append(line(name, run, real, time.perf_counter() - started))
@@ -203,9 +163,6 @@ def main() -> None:
         if real is not None:
             error = abs(run.makespan_s / real.makespan_s - 1)
             goals.append(Goal(f"error, {name}", 100 * error, 100 * GOAL, " %", more_is_better=False))
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            write(run, args.out / f"run-{run.workload}-{name.replace(' ', '-')}-simulated.json")
     tables = [make_table("Simulated", HEAD, lines), make_table("Rollout workers", WORKERS_HEAD, workers)]
     show(Report(tables, msgspec.to_builtins(runs), goals, notes), args.json)
 

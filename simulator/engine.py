@@ -73,7 +73,7 @@ class EngineTurns:
 
 
 @dataclass(slots=True)
-class LoraSlots:
+class AdapterSlots:
     """Adapters that an engine computes at once, by the rules of `rollout_service/process/lora_slots.py`; `num` 0: all."""
 
     clock: Clock
@@ -142,7 +142,7 @@ class SimulatedEngine:
     own: deque[Flight] = field(default_factory=deque)  # the stream `rollout:<worker>`
     orphans: deque[Flight] = field(default_factory=deque)  # of dead workers; they get seats beyond the slots
     loop: Process = field(init=False)  # of the worker around it
-    lora: LoraSlots = field(init=False)
+    lora: AdapterSlots = field(init=False)
     _rows: list[tuple[float, int, Flight]] = field(default_factory=list)  # token at which it ends, number, flight
     _held: dict[Flight, None] = field(default_factory=dict)  # that have a slot and wait for their adapter
     _ready: list[Flight] = field(default_factory=list)  # of these, those that join now
@@ -157,7 +157,7 @@ class SimulatedEngine:
 
     def __post_init__(self) -> None:
         self.loop = Process(self.host)
-        self.lora = LoraSlots(self.host.clock, self.size.lora_slots, self.machine.load_s)
+        self.lora = AdapterSlots(self.host.clock, self.size.lora_slots, self.machine.load_s)
         self._synced, self._worked = self.host.clock.now, self.host.work
 
     @property

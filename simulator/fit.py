@@ -6,9 +6,8 @@ adds up to what was counted: a simulation of the same work takes the same proces
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from simulator.calibration import Calibration, LogNormal, Machine, Size, Workloa
 CounterDeltas = list[dict[str, float]]
 """One dictionary of counters' growth for each pair of successive reports of a worker."""
 
-Seconds = Callable[[Mapping[str, float]], float]
-"""Seconds among them."""
 
 SERVICES = ("rollout", "env", "trainer")
 ALIKE = 0.05
@@ -92,12 +89,14 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
 
 def fit_machine(by_service: dict[str, CounterDeltas], cores: int | None, control_s: float) -> Machine:
     rollout, env, trainer = (total(by_service[service]) for service in SERVICES)
-    step_s, row_s = fit_pair(by_service["rollout"], counted("decode_s"), "decode_steps", "sampled_tokens")
-    between_s, turn_s = fit_pair(by_service["rollout"], beside("decode_s", "prefill_s"), "decode_steps", "turns")
+    step_s, row_s = fit_pair(by_service["rollout"], "decode_steps", "sampled_tokens", "decode_s")
+    between_s, turn_s = fit_pair(
+        by_service["rollout"], "decode_steps", "turns", "cpu_s", besides=("decode_s", "prefill_s")
+    )
     waiting = 1.0 if cores else max(1.0, rollout["busy_s"] / (rollout["decode_s"] + rollout["prefill_s"]))
     training_waits = 1.0 if cores else max(1.0, trainer["busy_s"] / trainer["compute_s"])
-    train_step_s, train_token_s = fit_pair(by_service["trainer"], counted("compute_s"), "settled", "trained_tokens")
-    trainer_loop_s = max(0.0, beside("compute_s")(trainer)) / trainer["settled"]
+    train_step_s, train_token_s = fit_pair(by_service["trainer"], "settled", "trained_tokens", "compute_s")
+    trainer_loop_s = max(0.0, trainer["cpu_s"] - trainer["compute_s"]) / trainer["settled"]
     return Machine(
         decode_step_s=step_s * waiting + between_s,
         decode_row_s=row_s * waiting,
@@ -110,7 +109,7 @@ def fit_machine(by_service: dict[str, CounterDeltas], cores: int | None, control
         hop_s=least(by_service["env"], "delivery_s", "delivered") + least(by_service["rollout"], "settle_s", "settled"),
         start_s=env["start_s"] / max(1.0, env["starts"]),
         engine_loop_s=turn_s,
-        env_loop_s=max(0.0, beside("start_s")(env)) / rollout["turns"],
+        env_loop_s=max(0.0, env["cpu_s"] - env.get("start_s", 0.0)) / rollout["turns"],
         trainer_loop_s=trainer_loop_s,
         control_s=control_s,
         cores=cores,
@@ -118,7 +117,7 @@ def fit_machine(by_service: dict[str, CounterDeltas], cores: int | None, control
 
 
 def deltas(reports: Iterable[WorkerReport], service: str) -> CounterDeltas:
-    """Of the time in which a worker had work: what an idle loop takes is nobody's."""
+    """Growth of counters while a worker had work: what an idle loop takes is nobody's."""
     by_worker: defaultdict[str, list[WorkerReport]] = defaultdict(list)
     for report in reports:
         if report.service == service:
@@ -139,17 +138,21 @@ def total(found: CounterDeltas) -> dict[str, float]:
     return sums
 
 
-def fit_pair(found: CounterDeltas, seconds: Seconds, each: str, more: str) -> tuple[float, float]:
-    """Seconds for each of `each`, and for each of `more`: least squares over reports, neither negative, and together what was counted.
-    If each has as much of `more` as any other, that has all of it."""
+def fit_pair(
+    found: CounterDeltas, each: str, more: str, seconds: str, *, besides: Sequence[str] = ()
+) -> tuple[float, float]:
+    """Seconds, without those `besides`, for each of `each`, and for each of `more`: least squares over reports, neither negative,
+    together what was counted. If each has as much of `more` as any other, that has all of it."""
     used = [d for d in found if d.get(each, 0) > 0]
-    num, x, y = (np.array([value(d) for d in used]) for value in (itemgetter(each), itemgetter(more), seconds))
+    num, x = (np.array([d[name] for d in used]) for name in (each, more))
+    y = np.array([d[seconds] - sum(d[name] for name in besides) for d in used])
     sums = total(found)
+    whole = max(0.0, sums[seconds] - sum(sums[name] for name in besides))
     if np.std(x / num) < ALIKE * np.mean(x / num):
-        return 0.0, max(0.0, seconds(sums)) / sums[more]
+        return 0.0, whole / sums[more]
     first, second = _line(x / num, y / num, num)
     counted = first * sums[each] + second * sums[more]  # a step's computing may count in one second, its end in another
-    share = max(0.0, seconds(sums)) / counted if counted > 0 else 0.0
+    share = whole / counted if counted > 0 else 0.0
     return first * share, second * share
 
 
@@ -162,15 +165,6 @@ def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, floa
     if mean_y < slope * mean_x:
         return 0.0, float(mean_y / mean_x)
     return float(mean_y - slope * mean_x), float(slope)
-
-
-def counted(name: str) -> Seconds:
-    return lambda deltas: deltas[name]
-
-
-def beside(*computing: str) -> Seconds:
-    """Processor seconds of a process besides some of them."""
-    return lambda deltas: deltas["cpu_s"] - sum(deltas.get(name, 0.0) for name in computing)
 
 
 def least(found: CounterDeltas, seconds: str, number: str) -> float:

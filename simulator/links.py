@@ -25,7 +25,6 @@ class Pull:
     left: float  # bytes
     adapter: AdapterRef | None = None  # None: a trainer writes it
     number: int = 0  # of those who joined
-    is_ahead: bool = False  # begun before a turn asks for it
     holder: "Pull | None" = None  # whom it follows; None: the store
     rate: float = 0.0  # bytes a second
     here_s: float = inf  # when it was whole
@@ -43,33 +42,29 @@ class Links:
     clock: Clock
     load_s: float  # from a file to the engine
     size: Size
-    spread_s: list[float] = field(default_factory=list)  # from a version's announcement until its last worker had it
     _files: defaultdict[AdapterRef, dict[object, Pull]] = field(default_factory=lambda: defaultdict(dict))
     _announced_s: dict[AdapterRef, float] = field(default_factory=dict)
-    _ahead: Counter[AdapterRef] = field(default_factory=Counter)  # workers that still load it ahead; none that none does
+    _ahead: list[tuple[float, list[Pull]]] = field(default_factory=list[tuple[float, list[Pull]]])  # and when it began
     _used_s: dict[tuple[object, str], float] = field(default_factory=dict)  # (worker, job) -> its last turn
     _active: list[Pull] = field(default_factory=list)  # holders before their followers
     _joined: int = 0
     _synced_s: float = 0.0
     _plan: int = 0
 
+    @property
+    def spread_s(self) -> list[float]:
+        """Seconds from each version's announcement until the last worker that loads it ahead had it."""
+        here = ((at_s, [pull.here_s for pull in pulls if pull.here_s < inf]) for at_s, pulls in self._ahead)
+        return [max(each) - at_s for at_s, each in here if each]
+
     def announce(self, adapter: AdapterRef, workers: Iterable[object]) -> None:
         """Workers load a new version ahead: all, or with a relay those that had turns of its job."""
         now = self.clock.now
         self._announced_s[adapter] = now
-        self._forget_old(adapter)
-        for worker in workers if self.size.adapter_bytes else ():
-            is_used = now - self._used_s.get((worker, adapter.job), -inf) < LOADED_S
-            if (is_used or not self.size.relay) and worker not in self._files[adapter]:
-                self._ahead[adapter] += 1
-                self._pull(worker, adapter).is_ahead = True
-
-    def _forget_old(self, newest: AdapterRef) -> None:
-        old = [each for each in self._announced_s if each.job == newest.job and each.version < newest.version - 1]
-        for each in old:
-            if each not in self._ahead:
-                del self._announced_s[each]
-                self._files.pop(each, None)
+        if self.size.adapter_bytes:
+            soon = (each for each in workers if now - self._used_s.get((each, adapter.job), -inf) < LOADED_S)
+            loading = soon if self.size.relay else workers
+            self._ahead.append((now, [self._pull(each, adapter) for each in loading]))
 
     def when_here(self, worker: object, adapter: AdapterRef, act: Act) -> None:
         """Acts when the worker's engine can have the version."""
@@ -77,16 +72,11 @@ class Links:
         if not self.size.adapter_bytes:
             self.clock.at(self._announced_s.get(adapter, -inf) + self.load_s, act)
             return
-        pull = self._files[adapter].get(worker) or self._pull(worker, adapter)
+        pull = self._pull(worker, adapter)
         if pull.here_s < inf:
             self.clock.at(pull.here_s + self.load_s, act)
         else:
             pull.acts.append(act)
-
-    def when_whole(self, worker: object, adapter: AdapterRef) -> float | None:
-        """When the worker had a version; None: it has it not."""
-        pull = self._files[adapter].get(worker)
-        return None if pull is None or pull.here_s == inf else pull.here_s
 
     def write(self, act: Act) -> None:
         """Acts when a new version's bytes are in the store."""
@@ -103,7 +93,6 @@ class Links:
                 continue
             if lost.here_s == inf:
                 self._active.remove(lost)
-                self._arrived_ahead(lost, self.clock.now)
             for pull in self._active:
                 if pull.holder is lost:
                     pull.holder = self._holder(adapter, pull)
@@ -112,6 +101,8 @@ class Links:
     # ---- pulls ------------------------------------------------------------------------------------------------------
 
     def _pull(self, worker: object, adapter: AdapterRef) -> Pull:
+        if worker in self._files[adapter]:
+            return self._files[adapter][worker]
         self._joined += 1
         pull = Pull(worker, self.size.adapter_bytes, adapter, self._joined)
         pull.holder = self._holder(adapter, pull)
@@ -120,7 +111,7 @@ class Links:
         return pull
 
     def _holder(self, adapter: AdapterRef, new: Pull) -> Pull | None:
-        """Who is whole or joined before, so that no ring forms."""
+        """Chooses among those that are whole or joined before, so that no ring forms."""
         if not self.size.relay:
             return None
         followed = {pull.holder for pull in self._active}
@@ -159,16 +150,6 @@ class Links:
         for act in pull.acts:
             self.clock.at(pull.here_s + (self.load_s if pull.adapter else 0.0), act)
         pull.acts.clear()
-        self._arrived_ahead(pull, pull.here_s)
-
-    def _arrived_ahead(self, pull: Pull, at_s: float) -> None:
-        """The last of those that load a version ahead says how long it took."""
-        if pull.adapter is None or pull.adapter not in self._ahead or not pull.is_ahead:
-            return
-        self._ahead[pull.adapter] -= 1
-        if not self._ahead[pull.adapter]:
-            del self._ahead[pull.adapter]
-            self.spread_s.append(at_s - self._announced_s[pull.adapter])
 
     def _share(self) -> float:
         """Sets the rates. Returns the seconds for which they hold."""

@@ -80,16 +80,6 @@ def natural(text: str) -> int:
     return _at_least(0, text)
 
 
-def above_zero(text: str) -> float:
-    """An option's number above 0."""
-    try:
-        if 0 < (value := float(text)) < math.inf:
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-
-
 def writable(text: str) -> Path:
     """An option's file, which is written at the end: its folder must be there from the start."""
     file = Path(text)

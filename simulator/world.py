@@ -65,7 +65,6 @@ class World:
     workloads: dict[str, Workload] = field(default_factory=dict[str, Workload])
     issued: int = 0  # trajectories
     settled: int = 0
-    wasted_tokens: int = 0
     _to_end: int = 0  # jobs submitted that have not ended
     _inbox: list[ScoredTrajectory | AdapterUpdate] = field(default_factory=list)
     _pass_planned: bool = False
@@ -277,7 +276,6 @@ class World:
             ttfs_s=Spread.of(waits),
             tpts_s=Spread.of(steps),
             jain=jain(rates),
-            wasted_tokens=self.wasted_tokens,
             held_s=self.fleet.held_s,
             met=self.turns.met / max(1, self.turns.later),
             spread_s=Spread.of(self.links.spread_s) if self.links.spread_s else None,

@@ -14,6 +14,7 @@ the trace: jobs of one base need no switch.
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +26,7 @@ from simulator.pool.figures import PairFigures, PlacementFigures, figures_of, pa
 from simulator.pool.picture import draw_slices
 from simulator.pool.places import Costs, PoolSize
 from simulator.pool.trace import DAY_S, TraceJob, draw, read_trace, write_trace
-from simulator.report import Goal, Report, above_zero, make_table, natural, parser, positive, show, writable
+from simulator.report import Goal, Report, make_table, natural, parser, positive, show, writable
 
 PICTURE_S = 2 * DAY_S
 PLEXRL_SAVED = {"7B": 31.36, "30B": 30.10, "235B": 37.58}
@@ -68,6 +69,15 @@ def options() -> argparse.ArgumentParser:
     )
     result.add_argument("--write-trace", type=writable, metavar="FILE")
     return result
+
+
+def above_zero(text: str) -> float:
+    try:
+        if 0 < (value := float(text)) < inf:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
 
 
 def costs(text: str) -> Costs:

@@ -92,7 +92,9 @@ def test_what_a_job_samples_does_not_depend_on_policy_or_company() -> None:
 
 def test_what_a_job_samples_depends_neither_on_deaths_nor_on_workers_that_come_and_go() -> None:
     slow = msgspec.structs.replace(TAIL, turn_tokens=LogNormal.of(100, 1.0))
-    moved = Size(rollout=3, rollout_slots=16, kills_s=(0.5, 1.0), lease_s=0.5, start_s=0.5, least_rollout=1, repack=True)
+    moved = Size(
+        rollout=3, rollout_slots=16, kills_s=(0.5, 1.0), lease_s=0.5, start_s=0.5, least_rollout=1, repack=True
+    )
     assert run(slow, "marlaas", 2, size=moved)[0].progress["job-00000"].tokens == (
         run(slow, "marlaas", 2)[0].progress["job-00000"].tokens
     )
@@ -145,8 +147,8 @@ def reports(service: str, growth: list[dict[str, float]]) -> list[WorkerReport]:
     found: list[WorkerReport] = []
     for each in [{}, *growth]:
         counters = {name: counters.get(name, 0.0) + each.get(name, 0.0) for name in {**counters, **each}}
-        about = {**ABOUT, "busy": 0.5 if len(each) > 1 else 0.0}
-        found.append(WorkerReport(id=f"{service}-1", service=service, **about, counters=counters))
+        busy = 0.5 if "settled" in each else 0.0
+        found.append(WorkerReport(id=f"{service}-1", service=service, busy=busy, **ABOUT, counters=counters))
     return found
 
 
@@ -202,7 +204,10 @@ def test_a_file_that_is_no_recording_is_named(tmp_path: Path) -> None:
         read_recording(tmp_path / "README.md")
 
 
-@pytest.mark.parametrize("option", ["--n=x", "--n=0", "--n=-3", "--n=1,", "--rollout=-1", "--steps=0", "--tenants=0"])
+@pytest.mark.parametrize(
+    "option",
+    ["--n=x", "--n=0", "--n=-3", "--n=1,", "--rollout=-1", "--steps=0", "--tenants=0", "--set=x=1", "--with=relay=x"],
+)
 def test_wrong_numbers_are_refused_in_a_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options().parse_args(["--calibration", "c.json", option])
