@@ -50,7 +50,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     env_loop_s: float = 0.0  # of an env worker for each turn
     trainer_loop_s: float = 0.0  # of a trainer without its computing, for each operation, while it computes the next
     control_s: float = 0.0  # of manager and Redis for each turn
-    cores: int | None = None  # that all processes share; None: each has one of its own
+    cores: float | None = None  # that all processes share; None: each has one of its own
+    idle: float = 0.0  # of these, what manager and Redis use whatever happens
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):

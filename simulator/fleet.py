@@ -10,7 +10,7 @@ from simulator.engine import SimulatedEngine
 from simulator.workers import Flight
 
 LOOK_S = 1.0
-"""Time between two looks at an elastic pool: a worker reports once a second."""
+"""Time between two looks at an elastic pool, and most between two searches for a dead worker's turns."""
 
 
 @dataclass
@@ -77,7 +77,8 @@ class Fleet:
         engine = max(self.live, key=lambda each: each.num_rows)
         lost = engine.stop(killed=True)
         self._leave(engine)
-        self.clock.after(self.size.lease_s, lambda: self._take_over(lost))
+        found_s = self.size.lease_s + min(LOOK_S, self.size.lease_s / 4)
+        self.clock.after(found_s, lambda: self._take_over(lost))
         if self._range.is_fixed:
             self._start()
 

@@ -81,7 +81,7 @@ class Links:
     def write(self, act: Act) -> None:
         """Acts when a new version's bytes are in the store."""
         if self.size.adapter_bytes:
-            self._begin(Pull(object(), self.size.adapter_bytes, acts=[act]))
+            self._change(Pull(object(), self.size.adapter_bytes, acts=[act]))
         else:
             act()
 
@@ -107,7 +107,7 @@ class Links:
         pull = Pull(worker, self.size.adapter_bytes, adapter, self._joined)
         pull.holder = self._holder(adapter, pull)
         self._files[adapter][worker] = pull
-        self._begin(pull)
+        self._change(pull)
         return pull
 
     def _holder(self, adapter: AdapterRef, new: Pull) -> Pull | None:
@@ -118,11 +118,8 @@ class Links:
         able = (each for each in self._files[adapter].values() if each.here_s < inf or each.number < new.number)
         return min((each for each in able if each not in followed), key=lambda each: each.left, default=None)
 
-    def _begin(self, pull: Pull) -> None:
-        self._active.append(pull)
-        self._change()
-
-    def _change(self) -> None:
+    def _change(self, *begun: Pull) -> None:
+        self._active += begun
         self._plan += 1
         self.clock.after(0.0, lambda plan=self._plan: self._look(plan))
 

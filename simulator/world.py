@@ -72,7 +72,7 @@ class World:
 
     def __post_init__(self) -> None:
         machine, size = self.calibration.machine, self.calibration.size
-        self.host = SimulatedHost(self.clock, machine.cores)
+        self.host = SimulatedHost(self.clock, machine.cores and machine.cores - machine.idle)
         self.control = Process(self.host)
         self.turns = EngineTurns(self.clock, machine.hop_s, size.own_streams)
         self.links = Links(self.clock, machine.load_s, size)
@@ -101,16 +101,10 @@ class World:
         return ""
 
     def slots(self, service: str) -> int:
-        size = self.calibration.size
-        return {
-            "rollout": len(self.fleet.live) * size.rollout_slots,
-            "env": size.env * size.env_slots,
-            "trainer": size.trainer * size.trainer_slots,
-        }[service]
+        return self.num_workers(service) * getattr(self.calibration.size, f"{service}_slots")
 
     def num_workers(self, service: str) -> int:
-        size = self.calibration.size
-        return {"rollout": len(self.fleet.live), "env": size.env, "trainer": size.trainer}[service]
+        return len(self.fleet.live) if service == "rollout" else getattr(self.calibration.size, service)
 
     def kv_tokens(self) -> int | None:
         return None
@@ -287,15 +281,13 @@ def simulate(
     *,
     policy: Policy,
     num_jobs: int,
-    workload: Workload | None = None,
     tenant_of: Callable[[int], str] = lambda number: f"tenant-{number}",
 ) -> World:
     """All jobs are submitted at once, each of another tenant unless told otherwise. Returns the world at its end."""
     world = World(calibration, policy)
-    chosen = workload or calibration.workload
     staleness = policy.max_staleness(None)
     for number in range(num_jobs):
-        world.submit(number, chosen, tenant=tenant_of(number), max_staleness=staleness)
+        world.submit(number, calibration.workload, tenant=tenant_of(number), max_staleness=staleness)
     world.run()
     return world
 
