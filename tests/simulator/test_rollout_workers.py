@@ -60,7 +60,7 @@ def test_the_turns_of_a_killed_worker_go_on_after_its_lease() -> None:
 
 
 def arrivals(size: Size, num: int, *, lost: Sequence[tuple[float, int]] = ()) -> tuple[dict[int, float], Links]:
-    """When each worker had a version that all asked for at once; some are `lost` at a time."""
+    """Returns when each worker had a version that all asked for at once; some are `lost` at a time."""
     clock, here = Clock(), dict[int, float]()
     links = Links(clock, 0.0, size)
 
