@@ -1,11 +1,12 @@
-"""Measures what a killed rollout worker costs, beside workers whose slots are all taken.
+"""Measures what a killed rollout worker costs, beside workers whose slots are all taken; and adapters that come through peers.
 
-    python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--json FILE]
+    python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--readers 16] [--megabytes 100] [--json FILE]
 
 Three workers, each a process at a given pace (`_paced_rollout`), have all of their slots taken, and more turns wait. A turn takes ten
 leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
 tokens that it had had and that are sampled once more. The speed is of all turns, from when the last went on: against two thirds of
-that of the three before, which is what two workers give. Redis is the one of `marlaas up`.
+that of the three before, which is what two workers give. Redis is the one of `marlaas up`. `_elastic_relay`
+says what is measured of adapters.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks._elastic_relay import relay_report
 from benchmarks._paced_rollout import CELL, PROGRESS_S, ROW_S, STEP_S
 from benchmarks._report import Goal, Report, make_table, run
 from benchmarks.rollout import request
@@ -129,10 +131,14 @@ def report(given: Any) -> Report:
         ),
         Goal("tokens/s of all turns, of two workers'", 100 * min(each.speed for each in losses), 90, " %"),
     ]
+    relay = relay_report(given.readers, given.megabytes * 1_000_000)
     return Report(
-        [make_table("A worker is killed", columns, rows)], {"losses": [asdict(each) for each in losses]}, goals
+        [make_table("A worker is killed", columns, rows), *relay.tables],
+        {"losses": [asdict(each) for each in losses], **relay.figures},
+        goals + relay.goals,
     )
 
 
 if __name__ == "__main__":
-    run(__doc__, report, {"slots": 32, "lease_s": 1, "rounds": 1}, slots=128, lease_s=2, rounds=3)
+    quick = {"slots": 32, "lease_s": 1, "rounds": 1, "readers": 3, "megabytes": 8}
+    run(__doc__, report, quick, slots=128, lease_s=2, rounds=3, readers=16, megabytes=100)

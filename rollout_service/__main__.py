@@ -18,7 +18,6 @@ from common.peers.folder import NodeFolder
 from common.peers.holders import Holders
 from common.pool.pool_worker import PooledService
 from common.settings import itemsize_of, resolve_model
-from common.store.adapters import AdapterStore
 from common.text.tokens import ChatTokenizer
 from common.wire.messages import TurnDelta
 from common.worker.service import BuiltService, Parts, run
@@ -86,8 +85,8 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
     relay = await open_relay(settings, parts) if settings.relays else None
-    store = AdapterStore(parts.objects, parts.store.base, relay)
-    adapters = AdapterCache(store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
+    parts.store.relay = relay
+    adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
     send_delta = partial(_send_delta, parts.bus)
     handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
     return BuiltService(

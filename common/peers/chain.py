@@ -7,17 +7,18 @@ after a crash: whole parts stay in the node folder, and followers join elsewhere
 
 import asyncio
 import contextlib
+import fcntl
+import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TypeVar
+from io import BufferedRandom
 from weakref import WeakValueDictionary
 
 import structlog
 
-from common.errors import CorruptObject, MarlaasError
-from common.peers.folder import CachedFile, FolderUnusable, NodeFolder, WrongPart
-from common.peers.holders import RENEW_S, STORE, Holders, Place
+from common.errors import CorruptObject
+from common.peers.folder import NodeFolder, WrongPart, keep_right_parts, read_right, write_part
+from common.peers.holders import RENEW_S, STORE, Holders
 from common.peers.server import BEAT, HEAR_S, PART, Offer, PeerServer
 from common.store.objects import Objects
 from common.store.parts import StoredFile, part_bytes
@@ -25,10 +26,9 @@ from common.store.parts import StoredFile, part_bytes
 MAX_OFFERS = 64
 """Files that a worker offers at once, those used last: each is an entry to renew every second."""
 WAIT_S = 0.1
-STUCK_S = 5.0
-"""Seconds after which a worker of this machine whose file does not grow is not waited for."""
+PATIENCE_S = 30.0
+"""Seconds after which another worker of this machine that writes a file is not waited for."""
 BUFFER_BYTES = 1 << 20
-T = TypeVar("T")
 log = structlog.get_logger()
 
 
@@ -55,9 +55,9 @@ class Relay:
     async def run(self) -> None:
         """Renews what this worker offers."""
         while True:
-            for sha256, offer in list(self._offers.items()):
+            for offer in list(self._offers.values()):
                 if offer.is_whole and not offer.path.exists():  # another worker of this machine needed its room
-                    self._offers.pop(sha256).end()
+                    self._forget(offer)
             await self._holders.renew(list(self._offers.values()))
             await asyncio.sleep(RENEW_S)
 
@@ -77,92 +77,85 @@ class Relay:
 
         Raises StoreUnavailable, NotFound or CorruptObject if it must come from the store.
         """
-        return await self._used(file, path, CachedFile.read)
+        async with self._turns.setdefault(file.sha256, asyncio.Lock()):
+            try:
+                return await self._read(file, path)
+            except (OSError, _FolderUnusable) as error:
+                if not self._has_warned:
+                    log.warning("node_folder_unusable", reason=f"{error}; see MARLAAS_CACHE_DIR")
+                self._has_warned = True
+                return None
 
     async def fill(self, file: StoredFile, path: str) -> None:
         """Has the node folder hold a file, if it can, and offers it. Raises what `read` raises."""
-        offer = self._offers.get(file.sha256)
-        if offer is None or not offer.is_whole or not offer.path.exists():
-            await self._used(file, path, lambda cached: cached.is_checked or cached.is_right() or None)
+        if file.sha256 not in self._offers:
+            await self.read(file, path)
 
     # ---- the node folder --------------------------------------------------------------------------------------------
 
-    async def _used(self, file: StoredFile, path: str, use: Callable[[CachedFile], T | None]) -> T | None:
-        """The result of `use`, called in a thread, which says None of a file that is not right any more."""
-        async with self._turns.setdefault(file.sha256, asyncio.Lock()):
-            try:
-                for _ in range(2):  # once more if what was in the folder was not right
-                    if (cached := await self._locked(file)) is None:
-                        return None
-                    with contextlib.closing(cached):
-                        if not cached.is_long_enough:
-                            await self._complete(cached, path)
-                        cached.unlock()
-                        if (used := await asyncio.to_thread(use, cached)) is not None:
-                            self._offer(cached).has(len(file.parts))
-                            return used
-                    self._forget(file)
-                    await asyncio.to_thread(self._folder.delete, file)
-            except FolderUnusable as error:
-                if not self._has_warned:
-                    log.warning("node_folder_unusable", reason=str(error))
-                self._has_warned = True
+    async def _read(self, file: StoredFile, path: str) -> bytes | None:
+        """Raises OSError or _FolderUnusable, and what `read` raises."""
+        for _ in range(2):  # once more if what was in the folder is not right any more
+            if (handle := await self._locked(file)) is None:
+                return None
+            with contextlib.closing(handle):
+                if os.fstat(handle.fileno()).st_size < file.size:
+                    await self._complete(handle, file, path)
+                fcntl.flock(handle, fcntl.LOCK_UN)  # others of this machine read it at the same time
+                if (data := await asyncio.to_thread(read_right, handle, file)) is not None:
+                    self._offer(file).has(len(file.parts))
+                    return data
+                os.truncate(handle.fileno(), 0)
         return None
 
-    async def _locked(self, file: StoredFile) -> CachedFile | None:
-        """Waits for another worker of this machine that writes it, as long as it goes on."""
-        size, since_s = -1, time.monotonic()
-        while (cached := await asyncio.to_thread(self._folder.open, file)) is None:
-            if (now_there := self._folder.size(file)) != size:
-                size, since_s = now_there, time.monotonic()
-            elif time.monotonic() - since_s > STUCK_S:
+    async def _locked(self, file: StoredFile) -> BufferedRandom | None:
+        """Waits for another worker of this machine that writes it, for PATIENCE_S."""
+        since_s = time.monotonic()
+        while (handle := await asyncio.to_thread(self._folder.open, file)) is None:
+            if time.monotonic() - since_s > PATIENCE_S:
                 return None
             await asyncio.sleep(WAIT_S)
-        return cached
+        return handle
 
-    def _offer(self, cached: CachedFile) -> Offer:
-        """What this worker offers of a file, the last used of MAX_OFFERS."""
-        offer = self._offers.setdefault(cached.file.sha256, Offer(cached.file, cached.path))
-        self._offers.move_to_end(cached.file.sha256)
+    def _offer(self, file: StoredFile) -> Offer:
+        """Adds a file to what this worker offers: MAX_OFFERS, those used last."""
+        offer = self._offers.setdefault(file.sha256, Offer(file, self._folder.path / file.sha256))
+        self._offers.move_to_end(file.sha256)
         whole = [each for each in self._offers.values() if each.is_whole]
         for each in whole[: max(0, len(self._offers) - MAX_OFFERS)]:
-            self._forget(each.file)
+            self._forget(each)
         return offer
 
-    def _forget(self, file: StoredFile) -> None:
-        if (offer := self._offers.pop(file.sha256, None)) is not None:
-            offer.end()
+    def _forget(self, offer: Offer) -> None:
+        self._offers.pop(offer.file.sha256, None)
+        offer.end()
 
     # ---- the chain --------------------------------------------------------------------------------------------------
 
-    async def _complete(self, cached: CachedFile, path: str) -> None:
-        """Gets the parts that are missing, and offers each as it comes. Raises as `read` does, and FolderUnusable."""
-        self._forget(cached.file)
-        await asyncio.to_thread(cached.check_parts)
-        offer, left_out = self._offer(cached), set[str]()
-        offer.has(cached.num_parts)
+    async def _complete(self, handle: BufferedRandom, file: StoredFile, path: str) -> None:
+        """Gets the parts that are missing, and offers each as it comes."""
+        num_parts = await asyncio.to_thread(keep_right_parts, handle, file)
+        offer, left_out = self._offer(file), set[str]()
+        offer.has(num_parts)
         try:
             while not offer.is_whole:
-                place = await self._holders.join(offer, left_out)
-                if place.source == STORE:
-                    await self._from_store(cached, offer, path)
-                elif not place.source:
+                source, address = await self._holders.join(offer, left_out)
+                if source == STORE:
+                    await self._from_store(handle, offer, path)
+                elif not source:
                     await asyncio.sleep(WAIT_S)
-                elif not await self._follow(cached, offer, place):
-                    left_out.add(place.source)
+                elif not await self._follow(handle, offer, address):
+                    left_out.add(source)
             offer.source = ""
             await self._holders.renew([offer])  # at once: its place at the store is free
-        except BaseException as error:
-            self._forget(cached.file)
-            if isinstance(error, FolderUnusable):
-                cached.discard()
-            if isinstance(error, MarlaasError):
+        finally:
+            if not offer.is_whole:
+                self._forget(offer)
                 await self._holders.leave([offer])
-            raise
 
-    async def _follow(self, cached: CachedFile, offer: Offer, place: Place) -> bool:
+    async def _follow(self, handle: BufferedRandom, offer: Offer, address: str) -> bool:
         """Takes parts from a holder until the file is whole. False: it is gone, lies, or was not heard for HEAR_S."""
-        host, _, port = place.address.rpartition(":")
+        host, _, port = address.rpartition(":")
         try:
             async with asyncio.timeout(HEAR_S):
                 reader, writer = await asyncio.open_connection(host, int(port), limit=BUFFER_BYTES)
@@ -173,22 +166,22 @@ class Relay:
                     if mark == PART:
                         part = await _heard(reader, offer.file.span(offer.num_parts)[1])
                         self._peer_bytes += len(part)
-                        await _take(cached, offer, part)
+                        await _take(handle, offer, part)
                     elif mark != BEAT:
                         raise WrongPart(f"it says {mark!r}")
         except (OSError, EOFError, WrongPart) as error:
-            log.warning("holder_lost", holder=place.source, part=offer.num_parts, reason=repr(error))
+            log.warning("holder_lost", holder=offer.source, part=offer.num_parts, reason=repr(error))
             return False
         return True
 
-    async def _from_store(self, cached: CachedFile, offer: Offer, path: str) -> None:
-        file, read = cached.file, bytearray()
+    async def _from_store(self, handle: BufferedRandom, offer: Offer, path: str) -> None:
+        file, read = offer.file, bytearray()
         async for piece in self._objects.stream(path, file.span(offer.num_parts)[0], part_bytes(file.size)):
             self._store_bytes += len(piece)
             read += piece
             while not offer.is_whole and len(read) >= (size := file.span(offer.num_parts)[1]):
                 try:
-                    await _take(cached, offer, read[:size])
+                    await _take(handle, offer, read[:size])
                 except WrongPart as error:
                     raise CorruptObject(f"{path}: {error}") from error
                 del read[:size]
@@ -196,9 +189,18 @@ class Relay:
             raise CorruptObject(f"{path} is too short")
 
 
-async def _take(cached: CachedFile, offer: Offer, part: bytearray) -> None:
-    await asyncio.to_thread(cached.append, part)
-    offer.has(cached.num_parts)
+class _FolderUnusable(Exception):
+    """An OSError of the node folder, told from one of a connection."""
+
+
+async def _take(handle: BufferedRandom, offer: Offer, part: bytearray) -> None:
+    """Raises WrongPart and _FolderUnusable."""
+    try:
+        await asyncio.to_thread(write_part, handle, offer.file, offer.num_parts, part)
+    except OSError as error:
+        offer.path.unlink(missing_ok=True)  # what is there of it may fill the disk
+        raise _FolderUnusable(str(error)) from error
+    offer.has(offer.num_parts + 1)
 
 
 async def _heard(reader: asyncio.StreamReader, num_bytes: int) -> bytearray:

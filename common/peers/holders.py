@@ -7,7 +7,6 @@ form by themselves. A Redis that lost the entries has them again within RENEW_S.
 
 import secrets
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from common.bus.bus import Bus
@@ -78,40 +77,31 @@ return redis.call('GET', KEYS[1])
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Whom a worker follows for a file."""
-
-    source: str
-    """A worker, STORE, or "": nobody yet."""
-    address: str
-    """Host and port of the worker, `127.0.0.1:7600`."""
-
-
 class Holders:
-    """Who holds which file, in Redis; calls wait for it."""
+    """The cell's holders of files, in Redis; calls wait for it."""
 
     def __init__(self, bus: Bus, worker: str, *, store_places: int) -> None:
         """`store_places`: workers of the cell that may read one file from the store at once."""
         self.key = secrets.token_hex(32)
-        """What a follower must know; that of the cell since the first call."""
+        """Followers must know it; since the first call it is the cell's."""
         self.address = ""
-        """Where this worker serves; set it before any call."""
+        """This worker's `host:port`, set before any call."""
         self._bus = bus
         self._worker = worker
         self._store_places = store_places
         self._join = bus.client.register_script(JOIN)
         self._renew = bus.client.register_script(RENEW)
 
-    async def join(self, offer: Offer, left_out: Collection[str]) -> Place:
-        """Finds whom to follow for the rest of a file, and notes it. `left_out`: holders that failed; after MAX_FAILURES the store."""
+    async def join(self, offer: Offer, left_out: Collection[str]) -> tuple[str, str]:
+        """Finds whom to follow for the rest of a file, and notes it: a worker and its `host:port`, STORE, or "" for nobody yet.
+        `left_out`: holders that failed; after MAX_FAILURES it is the store."""
         file, hold_ms = offer.file, round(1000 * HOLD_S)
         keys = [self._bus.cell.holders(file.sha256), self._bus.cell.peer_key]
         have: list[Any] = [self._worker, self.address, offer.num_parts, len(file.parts), offer.number]
         arguments = [*have, hold_ms, self._store_places, MAX_FAILURES, self.key, *left_out]
         source, address, number, key = await self._bus.retrying(lambda: self._join(keys=keys, args=arguments))
         offer.source, offer.number, self.key = source.decode(), number, key.decode()
-        return Place(offer.source, address.decode())
+        return offer.source, address.decode()
 
     async def renew(self, offers: Sequence[Offer]) -> None:
         """Says what this worker has, for the next HOLD_S, and learns the key."""

@@ -43,9 +43,9 @@ class Offer:
     path: Path
     num_parts: int = 0
     number: int = 0
-    """See holders.py; 0: none yet."""
+    """Its worker's among the holders (holders.py); 0: none yet."""
     source: str = ""
-    """Whom the worker follows for the rest."""
+    """The worker that its worker follows for the rest, or the store."""
     over: bool = False
     """Nothing more comes."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -119,7 +119,7 @@ class PeerServer:
         task.add_done_callback(self._serving.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Whatever ends it: the follower hears that the connection ends, and joins elsewhere."""
+        """Serves one follower. If anything fails, that one hears the connection end, and joins elsewhere."""
         try:
             async with asyncio.timeout(HEAR_S):
                 key, sha256, part = (await reader.readline()).decode().split()
