@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from benchmarks._report import Goal, Report, make_table
 from common.bus.bus import Bus
@@ -241,8 +242,8 @@ def relay_report(number: int, num_bytes: int) -> Report:
 
 
 async def work(redis_url: str, folder: Path, relays: bool) -> None:
-    bus = Bus.connect(redis_url, CELL)
-    objects = Objects.open(STORE)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    bus, objects = Bus.connect(redis_url, CELL), Objects.open(STORE)
     relay = Relay(
         objects,
         NodeFolder(folder / "files", CACHE_BYTES),

@@ -135,10 +135,10 @@ def report(given: Any) -> Report:
     return Report(
         [make_table("A worker is killed", columns, rows), *relay.tables],
         {"losses": [asdict(each) for each in losses], **relay.figures},
-        goals + relay.goals,
+        [*goals, *relay.goals],
     )
 
 
 if __name__ == "__main__":
-    quick = {"slots": 32, "lease_s": 1, "rounds": 1, "readers": 3, "megabytes": 8}
+    quick = {"slots": 32, "lease_s": 1, "rounds": 1, "readers": 4, "megabytes": 8}
     run(__doc__, report, quick, slots=128, lease_s=2, rounds=3, readers=16, megabytes=100)

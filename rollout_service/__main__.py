@@ -84,8 +84,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         await engine.start()
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
-    relay = await open_relay(settings, parts) if settings.relays else None
-    parts.store.relay = relay
+    relay = parts.store.relay = await open_relay(settings, parts)
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
     send_delta = partial(_send_delta, parts.bus)
     handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
@@ -117,7 +116,9 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
 
 
 async def open_relay(settings: RolloutSettings, parts: Parts) -> Relay | None:
-    """None, and all comes from the store, if this worker cannot serve others."""
+    """None, and all comes from the store, if the settings say so, or this worker cannot serve others."""
+    if not settings.relays:
+        return None
     holders = Holders(parts.bus, parts.worker, store_places=settings.store_places)
     folder = NodeFolder(settings.node_folder, settings.cache_bytes)
     relay = Relay(parts.objects, folder, holders, bytes_per_s=settings.peer_bytes_per_s)

@@ -46,7 +46,8 @@ class Relay:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of who uses one file at once
         self._server = PeerServer(self._offers, lambda: holders.key, bytes_per_s)
         self._store_bytes = self._peer_bytes = 0
-        self._has_warned = False
+        self.is_usable = True
+        """Could the node folder be used so far?"""
 
     async def open(self, host: str, first_port: int) -> None:
         """Begins to serve at an address of this machine. Raises OSError."""
@@ -73,7 +74,7 @@ class Relay:
         return {"store_bytes": float(self._store_bytes), "peer_bytes": float(self._peer_bytes)}
 
     async def read(self, file: StoredFile, path: str) -> bytes | None:
-        """A file that has parts, checked. `path`: its object. None: the node folder cannot be used.
+        """A file that has parts, checked; the node folder keeps it. `path`: its object. None: the folder cannot be used.
 
         Raises StoreUnavailable, NotFound or CorruptObject if it must come from the store.
         """
@@ -81,15 +82,10 @@ class Relay:
             try:
                 return await self._read(file, path)
             except (OSError, _FolderUnusable) as error:
-                if not self._has_warned:
+                if self.is_usable:
                     log.warning("node_folder_unusable", reason=f"{error}; see MARLAAS_CACHE_DIR")
-                self._has_warned = True
+                self.is_usable = False
                 return None
-
-    async def fill(self, file: StoredFile, path: str) -> None:
-        """Has the node folder hold a file, if it can, and offers it. Raises what `read` raises."""
-        if file.sha256 not in self._offers:
-            await self.read(file, path)
 
     # ---- the node folder --------------------------------------------------------------------------------------------
 

@@ -127,7 +127,8 @@ class PeerServer:
                 raise ValueError("it does not know the key")
             if (offer := self._offers.get(sha256)) is not None:
                 await self._send(offer, int(part), writer)
-        except (OSError, ValueError) as error:  # a timeout is an OSError, and a line that is too long a ValueError
+        # a timeout is an OSError, a line that is too long a ValueError, and `sendfile` over a lost connection a RuntimeError
+        except (OSError, ValueError, RuntimeError) as error:
             log.info("follower_lost", reason=repr(error))
         finally:
             writer.close()
