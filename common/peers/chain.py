@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import socket
 import time
 from collections import OrderedDict
 from io import BufferedRandom
@@ -17,7 +18,7 @@ from weakref import WeakValueDictionary
 import structlog
 
 from common.errors import CorruptObject
-from common.peers.folder import NodeFolder, WrongPart, keep_right_parts, read_right, write_part
+from common.peers.folder import NodeFolder, WrongPart, keep_right_parts, read_right, read_whole, write_part
 from common.peers.holders import RENEW_S, STORE, Holders
 from common.peers.server import BEAT, HEAR_S, PART, Offer, PeerServer
 from common.store.objects import Objects
@@ -28,7 +29,6 @@ MAX_OFFERS = 64
 WAIT_S = 0.1
 PATIENCE_S = 30.0
 """Seconds after which another worker of this machine that writes a file is not waited for."""
-BUFFER_BYTES = 1 << 20
 log = structlog.get_logger()
 
 
@@ -97,6 +97,7 @@ class Relay:
             with contextlib.closing(handle):
                 if os.fstat(handle.fileno()).st_size < file.size:
                     await self._complete(handle, file, path)
+                    return await asyncio.to_thread(read_whole, handle)
                 fcntl.flock(handle, fcntl.LOCK_UN)  # others of this machine read it at the same time
                 if (data := await asyncio.to_thread(read_right, handle, file)) is not None:
                     self._offer(file).has(len(file.parts))
@@ -152,17 +153,20 @@ class Relay:
     async def _follow(self, handle: BufferedRandom, offer: Offer, address: str) -> bool:
         """Takes parts from a holder until the file is whole. False: it is gone, lies, or was not heard for HEAR_S."""
         host, _, port = address.rpartition(":")
+        loop, part = asyncio.get_running_loop(), memoryview(bytearray(part_bytes(offer.file.size)))
         try:
-            async with asyncio.timeout(HEAR_S):
-                reader, writer = await asyncio.open_connection(host, int(port), limit=BUFFER_BYTES)
-            with contextlib.closing(writer):
-                writer.write(f"{self._holders.key} {offer.file.sha256} {offer.num_parts}\n".encode())
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+                holder.setblocking(False)
+                async with asyncio.timeout(HEAR_S):
+                    await loop.sock_connect(holder, (host, int(port)))
+                    asked = f"{self._holders.key} {offer.file.sha256} {offer.num_parts}\n"
+                    await loop.sock_sendall(holder, asked.encode())
                 while not offer.is_whole:
-                    mark = bytes(await _heard(reader, 1))
+                    mark = bytes(await _heard(holder, part[:1]))
                     if mark == PART:
-                        part = await _heard(reader, offer.file.span(offer.num_parts)[1])
-                        self._peer_bytes += len(part)
-                        await _take(handle, offer, part)
+                        size = offer.file.span(offer.num_parts)[1]
+                        await _take(handle, offer, await _heard(holder, part[:size]))
+                        self._peer_bytes += size
                     elif mark != BEAT:
                         raise WrongPart(f"it says {mark!r}")
         except (OSError, EOFError, WrongPart) as error:
@@ -177,7 +181,7 @@ class Relay:
             read += piece
             while not offer.is_whole and len(read) >= (size := file.span(offer.num_parts)[1]):
                 try:
-                    await _take(handle, offer, read[:size])
+                    await _take(handle, offer, bytes(read[:size]))
                 except WrongPart as error:
                     raise CorruptObject(f"{path}: {error}") from error
                 del read[:size]
@@ -189,7 +193,7 @@ class _FolderUnusable(Exception):
     """An OSError of the node folder, told from one of a connection."""
 
 
-async def _take(handle: BufferedRandom, offer: Offer, part: bytearray) -> None:
+async def _take(handle: BufferedRandom, offer: Offer, part: bytes | memoryview) -> None:
     """Raises WrongPart and _FolderUnusable."""
     try:
         await asyncio.to_thread(write_part, handle, offer.file, offer.num_parts, part)
@@ -199,13 +203,13 @@ async def _take(handle: BufferedRandom, offer: Offer, part: bytearray) -> None:
     offer.has(offer.num_parts + 1)
 
 
-async def _heard(reader: asyncio.StreamReader, num_bytes: int) -> bytearray:
-    """So many bytes. Raises TimeoutError if there is none for HEAR_S, and EOFError at the end."""
-    heard = bytearray()
-    while len(heard) < num_bytes:
+async def _heard(holder: socket.socket, wanted: memoryview) -> memoryview:
+    """Fills `wanted`. Raises TimeoutError if no byte comes for HEAR_S, and EOFError at the end."""
+    num_bytes = 0
+    while num_bytes < len(wanted):
         async with asyncio.timeout(HEAR_S):
-            piece = await reader.read(num_bytes - len(heard))
-        if not piece:
+            num_more = await asyncio.get_running_loop().sock_recv_into(holder, wanted[num_bytes:])
+        if not num_more:
             raise EOFError("it ended the connection")
-        heard += piece
-    return heard
+        num_bytes += num_more
+    return wanted

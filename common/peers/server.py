@@ -27,7 +27,7 @@ HEAR_S = 2.0
 """Seconds without a byte after which the other side counts as gone."""
 SEND_S = 30.0
 """Seconds in which a follower takes CHUNK_BYTES."""
-CHUNK_BYTES = 128 << 10
+CHUNK_BYTES = 256 << 10
 BURST_S = 0.05
 MAX_LINE = 256
 NUM_PORTS = 16

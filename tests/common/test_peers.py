@@ -282,7 +282,7 @@ def test_the_least_recently_used_files_go_and_one_process_writes_a_file(tmp_path
         handle = folder.open(file)
         assert handle is not None and folder.open(file) is None
         for part in range(len(file.parts) if number < 3 else 0):
-            write_part(handle, file, part, bytearray([number]) * file.span(part)[1])
+            write_part(handle, file, part, bytes([number]) * file.span(part)[1])
         handle.close()
     assert [(tmp_path / "files" / file.sha256).exists() for file in files] == [True, False, True, True]
 
