@@ -1,6 +1,6 @@
 """Measures what a killed rollout worker costs, beside workers whose slots are all taken; and adapters that come through peers.
 
-    python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--readers 16] [--megabytes 100] [--copy-s 5] [--json FILE]
+    python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--readers 16] [--megabytes 100] [--copy_s 5] [--json FILE]
 
 Three workers, each a process at a given pace (`_paced_rollout`), have all of their slots taken, and more turns wait. A turn takes ten
 leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
