@@ -111,7 +111,7 @@ class World:
     store: AdapterStore
     num_bytes: int
     bytes_per_s: int
-    """Of a worker."""
+    """A worker's to its followers."""
 
     @contextlib.asynccontextmanager
     async def workers(self, number: int, *, relays: bool = True) -> AsyncGenerator[list[RelayWorker]]:

@@ -19,7 +19,7 @@ LONG_S = 100.0
 def test_a_machines_own_address_is_that_on_its_way_to_redis() -> None:
     assert own_address("redis://user:word@127.0.0.1:6379/0") == "127.0.0.1"
     assert own_address("rediss+cluster://user:word@127.0.0.1:7000,h:7001") == "127.0.0.1"
-    with pytest.raises(OSError, match="known|resolution"):
+    with pytest.raises(OSError, match=r"known|resolution"):
         own_address("redis://nobody.invalid")
 
 
