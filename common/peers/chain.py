@@ -132,6 +132,8 @@ class Relay:
     async def _complete(self, handle: BufferedRandom, file: StoredFile, path: str) -> None:
         """Gets the parts that are missing, and offers each as it comes."""
         num_parts = await asyncio.to_thread(keep_right_parts, handle, file)
+        if file.sha256 in self._offers:  # it was whole, and another worker needed its room
+            self._forget(self._offers[file.sha256])
         offer, left_out = self._offer(file), set[str]()
         offer.has(num_parts)
         try:
