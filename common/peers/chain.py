@@ -25,7 +25,7 @@ from common.store.objects import Objects
 from common.store.parts import StoredFile, part_bytes
 
 MAX_OFFERS = 64
-"""Files that a worker offers at once, those used last: each is an entry to renew every second."""
+"""Files that a worker tells of, those used last: each is an entry to renew every second."""
 WAIT_S = 0.1
 PATIENCE_S = 30.0
 """Seconds after which another worker of this machine that writes a file is not waited for."""
@@ -59,7 +59,7 @@ class Relay:
             for offer in list(self._offers.values()):
                 if offer.is_whole and not offer.path.exists():  # another worker of this machine needed its room
                     self._forget(offer)
-            await self._holders.renew(list(self._offers.values()))
+            await self._holders.renew(list(self._offers.values())[-MAX_OFFERS:])
             await asyncio.sleep(RENEW_S)
 
     async def close(self) -> None:
@@ -115,12 +115,9 @@ class Relay:
         return handle
 
     def _offer(self, file: StoredFile) -> Offer:
-        """Adds a file to what this worker offers: MAX_OFFERS, those used last."""
+        """Adds a file to what this worker offers."""
         offer = self._offers.setdefault(file.sha256, Offer(file, self._folder.path / file.sha256))
         self._offers.move_to_end(file.sha256)
-        whole = [each for each in self._offers.values() if each.is_whole]
-        for each in whole[: max(0, len(self._offers) - MAX_OFFERS)]:
-            self._forget(each)
         return offer
 
     def _forget(self, offer: Offer) -> None:
