@@ -12,7 +12,8 @@
     health     PING
     operator   everything; no service uses it
 
-Every worker also keeps `partial` and `looked` of the streams that it reads, appends to `telemetry`, joins its cell by `bits` and
+Rollout workers alone keep `holders:*` and `peer-key`, by which they pass adapters on to each other. Every worker also keeps
+`partial` and `looked` of the streams that it reads, appends to `telemetry`, joins its cell by `bits` and
 `bits:live`, enters it by `open-at` and `opening` of its service, reads `weights`, reads and sets `store`, and sees whether `begun` is
 empty. Env and rollout workers keep `history` together; rollout workers and trainers tell each other of places by `pool`.
 The user `default` is off. Redis checks each call of a script like any other command, so EVALSHA gives no more than this.
@@ -128,7 +129,7 @@ class _Keys:
             reads=(cell.control, cell.adapters_new),
             appends=(cell.env, cell.env_worker("*"), *self._scored, cell.reply("*")),
         )
-        return replace(rights, settles=(*rights.settles, cell.history("*")))
+        return replace(rights, settles=(*rights.settles, cell.history("*"), cell.holders("*"), cell.peer_key))
 
     @property
     def trainer(self) -> Rights:

@@ -66,6 +66,7 @@ class RolloutHandler:
     async def __call__(self, message: TurnRequest, beat: Callable[[], None]) -> list[Out]:
         """Generates the turn. Raises Unavailable when the store is away; other trouble is a failed TurnResult."""
         request = self._restarted(message)
+        self._adapters.expect(request.adapter)
         try:
             async with self._adapters.hold(weights_of(request)):
                 generated = await self._generate(request, beat)

@@ -28,6 +28,8 @@
     opening:<service>          zset     of these, those that still open it
     bits                       hash     `mode`, and service -> fingerprint: what workers must compute to join
     bits:live                  zset     services that have live workers, by when they count as gone, ms
+    holders:<sha256>           hash     rollout worker -> what it has of a file, and until when that counts; expires
+    peer-key                   string   what rollout workers must know to follow each other
     store                      string   identity of the local store that the cell's first service found
     memory                     hash     kind of key -> bytes of Redis' memory, estimated by one owner
     disk-full                  string   set while the disk of `marlaas up`'s Redis is full
@@ -144,6 +146,8 @@ class Cell:
     bits = Key("bits")
     bits_live = Key("bits:live")
     store = Key("store")
+    holders = KeyOf[str]("holders")
+    peer_key = Key("peer-key")
     memory = Key("memory")
     disk_full = Key("disk-full")
     dropped = Key("dropped")

@@ -1,6 +1,7 @@
 """Redis' users against real servers: each service can do its work, and nothing else."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,8 +14,11 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from common.bus.bus import Bus, Idle, Progress
 from common.bus.fullness import memory_used
 from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.peers.holders import STORE, Holders
+from common.peers.server import Offer
 from common.pool.looking import Lookout
 from common.store.known_store import recognised
+from common.store.parts import StoredFile
 from common.store.store_folder import IDENTITY, StoreFolder
 from deploy.acl import SERVICES, USERS, acl_file
 from harness.live import Api, is_balanced
@@ -129,6 +133,23 @@ async def test_each_service_finds_out_whether_its_store_is_the_cells(
         await recognised(StoreFolder(tmp_path / "store"), url, ["tiny"], pytest.fail)
     with client(server, "operator") as operator:
         assert operator.get(CELL.store) == (tmp_path / "store" / IDENTITY).read_bytes().strip()
+
+
+async def test_only_rollout_workers_find_each_other_and_know_what_opens_their_files(server: RedisServer) -> None:
+    offer = Offer(StoredFile("a" * 64, 1, ("b" * 64,)), Path())
+    for user in ("rollout", *(other for other in SERVICES if other not in ("rollout", "manager"))):
+        bus = Bus.connect(f"redis://{user}:{user}-password@127.0.0.1:{server.port}/0", CELL)
+        holders = Holders(bus, "w", store_places=1)
+        holders.address = "127.0.0.1:7600"
+        try:
+            with pytest.raises(ResponseError) if user != "rollout" else contextlib.nullcontext():
+                assert await holders.join(offer, []) == (STORE, "")
+                await holders.renew([offer])
+                await holders.leave([offer])
+        finally:
+            await bus.close()
+        assert allowed(server, user, "GET", CELL.peer_key) == (user == "rollout")
+        assert allowed(server, user, "HGETALL", CELL.holders("a")) == (user == "rollout")
 
 
 @pytest.mark.parametrize("user", ["env", "rollout", "trainer"])
