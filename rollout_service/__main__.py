@@ -10,6 +10,7 @@ from base_model.kernels import DEFAULT, choose
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.errors import InvalidInput
+from common.pool.gate import stay_awake
 from common.pool.pool_worker import PooledService
 from common.settings import itemsize_of, resolve_model
 from common.text.tokens import ChatTokenizer
@@ -24,7 +25,7 @@ from rollout_service.embedded.selftest import selftest
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.handler import RolloutHandler
 from rollout_service.process.process_engine import ProcessEngine
-from rollout_service.process.vllm_engine import vllm_engine
+from rollout_service.process.vllm_engine import ASLEEP_BYTES, vllm_engine
 from rollout_service.settings import RolloutSettings
 
 SELFTEST = "rollout_service.embedded.selftest"
@@ -102,7 +103,11 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
             on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
         ),
         close=[adapters.close, engine.stop],
-        num_bytes=partial(held_bytes, settings.rollout_device),
+        num_bytes=partial(held_bytes, settings.rollout_device)
+        if isinstance(engine, TorchEngine)
+        else lambda: ASLEEP_BYTES,
+        sleep=stay_awake if isinstance(engine, TorchEngine) else engine.sleep,
+        wake=stay_awake if isinstance(engine, TorchEngine) else engine.wake,
     )
 
 
@@ -111,13 +116,24 @@ async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:
 
 
 def pooled(settings: RolloutSettings) -> PooledService:
-    """Closing lets turns end in deterministic mode, where one that moves starts again. Raises InvalidInput for vLLM."""
-    if settings.engine == "vllm":
+    """Closing lets turns end in deterministic mode, where one that moves starts again. Raises InvalidInput where vLLM cannot sleep, or
+    would take all memory."""
+    is_vllm = settings.engine == "vllm"
+    if is_vllm and (settings.rollout_device == "cpu" or "rollout_kv_bytes" not in settings.model_fields_set):
         raise InvalidInput(
-            "MARLAAS_ENGINE=vllm serves one base model a worker: name it with MARLAAS_BASE_MODEL, and start more workers for the others"
+            "MARLAAS_ENGINE=vllm serves several base models in turn on CUDA alone, with MARLAAS_ROLLOUT_KV_BYTES: set both, or name one "
+            "base model with MARLAAS_BASE_MODEL, and start more workers for the others"
         )
-    about = About(slots=settings.shared_slots, dtype=settings.dtype)
-    return PooledService(about, itemsize_of(settings.dtype), settings.rollout_kv_bytes, finishes=settings.deterministic)
+    about = About(
+        settings.shared_slots, dtype=settings.dtype, max_lora_rank=settings.vllm_max_lora_rank if is_vllm else None
+    )
+    return PooledService(
+        about,
+        itemsize_of(settings.dtype) / (settings.vllm_tensor_parallel if is_vllm else 1),
+        settings.rollout_kv_bytes,
+        finishes=settings.deterministic,
+        sleeps=is_vllm,
+    )
 
 
 if __name__ == "__main__":

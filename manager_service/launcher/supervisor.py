@@ -364,7 +364,7 @@ Services = Callable[[Mapping[str, int], Mapping[str, str]], list[ServiceCommand]
 
 
 def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
-    """The manager, the exporter, and so many workers of each service for all base models; of vLLM's for each.
+    """The manager, the exporter, and so many workers of each service for all base models; for each where vLLM does not sleep.
 
     Raises InvalidInput if MARLAAS_BASE_MODELS cannot be read.
     """
@@ -375,11 +375,18 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
     services = [ServiceCommand("manager", (sys.executable, "-m", "manager_service"))]
     services.append(ServiceCommand("exporter", (sys.executable, "-m", "manager_service.export")))
     for service, count in counts.items():
-        pinned_each = len(bases) > 1 and service == "rollout" and environment.get("MARLAAS_ENGINE") == "vllm"
+        pinned_each = len(bases) > 1 and service == "rollout" and _stays_awake(environment)
         for base in bases if pinned_each or len(bases) == 1 else [""]:
             argv, prefix = (sys.executable, "-m", f"{service}_service"), f"{service}-{base}" if pinned_each else service
             services += [ServiceCommand(f"{prefix}-{i}", argv, {"MARLAAS_BASE_MODEL": base}) for i in range(count)]
     return services
+
+
+def _stays_awake(environment: Mapping[str, str]) -> bool:
+    """Does vLLM keep its memory? On a CPU, and where keys and values may take all that is free."""
+    get = environment.get
+    on_gpu = "cuda" in get("MARLAAS_ROLLOUT_DEVICE", "") or "rollout" in get("MARLAAS_DEVICES", "")
+    return get("MARLAAS_ENGINE") == "vllm" and not (on_gpu and "MARLAAS_ROLLOUT_KV_BYTES" in environment)
 
 
 def _workers(commands: Sequence[ServiceCommand]) -> Iterator[LocalWorker]:
