@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.models.host_memory import host_bytes, own_bytes, host_limit
+from common.models.host_memory import host_bytes, host_limit, own_bytes
 
 GB = 1_000_000_000
 
