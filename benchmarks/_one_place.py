@@ -5,6 +5,7 @@ Operations of a base model come in queues, one is worked on at a time, and openi
 
 import heapq
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,7 +27,8 @@ class Place:
     open: int = 0
     opened_at_s: float = 0.0
     busy_at_s: float = 0.0
-    num_switches: int = 0
+    pause_s: float = 0.0
+    closed_at_s: dict[int, float] = field(default_factory=dict[int, float])
     waits: list[float] = field(default_factory=list[float])
     queues: list[deque[float]] = field(default_factory=list[deque[float]])
     """Of each base model: when what waits came."""
@@ -44,7 +46,9 @@ class Place:
                 self.queues[base].append(came_s)
             base = rule(self)
             if base != self.open:
-                self.now_s, self.open, self.num_switches = self.now_s + self.opening_s, base, self.num_switches + 1
+                self.closed_at_s[self.open] = self.now_s
+                self.pause_s = self.queues[base][0] - self.closed_at_s.get(base, -math.inf)
+                self.now_s, self.open = self.now_s + self.opening_s, base
                 self.opened_at_s = self.busy_at_s = self.now_s
             elif self.queues[base]:
                 self.waits.append(self.now_s - self.queues[base].popleft())
@@ -72,6 +76,7 @@ def by_ratio(place: Place) -> int:
         lasted_s=now_s - place.opened_at_s,
         idle_s=idle_s,
         opening_s=opening_s,
+        pause_s=place.pause_s,
     )
     waiting = [
         WaitingBase(

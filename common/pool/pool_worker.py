@@ -90,7 +90,7 @@ class PoolWorker:
         self._seen = dict.fromkeys(settings.models, Unread())
         self._open: dict[str, BaseWorker] = {}
         self._opened_at_s = 0.0
-        self._opening_s = 0.0
+        self._opening_s = self._pause_s = 0.0
         self._helps = False  # the open base was opened off its places, or beside others as nothing waited
         self._uncrowded_at_s = time.monotonic()
         self._loading: dict[str, float] = {}  # base -> until when others wait for it
@@ -162,6 +162,7 @@ class PoolWorker:
             return await self._failed(worker.base, f"its process {worker.ended}", died=True)
         self._states[worker.base].opened(time.monotonic() - self._opened_at_s)
         self._opened_at_s, self._opening_s = time.monotonic(), base.opening_s
+        self._pause_s = base.since_closed_s - base.waited_s
         worker.busy_at_s = self._opened_at_s
         log.info("opened", base_model=worker.base, waited_s=base.waited_s, seconds=self._opened_at_s - began_s)
         await self._tell(worker.base, "stopped")  # the base worker reports; this adds the switch to the timeline
@@ -315,6 +316,7 @@ class PoolWorker:
             lasted_s=now_s - self._opened_at_s,
             idle_s=now_s - worker.busy_at_s,
             opening_s=self._opening_s,
+            pause_s=self._pause_s,
         )
 
     async def _pause(self) -> None:
