@@ -31,7 +31,7 @@ class Place:
     closed_at_s: dict[int, float] = field(default_factory=dict[int, float])
     waits: list[float] = field(default_factory=list[float])
     queues: list[deque[float]] = field(default_factory=list[deque[float]])
-    """Of each base model: when what waits came."""
+    """Times of the work that waits, of each base model."""
 
     def run(
         self, rule: "Rule", arrivals: Iterable[tuple[float, int]], gap_s: float = 0.0, until_s: float = 1e9
@@ -108,7 +108,7 @@ def in_turn(place: Place) -> int:
 
 
 def mean_wait_s(rule: Rule, seed: int, load: float, operation_s: float, num: int, num_bases: int) -> float:
-    """Of `num` operations that come at random, evenly over base models; opening one takes as long as two operations."""
+    """The mean over `num` operations that come at random, evenly over base models; opening one takes as long as two operations."""
     drawn = random.Random(seed)
     times = itertools.accumulate(drawn.expovariate(load / operation_s) for _ in range(num))
     place = Place(operation_s, 2 * operation_s, num_bases)

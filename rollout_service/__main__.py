@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,6 @@ from base_model.kernels import DEFAULT, choose
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.errors import InvalidInput
-from common.pool.gate import stay_awake
 from common.pool.pool_worker import PooledService
 from common.settings import itemsize_of, resolve_model
 from common.text.tokens import ChatTokenizer
@@ -81,7 +81,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
     send_delta = partial(_send_delta, parts.bus)
     handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
-    return BuiltService(
+    service = BuiltService(
         handler,
         [
             Inbox(parts.cell.rollout_chat, GROUP_ROLLOUT, own_slots=settings.chat_slots),
@@ -103,12 +103,13 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
             on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
         ),
         close=[adapters.close, engine.stop],
-        num_bytes=partial(held_bytes, settings.rollout_device)
-        if isinstance(engine, TorchEngine)
-        else lambda: ASLEEP_BYTES,
-        sleep=stay_awake if isinstance(engine, TorchEngine) else engine.sleep,
-        wake=stay_awake if isinstance(engine, TorchEngine) else engine.wake,
+        num_bytes=partial(held_bytes, settings.rollout_device),
     )
+    return service if isinstance(engine, TorchEngine) else _sleeping(service, engine)
+
+
+def _sleeping(service: BuiltService, engine: ProcessEngine) -> BuiltService:
+    return replace(service, num_bytes=lambda: ASLEEP_BYTES, sleep=engine.sleep, wake=engine.wake)
 
 
 async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:

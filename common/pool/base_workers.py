@@ -20,7 +20,7 @@ from common.children.forking import Forked, fork
 from common.children.prefork import ForkRequest
 from common.children.processes import describe, kill_session, last_error, size
 from common.errors import Unavailable
-from common.pool.gate import Channel, Close, Closed, FromBase, Loaded, NotTaken, Open, Opened, Pulse
+from common.pool.gate import Awake, Channel, Close, Closed, FromBase, Loaded, NotTaken, Open, Pulse
 from common.wire.reported import Tier
 
 LOG = Path("/proc/self/fd/2")
@@ -85,7 +85,7 @@ class BaseWorker:
                     self.worker, self.num_bytes = worker, num_bytes
                 case NotTaken(reason):
                     self.refused = reason
-                case Opened():
+                case Awake():
                     self.is_open = True
                 case Closed(num_bytes):
                     self.is_open, self.closed_at_s, self.num_bytes = False, time.monotonic(), num_bytes

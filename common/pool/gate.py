@@ -1,6 +1,6 @@
 """The gate of a base worker: its pool worker opens and closes it over a socket of packets.
 
-    pool worker ─ Open, Close, Expected ─► base worker ─ Loaded, Opened, Pulse, Closed, NotTaken ─► pool worker
+    pool worker ─ Open, Close, Expected ─► base worker ─ Loaded, Awake, Pulse, Closed, NotTaken ─► pool worker
 
 A base worker reads its streams between Open and Close alone. Its end of the
 socket is its standard input. Whoever is left alone reads the end of the file; a base worker then ends.
@@ -52,8 +52,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Memory that it alone has."""
 
 
-class Opened(msgspec.Struct, frozen=True, tag=True):
-    """It is awake, and reads its streams from now on."""
+class Awake(msgspec.Struct, frozen=True, tag=True):
+    """It reads its streams from now on."""
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
@@ -83,7 +83,7 @@ class NotTaken(msgspec.Struct, frozen=True, tag=True):
 
 
 ToBase = Open | Close | Expected
-FromBase = Loaded | Opened | Pulse | Closed | NotTaken
+FromBase = Loaded | Awake | Pulse | Closed | NotTaken
 
 
 class Channel:
@@ -109,7 +109,7 @@ class Channel:
 
 
 async def stay_awake() -> None:
-    """What an engine does that keeps its memory while it is closed."""
+    """Does nothing, for an engine that keeps its memory while it is closed."""
 
 
 class Gate:

@@ -37,7 +37,7 @@ from common.bus.deliveries import dead_letter
 from common.bus.fullness import MAX_MEMORY_USED, Gauge, memory_used
 from common.cancellation import beating, done_before, running
 from common.errors import StoreUnavailable, Unavailable
-from common.pool.gate import Closed, Gate, Opened, Pulse
+from common.pool.gate import Awake, Closed, Gate, Pulse
 from common.wire.messages import AdapterNew, Cancel, Failure, Message
 from common.worker.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
 from common.worker.settler import Settler
@@ -152,7 +152,7 @@ class Worker:
     async def _slice(self, stop: asyncio.Event, gate: Gate | None) -> None:
         """Works until `stop`, or until the gate closes. Returns once everything is settled or handed back."""
         if gate and await done_before(stop, gate.wake()):
-            await gate.tell(Opened())
+            await gate.tell(Awake())
         takers = [self._takeover.run(), self._read(), *(self._read_own(i) for i in self._inboxes if i.own_slots)]
         async with running(*takers):
             await (done_before(stop, gate.closing()) if gate else stop.wait())

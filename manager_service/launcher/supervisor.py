@@ -34,7 +34,7 @@ from common.errors import InvalidInput, MarlaasError, Unavailable
 from common.settings import parse_base_models, pinned
 from manager_service.launcher.devices import arrange, idle_gpu
 from manager_service.launcher.embedded_redis import EmbeddedRedis, make_private, write_private
-from manager_service.launcher.gpus import SERVICES, LocalWorker
+from manager_service.launcher.gpus import SERVICES, LocalWorker, vllm_stays_awake
 from manager_service.launcher.own_store import OwnStore
 from manager_service.launcher.redis_room import RedisRoom
 from manager_service.records.keys import GLOBAL
@@ -375,18 +375,11 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
     services = [ServiceCommand("manager", (sys.executable, "-m", "manager_service"))]
     services.append(ServiceCommand("exporter", (sys.executable, "-m", "manager_service.export")))
     for service, count in counts.items():
-        pinned_each = len(bases) > 1 and service == "rollout" and _stays_awake(environment)
+        pinned_each = len(bases) > 1 and service == "rollout" and vllm_stays_awake(environment)
         for base in bases if pinned_each or len(bases) == 1 else [""]:
             argv, prefix = (sys.executable, "-m", f"{service}_service"), f"{service}-{base}" if pinned_each else service
             services += [ServiceCommand(f"{prefix}-{i}", argv, {"MARLAAS_BASE_MODEL": base}) for i in range(count)]
     return services
-
-
-def _stays_awake(environment: Mapping[str, str]) -> bool:
-    """Does vLLM keep its memory? On a CPU, and where keys and values may take all that is free."""
-    get = environment.get
-    on_gpu = "cuda" in get("MARLAAS_ROLLOUT_DEVICE", "") or "rollout" in get("MARLAAS_DEVICES", "")
-    return get("MARLAAS_ENGINE") == "vllm" and not (on_gpu and "MARLAAS_ROLLOUT_KV_BYTES" in environment)
 
 
 def _workers(commands: Sequence[ServiceCommand]) -> Iterator[LocalWorker]:

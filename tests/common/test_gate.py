@@ -11,7 +11,7 @@ import pytest
 
 from common.bus.bus import Bus
 from common.cancellation import cancel_all
-from common.pool.gate import Channel, Close, Closed, Expected, FromBase, Gate, Open, Opened, Pulse
+from common.pool.gate import Awake, Channel, Close, Closed, Expected, FromBase, Gate, Open, Pulse
 from tests.common.test_bus import start
 from tests.common.test_worker import CELL, Recorder, at_once, for_ever, length, until, working
 
@@ -113,12 +113,12 @@ async def test_a_worker_reads_once_it_is_awake_and_is_closed_once_it_sleeps(
         await bus.publish([(CELL.env, start(1))])
         await pool.channel.send(Open("device", 2.0))
         await until(lambda: came == ["wakes"])
-        assert Opened() not in pool.heard and await length(bus, CELL.env, 1)
+        assert Awake() not in pool.heard and await length(bus, CELL.env, 1)
         may_go_on.set()
         await until(lambda: length(bus, CELL.rollout, 1))
         await pool.channel.send(Close(0.0))
         await until(lambda: came == ["wakes", "falls asleep"])
-        assert Opened() in pool.heard and not pool.num_closed
+        assert Awake() in pool.heard and not pool.num_closed
         may_go_on.set()
         await until(lambda: pool.num_closed)
 

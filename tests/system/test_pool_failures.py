@@ -56,7 +56,7 @@ class Pool:
         await bus.publish([(bus.cell.rollout, start(number)) for number in range(num)])
 
     async def entered(self, base: str) -> None:
-        """Until somebody opens it."""
+        """Waits until somebody opens it."""
         cell = self.cells[base]
         await until(lambda: cell.client.zcard(cell.cell.opening("rollout")))
 
