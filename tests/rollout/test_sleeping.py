@@ -1,9 +1,13 @@
 """A process engine that sleeps while another base model is open, over a core that is no process and wakes as told."""
 
+from typing import Any
+
 import pytest
 
-from common.errors import Unavailable
+from common.errors import InvalidInput, Unavailable
+from rollout_service.__main__ import pooled
 from rollout_service.process import sleeping
+from rollout_service.settings import RolloutSettings
 from tests.rollout.test_process_engine import Cores, started
 from tests.support.rollout_cases import one, ref, request
 
@@ -66,3 +70,12 @@ async def test_a_process_that_dies_asleep_is_not_started_while_others_have_the_m
         with pytest.raises(Unavailable, match="its process ended"):
             await engine.wake()
         assert len(cores.made) == 1
+
+
+@pytest.mark.parametrize("told", [{"rollout_device": "cpu", "rollout_kv_bytes": 1}, {"rollout_device": "cuda"}])
+async def test_vllm_takes_turns_only_where_it_can_sleep_and_its_memory_is_known(told: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="on CUDA alone, with MARLAAS_ROLLOUT_KV_BYTES"):
+        pooled(RolloutSettings(engine="vllm", **told))
+    both: dict[str, Any] = {"rollout_device": "cuda", "rollout_kv_bytes": 1 << 30, "vllm_tensor_parallel": 2}
+    found = pooled(RolloutSettings(engine="vllm", **both))
+    assert (found.sleeps, found.open_bytes, found.itemsize) == (True, 1 << 30, 1.0)
