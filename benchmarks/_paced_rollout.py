@@ -78,6 +78,10 @@ class PacedCore:
 
     async def remove(self, adapter: AdapterFolder) -> None: ...
 
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         begun, self._rows = self.num_steps, self._rows + 1
         try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from rollout_service.embedded.selftest import selftest
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.handler import RolloutHandler
 from rollout_service.process.process_engine import ProcessEngine
-from rollout_service.process.vllm_engine import vllm_engine
+from rollout_service.process.vllm_engine import ASLEEP_BYTES, vllm_engine
 from rollout_service.settings import RolloutSettings
 
 SELFTEST = "rollout_service.embedded.selftest"
@@ -88,7 +89,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
     send_delta = partial(_send_delta, parts.bus)
     handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
-    return BuiltService(
+    service = BuiltService(
         handler,
         [
             Inbox(parts.cell.rollout_chat, GROUP_ROLLOUT, own_slots=settings.chat_slots),
@@ -114,6 +115,11 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         close=[adapters.close, *([relay.close] if relay else []), engine.stop],
         num_bytes=partial(held_bytes, settings.rollout_device),
     )
+    return service if isinstance(engine, TorchEngine) else _sleeping(service, engine)
+
+
+def _sleeping(service: BuiltService, engine: ProcessEngine) -> BuiltService:
+    return replace(service, num_bytes=lambda: ASLEEP_BYTES, sleep=engine.sleep, wake=engine.wake)
 
 
 async def open_relay(settings: RolloutSettings, parts: Parts) -> Relay | None:
@@ -136,13 +142,24 @@ async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:
 
 
 def pooled(settings: RolloutSettings) -> PooledService:
-    """Closing lets turns end in deterministic mode, where one that moves starts again. Raises InvalidInput for vLLM."""
-    if settings.engine == "vllm":
+    """Closing lets turns end in deterministic mode, where one that moves starts again. Raises InvalidInput where vLLM cannot sleep, or
+    would take all memory."""
+    is_vllm = settings.engine == "vllm"
+    if is_vllm and (settings.rollout_device == "cpu" or "rollout_kv_bytes" not in settings.model_fields_set):
         raise InvalidInput(
-            "MARLAAS_ENGINE=vllm serves one base model a worker: name it with MARLAAS_BASE_MODEL, and start more workers for the others"
+            "MARLAAS_ENGINE=vllm serves several base models in turn on CUDA alone, with MARLAAS_ROLLOUT_KV_BYTES: set both, or name one "
+            "base model with MARLAAS_BASE_MODEL, and start more workers for the others"
         )
-    about = About(slots=settings.shared_slots, dtype=settings.dtype)
-    return PooledService(about, itemsize_of(settings.dtype), settings.rollout_kv_bytes, finishes=settings.deterministic)
+    about = About(
+        settings.shared_slots, dtype=settings.dtype, max_lora_rank=settings.vllm_max_lora_rank if is_vllm else None
+    )
+    return PooledService(
+        about,
+        itemsize_of(settings.dtype) / (settings.vllm_tensor_parallel if is_vllm else 1),
+        settings.rollout_kv_bytes,
+        finishes=settings.deterministic,
+        sleeps=is_vllm,
+    )
 
 
 if __name__ == "__main__":

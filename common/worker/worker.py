@@ -37,7 +37,7 @@ from common.bus.deliveries import dead_letter
 from common.bus.fullness import MAX_MEMORY_USED, Gauge, memory_used
 from common.cancellation import beating, done_before, running
 from common.errors import StoreUnavailable, Unavailable
-from common.pool.gate import Closed, Gate, Pulse
+from common.pool.gate import Awake, Closed, Gate, Pulse
 from common.wire.messages import AdapterNew, Cancel, Failure, Message
 from common.worker.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
 from common.worker.settler import Settler
@@ -151,11 +151,14 @@ class Worker:
 
     async def _slice(self, stop: asyncio.Event, gate: Gate | None) -> None:
         """Works until `stop`, or until the gate closes. Returns once everything is settled or handed back."""
+        if gate and await done_before(stop, gate.wake()):
+            await gate.tell(Awake())
         takers = [self._takeover.run(), self._read(), *(self._read_own(i) for i in self._inboxes if i.own_slots)]
         async with running(*takers):
             await (done_before(stop, gate.closing()) if gate else stop.wait())
         await self._hand_back_all(gate.drain_s if gate and not stop.is_set() else self._habits.drain_s)
-        if gate:
+        if gate and not stop.is_set():
+            await gate.sleep()
             await gate.tell(Closed(gate.num_bytes()))
 
     async def _tell_gate(self, gate: Gate) -> None:

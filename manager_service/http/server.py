@@ -13,6 +13,7 @@ import uvicorn
 from common.bus.bus import Bus
 from common.bus.fullness import Gauge, used_by
 from common.bus.streams import Cell
+from common.models.base_digest import base_digest
 from common.models.base_shape import NAMED_AS_LLAMA, BaseShape
 from common.models.weight_files import Weights, read_weights
 from common.settings import resolve_config
@@ -115,6 +116,7 @@ async def make_base(
         gauge=Gauge(lambda: used_by(redis, bus.cell)),
         cluster=cluster,
         folder=folder,
+        digest=await asyncio.to_thread(base_digest, folder, with_weights=False),
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder, settings.max_context),
         inference=inference,
         feed=Feed(bus),

@@ -36,7 +36,7 @@ from common.settings import parse_base_models
 from manager_service.launcher.devices import arrange, idle_gpu
 from manager_service.launcher.elastic_pool import ElasticPool
 from manager_service.launcher.embedded_redis import EmbeddedRedis, RedisRoom, make_private, write_private
-from manager_service.launcher.gpus import SERVICES, LocalWorker
+from manager_service.launcher.gpus import SERVICES, LocalWorker, vllm_stays_awake
 from manager_service.launcher.own_store import OwnStore
 from manager_service.launcher.settings import pin_bases
 from manager_service.records.keys import GLOBAL
@@ -361,7 +361,7 @@ Services = Callable[[Mapping[str, int], Mapping[str, str]], list[ServiceCommand]
 
 
 def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
-    """The manager, the exporter, and so many workers of each service for all base models; of vLLM's for each.
+    """The manager, the exporter, and so many workers of each service for all base models; for each where vLLM does not sleep.
 
     Raises InvalidInput if MARLAAS_BASE_MODELS cannot be read.
     """
@@ -372,7 +372,7 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
     services = [ServiceCommand("manager", (sys.executable, "-m", "manager_service"))]
     services.append(ServiceCommand("exporter", (sys.executable, "-m", "manager_service.export")))
     for service, count in counts.items():
-        pinned_each = len(bases) > 1 and service == "rollout" and environment.get("MARLAAS_ENGINE") == "vllm"
+        pinned_each = len(bases) > 1 and service == "rollout" and vllm_stays_awake(environment)
         for base in bases if pinned_each or len(bases) == 1 else [""]:
             argv, prefix = (sys.executable, "-m", f"{service}_service"), f"{service}-{base}" if pinned_each else service
             services += [ServiceCommand(f"{prefix}-{i}", argv, {"MARLAAS_BASE_MODEL": base}) for i in range(count)]

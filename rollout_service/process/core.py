@@ -100,6 +100,14 @@ class Core(Protocol):
         """Unloads the adapter, which no request names. May never return, as `add`."""
         ...
 
+    async def sleep(self) -> None:
+        """Gives the device's memory back; no request is under way. Whatever it raises, it cannot be trusted any more."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes the memory back, and has no adapter. Raises as `sleep`; may never return, as `add`."""
+        ...
+
     def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         """Gives chunks until one is finished; closing it early ends the turn, and cancelling it gives what waits before it raises. The
         adapter is loaded. Raises CoreDied; may also hang if the process dies."""
