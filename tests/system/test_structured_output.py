@@ -100,7 +100,8 @@ async def answers_are_calls_or_json(client: openai.AsyncOpenAI) -> None:
         calls, night = choice.message.tool_calls or [], choice.message.parsed
         assert len(calls) + (night is not None) == 1
         assert all(Stay.model_validate_json(call.function.arguments) for call in calls)
-    for tool_choice, reason in (("none", "stop"), ("required", "tool_calls")):
+    forced: Any = {"none": "stop", "required": "tool_calls"}
+    for tool_choice, reason in forced.items():
         parsed = await client.chat.completions.parse(**asked, tool_choice=tool_choice, max_tokens=400)
         assert parsed.choices[0].finish_reason == reason
 
