@@ -28,8 +28,8 @@ _KNOWN = (
     "endpoint_hosts endpoint_proxy grader_hosts grader_keys grader_model_calls openenv_hosts openenv_servers "
     # rollout workers
     "engine rollout_device rollout_dtype rollout_backbone rollout_threads rollout_slots rollout_orphan_slots "
-    "rollout_kv_bytes rollout_idle_adapter_bytes rollout_progress_s vllm_max_loras vllm_max_known_loras vllm_max_lora_rank "
-    "vllm_tensor_parallel vllm_memory_fraction vllm_enforce_eager "
+    "rollout_kv_bytes rollout_idle_adapter_bytes rollout_progress_s own_streams vllm_max_loras vllm_max_known_loras "
+    "vllm_max_lora_rank vllm_tensor_parallel vllm_memory_fraction vllm_enforce_eager "
     # trainers
     "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_ranks trainer_micro_batch_tokens "
     "trainer_memory_bytes trainer_memory_fraction trainer_checkpointing trainer_kernels trainer_cache_bytes "

@@ -8,7 +8,7 @@ from pathlib import Path
 from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
 from common.bus.bus import Bus
-from common.bus.streams import GROUP_ROLLOUT
+from common.bus.streams import GROUP_ROLLOUT, Cell
 from common.errors import InvalidInput
 from common.pool.pool_worker import PooledService
 from common.settings import itemsize_of, resolve_model
@@ -78,19 +78,22 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
-    send_delta = partial(_send_delta, parts.bus)
-    handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
+    handler = RolloutHandler(
+        engine,
+        adapters,
+        parts.cell,
+        send_delta=partial(_send_delta, parts.bus),
+        worker=parts.worker if settings.own_streams else "",
+        deterministic=settings.deterministic,
+    )
     return BuiltService(
         handler,
-        [
-            Inbox(parts.cell.rollout_chat, GROUP_ROLLOUT, own_slots=settings.chat_slots),
-            Inbox(parts.cell.rollout_first, GROUP_ROLLOUT),
-            Inbox(parts.cell.rollout, GROUP_ROLLOUT),
-        ],
+        inboxes(parts.cell, settings, parts.worker),
         About(
             slots=settings.shared_slots,
             kv_tokens=engine.kv_tokens,
             max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
+            lora_slots=settings.vllm_max_loras if settings.engine == "vllm" and settings.own_streams else None,
             dtype=settings.dtype,
             fingerprint=bits,
             resident=lambda: [str(adapter) for adapter in engine.resident()],
@@ -104,6 +107,15 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         close=[adapters.close, engine.stop],
         num_bytes=partial(held_bytes, settings.rollout_device),
     )
+
+
+def inboxes(cell: Cell, settings: RolloutSettings, worker: str) -> list[Inbox]:
+    chat, first = (cell.rollout_chat_worker(worker), cell.rollout_worker(worker)) if settings.own_streams else ("", "")
+    return [
+        Inbox(cell.rollout_chat, GROUP_ROLLOUT, own_slots=settings.chat_slots, own=chat),
+        Inbox(cell.rollout_first, GROUP_ROLLOUT, own=first),
+        Inbox(cell.rollout, GROUP_ROLLOUT),
+    ]
 
 
 async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:

@@ -40,6 +40,8 @@ class RolloutSettings(Settings):
     rollout_progress_s: float = Field(default=1.0, ge=0)
     """Time between two writes of the tokens of long turns under way: a worker that is killed loses about so much of each.
     0: none are written."""
+    own_streams: bool = True
+    """Later turns come back to the worker that has the keys and values of the earlier ones, unless another would idle."""
     vllm_max_loras: int = Field(default=8, ge=1)
     """Adapters in one batch, the bare base model not counted; turns of others queue behind them. On CUDA 32 unless set."""
     vllm_max_known_loras: int = Field(default=64, ge=1)
