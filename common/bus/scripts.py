@@ -198,8 +198,8 @@ return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now)
 
 # Passes on what waits in a worker's own streams. KEYS: `hungry`, sorted set of the workers with such streams. ARGV: group, consumer, how
 # many at most (-1: as many as hungry workers have room for), the worker whose streams they are, if it has gone: its empty ones are
-# deleted ("": it has not), prefix of keys that say what went where, prefix of streams, then each stream's name with that to which its entries go.
-# Returns how many were passed on.
+# deleted ("": it has not), prefixes of keys that say what went where, and of streams, then the name of each stream and of that to which
+# its entries go. Returns how many were passed on.
 PASS_ON = """
 local most, gone, told, moved, left = tonumber(ARGV[3]), ARGV[4], {}, 0, 0
 redis.call('HDEL', KEYS[1], most < 0 and ARGV[2] or '')  -- whoever asks for the hungry is none

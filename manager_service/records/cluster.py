@@ -12,20 +12,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from common.bus.bus import Bus
-from common.bus.streams import Cell
+from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 from common.wire.messages import Outside, Span, WorkerReport
 from common.wire.reported import Tier
 from common.worker.telemetry import KEEP_S
 
 
-async def env_streams(client: Any, cell: Cell) -> list[str]:
-    """`client`: of Redis. Raises its errors."""
-    return named(await client.zrange(cell.env_workers, 0, -1), cell)
+async def own_streams(client: Any, cell: Cell) -> list[tuple[str, str]]:
+    """The streams of single env and rollout workers, each with its group. `client`: of Redis. Raises its errors."""
+    return named([await client.zrange(key, 0, -1) for key in (cell.env_workers, cell.rollout_workers)], cell)
 
 
-def named(workers: Iterable[Any], cell: Cell) -> list[str]:
-    """The streams of these workers, as Redis names them, in one order."""
-    return sorted(cell.env_worker(worker.decode()) for worker in workers)
+def named(workers: Sequence[Iterable[Any]], cell: Cell) -> list[tuple[str, str]]:
+    """The streams of these env and rollout workers, as Redis names them, in one order."""
+    env, rollout = ([worker.decode() for worker in sorted(each)] for each in workers)
+    streams = [stream(worker) for worker in rollout for stream in (cell.rollout_worker, cell.rollout_chat_worker)]
+    return [(cell.env_worker(worker), GROUP_ENV) for worker in env] + [(each, GROUP_ROLLOUT) for each in streams]
 
 
 ALIVE_S = 5.0
