@@ -40,7 +40,7 @@ local function look(stream, alone)
 end
 for i = 3, #ARGV, 6 do
   local open, busy, row = redis.call('ZCOUNT', take(), now, '+inf'), 0, {}
-  local owners = ARGV[i + 3] ~= '' and redis.call('ZRANGE', ARGV[i + 3], 0, -1) or {}
+  local owners = ARGV[i + 3] ~= '' and redis.call('ZRANGEBYSCORE', ARGV[i + 3], '-inf', '+inf') or {}
   for kind = 0, 1 do
     local unread, oldest = 0, 0
     for _ = 1, ARGV[i + kind] do

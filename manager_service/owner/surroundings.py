@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from common.bus.bus import Bus
 from common.bus.fullness import used_by
-from common.bus.streams import GROUP_MANAGER
+from common.bus.streams import GROUP_ENV, GROUP_MANAGER
 from common.wire.messages import WorkerReport
 from common.worker.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.owner.jobs.job import Job

@@ -67,6 +67,7 @@ class Capacity:
     kv_tokens: int | None
     least_kv_tokens: int | None
     gap_bound: float
+    lora_slots: dict[str, int]
 
     @classmethod
     def of(cls, working: Sequence[WorkerReport]) -> "Capacity":
@@ -80,6 +81,7 @@ class Capacity:
             kv_tokens=known * slots // of_slots if announced else None if working else 0,
             least_kv_tokens=min((kv for kv, _ in announced), default=None),
             gap_bound=max((GAP_BOUNDS.get(worker.dtype, 0.0) for worker in working), default=0.0),
+            lora_slots={worker.id: worker.lora_slots for worker in working if worker.lora_slots is not None},
         )
 
 
@@ -184,6 +186,10 @@ class Cluster:
     def least_kv_tokens(self) -> int | None:
         """Tokens that the smallest live rollout engine holds, of those that announce it; None: unknown."""
         return self._capacity("rollout").least_kv_tokens
+
+    def lora_slots(self) -> dict[str, int]:
+        """Live rollout workers that batch rows of no more than so many adapters."""
+        return self._capacity("rollout").lora_slots
 
     def max_lora_rank(self) -> int | None:
         """The smallest limit that a live worker announces; None: no worker announces one."""

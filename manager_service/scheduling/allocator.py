@@ -33,6 +33,7 @@ from manager_service.scheduling.fairness import (
     room,
     serve,
 )
+from manager_service.scheduling.homes import give_homes
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
 from manager_service.scheduling.storage_quota import StorageQuota
@@ -50,27 +51,24 @@ class Slots(Protocol):
 
     def slots(self, service: str) -> int:
         """Live slots of a service's workers."""
-        ...
 
     def num_workers(self, service: str) -> int:
         """Live workers of a service."""
-        ...
 
     def kv_tokens(self) -> int | None:
         """Tokens whose keys and values all rollout engines hold at once; None: not known."""
-        ...
 
     def least_kv_tokens(self) -> int | None:
         """The tokens that the smallest of them holds; None: not known."""
-        ...
+
+    def lora_slots(self) -> Mapping[str, int]:
+        """Live rollout workers that batch rows of no more than so many adapters."""
 
     def sampling_gap_bound(self) -> float:
         """The largest `sampling_gap` that the live rollout workers' rounding explains."""
-        ...
 
     def waits_for(self, job: str) -> str:
         """Reason outside of the workers that holds up the job, else one that holds up a worker; else empty."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +171,7 @@ class Allocator:
             self._publish_steps(now, changes)
         if not self._closed:
             self._issue(now, changes)
+        give_homes(changes.values(), self.cluster.lora_slots(), num_jobs=self.demand.active.total())
 
     def _is_closed(self) -> bool:
         demand = self.demand
