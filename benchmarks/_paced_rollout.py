@@ -20,13 +20,13 @@ import structlog
 
 from benchmarks.rollout import NoEnd
 from common.bus.bus import Bus
-from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.bus.streams import Cell
 from common.cancellation import running
 from common.settings import TINY
 from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.worker.telemetry import About, Reporter
-from common.worker.worker import Habits, Inbox, Worker, worker_id
+from common.worker.worker import Habits, Worker, worker_id
 from rollout_service.adapters import AdapterCache
 from rollout_service.handler import RolloutHandler
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
@@ -105,9 +105,10 @@ async def working(url: str, lease_s: float, slots: int, core: PacedCore) -> Asyn
 
     async def send_delta(*_: object) -> None: ...
 
-    handler = RolloutHandler(engine, adapters, CELL, send_delta=send_delta)
-    inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
-    reporter = Reporter(worker_id("rollout"), "rollout", CELL.base_model, About(slots=settings.shared_slots))
+    own_id = worker_id("rollout")
+    handler = RolloutHandler(engine, adapters, CELL, send_delta=send_delta, worker=own_id)
+    inboxes = settings.inboxes(CELL, own_id)[1:]
+    reporter = Reporter(own_id, "rollout", CELL.base_model, About(slots=settings.shared_slots))
     habits = Habits(orphan_slots=settings.orphan_slots, progress_s=PROGRESS_S)
     worker, stop = Worker(bus, handler, inboxes, reporter, lease_s=lease_s, habits=habits), asyncio.Event()
     await engine.start()

@@ -8,7 +8,6 @@ from pathlib import Path
 from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
 from common.bus.bus import Bus
-from common.bus.streams import GROUP_ROLLOUT, Cell
 from common.errors import InvalidInput
 from common.pool.pool_worker import PooledService
 from common.settings import itemsize_of, resolve_model
@@ -16,7 +15,7 @@ from common.text.tokens import ChatTokenizer
 from common.wire.messages import TurnDelta
 from common.worker.service import BuiltService, Parts, run
 from common.worker.telemetry import About
-from common.worker.worker import Habits, Inbox
+from common.worker.worker import Habits
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.choice import load_backbone
 from rollout_service.embedded.pools import EngineLimits
@@ -88,7 +87,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     )
     return BuiltService(
         handler,
-        inboxes(parts.cell, settings, parts.worker),
+        settings.inboxes(parts.cell, parts.worker),
         About(
             slots=settings.shared_slots,
             kv_tokens=engine.kv_tokens,
@@ -107,15 +106,6 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         close=[adapters.close, engine.stop],
         num_bytes=partial(held_bytes, settings.rollout_device),
     )
-
-
-def inboxes(cell: Cell, settings: RolloutSettings, worker: str) -> list[Inbox]:
-    chat, first = (cell.rollout_chat_worker(worker), cell.rollout_worker(worker)) if settings.own_streams else ("", "")
-    return [
-        Inbox(cell.rollout_chat, GROUP_ROLLOUT, own_slots=settings.chat_slots, own=chat),
-        Inbox(cell.rollout_first, GROUP_ROLLOUT, own=first),
-        Inbox(cell.rollout, GROUP_ROLLOUT),
-    ]
 
 
 async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:

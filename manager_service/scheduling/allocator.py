@@ -51,24 +51,27 @@ class Slots(Protocol):
 
     def slots(self, service: str) -> int:
         """Live slots of a service's workers."""
+        ...
 
-    def num_workers(self, service: str) -> int:
-        """Live workers of a service."""
+    def num_workers(self, service: str) -> int: ...  # live ones of a service
 
     def kv_tokens(self) -> int | None:
         """Tokens whose keys and values all rollout engines hold at once; None: not known."""
+        ...
 
     def least_kv_tokens(self) -> int | None:
         """The tokens that the smallest of them holds; None: not known."""
+        ...
 
-    def lora_slots(self) -> Mapping[str, int]:
-        """Live rollout workers that batch rows of no more than so many adapters."""
+    def lora_slots(self) -> Mapping[str, int]: ...  # live rollout workers that batch rows of only so many adapters
 
     def sampling_gap_bound(self) -> float:
         """The largest `sampling_gap` that the live rollout workers' rounding explains."""
+        ...
 
     def waits_for(self, job: str) -> str:
         """Reason outside of the workers that holds up the job, else one that holds up a worker; else empty."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Asks the workers of training for chat turns and grader runs; a turn survives the death of its worker.
 
-    reads: reply:<api>   writes: rollout:chat, rollout, a worker's own of either, env, control   holds: turns under way (lost on a crash, with the connection)
+    reads: reply:<api>   writes: rollout:*, rollout, env, control   holds: turns under way (lost on a crash, with the connection)
     waits for: a delta or a result   unblocked by: rollout, env
     when a worker dies: another takes the turn over, from the tokens that were kept; a stream is asked for again after a silence,
     from those that were seen. A worker that stops gives the turn back, and it is asked for again at once
