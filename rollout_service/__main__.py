@@ -77,13 +77,9 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
+    send_delta, worker = partial(_send_delta, parts.bus), parts.worker if settings.own_streams else ""
     handler = RolloutHandler(
-        engine,
-        adapters,
-        parts.cell,
-        send_delta=partial(_send_delta, parts.bus),
-        worker=parts.worker if settings.own_streams else "",
-        deterministic=settings.deterministic,
+        engine, adapters, parts.cell, send_delta=send_delta, worker=worker, deterministic=settings.deterministic
     )
     return BuiltService(
         handler,

@@ -19,7 +19,7 @@ ATTEND_EVERY_S = 1.0
 MOST = 100
 """Entries passed on by one script, since Redis serves nobody else meanwhile."""
 HUNGRY = -1
-"""As many entries as hungry workers have room for."""
+"""Stands for as many entries as hungry workers have room for."""
 
 
 class OwnStreams:

@@ -111,14 +111,10 @@ class Worker:
         self._inboxes = inboxes
         self._shared = [inbox for inbox in inboxes if not inbox.own_slots]
         self._streams = [stream for inbox in self._shared for stream in inbox.streams]
-        self._reporter = reporter
-        self._habits = habits
-        self._gate = gate
+        self._reporter, self._habits, self._gate = reporter, habits, gate
         self._most = reporter.about.slots + habits.ahead
-        self._lease_s = lease_s
-        self._max_deliveries = max_deliveries
-        self._underway = Underway(inboxes)
-        self._voided = Voided()
+        self._lease_s, self._max_deliveries = lease_s, max_deliveries
+        self._underway, self._voided = Underway(inboxes), Voided()
         lost = [self._holds.unpublished] if self._holds else []
         self._settler = Settler(bus, reporter, self._window_s, *lost)
         places = {"most": self._most, "orphan_slots": habits.orphan_slots}

@@ -1,4 +1,4 @@
-"""Who gets what begins like a request that was answered, and which worker is a job's home."""
+"""Tests who gets what begins like a request that was answered, and which worker is a job's home."""
 
 from typing import Any
 

@@ -282,7 +282,7 @@ class Inference:
             choice.advanced_s = choice.advanced_s or choice.heard_s
 
     async def _append(self, encoded: Sequence[tuple[Choice, list[Any]]]) -> list[bytes]:
-        """To the stream of the worker that a choice is addressed to; to that of all if there is none."""
+        """Appends each to the stream of the worker that it is addressed to; to that of all if there is none."""
         commands: list[list[Any]] = []
         for choice, fields in encoded:
             choice.stream = self._stream(choice)
