@@ -13,7 +13,7 @@ from manager_service.owner.jobs.changes import Changes
 
 
 def home_of(job: str, workers: Collection[str]) -> str:
-    """By rendezvous hashing: a worker that comes or goes moves no job between two others."""
+    """Chooses by rendezvous hashing: a worker that comes or goes moves no job between two others."""
     return max(workers, key=lambda worker: hashlib.sha256(f"{worker} {job}".encode()).digest())
 
 
