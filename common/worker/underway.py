@@ -56,13 +56,13 @@ class Active:
 
 
 class Underway:
-    """All deliveries under way, by entry."""
+    """All deliveries under way, by stream and entry."""
 
     def __init__(self, inboxes: Sequence[Inbox]) -> None:
         self._own_slots = Counter({inbox.stream: inbox.own_slots for inbox in inboxes})
         self._instead = {inbox.own: inbox.stream for inbox in inboxes}  # whose places an own stream's deliveries take
         self._num: Counter[str] = Counter()  # by stream
-        self._active: dict[str, Active] = {}
+        self._active: dict[tuple[str, str], Active] = {}
         self.num_taken_over = 0
         self.num_ended, self.ended_s = 0, 0.0
         """Deliveries that have ended, and the seconds that they took, each for itself."""
@@ -75,8 +75,8 @@ class Underway:
     def __len__(self) -> int:
         return len(self._active)
 
-    def __contains__(self, entry: str) -> bool:
-        return entry in self._active
+    def __contains__(self, place: tuple[str, str]) -> bool:
+        return place in self._active
 
     def room(self, slots: int, stream: str = "") -> int:
         """Free places: of so many slots, and of those that the stream has of its own."""
@@ -107,7 +107,7 @@ class Underway:
         self._idle.clear()
         if not self._active:
             self._turned.set()
-        self._active[delivery.entry] = Active(delivery, task, orphan=delivery.deliveries > 1)
+        self._active[delivery.place] = Active(delivery, task, orphan=delivery.deliveries > 1)
         self._num[self._places_of(delivery)] += 1
         self.num_taken_over += delivery.deliveries > 1
         return task
@@ -115,9 +115,9 @@ class Underway:
     def _places_of(self, delivery: Delivery) -> str:
         return self._instead.get(delivery.stream, delivery.stream)
 
-    def beat(self, entry: str) -> None:
+    def beat(self, place: tuple[str, str]) -> None:
         """Notes that the work on an entry advanced."""
-        active = self._active.get(entry)
+        active = self._active.get(place)
         if active is None:
             return
         active.advanced = True
@@ -128,7 +128,7 @@ class Underway:
 
     def opened(self, delivery: Delivery) -> None:
         """Takes a delivery in place of the one whose work began: it has its payload now."""
-        self._active[delivery.entry].delivery = delivery
+        self._active[delivery.place].delivery = delivery
         self._ended.set()
 
     def take_advanced(self, stream: str) -> list[str]:
@@ -144,8 +144,8 @@ class Underway:
             if chosen(active.delivery):
                 active.task.cancel()
 
-    def end(self, entry: str) -> None:
-        if active := self._active.pop(entry, None):
+    def end(self, place: tuple[str, str]) -> None:
+        if active := self._active.pop(place, None):
             self.num_taken_over -= active.delivery.deliveries > 1
             self._num[self._places_of(active.delivery)] -= 1
             self.num_ended += 1
