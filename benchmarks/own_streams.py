@@ -34,7 +34,7 @@ from harness.redis_server import embedded_redis
 from manager_service.scheduling.homes import home_of
 
 NUM_WORKERS, NUM_JOBS, LOAD = 4, 32, 1.2
-STEP_S, ROW_S = 0.04, 0.0002
+STEP_S, ROW_S = 0.1, 0.0005
 TOOL_S = 0.3
 PROMPT, REPLY = range(97, 113), range(97, 105)
 WARM_UP_S = 3.0
