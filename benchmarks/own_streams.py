@@ -116,7 +116,8 @@ async def measure(url: str, case: Case, given: Any, *, own_streams: bool) -> Fou
         engines = [await stack.enter_async_context(working(url, 10.0, given.slots, core, **for_each)) for core in cores]
         (task,) = await stack.enter_async_context(running(env.run(stop)))
         if own_streams and case.has_homes:
-            talking.workers = [each.decode() for each in await bus.client.zrange(CELL.rollout_workers, 0, -1)]
+            there: Any = await bus.client.zrange(CELL.rollout_workers, 0, -1)
+            talking.workers = [each.decode() for each in there]
         num = round(LOAD * NUM_WORKERS * given.slots)
         await bus.publish([talking.begin(case.adapters[n % len(case.adapters)]) for n in range(num)])
         await asyncio.sleep(min(WARM_UP_S, given.seconds))

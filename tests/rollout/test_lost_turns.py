@@ -5,6 +5,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,8 @@ async def test_all_turns_of_a_killed_worker_go_on_at_once_beside_one_whose_slots
         # Given a worker with 64 turns in a stream of its own, of all of which Redis has some tokens
         lost = [request(BASE, sample=n, max_tokens=TOKENS) for n in range(NUM)]
         await until(lambda: bus.client.zcard(CELL.rollout_workers))
-        own = CELL.rollout_worker((await bus.client.zrange(CELL.rollout_workers, 0, -1))[0].decode())
+        workers: Any = await bus.client.zrange(CELL.rollout_workers, 0, -1)
+        own = CELL.rollout_worker(workers[0].decode())
         await until(lambda: bus.client.exists(own))
         await bus.publish([(own, each) for each in lost])
 
