@@ -13,7 +13,7 @@ from common.bus.bus import Bus
 from common.bus.scripts import ATTEND_OWN, PASS_ON
 from common.worker.underway import Inbox
 
-LOOK_EVERY_S = 0.04
+LOOK_EVERY_S = 0.08
 """Time between two looks of a worker without room at what waits for it: nobody idles for longer."""
 ATTEND_EVERY_S = 1.0
 MOST = 100
