@@ -15,22 +15,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import structlog
 
+from base_model.adapter import init_adapter, save_adapter
 from benchmarks.rollout import NoEnd
 from common.bus.bus import Bus
-from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.bus.streams import Cell
 from common.cancellation import running
 from common.settings import TINY
-from common.store.adapters import AdapterStore
-from common.store.objects import Objects
+from common.wire.messages import AdapterRef, LoraSpec
 from common.worker.telemetry import About, Reporter
-from common.worker.worker import Habits, Inbox, Worker, worker_id
-from rollout_service.adapters import AdapterCache
+from common.worker.worker import Habits, Worker, worker_id
 from rollout_service.handler import RolloutHandler
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, SamplingRequest, TokenChunk
@@ -48,6 +49,18 @@ ARGUMENTS = "MARLAAS_TEST_PACED"
 def nothing(line: str) -> None: ...
 
 
+@cache
+def adapter_files() -> dict[str, bytes]:
+    return save_adapter(init_adapter(LoraSpec(1, 1.0, ("q_proj",)), linear_shapes(TINY), 0), "tiny")
+
+
+class Resident:
+    """Stands for the worker's cache where the engine has all adapters from the start."""
+
+    def hold(self, adapter: AdapterRef) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+
 @dataclass
 class PacedCore:
     """Gives each turn a token a step. A step takes `step_s`, and `row_s` for each turn in it; to load takes `load_s`."""
@@ -60,6 +73,7 @@ class PacedCore:
     kv_tokens: int | None = None
     num_steps: int = 0
     _rows: int = 0
+    _known: set[str] = field(default_factory=set[str])  # trajectories of which a turn ended here
     _stepped: asyncio.Condition = field(default_factory=asyncio.Condition)
     _stepping: "asyncio.Task[None] | None" = None
 
@@ -84,6 +98,8 @@ class PacedCore:
 
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         begun, self._rows = self.num_steps, self._rows + 1
+        trajectory = request.id.rpartition("+")[0].rsplit("/", 2)[0]
+        num_cached = len(request.tokens) if trajectory in self._known else 0
         try:
             for left in range(request.max_tokens - 1, -1, -1):
                 async with self._stepped:
@@ -91,7 +107,9 @@ class PacedCore:
                 if left == request.max_tokens - 1:
                     turn = request.id.rpartition("+")[0]
                     self.note(f"begin {time.monotonic()} {turn} {len(request.tokens)} {begun}")
-                yield TokenChunk([97], [-1.0], [], finished=not left)
+                if not left:
+                    self._known.add(trajectory)
+                yield TokenChunk([97], [-1.0], [], finished=not left, num_cached=num_cached)
         finally:
             self._rows -= 1
 
@@ -107,21 +125,27 @@ class PacedCore:
 
 
 @contextlib.asynccontextmanager
-async def working(url: str, lease_s: float, slots: int, core: PacedCore) -> AsyncGenerator[ProcessEngine]:
+async def working(
+    url: str, lease_s: float, slots: int, core: PacedCore, *, own_streams: bool = True, jobs: Iterable[AdapterRef] = ()
+) -> AsyncGenerator[ProcessEngine]:
     """Runs a worker inside, with the slots and habits of a real one. What is under way at the end goes back."""
-    settings, bus, files = RolloutSettings(rollout_slots=slots), Bus.connect(url, CELL), linear_shapes(TINY)
+    settings = RolloutSettings(rollout_slots=slots, own_streams=own_streams)
+    bus, files = Bus.connect(url, CELL), linear_shapes(TINY)
     shape = Shape(320, 2048, settings.engine_slots, MAX_LORAS, MAX_LORAS, max_temperature=2.0)
     engine = ProcessEngine(lambda: core, AdapterFiles(files, max_rank=16), NoEnd(), shape)
-    adapters = AdapterCache(AdapterStore(Objects.open("memory:///")), engine, idle_bytes=0)
+    adapters: Any = Resident()
 
     async def send_delta(*_: object) -> None: ...
 
-    handler = RolloutHandler(engine, adapters, CELL, send_delta=send_delta)
-    inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
-    reporter = Reporter(worker_id("rollout"), "rollout", CELL.base_model, About(slots=settings.shared_slots))
+    own_id = worker_id("rollout")
+    handler = RolloutHandler(engine, adapters, CELL, send_delta=send_delta, worker=own_id if own_streams else "")
+    inboxes = settings.inboxes(CELL, own_id)[1:]
+    reporter = Reporter(own_id, "rollout", CELL.base_model, About(slots=settings.shared_slots))
     habits = Habits(orphan_slots=settings.orphan_slots, progress_s=PROGRESS_S)
     worker, stop = Worker(bus, handler, inboxes, reporter, lease_s=lease_s, habits=habits), asyncio.Event()
     await engine.start()
+    for job in jobs:
+        await engine.load_files(job, adapter_files())
     async with running(worker.run(stop)) as (task,):
         yield engine
         stop.set()

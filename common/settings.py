@@ -28,7 +28,7 @@ _KNOWN = (
     "endpoint_hosts endpoint_proxy grader_hosts grader_keys grader_model_calls openenv_hosts openenv_servers "
     # rollout workers
     "engine rollout_device rollout_dtype rollout_backbone rollout_threads rollout_slots rollout_orphan_slots "
-    "rollout_kv_bytes rollout_idle_adapter_bytes rollout_progress_s "
+    "rollout_kv_bytes rollout_idle_adapter_bytes rollout_progress_s own_streams "
     "peers peer_port peer_bytes_per_s cache_dir cache_bytes store_places vllm_max_loras vllm_max_known_loras vllm_max_lora_rank "
     "vllm_tensor_parallel vllm_memory_fraction vllm_enforce_eager "
     # trainers

@@ -12,7 +12,6 @@ from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_c
 from base_model.kernels import DEFAULT, choose
 from common.bus.bus import Bus
 from common.bus.redis_connection import own_address
-from common.bus.streams import GROUP_ROLLOUT
 from common.errors import InvalidInput
 from common.peers.chain import Relay
 from common.peers.folder import NodeFolder
@@ -23,7 +22,7 @@ from common.text.tokens import ChatTokenizer
 from common.wire.messages import TurnDelta
 from common.worker.service import BuiltService, Parts, run
 from common.worker.telemetry import About
-from common.worker.worker import Habits, Inbox
+from common.worker.worker import Habits
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.choice import load_backbone
 from rollout_service.embedded.pools import EngineLimits
@@ -87,20 +86,19 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         prepare_cpu(settings.rollout_threads)  # for this thread
     relay = parts.store.relay = await open_relay(settings, parts)
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
-    send_delta = partial(_send_delta, parts.bus)
-    handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
+    send_delta, worker = partial(_send_delta, parts.bus), parts.worker if settings.own_streams else ""
+    handler = RolloutHandler(
+        engine, adapters, parts.cell, send_delta=send_delta, worker=worker, deterministic=settings.deterministic
+    )
     service = BuiltService(
         handler,
-        [
-            Inbox(parts.cell.rollout_chat, GROUP_ROLLOUT, own_slots=settings.chat_slots),
-            Inbox(parts.cell.rollout_first, GROUP_ROLLOUT),
-            Inbox(parts.cell.rollout, GROUP_ROLLOUT),
-        ],
+        settings.inboxes(parts.cell, parts.worker),
         About(
             slots=settings.shared_slots,
             kv_tokens=engine.kv_tokens,
             kv_used=lambda: engine.kv_used,
             max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
+            lora_slots=settings.vllm_max_loras if settings.engine == "vllm" and settings.own_streams else None,
             dtype=settings.dtype,
             fingerprint=bits,
             resident=lambda: [str(adapter) for adapter in engine.resident()],

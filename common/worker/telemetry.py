@@ -106,6 +106,7 @@ class About:
     slots: int
     kv_tokens: int | None = None
     max_lora_rank: int | None = None
+    lora_slots: int | None = None
     outside: Outside | None = None
     dtype: str = ""
     fingerprint: str = ""
@@ -168,6 +169,7 @@ class Reporter:
             kv_tokens=self.about.kv_tokens,
             kv_used=self.about.kv_used(),
             max_lora_rank=self.about.max_lora_rank,
+            lora_slots=self.about.lora_slots,
             outside=self.about.outside,
             dtype=self.about.dtype,
             fingerprint=self.about.fingerprint,

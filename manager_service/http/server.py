@@ -113,6 +113,7 @@ async def make_base(
         timeout_s=settings.inference_timeout_s,
         slots=lambda kind: _places(kind, cluster),
         most_for_chat=INFERENCE_SHARE,
+        num_workers=lambda: cluster.num_workers("rollout"),
         turn=lambda: cluster.turn("rollout"),
     )
     redis = connect_impatiently(settings.redis_url, bus.cell.key(""))

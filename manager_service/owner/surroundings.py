@@ -10,12 +10,12 @@ import msgspec
 
 from common.bus.bus import Bus
 from common.bus.fullness import used_by
-from common.bus.streams import GROUP_MANAGER
+from common.bus.streams import GROUP_ENV, GROUP_MANAGER
 from common.wire.messages import WorkerReport
 from common.worker.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.owner.jobs.job import Job
 from manager_service.owner.redis_memory import RedisMemory, bound
-from manager_service.records.cluster import WANTED_S, WantedWorkers, env_streams, named
+from manager_service.records.cluster import WANTED_S, WantedWorkers, named, own_streams
 from manager_service.records.job_records import JobSpec
 from manager_service.records.sample_records import Limits
 from manager_service.records.stored import StoredBytes
@@ -169,7 +169,8 @@ class Surroundings:
         """Entries of the stream of all env workers, and of each one's own; at most BACKLOG_S old."""
         if time.monotonic() - self._counted_at < BACKLOG_S:
             return self._backlog
-        streams = [self._cell.env, *await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))]
+        own = await self._bus.retrying(lambda: own_streams(self._bus.client, self._cell))
+        streams = [self._cell.env, *(stream for stream, group in own if group == GROUP_ENV)]
         lengths = await self._bus.pipelined(("XLEN", stream) for stream in streams)
         self._backlog, self._counted_at = sum(lengths), time.monotonic()
         return self._backlog
@@ -179,14 +180,14 @@ class Surroundings:
 
         Entries that an owner keeps pending from its inboxes (half-full batches, parked turns) do not count.
         """
-        own = await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))
-        streams = [*(stream for stream, _ in self._cell.work), *trainers, *own, *inboxes]
+        own = await self._bus.retrying(lambda: own_streams(self._bus.client, self._cell))
+        streams = [*(stream for stream, _ in (*self._cell.work, *own)), *trainers, *inboxes]
         commands: list[Sequence[Any]] = [("XLEN", stream) for stream in streams]
         commands += [("XPENDING", stream, GROUP_MANAGER) for stream in inboxes]
-        commands.append(("ZRANGE", self._cell.env_workers, 0, -1))
-        *answers, workers = await self._bus.pipelined(commands, transaction=True)
+        commands += [("ZRANGE", key, 0, -1) for key in (self._cell.env_workers, self._cell.rollout_workers)]
+        *answers, env, rollout = await self._bus.pipelined(commands, transaction=True)
         lengths, pending = answers[: len(streams)], answers[len(streams) :]
-        return named(workers, self._cell) == own and sum(lengths) <= sum(row["pending"] for row in pending)
+        return named([env, rollout], self._cell) == own and sum(lengths) <= sum(row["pending"] for row in pending)
 
     async def silent_sessions(self, sessions: Collection[str]) -> set[str]:
         """The sessions of these whose client has said nothing for too long."""

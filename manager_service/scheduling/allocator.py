@@ -33,6 +33,7 @@ from manager_service.scheduling.fairness import (
     room,
     serve,
 )
+from manager_service.scheduling.homes import give_homes
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
 from manager_service.scheduling.storage_quota import StorageQuota
@@ -52,9 +53,7 @@ class Slots(Protocol):
         """Live slots of a service's workers."""
         ...
 
-    def num_workers(self, service: str) -> int:
-        """Live workers of a service."""
-        ...
+    def num_workers(self, service: str) -> int: ...  # live ones of a service
 
     def kv_tokens(self) -> int | None:
         """Tokens whose keys and values all rollout engines hold at once; None: not known."""
@@ -63,6 +62,8 @@ class Slots(Protocol):
     def least_kv_tokens(self) -> int | None:
         """The tokens that the smallest of them holds; None: not known."""
         ...
+
+    def lora_slots(self) -> Mapping[str, int]: ...  # live rollout workers that batch rows of only so many adapters
 
     def sampling_gap_bound(self) -> float:
         """The largest `sampling_gap` that the live rollout workers' rounding explains."""
@@ -172,6 +173,7 @@ class Allocator:
             self._publish_steps(now, changes)
         if not self._closed:
             self._issue(now, changes)
+        give_homes(changes.values(), self.cluster.lora_slots(), num_jobs=self.demand.active.total())
 
     def _is_closed(self) -> bool:
         demand = self.demand

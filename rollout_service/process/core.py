@@ -65,6 +65,7 @@ class TokenChunk:
         default_factory=list[float]
     )  # of all tokens of the request but the first, if asked for
     prompt_top_logprobs: Tops = field(default_factory=Tops)  # of the same
+    num_cached: int = 0  # tokens of the request whose keys and values were there
 
 
 class Core(Protocol):

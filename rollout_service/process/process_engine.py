@@ -122,6 +122,8 @@ class Counts:
     restarts: int = 0
     requests: int = 0  # to the process, so that each has a name of its own
     chunks: int = 0  # that it gave
+    later_turns: int = 0  # ended, the first ones of trajectories left out
+    kv_hits: int = 0  # of these, how many found keys and values of the turns before
 
 
 class ProcessEngine:
@@ -187,6 +189,8 @@ class ProcessEngine:
             "busy_s": self._busy.busy_s,
             "sampled_tokens": float(self._counts.sampled_tokens),
             "engine_restarts": float(self._counts.restarts),
+            "later_turns": float(self._counts.later_turns),
+            "kv_hits": float(self._counts.kv_hits),
             "adapter_waiting": float(life.slots.num_waiting if life else 0),
         }
 
@@ -240,6 +244,8 @@ class ProcessEngine:
         with self._turns.enter(request.id, turn), self._files.hold(stored):
             while not turn.is_over:
                 await self._go_on(turn, stored)
+        self._counts.later_turns += request.turn > 0
+        self._counts.kv_hits += request.turn > 0 and turn.num_cached > 0
         return turn.generated()
 
     def partial(self, request_id: str) -> Partial | None:

@@ -333,6 +333,7 @@ def _chunk(output: Any, num_top: int) -> TokenChunk:
         # The prompt's first token has an empty entry. None or empty: not in this output.
         prompt_logprobs=[of_prompt.logprobs[start] for start in of_prompt.start_indices[1:]] if of_prompt else [],
         prompt_top_logprobs=_best(of_prompt, num_top)[1:] if of_prompt else [],
+        num_cached=output.num_cached_tokens or 0,
     )
 
 

@@ -31,6 +31,7 @@ class FakeCore:
     fails_to_start: bool = False
     skips_prompts: bool = False  # gives no log-probs of prompts
     prompts_scored: int = 0
+    cached: int = 0  # tokens of each request whose keys and values it says that it had
     loaded: dict[int, str] = field(default_factory=dict[int, str])  # number -> digest of the files
     most_loaded: int = 0
     num_added: int = 0
@@ -107,7 +108,8 @@ class FakeCore:
             for left in range(request.max_tokens - 1, -1, -1):
                 await self._step(request)
                 chunk = self._next(request, digest, tokens, random, last=left == 0)
-                chunk = dataclasses.replace(chunk, prompt_logprobs=prompt_logprobs, prompt_top_logprobs=prompt_tops)
+                of_prompt = {"prompt_logprobs": prompt_logprobs, "prompt_top_logprobs": prompt_tops}
+                chunk = dataclasses.replace(chunk, **of_prompt, num_cached=self.cached)
                 tokens, prompt_logprobs, prompt_tops = tokens + chunk.tokens, [], []
                 yield chunk
                 if chunk.finished:

@@ -12,11 +12,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from redis.exceptions import ResponseError
 from starlette.responses import Response
 
-from common.bus.streams import GROUP_ENV, GROUP_MANAGER, NUM_PARTITIONS
+from common.bus.streams import GROUP_MANAGER, NUM_PARTITIONS
 from common.wire.messages import WorkerReport
 from manager_service.http.context import Admin, Base, Parts
 from manager_service.http.errors import COMMON
-from manager_service.records.cluster import env_streams
+from manager_service.records.cluster import own_streams
 from manager_service.records.job_records import JobState
 
 router = APIRouter(tags=["health"], responses=COMMON)
@@ -73,8 +73,7 @@ def _gauge(name: str, text: str, labels: list[str], samples: Iterable[MetricSamp
 async def _work_streams(base: Base) -> list[tuple[str, str]]:
     cell = base.cell
     inboxes = [(stream, GROUP_MANAGER) for number in range(NUM_PARTITIONS) for stream in cell.inboxes(number)]
-    own = [(stream, GROUP_ENV) for stream in await env_streams(base.redis, cell)]
-    return [*cell.work, *own, *inboxes]
+    return [*cell.work, *await own_streams(base.redis, cell), *inboxes]
 
 
 async def _streams(base: Base) -> list[Metric]:
