@@ -12,6 +12,7 @@ import os
 import time
 from collections import OrderedDict
 from io import BufferedRandom
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import structlog
@@ -21,7 +22,7 @@ from common.peers.folder import NodeFolder, WrongPart, keep_right_parts, read_ri
 from common.peers.holders import RENEW_S, STORE, Holders
 from common.peers.server import BEAT, HEAR_S, PART, Offer, PeerServer
 from common.store.objects import Objects
-from common.store.parts import StoredFile, part_bytes
+from common.store.parts import StoredFile, read_parts
 
 MAX_OFFERS = 64
 """Files that a worker offers at once, those used last: each is an entry to renew every second."""
@@ -80,7 +81,7 @@ class Relay:
         async with self._turns.setdefault(file.sha256, asyncio.Lock()):
             try:
                 return await self._read(file, path)
-            except (OSError, _FolderUnusable) as error:
+            except (OSError, FolderUnusable) as error:
                 if not self._has_warned:
                     log.warning("node_folder_unusable", reason=f"{error}; see MARLAAS_CACHE_DIR")
                 self._has_warned = True
@@ -91,16 +92,22 @@ class Relay:
         if file.sha256 not in self._offers:
             await self.read(file, path)
 
+    def offer(self, file: StoredFile, path: Path) -> Offer:
+        """Offers a file outside of the folder of adapters as long as this worker runs. `complete` or the caller says what is there."""
+        offer = self._offers.setdefault(file.sha256, Offer(file, path))
+        offer.path, offer.stays = path, True
+        return offer
+
     # ---- the node folder --------------------------------------------------------------------------------------------
 
     async def _read(self, file: StoredFile, path: str) -> bytes | None:
-        """Raises OSError or _FolderUnusable, and what `read` raises."""
+        """Raises OSError or FolderUnusable, and what `read` raises."""
         for _ in range(2):  # once more if what was in the folder is not right any more
             if (handle := await self._locked(file)) is None:
                 return None
             with contextlib.closing(handle):
                 if os.fstat(handle.fileno()).st_size < file.size:
-                    await self._complete(handle, file, path)
+                    await self.complete(handle, self._offer(file), path)
                 fcntl.flock(handle, fcntl.LOCK_UN)  # others of this machine read it at the same time
                 if (data := await asyncio.to_thread(read_right, handle, file)) is not None:
                     self._offer(file).has(len(file.parts))
@@ -118,10 +125,10 @@ class Relay:
         return handle
 
     def _offer(self, file: StoredFile) -> Offer:
-        """Adds a file to what this worker offers: MAX_OFFERS, those used last."""
+        """Adds a file of the node folder to what this worker offers: MAX_OFFERS, those used last."""
         offer = self._offers.setdefault(file.sha256, Offer(file, self._folder.path / file.sha256))
         self._offers.move_to_end(file.sha256)
-        whole = [each for each in self._offers.values() if each.is_whole]
+        whole = [each for each in self._offers.values() if each.is_whole and not each.stays]
         for each in whole[: max(0, len(self._offers) - MAX_OFFERS)]:
             self._forget(each)
         return offer
@@ -132,12 +139,12 @@ class Relay:
 
     # ---- the chain --------------------------------------------------------------------------------------------------
 
-    async def _complete(self, handle: BufferedRandom, file: StoredFile, path: str) -> None:
-        """Gets the parts that are missing, and offers each as it comes."""
-        num_parts = await asyncio.to_thread(keep_right_parts, handle, file)
-        offer, left_out = self._offer(file), set[str]()
-        offer.has(num_parts)
+    async def complete(self, handle: BufferedRandom, offer: Offer, path: str) -> None:
+        """Gets the parts of a file that are missing, and offers each as it comes. Raises what `read` raises, and
+        OSError or FolderUnusable."""
+        left_out = set[str]()
         try:
+            offer.has(await asyncio.to_thread(keep_right_parts, handle, offer.file))
             while not offer.is_whole:
                 source, address = await self._holders.join(offer, left_out)
                 if source == STORE:
@@ -175,31 +182,26 @@ class Relay:
         return True
 
     async def _from_store(self, handle: BufferedRandom, offer: Offer, path: str) -> None:
-        file, read = offer.file, bytearray()
-        async for piece in self._objects.stream(path, file.span(offer.num_parts)[0], part_bytes(file.size)):
-            self._store_bytes += len(piece)
-            read += piece
-            while not offer.is_whole and len(read) >= (size := file.span(offer.num_parts)[1]):
-                try:
-                    await _take(handle, offer, read[:size])
-                except WrongPart as error:
-                    raise CorruptObject(f"{path}: {error}") from error
-                del read[:size]
-        if not offer.is_whole:
-            raise CorruptObject(f"{path} is too short")
+        async for part in read_parts(self._objects, path, offer.file, offer.num_parts):
+            self._store_bytes += len(part)
+            try:
+                await _take(handle, offer, part)
+            except WrongPart as error:
+                raise CorruptObject(f"{path}: {error}") from error
 
 
-class _FolderUnusable(Exception):
+class FolderUnusable(Exception):
     """An OSError of the node folder, told from one of a connection."""
 
 
 async def _take(handle: BufferedRandom, offer: Offer, part: bytearray) -> None:
-    """Raises WrongPart and _FolderUnusable."""
+    """Raises WrongPart and FolderUnusable."""
     try:
         await asyncio.to_thread(write_part, handle, offer.file, offer.num_parts, part)
     except OSError as error:
-        offer.path.unlink(missing_ok=True)  # what is there of it may fill the disk
-        raise _FolderUnusable(str(error)) from error
+        if not offer.stays:
+            offer.path.unlink(missing_ok=True)  # what is there of it may fill the disk
+        raise FolderUnusable(str(error)) from error
     offer.has(offer.num_parts + 1)
 
 
