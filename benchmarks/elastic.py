@@ -6,7 +6,7 @@ Three workers, each a process at a given pace (`_paced_rollout`), have all of th
 leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
 tokens that it had had and that are sampled once more. The speed is of all turns, from when the last went on: against two thirds of
 that of the three before, which is what two workers give. Redis is the one of `marlaas up`. `_elastic_relay`
-says what is measured of adapters.
+says what is measured of adapters, `_elastic_bases` what of base models.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks._elastic_bases import bases_report
 from benchmarks._elastic_relay import relay_report
 from benchmarks._paced_rollout import CELL, PROGRESS_S, ROW_S, STEP_S
 from benchmarks._report import Goal, Report, make_table, run
@@ -132,10 +133,11 @@ def report(given: Any) -> Report:
         Goal("tokens/s of all turns, of two workers'", 100 * min(each.speed for each in losses), 90, " %"),
     ]
     relay = relay_report(given.readers, given.megabytes * 1_000_000)
+    bases = bases_report(2 * given.megabytes * 1_000_000)
     return Report(
-        [make_table("A worker is killed", columns, rows), *relay.tables],
-        {"losses": [asdict(each) for each in losses], **relay.figures},
-        goals + relay.goals,
+        [make_table("A worker is killed", columns, rows), *relay.tables, *bases.tables],
+        {"losses": [asdict(each) for each in losses], **relay.figures, **bases.figures},
+        [*goals, *relay.goals, *bases.goals],
     )
 
 

@@ -5,7 +5,7 @@
     <node folder>/bases/<either>.part     what a fetch that goes on, or was interrupted, has so far
 
 reads: the store, holders of its large files   writes: the node folder
-waits for: another loader of this machine, which has locked `.part`   unblocked by: that one, or its end
+waits for: another loader of this machine, which has its `.lock`   unblocked by: that one, or its end
 after a crash: the next fetch goes on behind the parts that are right
 """
 
@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import BufferedRandom
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from common.errors import CorruptObject, InvalidInput, NotFound
@@ -111,17 +112,18 @@ class BaseFetch:
         make_own_folder(self._target.parent)
         async with self._locked():
             if (found := await asyncio.to_thread(self._kept)) is not None:  # another loader was first
-                self._part.rmdir()
                 return found
             if self._target.is_dir():
                 log.warning("base_folder_wrong", folder=str(self._target), does="fetches what is not right of it")
-                for file in self._target.iterdir():
-                    file.rename(self._part / file.name)
-                self._target.rmdir()
-            self._check_room()
+                shutil.rmtree(self._part, ignore_errors=True)
+                self._target.rename(self._part)
+            self._part.mkdir(exist_ok=True)
+            missing, free = self._total - sum(_sizes(self._part).values()), shutil.disk_usage(self._part).free
+            if free < missing:
+                raise OSError(f"{missing / 1e9:.2f} GB are missing, and {free / 1e9:.2f} GB are free")
             for name, file in files.items():
                 await self._complete(self._part / name, file)
-            (self._part / MANIFEST).write_bytes(manifest.encoded())
+            (self._part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
             if not await asyncio.to_thread(self._is_right, self._part):
                 raise CorruptObject("its files have another digest")
             self._part.rename(self._target)
@@ -130,29 +132,13 @@ class BaseFetch:
     @contextlib.asynccontextmanager
     async def _locked(self) -> AsyncGenerator[None]:
         """The kernel ends a lock with its process."""
-        while True:
-            self._part.mkdir(exist_ok=True)
-            handle = os.open(self._part, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                if self._lock(handle):
-                    yield
-                    return
-            finally:
-                os.close(handle)
-            await asyncio.sleep(LOOK_S)
-
-    def _lock(self, handle: int) -> bool:
-        """False: another has it, or had it and has renamed it."""
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return os.path.samestat(os.fstat(handle), self._part.stat())
-        except (BlockingIOError, FileNotFoundError):
-            return False
-
-    def _check_room(self) -> None:
-        missing, free = self._total - sum(_sizes(self._part).values()), shutil.disk_usage(self._part).free
-        if free < missing:
-            raise OSError(f"{missing / 1e9:.2f} GB are missing, and {free / 1e9:.2f} GB are free")
+        with os.fdopen(os.open(f"{self._target}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as handle:
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                await asyncio.sleep(LOOK_S)
+            yield
 
     async def _complete(self, path: Path, file: StoredFile) -> None:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as handle:

@@ -26,7 +26,6 @@ from common.text.model_folder import OwnSettings, read_config, read_template
 MANIFEST = "manifest"
 ROOT = "bases"
 TOKENIZER = "tokenizer.json"
-Tell = Callable[[str], None]
 
 
 class BaseManifest(msgspec.Struct, frozen=True):
@@ -38,9 +37,6 @@ class BaseManifest(msgspec.Struct, frozen=True):
         patterns = MODEL_FILES if with_weights else TEXT_FILES
         found = {name: file for name, file in self.files.items() if any(fnmatch(name, each) for each in patterns)}
         return dict(sorted(found.items(), key=lambda item: item[1].size))
-
-    def encoded(self) -> bytes:
-        return msgspec.json.encode(self)
 
 
 def base_path(digest: str, name: str) -> str:
@@ -72,9 +68,9 @@ async def stored_bases(objects: Objects) -> list[str]:
     return sorted(found)
 
 
-async def push_base(objects: Objects, name: str, folder: Path, tell: Tell) -> str:
+async def push_base(objects: Objects, name: str, folder: Path, tell: Callable[[str], None]) -> str:
     """Brings a folder's base model into the store; returns its `store:NAME@DIGEST`. What a push before has left there is checked, and
-    not sent again. `tell` hears of each file, and how far a large one is.
+    not sent again. `tell` hears of each file.
 
     Raises InvalidInput for a folder that is no base model, and where the store has other files under its digest.
     """
@@ -85,12 +81,12 @@ async def push_base(objects: Objects, name: str, folder: Path, tell: Tell) -> st
     for file_name, file in files.items():
         path = base_path(digest, file_name)
         if sizes.get(path) == file.size and await _is_right(objects, path, file):
-            tell(f"{file_name}: is there")
+            tell(f"{file_name} is there")
         else:
-            await objects.write_parts(path, _pieces(folder / file_name, file.size, tell))
-            tell(f"{file_name}: pushed")
+            tell(f"{file_name}, {file.size:,} bytes, goes up")
+            await objects.write_parts(path, _pieces(folder / file_name))
     try:
-        await objects.create(base_path(digest, MANIFEST), BaseManifest(name, files).encoded())
+        await objects.create(base_path(digest, MANIFEST), msgspec.json.encode(BaseManifest(name, files)))
     except AlreadyExists:
         await _check_same(objects, digest, files, folder)
     return f"store:{name}@{digest}"
@@ -142,15 +138,10 @@ async def _is_right(objects: Objects, path: str, file: StoredFile) -> bool:
     return whole.hexdigest() == file.sha256
 
 
-async def _pieces(path: Path, size: int, tell: Tell) -> AsyncIterator[bytes]:
-    num_bytes = told = 0
+async def _pieces(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
         while piece := await asyncio.to_thread(file.read, PART_BYTES):
             yield piece
-            num_bytes += len(piece)
-            if num_bytes - told >= size / 10 and size > 10 * PART_BYTES:
-                told = num_bytes
-                tell(f"{path.name}: {num_bytes / size:.0%} of {size / 1e9:.1f} GB")
 
 
 def decode_manifest(content: bytes, path: str) -> BaseManifest:

@@ -44,6 +44,8 @@ def stored_file(data: bytes, *, in_parts: bool) -> StoredFile:
 
 async def read_parts(objects: Objects, path: str, file: StoredFile, first: int) -> AsyncIterator[bytearray]:
     """The parts of an object from `first` on, unchecked. Raises NotFound, StoreUnavailable, and CorruptObject if it is too short."""
+    if first == len(file.parts):
+        return
     read, part = bytearray(), first
     async for piece in objects.stream(path, file.span(first)[0], part_bytes(file.size)):
         read += piece

@@ -236,8 +236,7 @@ class _Start:
     objects: Objects
     stop: asyncio.Event
     gate: Gate | None
-    seconds: dict[str, float]
-    """Of each phase."""
+    seconds: dict[str, float]  # of each phase
 
     @classmethod
     def of(cls, name: str, settings: Settings, objects: Objects, imported_s: float) -> "_Start":

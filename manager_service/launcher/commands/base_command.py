@@ -15,12 +15,7 @@ from common.store.objects import Objects
 from marlaas_client.cli.options import Data, Json
 from marlaas_client.cli.output import print_json, say
 
-app = typer.Typer(no_args_is_help=True, help="Base models in the store.")
-
-
-@app.callback()
-def base() -> None:
-    """Base models in the store."""
+app = typer.Typer(no_args_is_help=True, callback=lambda: None, help="Base models in the store.")
 
 
 @app.command()
