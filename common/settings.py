@@ -149,24 +149,18 @@ MODEL_FILES = [*TEXT_FILES, "*.safetensors"]
 
 
 STORED = re.compile(r"store:([^@/:{}=, ]+)@([0-9a-f]{32}-[0-9a-f]{32})")
-"""A base model in object storage: `store:NAME@DIGEST`. The digest names it; NAME is for people."""
-
-
-def is_stored(where: str) -> bool:
-    """Does it name a base model in object storage, or was that meant?"""
-    return where.startswith("store:")
 
 
 def stored_digest(where: str) -> str:
-    """Raises InvalidInput unless it is `store:NAME@DIGEST`."""
-    if not (found := STORED.fullmatch(where)):
-        raise InvalidInput(f"base model {where}: write store:NAME@DIGEST as `marlaas base push` prints it")
-    return found[2]
+    """The digest of a base model in object storage, `store:NAME@DIGEST`, where NAME is for people; empty for others."""
+    found = STORED.fullmatch(where)
+    return found[2] if found else ""
 
 
 def kept_base(where: str, node_dir: Path) -> str:
-    """The folder of a machine in which a base model in object storage is kept whole; of another, its own place."""
-    return str(node_dir / "bases" / stored_digest(where)) if is_stored(where) else where
+    """The folder of a machine in which a base model in object storage is kept whole; of others, their own place."""
+    digest = stored_digest(where)
+    return str(node_dir / "bases" / digest) if digest else where
 
 
 def parse_base_models(value: str) -> dict[str, str]:
@@ -180,7 +174,7 @@ def parse_base_models(value: str) -> dict[str, str]:
             raise ValueError(f"base model {part!r}: a folder or a hub's name is missing after the =")
         if not name or set(name) & set("{}:@/ "):
             raise ValueError(f"base model name {name!r}: letters, digits, '.', '_' and '-' only")
-        if is_stored(where) and not STORED.fullmatch(where):
+        if where.startswith("store:") and not stored_digest(where):
             raise ValueError(f"base model {part!r}: write name=store:NAME@DIGEST as `marlaas base push` prints it")
         models[name] = where or str(TINY)
     if not models:

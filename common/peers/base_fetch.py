@@ -26,7 +26,7 @@ from common.errors import CorruptObject, InvalidInput, NotFound
 from common.models.base_digest import base_digest, differ, shown
 from common.peers.chain import FolderUnusable, Relay
 from common.peers.folder import WrongPart, keep_right_parts, make_own_folder, write_part
-from common.settings import Settings, is_stored, kept_base, resolve_config, resolve_model, stored_digest
+from common.settings import Settings, kept_base, resolve_config, resolve_model, stored_digest
 from common.store.bases import MANIFEST, BaseManifest, base_path, decode_manifest, read_base
 from common.store.objects import Objects
 from common.store.parts import PARTED_BYTES, StoredFile, read_parts
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 def folder_of(where: str, settings: Settings, *, with_weights: bool) -> Path:
     """The folder of a base model, wherever it is, for callers that may block. Raises InvalidInput, and StoreUnavailable."""
-    if not is_stored(where):
+    if not stored_digest(where):
         return (resolve_model if with_weights else resolve_config)(where)
     fetch = BaseFetch(Objects.open(settings.store), settings.node_dir, where, with_weights=with_weights)
     with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop

@@ -7,6 +7,7 @@ The digest is the base model's identity (`common.models.base_digest`).
 """
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from fnmatch import fnmatch
@@ -20,7 +21,7 @@ from common.models.base_shape import BaseShape
 from common.models.families import check_weights, unsupported
 from common.settings import MODEL_FILES, TEXT_FILES, stored_digest
 from common.store.objects import PART_BYTES, Objects
-from common.store.parts import StoredFile, part_bytes
+from common.store.parts import StoredFile, part_bytes, read_parts
 from common.text.model_folder import OwnSettings, read_config, read_template
 
 MANIFEST = "manifest"
@@ -85,10 +86,8 @@ async def push_base(objects: Objects, name: str, folder: Path, tell: Callable[[s
         else:
             tell(f"{file_name}, {file.size:,} bytes, goes up")
             await objects.write_parts(path, _pieces(folder / file_name))
-    try:
+    with contextlib.suppress(AlreadyExists):
         await objects.create(base_path(digest, MANIFEST), msgspec.json.encode(BaseManifest(name, files)))
-    except AlreadyExists:
-        await _check_same(objects, digest, files, folder)
     return f"store:{name}@{digest}"
 
 
@@ -133,8 +132,8 @@ async def _check_same(objects: Objects, digest: str, files: dict[str, StoredFile
 
 async def _is_right(objects: Objects, path: str, file: StoredFile) -> bool:
     whole = hashlib.sha256()
-    async for piece in objects.stream(path, 0, PART_BYTES):
-        await asyncio.to_thread(whole.update, piece)
+    async for part in read_parts(objects, path, file, 0):
+        await asyncio.to_thread(whole.update, part)
     return whole.hexdigest() == file.sha256
 
 

@@ -34,7 +34,15 @@ from common.peers.holders import Holders
 from common.pool.base_workers import BaseWorkers
 from common.pool.gate import Gate, Loaded, NotTaken
 from common.pool.pool_worker import PooledService, PoolWorker
-from common.settings import MODEL_FILES, Settings, explained, is_stored, refuse_unknown, resolve_config, resolve_model
+from common.settings import (
+    MODEL_FILES,
+    Settings,
+    explained,
+    refuse_unknown,
+    resolve_config,
+    resolve_model,
+    stored_digest,
+)
 from common.store.adapters import AdapterStore
 from common.store.known_store import recognised_at_once, recognised_by_service
 from common.store.objects import Objects, patiently
@@ -303,7 +311,7 @@ async def _identified(settings: S, start: _Start, relay: Relay | None) -> tuple[
     folder = await _fetch_base(settings, start, relay, with_weights=with_weights)
     digesting = asyncio.to_thread(base_digest, folder, with_weights=with_weights)
     digest = await start.during(digesting, _loading(name), "check")
-    if is_stored(settings.models[name]):
+    if stored_digest(settings.models[name]):
         settings = settings.model_copy(update={"base_models": f"{name}={folder}", "base_model": name})
     return settings, BaseIdentity(name, digest)
 
@@ -313,7 +321,7 @@ async def _fetch_base(settings: Settings, start: _Start, relay: Relay | None, *,
     where = settings.models[settings.model_name]
     if Path(where).is_dir():
         return Path(where)
-    if is_stored(where):
+    if stored_digest(where):
         fetch = BaseFetch(start.objects, settings.node_dir, where, with_weights=with_weights, relay=relay)
         return await start.during(patiently(fetch.run), fetch.progress, "fetch")
     resolve = resolve_model if with_weights else resolve_config

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.errors import MarlaasError
 from common.peers.base_fetch import folder_of
-from common.settings import Settings, is_stored, parse_base_models
+from common.settings import Settings, parse_base_models, stored_digest
 from common.store.known_store import recognised
 from common.store.store_folder import StoreFolder
 from manager_service.launcher.embedded_redis import make_private
@@ -43,7 +43,7 @@ class OwnStore:
         with contextlib.suppress(MarlaasError, ValueError):
             settings = Settings(data_dir=self._own.parent, store_url=store, cache_dir=Path(cache) if cache else None)
             bases = parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny"))
-            stored = {name: where for name, where in bases.items() if is_stored(where)}
+            stored = {name: where for name, where in bases.items() if stored_digest(where)}
             if stored and (store or self._own.is_dir()):
                 here = {name: folder_of(where, settings, with_weights=False) for name, where in stored.items()}
                 environment["MARLAAS_BASE_MODELS"] = ",".join(
