@@ -15,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._elastic_relay import STORE_BYTES_PER_S
 from benchmarks._report import Goal, Report, make_table
 from common.bus.bus import Bus
 from common.bus.streams import Cell
@@ -29,6 +28,7 @@ from harness.redis_server import embedded_redis
 from harness.s3_server import BUCKET, S3Server, environment
 
 CELL = Cell("bench")
+STORE_BYTES_PER_S = 80_000_000
 STORE = f"s3://{BUCKET}/bases"
 WIDTH, FFN = 768, 3072
 LAYER_BYTES = 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * FFN)

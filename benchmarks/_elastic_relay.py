@@ -1,8 +1,10 @@
 """Adapters of 100 MB for 16 rollout workers, whose store and links are slow: the part of `benchmarks.elastic` about the relay.
 
-The store is an S3 server behind a proxy that lets STORE_BYTES_PER_S pass, both ways together; a worker sends WORKER_BYTES_PER_S. Each
-worker is a process with a node folder of its own, as on a machine of its own. It runs as `python -m benchmarks._elastic_relay REDIS
-FOLDER RELAYS`, takes a line `job version` for each adapter to read, and answers with a line of JSON when that is in its memory.
+A worker sends an adapter in `copy_s`, so 100 MB in 5 s at 20 MB/s. The store is an S3 server behind a proxy that lets pass
+STORE_SPEED times that, both ways together. Each worker is a process with a node folder of its own, as on a machine of its own, and
+yields the processor to the trainer and the store, which have other machines. It runs as `python -m benchmarks._elastic_relay REDIS
+FOLDER BYTES_PER_S`, 0 for no relay, takes a line `job version` for each adapter to read, and answers with a line of JSON when that is
+in its memory.
 """
 
 import asyncio
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from benchmarks._report import Goal, Report, make_table
 from common.bus.bus import Bus
@@ -33,7 +36,7 @@ from harness.redis_server import embedded_redis
 from harness.s3_server import BUCKET, S3Server, environment
 
 CELL = Cell("bench")
-STORE_BYTES_PER_S, WORKER_BYTES_PER_S = 80_000_000, 20_000_000
+STORE_SPEED = 4
 CACHE_BYTES = 400_000_000
 NUM_JOBS = 8
 STORE = f"s3://{BUCKET}/relay"
@@ -74,8 +77,8 @@ class RelayWorker:
     process: asyncio.subprocess.Process
 
     @classmethod
-    async def start(cls, redis_url: str, folder: Path, *, relays: bool) -> "RelayWorker":
-        command = (sys.executable, "-m", "benchmarks._elastic_relay", redis_url, str(folder), str(int(relays)))
+    async def start(cls, redis_url: str, folder: Path, bytes_per_s: int) -> "RelayWorker":
+        command = (sys.executable, "-m", "benchmarks._elastic_relay", redis_url, str(folder), str(bytes_per_s))
         pipe = asyncio.subprocess.PIPE
         worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
         await worker._line()
@@ -107,13 +110,14 @@ class World:
     proxy: Proxy
     store: AdapterStore
     num_bytes: int
+    bytes_per_s: int
+    """A worker's to its followers."""
 
     @contextlib.asynccontextmanager
     async def workers(self, number: int, *, relays: bool = True) -> AsyncGenerator[list[RelayWorker]]:
-        starts = [
-            RelayWorker.start(self.redis_url, self.folder / f"{time.monotonic_ns()}-{each}", relays=relays)
-            for each in range(number)
-        ]
+        bytes_per_s, now = self.bytes_per_s if relays else 0, time.monotonic_ns()
+        folders = [self.folder / f"{now}-{each}" for each in range(number)]
+        starts = [RelayWorker.start(self.redis_url, folder, bytes_per_s) for folder in folders]
         workers = await asyncio.gather(*starts)
         try:
             yield workers
@@ -173,14 +177,14 @@ class World:
         return sorted(each.ended_s - since_s for each in found if each.peer_bytes), max(each.cpu_s for each in found)
 
 
-async def measure(folder: Path, number: int, num_bytes: int) -> RelayFigures:
+async def measure(folder: Path, number: int, num_bytes: int, copy_s: int) -> RelayFigures:
     server = S3Server.start()
-    proxy = Proxy(server.port, bytes_per_s=STORE_BYTES_PER_S)
+    proxy = Proxy(server.port, bytes_per_s=STORE_SPEED * num_bytes // copy_s)
     await proxy.open()
     os.environ |= environment(proxy.endpoint)  # the workers' too
     try:
         with embedded_redis() as redis:
-            world = World(redis.url, folder, proxy, AdapterStore(Objects.open(STORE)), num_bytes)
+            world = World(redis.url, folder, proxy, AdapterStore(Objects.open(STORE)), num_bytes, num_bytes // copy_s)
             one_copy_s = await world.one_copy_s()
             waits_s, cpu_s = await world.waits(number)
             killed_s, _ = await world.waits(number, kills_after_s=one_copy_s / 2)
@@ -204,9 +208,9 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
-def relay_report(number: int, num_bytes: int) -> Report:
+def relay_report(number: int, num_bytes: int, copy_s: int) -> Report:
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(measure(Path(folder), number, num_bytes))
+        found = asyncio.run(measure(Path(folder), number, num_bytes, copy_s))
     rows = [
         ("a commit's seconds, 1 worker reads", found.commit_1_s, found.straight_1_s),
         (f"a commit's seconds, {number} workers read", found.commit_all_s, found.straight_all_s),
@@ -240,17 +244,18 @@ def relay_report(number: int, num_bytes: int) -> Report:
 # ---- a worker's process ---------------------------------------------------------------------------------------------
 
 
-async def work(redis_url: str, folder: Path, relays: bool) -> None:
-    bus = Bus.connect(redis_url, CELL)
-    objects = Objects.open(STORE)
+async def work(redis_url: str, folder: Path, bytes_per_s: int) -> None:
+    os.nice(10)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    bus, objects = Bus.connect(redis_url, CELL), Objects.open(STORE)
     relay = Relay(
         objects,
         NodeFolder(folder / "files", CACHE_BYTES),
         Holders(bus, folder.name, store_places=1),
-        bytes_per_s=WORKER_BYTES_PER_S,
+        bytes_per_s=bytes_per_s or None,
     )
     await relay.open("127.0.0.1", 0)
-    store = AdapterStore(objects, relay=relay if relays else None)
+    store = AdapterStore(objects, relay=relay if bytes_per_s else None)
     async with running(relay.run()):
         print("ready", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -262,4 +267,4 @@ async def work(redis_url: str, folder: Path, relays: bool) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(work(sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "1"))
+    asyncio.run(work(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))

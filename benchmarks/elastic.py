@@ -1,6 +1,6 @@
 """Measures what a killed rollout worker costs, beside workers whose slots are all taken; and adapters that come through peers.
 
-    python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--readers 16] [--megabytes 100] [--json FILE]
+    python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--readers 16] [--megabytes 100] [--copy_s 5] [--json FILE]
 
 Three workers, each a process at a given pace (`_paced_rollout`), have all of their slots taken, and more turns wait. A turn takes ten
 leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
@@ -132,7 +132,7 @@ def report(given: Any) -> Report:
         ),
         Goal("tokens/s of all turns, of two workers'", 100 * min(each.speed for each in losses), 90, " %"),
     ]
-    relay = relay_report(given.readers, given.megabytes * 1_000_000)
+    relay = relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s)
     bases = bases_report(2 * given.megabytes * 1_000_000)
     return Report(
         [make_table("A worker is killed", columns, rows), *relay.tables, *bases.tables],
@@ -142,5 +142,5 @@ def report(given: Any) -> Report:
 
 
 if __name__ == "__main__":
-    quick = {"slots": 32, "lease_s": 1, "rounds": 1, "readers": 3, "megabytes": 8}
-    run(__doc__, report, quick, slots=128, lease_s=2, rounds=3, readers=16, megabytes=100)
+    quick = {"slots": 32, "lease_s": 1, "rounds": 1, "readers": 4, "megabytes": 16, "copy_s": 1}
+    run(__doc__, report, quick, slots=128, lease_s=2, rounds=3, readers=16, megabytes=100, copy_s=5)

@@ -32,7 +32,7 @@ class Api:
         self.http = httpx.AsyncClient(
             base_url=f"{base_url}/v1",
             headers={"Authorization": f"Bearer {key}"},
-            timeout=60,
+            timeout=240,  # a slow machine answers late, and what is asked again is computed again
             trust_env=False,
             verify=False,  # there is no TLS, and certificates take longer to load than a request
         )

@@ -16,6 +16,7 @@ import structlog
 from common.cancellation import cancel_all
 from common.errors import MarlaasError
 from common.store.adapters import AdapterStore
+from common.store.parts import PARTED_BYTES
 from common.wire.messages import AdapterRef
 from rollout_service.engine import Engine
 
@@ -73,7 +74,7 @@ class AdapterCache:
     def prefetch(self, adapter: AdapterRef) -> None:
         """Loads an adapter that will soon be named; with a relay, has the node folder hold it if its job had turns here lately. A
         failure shows when it is named."""
-        if self._store.relay is None:
+        if self._store.relay is None or not self._store.relay.is_usable:
             self._enter(adapter)
             return
         since = time.monotonic() - RECENT_S
@@ -104,7 +105,8 @@ class AdapterCache:
 
     async def _fill(self, adapter: AdapterRef) -> None:
         try:
-            if not await self._store.fill(adapter):
+            files = await self._store.read(adapter)
+            if all(len(data) <= PARTED_BYTES for data in files.values()):
                 self._enter(adapter)
         except MarlaasError as error:
             log.warning("adapter_not_cached", adapter=str(adapter), reason=str(error))

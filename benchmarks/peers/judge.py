@@ -37,7 +37,7 @@ def _mean(settings: Settings, model: Any, rows: list[Row], samples: int) -> floa
     how = {**sampling, "num_return_sequences": samples} if samples else {"do_sample": False}
     ids = model.generate(**prompts, max_new_tokens=settings.max_tokens, **how)
     answers = tokenizer.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    rewards = [reward(answer, rows[i // max(1, samples)]["answer"]) for i, answer in enumerate(answers)]
+    rewards = [reward(answer, rows[i // max(1, samples)]["answer"], settings) for i, answer in enumerate(answers)]
     return sum(rewards) / len(rewards)
 
 

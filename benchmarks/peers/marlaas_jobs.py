@@ -44,13 +44,14 @@ def hyperparameters(settings: Settings) -> dict[str, Any]:
 
 async def train(admin: Api, folder: Path, job: Job, settings: Settings) -> None:
     api, home = await admin.tenant(f"tenant-{job.name}"), folder / job.name
+    grader = {**GRADER, "operation": settings.operation}
     body = {
         "model": BASE,
         "seed": job.seed,
         "training_file": await api.upload("items.jsonl", (home / "items.jsonl").read_bytes()),
         "method": {
             "type": "reinforcement",
-            "reinforcement": {"grader": GRADER, "hyperparameters": hyperparameters(settings)},
+            "reinforcement": {"grader": grader, "hyperparameters": hyperparameters(settings)},
         },
     }
     created = (await api.post("/fine_tuning/jobs", body))["id"]

@@ -40,6 +40,9 @@ class Settings:
     clip: float = 0.2
     temperature: float = 1.0
     max_tokens: int = 32
+    operation: str = (
+        "eq"  # by which an answer is right, as of OpenAI's `string_check`: it is, or contains, the expected one
+    )
     adam_betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = 1e-8
     threads: int = 1  # of each process that computes
@@ -58,7 +61,8 @@ SUM = "sum"  # the skill of a pretrained base: `What is 14 + 33? Answer with the
 
 def of_base(model: str) -> Settings:
     """The settings for a pretrained base: 48 answers of at most 16 tokens a step."""
-    return Settings(model=model, batch_size=6, num_steps=10, learning_rate=3e-4, max_tokens=16, num_held_out=32)
+    small: dict[str, Any] = {"batch_size": 6, "num_steps": 10, "max_tokens": 16, "num_held_out": 32}
+    return Settings(model=model, learning_rate=3e-4, operation="like", **small)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,9 @@ class Job:
     seed: int
 
 
-def reward(answer: str, expected: str) -> float:
-    """1 for exactly the right answer, else 0. `answer`: the completion without special tokens."""
-    return float(answer == expected)
+def reward(answer: str, expected: str, settings: Settings) -> float:
+    """1 for the right answer, else 0. `answer`: the completion without special tokens."""
+    return float(answer == expected if settings.operation == "eq" else expected in answer)
 
 
 def advantages(rewards: list[float]) -> list[float]:

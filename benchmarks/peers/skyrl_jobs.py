@@ -82,7 +82,7 @@ def sampled(sampler: Any, tokenizer: Any, rows: list[Row], seeds: random.Random,
     for prompt, row, future in zip(prompts, rows, futures, strict=True):
         answers = future.result().sequences
         texts = [tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers]
-        values = advantages([reward(text, row["answer"]) for text in texts])
+        values = advantages([reward(text, row["answer"], settings) for text in texts])
         data += [datum(prompt, answer, value) for answer, value in zip(answers, values, strict=True)]
     return data
 

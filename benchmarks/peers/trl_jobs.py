@@ -9,6 +9,7 @@ generation by transformers, no dataloader workers, one micro-batch a step, no ch
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def trainer(folder: Path, job: Job, settings: Settings, clock: Clock) -> Any:
     return GRPOTrainer(
         model=settings.model,
         callbacks=[clock],
-        reward_funcs=rewards,
+        reward_funcs=rewards(settings),
         args=config(folder / job.name / "trl", job, settings),
         train_dataset=Dataset.from_list([{"prompt": row["messages"], "answer": row["answer"]} for row in rows]),
         peft_config=LoraConfig(
@@ -45,8 +46,13 @@ def trainer(folder: Path, job: Job, settings: Settings, clock: Clock) -> Any:
     )
 
 
-def rewards(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
-    return [reward(turns[0]["content"], expected) for turns, expected in zip(completions, answer, strict=True)]
+def rewards(settings: Settings) -> Callable[..., list[float]]:
+    def of(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
+        return [
+            reward(turns[0]["content"], expected, settings) for turns, expected in zip(completions, answer, strict=True)
+        ]
+
+    return of
 
 
 def config(out: Path, job: Job, settings: Settings) -> Any:

@@ -56,6 +56,11 @@ class Delivery(msgspec.Struct, frozen=True):
     """Its payload stands in the entry, and not in object storage."""
 
     @property
+    def place(self) -> tuple[str, str]:
+        """Its stream and entry: entries of two streams that were written in the same millisecond have the same id."""
+        return self.stream, self.entry
+
+    @property
     def is_whole(self) -> bool:
         """Does the entry, with its history, say all that the message does?"""
         return self.is_inline and not self.progress

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import socket
 import time
 from collections import OrderedDict
 from io import BufferedRandom
@@ -18,18 +19,17 @@ from weakref import WeakValueDictionary
 import structlog
 
 from common.errors import CorruptObject
-from common.peers.folder import NodeFolder, WrongPart, keep_right_parts, read_right, write_part
+from common.peers.folder import NodeFolder, WrongPart, keep_right_parts, read_right, read_whole, write_part
 from common.peers.holders import RENEW_S, STORE, Holders
 from common.peers.server import BEAT, HEAR_S, PART, Offer, PeerServer
 from common.store.objects import Objects
-from common.store.parts import StoredFile, read_parts
+from common.store.parts import StoredFile, part_bytes, read_parts
 
 MAX_OFFERS = 64
 """Files that a worker offers at once, those used last: each is an entry to renew every second."""
 WAIT_S = 0.1
 PATIENCE_S = 30.0
 """Seconds after which another worker of this machine that writes a file is not waited for."""
-BUFFER_BYTES = 1 << 20
 log = structlog.get_logger()
 
 
@@ -47,7 +47,8 @@ class Relay:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of who uses one file at once
         self._server = PeerServer(self._offers, lambda: holders.key, bytes_per_s)
         self._store_bytes = self._peer_bytes = 0
-        self._has_warned = False
+        self.is_usable = True
+        """Could the node folder be used so far?"""
 
     async def open(self, host: str, first_port: int) -> None:
         """Begins to serve at an address of this machine. Raises OSError."""
@@ -74,7 +75,7 @@ class Relay:
         return {"store_bytes": float(self._store_bytes), "peer_bytes": float(self._peer_bytes)}
 
     async def read(self, file: StoredFile, path: str) -> bytes | None:
-        """A file that has parts, checked. `path`: its object. None: the node folder cannot be used.
+        """A file that has parts, checked; the node folder keeps it. `path`: its object. None: the folder cannot be used.
 
         Raises StoreUnavailable, NotFound or CorruptObject if it must come from the store.
         """
@@ -82,15 +83,10 @@ class Relay:
             try:
                 return await self._read(file, path)
             except (OSError, FolderUnusable) as error:
-                if not self._has_warned:
+                if self.is_usable:
                     log.warning("node_folder_unusable", reason=f"{error}; see MARLAAS_CACHE_DIR")
-                self._has_warned = True
+                self.is_usable = False
                 return None
-
-    async def fill(self, file: StoredFile, path: str) -> None:
-        """Has the node folder hold a file, if it can, and offers it. Raises what `read` raises."""
-        if file.sha256 not in self._offers:
-            await self.read(file, path)
 
     def offer(self, file: StoredFile, path: Path) -> Offer:
         """Offers a file outside of the folder of adapters as long as this worker runs. `complete` or the caller says what is there."""
@@ -108,6 +104,7 @@ class Relay:
             with contextlib.closing(handle):
                 if os.fstat(handle.fileno()).st_size < file.size:
                     await self.complete(handle, self._offer(file), path)
+                    return await asyncio.to_thread(read_whole, handle)
                 fcntl.flock(handle, fcntl.LOCK_UN)  # others of this machine read it at the same time
                 if (data := await asyncio.to_thread(read_right, handle, file)) is not None:
                     self._offer(file).has(len(file.parts))
@@ -163,17 +160,20 @@ class Relay:
     async def _follow(self, handle: BufferedRandom, offer: Offer, address: str) -> bool:
         """Takes parts from a holder until the file is whole. False: it is gone, lies, or was not heard for HEAR_S."""
         host, _, port = address.rpartition(":")
+        loop, part = asyncio.get_running_loop(), memoryview(bytearray(part_bytes(offer.file.size)))
         try:
-            async with asyncio.timeout(HEAR_S):
-                reader, writer = await asyncio.open_connection(host, int(port), limit=BUFFER_BYTES)
-            with contextlib.closing(writer):
-                writer.write(f"{self._holders.key} {offer.file.sha256} {offer.num_parts}\n".encode())
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as holder:
+                holder.setblocking(False)
+                async with asyncio.timeout(HEAR_S):
+                    await loop.sock_connect(holder, (host, int(port)))
+                    asked = f"{self._holders.key} {offer.file.sha256} {offer.num_parts}\n"
+                    await loop.sock_sendall(holder, asked.encode())
                 while not offer.is_whole:
-                    mark = bytes(await _heard(reader, 1))
+                    mark = bytes(await _heard(holder, part[:1]))
                     if mark == PART:
-                        part = await _heard(reader, offer.file.span(offer.num_parts)[1])
-                        self._peer_bytes += len(part)
-                        await _take(handle, offer, part)
+                        size = offer.file.span(offer.num_parts)[1]
+                        await _take(handle, offer, await _heard(holder, part[:size]))
+                        self._peer_bytes += size
                     elif mark != BEAT:
                         raise WrongPart(f"it says {mark!r}")
         except (OSError, EOFError, WrongPart) as error:
@@ -194,7 +194,7 @@ class FolderUnusable(Exception):
     """An OSError of the node folder, told from one of a connection."""
 
 
-async def _take(handle: BufferedRandom, offer: Offer, part: bytearray) -> None:
+async def _take(handle: BufferedRandom, offer: Offer, part: bytes | memoryview) -> None:
     """Raises WrongPart and FolderUnusable."""
     try:
         await asyncio.to_thread(write_part, handle, offer.file, offer.num_parts, part)
@@ -205,13 +205,13 @@ async def _take(handle: BufferedRandom, offer: Offer, part: bytearray) -> None:
     offer.has(offer.num_parts + 1)
 
 
-async def _heard(reader: asyncio.StreamReader, num_bytes: int) -> bytearray:
-    """So many bytes. Raises TimeoutError if there is none for HEAR_S, and EOFError at the end."""
-    heard = bytearray()
-    while len(heard) < num_bytes:
+async def _heard(holder: socket.socket, wanted: memoryview) -> memoryview:
+    """Fills `wanted`. Raises TimeoutError if no byte comes for HEAR_S, and EOFError at the end."""
+    num_bytes = 0
+    while num_bytes < len(wanted):
         async with asyncio.timeout(HEAR_S):
-            piece = await reader.read(num_bytes - len(heard))
-        if not piece:
+            num_more = await asyncio.get_running_loop().sock_recv_into(holder, wanted[num_bytes:])
+        if not num_more:
             raise EOFError("it ended the connection")
-        heard += piece
-    return heard
+        num_bytes += num_more
+    return wanted

@@ -75,7 +75,7 @@ def keep_right_parts(handle: BufferedRandom, file: StoredFile) -> int:
     return len(file.parts)
 
 
-def write_part(handle: BufferedRandom, file: StoredFile, part: int, data: bytearray) -> None:
+def write_part(handle: BufferedRandom, file: StoredFile, part: int, data: bytes | memoryview) -> None:
     """Raises WrongPart."""
     if hashlib.sha256(data).hexdigest() != file.parts[part]:
         raise WrongPart(f"part {part} of {file.sha256} does not match its sha256")
@@ -84,8 +84,13 @@ def write_part(handle: BufferedRandom, file: StoredFile, part: int, data: bytear
     handle.flush()
 
 
+def read_whole(handle: BufferedRandom) -> bytes:
+    """The content of a file all of whose parts this process has just checked and written."""
+    handle.seek(0)
+    return handle.read()
+
+
 def read_right(handle: BufferedRandom, file: StoredFile) -> bytes | None:
     """The whole content; None if it is not right."""
-    handle.seek(0)
-    data = handle.read()
+    data = read_whole(handle)
     return data if hashlib.sha256(data).hexdigest() == file.sha256 else None

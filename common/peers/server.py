@@ -27,7 +27,7 @@ HEAR_S = 2.0
 """Seconds without a byte after which the other side counts as gone."""
 SEND_S = 30.0
 """Seconds in which a follower takes CHUNK_BYTES."""
-CHUNK_BYTES = 128 << 10
+CHUNK_BYTES = 256 << 10
 BURST_S = 0.05
 MAX_LINE = 256
 NUM_PORTS = 16
@@ -129,7 +129,8 @@ class PeerServer:
                 raise ValueError("it does not know the key")
             if (offer := self._offers.get(sha256)) is not None:
                 await self._send(offer, int(part), writer)
-        except (OSError, ValueError) as error:  # a timeout is an OSError, and a line that is too long a ValueError
+        # a timeout is an OSError, a line that is too long a ValueError, and `sendfile` over a lost connection a RuntimeError
+        except (OSError, ValueError, RuntimeError) as error:
             log.info("follower_lost", reason=repr(error))
         finally:
             writer.close()

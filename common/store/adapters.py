@@ -97,24 +97,11 @@ class AdapterStore:
     ) -> dict[str, bytes]:
         """File contents, checked against the manifest's sha256 in a thread of `beside`. Raises NotFound, CorruptObject, or
         InvalidInput if the version is of another base model."""
-        manifest = await self._readable(adapter)
-        return {name: await self._read_file(manifest, name, beside) for name in names}
-
-    async def fill(self, adapter: AdapterRef) -> bool:
-        """Has the relay's node folder hold what has parts of a version's adapter. False: nothing has. Raises as `read` does."""
-        manifest = await self._readable(adapter)
-        parted = [name for name in PEFT_FILES if name in manifest.files and manifest.files[name].parts]
-        if self.relay is not None:
-            for name in parted:
-                await self.relay.fill(manifest.files[name], _path(manifest, name))
-        return bool(parted)
-
-    async def _readable(self, adapter: AdapterRef) -> Manifest:
         manifest = await self.manifest(adapter)
         if manifest is None:
             raise NotFound(f"adapter {adapter} does not exist")
         self.base.check(f"adapter {adapter}", BaseIdentity(manifest.base_model, manifest.base_digest))
-        return manifest
+        return {name: await self._read_file(manifest, name, beside) for name in names}
 
     async def read_uploaded(self, path: str) -> bytes:
         """The factors that a user has uploaded. Raises NotFound."""
@@ -123,7 +110,7 @@ class AdapterStore:
     async def _read_file(self, manifest: Manifest, name: str, beside: InThread) -> bytes:
         if name not in manifest.files:
             raise NotFound(f"adapter {manifest.adapter} has no file {name}")
-        file, path = manifest.files[name], _path(manifest, name)
+        file, path = manifest.files[name], f"{manifest.adapter.path()}/{manifest.attempt}/{name}"
         try:
             if self.relay and file.parts and (relayed := await self.relay.read(file, path)) is not None:
                 return relayed
@@ -187,8 +174,3 @@ class AdapterStore:
 
     async def delete_job(self, tenant: str, job: str) -> None:
         await self._objects.delete_folder(f"adapters/{tenant}/{job}")
-
-
-def _path(manifest: Manifest, name: str) -> str:
-    """The object of one of a version's files."""
-    return f"{manifest.adapter.path()}/{manifest.attempt}/{name}"

@@ -42,7 +42,7 @@ def stored_file(data: bytes, *, in_parts: bool) -> StoredFile:
     return StoredFile(whole.hexdigest(), len(data), tuple(parts))
 
 
-async def read_parts(objects: Objects, path: str, file: StoredFile, first: int) -> AsyncIterator[bytearray]:
+async def read_parts(objects: Objects, path: str, file: StoredFile, first: int) -> AsyncIterator[bytes]:
     """The parts of an object from `first` on, unchecked. Raises NotFound, StoreUnavailable, and CorruptObject if it is too short."""
     if first == len(file.parts):
         return
@@ -50,7 +50,7 @@ async def read_parts(objects: Objects, path: str, file: StoredFile, first: int) 
     async for piece in objects.stream(path, file.span(first)[0], part_bytes(file.size)):
         read += piece
         while part < len(file.parts) and len(read) >= (size := file.span(part)[1]):
-            yield read[:size]
+            yield bytes(read[:size])
             del read[:size]
             part += 1
     if part < len(file.parts):

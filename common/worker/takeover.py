@@ -81,7 +81,7 @@ class Takeover:
         found = await self._bus.find_idle(
             inbox.stream, inbox.group, min_idle_ms=self._lease_ms, every_ms=int(every_s * 1000), own=own
         )
-        return [idle for idle in found if idle.entry not in self._underway]
+        return [idle for idle in found if (inbox.stream, idle.entry) not in self._underway]
 
     async def _take(self, inbox: Inbox, idle: Sequence[Idle]) -> None:
         """Takes what may run in company, else one of the suspects alone."""

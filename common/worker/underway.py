@@ -40,12 +40,12 @@ class Active:
 
 
 class Underway:
-    """All deliveries under way, by entry."""
+    """All deliveries under way, by stream and entry."""
 
     def __init__(self, inboxes: Sequence[Inbox]) -> None:
         self._own_slots = {inbox.stream: inbox.own_slots for inbox in inboxes}
         self._num: Counter[str] = Counter()  # by stream
-        self._active: dict[str, Active] = {}
+        self._active: dict[tuple[str, str], Active] = {}
         self.num_taken_over = 0
         self.num_ended, self.ended_s = 0, 0.0
         """Deliveries that have ended, and the seconds that they took, each for itself."""
@@ -58,8 +58,8 @@ class Underway:
     def __len__(self) -> int:
         return len(self._active)
 
-    def __contains__(self, entry: str) -> bool:
-        return entry in self._active
+    def __contains__(self, place: tuple[str, str]) -> bool:
+        return place in self._active
 
     def room(self, slots: int, stream: str = "") -> int:
         """Free places: of so many slots, and of those that the stream has of its own."""
@@ -85,14 +85,14 @@ class Underway:
         self._idle.clear()
         if not self._active:
             self._turned.set()
-        self._active[delivery.entry] = Active(delivery, task, orphan=delivery.deliveries > 1)
+        self._active[delivery.place] = Active(delivery, task, orphan=delivery.deliveries > 1)
         self._num[delivery.stream] += 1
         self.num_taken_over += delivery.deliveries > 1
         return task
 
-    def beat(self, entry: str) -> None:
+    def beat(self, place: tuple[str, str]) -> None:
         """Notes that the work on an entry advanced."""
-        active = self._active.get(entry)
+        active = self._active.get(place)
         if active is None:
             return
         active.advanced = True
@@ -103,7 +103,7 @@ class Underway:
 
     def opened(self, delivery: Delivery) -> None:
         """Takes a delivery in place of the one whose work began: it has its payload now."""
-        self._active[delivery.entry].delivery = delivery
+        self._active[delivery.place].delivery = delivery
         self._ended.set()
 
     def take_advanced(self, stream: str) -> list[str]:
@@ -119,8 +119,8 @@ class Underway:
             if chosen(active.delivery):
                 active.task.cancel()
 
-    def end(self, entry: str) -> None:
-        if active := self._active.pop(entry, None):
+    def end(self, place: tuple[str, str]) -> None:
+        if active := self._active.pop(place, None):
             self.num_taken_over -= active.delivery.deliveries > 1
             self._num[active.delivery.stream] -= 1
             self.num_ended += 1

@@ -259,18 +259,18 @@ class Worker:
     def _cut_short(self, delivery: Delivery, task: "asyncio.Task[None]") -> None:
         """Ends a delivery whose task was cancelled before its first step, and so runs none of its code. After an error of ours
         it stays pending, as if this process had died."""
-        if delivery.entry not in self._underway:
+        if delivery.place not in self._underway:
             return
         if task.cancelled():
             self._finish(Settlement(delivery, None))
         else:
             log.error("work_failed", entry=delivery.entry, exc_info=task.exception())
-            self._underway.end(delivery.entry)
+            self._underway.end(delivery.place)
 
     # ---- one delivery -----------------------------------------------------------------------------------------------
 
     async def _work(self, delivery: Delivery) -> None:
-        settlement, beat = Settlement(delivery, None), partial(self._underway.beat, delivery.entry)
+        settlement, beat = Settlement(delivery, None), partial(self._underway.beat, delivery.place)
         with contextlib.suppress(asyncio.CancelledError):  # a second time: it goes back as it is
             try:
                 if delivery.progress or isinstance(delivery.message, Unfetched):
@@ -354,7 +354,7 @@ class Worker:
         return self._parks.park(message) if verdict == "park" else self._parks.drop(message)
 
     def _finish(self, settlement: Settlement) -> None:
-        self._underway.end(settlement.delivery.entry)
+        self._underway.end(settlement.delivery.place)
         self._settler.add(settlement)
 
     # ---- loops next to the reader -----------------------------------------------------------------------------------

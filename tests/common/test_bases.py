@@ -110,6 +110,10 @@ async def test_a_push_that_was_interrupted_goes_on_and_nobody_sees_half_of_it(st
     assert content(await fetch(store, tmp_path, where).run()) == content(TINY)
 
 
+def spoilt(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"<html>")
+
+
 def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
@@ -121,7 +125,7 @@ def without(name: str) -> Callable[[Path], None]:
         (without("tokenizer.json"), "needs tokenizer.json and weights"),
         (without(WEIGHTS), "no .safetensors file"),
         (without("chat_template.jinja"), "no chat template"),
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"<html>"), WEIGHTS),
+        (spoilt, WEIGHTS),
     ],
 )
 async def test_a_folder_that_is_no_base_model_is_not_pushed(

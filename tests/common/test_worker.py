@@ -372,6 +372,29 @@ async def test_a_streams_own_places_stay_free_for_it_while_it_may_have_the_slots
         assert handler.running == 4
 
 
+async def test_entries_of_two_streams_with_the_same_id_have_a_place_each(bus: Bus) -> None:
+    # Given entries that were written to two streams in the same millisecond
+    await bus.publish([(CELL.env, start(n)) for n in range(4)])
+    written: Any = await bus.client.xrange(CELL.env)
+    for entry, fields in written:
+        await bus.client.xadd(CHAT, fields, id=entry)
+    ends = asyncio.Event()
+
+    async def act(message: Start, beat: Beat) -> None:
+        await ends.wait()
+
+    handler = Recorder(act)
+    async with working(bus, handler, slots=4, own_slots=4):
+        await until(lambda: handler.running == 8)
+        # When all have ended, then the places of all are free
+        ends.set()
+        await until(lambda: length(bus, CELL.rollout, 8))
+        ends.clear()
+        await bus.publish([(stream, start(n)) for n in range(4, 8) for stream in (CELL.env, CHAT)])
+        await until(lambda: handler.running == 8)
+        ends.set()
+
+
 async def test_a_dead_workers_entries_of_a_stream_with_places_of_its_own_are_taken_over_into_these(bus: Bus) -> None:
     # Given two workers, one of which died
     await bus.ensure_group(CHAT, GROUP_ENV)

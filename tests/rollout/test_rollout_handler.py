@@ -418,13 +418,15 @@ async def test_adapters_that_are_used_or_dropped_while_others_are_dropped_stay_r
 
 
 class CountingRelay(Relay):
-    """Holds what it is told to."""
+    """Reads no file of any peer."""
 
     def __init__(self) -> None:
-        self.filled: list[int] = []
+        self.is_usable = True
+        self.sizes: list[int] = []
 
-    async def fill(self, file: StoredFile, path: str) -> None:
-        self.filled.append(file.size)
+    async def read(self, file: StoredFile, path: str) -> bytes:
+        self.sizes.append(file.size)
+        return bytes(file.size)
 
     def counters(self) -> dict[str, float]:
         return {"peer_bytes": 5.0}
@@ -439,10 +441,15 @@ async def test_with_a_relay_a_new_version_is_kept_for_jobs_that_had_turns_here_a
     cache.expect(ref("a", 1))
     for job in ("b", "a"):
         cache.prefetch(ref(job, 2))
-    while not relay.filled:
+    while not relay.sizes:
         await asyncio.sleep(0.001)
+    assert (relay.sizes, engine.loads, store.reads) == ([PARTED_BYTES + 1], [], 1)
+    relay.is_usable = False
+    cache.prefetch(ref("b", 2))
+    while not engine.loads:
+        await asyncio.sleep(0.001)
+    assert engine.loads == [ref("b", 2)], "without a node folder as without a relay"
     await cache.close()
-    assert (relay.filled, engine.loads, store.reads) == ([PARTED_BYTES + 1], [], 0)
     assert cache.counters()["peer_bytes"] == 5
 
 
