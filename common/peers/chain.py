@@ -66,9 +66,11 @@ class Relay:
     async def close(self) -> None:
         """Leaves, so that nobody joins it any more."""
         await self._server.close()
+        offers = list(self._offers.values())
+        self._offers.clear()  # so that `run` renews none
         with contextlib.suppress(TimeoutError):  # without Redis its entries expire
             async with asyncio.timeout(RENEW_S):
-                await self._holders.leave(list(self._offers.values()))
+                await self._holders.leave(offers)
 
     def counters(self) -> dict[str, float]:
         """Totals since the start: bytes that came from the store, and from peers."""
