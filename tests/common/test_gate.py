@@ -112,5 +112,5 @@ async def test_a_worker_ends_once_its_pool_worker_is_gone(bus: Bus, sides: tuple
     stop = asyncio.Event()
     following = asyncio.create_task(gate.follow(stop))
     pool.channel.close()
-    await asyncio.wait_for(following, 10)
+    await asyncio.wait_for(following, 60)
     assert stop.is_set()

@@ -32,6 +32,7 @@ from manager_service.http.stores.job_store import JobStore, ListedJob
 from manager_service.launcher.embedded_redis import find_server
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import Checkpoint, RunSpec, RunState
+from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, create, running_api, upload, write_state
 
 SOURCE = "def grade(sample, item):\n    return 1.0\n#" + "x" * 200_000
@@ -133,16 +134,21 @@ async def test_reads_of_one_tenant_take_turns_and_another_s_are_answered_beside_
         def ask(key: str, path: str = "/v1/models") -> Awaitable[httpx.Response]:
             return client.get(path, headers={"Authorization": f"Bearer {key}"})
 
+        async def slow_and_another() -> list[asyncio.Future[httpx.Response]]:
+            first = asyncio.ensure_future(ask(server.openai.api_key, "/v1/slow"))
+            await until(lambda: at_work["default"])
+            return [first, asyncio.ensure_future(ask(server.openai.api_key))]
+
         await asyncio.gather(*(ask(server.openai.api_key) for _ in range(10)))
         assert most["default"] == 1
-        waiting = [asyncio.ensure_future(ask(server.openai.api_key, path)) for path in ("/v1/slow", "/v1/models")]
+        waiting = await slow_and_another()
         await ask(other)
         assert not any(each.done() for each in waiting)
         slow.set()
         await asyncio.gather(*waiting)
         slow.clear()
         monkeypatch.setattr(open_requests, "TURN_S", 0.001)
-        waiting = [asyncio.ensure_future(ask(server.openai.api_key, path)) for path in ("/v1/slow", "/v1/models")]
+        waiting = await slow_and_another()
         await waiting[1]  # once the slow one is known to wait for something else
         slow.set()
         assert (await waiting[0]).status_code == 200

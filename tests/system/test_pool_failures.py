@@ -136,7 +136,7 @@ async def test_a_base_worker_that_is_killed_or_stands_still_is_started_again(
             await running.answered("echoes", num)
             for pid in await running.base_workers("echoes"):
                 os.kill(pid, sent)
-        await until(lambda: running.log.count('"base_worker_ended"') == 2)
+        await until(lambda: running.log.count('"base_worker_ended"') >= 2)
 
 
 async def test_base_models_without_weights_are_served_however_little_memory_a_pool_may_have(
@@ -198,11 +198,10 @@ async def test_a_base_worker_without_weights_ends_when_unused_and_comes_again_wi
     unused: dict[str, Any] = {"MARLAAS_TEST_UNUSED_S": "0.5"}
     async with pool(bus, tmp_path, redis_url, "echoes other", **unused) as running:
         for num in (1, 2):
+            before = running.log.count(ended := '"base_model": "echoes", "event": "base_worker_unused"')
             await running.ask("echoes")
             await running.answered("echoes", num)
-            await until(
-                lambda num=num: running.log.count('"base_model": "echoes", "event": "base_worker_unused"') == num
-            )
+            await until(lambda before=before, ended=ended: running.log.count(ended) > before)
         assert "base_worker_ended" not in running.log, "it is no failure"
 
 
