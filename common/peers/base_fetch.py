@@ -156,7 +156,7 @@ class BaseFetch:
     async def _fill(self, handle: BufferedRandom, path: Path, file: StoredFile) -> None:
         stored = base_path(self._digest, path.name)
         if self._relay and file.size > PARTED_BYTES:
-            return await self._relay.complete(handle, self._relay.offer(file, path), stored)
+            return await self._relay.complete(handle, file, stored, path)
         part = await asyncio.to_thread(keep_right_parts, handle, file)
         async for content in read_parts(self._objects, stored, file, part):
             try:

@@ -26,7 +26,7 @@ from common.store.objects import Objects
 from common.store.parts import StoredFile, part_bytes, read_parts
 
 MAX_OFFERS = 64
-"""Files that a worker offers at once, those used last: each is an entry to renew every second."""
+"""Files that a worker tells of, those used last: each is an entry to renew every second."""
 WAIT_S = 0.1
 PATIENCE_S = 30.0
 """Seconds after which another worker of this machine that writes a file is not waited for."""
@@ -60,7 +60,9 @@ class Relay:
             for offer in list(self._offers.values()):
                 if offer.is_whole and not offer.path.exists():  # another worker of this machine needed its room
                     self._forget(offer)
-            await self._holders.renew(list(self._offers.values()))
+                elif offer.stays:
+                    self._offers.move_to_end(offer.file.sha256)
+            await self._holders.renew(list(self._offers.values())[-MAX_OFFERS:])
             await asyncio.sleep(RENEW_S)
 
     async def close(self) -> None:
@@ -91,7 +93,7 @@ class Relay:
                 return None
 
     def offer(self, file: StoredFile, path: Path) -> Offer:
-        """Offers a file outside of the folder of adapters as long as this worker runs. `complete` or the caller says what is there."""
+        """Offers a file outside of the folder of adapters as long as this worker runs. The caller says what is there."""
         offer = self._offers.setdefault(file.sha256, Offer(file, path))
         offer.path, offer.stays = path, True
         return offer
@@ -105,7 +107,7 @@ class Relay:
                 return None
             with contextlib.closing(handle):
                 if os.fstat(handle.fileno()).st_size < file.size:
-                    await self.complete(handle, self._offer(file), path)
+                    await self.complete(handle, file, path)
                     return await asyncio.to_thread(read_whole, handle)
                 fcntl.flock(handle, fcntl.LOCK_UN)  # others of this machine read it at the same time
                 if (data := await asyncio.to_thread(read_right, handle, file)) is not None:
@@ -124,12 +126,9 @@ class Relay:
         return handle
 
     def _offer(self, file: StoredFile) -> Offer:
-        """Adds a file of the node folder to what this worker offers: MAX_OFFERS, those used last."""
+        """Adds a file of the node folder to what this worker offers."""
         offer = self._offers.setdefault(file.sha256, Offer(file, self._folder.path / file.sha256))
         self._offers.move_to_end(file.sha256)
-        whole = [each for each in self._offers.values() if each.is_whole and not each.stays]
-        for each in whole[: max(0, len(self._offers) - MAX_OFFERS)]:
-            self._forget(each)
         return offer
 
     def _forget(self, offer: Offer) -> None:
@@ -138,12 +137,15 @@ class Relay:
 
     # ---- the chain --------------------------------------------------------------------------------------------------
 
-    async def complete(self, handle: BufferedRandom, offer: Offer, path: str) -> None:
-        """Gets the parts of a file that are missing, and offers each as it comes. Raises what `read` raises, and
-        OSError or FolderUnusable."""
-        left_out = set[str]()
+    async def complete(self, handle: BufferedRandom, file: StoredFile, path: str, to: Path | None = None) -> None:
+        """Gets the parts that are missing, and offers each as it comes. `path`: of the object. `to`: where it lies, if not in the folder
+        of adapters. Raises what `read` raises, and OSError or FolderUnusable."""
+        num_parts = await asyncio.to_thread(keep_right_parts, handle, file)
+        if file.sha256 in self._offers:  # it was whole, and another worker needed its room
+            self._forget(self._offers[file.sha256])
+        offer, left_out = self.offer(file, to) if to else self._offer(file), set[str]()
+        offer.has(num_parts)
         try:
-            offer.has(await asyncio.to_thread(keep_right_parts, handle, offer.file))
             while not offer.is_whole:
                 source, address = await self._holders.join(offer, left_out)
                 if source == STORE:

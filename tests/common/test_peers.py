@@ -275,6 +275,14 @@ async def test_what_a_killed_worker_left_is_gone_on_with_as_far_as_it_is_right(w
     assert sum(bytes_of(again)) == 0
 
 
+async def test_a_file_that_another_worker_of_the_machine_drove_out_comes_again(world: World) -> None:
+    relay = await world.worker("w")
+    await relay.read(FILE, PATH)
+    world.cached("w").unlink()
+    assert await relay.read(FILE, PATH) == DATA
+    assert world.objects.starts == [0, 0]
+
+
 def test_the_least_recently_used_files_go_and_one_process_writes_a_file(tmp_path: Path) -> None:
     files = [stored_file(bytes([number]) * (2 * PARTED_BYTES), in_parts=True) for number in range(4)]
     folder = NodeFolder(tmp_path / "files", 3 * files[0].size)
