@@ -19,6 +19,7 @@ _KNOWN = (
     # all services
     "redis_url data_dir store_url disk_reserve_bytes base_models base_model max_context lease_s deterministic log_level "
     "heartbeat_file pool_worker pool_bytes placement slice_max_s slice_drain_s "
+    "peers peer_port peer_bytes_per_s cache_dir cache_bytes store_places "
     # the manager
     "host port policy rollout_range repack inference_timeout_s archive_after_s "
     "max_open_requests max_unfinished_jobs max_stored_bytes max_kept_bytes "
@@ -29,8 +30,7 @@ _KNOWN = (
     # rollout workers
     "engine rollout_device rollout_dtype rollout_backbone rollout_threads rollout_slots rollout_orphan_slots "
     "rollout_kv_bytes rollout_idle_adapter_bytes rollout_progress_s own_streams "
-    "peers peer_port peer_bytes_per_s cache_dir cache_bytes store_places vllm_max_loras vllm_max_known_loras vllm_max_lora_rank "
-    "vllm_tensor_parallel vllm_memory_fraction vllm_enforce_eager "
+    "vllm_max_loras vllm_max_known_loras vllm_max_lora_rank vllm_tensor_parallel vllm_memory_fraction vllm_enforce_eager "
     # trainers
     "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_ranks trainer_micro_batch_tokens "
     "trainer_memory_bytes trainer_memory_fraction trainer_checkpointing trainer_kernels trainer_cache_bytes "
@@ -73,7 +73,7 @@ class Settings(BaseSettings):
     store_url: str = ""
     """`file:///folder` or `s3://bucket/prefix`. Empty: the folder `store` in `data_dir`."""
     base_models: str = "tiny"
-    """name=path or name=hub/name[@revision], comma-separated; the bare name `tiny` is the one that ships."""
+    """name=path, name=hub/name[@revision] or name=store:name@digest, comma-separated; the bare name `tiny` is the one that ships."""
     base_model: str = ""
     """The one of `base_models` that this worker serves. Empty: all, in turn."""
     pool_worker: str = ""
@@ -97,6 +97,19 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     heartbeat_file: Path | None = None
     """A file that a living worker touches once a second, whatever it waits for. None: no such file."""
+    peers: bool | None = None
+    """Base models and large adapters come to rollout workers through others, so that the store is read once. Unless set: if the store
+    is no folder, which is read as fast as a worker's own."""
+    peer_port: int = Field(default=0, ge=0, le=65_000)
+    """The first of 16 ports, of which a worker serves its peers at the first free one, at its address on the way to Redis. 0: any."""
+    peer_bytes_per_s: Bytes | None = Field(default=None, ge=1 << 20)
+    """The most that a worker sends to its peers; unless set as fast as it can."""
+    cache_dir: Path | None = None
+    """A folder of the machine in which its workers keep base models and adapters for each other. Unless set: `cache` in `data_dir`."""
+    cache_bytes: Bytes = Field(default=10 << 30, ge=0)
+    """Bytes of adapters in `cache_dir`: beyond them the least recently used go."""
+    store_places: int = Field(default=1, ge=1)
+    """Workers that may read one file from the store at once; the others follow them."""
 
     @field_validator("base_models")
     @classmethod
@@ -109,8 +122,17 @@ class Settings(BaseSettings):
         return self.store_url or (self.data_dir.resolve() / "store").as_uri()
 
     @property
+    def relays(self) -> bool:
+        """Do files come through peers?"""
+        return not self.store.startswith("file:") if self.peers is None else self.peers
+
+    @property
+    def node_dir(self) -> Path:
+        return self.cache_dir or self.data_dir / "cache"
+
+    @property
     def models(self) -> dict[str, str]:
-        """Base model name -> local path or hub name."""
+        """Base model name -> local path, hub name, or name in the store."""
         return parse_base_models(self.base_models)
 
     @property
@@ -126,6 +148,21 @@ TEXT_FILES = ("*.json", "*.jinja", "*.txt")
 MODEL_FILES = [*TEXT_FILES, "*.safetensors"]
 
 
+STORED = re.compile(r"store:([^@/:{}=, ]+)@([0-9a-f]{32}-[0-9a-f]{32})")
+
+
+def stored_digest(where: str) -> str:
+    """The digest of a base model in object storage, `store:NAME@DIGEST`, where NAME is for people; empty for others."""
+    found = STORED.fullmatch(where)
+    return found[2] if found else ""
+
+
+def kept_base(where: str, node_dir: Path) -> str:
+    """The folder of a machine in which a base model in object storage is kept whole; of others, their own place."""
+    digest = stored_digest(where)
+    return str(node_dir / "bases" / digest) if digest else where
+
+
 def parse_base_models(value: str) -> dict[str, str]:
     """`a=path,b=hub/name` -> {"a": "path", "b": "hub/name"}. Raises ValueError."""
     models: dict[str, str] = {}
@@ -137,6 +174,8 @@ def parse_base_models(value: str) -> dict[str, str]:
             raise ValueError(f"base model {part!r}: a folder or a hub's name is missing after the =")
         if not name or set(name) & set("{}:@/ "):
             raise ValueError(f"base model name {name!r}: letters, digits, '.', '_' and '-' only")
+        if where.startswith("store:") and not stored_digest(where):
+            raise ValueError(f"base model {part!r}: write name=store:NAME@DIGEST as `marlaas base push` prints it")
         models[name] = where or str(TINY)
     if not models:
         raise ValueError("MARLAAS_BASE_MODELS names no base model")

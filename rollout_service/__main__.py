@@ -6,16 +6,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import structlog
-
 from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
 from common.bus.bus import Bus
-from common.bus.redis_connection import own_address
 from common.errors import InvalidInput
-from common.peers.chain import Relay
-from common.peers.folder import NodeFolder
-from common.peers.holders import Holders
 from common.pool.pool_worker import PooledService
 from common.settings import itemsize_of, resolve_model
 from common.text.tokens import ChatTokenizer
@@ -34,7 +28,6 @@ from rollout_service.process.vllm_engine import ASLEEP_BYTES, vllm_engine
 from rollout_service.settings import RolloutSettings
 
 SELFTEST = "rollout_service.embedded.selftest"
-log = structlog.get_logger()
 
 
 def load_engine(settings: RolloutSettings) -> tuple[TorchEngine | ProcessEngine, str]:
@@ -84,7 +77,6 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         await engine.start()
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
-    relay = parts.store.relay = await open_relay(settings, parts)
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
     send_delta, worker = partial(_send_delta, parts.bus), parts.worker if settings.own_streams else ""
     handler = RolloutHandler(
@@ -109,8 +101,7 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
             progress_s=settings.rollout_progress_s,
             on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
         ),
-        loops=[relay.run] if relay else [],
-        close=[adapters.close, *([relay.close] if relay else []), engine.stop],
+        close=[adapters.close, engine.stop],
         num_bytes=partial(held_bytes, settings.rollout_device),
     )
     return service if isinstance(engine, TorchEngine) else _sleeping(service, engine)
@@ -118,21 +109,6 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
 
 def _sleeping(service: BuiltService, engine: ProcessEngine) -> BuiltService:
     return replace(service, num_bytes=lambda: ASLEEP_BYTES, sleep=engine.sleep, wake=engine.wake)
-
-
-async def open_relay(settings: RolloutSettings, parts: Parts) -> Relay | None:
-    """None, and all comes from the store, if the settings say so, or this worker cannot serve others."""
-    if not settings.relays:
-        return None
-    holders = Holders(parts.bus, parts.worker, store_places=settings.store_places)
-    folder = NodeFolder(settings.node_folder, settings.cache_bytes)
-    relay = Relay(parts.objects, folder, holders, bytes_per_s=settings.peer_bytes_per_s)
-    try:
-        await relay.open(await asyncio.to_thread(own_address, settings.redis_url), settings.peer_port)
-    except OSError as error:
-        log.warning("no_peers", reason=f"{error}; see MARLAAS_PEER_PORT")
-        return None
-    return relay
 
 
 async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:

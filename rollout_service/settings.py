@@ -1,6 +1,5 @@
 """Settings of one rollout process, read once at its start."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -45,19 +44,6 @@ class RolloutSettings(Settings):
     0: none are written."""
     own_streams: bool = True
     """Later turns come back to the worker that has the keys and values of the earlier ones, unless another would idle."""
-    peers: bool | None = None
-    """Large adapters come through other rollout workers, so that the store is read once. Unless set: if the store is no folder, which
-    is read as fast as a worker's own."""
-    peer_port: int = Field(default=0, ge=0, le=65_000)
-    """The first of 16 ports, of which a worker serves its peers at the first free one, at its address on the way to Redis. 0: any."""
-    peer_bytes_per_s: Bytes | None = Field(default=None, ge=1 << 20)
-    """The most that a worker sends to its peers; unless set as fast as it can."""
-    cache_dir: Path | None = None
-    """A folder of the machine in which its workers keep adapters for each other. Unless set: `cache` in `data_dir`."""
-    cache_bytes: Bytes = Field(default=10 << 30, ge=0)
-    """Bytes of `cache_dir`: beyond them the least recently used go."""
-    store_places: int = Field(default=1, ge=1)
-    """Workers that may read one adapter from the store at once; the others follow them."""
     vllm_max_loras: int = Field(default=8, ge=1)
     """Adapters in one batch, the bare base model not counted; turns of others queue behind them. On CUDA 32 unless set."""
     vllm_max_known_loras: int = Field(default=64, ge=1)
@@ -85,15 +71,6 @@ class RolloutSettings(Settings):
         if value not in LORA_RANKS:
             raise ValueError(f"vLLM takes {', '.join(map(str, LORA_RANKS))}")
         return value
-
-    @property
-    def relays(self) -> bool:
-        """Do adapters come through peers?"""
-        return not self.store.startswith("file:") if self.peers is None else self.peers
-
-    @property
-    def node_folder(self) -> Path:
-        return (self.cache_dir or self.data_dir / "cache") / "files"
 
     @property
     def engine_slots(self) -> int:

@@ -174,6 +174,15 @@ def rotate(log: Path, limit_bytes: int = MAX_LOG_BYTES) -> None:
         os.truncate(log, 0)
 
 
+def own_age_s() -> float:
+    """Seconds since this process began; 0 where the kernel does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+
+
 def size(log: Path) -> int:
     """Bytes in bytes; 0 before its first line."""
     return log.stat().st_size if log.exists() else 0

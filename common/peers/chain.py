@@ -13,6 +13,7 @@ import socket
 import time
 from collections import OrderedDict
 from io import BufferedRandom
+from pathlib import Path
 from weakref import WeakValueDictionary
 
 import structlog
@@ -22,7 +23,7 @@ from common.peers.folder import NodeFolder, WrongPart, keep_right_parts, read_ri
 from common.peers.holders import RENEW_S, STORE, Holders
 from common.peers.server import BEAT, HEAR_S, PART, Offer, PeerServer
 from common.store.objects import Objects
-from common.store.parts import StoredFile, part_bytes
+from common.store.parts import StoredFile, part_bytes, read_parts
 
 MAX_OFFERS = 64
 """Files that a worker tells of, those used last: each is an entry to renew every second."""
@@ -59,15 +60,19 @@ class Relay:
             for offer in list(self._offers.values()):
                 if offer.is_whole and not offer.path.exists():  # another worker of this machine needed its room
                     self._forget(offer)
+                elif offer.stays:
+                    self._offers.move_to_end(offer.file.sha256)
             await self._holders.renew(list(self._offers.values())[-MAX_OFFERS:])
             await asyncio.sleep(RENEW_S)
 
     async def close(self) -> None:
         """Leaves, so that nobody joins it any more."""
         await self._server.close()
+        offers = list(self._offers.values())
+        self._offers.clear()  # so that `run` renews none
         with contextlib.suppress(TimeoutError):  # without Redis its entries expire
             async with asyncio.timeout(RENEW_S):
-                await self._holders.leave(list(self._offers.values()))
+                await self._holders.leave(offers)
 
     def counters(self) -> dict[str, float]:
         """Totals since the start: bytes that came from the store, and from peers."""
@@ -81,22 +86,28 @@ class Relay:
         async with self._turns.setdefault(file.sha256, asyncio.Lock()):
             try:
                 return await self._read(file, path)
-            except (OSError, _FolderUnusable) as error:
+            except (OSError, FolderUnusable) as error:
                 if self.is_usable:
                     log.warning("node_folder_unusable", reason=f"{error}; see MARLAAS_CACHE_DIR")
                 self.is_usable = False
                 return None
 
+    def offer(self, file: StoredFile, path: Path) -> Offer:
+        """Offers a file outside of the folder of adapters as long as this worker runs. The caller says what is there."""
+        offer = self._offers.setdefault(file.sha256, Offer(file, path))
+        offer.path, offer.stays = path, True
+        return offer
+
     # ---- the node folder --------------------------------------------------------------------------------------------
 
     async def _read(self, file: StoredFile, path: str) -> bytes | None:
-        """Raises OSError or _FolderUnusable, and what `read` raises."""
+        """Raises OSError or FolderUnusable, and what `read` raises."""
         for _ in range(2):  # once more if what was in the folder is not right any more
             if (handle := await self._locked(file)) is None:
                 return None
             with contextlib.closing(handle):
                 if os.fstat(handle.fileno()).st_size < file.size:
-                    await self._complete(handle, file, path)
+                    await self.complete(handle, file, path)
                     return await asyncio.to_thread(read_whole, handle)
                 fcntl.flock(handle, fcntl.LOCK_UN)  # others of this machine read it at the same time
                 if (data := await asyncio.to_thread(read_right, handle, file)) is not None:
@@ -115,7 +126,7 @@ class Relay:
         return handle
 
     def _offer(self, file: StoredFile) -> Offer:
-        """Adds a file to what this worker offers."""
+        """Adds a file of the node folder to what this worker offers."""
         offer = self._offers.setdefault(file.sha256, Offer(file, self._folder.path / file.sha256))
         self._offers.move_to_end(file.sha256)
         return offer
@@ -126,12 +137,13 @@ class Relay:
 
     # ---- the chain --------------------------------------------------------------------------------------------------
 
-    async def _complete(self, handle: BufferedRandom, file: StoredFile, path: str) -> None:
-        """Gets the parts that are missing, and offers each as it comes."""
+    async def complete(self, handle: BufferedRandom, file: StoredFile, path: str, to: Path | None = None) -> None:
+        """Gets the parts that are missing, and offers each as it comes. `path`: of the object. `to`: where it lies, if not in the folder
+        of adapters. Raises what `read` raises, and OSError or FolderUnusable."""
         num_parts = await asyncio.to_thread(keep_right_parts, handle, file)
         if file.sha256 in self._offers:  # it was whole, and another worker needed its room
             self._forget(self._offers[file.sha256])
-        offer, left_out = self._offer(file), set[str]()
+        offer, left_out = self.offer(file, to) if to else self._offer(file), set[str]()
         offer.has(num_parts)
         try:
             while not offer.is_whole:
@@ -174,31 +186,26 @@ class Relay:
         return True
 
     async def _from_store(self, handle: BufferedRandom, offer: Offer, path: str) -> None:
-        file, read = offer.file, bytearray()
-        async for piece in self._objects.stream(path, file.span(offer.num_parts)[0], part_bytes(file.size)):
-            self._store_bytes += len(piece)
-            read += piece
-            while not offer.is_whole and len(read) >= (size := file.span(offer.num_parts)[1]):
-                try:
-                    await _take(handle, offer, bytes(read[:size]))
-                except WrongPart as error:
-                    raise CorruptObject(f"{path}: {error}") from error
-                del read[:size]
-        if not offer.is_whole:
-            raise CorruptObject(f"{path} is too short")
+        async for part in read_parts(self._objects, path, offer.file, offer.num_parts):
+            self._store_bytes += len(part)
+            try:
+                await _take(handle, offer, part)
+            except WrongPart as error:
+                raise CorruptObject(f"{path}: {error}") from error
 
 
-class _FolderUnusable(Exception):
+class FolderUnusable(Exception):
     """An OSError of the node folder, told from one of a connection."""
 
 
 async def _take(handle: BufferedRandom, offer: Offer, part: bytes | memoryview) -> None:
-    """Raises WrongPart and _FolderUnusable."""
+    """Raises WrongPart and FolderUnusable."""
     try:
         await asyncio.to_thread(write_part, handle, offer.file, offer.num_parts, part)
     except OSError as error:
-        offer.path.unlink(missing_ok=True)  # what is there of it may fill the disk
-        raise _FolderUnusable(str(error)) from error
+        if not offer.stays:
+            offer.path.unlink(missing_ok=True)  # what is there of it may fill the disk
+        raise FolderUnusable(str(error)) from error
     offer.has(offer.num_parts + 1)
 
 

@@ -31,7 +31,7 @@ class NodeFolder:
 
     def open(self, file: StoredFile) -> BufferedRandom | None:
         """Opens and locks a file, which is there or begins, and makes room for it. None: another has locked it."""
-        self._make_folder()
+        make_own_folder(self.path)
         path = self.path / file.sha256
         handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
         try:
@@ -45,13 +45,6 @@ class NodeFolder:
             raise
         return handle
 
-    def _make_folder(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        found = self.path.stat()
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(errno.EPERM, "it must be this user's alone (mode 0700)")
-
     def _make_room(self, file: StoredFile) -> None:
         if file.size > self._max_bytes:
             raise OSError(errno.EFBIG, f"a file of {file.size:,} bytes is larger than MARLAAS_CACHE_BYTES")
@@ -61,6 +54,15 @@ class NodeFolder:
             if too_many > 0:
                 path.unlink(missing_ok=True)
                 too_many -= found.st_size
+
+
+def make_own_folder(path: Path) -> None:
+    """Raises OSError unless it is this user's alone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, f"{path} must be this user's alone (mode 0700)")
 
 
 def keep_right_parts(handle: BufferedRandom, file: StoredFile) -> int:

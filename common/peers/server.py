@@ -48,6 +48,8 @@ class Offer:
     """The worker that its worker follows for the rest, or the store."""
     over: bool = False
     """Nothing more comes."""
+    stays: bool = False
+    """It is offered as long as its worker runs: a base model's."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -30,7 +30,7 @@ from common.pool.choosing import OpenSlice, WaitingBase, choose, ranked
 from common.pool.gate import Expected
 from common.pool.looking import Lookout, Unread
 from common.pool.placing import Placing
-from common.settings import Settings
+from common.settings import Settings, kept_base
 from common.wire.reported import InPool
 from common.worker.telemetry import KEEP_S, About, Reporter
 
@@ -79,9 +79,8 @@ class PoolWorker:
         placement = settings.placement if pooled.itemsize else "spread"  # which limits nothing before a place is known
         self._placing = Placing(places, service, worker, placement, pooled.about.slots)
         self._lookout = Lookout(self._buses, service, worker, settings.lease_s)
-        self._states = {
-            base: BaseState(base, where, pooled.itemsize, pooled.sleeps) for base, where in settings.models.items()
-        }
+        places = {base: kept_base(where, settings.node_dir) for base, where in settings.models.items()}
+        self._states = {base: BaseState(base, where, pooled.itemsize, pooled.sleeps) for base, where in places.items()}
         self._reporters = {
             base: Reporter(worker, service, base, pooled.about, partial(self._in_pool, base))
             for base in settings.models

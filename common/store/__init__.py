@@ -5,6 +5,7 @@
 Its files:
 
     adapters.py      commits versions of adapters: files first, then the manifest, which is created only once
+    bases.py         brings base models into the store, and finds them there
     byte_cache.py    caches what was used last, up to a number of bytes
     disk_room.py     tells whether the disk of a local store has its reserve
     known_store.py   waits for the store that a cell knows

@@ -1,8 +1,12 @@
 """The parts of a stored file, each with its own sha256: what comes from another worker is checked before the whole is there."""
 
 import hashlib
+from collections.abc import AsyncIterator
 
 import msgspec
+
+from common.errors import CorruptObject
+from common.store.objects import Objects
 
 PARTED_BYTES = 1 << 20
 """Files above this size have parts."""
@@ -36,3 +40,18 @@ def stored_file(data: bytes, *, in_parts: bool) -> StoredFile:
         whole.update(view[start : start + step])
         parts.append(hashlib.sha256(view[start : start + step]).hexdigest())
     return StoredFile(whole.hexdigest(), len(data), tuple(parts))
+
+
+async def read_parts(objects: Objects, path: str, file: StoredFile, first: int) -> AsyncIterator[bytes]:
+    """The parts of an object from `first` on, unchecked. Raises NotFound, StoreUnavailable, and CorruptObject if it is too short."""
+    if first == len(file.parts):
+        return
+    read, part = bytearray(), first
+    async for piece in objects.stream(path, file.span(first)[0], part_bytes(file.size)):
+        read += piece
+        while part < len(file.parts) and len(read) >= (size := file.span(part)[1]):
+            yield bytes(read[:size])
+            del read[:size]
+            part += 1
+    if part < len(file.parts):
+        raise CorruptObject(f"{path} is too short")

@@ -9,25 +9,40 @@ import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import structlog
+
 from common import log
 from common.bus.bus import Bus
+from common.bus.redis_connection import own_address
 from common.bus.streams import Cell
 from common.cancellation import cancel_all, done_before, running
 from common.children.helpers import kill_children
 from common.children.prefork import fork_server
+from common.children.processes import own_age_s
 from common.errors import REFUSED, InvalidInput, MarlaasError
 from common.models.base_digest import BaseIdentity, base_digest
 from common.models.host_memory import own_bytes
+from common.peers.base_fetch import BaseFetch
+from common.peers.chain import Relay
+from common.peers.folder import NodeFolder
+from common.peers.holders import Holders
 from common.pool.base_workers import BaseWorkers
 from common.pool.gate import Gate, Loaded, NotTaken, stay_awake
 from common.pool.pool_worker import PooledService, PoolWorker
-from common.settings import MODEL_FILES, Settings, explained, refuse_unknown, resolve_config, resolve_model
+from common.settings import (
+    MODEL_FILES,
+    Settings,
+    explained,
+    refuse_unknown,
+    resolve_config,
+    resolve_model,
+    stored_digest,
+)
 from common.store.adapters import AdapterStore
 from common.store.known_store import recognised_at_once, recognised_by_service
 from common.store.objects import Objects, patiently
@@ -43,6 +58,9 @@ PROGRESS_S = 1.0
 """Time between two progress reports of a download or of loading."""
 LOADING_S = 10
 NEED_WEIGHTS = ("rollout", "trainer")
+SERVES_PEERS = "rollout"
+PHASES = ("import", "fetch", "check", "load")
+"""Phases of a start; reports count the seconds of each, as `start_fetch_s`."""
 YOUNG_OBJECTS = 20_000
 """New objects before the garbage collector runs. Most die without it; Python's 700 come several times a second."""
 
@@ -167,38 +185,47 @@ def leave(error: str = "", status: int = 0) -> NoReturn:
 
 
 async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
+    imported_s = own_age_s()
     async with heartbeat(None if settings.pool_worker else settings.heartbeat_file):
         is_known = await recognised_at_once(settings, [settings.model_name])
         objects = Objects.open(settings.store)
         await patiently(objects.probe)
-        await _serve(name, settings, build, objects, is_known)
+        start = _Start.of(name, settings, objects, imported_s)
+        relay = await _open_relay(settings, start) if name == SERVES_PEERS and settings.relays else None
+        async with running(*([relay.run()] if relay else [])):
+            await _serve(settings, build, start, relay, is_known)
+
+
+async def _open_relay(settings: Settings, start: "_Start") -> Relay | None:
+    """None, and all comes from the store, if this worker cannot serve others."""
+    holders = Holders(start.bus, start.reporter.worker, store_places=settings.store_places)
+    folder = NodeFolder(settings.node_dir / "files", settings.cache_bytes)
+    relay = Relay(start.objects, folder, holders, bytes_per_s=settings.peer_bytes_per_s)
+    try:
+        await relay.open(await asyncio.to_thread(own_address, settings.redis_url), settings.peer_port)
+    except OSError as error:
+        structlog.get_logger().warning("no_peers", reason=f"{error}; see MARLAAS_PEER_PORT")
+        return None
+    return relay
 
 
 async def _serve(
-    name: str,
     settings: S,
     build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]],
-    objects: Objects,
+    start: "_Start",
+    relay: Relay | None,
     is_known: bool,  # the store was recognised
 ) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    cell = Cell(settings.model_name)
-    bus = Bus.connect(settings.redis_url, cell, objects)
-    own_id = worker_id(name)
-    gate = Gate.of_input(settings.pool_worker) if settings.pool_worker else None
-    told = {"pool": gate.state, "counters": gate.counters} if gate else {}
-    reporting: Callable[[About], Reporter] = partial(Reporter, own_id, name, cell.base_model, **told)
-    start = _Start(reporting(About(slots=0)), bus, stop, gate)
-    base = await _identified(settings, start)
-    parts = Parts(own_id, cell, bus, objects, AdapterStore(objects, base), fingerprints={})
-    service = await start.during(build(settings, parts), _loading(cell.base_model))
+    bus, stop, gate, objects = start.bus, start.stop, start.gate, start.objects
+    cell, name, own_id = bus.cell, start.reporter.service, start.reporter.worker
+    settings, base = await _identified(settings, start, relay)
+    parts = Parts(own_id, cell, bus, objects, AdapterStore(objects, base, relay), fingerprints={})
+    service = await start.during(build(settings, parts), _loading(cell.base_model), "load")
     if gate:
         gate.num_bytes, gate.num_held = service.num_bytes, service.num_held
         gate.sleep, gate.wake = service.sleep, service.wake
     membership = _member(name, settings, service, parts)
-    reporter, lease_s, habits = reporting(service.about), settings.lease_s, service.habits
+    reporter, lease_s, habits = start.ended(service.about), settings.lease_s, service.habits
     worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=lease_s, habits=habits, gate=gate)
     try:
         if not is_known:
@@ -208,7 +235,7 @@ async def _serve(
             async with running(membership.keep(stop), *(loop() for loop in service.loops)):
                 await worker.run(stop)
     finally:
-        for close in service.close:
+        for close in [*([relay.close] if relay else []), *service.close]:
             await close()
         await bus.close()
 
@@ -219,11 +246,40 @@ class _Start:
 
     reporter: Reporter
     bus: Bus
+    objects: Objects
     stop: asyncio.Event
     gate: Gate | None
+    seconds: dict[str, float]  # of each phase
 
-    async def during(self, work: Coroutine[Any, Any, T], progress: Callable[[], str]) -> T:
+    @classmethod
+    def of(cls, name: str, settings: Settings, objects: Objects, imported_s: float) -> "_Start":
+        """`imported_s`: the process's age when its own code began."""
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        cell = Cell(settings.model_name)
+        gate = Gate.of_input(settings.pool_worker) if settings.pool_worker else None
+        told: dict[str, Any] = {"pool": gate.state, "counters": gate.counters} if gate else {}
+        reporter = Reporter(worker_id(name), name, cell.base_model, About(slots=0), **told)
+        bus = Bus.connect(settings.redis_url, cell, objects)
+        return cls(reporter, bus, objects, stop, gate, dict.fromkeys(PHASES, 0.0) | {"import": imported_s})
+
+    def ended(self, about: About) -> Reporter:
+        """The worker's own, which tells what its start took."""
+        for phase, seconds in self.seconds.items():
+            self.reporter.count(f"start_{phase}_s", round(seconds, 3))
+        return replace(self.reporter, about=about)
+
+    async def during(self, work: Coroutine[Any, Any, T], progress: Callable[[], str], phase: str = "") -> T:
         """The result of `work`. Reports `progress` meanwhile; ends the process on `stop`, for nothing ends a thread."""
+        since_s = time.monotonic()
+        try:
+            return await self._during(work, progress)
+        finally:
+            if phase:
+                self.seconds[phase] += time.monotonic() - since_s
+
+    async def _during(self, work: Coroutine[Any, Any, T], progress: Callable[[], str]) -> T:
         working, stopped = asyncio.create_task(work), asyncio.create_task(self.stop.wait())
         telling = asyncio.create_task(self._tell(progress))
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -253,19 +309,28 @@ def _loading(base: str) -> Callable[[], str]:
     return progress
 
 
-async def _identified(settings: Settings, start: _Start) -> BaseIdentity:
-    """The base model's identity, as far as this service has its files. Downloads a hub's first. Raises InvalidInput."""
+async def _identified(settings: S, start: _Start, relay: Relay | None) -> tuple[S, BaseIdentity]:
+    """The base model's identity, as far as this service has its files; fetches them first. The settings name the folder of what came
+    from the store. Raises InvalidInput."""
     name, with_weights = settings.model_name, start.reporter.service in NEED_WEIGHTS
-    folder = await _fetch_base(settings.models[name], start, resolve_model if with_weights else resolve_config)
-    digest = await start.during(asyncio.to_thread(base_digest, folder, with_weights=with_weights), _loading(name))
-    return BaseIdentity(name, digest)
+    folder = await _fetch_base(settings, start, relay, with_weights=with_weights)
+    digesting = asyncio.to_thread(base_digest, folder, with_weights=with_weights)
+    digest = await start.during(digesting, _loading(name), "check")
+    if stored_digest(settings.models[name]):
+        settings = settings.model_copy(update={"base_models": f"{name}={folder}", "base_model": name})
+    return settings, BaseIdentity(name, digest)
 
 
-async def _fetch_base(where: str, start: _Start, resolve: Callable[[str], Path]) -> Path:
-    """Downloads a hub's base model for this service, and goes on after a restart. Raises InvalidInput."""
+async def _fetch_base(settings: Settings, start: _Start, relay: Relay | None, *, with_weights: bool) -> Path:
+    """Fetches a hub's or the store's base model for this service, and goes on after a restart. Raises InvalidInput."""
+    where = settings.models[settings.model_name]
     if Path(where).is_dir():
         return Path(where)
-    return await start.during(asyncio.to_thread(resolve, where), Download(where).progress)
+    if stored_digest(where):
+        fetch = BaseFetch(start.objects, settings.node_dir, where, with_weights=with_weights, relay=relay)
+        return await start.during(patiently(fetch.run), fetch.progress, "fetch")
+    resolve = resolve_model if with_weights else resolve_config
+    return await start.during(asyncio.to_thread(resolve, where), Download(where).progress, "fetch")
 
 
 def _member(name: str, settings: Settings, service: BuiltService, parts: Parts) -> Membership:

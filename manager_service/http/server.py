@@ -17,7 +17,8 @@ from common.bus.streams import Cell
 from common.models.base_digest import base_digest
 from common.models.base_shape import NAMED_AS_LLAMA, BaseShape
 from common.models.weight_files import Weights, read_weights
-from common.settings import resolve_config
+from common.peers.base_fetch import BaseFetch
+from common.settings import resolve_config, stored_digest
 from common.store.adapters import AdapterStore
 from common.store.disk_room import DiskRoom
 from common.store.known_store import remember
@@ -103,7 +104,10 @@ async def keep_keys(api: Api, every_s: float = 5.0) -> None:
 async def make_base(
     settings: ManagerSettings, limits: ApiLimits, name: str, where: str, objects: Objects, api_id: str
 ) -> Base:
-    folder = await asyncio.to_thread(resolve_config, where)
+    if stored_digest(where):
+        folder = await patiently(BaseFetch(objects, settings.node_dir, where, with_weights=False).run)
+    else:
+        folder = await asyncio.to_thread(resolve_config, where)
     bus = Bus.connect(settings.redis_url, Cell(name), objects)
     cluster = Cluster(bus)
     inference = Inference(

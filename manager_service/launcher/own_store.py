@@ -1,10 +1,13 @@
 """Waits, for `marlaas up`, until the folder of the local store is the one that the cells know."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from common.settings import parse_base_models
+from common.errors import MarlaasError
+from common.peers.base_fetch import folder_of
+from common.settings import Settings, parse_base_models, stored_digest
 from common.store.known_store import recognised
 from common.store.store_folder import StoreFolder
 from manager_service.launcher.embedded_redis import make_private
@@ -32,6 +35,21 @@ class OwnStore:
         self.waits_for = ""
         if folder.path == self._own:
             make_private(self._own)
+
+    def with_bases_here(self) -> dict[str, str]:
+        """The environment, naming the folders of the texts of the store's base models. Errors are left to the services."""
+        environment, cache = dict(self._environment), self._environment.get("MARLAAS_CACHE_DIR")
+        store = environment.get("MARLAAS_STORE_URL", "")
+        with contextlib.suppress(MarlaasError, ValueError):
+            settings = Settings(data_dir=self._own.parent, store_url=store, cache_dir=Path(cache) if cache else None)
+            bases = parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny"))
+            stored = {name: where for name, where in bases.items() if stored_digest(where)}
+            if stored and (store or self._own.is_dir()):
+                here = {name: folder_of(where, settings, with_weights=False) for name, where in stored.items()}
+                environment["MARLAAS_BASE_MODELS"] = ",".join(
+                    f"{name}={where}" for name, where in (bases | here).items()
+                )
+        return environment
 
     def look_again(self) -> None:
         """Lets `recognise_again` go on: a service starts again, and may wait for the folder."""

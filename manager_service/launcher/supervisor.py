@@ -214,7 +214,7 @@ class LocalCluster:
             self._room = RedisRoom(server, self._environment, self._notify)
         pin_bases(self._environment, self._notify)
         commands = self._commands(self._counts, self._environment)
-        arranged = arrange(self._environment, list(_workers(commands)))
+        arranged = arrange(self._store.with_bases_here(), list(_workers(commands)))
         self._environment |= arranged.settings
         for line in filter(None, [idle_gpu(self._environment), *arranged.lines]):
             self._notify(line)

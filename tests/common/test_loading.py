@@ -10,8 +10,11 @@ import pytest
 
 from common.bus.bus import Bus
 from common.children.processes import ChildProcess
+from common.settings import TINY
+from common.store.bases import push_base
+from common.store.objects import Objects
 from common.wire.messages import WorkerReport
-from tests.common.test_hub import ROOT
+from common.worker.service import PHASES
 from tests.manager.test_supervisor import gone
 from tests.support.forked import begun
 
@@ -20,8 +23,9 @@ NUM_BEATS = 3
 
 @asynccontextmanager
 async def slow_worker(service: str, tmp_path: Path, bus: Bus, redis_url: str) -> AsyncGenerator[ChildProcess]:
+    where = await push_base(Objects.open((tmp_path / "store").as_uri()), "tiny", TINY, lambda _: None)
     own = {
-        "MARLAAS_BASE_MODELS": f"{bus.cell.base_model}={ROOT / 'models' / 'tiny'}",
+        "MARLAAS_BASE_MODELS": f"{bus.cell.base_model}={where}",
         "MARLAAS_DATA_DIR": str(tmp_path),
         "MARLAAS_REDIS_URL": redis_url,
         "MARLAAS_HEARTBEAT_FILE": str(tmp_path / "heartbeat"),
@@ -50,7 +54,7 @@ async def heard(bus: Bus, is_it: Callable[[WorkerReport], bool]) -> WorkerReport
 
 
 @pytest.mark.parametrize("service", ["rollout", "trainer"])
-async def test_a_worker_that_loads_beats_and_says_so_until_it_has_joined(
+async def test_a_worker_that_loads_what_the_store_has_beats_and_says_so_until_it_has_joined(
     service: str, tmp_path: Path, bus: Bus, redis_url: str
 ) -> None:
     async with slow_worker(service, tmp_path, bus, redis_url):
@@ -64,7 +68,9 @@ async def test_a_worker_that_loads_beats_and_says_so_until_it_has_joined(
             await asyncio.sleep(0.05)
         # And once it has loaded it joins
         (tmp_path / "go on").touch()
-        await heard(bus, lambda report: report.state == "idle")
+        report = await heard(bus, lambda report: report.state == "idle")
+        # And says what its start took
+        assert min(report.counters[f"start_{phase}_s"] for phase in PHASES) > 0
 
 
 @pytest.mark.parametrize("service", ["rollout", "trainer"])

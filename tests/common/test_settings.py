@@ -160,7 +160,7 @@ async def test_memory_for_no_row_ends_a_rollout_worker_as_a_wrong_setting_does(t
     assert (status, lines[-1].rpartition("; ")[2]) == (REFUSED, "raise MARLAAS_ROLLOUT_KV_BYTES")
 
 
-@pytest.mark.parametrize("wrong", ["small", "a b=x", "a{=x", "=x", "a=", " , "])
+@pytest.mark.parametrize("wrong", ["small", "a b=x", "a{=x", "=x", "a=", " , ", "a=store:q", "a=store:q@0a1b"])
 def test_base_models_that_cannot_be_served_are_refused(wrong: str) -> None:
     with pytest.raises(ValueError):
         parse_base_models(wrong)
@@ -184,7 +184,7 @@ def test_adapters_come_through_peers_unless_the_store_is_a_folder_or_as_is_set(m
     assert [RolloutSettings(store_url=url).relays for url in ("", "file:///x", "s3://b/x")] == [False, False, True]
     monkeypatch.setenv("MARLAAS_PEERS", "0")
     assert not RolloutSettings(store_url="s3://b/x").relays
-    assert RolloutSettings(peers=True, data_dir=Path("/d")).node_folder == Path("/d/cache/files")
+    assert RolloutSettings(peers=True, data_dir=Path("/d")).node_dir == Path("/d/cache")
 
 
 def test_vllm_on_a_gpu_has_defaults_of_its_own_and_what_is_set_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,7 +269,7 @@ def test_rollout_workers_alone_reach_each_others_ports_and_have_a_folder_for_ada
     environment = {row["name"]: row.get("value") for row in container["env"]}
     assert (environment["MARLAAS_PEER_PORT"], environment["MARLAAS_CACHE_DIR"]) == ("7600", "/cache")
     assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
-    for name in ("rollout", "rollout-gpu"):
+    for name in ("rollout", "rollout-gpu", "trainer", "trainer-gpu"):
         assert "cache:/cache" in COMPOSE["services"][name]["volumes"] and "cache" in COMPOSE["volumes"]
         assert COMPOSE["services"][name]["environment"]["MARLAAS_CACHE_DIR"] == "/cache"
 

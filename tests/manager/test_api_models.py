@@ -7,6 +7,10 @@ import openai
 import pytest
 
 from common.settings import TINY
+from common.store.bases import push_base
+from common.store.objects import Objects
+from manager_service.http.openai.adapter_content import with_base
+from manager_service.http.stores.tinker_names import tokenizer_id
 from tests.support.api_server import create, method, running_api
 from tests.support.families import save_family
 from tests.support.tinker_client import client_of
@@ -34,6 +38,16 @@ async def test_a_base_model_says_what_it_is_and_what_its_template_rules_out(redi
     turns, tools = other["base"]["rules_out"]
     assert "tool, user, system" in turns and "tools" in tools
     assert other["base"]["source"] == "other", "no tenant needs to know the operator's folders"
+
+
+async def test_a_base_model_in_the_store_needs_its_texts_alone(redis_url: str, tmp_path: Path) -> None:
+    where = await push_base(Objects.open((tmp_path / "store").as_uri()), "tiny", TINY, lambda _: None)
+    async with running_api(redis_url, tmp_path, base_models=f"tiny={where}") as server:
+        (base,) = (await server.http.get("/v1/models")).json()["data"]
+        folder = Path(tokenizer_id(server.api, server.api.bases["tiny"]))
+    assert (base["base"]["source"], base["base"]["num_weights"]) == (where, 822_656)
+    assert (folder / "tokenizer.json").is_file() and not list(folder.glob("*.safetensors"))
+    assert with_base(b"{}", where) == b"{}", "the store is no business of its users"
 
 
 async def test_adapters_on_experts_are_refused_before_a_job_or_run_begins(redis_url: str, tmp_path: Path) -> None:

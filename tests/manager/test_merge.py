@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import InvalidInput
 from common.models.base_digest import base_digest
-from common.settings import TINY
+from common.settings import TINY, Settings
 from manager_service.launcher.commands import merge as merging
 from manager_service.launcher.commands.merge import base_of, merge
 from tests.manager.test_cli import FakeApi, api, run
@@ -142,10 +142,10 @@ def test_an_adapter_that_does_not_fit_is_refused_by_layer(tmp_path: Path) -> Non
 
 def test_the_base_is_found_by_what_the_adapter_says(tmp_path: Path) -> None:
     tiny = {"base_model_name_or_path": "tiny"}
-    assert base_of(tiny, None, "tiny") == TINY
-    assert base_of(tiny, str(tmp_path), "tiny") == tmp_path
+    assert base_of(tiny, None, Settings()) == TINY
+    assert base_of(tiny, str(tmp_path), Settings()) == tmp_path
     with pytest.raises(InvalidInput, match="where is the base model 'q'"):
-        base_of({"base_model_name_or_path": "q"}, None, "tiny")
+        base_of({"base_model_name_or_path": "q"}, None, Settings())
 
 
 def test_pull_merges_what_it_downloads(api: type[FakeApi], tmp_path: Path) -> None:

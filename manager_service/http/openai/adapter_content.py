@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from common.errors import CorruptObject, InvalidInput
+from common.settings import stored_digest
 from common.store.adapters import PEFT_FILES
 from common.wire.messages import AdapterRef
 from manager_service.http.context import Api, Base, Parts, Tenant
@@ -62,7 +63,7 @@ async def files_of(
 
 def with_base(config: bytes, where: str) -> bytes:
     """An adapter's configuration that names the hub's model, if its base is one: so `AutoPeftModel` finds it. `where`: the base's."""
-    if Path(where).is_dir():
+    if Path(where).is_dir() or stored_digest(where):
         return config
     name, _, revision = where.partition("@")
     named = {"base_model_name_or_path": name} | ({"revision": revision} if revision else {})

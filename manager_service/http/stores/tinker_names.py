@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from common.errors import InvalidInput, NotFound
+from common.settings import stored_digest
 from common.suggestions import did_you_mean, quoted
 from common.wire.operations import Kind
 from manager_service.http.context import Api, Base
@@ -62,7 +63,8 @@ def find_base(api: Api, name: str, *, param: str = "base_model") -> Base:
 def tokenizer_id(api: Api, base: Base) -> str:
     """The hub's name or the folder from which a client on this machine loads the tokenizer."""
     where = api.settings.models[base.name]
-    return str(base.folder) if base.folder.exists() and base.folder.as_posix().endswith(where.lstrip("./")) else where
+    is_here = base.folder.exists() and base.folder.as_posix().endswith(where.lstrip("./"))
+    return str(base.folder) if is_here or stored_digest(where) else where
 
 
 def parse_path(path: str) -> Path:

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from common.errors import InvalidInput
 from common.models.base_digest import DIGEST_FIELD, BaseIdentity, base_digest
 from common.models.weight_files import StoredTensor, stored_tensors
-from common.settings import TEXT_FILES, Settings, parse_base_models, resolve_model
+from common.peers.base_fetch import folder_of
+from common.settings import TEXT_FILES, Settings
 from common.store.adapters import PEFT_FILES
 from marlaas_client.cli import pull as adapters
 from marlaas_client.cli.options import Data, Json, Url, connect
@@ -56,7 +57,7 @@ def pull(
     with TemporaryDirectory() as folder, connect(url, data) as client:
         pulled = client.pull(job, version=version, to=Path(folder))
         config: dict[str, Any] = json.loads(Path(folder, CONFIG).read_text())
-        files = merge(Path(folder), base_of(config, base, Settings().base_models), merged)
+        files = merge(Path(folder), base_of(config, base, Settings()), merged)
     if as_json:
         return print_json({"job": job, "version": pulled.version, "folder": str(merged), "files": files})
     say(f"{job} version {pulled.version}, merged, is in {merged}: {', '.join(files)}")
@@ -70,16 +71,17 @@ class Factors(NamedTuple):
     scale: float
 
 
-def base_of(config: Mapping[str, Any], given: str | None, base_models: str) -> Path:
-    """The folder of an adapter's base model: as given (a folder or a hub's name), in MARLAAS_BASE_MODELS, or the hub's
-    model that the adapter names. Raises InvalidInput."""
+def base_of(config: Mapping[str, Any], given: str | None, settings: Settings) -> Path:
+    """The folder of an adapter's base model: as given (a folder, a hub's name or the store's), in MARLAAS_BASE_MODELS, or the hub's
+    model that the adapter names. Raises InvalidInput, and StoreUnavailable."""
     name = str(config.get("base_model_name_or_path") or "")
-    known = parse_base_models(base_models).get(name)
+    known = settings.models.get(name)
     if given or known or Path(name).is_dir():
-        return resolve_model(given or known or name)
+        return folder_of(given or known or name, settings, with_weights=True)
     if name.count("/") != 1:
         raise InvalidInput(f"where is the base model {name!r}? Name its folder, or its name on the hub: --base FOLDER")
-    return resolve_model(f"{name}@{config['revision']}" if config.get("revision") else name)
+    hub = f"{name}@{config['revision']}" if config.get("revision") else name
+    return folder_of(hub, settings, with_weights=True)
 
 
 def merge(adapter: Path, base: Path, to: Path) -> list[str]:

@@ -11,7 +11,8 @@ from common.errors import InvalidInput
 from common.models.base_shape import BaseShape
 from common.models.families import check_weights, unsupported, unsupported_by_modules, unsupported_on_cpu
 from common.models.host_memory import host_limit
-from common.settings import LEAST_CONTEXT, Settings, resolve_config
+from common.peers.base_fetch import folder_of
+from common.settings import LEAST_CONTEXT, Settings
 from common.text.model_folder import OwnSettings, read_config
 from manager_service.launcher.engines import CORE, LORA_RANKS, EngineName, max_lora_rank, parse_gpu
 from manager_service.launcher.fitting import settings_for
@@ -65,7 +66,7 @@ def plan_for(
 ) -> Plan:
     """Raises InvalidInput for a model that trainers or the engine do not compute, of unknown sizes, or with a
     `marlaas.json` of no use."""
-    folder = resolve_config(where)
+    folder = folder_of(where, Settings(), with_weights=False)
     OwnSettings.load(folder)
     config, shape = read_config(folder), BaseShape.load(folder)
     is_whole = folder == Path(where) and any(folder.glob("*.safetensors"))  # a download may be under way
