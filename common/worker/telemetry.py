@@ -149,8 +149,7 @@ class Reporter:
     def report(self, state: str, in_use: int, *, reason: str = "") -> WorkerReport:
         now = time.monotonic()
         spans, busy_s = self.timeline.take()
-        lacks_disk = self.about.lacks_disk()
-        waited, at_s = self._waited
+        lacks_disk, (waited, at_s) = self.about.lacks_disk(), self._waited
         period, self._last = max(now - self._last, 1e-6), now
         return WorkerReport(
             id=self.worker,
