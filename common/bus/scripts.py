@@ -181,9 +181,9 @@ redis.call('ZREM', workers, gone[1])
 return {absent, #gone > 1 and 1 or 0}
 """
 
-# Says that a worker with streams of its own is there. KEYS: sorted set of these workers. ARGV: group, worker, milliseconds until it
-# counts as gone, milliseconds of a lease, its streams. If work of theirs hangs it counts as gone at once: so others take that over.
-# Returns the others that are gone.
+# Says that a worker with streams of its own is there, and makes them, which only it does: so nobody can write to a stream that nobody
+# looks after. KEYS: sorted set of these workers. ARGV: group, worker, milliseconds until it counts as gone, milliseconds of a lease, its
+# streams. If work of theirs hangs it counts as gone at once: so others take that over. Returns the others that are gone.
 ATTEND_OWN = """
 local time, hold = redis.call('TIME'), ARGV[3]
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -193,13 +193,14 @@ for i = 5, #ARGV do
 end
 redis.call('ZREM', KEYS[1], ARGV[2])  -- a first write that needs no memory, as in SETTLE
 redis.call('ZADD', KEYS[1], now + hold, ARGV[2])
+for i = 5, #ARGV do redis.pcall('XGROUP', 'CREATE', ARGV[i], ARGV[1], '0', 'MKSTREAM') end
 return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now)
 """
 
 # Passes on what waits in a worker's own streams. KEYS: `hungry`, sorted set of the workers with such streams. ARGV: group, consumer, how
-# many at most (-1: as many as hungry workers have room for), the worker whose streams they are, if it has gone: its empty ones are
-# deleted ("": it has not), prefixes of keys that say what went where, and of streams, then the name of each stream and of that to which
-# its entries go. Returns how many were passed on.
+# many at most (-1: as many as hungry workers have room for), the worker whose streams they are, if it has gone: they are deleted once
+# all are empty ("": it has not), prefixes of keys that say what went where, and of streams, then the name of each stream and of that to
+# which its entries go. Returns how many were passed on.
 PASS_ON = """
 local most, gone, told, moved, left = tonumber(ARGV[3]), ARGV[4], {}, 0, 0
 redis.call('HDEL', KEYS[1], most < 0 and ARGV[2] or '')  -- whoever asks for the hungry is none
@@ -223,9 +224,14 @@ for i = 7, #ARGV, 2 do
     redis.call('XDEL', from, entry[1])
     moved = moved + 1
   end
-  if gone ~= '' and redis.call('XLEN', from) == 0 then redis.call('DEL', from) else left = left + 1 end
+  left = left + redis.call('XLEN', from)
 end
-if gone ~= '' and left == 0 then redis.call('ZREM', KEYS[2], gone) end
+if gone ~= '' and left == 0 then
+  for i = 7, #ARGV, 2 do redis.call('DEL', ARGV[6] .. ARGV[i]) end
+  redis.call('ZREM', KEYS[2], gone)
+elseif gone ~= '' then
+  redis.call('ZADD', KEYS[2], 0, gone)  -- others look after them at once, also while they work on some of it
+end
 local taken = moved
 for i = 1, #told, 2 do
   local free, till = unpack(told[i + 1])

@@ -51,12 +51,9 @@ class OwnStreams:
         return ((inbox, inbox.own.removesuffix(self._worker) + worker) for inbox in self._inboxes)
 
     async def begin(self) -> None:
-        """Makes the streams, and lets others know of them before."""
+        """Makes the streams, and lets others know of them."""
         if self._inboxes:
             await self._attend()
-        for inbox in self._inboxes:
-            self._bus.owns.add(inbox.own)
-            await self._bus.ensure_group(inbox.own, inbox.group)
 
     async def run(self, room: Callable[[Inbox], int], reads: Callable[[], bool]) -> None:
         """Passes on what waits while there is no `room` for it: to places that all chats have; else to hungry workers, or to all while

@@ -130,8 +130,7 @@ async def test_turns_that_go_back_to_their_worker_are_known_on_both_sides(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a conversation of which both have read the first turn
-    bus.owns.add(OWN)
-    await bus.ensure_group(OWN, GROUP_ROLLOUT)
+    await bus.client.xgroup_create(OWN, GROUP_ROLLOUT, mkstream=True)
     await first_turn(bus)
     request, env = FIRST, knows_nothing(bus)
     held = await read(env, CELL.env)

@@ -151,6 +151,38 @@ async def test_what_a_dead_worker_had_and_what_waited_for_it_goes_on_elsewhere(b
         await until(is_forgotten)
 
 
+async def test_a_stream_that_only_a_dead_worker_could_read_is_one_that_others_look_after(bus: Bus) -> None:
+    async with working(bus, "one", Noting(), lease_s=30.0) as killed:
+        # Given a worker that was taken for dead, whose streams the others deleted
+        await bus.client.delete(ONE, CELL.rollout_chat_worker("one"), CELL.rollout_workers)
+        # When it is there again and dies at once, then each stream that it has made is one of a worker that they know
+        await until(lambda: bus.client.exists(ONE))
+        assert await bus.client.zscore(CELL.rollout_workers, "one") is not None
+        killed.set()
+
+
+async def test_streams_of_a_gone_worker_stay_while_one_holds_work_and_go_together(bus: Bus) -> None:
+    async with working(bus, "one", one := Noting(), lease_s=LEASE_S) as killed:
+        await bus.publish([(ONE, start(0))])
+        await until(lambda: one.running == 1)
+        killed.set()
+    chat = CELL.rollout_chat_worker("one")
+    async with working(bus, "other", other := Noting(), lease_s=LEASE_S):
+        await until(lambda: other.running == 1)
+        # When more comes for it while another works on what it had, then that is passed on at once
+        await bus.publish([(chat, start(1)), (ONE, start(2))])
+        await until(lambda: other.running == 3)
+        assert await bus.client.exists(ONE, chat) == 2
+        assert await bus.client.zscore(CELL.rollout_workers, "one") == 0
+        other.may_end.set()
+
+        async def are_gone() -> bool:
+            return await bus.client.zscore(CELL.rollout_workers, "one") is None
+
+        await until(are_gone)
+        assert not await bus.client.exists(ONE, chat)
+
+
 async def test_work_that_hangs_in_a_live_worker_moves_to_another(bus: Bus) -> None:
     async def hangs(message: Start, beat: Beat) -> None:
         await (for_ever(message, beat) if message.id == "job/1" else asyncio.Event().wait())

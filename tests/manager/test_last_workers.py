@@ -77,8 +77,7 @@ async def test_a_request_is_found_wherever_it_was_passed_on_to(bus: Bus, bulk: b
     assert (asked.stream, asked.worker, await bus.client.xlen(all_of)) == (all_of, "", 1)
     assert not await bus.client.exists(own)
     # and to one that is
-    bus.owns.add(own)
-    await bus.ensure_group(own, GROUP_ROLLOUT)
+    await bus.client.xgroup_create(own, GROUP_ROLLOUT, mkstream=True)
     asked = choice(SYSTEM, bulk=bulk)
     await inference._publish([asked])
     assert (asked.stream, await bus.client.xlen(own)) == (own, 1) and await inference._is_cared_for(asked)
