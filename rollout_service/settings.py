@@ -89,11 +89,11 @@ class RolloutSettings(Settings):
         return min(max(1, self.rollout_slots // CHAT_SHARE), self.rollout_slots - self.deterministic)
 
     def inboxes(self, cell: Cell, worker: str) -> list[Inbox]:
-        """Streams that a worker reads, each before the next."""
-        chat, first = (cell.rollout_chat_worker(worker), cell.rollout_worker(worker)) if self.own_streams else ("", "")
+        """Streams that a worker reads, each before the next. Its own also where nothing is sent there: it looks after those of the dead,
+        in which turns may wait from before the setting changed."""
         return [
-            Inbox(cell.rollout_chat, GROUP_ROLLOUT, own_slots=self.chat_slots, own=chat),
-            Inbox(cell.rollout_first, GROUP_ROLLOUT, own=first),
+            Inbox(cell.rollout_chat, GROUP_ROLLOUT, own_slots=self.chat_slots, own=cell.rollout_chat_worker(worker)),
+            Inbox(cell.rollout_first, GROUP_ROLLOUT, own=cell.rollout_worker(worker)),
             Inbox(cell.rollout, GROUP_ROLLOUT),
         ]
 
