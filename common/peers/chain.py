@@ -113,7 +113,7 @@ class Relay:
                 if (data := await asyncio.to_thread(read_right, handle, file)) is not None:
                     self._offer(file).has(len(file.parts))
                     return data
-                os.truncate(handle.fileno(), 0)
+                self._folder.remove(handle, file)
         return None
 
     async def _locked(self, file: StoredFile) -> BufferedRandom | None:

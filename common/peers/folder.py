@@ -45,6 +45,12 @@ class NodeFolder:
             raise
         return handle
 
+    def remove(self, handle: BufferedRandom, file: StoredFile) -> None:
+        """Removes what is not right, but no bytes: another process may find the same, and write it again by now."""
+        path = self.path / file.sha256
+        if path.exists() and os.path.samestat(path.stat(), os.fstat(handle.fileno())):
+            path.unlink(missing_ok=True)
+
     def _make_room(self, file: StoredFile) -> None:
         if file.size > self._max_bytes:
             raise OSError(errno.EFBIG, f"a file of {file.size:,} bytes is larger than MARLAAS_CACHE_BYTES")

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import random
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
+from io import BufferedRandom
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from common.cancellation import running
 from common.errors import CorruptObject, StoreUnavailable
 from common.peers import chain, server
 from common.peers.chain import Relay
-from common.peers.folder import NodeFolder, write_part
+from common.peers.folder import NodeFolder, read_right, write_part
 from common.peers.holders import STORE, Holders
 from common.peers.server import Offer
 from common.store.adapters import OPTIMIZER_FILE, PEFT_FILES, AdapterStore
@@ -273,6 +275,37 @@ async def test_what_a_killed_worker_left_is_gone_on_with_as_far_as_it_is_right(w
     again = await world.worker("next", machine="w")
     assert await again.read(FILE, PATH) == DATA
     assert sum(bytes_of(again)) == 0
+
+
+async def test_two_workers_that_find_a_file_wrong_do_not_cut_what_the_other_writes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, go_on = threading.Event(), threading.Event()
+
+    def read_late(handle: BufferedRandom, file: StoredFile) -> bytes | None:
+        data = read_right(handle, file)
+        if data is None and not found.is_set():
+            found.set()
+            go_on.wait(60)
+        return data
+
+    monkeypatch.setattr(chain, "read_right", read_late)
+    world.cached("node").parent.mkdir(parents=True, mode=0o700)
+    world.cached("node").write_bytes(bytes(FILE.size))
+    world.objects.gate.clear()
+    late, soon = [await world.worker(name, machine="node") for name in ("late", "soon")]
+    # Given one that has found it wrong, while another, which has too, has written half of it
+    reads = [asyncio.create_task(late.read(FILE, PATH))]
+    await asyncio.to_thread(found.wait)
+    reads.append(asyncio.create_task(soon.read(FILE, PATH)))
+    while bytes_of(soon)[0] < FILE.span(HALF)[0]:
+        await asyncio.sleep(0.01)
+    # When the first goes on, then both have the file
+    go_on.set()
+    await asyncio.sleep(0.1)
+    world.objects.gate.set()
+    assert await asyncio.gather(*reads) == [DATA, DATA]
+    assert world.objects.starts == [0]
 
 
 async def test_a_file_that_another_worker_of_the_machine_drove_out_comes_again(world: World) -> None:
