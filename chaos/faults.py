@@ -30,6 +30,7 @@ class Kind:
 
 KINDS = (
     Kind("kill", 38, PROCESSES, (0, 0)),  # SIGKILL
+    Kind("stop", 8, WORKERS, (0, 0)),  # SIGTERM, as to one that retires
     Kind("kill a helper", 3, HELPED, (0, 0)),  # SIGKILL of a process that it started for graders or large texts
     Kind("kill a call", 2, CALLING, (0, 0)),  # SIGKILL of tenants' code, below the sandbox's own process
     Kind("freeze", 11, PROCESSES, (0.2, 5)),  # SIGSTOP, SIGCONT: up to two and a half leases

@@ -74,8 +74,9 @@ async def _running(cluster: Cluster, name: str) -> int:
 
 
 @asynccontextmanager
-async def kill(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
-    while not cluster.services.kill(fault.victim, signal.SIGKILL):
+async def end(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
+    number = signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM
+    while not cluster.services.kill(fault.victim, number):
         await asyncio.sleep(POLL_S)
     yield _one
 
@@ -322,7 +323,8 @@ async def halved(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
 
 Infliction = Callable[[Cluster, Fault], AbstractAsyncContextManager[Hits]]
 INFLICTIONS: dict[tuple[str, str], Infliction] = {
-    ("kill", "process"): kill,
+    ("kill", "process"): end,
+    ("stop", "process"): end,
     ("kill a helper", "process"): kill_helpers,
     ("kill a call", "process"): kill_calls,
     ("freeze", "process"): freeze,

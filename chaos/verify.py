@@ -19,11 +19,11 @@ RECORDS = (
     "job:", "ledger:", "events:", "checkpoints:", "usage:", "stored:", "tenant-jobs:", "jobs-all", "idempotency:",
     "finished:", "num-archived", "rev:", "weights", "inference", "served", "owners", "bits", "memory", "dropped", "telemetry", "control",
     "adapters:new", "done", "ends", "env-workers",
-    "rollout-workers", "hungry",
+    "rollout-workers", "hungry", "demand", "scaled", "peer-key",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
 EXPIRING = ("reply:", "peers:", "looked:", "moved:", "use:", "lease:", "train:", "sampling", "hours:", "clients:",
-            "session:", "sampler:", "tenant-samplers:")  # fmt: skip
+            "session:", "sampler:", "tenant-samplers:", "wanted", "asked", "holders:")  # fmt: skip
 """Keys that a process which was killed leaves behind, for a time."""
 OUTSIDE = ("tenants", "keys", "sessions:", "format", "signing-key", "loggers")
 OUTSIDE_EXPIRING = ("session:", "exporter")
