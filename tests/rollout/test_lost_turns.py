@@ -14,6 +14,7 @@ from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.wire.messages import BASE, TurnRequest, TurnResult
 from rollout_service.handler import SHORT_TURN
+from rollout_service.settings import RolloutSettings
 from tests.common.test_worker import length, until
 from tests.support.rollout_cases import request
 
@@ -98,3 +99,9 @@ async def test_a_worker_that_is_told_to_stop_hands_its_turns_back_and_no_token_i
     for each in [message for _, message in await bus.follow(CELL.env, "0", block_ms=None)]:
         assert isinstance(each, TurnResult)
         assert len(each.tokens) == len(each.logprobs) == each.usage.sampled_tokens == TOKENS
+
+
+async def test_a_worker_to_which_no_turns_come_back_still_looks_after_dead_ones_that_had_some() -> None:
+    with_own, without = (RolloutSettings(own_streams=own).inboxes(CELL, "w") for own in (True, False))
+    assert [inbox.own for inbox in without] == [inbox.own for inbox in with_own]
+    assert CELL.rollout_worker("w") in [inbox.own for inbox in without]
