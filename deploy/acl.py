@@ -5,7 +5,8 @@
     exporter   exports, ends;           jobs:<p>, and a warning to the events of a job that has   keys of loggers, webhooks
                jobs and their events,   ended
                at its end
-    env        env, env:*               rollout, rollout:*, scored:*, reply:*, dead             follows control, keeps env-workers
+    env        env, env:*               rollout, rollout:first, scored:*, reply:*, dead,        follows control, keeps env-workers
+                                        rollout:<worker>
     rollout    rollout, rollout:*       env, env:*, scored:*, reply:*, dead                     follows control, adapters:new,
                                                                                                 keeps rollout-workers, hungry
     trainer    train, train:*           adapters:<p>, dead                                      follows control
@@ -117,7 +118,8 @@ class _Keys:
     @property
     def env(self) -> Rights:
         cell = self.cell
-        outputs = (cell.rollout, cell.rollout_worker("*"), *self._scored, cell.reply("*"))
+        back = cell.rollout_worker("rollout-*")  # as `worker_id` names workers: no chat's stream
+        outputs = (cell.rollout, cell.rollout_first, back, *self._scored, cell.reply("*"))
         rights = self._member("env", (cell.env, cell.env_worker("*")), reads=(cell.control,), appends=outputs)
         return replace(rights, settles=(*rights.settles, cell.history("*"), cell.env_workers))
 

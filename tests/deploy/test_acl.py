@@ -195,24 +195,23 @@ async def test_a_rollout_worker_keeps_progress_with_its_own_rights(server: Redis
 
 
 async def test_a_rollout_worker_has_its_own_streams_with_its_own_rights(server: RedisServer) -> None:
+    gone, heir_name = "rollout-gone", "rollout-heir"
     urls = [f"redis://{user}:{user}-password@127.0.0.1:{server.port}/0" for user in ("rollout", "env")]
     rollout, env = (Bus.connect(url, CELL) for url in urls)
-    inboxes = RolloutSettings().inboxes(CELL, "gone")[1:]
-    own = OwnStreams(rollout, "gone", inboxes, lease_s=0.0)
+    inboxes = RolloutSettings().inboxes(CELL, gone)[1:]
+    own = OwnStreams(rollout, gone, inboxes, lease_s=0.0)
     try:
         await rollout.ensure_group(CELL.rollout_first, GROUP_ROLLOUT)
         await own.begin()
-        await env.publish([(CELL.rollout_worker("gone"), start(n)) for n in range(2)])
-        found = await rollout.read_in_order(
-            [CELL.rollout_worker("gone")], GROUP_ROLLOUT, "gone", count=1, tells=own.tells
-        )
+        await env.publish([(CELL.rollout_worker(gone), start(n)) for n in range(2)])
+        found = await rollout.read_in_order([CELL.rollout_worker(gone)], GROUP_ROLLOUT, gone, count=1, tells=own.tells)
         assert len(found) == 1
-        heir = OwnStreams(rollout, "heir", RolloutSettings().inboxes(CELL, "heir")[1:], lease_s=1.0)
+        heir = OwnStreams(rollout, heir_name, RolloutSettings().inboxes(CELL, heir_name)[1:], lease_s=1.0)
         await asyncio.sleep(0.01)
         await heir.begin()
-        assert [inbox.stream for inbox in heir.pending()] == [CELL.rollout_worker(who) for who in ("heir", "gone")]
+        assert [inbox.stream for inbox in heir.pending()] == [CELL.rollout_worker(who) for who in (heir_name, gone)]
         with client(server, "operator") as operator:
-            assert [operator.xlen(stream) for stream in (CELL.rollout_worker("gone"), CELL.rollout_first)] == [1, 1]
+            assert [operator.xlen(stream) for stream in (CELL.rollout_worker(gone), CELL.rollout_first)] == [1, 1]
             assert [entry for entry in operator.acl_log() if "client" not in str(entry["object"])] == []
     finally:
         await rollout.close()
