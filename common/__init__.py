@@ -13,6 +13,7 @@ Its files:
     rng.py           draws random numbers as functions of their coordinates
     bus/             publishes and reads messages in Redis Streams
     children/        child processes, and helpers that are asked
+    peers/           passes adapters on from worker to worker
     models/          base models as numbers: sizes, families, memory
     pool/            one place of a service for several base models
     sharing/         shares what is scarce between tenants

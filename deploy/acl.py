@@ -5,14 +5,16 @@
     exporter   exports, ends;           jobs:<p>, and a warning to the events of a job that has   keys of loggers, webhooks
                jobs and their events,   ended
                at its end
-    env        env, env:*               rollout, rollout:first, scored:*, reply:*, dead         follows control, keeps env-workers
-    rollout    rollout, rollout:*       env, env:*, scored:*, reply:*, dead                     follows control, adapters:new
+    env        env, env:*               rollout, rollout:*, scored:*, reply:*, dead             follows control, keeps env-workers
+    rollout    rollout, rollout:*       env, env:*, scored:*, reply:*, dead                     follows control, adapters:new,
+                                                                                                keeps rollout-workers, hungry
     trainer    train, train:*           adapters:<p>, dead                                      follows control
     scaler     looks at the length of the work streams (autoscalers)
     health     PING
     operator   everything; no service uses it
 
-Every worker also keeps `partial` and `looked` of the streams that it reads, appends to `telemetry`, joins its cell by `bits` and
+Rollout workers alone keep `holders:*` and `peer-key`, by which they pass adapters on to each other. Every worker also keeps
+`partial` and `looked` of the streams that it reads, appends to `telemetry`, joins its cell by `bits` and
 `bits:live`, enters it by `open-at` and `opening` of its service, reads `weights`, reads and sets `store`, and sees whether `begun` is
 empty. Env and rollout workers keep `history` together; rollout workers and trainers tell each other of places by `pool`.
 The user `default` is off. Redis checks each call of a script like any other command, so EVALSHA gives no more than this.
@@ -37,7 +39,7 @@ _WORKER = """
     zadd zcard zcount zscore zrem zremrangebyscore
 """
 _ENV = "zrangebyscore rpush lrange"
-_ROLLOUT = "info strlen rpush lrange"
+_ROLLOUT = "info strlen rpush lrange zrangebyscore"
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage pttl
     xrevrange xtrim del exists expire get incr mget set hdel hget hexists hgetall hincrby hincrbyfloat
@@ -115,7 +117,7 @@ class _Keys:
     @property
     def env(self) -> Rights:
         cell = self.cell
-        outputs = (cell.rollout, cell.rollout_first, *self._scored, cell.reply("*"))
+        outputs = (cell.rollout, cell.rollout_worker("*"), *self._scored, cell.reply("*"))
         rights = self._member("env", (cell.env, cell.env_worker("*")), reads=(cell.control,), appends=outputs)
         return replace(rights, settles=(*rights.settles, cell.history("*"), cell.env_workers))
 
@@ -124,11 +126,13 @@ class _Keys:
         cell = self.cell
         rights = self._member(
             "rollout",
-            (cell.rollout, cell.rollout_first, cell.rollout_chat),
+            (cell.rollout, cell.rollout_worker("*")),
             reads=(cell.control, cell.adapters_new),
             appends=(cell.env, cell.env_worker("*"), *self._scored, cell.reply("*")),
         )
-        return replace(rights, settles=(*rights.settles, cell.history("*")))
+        own = (cell.rollout_workers, cell.hungry, cell.moved(cell.rollout_worker("*"), "*"))
+        relay = (cell.holders("*"), cell.peer_key)
+        return replace(rights, settles=(*rights.settles, cell.history("*"), *own, *relay))
 
     @property
     def trainer(self) -> Rights:

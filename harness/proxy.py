@@ -8,6 +8,7 @@ import struct
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+from common.peers.server import Pace
 from harness.redis_server import free_port
 
 PIECE_BYTES = 65536
@@ -29,6 +30,8 @@ class Proxy:
     port: int = field(default_factory=free_port)
     delay_s: float = 0.0
     """Each piece of at most `PIECE_BYTES` waits this long."""
+    bytes_per_s: int | None = None
+    """The most that passes, of all connections and both ways together; None: as fast as it can."""
     halved: float = 0.0
     """The share of pieces of which one half passes; then their connection ends."""
     answer: Answer = nothing
@@ -36,6 +39,8 @@ class Proxy:
     chance: random.Random = field(default_factory=random.Random)
     num_passed: int = 0
     """Pieces so far, also those that wait."""
+    num_bytes: int = 0
+    """Bytes so far from the target to clients."""
     num_halves: int = 0
     """Number of those of which one half passed."""
     num_swallowed: int = 0
@@ -44,6 +49,10 @@ class Proxy:
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
     _mute: set[asyncio.StreamWriter] = field(default_factory=set)
     _silent: bool = False
+    _pace: Pace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.bytes_per_s)
 
     @property
     def endpoint(self) -> str:
@@ -109,6 +118,7 @@ class Proxy:
     async def _to_client(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             async for piece in self._heard(reader, client):
+                self.num_bytes += len(piece)
                 await self._pass(piece, client)
         if client not in self._mute:
             client.close()
@@ -124,6 +134,7 @@ class Proxy:
     async def _pass(self, piece: bytes, writer: asyncio.StreamWriter) -> None:
         """Raises ConnectionAbortedError after half of a piece."""
         self.num_passed += 1
+        await self._pace.take(len(piece))
         await asyncio.sleep(self.delay_s)
         half = self.halved > self.chance.random()
         self.num_halves += half

@@ -267,6 +267,9 @@ class FixedSlots:
     def kv_tokens(self) -> int | None:
         return None
 
+    def lora_slots(self) -> dict[str, int]:
+        return {}
+
     def least_kv_tokens(self) -> int | None:
         return self.kv_tokens()
 

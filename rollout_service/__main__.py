@@ -2,21 +2,27 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+import structlog
 
 from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
 from common.bus.bus import Bus
-from common.bus.streams import GROUP_ROLLOUT
+from common.bus.redis_connection import own_address
 from common.errors import InvalidInput
+from common.peers.chain import Relay
+from common.peers.folder import NodeFolder
+from common.peers.holders import Holders
 from common.pool.pool_worker import PooledService
 from common.settings import itemsize_of, resolve_model
 from common.text.tokens import ChatTokenizer
 from common.wire.messages import TurnDelta
 from common.worker.service import BuiltService, Parts, run
 from common.worker.telemetry import About
-from common.worker.worker import Habits, Inbox
+from common.worker.worker import Habits
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.choice import load_backbone
 from rollout_service.embedded.pools import EngineLimits
@@ -24,10 +30,11 @@ from rollout_service.embedded.selftest import selftest
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.handler import RolloutHandler
 from rollout_service.process.process_engine import ProcessEngine
-from rollout_service.process.vllm_engine import vllm_engine
+from rollout_service.process.vllm_engine import ASLEEP_BYTES, vllm_engine
 from rollout_service.settings import RolloutSettings
 
 SELFTEST = "rollout_service.embedded.selftest"
+log = structlog.get_logger()
 
 
 def load_engine(settings: RolloutSettings) -> tuple[TorchEngine | ProcessEngine, str]:
@@ -77,20 +84,21 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         await engine.start()
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
+    relay = parts.store.relay = await open_relay(settings, parts)
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
-    send_delta = partial(_send_delta, parts.bus)
-    handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
-    return BuiltService(
+    send_delta, worker = partial(_send_delta, parts.bus), parts.worker if settings.own_streams else ""
+    handler = RolloutHandler(
+        engine, adapters, parts.cell, send_delta=send_delta, worker=worker, deterministic=settings.deterministic
+    )
+    service = BuiltService(
         handler,
-        [
-            Inbox(parts.cell.rollout_chat, GROUP_ROLLOUT, own_slots=settings.chat_slots),
-            Inbox(parts.cell.rollout_first, GROUP_ROLLOUT),
-            Inbox(parts.cell.rollout, GROUP_ROLLOUT),
-        ],
+        settings.inboxes(parts.cell, parts.worker),
         About(
             slots=settings.shared_slots,
             kv_tokens=engine.kv_tokens,
+            kv_used=lambda: engine.kv_used,
             max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
+            lora_slots=settings.vllm_max_loras if settings.engine == "vllm" and settings.own_streams else None,
             dtype=settings.dtype,
             fingerprint=bits,
             resident=lambda: [str(adapter) for adapter in engine.resident()],
@@ -101,9 +109,30 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
             progress_s=settings.rollout_progress_s,
             on_adapter_new=lambda hint: adapters.prefetch(hint.adapter),
         ),
-        close=[adapters.close, engine.stop],
+        loops=[relay.run] if relay else [],
+        close=[adapters.close, *([relay.close] if relay else []), engine.stop],
         num_bytes=partial(held_bytes, settings.rollout_device),
     )
+    return service if isinstance(engine, TorchEngine) else _sleeping(service, engine)
+
+
+def _sleeping(service: BuiltService, engine: ProcessEngine) -> BuiltService:
+    return replace(service, num_bytes=lambda: ASLEEP_BYTES, sleep=engine.sleep, wake=engine.wake)
+
+
+async def open_relay(settings: RolloutSettings, parts: Parts) -> Relay | None:
+    """None, and all comes from the store, if the settings say so, or this worker cannot serve others."""
+    if not settings.relays:
+        return None
+    holders = Holders(parts.bus, parts.worker, store_places=settings.store_places)
+    folder = NodeFolder(settings.node_folder, settings.cache_bytes)
+    relay = Relay(parts.objects, folder, holders, bytes_per_s=settings.peer_bytes_per_s)
+    try:
+        await relay.open(await asyncio.to_thread(own_address, settings.redis_url), settings.peer_port)
+    except OSError as error:
+        log.warning("no_peers", reason=f"{error}; see MARLAAS_PEER_PORT")
+        return None
+    return relay
 
 
 async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:
@@ -111,13 +140,24 @@ async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:
 
 
 def pooled(settings: RolloutSettings) -> PooledService:
-    """Closing lets turns end in deterministic mode, where one that moves starts again. Raises InvalidInput for vLLM."""
-    if settings.engine == "vllm":
+    """Closing lets turns end in deterministic mode, where one that moves starts again. Raises InvalidInput where vLLM cannot sleep, or
+    would take all memory."""
+    is_vllm = settings.engine == "vllm"
+    if is_vllm and (settings.rollout_device == "cpu" or "rollout_kv_bytes" not in settings.model_fields_set):
         raise InvalidInput(
-            "MARLAAS_ENGINE=vllm serves one base model a worker: name it with MARLAAS_BASE_MODEL, and start more workers for the others"
+            "MARLAAS_ENGINE=vllm serves several base models in turn on CUDA alone, with MARLAAS_ROLLOUT_KV_BYTES: set both, or name one "
+            "base model with MARLAAS_BASE_MODEL, and start more workers for the others"
         )
-    about = About(slots=settings.shared_slots, dtype=settings.dtype)
-    return PooledService(about, itemsize_of(settings.dtype), settings.rollout_kv_bytes, finishes=settings.deterministic)
+    about = About(
+        settings.shared_slots, dtype=settings.dtype, max_lora_rank=settings.vllm_max_lora_rank if is_vllm else None
+    )
+    return PooledService(
+        about,
+        itemsize_of(settings.dtype) / (settings.vllm_tensor_parallel if is_vllm else 1),
+        settings.rollout_kv_bytes,
+        finishes=settings.deterministic,
+        sleeps=is_vllm,
+    )
 
 
 if __name__ == "__main__":

@@ -16,9 +16,12 @@ import structlog
 from common.cancellation import cancel_all
 from common.errors import MarlaasError
 from common.store.adapters import AdapterStore
+from common.store.parts import PARTED_BYTES
 from common.wire.messages import AdapterRef
 from rollout_service.engine import Engine
 
+RECENT_S = 600.0
+"""Seconds after a job's last turn here in which this worker expects more of it."""
 log = structlog.get_logger()
 
 
@@ -39,6 +42,8 @@ class AdapterCache:
         self._engine = engine
         self._idle_bytes = idle_bytes
         self._entries: OrderedDict[AdapterRef, Entry] = OrderedDict()  # least recently used first
+        self._turns = dict[tuple[str, str], float]()  # (tenant, job) -> when its last turn came
+        self._fills = set[asyncio.Task[None]]()
         self._loaded_bytes = 0  # in use or idle
         self._loads, self._load_s = 0, 0.0
         self._changing = asyncio.Lock()
@@ -61,16 +66,31 @@ class AdapterCache:
             if self._loaded_bytes > self._idle_bytes:
                 await self._trim()
 
+    def expect(self, adapter: AdapterRef) -> None:
+        """Notes that a turn of its job has come."""
+        if self._store.relay is not None:
+            self._turns[adapter.tenant, adapter.job] = time.monotonic()
+
     def prefetch(self, adapter: AdapterRef) -> None:
-        """Loads an adapter that will soon be named. A failure shows when it is named."""
-        self._enter(adapter)
+        """Loads an adapter that will soon be named; with a relay, has the node folder hold it if its job had turns here lately. A
+        failure shows when it is named."""
+        if self._store.relay is None or not self._store.relay.is_usable:
+            self._enter(adapter)
+            return
+        since = time.monotonic() - RECENT_S
+        self._turns = {job: at_s for job, at_s in self._turns.items() if at_s > since}
+        if (adapter.tenant, adapter.job) in self._turns and adapter not in self._entries:
+            task = asyncio.create_task(self._fill(adapter), name=f"fill {adapter}")
+            self._fills.add(task)
+            task.add_done_callback(self._fills.discard)
 
     def counters(self) -> dict[str, float]:
         """Totals since the start: adapters fetched, checked and given to the engine, and seconds."""
-        return {"loads": float(self._loads), "load_s": self._load_s}
+        relay = self._store.relay
+        return {"loads": float(self._loads), "load_s": self._load_s} | (relay.counters() if relay else {})
 
     async def close(self) -> None:
-        await cancel_all([entry.loading for entry in self._entries.values()])
+        await cancel_all([*self._fills, *(entry.loading for entry in self._entries.values())])
         self._entries.clear()
         self._loaded_bytes = 0
 
@@ -82,6 +102,14 @@ class AdapterCache:
             entry = self._entries[adapter] = Entry(loading)
         self._entries.move_to_end(adapter)
         return entry
+
+    async def _fill(self, adapter: AdapterRef) -> None:
+        try:
+            files = await self._store.read(adapter)
+            if all(len(data) <= PARTED_BYTES for data in files.values()):
+                self._enter(adapter)
+        except MarlaasError as error:
+            log.warning("adapter_not_cached", adapter=str(adapter), reason=str(error))
 
     async def _load(self, adapter: AdapterRef) -> int:
         since = time.monotonic()

@@ -1,10 +1,13 @@
 """Settings of one rollout process, read once at its start."""
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from common.bus.streams import GROUP_ROLLOUT, Cell
 from common.settings import Bytes, Settings, dtype_on
+from common.worker.underway import Inbox
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
@@ -40,6 +43,21 @@ class RolloutSettings(Settings):
     rollout_progress_s: float = Field(default=1.0, ge=0)
     """Time between two writes of the tokens of long turns under way: a worker that is killed loses about so much of each.
     0: none are written."""
+    own_streams: bool = True
+    """Later turns come back to the worker that has the keys and values of the earlier ones, unless another would idle."""
+    peers: bool | None = None
+    """Large adapters come through other rollout workers, so that the store is read once. Unless set: if the store is no folder, which
+    is read as fast as a worker's own."""
+    peer_port: int = Field(default=0, ge=0, le=65_000)
+    """The first of 16 ports, of which a worker serves its peers at the first free one, at its address on the way to Redis. 0: any."""
+    peer_bytes_per_s: Bytes | None = Field(default=None, ge=1 << 20)
+    """The most that a worker sends to its peers; unless set as fast as it can."""
+    cache_dir: Path | None = None
+    """A folder of the machine in which its workers keep adapters for each other. Unless set: `cache` in `data_dir`."""
+    cache_bytes: Bytes = Field(default=10 << 30, ge=0)
+    """Bytes of `cache_dir`: beyond them the least recently used go."""
+    store_places: int = Field(default=1, ge=1)
+    """Workers that may read one adapter from the store at once; the others follow them."""
     vllm_max_loras: int = Field(default=8, ge=1)
     """Adapters in one batch, the bare base model not counted; turns of others queue behind them. On CUDA 32 unless set."""
     vllm_max_known_loras: int = Field(default=64, ge=1)
@@ -69,6 +87,15 @@ class RolloutSettings(Settings):
         return value
 
     @property
+    def relays(self) -> bool:
+        """Do adapters come through peers?"""
+        return not self.store.startswith("file:") if self.peers is None else self.peers
+
+    @property
+    def node_folder(self) -> Path:
+        return (self.cache_dir or self.data_dir / "cache") / "files"
+
+    @property
     def engine_slots(self) -> int:
         """Turns that the engine may generate at once: chats, and those of a dead worker, run next to a full load. In deterministic
         mode, whose self-test has seen `rollout_slots`, chats have places out of them."""
@@ -83,6 +110,15 @@ class RolloutSettings(Settings):
     def chat_slots(self) -> int:
         """Places that only chats take."""
         return min(max(1, self.rollout_slots // CHAT_SHARE), self.rollout_slots - self.deterministic)
+
+    def inboxes(self, cell: Cell, worker: str) -> list[Inbox]:
+        """Streams that a worker reads, each before the next."""
+        chat, first = (cell.rollout_chat_worker(worker), cell.rollout_worker(worker)) if self.own_streams else ("", "")
+        return [
+            Inbox(cell.rollout_chat, GROUP_ROLLOUT, own_slots=self.chat_slots, own=chat),
+            Inbox(cell.rollout_first, GROUP_ROLLOUT, own=first),
+            Inbox(cell.rollout, GROUP_ROLLOUT),
+        ]
 
     @property
     def orphan_slots(self) -> int:

@@ -109,6 +109,9 @@ class World:
     def kv_tokens(self) -> int | None:
         return None
 
+    def lora_slots(self) -> dict[str, int]:
+        return {}
+
     def least_kv_tokens(self) -> int | None:
         return None
 

@@ -9,6 +9,7 @@ slot. A shard that fails over or moves shows as a lost connection.
 """
 
 import asyncio
+import socket
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import urlsplit
@@ -199,6 +200,15 @@ def make_client(redis_url: str, key: str, **options: Any) -> "aioredis.Redis":
     plain = {"connection_class": kind, "decode_responses": False, "protocol": 3, "driver_info": None}
     chosen: dict[str, Any] = {"max_connections": MAX_CONNECTIONS, **address, **options, **plain}
     return FastClient.from_pool(FastPool(**chosen))
+
+
+def own_address(redis_url: str) -> str:
+    """The address of this machine on the way to Redis, at which others of the cell reach it. Raises OSError."""
+    ((host, port), *_), _ = _nodes(redis_url.partition("://")[2])
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # a datagram socket's sends nothing
+        return probe.getsockname()[0]
 
 
 def _nodes(rest: str) -> tuple[list[tuple[str, int]], str]:

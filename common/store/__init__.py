@@ -9,5 +9,6 @@ Its files:
     disk_room.py     tells whether the disk of a local store has its reserve
     known_store.py   waits for the store that a cell knows
     objects.py       reads and writes object storage
+    parts.py         hashes a file, and its parts for those who pass it on
     store_folder.py  tells a local store's folder from another in its place
 """

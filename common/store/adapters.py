@@ -9,7 +9,6 @@ other deletes its own folder. Only the trainer service writes here.
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
@@ -20,16 +19,13 @@ import msgspec
 
 from common.errors import AlreadyExists, CorruptObject, NotFound, Unavailable
 from common.models.base_digest import NO_BASE, BaseIdentity
+from common.peers.chain import Relay
 from common.store.objects import Objects
+from common.store.parts import StoredFile, stored_file
 from common.wire.messages import AdapterRef, AdapterUpdate, Usage
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 PEFT_FILES = ("adapter_model.safetensors", "adapter_config.json")
-
-
-class StoredFile(msgspec.Struct, frozen=True):
-    sha256: str
-    size: int  # bytes
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,10 +75,11 @@ def update_of(manifest: Manifest, about: Mapping[str, Any]) -> AdapterUpdate:
 class AdapterStore:
     """Reads and commits versions."""
 
-    def __init__(self, objects: Objects, base: BaseIdentity = NO_BASE) -> None:
-        """`base`: the reader's; versions of another are refused."""
+    def __init__(self, objects: Objects, base: BaseIdentity = NO_BASE, relay: Relay | None = None) -> None:
+        """`base`: the reader's; versions of another are refused. `relay`: through it come files that have parts."""
         self._objects = objects
         self.base = base
+        self.relay = relay
 
     async def manifest(self, adapter: AdapterRef) -> Manifest | None:
         """The commit record, or None if the version does not exist. Raises CorruptObject."""
@@ -113,11 +110,14 @@ class AdapterStore:
     async def _read_file(self, manifest: Manifest, name: str, beside: InThread) -> bytes:
         if name not in manifest.files:
             raise NotFound(f"adapter {manifest.adapter} has no file {name}")
+        file, path = manifest.files[name], f"{manifest.adapter.path()}/{manifest.attempt}/{name}"
         try:
-            data = await self._objects.get(f"{manifest.adapter.path()}/{manifest.attempt}/{name}")
+            if self.relay and file.parts and (relayed := await self.relay.read(file, path)) is not None:
+                return relayed
+            data = await self._objects.get(path)
         except NotFound as error:
             raise CorruptObject(f"adapter {manifest.adapter}: {name} is gone") from error
-        if (await beside(partial(_stored, data))).sha256 != manifest.files[name].sha256:
+        if (await beside(partial(stored_file, data, in_parts=False))).sha256 != file.sha256:
             raise CorruptObject(f"adapter {manifest.adapter}: {name} does not match its sha256")
         return data
 
@@ -131,7 +131,10 @@ class AdapterStore:
         record = msgspec.structs.replace(
             manifest,
             attempt=attempt,
-            files={name: await asyncio.to_thread(_stored, data) for name, data in files.items()},
+            files={
+                name: await asyncio.to_thread(stored_file, data, in_parts=name in PEFT_FILES)
+                for name, data in files.items()
+            },
             created_at=time.time(),
         )
         # The commit. Files come first, under a name of this attempt, so a manifest never names files that are not there. The
@@ -171,8 +174,3 @@ class AdapterStore:
 
     async def delete_job(self, tenant: str, job: str) -> None:
         await self._objects.delete_folder(f"adapters/{tenant}/{job}")
-
-
-def _stored(data: bytes) -> StoredFile:
-    """Hashes without the interpreter's lock, so that it holds nobody up in a thread."""
-    return StoredFile(hashlib.sha256(data).hexdigest(), len(data))

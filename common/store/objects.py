@@ -113,6 +113,14 @@ class Objects:
             await asyncio.to_thread(file.write, part)
         file.flush()
 
+    async def stream(self, path: str, start: int, least_bytes: int) -> AsyncIterator[bytes]:
+        """The bytes of an object from `start` on, `least_bytes` or more at a time but for the last. Raises NotFound."""
+        options: Any = {"range": {"offset": start}}
+        result = await self._found(obstore.get_async(self._backend, path, options=options), path)
+        parts = aiter(result.stream(min_chunk_size=least_bytes))
+        while part := await _translated(anext(parts, None), path):
+            yield bytes(part)
+
     async def exists(self, path: str) -> bool:
         try:
             await self._found(obstore.head_async(self._backend, path), path)

@@ -25,7 +25,7 @@ from common.errors import REFUSED, InvalidInput, MarlaasError
 from common.models.base_digest import BaseIdentity, base_digest
 from common.models.host_memory import own_bytes
 from common.pool.base_workers import BaseWorkers
-from common.pool.gate import Gate, Loaded, NotTaken
+from common.pool.gate import Gate, Loaded, NotTaken, stay_awake
 from common.pool.pool_worker import PooledService, PoolWorker
 from common.settings import MODEL_FILES, Settings, explained, refuse_unknown, resolve_config, resolve_model
 from common.store.adapters import AdapterStore
@@ -76,6 +76,10 @@ class BuiltService:
     """Memory of this process, where it computes."""
     num_held: Callable[[], int] = int
     """Number of sessions, or of gradients of runs, that end with this process."""
+    sleep: Callable[[], Coroutine[Any, Any, None]] = stay_awake
+    """Gives the device's memory to other base models, while this one is closed."""
+    wake: Callable[[], Coroutine[Any, Any, None]] = stay_awake
+    """Takes it back. An error of either ends the worker, whose base model is then loaded again."""
 
 
 def run(
@@ -192,6 +196,7 @@ async def _serve(
     service = await start.during(build(settings, parts), _loading(cell.base_model))
     if gate:
         gate.num_bytes, gate.num_held = service.num_bytes, service.num_held
+        gate.sleep, gate.wake = service.sleep, service.wake
     membership = _member(name, settings, service, parts)
     reporter, lease_s, habits = reporting(service.about), settings.lease_s, service.habits
     worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=lease_s, habits=habits, gate=gate)
@@ -284,6 +289,7 @@ async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyn
 
     joined = await done_before(stop, membership.wait_to_join(tell))
     if gate and joined:
+        await gate.sleep()
         await gate.tell(Loaded(reporter.worker, gate.num_bytes()))
     return joined
 

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.errors import InvalidInput
-
 TARGET = 0.8
 """The part of slots, and of keys and values, that is filled: the rest is for what comes at once."""
 FEW_ROWS = 0.5
@@ -24,22 +22,18 @@ EXAMPLE = "write --rollout 1:4 for one to four workers, as turns want them, or -
 
 
 class WorkerRange(NamedTuple):
-    """How many rollout workers there may be."""
+    """Bounds on the number of rollout workers."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> "WorkerRange":
-        """`1:4`; of `4`, `4:4`. Raises InvalidInput."""
+        """`1:4`; of `4`, `4:4`. Raises ValueError."""
         found = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", text.strip(), re.ASCII)
-        if found is None:
-            raise InvalidInput(f"{text!r} is neither a number of workers nor a range: {EXAMPLE}")
-        least, most = int(found[1]), int(found[2] or found[1])
-        if found[2] and not 1 <= least <= most:
-            raise InvalidInput(
-                f"{text!r} is no range of workers, which goes from 1 or more to as many or more: {EXAMPLE}"
-            )
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if found is None or (found[2] and not 1 <= least <= most):
+            raise ValueError(f"{text!r} is neither a number of workers nor a range of one or more: {EXAMPLE}")
         return cls(least, most)
 
     @property
@@ -78,38 +72,37 @@ def wanted(turns: float, row_slots: float) -> int:
 
 
 def retire(workers: Sequence[WorkerLoad], wanted: int, *, repack: bool = True) -> str | None:
-    """The worker that may stop, as the others have room for its rows; None if none may. Call while no turn waits and no worker
-    starts. `repack`: it may still have rows."""
+    """The worker that may stop, as the others have room for its rows; None if none may. Whatever waits would be read by a worker with
+    so few rows: nothing does. `repack`: it may still have rows."""
     if len(workers) <= max(1, wanted):
         return None
     first = min(workers, key=lambda each: (each.rows, each.kv_used or 0, each.worker))
     others = [each for each in workers if each is not first]
-    if not first.rows:
-        return first.worker
     slots = sum(max(0, math.floor(TARGET * each.slots) - each.rows) for each in others)
-    fits = repack and first.rows < FEW_ROWS * first.slots and first.rows <= slots
-    return first.worker if fits and (first.kv_used or 0) <= sum(map(_kv_room, others)) else None
-
-
-def _kv_room(worker: WorkerLoad) -> float:
-    if worker.kv_tokens is None:
-        return math.inf
-    return max(0.0, TARGET * worker.kv_tokens - (worker.kv_used or 0))
+    kv_tokens = sum(max(0.0, TARGET * (each.kv_tokens or math.inf) - (each.kv_used or 0)) for each in others)
+    fits = first.rows < FEW_ROWS * first.slots and first.rows <= slots and (first.kv_used or 0) <= kv_tokens
+    return first.worker if not first.rows or (repack and fits) else None
 
 
 @dataclass
 class Retirement:
-    """Chooses one worker after the other, by a clock of the caller's."""
+    """Chooses one worker after the other, by a clock of the caller's. When one has started none retires for as long as that took: so a
+    pool of slow starts shrinks rarely."""
 
     repack: bool = True
     worker: str | None = None
-    _chosen_s: float = -math.inf
+    _unsettled_s: float | None = None
+    _next_s: float = -math.inf
 
     def look(self, now_s: float, workers: Sequence[WorkerLoad], wanted: int, *, settled: bool) -> str | None:
-        """The worker that is to stop now. `settled`: no turn waits, and no worker starts or stops."""
+        """The worker that is to stop now. `settled`: no worker starts or stops."""
+        if not settled:
+            self._unsettled_s = now_s if self._unsettled_s is None else self._unsettled_s
+        elif self._unsettled_s is not None:
+            self._next_s, self._unsettled_s = max(self._next_s, 2 * now_s - self._unsettled_s), None
         if not settled or len(workers) <= wanted:
             self.worker = None
-        elif now_s - self._chosen_s >= RETIRE_EVERY_S:
+        elif now_s >= self._next_s:
             self.worker = retire(workers, wanted, repack=self.repack)
-            self._chosen_s = now_s if self.worker else self._chosen_s
+            self._next_s = now_s + RETIRE_EVERY_S if self.worker else self._next_s
         return self.worker

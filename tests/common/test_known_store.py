@@ -168,7 +168,7 @@ async def test_a_service_that_starts_while_its_store_is_away_says_so_and_goes_on
             await joined(bus)
         # And ends when told to
         service.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             assert await service.wait() == 0
     finally:
         await killed(service)

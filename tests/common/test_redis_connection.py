@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from common.bus.redis_connection import make_client
+from common.bus.redis_connection import make_client, own_address
 from harness.redis_server import RedisServer
 
 KEY = "marlaas:{tiny}:x"
 LONG_S = 100.0
+
+
+def test_a_machines_own_address_is_that_on_its_way_to_redis() -> None:
+    assert own_address("redis://user:word@127.0.0.1:6379/0") == "127.0.0.1"
+    assert own_address("rediss+cluster://user:word@127.0.0.1:7000,h:7001") == "127.0.0.1"
+    with pytest.raises(OSError, match=r"known|resolution"):
+        own_address("redis://nobody.invalid")
 
 
 async def test_calls_beyond_the_connections_wait_for_one_in_order(redis_url: str) -> None:

@@ -180,6 +180,13 @@ def test_a_gpu_has_larger_micro_batches_unless_somebody_has_said_how_large(monke
     assert TrainerSettings(trainer_device="cuda:1").most_tokens == 4096
 
 
+def test_adapters_come_through_peers_unless_the_store_is_a_folder_or_as_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [RolloutSettings(store_url=url).relays for url in ("", "file:///x", "s3://b/x")] == [False, False, True]
+    monkeypatch.setenv("MARLAAS_PEERS", "0")
+    assert not RolloutSettings(store_url="s3://b/x").relays
+    assert RolloutSettings(peers=True, data_dir=Path("/d")).node_folder == Path("/d/cache/files")
+
+
 def test_vllm_on_a_gpu_has_defaults_of_its_own_and_what_is_set_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     here, gpu = RolloutSettings(engine="vllm"), RolloutSettings(engine="vllm", rollout_device="cuda")
     assert (here.rollout_slots, gpu.rollout_slots) == (128, 256)

@@ -111,7 +111,7 @@ async def working(
         await asyncio.wait_for(task, 60)
 
 
-async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
     """Waits for what comes in moments on a machine with nothing else to do."""
     async with asyncio.timeout(seconds):
         while True:

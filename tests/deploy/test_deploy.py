@@ -20,6 +20,7 @@ import yaml
 
 from common.bus.streams import Cell
 from common.children.own_folder import SHARED_MEMORY
+from common.peers.server import NUM_PORTS
 from common.private_networks import PRIVATE
 from common.settings import KNOWN, PREFIX, TINY
 from deploy.make_secrets import read_settings
@@ -252,9 +253,25 @@ def test_compose_has_room_for_adapters_and_the_hubs_cache() -> None:
 def test_what_is_compiled_for_a_gpu_outlives_its_container() -> None:
     for name in ("rollout-gpu", "trainer-gpu"):
         service = COMPOSE["services"][name]
-        caches = [value for key, value in service["environment"].items() if re.search("CACHE_(ROOT|DIR)$", key)]
+        found = {key: value for key, value in service["environment"].items() if not key.startswith(PREFIX)}
+        caches = [value for key, value in found.items() if re.search("CACHE_(ROOT|DIR)$", key)]
         assert len(caches) == 2 and all(value.startswith("/compiled/") for value in caches)
         assert "compiled:/compiled" in service["volumes"] and "compiled" in COMPOSE["volumes"]
+
+
+def test_rollout_workers_alone_reach_each_others_ports_and_have_a_folder_for_adapters() -> None:
+    policy = named("NetworkPolicy")["peers"]["spec"]
+    rollout = {"podSelector": {"matchLabels": {"app": "rollout"}}}
+    ports = [{"protocol": "TCP", "port": 7600, "endPort": 7600 + NUM_PORTS - 1}]
+    assert policy["ingress"] == [{"from": [rollout], "ports": ports}]
+    assert policy["egress"] == [{"to": [rollout], "ports": ports}]
+    (container,) = named("Deployment")["rollout"]["spec"]["template"]["spec"]["containers"]
+    environment = {row["name"]: row.get("value") for row in container["env"]}
+    assert (environment["MARLAAS_PEER_PORT"], environment["MARLAAS_CACHE_DIR"]) == ("7600", "/cache")
+    assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
+    for name in ("rollout", "rollout-gpu"):
+        assert "cache:/cache" in COMPOSE["services"][name]["volumes"] and "cache" in COMPOSE["volumes"]
+        assert COMPOSE["services"][name]["environment"]["MARLAAS_CACHE_DIR"] == "/cache"
 
 
 def test_the_manifests_and_compose_configure_redis_alike() -> None:

@@ -44,7 +44,7 @@ async def finished_jobs(server: ApiServer, count: int, **settings: Any) -> list[
 
 async def archived(server: ApiServer) -> None:
     """Lets an owner archive all that has finished."""
-    async with running_jobs(server, archive_after_s=0.0), asyncio.timeout(30):
+    async with running_jobs(server, archive_after_s=0.0), asyncio.timeout(120):
         while await server.bus.client.zcard(server.bus.cell.jobs_all):
             await asyncio.sleep(0.05)
 
@@ -145,7 +145,7 @@ async def test_without_a_store_nothing_is_deleted_in_redis(server: ApiServer, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(Objects, "write", fails)
-        async with running_jobs(server, archive_after_s=0.0), asyncio.timeout(30):
+        async with running_jobs(server, archive_after_s=0.0), asyncio.timeout(120):
             await tried.wait()
     assert await answers(server, jobs) == before
     await archived(server)
@@ -158,7 +158,7 @@ async def test_a_record_that_cannot_be_read_stays_where_it_is(server: ApiServer)
     await client.hset(cell.job(broken), "state", b"{")
     moved = await Archiver(server.bus, server.api.objects).copy([broken, whole])
     assert [(one.job, one.tenant) for one in moved] == [(broken, ""), (whole, "default")]
-    async with running_jobs(server, archive_after_s=0.0), asyncio.timeout(30):
+    async with running_jobs(server, archive_after_s=0.0), asyncio.timeout(120):
         while await client.zcard(cell.finished(partition_of("default"))):
             await asyncio.sleep(0.05)
     assert await client.exists(cell.job(broken), cell.job(whole)) == 1

@@ -13,8 +13,10 @@ import pytest
 from common.bus.streams import Cell
 from common.errors import NotFound, Unavailable
 from common.models.base_digest import BaseIdentity
+from common.peers.chain import Relay
 from common.store.adapters import PEFT_FILES, AdapterStore, InThread, Manifest
 from common.store.objects import Objects
+from common.store.parts import PARTED_BYTES, StoredFile
 from common.wire.messages import BASE, AdapterRef, Failure, Parked, ScoredTrajectory, TurnDelta, TurnRequest, TurnResult
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.pools import EngineLimits
@@ -113,7 +115,7 @@ async def serving(
         deltas.append((stream, delta))
 
     cache = AdapterCache(store, engine, idle_bytes=idle_bytes)
-    yield RolloutHandler(engine, cache, CELL, send_delta=send, deterministic=deterministic), deltas
+    yield RolloutHandler(engine, cache, CELL, send_delta=send, worker="w", deterministic=deterministic), deltas
     await cache.close()
 
 
@@ -129,7 +131,7 @@ async def test_a_turn_goes_to_env_with_its_adapter_and_what_it_cost() -> None:
         asked = request(ref("a"), max_tokens=5)
         stream, result = await turn(handler, asked)
     assert (stream, result.id, result.partition, result.failure) == (CELL.env, asked.id, 3, None)
-    assert result.adapter == ref("a") and result.request == asked
+    assert (result.adapter, result.request, result.worker) == (ref("a"), asked, "w")
     assert len(result.tokens) == len(result.logprobs) == result.usage.sampled_tokens > 0
     assert result.usage.prompt_tokens == len(asked.tokens) and result.usage.rollout_s > 0
 
@@ -413,6 +415,42 @@ async def test_adapters_that_are_used_or_dropped_while_others_are_dropped_stay_r
         assert engine.held == [refs[1]], "what is used stays, what is idle goes once"
     assert engine.held == []
     await cache.close()
+
+
+class CountingRelay(Relay):
+    """Reads no file of any peer."""
+
+    def __init__(self) -> None:
+        self.is_usable = True
+        self.sizes: list[int] = []
+
+    async def read(self, file: StoredFile, path: str) -> bytes:
+        self.sizes.append(file.size)
+        return bytes(file.size)
+
+    def counters(self) -> dict[str, float]:
+        return {"peer_bytes": 5.0}
+
+
+async def test_with_a_relay_a_new_version_is_kept_for_jobs_that_had_turns_here_and_not_loaded() -> None:
+    large = files_of(1) | {PEFT_FILES[0]: bytes(PARTED_BYTES + 1)}
+    store, _ = await store_with(ref("a", 2), ref("b", 2), files=large)
+    relay, engine = CountingRelay(), FakeEngine()
+    store.relay = relay
+    cache = AdapterCache(store, engine, idle_bytes=1000)
+    cache.expect(ref("a", 1))
+    for job in ("b", "a"):
+        cache.prefetch(ref(job, 2))
+    while not relay.sizes:
+        await asyncio.sleep(0.001)
+    assert (relay.sizes, engine.loads, store.reads) == ([PARTED_BYTES + 1], [], 1)
+    relay.is_usable = False
+    cache.prefetch(ref("b", 2))
+    while not engine.loads:
+        await asyncio.sleep(0.001)
+    assert engine.loads == [ref("b", 2)], "without a node folder as without a relay"
+    await cache.close()
+    assert cache.counters()["peer_bytes"] == 5
 
 
 async def test_a_prefetched_adapter_is_there_when_it_is_named() -> None:

@@ -107,9 +107,10 @@ async def running_api(
                 base_url=url,
                 headers=headers,
                 trust_env=False,
-                timeout=60,
+                timeout=120,
                 verify=False,
-                limits=httpx.Limits(max_connections=None),
+                # shorter than the server's, which may end a connection at the moment in which it is used again
+                limits=httpx.Limits(max_connections=None, keepalive_expiry=1.0),
             ) as http,
             openai_client(url, key) as client,
         ):

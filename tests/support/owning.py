@@ -74,7 +74,7 @@ class System:
     async def stop(self) -> None:
         self._stop.set()
         living = [self.owner_task] if self.owner_task and not self.owner_task.done() else []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await asyncio.gather(*self._tasks, *living)
 
     async def run_job(self, spec: JobSpec, *statuses: str, seconds: float = 60.0) -> JobState:

@@ -20,25 +20,27 @@ class TinkerClient:
     key: str
 
     async def post(self, name: str, **body: Any) -> httpx.Response:
-        return await self.http.post(f"/api/v1/{name}", json=body, headers={"X-API-Key": f"tml-{self.key}"}, timeout=30)
+        return await self.http.post(f"/api/v1/{name}", json=body, headers={"X-API-Key": f"tml-{self.key}"}, timeout=120)
 
     async def get(self, name: str) -> httpx.Response:
         return await self.http.get(f"/api/v1/{name}", headers={"X-API-Key": f"tml-{self.key}"})
 
     async def delete(self, name: str) -> httpx.Response:
-        return await self.http.delete(f"/api/v1/{name}", headers={"X-API-Key": f"tml-{self.key}"}, timeout=30)
+        return await self.http.delete(f"/api/v1/{name}", headers={"X-API-Key": f"tml-{self.key}"}, timeout=120)
 
     async def put(self, name: str, **body: Any) -> httpx.Response:
-        return await self.http.put(f"/api/v1/{name}", json=body, headers={"X-API-Key": f"tml-{self.key}"}, timeout=30)
+        return await self.http.put(f"/api/v1/{name}", json=body, headers={"X-API-Key": f"tml-{self.key}"}, timeout=120)
 
     async def send(self, body: bytes, **headers: str) -> httpx.Response:
         """A pass over data."""
         told = PROTOBUF | {"X-API-Key": f"tml-{self.key}"} | headers
-        return await self.http.post("/api/v1/forward_backward", content=body, headers=told, timeout=30)
+        return await self.http.post("/api/v1/forward_backward", content=body, headers=told, timeout=120)
 
     async def retrieve(self, future: str) -> httpx.Response:
         headers = {"X-API-Key": f"tml-{self.key}"}
-        return await self.http.post("/api/v1/retrieve_future", json={"request_id": future}, headers=headers, timeout=60)
+        return await self.http.post(
+            "/api/v1/retrieve_future", json={"request_id": future}, headers=headers, timeout=120
+        )
 
     async def done(self, name: str, **body: Any) -> dict[str, Any]:
         """The result of an operation that is sent, or of what answers with a future."""

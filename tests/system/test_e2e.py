@@ -144,7 +144,8 @@ async def test_a_chat_is_answered_while_samples_have_every_slot(tmp_path: Path) 
         messages = [{"role": "user", "content": "hi"}]
         await api.post("/chat/completions", {"model": "base", "messages": messages, "max_tokens": 2})
         await api.post("/completions", {"model": "base", "prompt": "hi", "max_tokens": 2})
-        assert not sampling.done() and await has_turns(cluster, 4)
+        await until(lambda: has_turns(cluster, 4))  # a report may be of the moment of the chat
+        assert not sampling.done()
         await cancel_all([sampling])
 
 
@@ -154,7 +155,7 @@ async def has_turns(cluster: LocalCluster, number: int) -> bool:
 
 async def kill_under_a_job(cluster: LocalCluster, api: Api, bus: Bus) -> None:
     # Given long turns of which some tokens are kept
-    hyper: dict[str, Any] = {"max_steps": 1, "batch_size": 1, "group_size": 4, "max_tokens": 1900}
+    hyper: dict[str, Any] = {"max_steps": 1, "batch_size": 1, "group_size": 4, "max_tokens": 900}
     job = await api.submit("sort", model="base", **hyper)
     while (kept := await tokens_kept(bus, bus.cell.rollout)) < 4 * 100:
         await asyncio.sleep(0.02)
@@ -170,7 +171,7 @@ async def kill_under_a_job(cluster: LocalCluster, api: Api, bus: Bus) -> None:
 
 async def kill_under_answers(cluster: LocalCluster, api: Api, bus: Bus) -> None:
     """The same of turns that an API replica asked for without a stream."""
-    body = {"model": "base", "prompt": "count", "max_tokens": 1900, "n": 4}
+    body = {"model": "base", "prompt": "count", "max_tokens": 900, "n": 4}
     asking = asyncio.create_task(api.post("/completions", body))
     while await tokens_kept(bus, bus.cell.rollout_chat) < 4 * 100 and not asking.done():
         await asyncio.sleep(0.02)

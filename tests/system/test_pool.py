@@ -134,7 +134,7 @@ async def test_a_base_model_without_a_place_waits_if_they_are_isolated_and_else_
         await until_steps(first, 2)
         second = await api.submit("add", model="b", **SHAPE)
         if placement == "isolated":
-            await until_steps(first, len(await api.steps(first)) + 20)
+            await until_steps(first, len(await api.steps(first)) + 8)
             assert await api.steps(second) == []
             await api.post(f"/fine_tuning/jobs/{first}/cancel")
         await until_whole(cluster, api, [second], steps=3, trajectories=TRAJECTORIES)

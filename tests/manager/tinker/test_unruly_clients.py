@@ -200,7 +200,7 @@ async def look(client: TinkerClient, method: str, path: str) -> httpx.Response:
     """Asks a route that takes no body, or that of `ttl`."""
     body = {"ttl_seconds": 3600} if method == "PUT" else None
     headers = {"X-API-Key": f"tml-{client.key}"}
-    return await client.http.request(method, f"/api/v1/{path}", json=body, headers=headers, timeout=30)
+    return await client.http.request(method, f"/api/v1/{path}", json=body, headers=headers, timeout=120)
 
 
 def filled(route: str, session: str, run: str, sampler: str) -> str:
