@@ -1,5 +1,6 @@
 """A rollout worker at a given pace: the real loop, handler and process engine over a core that computes nothing, so that two processor
-cores are enough for many workers. `python -m benchmarks._paced_rollout URL LEASE_S SLOTS NOTES` runs one until it is killed.
+cores are enough for many workers. `python -m benchmarks._paced_rollout URL LEASE_S SLOTS NOTES` runs one until it is killed, or is told to
+stop: then it hands its turns back.
 
 It writes to the file NOTES, by the machine's monotonic clock:
 
@@ -10,24 +11,27 @@ It writes to the file NOTES, by the machine's monotonic clock:
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import structlog
 
+from base_model.adapter import init_adapter, save_adapter
 from benchmarks.rollout import NoEnd
 from common.bus.bus import Bus
-from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.bus.streams import Cell
 from common.cancellation import running
 from common.settings import TINY
-from common.store.adapters import AdapterStore
-from common.store.objects import Objects
+from common.wire.messages import AdapterRef, LoraSpec
 from common.worker.telemetry import About, Reporter
-from common.worker.worker import Habits, Inbox, Worker, worker_id
-from rollout_service.adapters import AdapterCache
+from common.worker.worker import Habits, Worker, worker_id
 from rollout_service.handler import RolloutHandler
 from rollout_service.process.adapter_files import AdapterFiles, linear_shapes
 from rollout_service.process.core import AdapterFolder, SamplingRequest, TokenChunk
@@ -38,26 +42,43 @@ CELL = Cell("tiny")
 STEP_S, ROW_S = 0.04, 0.0004
 PROGRESS_S = 0.5
 MAX_LORAS = 8
+ARGUMENTS = "MARLAAS_TEST_PACED"
+"""The variable with the arguments of a worker that is forked, and has none."""
 
 
 def nothing(line: str) -> None: ...
 
 
+@cache
+def adapter_files() -> dict[str, bytes]:
+    return save_adapter(init_adapter(LoraSpec(1, 1.0, ("q_proj",)), linear_shapes(TINY), 0), "tiny")
+
+
+class Resident:
+    """Stands for the worker's cache where the engine has all adapters from the start."""
+
+    def hold(self, adapter: AdapterRef) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+
 @dataclass
 class PacedCore:
-    """Gives each turn a token a step. A step takes `step_s`, and `row_s` for each turn in it."""
+    """Gives each turn a token a step. A step takes `step_s`, and `row_s` for each turn in it; to load takes `load_s`."""
 
     step_s: float
     row_s: float = 0.0
+    load_s: float = 0.0
     note: Callable[[str], None] = nothing
     pid: int = 1
     kv_tokens: int | None = None
     num_steps: int = 0
     _rows: int = 0
+    _known: set[str] = field(default_factory=set[str])  # trajectories of which a turn ended here
     _stepped: asyncio.Condition = field(default_factory=asyncio.Condition)
     _stepping: "asyncio.Task[None] | None" = None
 
     async def start(self) -> None:
+        await asyncio.sleep(self.load_s)
         self._stepping = asyncio.create_task(self._step())
 
     async def stop(self) -> None:
@@ -71,8 +92,14 @@ class PacedCore:
 
     async def remove(self, adapter: AdapterFolder) -> None: ...
 
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         begun, self._rows = self.num_steps, self._rows + 1
+        trajectory = request.id.rpartition("+")[0].rsplit("/", 2)[0]
+        num_cached = len(request.tokens) if trajectory in self._known else 0
         try:
             for left in range(request.max_tokens - 1, -1, -1):
                 async with self._stepped:
@@ -80,7 +107,9 @@ class PacedCore:
                 if left == request.max_tokens - 1:
                     turn = request.id.rpartition("+")[0]
                     self.note(f"begin {time.monotonic()} {turn} {len(request.tokens)} {begun}")
-                yield TokenChunk([97], [-1.0], [], finished=not left)
+                if not left:
+                    self._known.add(trajectory)
+                yield TokenChunk([97], [-1.0], [], finished=not left, num_cached=num_cached)
         finally:
             self._rows -= 1
 
@@ -96,21 +125,27 @@ class PacedCore:
 
 
 @contextlib.asynccontextmanager
-async def working(url: str, lease_s: float, slots: int, core: PacedCore) -> AsyncGenerator[ProcessEngine]:
+async def working(
+    url: str, lease_s: float, slots: int, core: PacedCore, *, own_streams: bool = True, jobs: Iterable[AdapterRef] = ()
+) -> AsyncGenerator[ProcessEngine]:
     """Runs a worker inside, with the slots and habits of a real one. What is under way at the end goes back."""
-    settings, bus, files = RolloutSettings(rollout_slots=slots), Bus.connect(url, CELL), linear_shapes(TINY)
+    settings = RolloutSettings(rollout_slots=slots, own_streams=own_streams)
+    bus, files = Bus.connect(url, CELL), linear_shapes(TINY)
     shape = Shape(320, 2048, settings.engine_slots, MAX_LORAS, MAX_LORAS, max_temperature=2.0)
     engine = ProcessEngine(lambda: core, AdapterFiles(files, max_rank=16), NoEnd(), shape)
-    adapters = AdapterCache(AdapterStore(Objects.open("memory:///")), engine, idle_bytes=0)
+    adapters: Any = Resident()
 
     async def send_delta(*_: object) -> None: ...
 
-    handler = RolloutHandler(engine, adapters, CELL, send_delta=send_delta)
-    inboxes = [Inbox(CELL.rollout_first, GROUP_ROLLOUT), Inbox(CELL.rollout, GROUP_ROLLOUT)]
-    reporter = Reporter(worker_id("rollout"), "rollout", CELL.base_model, About(slots=settings.shared_slots))
+    own_id = worker_id("rollout")
+    handler = RolloutHandler(engine, adapters, CELL, send_delta=send_delta, worker=own_id if own_streams else "")
+    inboxes = settings.inboxes(CELL, own_id)[1:]
+    reporter = Reporter(own_id, "rollout", CELL.base_model, About(slots=settings.shared_slots))
     habits = Habits(orphan_slots=settings.orphan_slots, progress_s=PROGRESS_S)
     worker, stop = Worker(bus, handler, inboxes, reporter, lease_s=lease_s, habits=habits), asyncio.Event()
     await engine.start()
+    for job in jobs:
+        await engine.load_files(job, adapter_files())
     async with running(worker.run(stop)) as (task,):
         yield engine
         stop.set()
@@ -120,16 +155,18 @@ async def working(url: str, lease_s: float, slots: int, core: PacedCore) -> Asyn
 
 
 async def serve(url: str, lease_s: float, slots: int, core: PacedCore) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     async with working(url, lease_s, slots, core):
-        await asyncio.Event().wait()
+        await stop.wait()
 
 
-def main(url: str, lease_s: str, slots: str, notes: str) -> None:
+def main(url: str, lease_s: str, slots: str, notes: str, load_s: str = "0") -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    with Path(notes).open("w", buffering=1) as file:
-        core = PacedCore(STEP_S, ROW_S, lambda line: print(line, file=file))
+    with Path(notes).open("a", buffering=1) as file:
+        core = PacedCore(STEP_S, ROW_S, float(load_s), lambda line: print(line, file=file))
         asyncio.run(serve(url, float(lease_s), int(slots), core))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*(sys.argv[1:] or os.environ[ARGUMENTS].split()))

@@ -1,12 +1,13 @@
-"""Measures what a killed rollout worker costs, beside workers whose slots are all taken; and adapters that come through peers.
+"""Measures what a killed rollout worker costs, beside workers whose slots are all taken; what a pool saves that shrinks; and adapters
+that come through peers.
 
-    python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--readers 16] [--megabytes 100] [--copy_s 5] [--json FILE]
+    python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--window-s 120] [--readers 16] [--megabytes 100] [--copy-s 5]
 
 Three workers, each a process at a given pace (`_paced_rollout`), have all of their slots taken, and more turns wait. A turn takes ten
 leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
 tokens that it had had and that are sampled once more. The speed is of all turns, from when the last went on: against two thirds of
-that of the three before, which is what two workers give. Redis is the one of `marlaas up`. `_elastic_relay`
-says what is measured of adapters, `_elastic_bases` what of base models.
+that of the three before, which is what two workers give. Redis is the one of `marlaas up`. `_elastic_repack`
+says what is measured of pools, `_elastic_relay` what of adapters, `_elastic_bases` what of base models.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _elastic_repack
 from benchmarks._elastic_bases import bases_report
 from benchmarks._elastic_relay import relay_report
 from benchmarks._paced_rollout import CELL, PROGRESS_S, ROW_S, STEP_S
@@ -132,15 +134,17 @@ def report(given: Any) -> Report:
         ),
         Goal("tokens/s of all turns, of two workers'", 100 * min(each.speed for each in losses), 90, " %"),
     ]
+    tables, pools, more = _elastic_repack.measured(float(given.window_s))
     relay = relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s)
     bases = bases_report(2 * given.megabytes * 1_000_000)
     return Report(
-        [make_table("A worker is killed", columns, rows), *relay.tables, *bases.tables],
-        {"losses": [asdict(each) for each in losses], **relay.figures, **bases.figures},
-        [*goals, *relay.goals, *bases.goals],
+        [make_table("A worker is killed", columns, rows), *tables, *relay.tables, *bases.tables],
+        {"losses": [asdict(each) for each in losses], "pools": pools, **relay.figures, **bases.figures},
+        [*goals, *more, *relay.goals, *bases.goals],
     )
 
 
 if __name__ == "__main__":
-    quick = {"slots": 32, "lease_s": 1, "rounds": 1, "readers": 4, "megabytes": 16, "copy_s": 1}
-    run(__doc__, report, quick, slots=128, lease_s=2, rounds=3, readers=16, megabytes=100, copy_s=5)
+    quick = {"slots": 32, "lease_s": 1, "rounds": 1, "window_s": 4, "readers": 4, "megabytes": 16, "copy_s": 1}
+    numbers = {"slots": 128, "lease_s": 2, "rounds": 3, "window_s": 120, "readers": 16, "megabytes": 100, "copy_s": 5}
+    run(__doc__, report, quick, **numbers)

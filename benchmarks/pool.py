@@ -1,22 +1,29 @@
-"""Measures what several base models on one pool cost: a switch from each tier, and a pool worker without work.
+"""Measures what several base models on one pool cost: a switch from each tier, a pool worker without work, and the rule.
 
     python -m benchmarks.pool [--switches 20] [--idle_s 80] [--json FILE]
 
 A cluster as `marlaas up` starts it has three base models: `tiny`, a twin, and `wide`, of 170 MB. Chats to `wide` and to the twin take
 turns, so that each switches the rollout worker. A switch lasts from the choice of the next base model until it is told to read, by the
 worker's log; of a base model without a process, loading counts too. The processor time of a worker without work is that of its own
-process, in the last quarter of `idle_s` seconds after the start.
+process, in the last quarter of `idle_s` seconds after the start. Mean waits and rates under the rule and others are computed, not
+measured, by an exact model of one place (`_one_place.py`): four base models at load 0.8, and two whose clients think for 0.1 s.
+
+On a GPU the same measures the tiers of real base models, which vLLM puts to sleep:
+
+    MARLAAS_ENGINE=vllm MARLAAS_ROLLOUT_DEVICE=cuda MARLAAS_ROLLOUT_KV_BYTES=10GB python -m benchmarks.pool --bases a=/models/a,b=/models/b
 """
 
 import asyncio
 import json
+import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._report import Goal, Report, make_table, run
+from benchmarks._one_place import Rule, by_ratio, first_come, in_turn, mean_wait_s, rate
+from benchmarks._report import Goal, Report, make_table, parsed, parser, show
 from common.pool.choosing import OpenSlice, WaitingBase, choose
 from common.settings import TINY
 from harness.bases import FIRST_WORD, make_random_base
@@ -38,6 +45,7 @@ MOST = {"host": 0.6, "device": 0.05}
 """Seconds of a switch, at most."""
 MOST_CHOICE_US = 50
 NUM_CHOICES, NUM_BASES = 2000, 32
+NUM_OPERATIONS = 2000
 
 
 async def chat(api: Api, base: str) -> None:
@@ -62,21 +70,34 @@ def switches(cluster: LocalCluster, base: str) -> dict[str, list[float]]:
     return found
 
 
-async def measure(num_switches: int, idle_s: float) -> dict[str, Any]:
+async def measure(num_switches: int, idle_s: float, given: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        wide = make_random_base(Path(folder) / "wide", last_word=FIRST_WORD, **WIDE)
-        bases = {"tiny": TINY, "twin": TINY, "wide": wide}
-        environment = {"MARLAAS_BASE_MODELS": ",".join(f"{name}={where}" for name, where in bases.items())}
-        async with running(environment=environment) as (cluster, api):
+        if not given:
+            wide = make_random_base(Path(folder) / "wide", last_word=FIRST_WORD, **WIDE)
+            given = f"tiny={TINY},twin={TINY},wide={wide}"
+        other, last = [each.partition("=")[0] for each in given.split(",")][-2:]
+        engine = {name: value for name, value in os.environ.items() if name.startswith("MARLAAS_")}
+        async with running(environment={**engine, "MARLAAS_BASE_MODELS": given}) as (cluster, api):
             await asyncio.sleep(0.75 * idle_s)
             before, since = cpu_s(cluster.pids["rollout-0"]), time.monotonic()
             await asyncio.sleep(0.25 * idle_s)
             idle = (cpu_s(cluster.pids["rollout-0"]) - before) / (time.monotonic() - since)
-            about = next(each for each in (await api.get("/models"))["data"] if each["id"] == "wide")["base"]
+            about = next(each for each in (await api.get("/models"))["data"] if each["id"] == last)["base"]
             for _ in range(num_switches):
-                await chat(api, "wide")
-                await chat(api, "twin")
-            return {"idle": idle, "opens_in_s": about["opens_in_s"], "tier": about["tier"], **switches(cluster, "wide")}
+                await chat(api, last)
+                await chat(api, other)
+            return {"idle": idle, "opens_in_s": about["opens_in_s"], "tier": about["tier"], **switches(cluster, last)}
+
+
+def computed() -> dict[str, float]:
+    """The rule against others: mean waits over theirs, the median of four seeds, and rates with and without lingering."""
+
+    def over(other: Rule) -> float:
+        same = [(seed, 0.8, 1.0, NUM_OPERATIONS, 4) for seed in range(4)]
+        return statistics.median(mean_wait_s(by_ratio, *each) / mean_wait_s(other, *each) for each in same)
+
+    rates = rate(lingers=True) / rate(lingers=False)
+    return {"wait_over_first_come": over(first_come), "wait_over_in_turn": over(in_turn), "rate_by_lingering": rates}
 
 
 def choice_s() -> float:
@@ -95,21 +116,29 @@ def choice_s() -> float:
 
 
 def report(given: Any) -> Report:
-    found = asyncio.run(measure(given.switches, given.idle_s))
+    found, rule = asyncio.run(measure(given.switches, given.idle_s, given.bases)), computed()
     medians = {tier: statistics.median(found[tier]) for tier in MOST if found[tier]}
     figures: dict[str, float] = {
         **{f"from_{tier}_s": seconds for tier, seconds in medians.items()},
         "idle": found["idle"],
     }
-    figures |= {"opens_in_s": found["opens_in_s"], "choice_s": choice_s()}
+    figures |= {"opens_in_s": found["opens_in_s"], "choice_s": choice_s(), **rule}
     table = make_table("A pool worker", ("figure", "measured"), list(figures.items()))
     goals = [Goal(f"a switch from {tier}", s, MOST[tier], " s", more_is_better=False) for tier, s in medians.items()]
     goals += [
         Goal("processor time without work", 100 * figures["idle"], 1, " %", more_is_better=False),
         Goal("a choice of 32", 1e6 * figures["choice_s"], MOST_CHOICE_US, " µs", more_is_better=False),
+        Goal("mean wait over first come's, computed", rule["wait_over_first_come"], 0.5, "", more_is_better=False),
+        Goal("mean wait over that in turn, computed", rule["wait_over_in_turn"], 1.1, "", more_is_better=False),
+        Goal("rate with lingering over without, computed", rule["rate_by_lingering"], 2, ""),
     ]
     return Report([table], figures, goals)
 
 
 if __name__ == "__main__":
-    run(__doc__, report, {"switches": 2, "idle_s": 4}, switches=20, idle_s=280)
+    options = parser(__doc__, switches=20, idle_s=280)
+    options.add_argument(
+        "--bases", default="", metavar="NAME=FOLDER,...", help="base models to switch between; default: made ones"
+    )
+    asked = parsed(options, {"switches": 2, "idle_s": 4})
+    show(report(asked), asked.json)

@@ -19,9 +19,10 @@ RECORDS = (
     "job:", "ledger:", "events:", "checkpoints:", "usage:", "stored:", "tenant-jobs:", "jobs-all", "idempotency:",
     "finished:", "num-archived", "rev:", "weights", "inference", "served", "owners", "bits", "memory", "dropped", "telemetry", "control",
     "adapters:new", "done", "ends", "env-workers",
+    "rollout-workers", "hungry",
 )  # fmt: skip
 """Keys of a cell that stay: records of jobs that have ended, counters, broadcasts that are trimmed by age."""
-EXPIRING = ("reply:", "peers:", "looked:", "use:", "lease:", "train:", "sampling", "hours:", "clients:",
+EXPIRING = ("reply:", "peers:", "looked:", "moved:", "use:", "lease:", "train:", "sampling", "hours:", "clients:",
             "session:", "sampler:", "tenant-samplers:")  # fmt: skip
 """Keys that a process which was killed leaves behind, for a time."""
 OUTSIDE = ("tenants", "keys", "sessions:", "format", "signing-key", "loggers")
@@ -132,9 +133,7 @@ def _may_stay(key: str, *, expires: Any) -> bool:
 def is_work(name: str) -> bool:
     """Is it a stream of which every entry is open work, or a dead letter?"""
     inbox = name.startswith(("scored:", "adapters:", "jobs:", "ops:")) and name.rpartition(":")[2].isdigit()
-    return (
-        inbox or name.startswith("env:") or name in ("env", "rollout", "rollout:first", "rollout:chat", "train", "dead")
-    )
+    return inbox or name.startswith(("env:", "rollout:")) or name in ("env", "rollout", "train", "dead")
 
 
 def runs(cluster: Cluster) -> list[str]:

@@ -21,7 +21,7 @@ _KNOWN = (
     "heartbeat_file pool_worker pool_bytes placement slice_max_s slice_drain_s "
     "peers peer_port peer_bytes_per_s cache_dir cache_bytes store_places "
     # the manager
-    "host port policy inference_timeout_s archive_after_s "
+    "host port policy rollout_range repack inference_timeout_s archive_after_s "
     "max_open_requests max_unfinished_jobs max_stored_bytes max_kept_bytes "
     "logger_hosts webhook_hosts export_proxy export_every_s export_processes max_logger_bytes webhook_give_up_s "
     # env workers
@@ -29,7 +29,7 @@ _KNOWN = (
     "endpoint_hosts endpoint_proxy grader_hosts grader_keys grader_model_calls openenv_hosts openenv_servers "
     # rollout workers
     "engine rollout_device rollout_dtype rollout_backbone rollout_threads rollout_slots rollout_orphan_slots "
-    "rollout_kv_bytes rollout_idle_adapter_bytes rollout_progress_s "
+    "rollout_kv_bytes rollout_idle_adapter_bytes rollout_progress_s own_streams "
     "vllm_max_loras vllm_max_known_loras vllm_max_lora_rank vllm_tensor_parallel vllm_memory_fraction vllm_enforce_eager "
     # trainers
     "trainer_device trainer_dtype trainer_backbone trainer_threads trainer_ranks trainer_micro_batch_tokens "

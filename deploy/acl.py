@@ -5,8 +5,9 @@
     exporter   exports, ends;           jobs:<p>, and a warning to the events of a job that has   keys of loggers, webhooks
                jobs and their events,   ended
                at its end
-    env        env, env:*               rollout, rollout:first, scored:*, reply:*, dead         follows control, keeps env-workers
-    rollout    rollout, rollout:*       env, env:*, scored:*, reply:*, dead                     follows control, adapters:new
+    env        env, env:*               rollout, rollout:*, scored:*, reply:*, dead             follows control, keeps env-workers
+    rollout    rollout, rollout:*       env, env:*, scored:*, reply:*, dead                     follows control, adapters:new,
+                                                                                                keeps rollout-workers, hungry
     trainer    train, train:*           adapters:<p>, dead                                      follows control
     scaler     looks at the length of the work streams (autoscalers)
     health     PING
@@ -38,7 +39,7 @@ _WORKER = """
     zadd zcard zcount zscore zrem zremrangebyscore
 """
 _ENV = "zrangebyscore rpush lrange"
-_ROLLOUT = "info strlen rpush lrange"
+_ROLLOUT = "info strlen rpush lrange zrangebyscore"
 _MANAGER = """
     multi exec info dbsize randomkey memory|usage pttl
     xrevrange xtrim del exists expire get incr mget set hdel hget hexists hgetall hincrby hincrbyfloat
@@ -116,7 +117,7 @@ class _Keys:
     @property
     def env(self) -> Rights:
         cell = self.cell
-        outputs = (cell.rollout, cell.rollout_first, *self._scored, cell.reply("*"))
+        outputs = (cell.rollout, cell.rollout_worker("*"), *self._scored, cell.reply("*"))
         rights = self._member("env", (cell.env, cell.env_worker("*")), reads=(cell.control,), appends=outputs)
         return replace(rights, settles=(*rights.settles, cell.history("*"), cell.env_workers))
 
@@ -125,11 +126,13 @@ class _Keys:
         cell = self.cell
         rights = self._member(
             "rollout",
-            (cell.rollout, cell.rollout_first, cell.rollout_chat),
+            (cell.rollout, cell.rollout_worker("*")),
             reads=(cell.control, cell.adapters_new),
             appends=(cell.env, cell.env_worker("*"), *self._scored, cell.reply("*")),
         )
-        return replace(rights, settles=(*rights.settles, cell.history("*"), cell.holders("*"), cell.peer_key))
+        own = (cell.rollout_workers, cell.hungry, cell.moved(cell.rollout_worker("*"), "*"))
+        relay = (cell.holders("*"), cell.peer_key)
+        return replace(rights, settles=(*rights.settles, cell.history("*"), *own, *relay))
 
     @property
     def trainer(self) -> Rights:

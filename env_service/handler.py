@@ -1,7 +1,7 @@
 """The env service's handler: a message comes in, messages go out.
 
     Start        -> a TurnRequest for each sample, to `rollout`; of a live environment first a Start for each, to `env`
-    TurnResult   -> the next TurnRequest, to `rollout:first`, or a ScoredTrajectory, to `scored:<p>`
+    TurnResult   -> the next TurnRequest, to the worker of this one, or a ScoredTrajectory, to `scored:<p>`
     GradeRequest -> a GradeResult, to the reply stream that it names
 
 An error of an environment, a tool or a grader becomes a ScoredTrajectory without a reward and with a reason.
@@ -218,7 +218,8 @@ class EnvHandler:
         self._counters["start_s"] += doing.busy_s
         usage = Usage(env_s=doing.busy_s / max(1, len(start.samples)))
         requests = first_requests(start, tokens, context, usage)
-        return [(self._cell.rollout, self._live.in_session(request, doing)) for request in requests]
+        first = self._cell.rollout_worker(start.home) if start.home else self._cell.rollout
+        return [(first, self._live.in_session(request, doing)) for request in requests]
 
     async def _show(self, start: Start, doing: work.Work) -> list[Out]:
         """Renders an example: it is learned as it stands, or measured."""
@@ -298,7 +299,8 @@ class EnvHandler:
             text = await self._conversation.read(result)
             return self._to_owner(settled(result, context, ending, usage, text, doing.verdicts))
         request = next_request(result, context, reply, result.usage + usage)
-        return [(self._cell.rollout_first, self._live.in_session(request, doing))]
+        back = self._cell.rollout_worker(result.worker) if result.worker else self._cell.rollout_first
+        return [(back, self._live.in_session(request, doing))]
 
     def _count(self, seconds: float, num_calls: int, *, ended: bool) -> None:
         counters, log = self._counters, math.log(max(seconds, 1e-6))

@@ -247,10 +247,13 @@ class FixedSlots:
     trainer: int = 1
     env: int = 64
     trainers: int = 1  # that have these slots
-    workers: list[WorkerReport] = field(default_factory=list[WorkerReport])
+    reports: list[WorkerReport] = field(default_factory=list[WorkerReport])
+
+    def workers(self) -> list[WorkerReport]:
+        return self.reports
 
     def working(self, service: str | None = None) -> list[WorkerReport]:
-        return [worker for worker in self.workers if service in (None, worker.service)]
+        return [worker for worker in self.reports if service in (None, worker.service)]
 
     def refusals(self, services: Sequence[str]) -> str:
         return ""
@@ -266,6 +269,9 @@ class FixedSlots:
 
     def kv_tokens(self) -> int | None:
         return None
+
+    def lora_slots(self) -> dict[str, int]:
+        return {}
 
     def least_kv_tokens(self) -> int | None:
         return self.kv_tokens()

@@ -13,6 +13,7 @@ from manager_service.http.context import Api, Base
 from manager_service.http.server import keep_keys, make_api, serve
 from manager_service.http.tinker.parts import make_records
 from manager_service.owner.owner import Owner
+from manager_service.owner.surroundings import PoolSizer
 from manager_service.settings import ManagerSettings
 
 log = structlog.get_logger()
@@ -60,6 +61,7 @@ def make_owner(api: Api, base: Base) -> Owner:
         policy=settings.scheduling,
         archive_after_s=settings.archive_after_s,
         limits=settings.limits,
+        pool=PoolSizer(base.bus, base.cluster, settings.bounds, repack=settings.repack),
     )
 
 

@@ -5,6 +5,7 @@ from pydantic_settings import SettingsConfigDict
 
 from common.settings import Bytes, Settings
 from manager_service.records.sample_records import Limits
+from manager_service.scheduling.elastic import WorkerRange
 from manager_service.scheduling.policies import Policy, parse_policy
 
 
@@ -15,6 +16,11 @@ class ManagerSettings(Settings):
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
+    rollout_range: str = ""
+    """The least and most rollout workers, which somebody starts and stops as `wanted` says: `marlaas up --rollout 1:4` sets it. Empty:
+    their number is fixed. Off in deterministic mode."""
+    repack: bool = True
+    """A rollout worker whose turns the others have room for may retire. Off: only one without turns may."""
     policy: str = "marlaas"
     """The times at which jobs may sample and train: sequential, synchronous, naive, marlaas, bounded or bounded:ETA. See
     `manager_service.scheduling.policies`."""
@@ -51,6 +57,17 @@ class ManagerSettings(Settings):
     def _is_known(cls, value: str) -> str:
         parse_policy(value)
         return value
+
+    @field_validator("rollout_range")
+    @classmethod
+    def _is_a_range(cls, value: str) -> str:
+        if value:
+            WorkerRange.parse(value)
+        return value
+
+    @property
+    def bounds(self) -> WorkerRange | None:
+        return WorkerRange.parse(self.rollout_range) if self.rollout_range and not self.deterministic else None
 
     @property
     def limits(self) -> Limits:

@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
 from common.bus.bus import Bus
-from common.bus.streams import GROUP_ROLLOUT
 from common.errors import InvalidInput
 from common.pool.pool_worker import PooledService
 from common.settings import itemsize_of, resolve_model
@@ -16,7 +16,7 @@ from common.text.tokens import ChatTokenizer
 from common.wire.messages import TurnDelta
 from common.worker.service import BuiltService, Parts, run
 from common.worker.telemetry import About
-from common.worker.worker import Habits, Inbox
+from common.worker.worker import Habits
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.choice import load_backbone
 from rollout_service.embedded.pools import EngineLimits
@@ -24,7 +24,7 @@ from rollout_service.embedded.selftest import selftest
 from rollout_service.embedded.torch_engine import TorchEngine
 from rollout_service.handler import RolloutHandler
 from rollout_service.process.process_engine import ProcessEngine
-from rollout_service.process.vllm_engine import vllm_engine
+from rollout_service.process.vllm_engine import ASLEEP_BYTES, vllm_engine
 from rollout_service.settings import RolloutSettings
 
 SELFTEST = "rollout_service.embedded.selftest"
@@ -78,19 +78,19 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
-    send_delta = partial(_send_delta, parts.bus)
-    handler = RolloutHandler(engine, adapters, parts.cell, send_delta=send_delta, deterministic=settings.deterministic)
-    return BuiltService(
+    send_delta, worker = partial(_send_delta, parts.bus), parts.worker if settings.own_streams else ""
+    handler = RolloutHandler(
+        engine, adapters, parts.cell, send_delta=send_delta, worker=worker, deterministic=settings.deterministic
+    )
+    service = BuiltService(
         handler,
-        [
-            Inbox(parts.cell.rollout_chat, GROUP_ROLLOUT, own_slots=settings.chat_slots),
-            Inbox(parts.cell.rollout_first, GROUP_ROLLOUT),
-            Inbox(parts.cell.rollout, GROUP_ROLLOUT),
-        ],
+        settings.inboxes(parts.cell, parts.worker),
         About(
             slots=settings.shared_slots,
             kv_tokens=engine.kv_tokens,
+            kv_used=lambda: engine.kv_used,
             max_lora_rank=settings.vllm_max_lora_rank if settings.engine == "vllm" else None,
+            lora_slots=settings.vllm_max_loras if settings.engine == "vllm" and settings.own_streams else None,
             dtype=settings.dtype,
             fingerprint=bits,
             resident=lambda: [str(adapter) for adapter in engine.resident()],
@@ -104,6 +104,11 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         close=[adapters.close, engine.stop],
         num_bytes=partial(held_bytes, settings.rollout_device),
     )
+    return service if isinstance(engine, TorchEngine) else _sleeping(service, engine)
+
+
+def _sleeping(service: BuiltService, engine: ProcessEngine) -> BuiltService:
+    return replace(service, num_bytes=lambda: ASLEEP_BYTES, sleep=engine.sleep, wake=engine.wake)
 
 
 async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:
@@ -111,13 +116,24 @@ async def _send_delta(bus: Bus, reply_to: str, delta: TurnDelta) -> None:
 
 
 def pooled(settings: RolloutSettings) -> PooledService:
-    """Closing lets turns end in deterministic mode, where one that moves starts again. Raises InvalidInput for vLLM."""
-    if settings.engine == "vllm":
+    """Closing lets turns end in deterministic mode, where one that moves starts again. Raises InvalidInput where vLLM cannot sleep, or
+    would take all memory."""
+    is_vllm = settings.engine == "vllm"
+    if is_vllm and (settings.rollout_device == "cpu" or "rollout_kv_bytes" not in settings.model_fields_set):
         raise InvalidInput(
-            "MARLAAS_ENGINE=vllm serves one base model a worker: name it with MARLAAS_BASE_MODEL, and start more workers for the others"
+            "MARLAAS_ENGINE=vllm serves several base models in turn on CUDA alone, with MARLAAS_ROLLOUT_KV_BYTES: set both, or name one "
+            "base model with MARLAAS_BASE_MODEL, and start more workers for the others"
         )
-    about = About(slots=settings.shared_slots, dtype=settings.dtype)
-    return PooledService(about, itemsize_of(settings.dtype), settings.rollout_kv_bytes, finishes=settings.deterministic)
+    about = About(
+        settings.shared_slots, dtype=settings.dtype, max_lora_rank=settings.vllm_max_lora_rank if is_vllm else None
+    )
+    return PooledService(
+        about,
+        itemsize_of(settings.dtype) / (settings.vllm_tensor_parallel if is_vllm else 1),
+        settings.rollout_kv_bytes,
+        finishes=settings.deterministic,
+        sleeps=is_vllm,
+    )
 
 
 if __name__ == "__main__":

@@ -54,13 +54,16 @@ class RolloutHandler:
         cell: Cell,
         *,
         send_delta: SendDelta,
+        worker: str = "",
         deterministic: bool = False,
     ) -> None:
-        """`deterministic`: no progress is kept, and a moved turn of a job starts again: going on from its tokens changes bits."""
+        """`worker`: to which later turns come back; "": to any. `deterministic`: no progress is kept, and a moved turn of a job starts
+        again: going on from its tokens changes bits."""
         self._engine = engine
         self._adapters = adapters
         self._cell = cell
         self._send_delta = send_delta
+        self._worker = worker
         self._deterministic = deterministic
 
     async def __call__(self, message: TurnRequest, beat: Callable[[], None]) -> list[Out]:
@@ -74,7 +77,7 @@ class RolloutHandler:
             return [self._failed_turn(message, Failure("corrupt_adapter", str(error)))]
         except (InvalidInput, NotFound) as error:
             return [self._failed_turn(message, Failure("invalid", str(error)))]
-        return [(self._reply_stream(message), _result(request, generated))]
+        return [(self._reply_stream(message), _result(request, generated, self._worker))]
 
     def park(self, message: TurnRequest) -> list[Out]:
         """Sends the owner the request as at the start of its turn, with what the turn has cost so far."""
@@ -241,7 +244,7 @@ class Deltas:
         )
 
 
-def _result(request: TurnRequest, generated: Generated) -> TurnResult:
+def _result(request: TurnRequest, generated: Generated, worker: str) -> TurnResult:
     spent = Usage(_prompt_tokens(request), generated.num_sampled, rollout_s=generated.busy_s)
     return TurnResult(
         **request.about(),
@@ -256,6 +259,7 @@ def _result(request: TurnRequest, generated: Generated) -> TurnResult:
         prompt_logprobs=generated.prompt_logprobs,
         prompt_top_logprobs=generated.prompt_top_logprobs,
         usage=request.usage + spent,
+        worker=worker,
     )
 
 

@@ -4,7 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from common.bus.streams import GROUP_ROLLOUT, Cell
 from common.settings import Bytes, Settings, dtype_on
+from common.worker.underway import Inbox
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks that vLLM can be started with."""
@@ -40,6 +42,8 @@ class RolloutSettings(Settings):
     rollout_progress_s: float = Field(default=1.0, ge=0)
     """Time between two writes of the tokens of long turns under way: a worker that is killed loses about so much of each.
     0: none are written."""
+    own_streams: bool = True
+    """Later turns come back to the worker that has the keys and values of the earlier ones, unless another would idle."""
     vllm_max_loras: int = Field(default=8, ge=1)
     """Adapters in one batch, the bare base model not counted; turns of others queue behind them. On CUDA 32 unless set."""
     vllm_max_known_loras: int = Field(default=64, ge=1)
@@ -83,6 +87,15 @@ class RolloutSettings(Settings):
     def chat_slots(self) -> int:
         """Places that only chats take."""
         return min(max(1, self.rollout_slots // CHAT_SHARE), self.rollout_slots - self.deterministic)
+
+    def inboxes(self, cell: Cell, worker: str) -> list[Inbox]:
+        """Streams that a worker reads, each before the next."""
+        chat, first = (cell.rollout_chat_worker(worker), cell.rollout_worker(worker)) if self.own_streams else ("", "")
+        return [
+            Inbox(cell.rollout_chat, GROUP_ROLLOUT, own_slots=self.chat_slots, own=chat),
+            Inbox(cell.rollout_first, GROUP_ROLLOUT, own=first),
+            Inbox(cell.rollout, GROUP_ROLLOUT),
+        ]
 
     @property
     def orphan_slots(self) -> int:

@@ -10,7 +10,10 @@ What decides is not simulated: `Job`, `Demand`, `Allocator`, policies and traini
     fit.py           fits service times to telemetry
     calibration.py   holds a calibration, and the figures of a run
     clock.py         runs the virtual clock, and shares processors under it
-    workers.py       simulates workers: what they take, and how long
+    workers.py       simulates env workers and trainers: what they take, and how long
+    engine.py        simulates rollout workers: own streams, slots, LoRA slots, rows
+    fleet.py         starts, kills and stops rollout workers
+    links.py         simulates how versions travel: from the store, or along chains
     world.py         simulates the cluster around one owner
     pool/            simulates many base models on pools of workers, by traces of months
     report.py        prints tables and goals, and declares options; the benchmarks use it too

@@ -50,7 +50,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     env_loop_s: float = 0.0  # of an env worker for each turn
     trainer_loop_s: float = 0.0  # of a trainer without its computing, for each operation, while it computes the next
     control_s: float = 0.0  # of manager and Redis for each turn
-    cores: int | None = None  # that all processes share; None: each has one of its own
+    cores: float | None = None  # that all processes share; None: each has one of its own
+    idle: float = 0.0  # of these, what manager and Redis use whatever happens
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +80,18 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     env_slots: int = 64
     trainer_slots: int = 32  # steps that a trainer takes at most
     trainer_window_tokens: int = 4096  # and it takes none while it has so many tokens' worth of them
+    own_streams: bool = False  # a trajectory's later turns go back to the rollout worker that has their keys and values
+    lora_slots: int = 0  # adapters that a rollout worker computes at once; 0: all
+    start_s: float = 0.0  # until a new rollout worker reads
+    kills_s: tuple[float, ...] = ()  # when the rollout worker with most rows is killed; another starts
+    lease_s: float = 10.0  # then others have its turns
+    progress_s: float = 1.0  # age of a turn's progress that a killed worker leaves
+    least_rollout: int = 0  # rollout workers of a pool that follows its turns; 0: there are always `rollout`
+    repack: bool = False  # such a pool also stops workers whose rows the others can hold
+    adapter_bytes: float = 0.0  # of a version; 0: nothing travels
+    store_bytes_per_s: float = 80e6  # of all who read and write the store
+    link_bytes_per_s: float = 20e6  # of a worker, in each direction
+    relay: bool = False  # workers pass versions on to each other, and the first reads the store; else all do
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +139,13 @@ class PolicyRun(msgspec.Struct, frozen=True, kw_only=True):
     tpts_s: Spread  # version to version
     jain: float  # fairness of the jobs' tokens a second, 1 is even
     wasted_tokens: int = 0
+    held_s: float = 0.0  # seconds of rollout workers, their starts included
+    met: float = 0.0  # share of later turns that met their keys and values
+    spread_s: Spread | None = None  # from a version's announcement until the last worker that loads it ahead has it
+
+    @property
+    def tokens_per_held_s(self) -> float:
+        return self.tokens_per_s * self.makespan_s / self.held_s if self.held_s else math.nan
 
 
 AnyRun = TypeVar("AnyRun", bound=PolicyRun)

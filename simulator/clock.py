@@ -41,7 +41,7 @@ class SimulatedHost:
     """
 
     clock: Clock
-    cores: int | None
+    cores: float | None
     num_computing: int = 0
     _speed: float = 1.0  # seconds of computing that a second brings
     _work: float = 0.0  # the clock of work at `_since`

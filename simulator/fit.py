@@ -1,6 +1,7 @@
 """Turns a run's telemetry into a calibration: sums, and two least squares.
 
-Counters are totals since a worker's start, reported once a second; what is fitted are their differences between reports.
+Counters are totals since a worker's start, reported once a second; what is fitted are their differences between reports. What is fitted
+adds up to what was counted: a simulation of the same work takes the same processor seconds.
 """
 
 import math
@@ -21,8 +22,9 @@ from simulator.calibration import Calibration, LogNormal, Machine, Size, Workloa
 CounterDeltas = list[dict[str, float]]
 """One dictionary of counters' growth for each pair of successive reports of a worker."""
 
+
 SERVICES = ("rollout", "env", "trainer")
-SAME_SIZE = 0.05
+ALIKE = 0.05
 """Steps whose tokens differ relatively less than this say nothing about what a step costs besides its tokens."""
 
 
@@ -33,9 +35,10 @@ class Recording(msgspec.Struct, frozen=True):
     hyper: Hyper  # of the jobs, which should be alike
 
 
-async def record(bus: Bus) -> Recording:
-    """Reads the telemetry in a cluster's Redis, which keeps an hour of it. Raises ValueError without a job or a worker."""
-    entries = await bus.follow(bus.cell.telemetry, "0", block_ms=None, count=100_000)
+async def record(bus: Bus, since_s: float = 0.0) -> Recording:
+    """Reads the telemetry in a cluster's Redis, which keeps an hour of it, from a time since 1970 on. Raises ValueError without a job or
+    a worker."""
+    entries = await bus.follow(bus.cell.telemetry, str(int(1000 * since_s)), block_ms=None, count=100_000)
     names: list[Any] = await bus.client.zrange(bus.cell.jobs_all, 0, -1)
     jobs = [name.decode() for name in names]
     base_model = bus.cell.base_model
@@ -86,13 +89,16 @@ def calibrate(recording: Recording, *, cores: int | None, control_s: float, name
 
 def fit_machine(by_service: dict[str, CounterDeltas], cores: int | None, control_s: float) -> Machine:
     rollout, env, trainer = (total(by_service[service]) for service in SERVICES)
-    step_s, row_s = fit_decode(by_service["rollout"])
+    step_s, row_s = fit_pair(by_service["rollout"], "decode_steps", "sampled_tokens", "decode_s")
+    between_s, turn_s = fit_pair(
+        by_service["rollout"], "decode_steps", "turns", "cpu_s", besides=("decode_s", "prefill_s")
+    )
     waiting = 1.0 if cores else max(1.0, rollout["busy_s"] / (rollout["decode_s"] + rollout["prefill_s"]))
     training_waits = 1.0 if cores else max(1.0, trainer["busy_s"] / trainer["compute_s"])
-    train_step_s, train_token_s = fit_training(by_service["trainer"])
-    trainer_loop_s = beside_s(by_service["trainer"], "compute_s") / trainer["settled"]
+    train_step_s, train_token_s = fit_pair(by_service["trainer"], "settled", "trained_tokens", "compute_s")
+    trainer_loop_s = max(0.0, trainer["cpu_s"] - trainer["compute_s"]) / trainer["settled"]
     return Machine(
-        decode_step_s=step_s * waiting,
+        decode_step_s=step_s * waiting + between_s,
         decode_row_s=row_s * waiting,
         prefill_token_s=waiting * rollout["prefill_s"] / max(1.0, rollout["prefill_tokens"]),
         train_step_s=train_step_s * training_waits,
@@ -102,8 +108,8 @@ def fit_machine(by_service: dict[str, CounterDeltas], cores: int | None, control
         grade_s=env["grade_s"] / env["graded"],
         hop_s=least(by_service["env"], "delivery_s", "delivered") + least(by_service["rollout"], "settle_s", "settled"),
         start_s=env["start_s"] / max(1.0, env["starts"]),
-        engine_loop_s=beside_s(by_service["rollout"], "decode_s", "prefill_s") / rollout["turns"],
-        env_loop_s=beside_s(by_service["env"], "start_s") / rollout["turns"],
+        engine_loop_s=turn_s,
+        env_loop_s=max(0.0, env["cpu_s"] - env.get("start_s", 0.0)) / rollout["turns"],
         trainer_loop_s=trainer_loop_s,
         control_s=control_s,
         cores=cores,
@@ -111,6 +117,7 @@ def fit_machine(by_service: dict[str, CounterDeltas], cores: int | None, control
 
 
 def deltas(reports: Iterable[WorkerReport], service: str) -> CounterDeltas:
+    """Growth of counters while a worker had work: what an idle loop takes is nobody's."""
     by_worker: defaultdict[str, list[WorkerReport]] = defaultdict(list)
     for report in reports:
         if report.service == service:
@@ -119,6 +126,7 @@ def deltas(reports: Iterable[WorkerReport], service: str) -> CounterDeltas:
         {name: value - before.counters.get(name, 0.0) for name, value in after.counters.items()}
         for found in by_worker.values()
         for before, after in pairwise(found)
+        if after.busy or after.counters.get("settled", 0.0) > before.counters.get("settled", 0.0)
     ]
 
 
@@ -130,45 +138,33 @@ def total(found: CounterDeltas) -> dict[str, float]:
     return sums
 
 
-def fit_decode(found: CounterDeltas) -> tuple[float, float]:
-    """Seconds of a forward, and of each row in it: least squares over seconds, weighted by their forwards; none negative."""
-    used = [d for d in found if d.get("decode_steps", 0) > 0]
-    if not used:
-        raise ValueError("the engine decoded nothing between two of its reports: calibrate on a longer run")
-    steps = np.array([d["decode_steps"] for d in used])
-    return _line(
-        np.array([d["sampled_tokens"] for d in used]) / steps, np.array([d["decode_s"] for d in used]) / steps, steps
-    )
-
-
-def fit_training(found: CounterDeltas) -> tuple[float, float]:
-    """Seconds of a step, and of each token of its rows. If all steps are alike, the tokens have all of it."""
-    used = [d for d in found if d.get("settled", 0) > 0 and d["trained_tokens"] > 0 and d["compute_s"] > 0]
-    if not used:
-        raise ValueError("the trainer made no step between two of its reports: calibrate on a longer run")
-    steps = np.array([d["settled"] for d in used])
-    tokens, seconds = (np.array([d[name] for d in used]) for name in ("trained_tokens", "compute_s"))
-    if np.std(tokens / steps) < SAME_SIZE * np.mean(tokens / steps):
-        return 0.0, float(seconds.sum() / tokens.sum())
-    return _line(tokens / steps, seconds / steps, steps)
+def fit_pair(
+    found: CounterDeltas, each: str, more: str, seconds: str, *, besides: Sequence[str] = ()
+) -> tuple[float, float]:
+    """Seconds, without those `besides`, for each of `each`, and for each of `more`: least squares over reports, neither negative,
+    together what was counted. If each has as much of `more` as any other, that has all of it."""
+    used = [d for d in found if d.get(each, 0) > 0]
+    num, x = (np.array([d[name] for d in used]) for name in (each, more))
+    y = np.array([d[seconds] - sum(d[name] for name in besides) for d in used])
+    sums = total(found)
+    whole = max(0.0, sums[seconds] - sum(sums[name] for name in besides))
+    if np.std(x / num) < ALIKE * np.mean(x / num):
+        return 0.0, whole / sums[more]
+    first, second = _line(x / num, y / num, num)
+    counted = first * sums[each] + second * sums[more]  # a step's computing may count in one second, its end in another
+    share = whole / counted if counted > 0 else 0.0
+    return first * share, second * share
 
 
 def _line(x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> tuple[float, float]:
     """Constant and slope of y over x, weighted; where one would be negative it is 0 and only the other is fitted."""
     mean_x, mean_y = np.average(x, weights=weight), np.average(y, weights=weight)
-    variance = np.average((x - mean_x) ** 2, weights=weight)
-    slope = np.average((x - mean_x) * (y - mean_y), weights=weight) / variance if variance > 0 else 0.0
+    slope = np.average((x - mean_x) * (y - mean_y), weights=weight) / np.average((x - mean_x) ** 2, weights=weight)
     if slope < 0:
         return float(mean_y), 0.0
-    if mean_y - slope * mean_x < 0:
-        return 0.0, float(np.average(x * y, weights=weight) / np.average(x * x, weights=weight))
+    if mean_y < slope * mean_x:
+        return 0.0, float(mean_y / mean_x)
     return float(mean_y - slope * mean_x), float(slope)
-
-
-def beside_s(found: CounterDeltas, *computing: str) -> float:
-    """Processor seconds of a service besides some of them, while it settled anything: those of an idle loop are nobody's."""
-    working = [d for d in found if d.get("settled", 0) > 0]
-    return max(0.0, sum(d["cpu_s"] - sum(d.get(name, 0.0) for name in computing) for d in working))
 
 
 def least(found: CounterDeltas, seconds: str, number: str) -> float:

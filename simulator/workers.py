@@ -1,13 +1,12 @@
-"""Simulated workers: they take messages, need time for them, and hand the results on."""
+"""Simulated env workers and trainers, and what travels between workers: they take messages, need time for them, and hand the results on."""
 
-import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.wire.messages import Init, Start, TrainStep
 from simulator.calibration import Machine, Workload
-from simulator.clock import Clock, Process, SimulatedHost
+from simulator.clock import Act, Process, SimulatedHost
 
 _MASK = (1 << 64) - 1
 
@@ -40,6 +39,8 @@ class Flight:
     turn: int = 0
     sampled: int = 0  # tokens
     num_calls: int = 0
+    left: int = 0  # tokens of a turn that was interrupted
+    engine: object = None  # the worker that has its keys and values
     _key: int = 0
 
     def __post_init__(self) -> None:
@@ -56,133 +57,25 @@ class Flight:
         return self.workload.tool_s is not None and self.turn < self.num_calls
 
     @property
+    def has_begun(self) -> bool:
+        """Did it have a turn at a worker before?"""
+        return self.turn > 0 or self.left > 0
+
+    @property
+    def history(self) -> float:
+        """Tokens of its past: what a worker computes first if it lacks their keys and values."""
+        return self.sampled + self.turn * self.workload.prompt_tokens / (self.num_calls + 1)
+
+    def go_back(self, left: int, unsaved: int, short: int) -> None:
+        """Its turn ends early, with `left` of its tokens to sample, and the last `unsaved` again; one of at most `short` begins again."""
+        done = self.turn_tokens - left
+        self.left = left + (done if done <= short else min(done, unsaved))
+        self.sampled -= self.left
+
+    @property
     def turn_tokens(self) -> int:
         tokens = round(self.workload.turn_tokens.at(self.draw(LENGTH)))
         return min(max(1, tokens), self.workload.max_tokens)
-
-
-@dataclass(slots=True)
-class EngineTurns:
-    """The streams `rollout:first` and `rollout`, and the engines that read them. Nobody chats."""
-
-    clock: Clock
-    hop_s: float
-    first: deque[Flight] = field(default_factory=deque)
-    fresh: deque[Flight] = field(default_factory=deque)
-    free: "deque[SimulatedEngine]" = field(default_factory=deque)  # engines with free slots
-
-    def put(self, flight: Flight) -> None:
-        (self.first if flight.turn else self.fresh).append(flight)
-        if self.free:
-            self.free[0].fill()
-            self.free.rotate(-1)
-
-    def take(self) -> Flight | None:
-        return self.first.popleft() if self.first else self.fresh.popleft() if self.fresh else None
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedEngine:
-    """Continuous batching by processor sharing: with n rows, each gets a token every `decode_step_s + n decode_row_s`.
-
-    Rows end in order of a token clock that all of them share, so that an event costs the logarithm of the rows and not a
-    visit to each token. A joining row's prefill is a debt that is paid before the token clock goes on.
-    """
-
-    host: SimulatedHost
-    machine: Machine
-    turns: EngineTurns
-    slots: int
-    done: Callable[[Flight], None]
-    began: Callable[[Flight], None]
-    busy_s: float = 0.0
-    loop: Process = field(init=False)  # of the worker around it
-    _rows: list[tuple[float, int, Flight]] = field(default_factory=list)  # token at which it ends, number, flight
-    _tokens: float = 0.0  # the token clock
-    _debt_s: float = 0.0
-    _synced: float = 0.0  # by the clock, and by that of work
-    _worked: float = 0.0
-    _joined: int = 0
-    _plan: int = 0
-    _filling: bool = False
-    _listed: bool = False
-
-    def __post_init__(self) -> None:
-        self.loop = Process(self.host)
-
-    @property
-    def token_s(self) -> float:
-        return self.machine.decode_step_s + self.machine.decode_row_s * len(self._rows)
-
-    def _sync(self) -> None:
-        """Bring the token clock up to now."""
-        now, worked = self.host.clock.now, self.host.work
-        elapsed, work = now - self._synced, worked - self._worked
-        self._synced, self._worked = now, worked
-        if not self._rows:
-            return
-        self.busy_s += elapsed
-        paid = min(work, self._debt_s)
-        self._debt_s -= paid
-        self._tokens += (work - paid) / self.token_s
-
-    def _foresee(self) -> None:
-        """Time at which the next row ends, if none joins before."""
-        if not self._rows:
-            return
-        self._plan += 1
-        number = self._plan
-        left_s = self._debt_s + max(0.0, self._rows[0][0] - self._tokens) * self.token_s
-        self.host.after(left_s, lambda: self._end(number))
-
-    def list_free(self) -> None:
-        if not self._listed and len(self._rows) < self.slots:
-            self._listed = True
-            self.turns.free.append(self)
-
-    def fill(self) -> None:
-        """Take from the streams as many turns as there are free slots, one hop from now."""
-        if not self._filling:
-            self._filling = True
-            self.host.clock.after(self.turns.hop_s, self._fill)
-
-    def _fill(self) -> None:
-        self._filling = False
-        self._sync()
-        was_busy = bool(self._rows)
-        while len(self._rows) < self.slots and (flight := self.turns.take()):
-            self._join(flight)
-        if len(self._rows) >= self.slots and self._listed:
-            self._listed = False
-            self.turns.free.remove(self)
-            if self.turns.free and (self.turns.first or self.turns.fresh):
-                self.turns.free[0].fill()
-        if self._rows and not was_busy:
-            self.host.began()
-        self._foresee()
-
-    def _join(self, flight: Flight) -> None:
-        self._joined += 1
-        self._debt_s += self.machine.prefill_token_s * flight.workload.prefill_tokens
-        tokens = flight.turn_tokens
-        flight.sampled += tokens
-        heapq.heappush(self._rows, (self._tokens + tokens, self._joined, flight))
-        self.began(flight)
-
-    def _end(self, plan: int) -> None:
-        if plan != self._plan:
-            return
-        self._sync()
-        reached = self._tokens + 0.5  # rows that end in the same step leave together
-        while self._rows and self._rows[0][0] <= reached:
-            flight = heapq.heappop(self._rows)[2]
-            self.loop.do(self.machine.engine_loop_s, lambda f=flight: self.done(f))
-        if not self._rows:
-            self.host.ended()
-        self.list_free()
-        if self.turns.first or self.turns.fresh:
-            self.fill()
-        self._foresee()
 
 
 @dataclass(slots=True)
@@ -249,6 +142,7 @@ class TrainerWorker:
     queue: deque[Init | TrainStep]
     slots: int
     window_tokens: int
+    write: Callable[[Act], None]  # puts a version's bytes into the store
     done: Callable[[Init | TrainStep, float], None]
     busy_s: float = 0.0
     loop: Process = field(init=False)  # of the worker around it
@@ -295,7 +189,8 @@ class TrainerWorker:
 
     def _commit(self, message: Init | TrainStep) -> None:
         versions = 2 if isinstance(message, TrainStep) and message.untrained else 1
-        self.host.clock.after(versions * self.machine.commit_s, lambda: self._committed(message))
+        seconds = versions * self.machine.commit_s
+        self.write(lambda: self.host.clock.after(seconds, lambda: self._committed(message)))
 
     def _committed(self, message: Init | TrainStep) -> None:
         self._num_held -= 1

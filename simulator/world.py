@@ -1,4 +1,4 @@
-"""The simulated cluster: the owner's decisions in, a PolicyRun out. One owner, no Redis, no kills: those are for tests."""
+"""The simulated cluster: the owner's decisions in, a PolicyRun out. One owner, no Redis, and only rollout workers die."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from math import inf
 from common.bus.streams import NUM_PARTITIONS, Cell
 from common.wire.messages import (
     AdapterNew,
-    AdapterRef,
     AdapterUpdate,
     EnvSpec,
     Init,
@@ -35,7 +34,10 @@ from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import Policy
 from simulator.calibration import Calibration, PolicyRun, Spread, Workload, jain
 from simulator.clock import Clock, Process, SimulatedHost
-from simulator.workers import REWARD, EngineTurns, Flight, SimulatedEngine, SimulatedEnvironment, TrainerWorker
+from simulator.engine import EngineTurns, SimulatedEngine
+from simulator.fleet import Fleet
+from simulator.links import Links
+from simulator.workers import REWARD, Flight, SimulatedEnvironment, TrainerWorker
 
 CELL = Cell("simulated")
 
@@ -63,33 +65,35 @@ class World:
     workloads: dict[str, Workload] = field(default_factory=dict[str, Workload])
     issued: int = 0  # trajectories
     settled: int = 0
-    wasted_tokens: int = 0
-    _resident_at: dict[AdapterRef, float] = field(default_factory=dict[AdapterRef, float])  # the engine has it
+    _to_end: int = 0  # jobs submitted that have not ended
     _inbox: list[ScoredTrajectory | AdapterUpdate] = field(default_factory=list)
     _pass_planned: bool = False
     _entries: int = 0
 
     def __post_init__(self) -> None:
         machine, size = self.calibration.machine, self.calibration.size
-        self.host = SimulatedHost(self.clock, machine.cores)
+        self.host = SimulatedHost(self.clock, machine.cores and machine.cores - machine.idle)
         self.control = Process(self.host)
-        self.turns = EngineTurns(self.clock, machine.hop_s)
-        self.engines = [
-            SimulatedEngine(self.host, machine, self.turns, size.rollout_slots, self._turn_done, self._turn_began)
-            for _ in range(size.rollout)
-        ]
+        self.turns = EngineTurns(self.clock, machine.hop_s, size.own_streams)
+        self.links = Links(self.clock, machine.load_s, size)
+        self.fleet = Fleet(self.clock, size, self._make_engine, self._missing, self._plan_pass)
         self.train_queue: deque[Init | TrainStep] = deque()
         self.trainers = [
             TrainerWorker(
-                self.host, machine, self.train_queue, size.trainer_slots, size.trainer_window_tokens, self._trained
+                self.host, machine, self.train_queue, size.trainer_slots, size.trainer_window_tokens,
+                self.links.write, self._trained,
             )
             for _ in range(size.trainer)
-        ]
-        for engine in self.engines:
-            engine.list_free()
+        ]  # fmt: skip
+        self.fleet.begin()
         loops = deque(Process(self.host) for _ in range(size.env))
         self.env = SimulatedEnvironment(self.host, machine, loops, size.env * size.env_slots, self._answered)
         self.allocator = Allocator(self, self.policy)
+
+    def _make_engine(self, name: str) -> SimulatedEngine:
+        machine, size = self.calibration.machine, self.calibration.size
+        made = (self.turns, self.links, self._turn_done, self._turn_began)
+        return SimulatedEngine(name, self.host, machine, size, *made)
 
     # ---- what the Allocator asks ------------------------------------------------------------------------------------
 
@@ -97,19 +101,16 @@ class World:
         return ""
 
     def slots(self, service: str) -> int:
-        size = self.calibration.size
-        return {
-            "rollout": size.rollout * size.rollout_slots,
-            "env": size.env * size.env_slots,
-            "trainer": size.trainer * size.trainer_slots,
-        }[service]
+        return self.num_workers(service) * getattr(self.calibration.size, f"{service}_slots")
 
     def num_workers(self, service: str) -> int:
-        size = self.calibration.size
-        return {"rollout": size.rollout, "env": size.env, "trainer": size.trainer}[service]
+        return len(self.fleet.live) if service == "rollout" else getattr(self.calibration.size, service)
 
     def kv_tokens(self) -> int | None:
         return None
+
+    def lora_slots(self) -> dict[str, int]:
+        return {}
 
     def least_kv_tokens(self) -> int | None:
         return None
@@ -123,6 +124,7 @@ class World:
         spec = _spec(number, workload, tenant, at_s, hyper)
         self.allocator.tenants[tenant] = TenantRecord(id=tenant, created_at=0, max_jobs=1_000_000)
         self.workloads[spec.id] = workload
+        self._to_end += 1
         self.clock.at(at_s, lambda: self._create(spec))
 
     def _create(self, spec: JobSpec) -> None:
@@ -136,8 +138,15 @@ class World:
         """Runs until every job has ended. Raises RuntimeError if one cannot."""
         while self.clock.step():
             pass
-        if self.jobs:
+        if self._to_end:
             raise RuntimeError(f"{len(self.jobs)} jobs never ended, such as {next(iter(self.jobs.values())).state}")
+
+    def _missing(self) -> int | None:
+        """Trajectories that jobs would be issued with unlimited slots. None: no job is left."""
+        if not self._to_end:
+            return None
+        wanting = (job for job in self.jobs.values() if job.wants_group())
+        return sum(job.groups_missing() * job.spec.hyper.group_size for job in wanting)
 
     # ---- the owner --------------------------------------------------------------------------------------------------
 
@@ -182,6 +191,9 @@ class World:
         if job.settled:
             self.progress[job.id].ended_s = now
             self.jobs.remove(job.id)
+            self._to_end -= 1
+            if not self._to_end:
+                self.fleet.end()
         else:
             self.jobs.touch(job.id)
 
@@ -192,7 +204,7 @@ class World:
                 self.env.starts += 1
                 self.clock.after(hop_s, lambda: self.env.start(lambda: self._started(message)))
             case AdapterNew():
-                self._resident_at[message.adapter] = self.clock.now + hop_s + self.calibration.machine.load_s
+                self.clock.after(hop_s, lambda: self.links.announce(message.adapter, self.fleet.live))
             case Init() | TrainStep():
                 self.train_queue.append(message)
                 self.clock.after(hop_s, self._train)
@@ -202,11 +214,10 @@ class World:
     # ---- workers ----------------------------------------------------------------------------------------------------
 
     def _started(self, start: Start) -> None:
-        """Its prompts are made; its turns begin once their adapter is there."""
+        """Its prompts are made."""
         self.env.starts -= 1
         for sample in start.samples:
-            flight = Flight(start, sample, self.workloads[start.job])
-            self.clock.at(self._resident_at.get(start.adapter, 0.0), lambda f=flight: self.turns.put(f))
+            self.turns.put(Flight(start, sample, self.workloads[start.job]))
 
     def _turn_began(self, flight: Flight) -> None:
         progress = self.progress[flight.start.job]
@@ -257,12 +268,14 @@ class World:
             makespan_s=makespan_s,
             tokens_per_s=sum(job.tokens for job in jobs) / makespan_s,
             steps_per_s=len(steps) / makespan_s,
-            rollout_busy=sum(engine.busy_s for engine in self.engines) / len(self.engines) / makespan_s,
+            rollout_busy=sum(engine.busy_s for engine in self.fleet.all) / self.fleet.held_s,
             trainer_busy=sum(trainer.busy_s for trainer in self.trainers) / len(self.trainers) / makespan_s,
             ttfs_s=Spread.of(waits),
             tpts_s=Spread.of(steps),
             jain=jain(rates),
-            wasted_tokens=self.wasted_tokens,
+            held_s=self.fleet.held_s,
+            met=self.turns.met / max(1, self.turns.later),
+            spread_s=Spread.of(self.links.spread_s) if self.links.spread_s else None,
         )
 
 
@@ -271,15 +284,13 @@ def simulate(
     *,
     policy: Policy,
     num_jobs: int,
-    workload: Workload | None = None,
     tenant_of: Callable[[int], str] = lambda number: f"tenant-{number}",
 ) -> World:
     """All jobs are submitted at once, each of another tenant unless told otherwise. Returns the world at its end."""
     world = World(calibration, policy)
-    chosen = workload or calibration.workload
     staleness = policy.max_staleness(None)
     for number in range(num_jobs):
-        world.submit(number, chosen, tenant=tenant_of(number), max_staleness=staleness)
+        world.submit(number, calibration.workload, tenant=tenant_of(number), max_staleness=staleness)
     world.run()
     return world
 

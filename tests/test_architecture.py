@@ -58,7 +58,8 @@ IMPORTERS = {
         "common/bus/bus.py",
         "common/bus/redis_connection.py",
         "manager_service/http/",
-        "manager_service/launcher/redis_room.py",
+        "manager_service/launcher/elastic_pool.py",
+        "manager_service/launcher/embedded_redis.py",
         "manager_service/launcher/supervisor.py",
         "manager_service/owner/transaction.py",
         "manager_service/records/stored.py",
@@ -143,17 +144,17 @@ MAX_FILE, MAX_FUNCTION = 450, 38
 MAX_FILES = 12
 FULL_FOLDERS = {"marlaas_client/cli", "trainer_service"}
 SIZED = ("common", "base_model", *SERVICES)
-MAX_SIZED = 55_200
+MAX_SIZED = 57_600
 """Lines of these packages together. A change that raises it says in its message what it bought; one that needs less lowers it."""
 BUDGET = {
-    "marlaas_client": 2_620,
-    "simulator": 2_650,
+    "marlaas_client": 2_640,
+    "simulator": 3_200,
     "harness": 1_750,
     "chaos": 2_200,
     "examples": 1_850,
     "deploy": 600,
-    "tests": 44_800,
-    "benchmarks": 5_650,
+    "tests": 46_800,
+    "benchmarks": 6_650,
 }
 """Lines of Python of the folders around them, at most."""
 MAX_PAGE = 1_700

@@ -29,6 +29,8 @@ from simulator.fit import Recording, record
 LIMIT_S = 1800.0
 REPORTED_S = 1.5
 """Time after which an idle worker has told all that it did."""
+IDLE_S = 3.0
+"""Time for which nothing happens before a run: what the processes use then, they use in the run too, whatever its work is."""
 ASK_EVERY_S = 3.0
 """Time between two questions about a job: makespans are those of the versions, and asking costs a tenth of a core with 32 jobs."""
 
@@ -61,6 +63,8 @@ async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[
         tenants = [await make_tenant(admin, f"tenant-{number}", workload) for number in range(n)]
         await train(tenants[0], workload.body(n, tenants[0].file, 1, batch_size=1, group_size=2))
         await asyncio.sleep(REPORTED_S)
+        resting = await seen(cluster, admin)
+        await asyncio.sleep(IDLE_S)
         before = await seen(cluster, admin)
         start = time.time()
         bodies = [workload.body(number, tenant.file, steps) for number, tenant in enumerate(tenants)]
@@ -72,11 +76,12 @@ async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[
             await job_figures(cluster, tenant, job, at - start, spans, start, steps)
             for tenant, (job, at) in zip(tenants, trained, strict=True)
         ]
-        recording = await recorded(cluster, workload)
+        recording = await recorded(cluster, workload, start - REPORTED_S)
         for each in (admin, *(tenant.api for tenant in tenants)):
             await each.close()
     cpu_s = {name: seconds - before.cpu_s[name] for name, seconds in after.cpu_s.items()}
-    return measured(policy, workload.name, jobs, before.growth(after), cpu_s), recording
+    idle = {name: (seconds - resting.cpu_s[name]) / IDLE_S for name, seconds in before.cpu_s.items()}
+    return measured(policy, workload.name, jobs, before.growth(after), cpu_s, idle), recording
 
 
 # ---- the cluster ----------------------------------------------------------------------------------------------------
@@ -104,10 +109,10 @@ async def seen(cluster: LocalCluster, admin: Api) -> Seen:
     )
 
 
-async def recorded(cluster: LocalCluster, workload: Workload) -> Recording:
+async def recorded(cluster: LocalCluster, workload: Workload, since_s: float) -> Recording:
     bus = Bus.connect(cluster.redis_url, Cell(workload.base_model))
     try:
-        return await record(bus)
+        return await record(bus, since_s)
     finally:
         await bus.close()
 

@@ -45,6 +45,7 @@ class Measured(PolicyRun, frozen=True, kw_only=True):
 
     jobs: list[JobFigures]
     cpu_s: dict[str, float]  # of each process
+    idle: dict[str, float] = {}  # processor seconds a second of each process before the run, when nothing happens
 
     @property
     def busy(self) -> float:
@@ -62,7 +63,12 @@ class Measured(PolicyRun, frozen=True, kw_only=True):
 
 
 def measured(
-    policy: str, workload: str, jobs: Sequence[JobFigures], growth: Growth, cpu_s: Mapping[str, float]
+    policy: str,
+    workload: str,
+    jobs: Sequence[JobFigures],
+    growth: Growth,
+    cpu_s: Mapping[str, float],
+    idle: Mapping[str, float],
 ) -> Measured:
     makespan_s = max(job.versions_s[-1] for job in jobs)
     steps = [seconds for job in jobs for seconds in job.step_times_s]
@@ -84,6 +90,7 @@ def measured(
         wasted_tokens=max(0, round(rollout["sampled_tokens"]) - sum(job.written for job in jobs)),
         jobs=list(jobs),
         cpu_s=dict(cpu_s),
+        idle=dict(idle),
     )
 
 
@@ -101,10 +108,13 @@ def calibrates(policy: str, n: int) -> bool:
 
 
 def calibration_of(recording: Recording, run: Measured, cores: int | None) -> Calibration:
-    """Calibration with the processor seconds that manager and Redis used for a turn in the run."""
+    """Calibration with the processor seconds that manager and Redis used for a turn in the run, without those of their waiting, which
+    nobody else has."""
     turns = total(deltas(recording.reports, "rollout"))["turns"]
-    control_s = (run.cpu_s["manager"] + run.cpu_s["redis"]) / max(1.0, turns)
-    return calibrate(recording, cores=cores, control_s=control_s, name=run.workload)
+    waiting = {name: run.idle.get(name, 0.0) for name in ("manager", "redis")}
+    control_s = sum(max(0.0, run.cpu_s[name] - idle * run.makespan_s) for name, idle in waiting.items())
+    found = calibrate(recording, cores=cores, control_s=control_s / max(1.0, turns), name=run.workload)
+    return msgspec.structs.replace(found, machine=msgspec.structs.replace(found.machine, idle=sum(waiting.values())))
 
 
 def predictions(runs: Iterable[Measured], folder: Path, cores: int | None) -> Mapping[Key, PolicyRun]:

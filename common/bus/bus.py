@@ -72,6 +72,8 @@ class Bus:
         self._payloads = Payloads(objects)
         self._histories = Histories(self.pipelined, cell)
         self._keep_s: dict[str, int] = {}  # streams that last only as long as this process
+        self.owns: set[str] = set()
+        """Streams that only this process makes; elsewhere others stand in for them."""
         self._settle = client.register_script(SETTLE)
         self._renew = client.register_script(RENEW)
         self._read_in_order = client.register_script(READ_IN_ORDER)
@@ -94,7 +96,7 @@ class Bus:
         `keep_s`: seconds after which the stream expires, now and whenever it is created again."""
         if keep_s is not None:
             self._keep_s[stream] = keep_s
-        makes = ["MKSTREAM"] if self.cell.instead_of(stream) in ("", stream) else []
+        makes = ["MKSTREAM"] if stream in self.owns or self.cell.instead_of(stream) in ("", stream) else []
         words = [group, self._keep_s.get(stream, ""), *makes]
         call = partial(self._create_group, keys=[stream], args=words)
         await self._unless(call, "BUSYGROUP", "requires the key to exist")
@@ -122,9 +124,11 @@ class Bus:
         wanted: dict[Any, Any] = dict.fromkeys(streams, ">")
         return await self._read_group(wanted, group, consumer, count, block_ms)
 
-    async def read_in_order(self, streams: Sequence[str], group: str, consumer: str, *, count: int) -> list[Delivery]:
-        """New entries, at most `count` together, earlier streams first. Does not wait."""
-        call = partial(self._read_in_order, keys=list(streams), args=[group, consumer, count])
+    async def read_in_order(
+        self, streams: Sequence[str], group: str, consumer: str, *, count: int, tells: str = ""
+    ) -> list[Delivery]:
+        """New entries, at most `count` together, earlier streams first. Does not wait. `tells`: key in which it says what it lacks."""
+        call = partial(self._read_in_order, keys=list(streams), args=[group, consumer, count, tells])
         return await self._delivered(call, streams, group, consumer)
 
     async def read_pending(

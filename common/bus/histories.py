@@ -89,7 +89,9 @@ class Histories:
     def published(self, settlement: Settlement, entries: Sequence[bytes | None]) -> None:
         """Remembers turns that became these entries: what follows on one refers to it."""
         for (stream, message), entry in zip(settlement.outputs or (), entries, strict=True):
-            if entry and isinstance(message, TurnRequest | TurnResult) and self._cell.instead_of(stream) == stream:
+            # What begins a history has its name from the stream in which it is, which may be the one in the other's place.
+            is_named = settlement.refers_to or self._cell.instead_of(stream) == stream
+            if entry and is_named and isinstance(message, TurnRequest | TurnResult):
                 self._know(stream, entry.decode(), settlement.refers_to, message)
 
     def _know(self, stream: str, entry: str, before: History | None, message: Message) -> None:

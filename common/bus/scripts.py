@@ -71,7 +71,8 @@ redis.call('XADD', ARGV[1], 'MINID', '~', string.format('%.0f', oldest), '*', un
 """
 
 # Reads streams in order, by one call: between several a new entry of an earlier stream would come second.
-# KEYS: streams. ARGV: group, consumer, entries together. Returns what each stream gave, earlier streams first.
+# KEYS: streams. ARGV: group, consumer, entries together, key in which a consumer that found fewer says so, for PASS_ON ("": none).
+# Returns what each stream gave, earlier streams first.
 READ_IN_ORDER = """
 local left, found = tonumber(ARGV[3]), {}
 for i, stream in ipairs(KEYS) do
@@ -82,6 +83,10 @@ for i, stream in ipairs(KEYS) do
       left = left - #read[1][2]
     end
   end
+end
+if ARGV[4] ~= '' then
+  redis.call('HDEL', ARGV[4], ARGV[2])
+  if left > 0 then redis.call('HSET', ARGV[4], ARGV[2], left .. ' ' .. redis.call('TIME')[1] + 2) end
 end
 return found
 """
@@ -174,4 +179,59 @@ end
 redis.call('DEL', stream, ARGV[4] .. gone[1])
 redis.call('ZREM', workers, gone[1])
 return {absent, #gone > 1 and 1 or 0}
+"""
+
+# Says that a worker with streams of its own is there. KEYS: sorted set of these workers. ARGV: group, worker, milliseconds until it
+# counts as gone, milliseconds of a lease, its streams. If work of theirs hangs it counts as gone at once: so others take that over.
+# Returns the others that are gone.
+ATTEND_OWN = """
+local time, hold = redis.call('TIME'), ARGV[3]
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for i = 5, #ARGV do
+  local idle = redis.pcall('XPENDING', ARGV[i], ARGV[1], 'IDLE', ARGV[4], '-', '+', 1, ARGV[2])
+  if #idle > 0 then hold = 0 end
+end
+redis.call('ZREM', KEYS[1], ARGV[2])  -- a first write that needs no memory, as in SETTLE
+redis.call('ZADD', KEYS[1], now + hold, ARGV[2])
+return redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', '(' .. now)
+"""
+
+# Passes on what waits in a worker's own streams. KEYS: `hungry`, sorted set of the workers with such streams. ARGV: group, consumer, how
+# many at most (-1: as many as hungry workers have room for), the worker whose streams they are, if it has gone: its empty ones are
+# deleted ("": it has not), prefixes of keys that say what went where, and of streams, then the name of each stream and of that to which
+# its entries go. Returns how many were passed on.
+PASS_ON = """
+local most, gone, told, moved, left = tonumber(ARGV[3]), ARGV[4], {}, 0, 0
+redis.call('HDEL', KEYS[1], most < 0 and ARGV[2] or '')  -- whoever asks for the hungry is none
+if most < 0 then
+  local now = tonumber(redis.call('TIME')[1])
+  most, told = 0, redis.call('HGETALL', KEYS[1])
+  for i = 2, #told, 2 do
+    local free, till = string.match(told[i], '^(%d+) (%d+)$')
+    told[i] = {tonumber(till) < now and 0 or tonumber(free), till}
+    most = most + told[i][1]
+  end
+end
+for i = 7, #ARGV, 2 do
+  local from, to = ARGV[6] .. ARGV[i], ARGV[6] .. ARGV[i + 1]
+  local count = {'COUNT', most - moved, 'STREAMS', from, '>'}
+  local read = most > moved and redis.pcall('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], unpack(count)) or {}
+  for _, entry in ipairs(not read.err and read[1] and read[1][2] or {}) do
+    local now = to .. ' ' .. redis.call('XADD', to, '*', unpack(entry[2]))
+    redis.call('SET', ARGV[5] .. ARGV[i] .. ':' .. entry[1], now, 'EX', 60)
+    redis.call('XACK', from, ARGV[1], entry[1])
+    redis.call('XDEL', from, entry[1])
+    moved = moved + 1
+  end
+  if gone ~= '' and redis.call('XLEN', from) == 0 then redis.call('DEL', from) else left = left + 1 end
+end
+if gone ~= '' and left == 0 then redis.call('ZREM', KEYS[2], gone) end
+local taken = moved
+for i = 1, #told, 2 do
+  local free, till = unpack(told[i + 1])
+  local part = math.min(free, taken)
+  if free > part then redis.call('HSET', KEYS[1], told[i], free - part .. ' ' .. till) else redis.call('HDEL', KEYS[1], told[i]) end
+  taken = taken - part
+end
+return moved
 """

@@ -7,6 +7,10 @@
     rollout                    stream   TurnRequest, first turns                   group `rollout`
     rollout:first              stream   TurnRequest of later turns: read before    group `rollout`
     rollout:chat               stream   TurnRequest of completions: read first of all, has places of its own  group `rollout`
+    rollout:<worker>,
+    rollout:chat:<worker>      stream   of these, what one worker should get: read before what is for all     group `rollout`
+    rollout-workers            zset     rollout workers with such streams, by when they count as gone, ms
+    hungry                     hash     rollout worker -> free slots, and until when that holds, s
     train                      stream   Init, TrainStep, Operations, Forget        group `trainer`
     scored:<p>                 stream   ScoredTrajectory, Parked, DeadLetter       group `manager`, consumer `owner`
     adapters:<p>               stream   AdapterUpdate, OperationsDone, Forgotten,
@@ -20,6 +24,7 @@
     done, telemetry            stream   broadcasts, trimmed by age                 no group
     dead                       stream   DeadLetter                                 no group
     partial:<stream>:<entry>   string   what a worker has done so far of an entry it holds; expires. `:by` behind it: by which delivery
+    moved:<stream>:<entry>     string   stream and entry to which an entry of a worker's own stream was passed on; expires
     history:<stream>:<entry>   list     payloads that led to a pending entry, each with its entry's id
     looked:<stream>            string   set while nobody need look for idle entries; expires
     lease:<p>                  string   the owner's random token, expires
@@ -37,6 +42,10 @@
     owners                     zset     tokens of live owners by when they count as dead, ms
     weights                    hash     partition, from 1 -> weight of its active tenants
     sampling                   string   weight of the tenants who sample in bulk; expires
+    demand                     hash     partition, from 1 -> rollout slots that its jobs would fill
+    asked                      string   rollout slots that completions and samples in bulk would fill; expires
+    wanted                     string   JSON: how many rollout workers there should be, and which retires; expires
+    scaled                     hash     `retired` workers, `held_worker_seconds`: totals of the rollout workers
     served                     hash     what was served -> seconds of rollout engines: `jobs`, `rollout` (completions), `samples` (in bulk)
     inference                  hash     API replica -> until when it counts as alive, ms, and which tenants ask it for places
     active:<p>                 set      ids of the partition's jobs that its owner holds: unfinished, or with a step under way
@@ -122,6 +131,10 @@ class Cell:
     rollout = Key("rollout")
     rollout_first = Key("rollout:first")
     rollout_chat = Key("rollout:chat")
+    rollout_worker = KeyOf[str]("rollout")
+    rollout_chat_worker = KeyOf[str]("rollout:chat")
+    rollout_workers = Key("rollout-workers")
+    hungry = Key("hungry")
     train = Key("train")
     scored = KeyOf[int]("scored")
     adapters = KeyOf[int]("adapters")
@@ -152,6 +165,10 @@ class Cell:
     sampling = Key("sampling")
     served = Key("served")
     inference = Key("inference")
+    demand = Key("demand")
+    asked = Key("asked")
+    wanted = Key("wanted")
+    scaled = Key("scaled")
     active = KeyOf[int]("active")
     begun = Key("begun")
     job = KeyOf[str]("job")
@@ -204,7 +221,15 @@ class Cell:
         name = stream.removeprefix(self._prefix)
         if name.startswith("reply:"):
             return ""
+        if name.startswith("rollout:chat:"):
+            return self.rollout_chat
+        if name.startswith("rollout:") and stream != self.rollout_chat:
+            return self.rollout_first
         return self.env if name.startswith("env:") else stream
+
+    def moved(self, stream: str, entry: str) -> str:
+        """`stream`: a worker's own. Names the stream, and the entry, to which the entry was passed on."""
+        return self.key(f"moved:{self.name_of(stream)}:{entry}")
 
     def partial(self, stream: str, entry: str) -> str:
         """`stream`: a key of this cell; "*" for any entry."""

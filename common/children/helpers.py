@@ -30,6 +30,10 @@ class HelperKilled(ConnectionError):
     """A helper got SIGKILL from outside, before it had answered."""
 
 
+class HelperOverran(ConnectionError):
+    """A helper has ended because a question took it too much processor time."""
+
+
 class Answer(msgspec.Struct, tag=True):
     """The answer to a question: plain data."""
 
@@ -59,7 +63,8 @@ class Helper:
         return self._process.returncode is None and not self._closed
 
     async def ask(self, question: bytes) -> Any:
-        """Kills the helper unless it answers. Raises InvalidInput if it refuses, HelperKilled, or ConnectionError if it ended."""
+        """Kills the helper unless it answers. Raises InvalidInput if it refuses, HelperKilled, HelperOverran, or
+        ConnectionError if it ended."""
         process, answered = self._process, False
         assert process.stdin and process.stdout
         try:
@@ -83,8 +88,13 @@ class Helper:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await self._process.wait()
-        killed = self._process.returncode == -signal.SIGKILL
-        return HelperKilled("the helper was killed") if killed else ConnectionError("the helper ended")
+        match -(self._process.returncode or 0):
+            case signal.SIGKILL:
+                return HelperKilled("the helper was killed")
+            case signal.SIGPROF:
+                return HelperOverran("the question took too long")
+            case _:
+                return ConnectionError("the helper ended")
 
     async def close(self) -> None:
         self._closed = True
@@ -145,11 +155,12 @@ def address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def serve(answer: Callable[[bytes], Any], *, memory_bytes: int | None = None) -> None:
+def serve(answer: Callable[[bytes], Any], *, memory_bytes: int | None = None, processor_s: float = 0.0) -> None:
     """Runs a helper: answers questions until standard input ends. `answer` may raise InvalidInput.
 
     The kernel kills it with its parent, and before its parent where memory runs out. Ctrl-C is for the parent. `memory_bytes`: of
-    address space in all; a question that needs more is refused.
+    address space in all; a question that needs more is refused. `processor_s`: the processor seconds of one question, which ends the
+    process if it takes more; 0: any.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tie_to(os.getppid())
@@ -161,7 +172,10 @@ def serve(answer: Callable[[bytes], Any], *, memory_bytes: int | None = None) ->
     with os.fdopen(os.dup(1), "wb") as sink:
         os.dup2(2, 1)  # what a library prints is no answer
         while length := sys.stdin.buffer.read(LENGTH_BYTES):
-            encoded = msgspec.msgpack.encode(_answered(answer, sys.stdin.buffer.read(int.from_bytes(length))))
+            question = sys.stdin.buffer.read(int.from_bytes(length))
+            signal.setitimer(signal.ITIMER_PROF, processor_s)  # unhandled: it ends loops in C too
+            encoded = msgspec.msgpack.encode(_answered(answer, question))
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
             sink.write(len(encoded).to_bytes(LENGTH_BYTES) + encoded)
             sink.flush()
 

@@ -28,6 +28,8 @@ MODULE = "common.children.prefork"
 SETTINGS = ("MARLAAS_", "AWS_")
 """Variables with these beginnings are read when a service starts; others may be read when something is imported."""
 MAX_REQUEST_BYTES = 1 << 20
+ASK_TO_END = (signal.SIGTERM, signal.SIGINT)
+"""A server does not hear them: they may reach a whole group, and its children, which end with it, hand back what they have."""
 ARGUMENTS = 45
 """Field of /proc/self/stat, after the program's name: the address of the arguments; the next one is their end."""
 
@@ -64,6 +66,7 @@ def next_request(requests: socket.socket) -> ForkRequest | None:
     """Serves until nobody asks any more: None. Returns in each child what that is to become. Behind the socket of its answers a
     request may bring another: the child's standard input."""
     answers: dict[int, socket.socket] = {}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_END)
     with _woken_by_ends() as ends:
         while True:
             ready, _, _ = select.select([requests, ends], [], [])
@@ -121,6 +124,7 @@ def _tell(answer: socket.socket, number: int) -> None:
 def become(request: ForkRequest, parent: int) -> None:
     """Runs the module as the main program of this process, as `child.py` would. Returns or raises as that ends."""
     tie_to(parent)  # to the server, which is tied to the supervisor: whoever of the two dies, this process does
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_END)
     os.setsid()  # so that its supervisor can kill all that it starts, and a Ctrl-C in the terminal does not reach it
     if request.log:
         with open_log(Path(request.log)) as log:
@@ -143,7 +147,6 @@ def fork_server() -> socket.socket:
         return ours
     ours.close()
     tie_to(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which ends the children
     server = os.getpid()
     with theirs:
         request = next_request(theirs)

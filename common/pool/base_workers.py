@@ -6,6 +6,7 @@ after a crash: the kernel ends the base workers with their pool worker
 
 import asyncio
 import contextlib
+import math
 import signal
 import socket
 import time
@@ -19,7 +20,7 @@ from common.children.forking import Forked, fork
 from common.children.prefork import ForkRequest
 from common.children.processes import describe, kill_session, last_error, size
 from common.errors import Unavailable
-from common.pool.gate import Channel, Close, Closed, FromBase, Loaded, NotTaken, Open, Pulse
+from common.pool.gate import Awake, Channel, Close, Closed, FromBase, Loaded, NotTaken, Open, Pulse
 from common.wire.reported import Tier
 
 LOG = Path("/proc/self/fd/2")
@@ -28,6 +29,8 @@ HANG_LEASES = 2
 """A base worker that is to close and in which nothing advances for so many leases hangs."""
 SILENT_LEASES = 6
 """A loaded one says something each second: silent for so long, it hangs, also while it is to end."""
+LOADING_S, SLOW_BYTES_A_SECOND = 600.0, 20e6
+"""The longest time to load what is on the disk: a start, and then so many bytes a second."""
 LAST_WORDS_S = 1.0
 """The longest time for what an ended one has said to arrive."""
 
@@ -82,6 +85,8 @@ class BaseWorker:
                     self.worker, self.num_bytes = worker, num_bytes
                 case NotTaken(reason):
                     self.refused = reason
+                case Awake():
+                    self.is_open = True
                 case Closed(num_bytes):
                     self.is_open, self.closed_at_s, self.num_bytes = False, time.monotonic(), num_bytes
                 case Pulse() as pulse:
@@ -100,9 +105,11 @@ class BaseWorker:
         self.pulse = pulse
 
     async def open(self, waited_s: float = 0.0) -> None:
-        """`waited_s`: age of the oldest entry that waits for it."""
+        """Returns once it reads, or has ended. `waited_s`: age of the oldest entry that waits for it."""
         await self.channel.send(Open(self.tier, waited_s))
-        self.is_open, self.tier = not self.ended, "device"
+        while not (self.is_open or self.ended):
+            await self.changed()
+        self.tier = "device"
 
     async def close(self, drain_s: float | None, lease_s: float) -> None:
         """Returns once nothing is under way in it, or it has ended: it is killed where nothing advances any more."""
@@ -115,8 +122,9 @@ class BaseWorker:
             await self.changed(max(left_s, 0.1))
 
     def kill_if_silent(self, lease_s: float) -> None:
-        """Kills one that hangs, wherever it does."""
-        if time.monotonic() - self.heard_at_s > SILENT_LEASES * lease_s:
+        """Kills one that hangs, wherever it does. A download may last."""
+        limit_s = LOADING_S + self.num_bytes / SLOW_BYTES_A_SECOND if self.tier != "away" else math.inf
+        if time.monotonic() - self.heard_at_s > (SILENT_LEASES * lease_s if self.worker else limit_s):
             self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
@@ -143,8 +151,9 @@ class BaseWorkers:
     def loaded(self) -> dict[str, BaseWorker]:
         return {base: worker for base, worker in self.running.items() if worker.worker and not worker.ended}
 
-    async def load(self, base: str, tier: Tier) -> BaseWorker:
-        """Starts a base worker, whose files are in this tier. Returns once it is loaded, or has ended; one that its cell refuses is ended.
+    async def load(self, base: str, tier: Tier, num_bytes: int) -> BaseWorker:
+        """Starts a base worker, whose files are in this tier and which needs so much memory. Returns once it is loaded, or has ended; one
+        that its cell refuses is ended.
 
         Raises Unavailable if the server that forks them is gone.
         """
@@ -154,7 +163,7 @@ class BaseWorkers:
             child = await fork(self._requests, ForkRequest(self._module, settings), theirs.fileno())
         if child is None:
             raise Unavailable("the server that forks base workers has ended")
-        worker = self.running[base] = BaseWorker(base, child, Channel(ours), self.news, tier)
+        worker = self.running[base] = BaseWorker(base, child, Channel(ours), self.news, tier, num_bytes=num_bytes)
         self._tasks[base] = asyncio.create_task(self._follow(worker))
         while not (worker.worker or worker.ended or worker.refused):
             await worker.changed()

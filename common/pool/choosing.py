@@ -1,8 +1,9 @@
 """Decides which base model a pool worker opens next: the highest response ratio, with the cost of the switch.
 
 1. While anything waits or runs for the open base, it stays; where another base waits, for at most `longest_slice_s`.
-2. Then it lingers for a quarter of the other's opening time, at most MAX_LINGER_S: its client may be thinking. What lets one
-   base follow lets all of rule 3 follow: else bases that open fast would keep a slow one waiting for ever.
+2. Then it lingers for a quarter of the other's opening time, at most MAX_LINGER_S: its client may be thinking, unless work came later
+   than that when it was last closed. What lets one base follow lets all of rule 3 follow: else bases that open fast would keep a slow
+   one waiting for ever.
 3. A base may follow once it has waited for as long as its opening takes, so that a worker which has it warmer comes first. One
    whose process runs here may follow at once.
 4. Of these the largest 1 + w·W / (S + C) wins (W: its wait, S: one of its operations, C: its opening, w: its weight). A base that
@@ -60,6 +61,8 @@ class OpenSlice:
     """Time since it was last busy."""
     opening_s: float
     """Time that its opening took."""
+    pause_s: float = 0.0
+    """Time from when it was last closed until work came."""
 
 
 def longest_slice_s(opening_s: float, slice_max_s: float) -> float:
@@ -67,9 +70,10 @@ def longest_slice_s(opening_s: float, slice_max_s: float) -> float:
     return max(slice_max_s, OPENINGS_A_SLICE * opening_s)
 
 
-def linger_s(opening_s: float) -> float:
-    """Time for which the idle open base stays before another, which opens in `opening_s`, follows."""
-    return min(LINGER_SHARE * opening_s, MAX_LINGER_S)
+def linger_s(opening_s: float, pause_s: float) -> float:
+    """Time for which the idle open base, whose work came after that pause, stays before another, which opens in `opening_s`, follows."""
+    longest_s = min(LINGER_SHARE * opening_s, MAX_LINGER_S)
+    return longest_s if pause_s <= longest_s else 0.0
 
 
 def choose(
@@ -82,7 +86,11 @@ def choose(
     if current and current.is_busy and current.lasted_s < longest_slice_s(current.opening_s, slice_max_s):
         return []
     able = [base for base in waiting if base.is_loaded or base.waited_s >= base.opening_s]
-    if current and not current.is_busy and not any(current.idle_s >= linger_s(base.opening_s) for base in able):
+    if (
+        current
+        and not current.is_busy
+        and not any(current.idle_s >= linger_s(base.opening_s, current.pause_s) for base in able)
+    ):
         return []
     return ranked(able, num_bases=num_bases, slice_max_s=slice_max_s)
 

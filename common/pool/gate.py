@@ -1,6 +1,6 @@
 """The gate of a base worker: its pool worker opens and closes it over a socket of packets.
 
-    pool worker ─ Open, Close, Expected ─► base worker ─ Loaded, Pulse, Closed, NotTaken ─► pool worker
+    pool worker ─ Open, Close, Expected ─► base worker ─ Loaded, Awake, Pulse, Closed, NotTaken ─► pool worker
 
 A base worker reads its streams between Open and Close alone. Its end of the
 socket is its standard input. Whoever is left alone reads the end of the file; a base worker then ends.
@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
@@ -51,6 +52,10 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """Memory that it alone has."""
 
 
+class Awake(msgspec.Struct, frozen=True, tag=True):
+    """It reads its streams from now on."""
+
+
 class Pulse(msgspec.Struct, frozen=True, tag=True):
     """Told each second, and whenever work begins or none is left."""
 
@@ -78,7 +83,7 @@ class NotTaken(msgspec.Struct, frozen=True, tag=True):
 
 
 ToBase = Open | Close | Expected
-FromBase = Loaded | Pulse | Closed | NotTaken
+FromBase = Loaded | Awake | Pulse | Closed | NotTaken
 
 
 class Channel:
@@ -103,6 +108,10 @@ class Channel:
         self._end.close()
 
 
+async def stay_awake() -> None:
+    """Does nothing, for an engine that keeps its memory while it is closed."""
+
+
 class Gate:
     """The base worker's side, closed at first."""
 
@@ -114,6 +123,8 @@ class Gate:
         self.num_bytes: Callable[[], int] = own_bytes
         """Memory of this process, where the base worker computes."""
         self.num_held: Callable[[], int] = int
+        self.sleep: Callable[[], Coroutine[Any, Any, None]] = stay_awake
+        self.wake: Callable[[], Coroutine[Any, Any, None]] = stay_awake
         self._opens, self._closes = asyncio.Event(), asyncio.Event()
         self.opened, self.closing = self._opens.wait, self._closes.wait
         """Wait until the pool worker opens the gate, or closes it."""

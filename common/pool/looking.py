@@ -16,7 +16,8 @@ from common.bus.streams import Cell
 HOLD_S = 3.0
 
 # KEYS: of each cell its `open-at`, then its streams: those of all workers, then the pool worker's own. ARGV: group, milliseconds of a
-# lease, then of each cell: the number of streams of both kinds, key of the weights, which a worker may only read.
+# lease, then of each cell: the number of streams of both kinds, key of the weights, which a worker may only read, and of the set of
+# workers whose streams others look after ("": there is none), with the prefixes of these streams.
 # Returns of each cell: unread entries, and the age of the oldest in ms, of both kinds; the weights; entries of the first kind that were
 # read, and how many pool workers have the cell open.
 _LOOK = """
@@ -37,13 +38,18 @@ local function look(stream, alone)
   if idle then return unread + 1, math.max(oldest, idle[3] - ARGV[2]), pending end
   return unread, oldest, pending
 end
-for i = 3, #ARGV, 3 do
+for i = 3, #ARGV, 6 do
   local open, busy, row = redis.call('ZCOUNT', take(), now, '+inf'), 0, {}
+  local owners = ARGV[i + 3] ~= '' and redis.call('ZRANGEBYSCORE', ARGV[i + 3], '-inf', '+inf') or {}
   for kind = 0, 1 do
     local unread, oldest = 0, 0
     for _ = 1, ARGV[i + kind] do
       local num, age, pending = look(take(), open == 0)
       unread, oldest, busy = unread + num, math.max(oldest, age), busy + (kind == 0 and pending or 0)
+    end
+    for n = 2, kind == 0 and 2 * #owners + 1 or 0 do
+      local num, age, pending = look(ARGV[i + 4 + n % 2] .. owners[math.floor(n / 2)], open == 0)
+      unread, oldest, busy = unread + num, math.max(oldest, age), busy + pending
     end
     row[#row + 1], row[#row + 2] = unread, oldest
   end
@@ -114,7 +120,9 @@ class Lookout:
                 cell = self._buses[base].cell
                 shared, own = self._streams(cell), self._own_streams(cell, workers.get(base))
                 keys += [cell.open_at(self._service), *shared, *own]
-                words += [len(shared), len(own), cell.weights]
+                owners = cell.rollout_workers if self._service == "rollout" else ""
+                prefixes = [cell.rollout_worker(""), cell.rollout_chat_worker("")]
+                words += [len(shared), len(own), cell.weights, owners, *prefixes]
             for base, row in zip(bases, await self._call(bases[0], _LOOK, keys, words), strict=True):
                 num, age_ms, num_own, own_age_ms, weight, *others = row
                 waited_s = max(age_ms, own_age_ms) / 1000

@@ -9,6 +9,7 @@ after a crash: the kernel ends the base workers, others take their entries over,
 
 import asyncio
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Coroutine, Generator
@@ -39,6 +40,8 @@ LOOK_S, SLOW_LOOK_S = 0.05, 0.25
 """Time between two looks; while the open base is busy, and after an idle minute."""
 QUIET_S = 60.0
 REPORT_S = 1.0
+PATIENCE, PATIENCE_S = 4, 30.0
+"""Others wait until a base model is loaded, for so many times the expected time, and at least so long: it may download, or hang."""
 GOODBYE_S = 1.0
 log = structlog.get_logger()
 StartTask = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
@@ -50,12 +53,14 @@ class PooledService:
 
     about: About
     """A part of the reports for base models without a process."""
-    itemsize: int = 0
-    """Bytes of a weight; 0: they hold none."""
+    itemsize: float = 0
+    """Bytes of a weight on one device; 0: they hold none."""
     open_bytes: int = 0
     """Memory that the open one takes more than a closed one, at most."""
     finishes: bool = False
     """Work that was begun ends before a base model is closed; else it may be handed back."""
+    sleeps: bool = False
+    """A closed one has given its memory back, and one that loads needs all of it: no other is open meanwhile."""
 
 
 class PoolWorker:
@@ -75,7 +80,7 @@ class PoolWorker:
         self._placing = Placing(places, service, worker, placement, pooled.about.slots)
         self._lookout = Lookout(self._buses, service, worker, settings.lease_s)
         places = {base: kept_base(where, settings.node_dir) for base, where in settings.models.items()}
-        self._states = {base: BaseState(base, where, pooled.itemsize) for base, where in places.items()}
+        self._states = {base: BaseState(base, where, pooled.itemsize, pooled.sleeps) for base, where in places.items()}
         self._reporters = {
             base: Reporter(worker, service, base, pooled.about, partial(self._in_pool, base))
             for base in settings.models
@@ -84,10 +89,10 @@ class PoolWorker:
         self._seen = dict.fromkeys(settings.models, Unread())
         self._open: dict[str, BaseWorker] = {}
         self._opened_at_s = 0.0
-        self._opening_s = 0.0
+        self._opening_s = self._pause_s = 0.0
         self._helps = False  # the open base was opened off its places, or beside others as nothing waited
         self._uncrowded_at_s = time.monotonic()
-        self._loading = ""
+        self._loading: dict[str, float] = {}  # base -> until when others wait for it
         self._quiet_since_s = time.monotonic()
 
     async def run(self) -> None:
@@ -132,14 +137,15 @@ class PoolWorker:
     async def _begin(self, base: WaitingBase, start: StartTask, *, helps: bool = False) -> bool:
         """Opens a loaded base, else loads it. False: another may be opened meanwhile."""
         worker = self._workers.loaded.get(base.base)
-        if worker is None and self._loading:
+        must_wait = self._is_loading() or base.base in self._loading
+        if must_wait and (worker is None or self._service.sleeps):
             return False
         if not await self._lookout.enter(base.base, self._seen[base.base], 0 if helps else self._service.about.slots):
             return False
         if worker is not None:
             await self._switch(worker, base)
             self._helps = helps or self._placing.is_off(base.base)
-            return True
+            return worker.is_open
         if await self._made_room(base.base):
             self._begin_load(base.base, start)
         return False
@@ -149,9 +155,13 @@ class PoolWorker:
         began_s = time.monotonic()
         with self._switching(worker.base):
             await self._close()
+            self._opened_at_s, self._open[worker.base] = time.monotonic(), worker  # `_report` stays entered meanwhile
             await worker.open(base.waited_s)
-        self._open[worker.base] = worker
+        if not worker.is_open:
+            return await self._failed(worker.base, f"its process {worker.ended}", died=True)
+        self._states[worker.base].opened(time.monotonic() - self._opened_at_s)
         self._opened_at_s, self._opening_s = time.monotonic(), base.opening_s
+        self._pause_s = base.since_closed_s - base.waited_s
         worker.busy_at_s = self._opened_at_s
         log.info("opened", base_model=worker.base, waited_s=base.waited_s, seconds=self._opened_at_s - began_s)
         await self._tell(worker.base, "stopped")  # the base worker reports; this adds the switch to the timeline
@@ -194,7 +204,7 @@ class PoolWorker:
             )
             await self._lookout.leave(base)
             return False
-        if (ends := self._frees(state)) is None:
+        if (ends := self._frees(state)) is None or self._service.sleeps:
             await self._close()
             ends = self._frees(state)
         for each in ends or ():
@@ -207,38 +217,46 @@ class PoolWorker:
         return state.may_open and (base in loaded or self._frees(state) == [])
 
     def _frees(self, state: BaseState) -> list[str] | None:
-        """A base model that fits by itself is started even where an open one might then take more than there is. Env workers all
-        stay open, so none makes room for another."""
+        """A base model that fits by itself is started even where an open one might then take more than there is. After a death it has all
+        the memory: where that runs out, the system kills without a word. Env workers all stay open, so none makes room for another."""
         if not self._service.itemsize:
             return []
-        room = max(self._max_bytes - self._service.open_bytes, state.num_bytes)
+        room = max(0 if state.num_deaths else self._max_bytes - self._service.open_bytes, state.num_bytes)
         return self._workers.frees(state.num_bytes, room)
 
     async def _prefetch(self, order: list[WaitingBase], start: StartTask) -> None:
         """Loads the base that comes next while a slice goes on, as far as there is room."""
-        able = [each for each in order if not each.is_loaded and each.waited_s >= each.opening_s]
-        if not able or self._loading:
+        sleeps = self._service.sleeps
+        able = [each for each in order if (sleeps or not each.is_loaded) and each.waited_s >= each.opening_s]
+        if not able or self._is_loading():
             return
         state = self._states[able[0].base]
         state.read_ahead()
-        if self._has_room(state.name):
+        if not sleeps and state.name not in self._loading and self._has_room(state.name):
             self._begin_load(state.name, start)
 
+    def _is_loading(self) -> bool:
+        """Must others wait until one is loaded?"""
+        return any(time.monotonic() < until_s for until_s in self._loading.values())
+
     def _begin_load(self, base: str, start: StartTask) -> None:
-        self._loading = base
+        patience_s = max(PATIENCE_S, PATIENCE * self._states[base].opening_s(is_loaded=False))
+        self._loading[base] = math.inf if self._service.sleeps else time.monotonic() + patience_s
         start(self._load(base))
+
+    async def _failed(self, base: str, reason: str, *, died: bool) -> None:
+        self._states[base].failed(reason, died=died)
+        log.error("not_loaded", base_model=base, reason=reason)
+        await self._lookout.leave(base)
 
     async def _load(self, base: str) -> None:
         state, began_s = self._states[base], time.monotonic()
         tier = state.file_tier
         with self._switching(base):
-            worker = await self._workers.load(base, tier)
-        self._loading = ""
+            worker = await self._workers.load(base, tier, state.num_bytes)
+        del self._loading[base]
         if not worker.worker or worker.ended:
-            reason = worker.refused or f"its process {worker.ended}"
-            state.failed(reason, died=not worker.refused)
-            log.error("not_loaded", base_model=base, reason=reason)
-            await self._lookout.leave(base)
+            await self._failed(base, worker.refused or f"its process {worker.ended}", died=not worker.refused)
             return
         state.loaded(worker, tier, seconds := time.monotonic() - began_s)
         log.info("loaded", base_model=base, tier=tier, seconds=seconds, num_bytes=worker.num_bytes)
@@ -297,6 +315,7 @@ class PoolWorker:
             lasted_s=now_s - self._opened_at_s,
             idle_s=now_s - worker.busy_at_s,
             opening_s=self._opening_s,
+            pause_s=self._pause_s,
         )
 
     async def _pause(self) -> None:
@@ -326,14 +345,15 @@ class PoolWorker:
                 await self._placing.tell(self._max_bytes, self._states, self._workers.loaded)
             else:
                 await self._end_unused()
+            for worker in self._workers.running.values():
+                worker.kill_if_silent(self._settings.lease_s)
             for base in self._states:
                 if base in self._open:
-                    recent = time.monotonic() - self._opened_at_s < REPORT_S
+                    recent = time.monotonic() - self._opened_at_s < REPORT_S or not self._open[base].is_open
                     await self._lookout.stay(base, opening=recent and bool(self._service.itemsize))
-                elif base == self._loading:
+                elif base in self._loading and self._is_loading():
                     await self._lookout.stay(base, opening=True)
                 if worker := self._workers.loaded.get(base):
-                    worker.kill_if_silent(self._settings.lease_s)
                     pool = self._in_pool(base)
                     await worker.channel.send(Expected(pool.opens_in_s, pool.waiting_s))
                 else:

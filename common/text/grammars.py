@@ -1,4 +1,5 @@
-"""Grammars that an answer must follow, in llguidance's Lark: JSON of a schema, or exactly one tool call. Engines mask tokens by them."""
+"""Grammars that an answer must follow, in llguidance's Lark: JSON of a schema, exactly one tool call, or either. Engines mask tokens by
+them."""
 
 import json
 import time
@@ -35,12 +36,14 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
     return grammar
 
 
-def call_grammar(functions: Sequence[Mapping[str, Any]], *, tags_are_tokens: bool) -> str:
+def call_grammar(functions: Sequence[Mapping[str, Any]], *, tags_are_tokens: bool, instead: str = "") -> str:
     """The grammar of exactly one call, in the format `hermes`, of one of the functions: those that tools have in OpenAI's form.
-    `tags_are_tokens`: whether the call's tags were added to the vocabulary. Raises ValueError, naming the function."""
+    `tags_are_tokens`: whether the call's tags were added to the vocabulary. `instead`: a grammar of JSON, which an answer may follow
+    instead. Raises ValueError, naming the function."""
     first, last = (OPEN, CLOSE) if tags_are_tokens else (json.dumps(OPEN), json.dumps(CLOSE))
     spent_s = 0.0
-    rules = [f'start: {first} "\\n" ({" | ".join(f"call_{i}" for i in range(len(functions)))}) "\\n" {last}']
+    rules = [f'call: {first} "\\n" ({" | ".join(f"call_{i}" for i in range(len(functions)))}) "\\n" {last}']
+    rules += ["start: call | answer", *instead.split("\n")[1:]] if instead else ["start: call"]
     for i, function in enumerate(functions):
         parameters = function.get("parameters") or {"additionalProperties": False}
         try:

@@ -51,6 +51,7 @@ class ShortResult(Message, frozen=True, kw_only=True):
     prompt_top_logprobs: Tops = []
     usage: Usage
     failure: Failure | None = None
+    worker: str = ""
 
 
 class ShortRequest(Message, frozen=True, kw_only=True):

@@ -216,6 +216,7 @@ class Start(Message, frozen=True, kw_only=True):
     tool_timeout_s: float = 10.0
     weight: float = 1.0  # the tenant's, where env workers share what they have
     untrained: bool = False  # `adapter` is a version 0 that changes nothing; the store need not have it yet
+    home: str = ""  # the rollout worker that should have all turns of this adapter; "": any
 
 
 class TurnRequest(Message, Transcribed, frozen=True, kw_only=True):
@@ -264,6 +265,7 @@ class TurnResult(Message, frozen=True, kw_only=True):
     prompt_top_logprobs: Tops = []  # [num_prompt][num_top_logprobs], none where there is no log-prob
     usage: Usage  # of the trajectory, this turn included
     failure: Failure | None = None
+    worker: str = ""  # that has the turn's keys and values, and should get the next; "": any
 
     @property
     def so_far(self) -> Transcript:
@@ -423,7 +425,9 @@ class WorkerReport(Message, frozen=True, kw_only=True):
     slots: int = 0  # how much it can work on at once
     in_use: int = 0
     kv_tokens: int | None = None  # whose keys and values it holds at once; None: it does not say
+    kv_used: int | None = None  # of these, by its turns now
     max_lora_rank: int | None = None
+    lora_slots: int | None = None  # adapters in one batch; None: as many as rows, or it has no stream of its own
     outside: Outside | None = None  # None: it does not say
     dtype: str = ""  # that a rollout worker samples in: float32, bfloat16
     fingerprint: str = ""  # of the bits that it computes in deterministic mode

@@ -12,12 +12,14 @@ When a worker dies:
    its group leaves out.
 5. If the first worker was only slow, both finish. The script SETTLE (bus/scripts.py) publishes the first's outputs.
 
-The entries of an env worker's own stream, for live sessions, go to that of all env workers: env_service/live/ moves them.
+The entries of an env worker's own stream, for live sessions, go to that of all env workers: env_service/live/ moves them. Those of
+a rollout worker's own streams: own_streams.py passes on what it had not read, and takeover.py looks for the others there.
 
 Its files:
 
     handlers.py    declares what a service is to its worker
     membership.py  lets workers join a cell only if they compute the same bits as the others
+    own_streams.py  passes on what waits for one worker alone, and finds workers that are gone
     service.py     starts a worker service
     settler.py     settles finished deliveries, many by one script
     takeover.py    takes over the entries that other workers left behind

@@ -32,7 +32,7 @@ from common.peers.chain import Relay
 from common.peers.folder import NodeFolder
 from common.peers.holders import Holders
 from common.pool.base_workers import BaseWorkers
-from common.pool.gate import Gate, Loaded, NotTaken
+from common.pool.gate import Gate, Loaded, NotTaken, stay_awake
 from common.pool.pool_worker import PooledService, PoolWorker
 from common.settings import (
     MODEL_FILES,
@@ -94,6 +94,10 @@ class BuiltService:
     """Memory of this process, where it computes."""
     num_held: Callable[[], int] = int
     """Number of sessions, or of gradients of runs, that end with this process."""
+    sleep: Callable[[], Coroutine[Any, Any, None]] = stay_awake
+    """Gives the device's memory to other base models, while this one is closed."""
+    wake: Callable[[], Coroutine[Any, Any, None]] = stay_awake
+    """Takes it back. An error of either ends the worker, whose base model is then loaded again."""
 
 
 def run(
@@ -219,6 +223,7 @@ async def _serve(
     service = await start.during(build(settings, parts), _loading(cell.base_model), "load")
     if gate:
         gate.num_bytes, gate.num_held = service.num_bytes, service.num_held
+        gate.sleep, gate.wake = service.sleep, service.wake
     membership = _member(name, settings, service, parts)
     reporter, lease_s, habits = start.ended(service.about), settings.lease_s, service.habits
     worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=lease_s, habits=habits, gate=gate)
@@ -349,6 +354,7 @@ async def _join(membership: Membership, reporter: Reporter, bus: Bus, stop: asyn
 
     joined = await done_before(stop, membership.wait_to_join(tell))
     if gate and joined:
+        await gate.sleep()
         await gate.tell(Loaded(reporter.worker, gate.num_bytes()))
     return joined
 

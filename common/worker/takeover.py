@@ -34,7 +34,7 @@ class Takeover:
         self,
         bus: Bus,
         reporter: Reporter,
-        inboxes: Sequence[Inbox],
+        inboxes: Callable[[], Sequence[Inbox]],
         underway: Underway,
         *,
         most: int,
@@ -42,7 +42,7 @@ class Takeover:
         lease_s: float,
         begin: Callable[[Delivery], "asyncio.Task[None]"],
     ) -> None:
-        """`most`: deliveries that the worker has at once, besides orphans. `orphan_slots`: see `Habits`."""
+        """`inboxes`: where to look now. `most`: deliveries that the worker has at once, besides orphans. `orphan_slots`: see `Habits`."""
         self._bus = bus
         self._worker = reporter.worker
         self._inboxes = inboxes
@@ -69,7 +69,7 @@ class Takeover:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(self._every_s)
-            for inbox in self._inboxes:
+            for inbox in self._inboxes():
                 idle = await self._find(inbox, every_s=self._every_s / 2)
                 while idle:
                     await self._take(inbox, idle)

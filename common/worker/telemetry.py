@@ -106,9 +106,11 @@ class About:
     slots: int
     kv_tokens: int | None = None
     max_lora_rank: int | None = None
+    lora_slots: int | None = None
     outside: Outside | None = None
     dtype: str = ""
     fingerprint: str = ""
+    kv_used: Callable[[], int | None] = lambda: None
     resident: Callable[[], list[str]] = field(default=list)
     waiting: Callable[[], dict[str, str]] = field(default=dict)
     lacks_disk: Callable[[], str] = field(default=str)
@@ -147,8 +149,7 @@ class Reporter:
     def report(self, state: str, in_use: int, *, reason: str = "") -> WorkerReport:
         now = time.monotonic()
         spans, busy_s = self.timeline.take()
-        lacks_disk = self.about.lacks_disk()
-        waited, at_s = self._waited
+        lacks_disk, (waited, at_s) = self.about.lacks_disk(), self._waited
         period, self._last = max(now - self._last, 1e-6), now
         return WorkerReport(
             id=self.worker,
@@ -165,7 +166,9 @@ class Reporter:
             slots=self.about.slots,
             in_use=in_use,
             kv_tokens=self.about.kv_tokens,
+            kv_used=self.about.kv_used(),
             max_lora_rank=self.about.max_lora_rank,
+            lora_slots=self.about.lora_slots,
             outside=self.about.outside,
             dtype=self.about.dtype,
             fingerprint=self.about.fingerprint,

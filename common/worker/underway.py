@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
-from common.bus.bus import Delivery, Unfetched
+from common.bus.bus import Delivery, Progress, Undecodable, Unfetched
 from common.cancellation import set_within
+from common.worker.handlers import Resumes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,12 @@ class Inbox:
     """Places that only this stream's deliveries take, beyond the slots: it is read also while those are taken."""
     keep_s: int | None = None
     """The stream is this worker's own, and expires so long after its last sign of life; None: it stays."""
+    own: str = ""
+    """A stream of what this worker should get, read before this one: to which goes what it has no room for."""
+
+    @property
+    def streams(self) -> list[str]:
+        return [self.own, self.stream] if self.own else [self.stream]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +45,22 @@ class Active:
     num_saved: int = 0
     """Bytes of its progress that Redis has."""
 
+    def new_progress(self, resumes: Resumes) -> Progress | None:
+        """Returns what has come since the last write; None if nothing has."""
+        message = self.delivery.message
+        progress = None if isinstance(message, Undecodable) else resumes.progress(message)
+        if progress is None or len(progress[1]) <= self.num_saved:
+            return None
+        head, body = progress
+        return Progress(head, len(head) + self.num_saved, body[self.num_saved :])
+
 
 class Underway:
     """All deliveries under way, by stream and entry."""
 
     def __init__(self, inboxes: Sequence[Inbox]) -> None:
-        self._own_slots = {inbox.stream: inbox.own_slots for inbox in inboxes}
+        self._own_slots = Counter({inbox.stream: inbox.own_slots for inbox in inboxes})
+        self._instead = {inbox.own: inbox.stream for inbox in inboxes}  # whose places an own stream's deliveries take
         self._num: Counter[str] = Counter()  # by stream
         self._active: dict[tuple[str, str], Active] = {}
         self.num_taken_over = 0
@@ -77,6 +94,11 @@ class Underway:
         """Does one wait for its payload?"""
         return any(isinstance(active.delivery.message, Unfetched) for active in self._active.values())
 
+    @property
+    def streams(self) -> set[tuple[str, str]]:
+        """The streams of what is under way, each with its group."""
+        return {(active.delivery.stream, active.delivery.group) for active in self._active.values()}
+
     def of(self, stream: str) -> list[Active]:
         return [active for active in self._active.values() if active.delivery.stream == stream]
 
@@ -86,9 +108,12 @@ class Underway:
         if not self._active:
             self._turned.set()
         self._active[delivery.place] = Active(delivery, task, orphan=delivery.deliveries > 1)
-        self._num[delivery.stream] += 1
+        self._num[self._places_of(delivery)] += 1
         self.num_taken_over += delivery.deliveries > 1
         return task
+
+    def _places_of(self, delivery: Delivery) -> str:
+        return self._instead.get(delivery.stream, delivery.stream)
 
     def beat(self, place: tuple[str, str]) -> None:
         """Notes that the work on an entry advanced."""
@@ -122,7 +147,7 @@ class Underway:
     def end(self, place: tuple[str, str]) -> None:
         if active := self._active.pop(place, None):
             self.num_taken_over -= active.delivery.deliveries > 1
-            self._num[active.delivery.stream] -= 1
+            self._num[self._places_of(active.delivery)] -= 1
             self.num_ended += 1
             self.ended_s += time.monotonic() - active.since_s
         self._ended.set()

@@ -32,18 +32,19 @@ from typing import TypeVar
 import structlog
 from msgspec.structs import replace
 
-from common.bus.bus import Bus, Delivery, Out, Progress, Settlement, Undecodable, Unfetched
+from common.bus.bus import Bus, Delivery, Out, Settlement, Undecodable, Unfetched
 from common.bus.deliveries import dead_letter
 from common.bus.fullness import MAX_MEMORY_USED, Gauge, memory_used
 from common.cancellation import beating, done_before, running
 from common.errors import StoreUnavailable, Unavailable
-from common.pool.gate import Closed, Gate, Pulse
+from common.pool.gate import Awake, Closed, Gate, Pulse
 from common.wire.messages import AdapterNew, Cancel, Failure, Message
 from common.worker.handlers import Beat, Handler, Holds, Parks, Resumes, Retries
+from common.worker.own_streams import OwnStreams
 from common.worker.settler import Settler
 from common.worker.takeover import Takeover
 from common.worker.telemetry import KEEP_S, Reporter
-from common.worker.underway import Active, Inbox, Underway
+from common.worker.underway import Inbox, Underway
 from common.worker.voided import Voided
 
 MAX_ATTEMPTS = 3
@@ -109,19 +110,20 @@ class Worker:
         self._retries: Retries | None = handler if isinstance(handler, Retries) else None
         self._inboxes = inboxes
         self._shared = [inbox for inbox in inboxes if not inbox.own_slots]
-        self._reporter = reporter
-        self._habits = habits
-        self._gate = gate
+        self._streams = [stream for inbox in self._shared for stream in inbox.streams]
+        self._reporter, self._habits, self._gate = reporter, habits, gate
         self._most = reporter.about.slots + habits.ahead
-        self._lease_s = lease_s
-        self._max_deliveries = max_deliveries
-        self._underway = Underway(inboxes)
-        self._voided = Voided()
+        self._lease_s, self._max_deliveries = lease_s, max_deliveries
+        self._underway, self._voided = Underway(inboxes), Voided()
         lost = [self._holds.unpublished] if self._holds else []
         self._settler = Settler(bus, reporter, self._window_s, *lost)
         places = {"most": self._most, "orphan_slots": habits.orphan_slots}
-        self._takeover = Takeover(bus, reporter, inboxes, self._underway, **places, lease_s=lease_s, begin=self._begin)
+        self._own = OwnStreams(bus, reporter.worker, inboxes, lease_s)
+        self._takeover = Takeover(
+            bus, reporter, self._all, self._underway, **places, lease_s=lease_s, begin=self._begin
+        )
         self._shares = any(inbox.at_once for inbox in inboxes)
+        self._reads = True  # and does not hand back
         self._drained = False  # the last read took all that there was
         self._look_s = LOOK_EVERY_S
         self._read_s = float("-inf")  # when all that there was, or that there was room for, was read
@@ -151,11 +153,19 @@ class Worker:
 
     async def _slice(self, stop: asyncio.Event, gate: Gate | None) -> None:
         """Works until `stop`, or until the gate closes. Returns once everything is settled or handed back."""
+        if gate and await done_before(stop, gate.wake()):
+            await gate.tell(Awake())
         takers = [self._takeover.run(), self._read(), *(self._read_own(i) for i in self._inboxes if i.own_slots)]
-        async with running(*takers):
-            await (done_before(stop, gate.closing()) if gate else stop.wait())
-        await self._hand_back_all(gate.drain_s if gate and not stop.is_set() else self._habits.drain_s)
-        if gate:
+        await self._own.begin()
+        async with running(self._own.run(self._room, lambda: self._reads and not self._takeover.running_alone)):
+            self._reads = True
+            async with running(*takers):
+                await (done_before(stop, gate.closing()) if gate else stop.wait())
+            self._reads = False
+            await self._hand_back_all(gate.drain_s if gate and not stop.is_set() else self._habits.drain_s)
+        await self._own.leave()
+        if gate and not stop.is_set():
+            await gate.sleep()
             await gate.tell(Closed(gate.num_bytes()))
 
     async def _tell_gate(self, gate: Gate) -> None:
@@ -169,6 +179,12 @@ class Worker:
             await self._bus.ensure_group(inbox.stream, inbox.group, keep_s=inbox.keep_s)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def _all(self) -> list[Inbox]:
+        return [*self._inboxes, *self._own.pending()]
+
+    def _room(self, inbox: Inbox) -> int:
+        return self._underway.room(self._most, inbox.stream) if inbox.own_slots else self._free
 
     @property
     def _free(self) -> int:
@@ -204,7 +220,7 @@ class Worker:
                 await self._takeover.over()
             elif room := self._underway.room(self._most, inbox.stream):
                 await self._take(
-                    await self._bus.read([inbox.stream], inbox.group, self.name, count=room, block_ms=BLOCK_MS)
+                    await self._bus.read(inbox.streams, inbox.group, self.name, count=room, block_ms=BLOCK_MS)
                 )
             else:
                 await self._underway.one_ended()
@@ -220,18 +236,19 @@ class Worker:
     async def _hold(self, found: Sequence[Delivery]) -> None:
         """Keeps what was read just as an entry began to run alone, until that has ended."""
         while self._takeover.running_alone:
-            for inbox in self._inboxes:
-                entries = [delivery.entry for delivery in found if delivery.stream == inbox.stream]
-                await self._bus.renew(inbox.stream, inbox.group, self.name, entries)
+            for stream, group in {(delivery.stream, delivery.group) for delivery in found}:
+                entries = [delivery.entry for delivery in found if delivery.stream == stream]
+                await self._bus.renew(stream, group, self.name, entries)
             await self._takeover.over(self._lease_s / 3)
 
     async def _next(self) -> list[Delivery]:
         """Reads up to the free slots, first inboxes first; if all were empty, waits until one is not. If several fill at that
         moment more may come, up to the free slots of each."""
-        streams, group, free = [inbox.stream for inbox in self._shared], self._shared[0].group, self._free
+        group, free = self._shared[0].group, self._free
+        streams, tells = self._streams, self._own.tells
         count = min(free, *(inbox.at_once or free for inbox in self._shared))
-        if len(streams) > 1 and not self._drained:
-            found = await self._bus.read_in_order(streams, group, self.name, count=count)
+        if tells or (len(streams) > 1 and not self._drained):
+            found = await self._bus.read_in_order(streams, group, self.name, count=count, tells=tells)
             self._drained = len(found) < count
             if found or self._takeover.running_alone:
                 return found
@@ -244,8 +261,7 @@ class Worker:
         if not self._underway.room(self._most) or not self._habits.takes_leftovers():
             await self._underway.one_ended()
             return []
-        streams = [inbox.stream for inbox in self._shared]
-        found = await self._bus.read_in_order(streams, self._shared[0].group, self.name, count=1)
+        found = await self._bus.read_in_order(self._streams, self._shared[0].group, self.name, count=1)
         if not found and self._free <= 0:
             ended = await self._underway.one_ended(self._look_s)
             self._look_s = FIRST_LOOK_S if ended else min(2 * self._look_s, LOOK_EVERY_S)
@@ -364,9 +380,8 @@ class Worker:
         # to another worker too. A renewal is no delivery, so it brings no entry nearer to a dead letter.
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            for inbox in self._inboxes:
-                advanced = self._underway.take_advanced(inbox.stream)
-                await self._bus.renew(inbox.stream, inbox.group, self.name, advanced)
+            for stream, group in self._underway.streams:
+                await self._bus.renew(stream, group, self.name, self._underway.take_advanced(stream))
             for inbox in self._inboxes:
                 if inbox.keep_s is not None:  # the worker's own stream, which must outlive a short silence
                     await self._bus.retrying(partial(self._bus.client.expire, inbox.stream, inbox.keep_s))
@@ -376,16 +391,13 @@ class Worker:
         gauge = Gauge(partial(memory_used, self._bus))
         while True:
             await asyncio.sleep(self._habits.progress_s)
-            for inbox in self._inboxes:
-                found = {
-                    active: progress
-                    for active in self._underway.of(inbox.stream)
-                    if (progress := _new(resumes, active))
-                }
+            for stream, group in self._underway.streams:
+                actives = self._underway.of(stream)
+                found = {active: progress for active in actives if (progress := active.new_progress(resumes))}
                 if not found or await gauge.used() > MAX_MEMORY_USED:
                     continue
                 new = {active.delivery.entry: progress for active, progress in found.items()}
-                await self._bus.renew(inbox.stream, inbox.group, self.name, list(new), new)
+                await self._bus.renew(stream, group, self.name, list(new), new)
                 for active, progress in found.items():
                     active.num_saved += len(progress.tail)
 
@@ -430,18 +442,8 @@ class Worker:
         while not await self._underway.all_ended(self._lease_s):
             self._underway.cancel()
         await self._settler.settle()
-        for inbox in self._inboxes:
+        for inbox in self._all():
             after = "0"
             while held := await self._bus.read_pending(inbox.stream, inbox.group, self.name, after=after):
                 await self._bus.settle([Settlement(delivery, None) for delivery in held])
                 after = held[-1].entry
-
-
-def _new(resumes: Resumes, active: Active) -> Progress | None:
-    """Returns what has come since the last write; None if nothing has."""
-    message = active.delivery.message
-    progress = None if isinstance(message, Undecodable) else resumes.progress(message)
-    if progress is None or len(progress[1]) <= active.num_saved:
-        return None
-    head, body = progress
-    return Progress(head, len(head) + active.num_saved, body[active.num_saved :])

@@ -1,4 +1,4 @@
-"""Closes connections whose clients send no request, give no key or do not read their answers.
+"""Closes connections whose clients send no request, give no key or do not read their answers; works for nobody who has left.
 
 They are closed after a while; of too many, the oldest at once. An answer to a request without a key ends its connection (`KeyFirst`).
 """
@@ -11,6 +11,7 @@ from collections.abc import Awaitable
 from typing import Any, ClassVar, TypeVar, cast
 
 from fastapi import Request
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ class ClientGone(Exception):
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """The work's result. When the client disconnects, cancels it and raises ClientGone. Read the body before."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -38,8 +39,8 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
@@ -77,6 +78,15 @@ class Connection(H11Protocol):
         self._request_due: asyncio.TimerHandle | None = None
         self._key_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
+        self.app = cast("Any", self._answer)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Does nothing for a client that has closed right behind its request: once the event loop has turned, that is known."""
+        await asyncio.sleep(0)
+        if self.transport.is_closing():
+            await _disconnected(receive)
+        else:
+            await cast("Any", self.config.loaded_app)(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)

@@ -76,6 +76,7 @@ class Base:
     gauge: Gauge  # of that Redis
     cluster: Cluster
     folder: Path  # of the model's files
+    digest: str  # of its configuration and tokenizer here
     tokenizer: ChatTokenizer
     inference: Inference
     feed: Feed

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+import socket
 import time
 from collections.abc import AsyncGenerator, Generator
 from pathlib import Path
@@ -13,6 +14,7 @@ import uvicorn
 from common.bus.bus import Bus
 from common.bus.fullness import Gauge, used_by
 from common.bus.streams import Cell
+from common.models.base_digest import base_digest
 from common.models.base_shape import NAMED_AS_LLAMA, BaseShape
 from common.models.weight_files import Weights, read_weights
 from common.peers.base_fetch import BaseFetch
@@ -46,6 +48,12 @@ INFERENCE_SHARE = 0.5
 """The share of the live rollout slots that all tenants' completions may take, over all replicas."""
 DRAIN_S = 5
 """Seconds that open requests may go on after SIGTERM."""
+
+ACCEPTED_AT_ONCE = 16
+"""Connections that asyncio accepts in one round of the event loop, which it takes from uvicorn's `backlog`. With uvicorn's 2048, who
+opens and closes connections faster than they are worked on stops everybody else's requests."""
+MAX_UNACCEPTED = 2048
+"""Connections that the kernel keeps until they are accepted."""
 
 
 @contextlib.asynccontextmanager
@@ -109,6 +117,7 @@ async def make_base(
         timeout_s=settings.inference_timeout_s,
         slots=lambda kind: _places(kind, cluster),
         most_for_chat=INFERENCE_SHARE,
+        num_workers=lambda: cluster.num_workers("rollout"),
         turn=lambda: cluster.turn("rollout"),
     )
     redis = connect_impatiently(settings.redis_url, bus.cell.key(""))
@@ -119,6 +128,7 @@ async def make_base(
         gauge=Gauge(lambda: used_by(redis, bus.cell)),
         cluster=cluster,
         folder=folder,
+        digest=await asyncio.to_thread(base_digest, folder, with_weights=False),
         tokenizer=await asyncio.to_thread(ChatTokenizer.load, folder, settings.max_context),
         inference=inference,
         feed=Feed(bus),
@@ -168,6 +178,7 @@ async def serve(api: Api, tinker: Records, stop: asyncio.Event) -> None:
         ws="none",
         timeout_graceful_shutdown=DRAIN_S,
         lifespan="off",
+        backlog=ACCEPTED_AT_ONCE,
     )
     server = Server(config)
     log.info("api_starts", host=settings.host, port=settings.port)
@@ -182,6 +193,12 @@ async def serve(api: Api, tinker: Records, stop: asyncio.Event) -> None:
 
 class Server(uvicorn.Server):
     """uvicorn without signal handlers of its own: the process has one way to stop."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listening in (each for server in self.servers for each in server.sockets):
+            with listening.dup() as same:
+                same.listen(MAX_UNACCEPTED)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -11,8 +11,8 @@ Its files:
     plan.py            says what of a base model fits on one device or several
     fitting.py         says what of base models fits in a memory
     engines.py         says what each engine of rollouts takes of a device
-    embedded_redis.py  finds the Redis server, and starts it on a data folder
-    redis_room.py      keeps room on Redis' disk, and serves little while it is full
+    elastic_pool.py    starts and stops rollout workers as their cell wants them
+    embedded_redis.py  finds the Redis server, starts it on a data folder, and keeps room on its disk
     own_store.py       waits until the store's folder is the one that the cells know
     commands/          the command line `marlaas`
     memory_shares.py   chooses the context that is served, and the memory of workers

@@ -157,3 +157,10 @@ def shared_gpus(gpus: Sequence[Gpu], numbers: Collection[int]) -> list[str]:
         for number, gpu in enumerate(gpus)
         if number in numbers and gpu.held
     ]
+
+
+def vllm_stays_awake(environment: Mapping[str, str]) -> bool:
+    """Does vLLM keep its memory? On a CPU, and where keys and values may take all that is free."""
+    get = environment.get
+    on_gpu = "cuda" in get("MARLAAS_ROLLOUT_DEVICE", "") or "rollout" in get("MARLAAS_DEVICES", "")
+    return get("MARLAAS_ENGINE") == "vllm" and not (on_gpu and "MARLAAS_ROLLOUT_KV_BYTES" in environment)

@@ -1,11 +1,13 @@
 """Settings that only `marlaas up` has."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping, MutableMapping
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from common.settings import PREFIX, Bytes
+from common.errors import InvalidInput
+from common.settings import PREFIX, Bytes, parse_base_models, pinned
 
 
 class LocalSettings(BaseSettings):
@@ -29,3 +31,17 @@ class LocalSettings(BaseSettings):
             if PREFIX + name.upper() in environment
         }
         return cls.model_validate(values)
+
+
+def pin_bases(environment: MutableMapping[str, str], tell: Callable[[str], None]) -> None:
+    """Names the hub's models by their commits, for all services, and tells these. Errors are left to the services."""
+    with contextlib.suppress(InvalidInput, ValueError):
+        bases = parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny"))
+        found = dict(bases)
+        for name, where in bases.items():
+            with contextlib.suppress(InvalidInput):
+                found[name] = pinned(where)
+        if found != bases:
+            environment["MARLAAS_BASE_MODELS"] = ",".join(f"{name}={where}" for name, where in found.items())
+            for name, where in found.items():
+                tell(f"base model {name}: {where}")

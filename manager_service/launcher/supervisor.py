@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
 
@@ -31,13 +32,15 @@ from common.cancellation import done_before
 from common.children.forking import PreforkServer
 from common.children.processes import Command, Notify, StartChild, SupervisedProcess, rotate, start_tied
 from common.errors import InvalidInput, MarlaasError, Unavailable
-from common.settings import parse_base_models, pinned
+from common.settings import parse_base_models
 from manager_service.launcher.devices import arrange, idle_gpu
-from manager_service.launcher.embedded_redis import EmbeddedRedis, make_private, write_private
-from manager_service.launcher.gpus import SERVICES, LocalWorker
+from manager_service.launcher.elastic_pool import ElasticPool
+from manager_service.launcher.embedded_redis import EmbeddedRedis, RedisRoom, make_private, write_private
+from manager_service.launcher.gpus import SERVICES, LocalWorker, vllm_stays_awake
 from manager_service.launcher.own_store import OwnStore
-from manager_service.launcher.redis_room import RedisRoom
+from manager_service.launcher.settings import pin_bases
 from manager_service.records.keys import GLOBAL
+from manager_service.scheduling.elastic import WorkerRange
 from marlaas_client.cluster_file import CLUSTER_FILE, ClusterFile, read_cluster_file
 
 GRACE_S = 4.0
@@ -73,7 +76,7 @@ class LocalCluster:
         self,
         *,
         data_dir: Path,
-        rollout: int = 1,
+        rollout: int | WorkerRange = 1,
         env: int = 1,
         trainer: int = 1,
         port: int = 0,
@@ -82,13 +85,15 @@ class LocalCluster:
         services: "Services | None" = None,
         start: StartChild | None = None,
     ) -> None:
-        """`port` 0: any free one. `environment`: more variables for every child. `notify` hears of each restart.
-        For tests: `services`, other commands; `start`, which starts a service instead of prefork servers."""
+        """`rollout`: of a range as many as turns want. `port` 0: any free one. `environment`: more variables for every child. `notify`
+        hears of each restart. For tests: `services`, other commands; `start`, which starts a service instead of prefork servers.
+        Raises InvalidInput where a range makes no sense."""
         self.data_dir = data_dir.resolve()
         self.host = "127.0.0.1"
         self.port = port
         self.redis_url = ""
-        self._counts = {"rollout": rollout, "env": env, "trainer": trainer}
+        bounds = WorkerRange(rollout, rollout) if isinstance(rollout, int) else rollout
+        self._counts = {"rollout": bounds.most, "env": env, "trainer": trainer}
         self._environment = {**inherited(), **(environment or {})}
         self._notify = notify
         self._is_up = False
@@ -98,6 +103,7 @@ class LocalCluster:
         self._redis: SupervisedProcess | None = None
         self._room: RedisRoom | None = None
         self._services: dict[str, SupervisedProcess] = {}
+        self._elastic = ElasticPool(bounds, self._environment, self._services, notify)
         self._prefork_servers: list[PreforkServer] = []
         self._lock: TextIO | None = None
         self._stopping = asyncio.Event()
@@ -206,7 +212,7 @@ class LocalCluster:
             command = self._command("redis", server.argv, {})
             self._redis = SupervisedProcess(command, self._hear_of_redis, start_tied)
             self._room = RedisRoom(server, self._environment, self._notify)
-        self._pin_bases()
+        pin_bases(self._environment, self._notify)
         commands = self._commands(self._counts, self._environment)
         arranged = arrange(self._store.with_bases_here(), list(_workers(commands)))
         self._environment |= arranged.settings
@@ -225,20 +231,11 @@ class LocalCluster:
         server = PreforkServer(commands if self._start is None else (), self.log_file("prefork"))
         self._prefork_servers.append(server)
         for command in commands:
-            self._services[command.name] = SupervisedProcess(command, self._hear, self._start or server.start)
-
-    def _pin_bases(self) -> None:
-        """Names the hub's models by their commits, for all services. Errors are left to the services."""
-        with contextlib.suppress(InvalidInput, ValueError):
-            bases = parse_base_models(self._environment.get("MARLAAS_BASE_MODELS", "tiny"))
-            found = dict(bases)
-            for name, where in bases.items():
-                with contextlib.suppress(InvalidInput):
-                    found[name] = pinned(where)
-            if found != bases:
-                self._environment["MARLAAS_BASE_MODELS"] = ",".join(f"{name}={where}" for name, where in found.items())
-                for name, where in found.items():
-                    self._notify(f"base model {name}: {where}")
+            make = partial(SupervisedProcess, command, self._hear, self._start or server.start)
+            if command.name.startswith("rollout-"):
+                self._elastic.add(command.name, make)
+            else:
+                self._services[command.name] = make()
 
     def _command(self, name: str, argv: tuple[str, ...], environment: Mapping[str, str]) -> Command:
         rotate(self.log_file(name))
@@ -279,7 +276,8 @@ class LocalCluster:
                 await done_before(self._stopping, self._store.recognise(self.redis_url))
                 for process in self._services.values():
                     group.create_task(process.keep_running())
-                loops = (self._rotate_logs(), self._watch_store(), *((self._room.watch(),) if self._room else ()))
+                loops = [self._rotate_logs(), self._watch_store(), self._elastic.follow(self.redis_url, group)]
+                loops += [self._room.watch()] if self._room else []
                 helpers = [group.create_task(loop) for loop in loops]
                 await self._stopping.wait()
                 for task in helpers:
@@ -331,8 +329,7 @@ class LocalCluster:
         if late and self._store.waits_for:
             raise StartError(self._store.waits_for)
         if dying or late:
-            name = dying[0] if dying else suspect
-            what = "keeps ending" if dying else "does not answer"
+            name, what = (dying[0], "keeps ending") if dying else (suspect, "does not answer")
             if name not in self._processes:
                 raise StartError(f"the Redis of MARLAAS_REDIS_URL {what}")
             end = self._processes[name].last_words(15)
@@ -364,7 +361,7 @@ Services = Callable[[Mapping[str, int], Mapping[str, str]], list[ServiceCommand]
 
 
 def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
-    """The manager, the exporter, and so many workers of each service for all base models; of vLLM's for each.
+    """The manager, the exporter, and so many workers of each service for all base models; for each where vLLM does not sleep.
 
     Raises InvalidInput if MARLAAS_BASE_MODELS cannot be read.
     """
@@ -375,7 +372,7 @@ def service_commands(counts: Mapping[str, int], environment: Mapping[str, str]) 
     services = [ServiceCommand("manager", (sys.executable, "-m", "manager_service"))]
     services.append(ServiceCommand("exporter", (sys.executable, "-m", "manager_service.export")))
     for service, count in counts.items():
-        pinned_each = len(bases) > 1 and service == "rollout" and environment.get("MARLAAS_ENGINE") == "vllm"
+        pinned_each = len(bases) > 1 and service == "rollout" and vllm_stays_awake(environment)
         for base in bases if pinned_each or len(bases) == 1 else [""]:
             argv, prefix = (sys.executable, "-m", f"{service}_service"), f"{service}-{base}" if pinned_each else service
             services += [ServiceCommand(f"{prefix}-{i}", argv, {"MARLAAS_BASE_MODEL": base}) for i in range(count)]

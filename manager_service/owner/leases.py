@@ -6,7 +6,8 @@ take them. All times are Redis' own.
 
 The round also exchanges the weight of each partition's active tenants: that, and not the number of partitions, is an owner's
 part of the workers. API replicas whose tenants chat or sample in bulk share too (manager_service/http/sampling/cell_share.py):
-`sampling` has their tenants' weight, and `served` what all got of the rollout engines' time.
+`sampling` has their tenants' weight, and `served` what all got of the rollout engines' time. `demand` has the turns that each
+partition's jobs would fill slots with, from which the owner of the first one makes `wanted`.
 """
 
 import time
@@ -19,11 +20,11 @@ from common.bus.bus import Bus
 from common.bus.streams import NUM_PARTITIONS
 from common.sharing.correction import JOBS, numbers
 
-# KEYS: owners, weights, sampling, served, then the lease of each partition. ARGV: token, milliseconds, engine seconds of jobs
-# since the last round, whether the others, if any, take the free ones and share without this owner ("1"), then the weight of each
-# partition that the owner works for ("" for the others). Answers with the number of other owners, the even share, owners' and
-# samplers' weight, what was served, and for each partition whether it is another's (0), was taken now (1) or is renewed (2). The
-# first write needs no memory: then Redis refuses none of the others, however full it is.
+# KEYS: owners, weights, sampling, served, demand, then the lease of each partition. ARGV: token, milliseconds, engine seconds of
+# jobs since the last round, whether the others, if any, take the free ones and share without this owner ("1"), then the weight of
+# each partition that the owner works for ("" for the others), and their turns. Answers with the number of other owners, the even
+# share, owners' and samplers' weight, what was served, and for each partition whether it is another's (0), was taken now (1) or is
+# renewed (2). The first write needs no memory: then Redis refuses none of the others, however full it is.
 ROUND = """
 local owners, weights, token, ms = KEYS[1], KEYS[2], ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
@@ -33,14 +34,14 @@ redis.call('ZREM', owners, token)
 local others = redis.call('ZCARD', owners)
 local leaves = ARGV[4] == '1' and others > 0
 if not leaves then redis.call('ZADD', owners, now + ms, token) end
-local partitions = #KEYS - 4
+local partitions = #KEYS - 5
 local share = math.ceil(partitions / redis.call('ZCARD', owners))
 local answer, held, free = {}, 0, {}
 for i = 1, partitions do
-  local holder = redis.call('GET', KEYS[i + 4])
+  local holder = redis.call('GET', KEYS[i + 5])
   answer[i] = 0
   if holder == token then
-    redis.call('SET', KEYS[i + 4], token, 'PX', ms)
+    redis.call('SET', KEYS[i + 5], token, 'PX', ms)
     answer[i], held = 2, held + 1
   elseif not holder then
     free[#free + 1] = i
@@ -48,12 +49,15 @@ for i = 1, partitions do
 end
 for _, i in ipairs(free) do
   if held < share and not leaves then
-    redis.call('SET', KEYS[i + 4], token, 'PX', ms)
+    redis.call('SET', KEYS[i + 5], token, 'PX', ms)
     answer[i], held = 1, held + 1
   end
 end
 for i = 1, partitions do
-  if ARGV[i + 4] ~= '' and answer[i] == 2 then redis.call('HSET', weights, i, ARGV[i + 4]) end
+  if ARGV[i + 4] ~= '' and answer[i] == 2 then
+    redis.call('HSET', weights, i, ARGV[i + 4])
+    redis.call('HSET', KEYS[5], i, ARGV[i + 4 + partitions])
+  end
 end
 local total = 0
 for _, weight in ipairs(redis.call('HVALS', weights)) do total = total + tonumber(weight) end
@@ -68,6 +72,7 @@ for i = 2, #KEYS do
   if redis.call('GET', KEYS[i]) == ARGV[1] then redis.call('DEL', KEYS[i]) end
 end
 """
+NONE: Mapping[int, float] = {}
 LONGEST_ABSENCE_S = 3600.0
 """The longest `Absence`, and the time after one within which the next is longer."""
 
@@ -135,14 +140,22 @@ class Leases:
         self._round = self.bus.client.register_script(ROUND)
         self._release = self.bus.client.register_script(RELEASE)
 
-    async def round(self, weights: Mapping[int, float], served_s: float = 0.0, *, leaves: bool = False) -> Round:
-        """Renews leases, and takes free ones. `weights`: of the partitions that this owner works for. `served_s`: engine seconds
-        of its jobs since the last round. `leaves`: it takes none while there are others, who share them."""
-        began_s = time.monotonic()
-        own_weights = [repr(float(weights[p])) if p in weights else "" for p in range(NUM_PARTITIONS)]
+    async def round(
+        self,
+        weights: Mapping[int, float],
+        served_s: float = 0.0,
+        turns: Mapping[int, float] = NONE,
+        *,
+        leaves: bool = False,
+    ) -> Round:
+        """Renews leases, and takes free ones. `weights`: of the partitions that this owner works for, and `turns` of their jobs.
+        `served_s`: engine seconds of its jobs since the last round. `leaves`: it takes none while there are others, who share them."""
+        began_s, partitions = time.monotonic(), range(NUM_PARTITIONS)
+        own_weights = [repr(float(weights[p])) if p in weights else "" for p in partitions]
+        told = [*own_weights, *(repr(float(turns.get(p, 0))) for p in partitions)]
         cell = self.bus.cell
-        keys = [cell.owners, cell.weights, cell.sampling, cell.served, *self._leases]
-        arguments = [self.token, int(self.lease_s * 1000), repr(float(served_s)), int(leaves), *own_weights]
+        keys = [cell.owners, cell.weights, cell.sampling, cell.served, cell.demand, *self._leases]
+        arguments = [self.token, int(self.lease_s * 1000), repr(float(served_s)), int(leaves), *told]
         answer: list[Any] = await self.bus.retrying(lambda: self._round(keys=keys, args=arguments))
         others, share, total, sampling, served, *states = answer
         # From before the call: Redis counts the lease from a later moment, so this owner stops before another begins

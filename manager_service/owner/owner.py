@@ -35,7 +35,7 @@ from manager_service.owner.jobs.job import Job
 from manager_service.owner.leases import Absence, Leases, LeaseState
 from manager_service.owner.partition import Fetch, Partition
 from manager_service.owner.sample_writer import SampleWriter
-from manager_service.owner.surroundings import ObservedCluster, Surroundings, whereabouts
+from manager_service.owner.surroundings import ObservedCluster, PoolSizer, Surroundings, whereabouts
 from manager_service.owner.transaction import Commits, Fence
 from manager_service.records.sample_records import LIMITS, Limits
 from manager_service.records.stored import StoredBytes
@@ -81,6 +81,7 @@ class Owner:
         policy: Policy = MARLAAS,
         archive_after_s: float = ARCHIVE_AFTER_S,
         limits: Limits = LIMITS,
+        pool: PoolSizer | None = None,
     ) -> None:
         self._bus, self._cell, self._cluster, self._lease_s = bus, bus.cell, cluster, lease_s
         self._reader = JobReader(bus, objects, store, limits)
@@ -103,7 +104,7 @@ class Owner:
         self._intake = Intake(self._owned, self._lock, self._decide)
         self._big_steps = BigSteps(bus, objects)
         self._allocator = Allocator(cluster, policy, admits=self._big_steps.admits)
-        self._surroundings = Surroundings(bus, tenants, stored, self._allocator, limits)
+        self._surroundings = Surroundings(bus, tenants, stored, self._allocator, limits, pool)
         self._reconciled, self._reconciled_at = -1, time.monotonic()  # the partition that came last, and when
 
     # ---- leases -----------------------------------------------------------------------------------------------------
@@ -125,11 +126,8 @@ class Owner:
     async def _keep_leases(self) -> None:
         """Renews leases and takes free ones. Another task loads partitions, so that no lease runs out meanwhile."""
         while True:
-            lease_round = await self._leases.round(
-                self._allocator.active_weights(self._owned),
-                self._allocator.take_served_s(),
-                leaves=self._absence.lasts(time.monotonic()),
-            )
+            told = await self._surroundings.told(self._owned)
+            lease_round = await self._leases.round(*told, leaves=self._absence.lasts(time.monotonic()))
             self._allocator.hear_of_others(lease_round.other_weight, lease_round.sampling_weight, lease_round.served)
             self._surplus, self._others = lease_round.surplus, lease_round.others
             for number, state in lease_round.leases.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.bus.bus import Bus
 from common.bus.streams import NUM_PARTITIONS
-from manager_service.records.cluster import env_streams
+from manager_service.records.cluster import own_streams
 
 MEASURE_EVERY_S = 30.0
 NUM_SAMPLED_KEYS = 256
@@ -65,7 +65,7 @@ async def measured(bus: Bus) -> dict[str, int]:
     """Bytes by kind. Costs a few hundred commands, each in short time."""
     client, cell = bus.client, bus.cell
     streams = [stream for stream, _ in cell.work] + [cell.control, cell.adapters_new, cell.telemetry, cell.dead]
-    streams += await bus.retrying(lambda: env_streams(client, cell))
+    streams += [stream for stream, _ in await bus.retrying(lambda: own_streams(client, cell))]
     streams += [name for partition in range(NUM_PARTITIONS) for name in cell.inboxes(partition)]
     exactly = dict(zip(streams, await _usages(bus, streams), strict=True))
     num_keys: Any = await bus.retrying(client.dbsize)

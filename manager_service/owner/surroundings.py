@@ -6,20 +6,23 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from common.bus.bus import Bus
 from common.bus.fullness import used_by
-from common.bus.streams import GROUP_MANAGER
+from common.bus.streams import GROUP_ENV, GROUP_MANAGER
 from common.wire.messages import WorkerReport
 from common.worker.telemetry import KEEP_REPORTS, KEEP_S
 from manager_service.owner.jobs.job import Job
 from manager_service.owner.redis_memory import RedisMemory, bound
-from manager_service.records.cluster import env_streams, named
+from manager_service.records.cluster import WANTED_S, WantedWorkers, named, own_streams
 from manager_service.records.job_records import JobSpec
 from manager_service.records.sample_records import Limits
 from manager_service.records.stored import StoredBytes
 from manager_service.records.tenants import Tenants
 from manager_service.records.usage import INFERENCE, ROLLOUT_COUNTERS, day_field
 from manager_service.scheduling.allocator import Allocator, Slots
+from manager_service.scheduling.elastic import Retirement, WorkerLoad, WorkerRange, row_slots, wanted
 
 BACKLOG_S = 0.02
 """Least time between two counts of the env workers' entries: two round trips, for each pass of a busy owner."""
@@ -35,15 +38,72 @@ class ObservedCluster(Slots, Protocol):
         """Live workers: of one service, or of all."""
         ...
 
+    def workers(self) -> Sequence[WorkerReport]:
+        """All that live, those that start or stop included."""
+        ...
+
     def refusals(self, services: Sequence[str]) -> str:
         """The reasons for which workers of these services refuse the base model; empty if none does."""
         ...
 
 
+# KEYS: wanted, scaled. ARGV: a `WantedWorkers`, the milliseconds for which it holds, worker seconds and retirements since the last one. The
+# first write needs no memory, of which Redis may have none left.
+_TELL = """
+redis.call('DEL', KEYS[1])
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+redis.call('HINCRBYFLOAT', KEYS[2], 'held_worker_seconds', ARGV[3])
+redis.call('HINCRBY', KEYS[2], 'retired', ARGV[4])
+"""
+
+
+class PoolSizer:
+    """Says how many rollout workers the cell wants, and which retires. `marlaas up`, autoscalers and people read it."""
+
+    def __init__(self, bus: Bus, cluster: ObservedCluster, bounds: WorkerRange | None, *, repack: bool) -> None:
+        """`bounds`: within which somebody follows; None: nobody does, and no worker retires. `repack`: one with rows may."""
+        self._bus, self._cluster, self._bounds = bus, cluster, bounds
+        self._retirement = Retirement(repack)
+        self._tell = bus.client.register_script(_TELL)
+        self._looked_s: float | None = None
+        self._retires: str | None = None
+
+    async def look(self, now_s: float) -> None:
+        """Writes `wanted` for WANTED_S. `now_s`: monotonic."""
+        cell = self._bus.cell
+        told, asked = await self._bus.pipelined([("HVALS", cell.demand), ("GET", cell.asked)])
+        turns = sum(map(float, told)) + float(asked or 0)
+        workers = [each for each in self._cluster.workers() if each.service == "rollout"]
+        live = [_load(each) for each in workers if each.state in ("idle", "busy")]
+        number = wanted(turns, row_slots(live))
+        if self._bounds:
+            number = self._bounds.clamp(number)
+        settled = self._bounds is not None and not any(each.state in ("starting", "draining") for each in workers)
+        before, self._retires = self._retires, self._retirement.look(now_s, live, number, settled=settled)
+        retired = before is not None and all(each.id != before for each in workers)
+        record = WantedWorkers(number, round(turns), len(live), str(self._bounds or ""), self._retires or "")
+        held_s = len(workers) * (now_s - self._looked_s) if self._looked_s is not None else 0.0
+        self._looked_s = now_s
+        words = [msgspec.json.encode(record), int(WANTED_S * 1000), repr(held_s), int(retired)]
+        await self._bus.retrying(lambda: self._tell(keys=[cell.wanted, cell.scaled], args=words))
+
+
+def _load(report: WorkerReport) -> WorkerLoad:
+    return WorkerLoad(report.id, report.slots, report.in_use, report.kv_tokens, report.kv_used)
+
+
 class Surroundings:
     """Tells an Allocator what it cannot see from jobs and messages."""
 
-    def __init__(self, bus: Bus, tenants: Tenants, stored: StoredBytes, allocator: Allocator, limits: Limits) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        tenants: Tenants,
+        stored: StoredBytes,
+        allocator: Allocator,
+        limits: Limits,
+        pool: PoolSizer | None = None,
+    ) -> None:
         allocator.storage.max_bytes = stored.max_bytes
         self.memory = RedisMemory(bus)
         self._bus = bus
@@ -53,13 +113,16 @@ class Surroundings:
         self.storage_asked = asyncio.Event()  # a tenant's bytes are to be read that were not
         self._allocator = allocator
         self._limits = limits
+        self._pool = pool
         self._backlog, self._counted_at = 0, float("-inf")
         self._completed: dict[str, float] = {}
         """Tenant with jobs here -> tokens of its completions, as they were charged."""
 
     async def look(self, *, measures: bool) -> None:
-        """Renews what the Allocator is told, and trims. `measures`: this owner measures Redis' memory for all."""
+        """Renews what the Allocator is told, and trims. `measures`: this owner measures Redis' memory, and the pool, for all."""
         await self._refresh(measures)
+        if measures and self._pool:
+            await self._pool.look(time.monotonic())
         await self._trim_broadcasts()
 
     async def _refresh(self, measures: bool) -> None:
@@ -70,6 +133,13 @@ class Surroundings:
         limited = [name for name, record in tenants.items() if record.max_tokens_per_day is not None]
         self._allocator.used_today.update(await self._used_today(limited))
         await self._charge_completions()
+
+    async def told(self, partitions: Collection[int]) -> tuple[dict[int, float], float, dict[int, float]]:
+        """Tells a round of leases about these partitions: see `Leases.round`."""
+        allocator = self._allocator
+        allocator.env_backlog = await self.env_backlog()
+        turns = allocator.demand.turns(partitions, allocator.in_env, allocator.is_exhausted)
+        return allocator.active_weights(partitions), allocator.take_served_s(), turns
 
     async def watch_storage(self) -> None:
         """Tells what tenants with work here store, each second and as soon as one is new, until cancelled. It asks other cells' Redis
@@ -99,7 +169,8 @@ class Surroundings:
         """Entries of the stream of all env workers, and of each one's own; at most BACKLOG_S old."""
         if time.monotonic() - self._counted_at < BACKLOG_S:
             return self._backlog
-        streams = [self._cell.env, *await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))]
+        own = await self._bus.retrying(lambda: own_streams(self._bus.client, self._cell))
+        streams = [self._cell.env, *(stream for stream, group in own if group == GROUP_ENV)]
         lengths = await self._bus.pipelined(("XLEN", stream) for stream in streams)
         self._backlog, self._counted_at = sum(lengths), time.monotonic()
         return self._backlog
@@ -109,14 +180,14 @@ class Surroundings:
 
         Entries that an owner keeps pending from its inboxes (half-full batches, parked turns) do not count.
         """
-        own = await self._bus.retrying(lambda: env_streams(self._bus.client, self._cell))
-        streams = [*(stream for stream, _ in self._cell.work), *trainers, *own, *inboxes]
+        own = await self._bus.retrying(lambda: own_streams(self._bus.client, self._cell))
+        streams = [*(stream for stream, _ in (*self._cell.work, *own)), *trainers, *inboxes]
         commands: list[Sequence[Any]] = [("XLEN", stream) for stream in streams]
         commands += [("XPENDING", stream, GROUP_MANAGER) for stream in inboxes]
-        commands.append(("ZRANGE", self._cell.env_workers, 0, -1))
-        *answers, workers = await self._bus.pipelined(commands, transaction=True)
+        commands += [("ZRANGE", key, 0, -1) for key in (self._cell.env_workers, self._cell.rollout_workers)]
+        *answers, env, rollout = await self._bus.pipelined(commands, transaction=True)
         lengths, pending = answers[: len(streams)], answers[len(streams) :]
-        return named(workers, self._cell) == own and sum(lengths) <= sum(row["pending"] for row in pending)
+        return named([env, rollout], self._cell) == own and sum(lengths) <= sum(row["pending"] for row in pending)
 
     async def silent_sessions(self, sessions: Collection[str]) -> set[str]:
         """The sessions of these whose client has said nothing for too long."""

@@ -11,23 +11,45 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from common.bus.bus import Bus
-from common.bus.streams import Cell
+from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 from common.wire.messages import Outside, Span, WorkerReport
 from common.wire.reported import Tier
 from common.worker.telemetry import KEEP_S
 
 
-async def env_streams(client: Any, cell: Cell) -> list[str]:
-    """`client`: of Redis. Raises its errors."""
-    return named(await client.zrange(cell.env_workers, 0, -1), cell)
+async def own_streams(client: Any, cell: Cell) -> list[tuple[str, str]]:
+    """The streams of single env and rollout workers, each with its group. `client`: of Redis. Raises its errors."""
+    return named([await client.zrange(key, 0, -1) for key in (cell.env_workers, cell.rollout_workers)], cell)
 
 
-def named(workers: Iterable[Any], cell: Cell) -> list[str]:
-    """The streams of these workers, as Redis names them, in one order."""
-    return sorted(cell.env_worker(worker.decode()) for worker in workers)
+def named(workers: Sequence[Iterable[Any]], cell: Cell) -> list[tuple[str, str]]:
+    """The streams of these env and rollout workers, as Redis names them, in one order."""
+    env, rollout = ([worker.decode() for worker in sorted(each)] for each in workers)
+    streams = [stream(worker) for worker in rollout for stream in (cell.rollout_worker, cell.rollout_chat_worker)]
+    return [(cell.env_worker(worker), GROUP_ENV) for worker in env] + [(each, GROUP_ROLLOUT) for each in streams]
 
 
+class WantedWorkers(msgspec.Struct, frozen=True):
+    """The number of rollout workers that a cell wants."""
+
+    workers: int
+    turns: int  # that run, wait, or would be issued if there were slots
+    live: int
+    bounds: str = ""  # `1:4`; empty: nobody follows
+    retires: str = ""  # the worker that is to stop; empty: none
+
+
+async def wanted_of(client: Any, cell: Cell) -> WantedWorkers | None:
+    """None: no owner has said so lately. `client`: of Redis. Raises its errors."""
+    told = await client.get(cell.wanted)
+    return msgspec.json.decode(told, type=WantedWorkers) if told else None
+
+
+WANTED_S = 10.0
+"""Time for which `wanted` holds."""
 ALIVE_S = 5.0
 """Silence after which a worker counts as dead."""
 FORGET_S = 120.0
@@ -65,6 +87,7 @@ class Capacity:
     kv_tokens: int | None
     least_kv_tokens: int | None
     gap_bound: float
+    lora_slots: dict[str, int]
 
     @classmethod
     def of(cls, working: Sequence[WorkerReport]) -> "Capacity":
@@ -78,6 +101,7 @@ class Capacity:
             kv_tokens=known * slots // of_slots if announced else None if working else 0,
             least_kv_tokens=min((kv for kv, _ in announced), default=None),
             gap_bound=max((GAP_BOUNDS.get(worker.dtype, 0.0) for worker in working), default=0.0),
+            lora_slots={worker.id: worker.lora_slots for worker in working if worker.lora_slots is not None},
         )
 
 
@@ -182,6 +206,10 @@ class Cluster:
     def least_kv_tokens(self) -> int | None:
         """Tokens that the smallest live rollout engine holds, of those that announce it; None: unknown."""
         return self._capacity("rollout").least_kv_tokens
+
+    def lora_slots(self) -> dict[str, int]:
+        """Live rollout workers that batch rows of no more than so many adapters."""
+        return self._capacity("rollout").lora_slots
 
     def max_lora_rank(self) -> int | None:
         """The smallest limit that a live worker announces; None: no worker announces one."""

@@ -33,6 +33,7 @@ from manager_service.scheduling.fairness import (
     room,
     serve,
 )
+from manager_service.scheduling.homes import give_homes
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
 from manager_service.scheduling.storage_quota import StorageQuota
@@ -52,9 +53,7 @@ class Slots(Protocol):
         """Live slots of a service's workers."""
         ...
 
-    def num_workers(self, service: str) -> int:
-        """Live workers of a service."""
-        ...
+    def num_workers(self, service: str) -> int: ...  # live ones of a service
 
     def kv_tokens(self) -> int | None:
         """Tokens whose keys and values all rollout engines hold at once; None: not known."""
@@ -63,6 +62,8 @@ class Slots(Protocol):
     def least_kv_tokens(self) -> int | None:
         """The tokens that the smallest of them holds; None: not known."""
         ...
+
+    def lora_slots(self) -> Mapping[str, int]: ...  # live rollout workers that batch rows of only so many adapters
 
     def sampling_gap_bound(self) -> float:
         """The largest `sampling_gap` that the live rollout workers' rounding explains."""
@@ -151,9 +152,8 @@ class Allocator:
                 self.charge_rollouts(tenant, amount)
             elif counter == "rollout_s":
                 self._served_s += amount
-            if counter not in QUOTA_COUNTERS:
-                continue
-            self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
+            if counter in QUOTA_COUNTERS:
+                self.used_today[tenant] = self.used_today.get(tenant, 0) + int(amount)
 
     def charge_rollouts(self, tenant: str, tokens: float) -> None:
         """Charges a tenant for tokens that rollout workers computed for its jobs or completions."""
@@ -173,10 +173,11 @@ class Allocator:
             self._publish_steps(now, changes)
         if not self._closed:
             self._issue(now, changes)
+        give_homes(changes.values(), self.cluster.lora_slots(), num_jobs=self.demand.active.total())
 
     def _is_closed(self) -> bool:
         demand = self.demand
-        behind = sum(num for tenant, num in demand.behind.items() if not self._is_exhausted(tenant))
+        behind = sum(num for tenant, num in demand.behind.items() if not self.is_exhausted(tenant))
         ready = len(demand.ready) - len(self._held_back)
         return closed(self._closed, num_behind=behind, num_ready=ready, num_training=demand.num_training)
 
@@ -397,7 +398,7 @@ class Allocator:
     # ---- tenants ----------------------------------------------------------------------------------------------------
 
     def _within_quota(self, tenant: str, now: float, changes: dict[int, Changes]) -> bool:
-        if not self._is_exhausted(tenant):
+        if not self.is_exhausted(tenant):
             return True
         limit, today = self._tenant(tenant).max_tokens_per_day, day_field(now)
         for name in self.demand.jobs_of(tenant):
@@ -414,9 +415,9 @@ class Allocator:
         is_full = self.storage.is_full(self._tenant(member.spec.tenant))
         if isinstance(member, Job):
             return is_full
-        return self._is_exhausted(member.spec.tenant) or (is_full and member.commits_next())
+        return self.is_exhausted(member.spec.tenant) or (is_full and member.commits_next())
 
-    def _is_exhausted(self, tenant: str) -> bool:
+    def is_exhausted(self, tenant: str) -> bool:
         limit = self._tenant(tenant).max_tokens_per_day
         return limit is not None and self.used_today.get(tenant, 0) >= limit
 

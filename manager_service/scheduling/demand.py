@@ -5,9 +5,10 @@ change by the difference between its old view and its new one.
 """
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
+from common.bus.streams import partition_of
 from manager_service.owner.jobs.job import Job
 from manager_service.scheduling.fairness import is_longest_waiting
 from manager_service.scheduling.members import Urgency, View
@@ -33,6 +34,7 @@ def view_of(job: Job) -> View:
         waiting=waiting,
         tokens=waiting * job.lengths.tokens,
         kv_tokens=waiting * job.lengths.kv_tokens,
+        missing=_missing(job),
         training=training is not None,
         training_tokens=training.tokens if training else 0,
         ready=ready,
@@ -41,6 +43,15 @@ def view_of(job: Job) -> View:
         examples=examples,
         example_urgency=group if supervised else None,
     )
+
+
+def _missing(job: Job) -> int:
+    """Trajectories that would be issued now if rollout workers had slots without limit, evaluations included. What a paused job has
+    under way needs no slot."""
+    if job.state.status != "running":
+        return -job.num_waiting if job.state.status == "paused" else 0
+    evals = sum(tally.expected * (tally.units - tally.issued) // tally.units for tally in job.state.evals.values())
+    return evals + (0 if job.spec.is_supervised else job.groups_wanted() * job.spec.hyper.group_size)
 
 
 @dataclass(slots=True)
@@ -117,6 +128,7 @@ class Demand:
     tokens: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Tenant -> tokens under way, estimated."""
     kv_tokens: float = 0.0
+    missing: Counter[str] = field(default_factory=Counter)  # tenant -> what it would be issued besides, see `View`
     active: Counter[str] = field(default_factory=Counter)  # tenant -> jobs that run or are paused
     behind: Counter[str] = field(default_factory=Counter)  # tenant -> jobs that sample what they must train next
     queued: dict[str, "OrderedDict[str, None]"] = field(default_factory=dict)  # tenant -> jobs, oldest first
@@ -145,6 +157,16 @@ class Demand:
         if old is not None and view is None:
             self._leave(job, tenant)
 
+    def turns(self, partitions: Iterable[int], in_env: float, is_exhausted: Callable[[str], bool]) -> dict[int, float]:
+        """Slots of rollout workers that the trajectories under way, and those missing, would fill at once, by partition. `in_env`: how
+        many of those under way need none. `is_exhausted`: may a tenant be issued nothing?"""
+        at_rollout = max(0.0, 1 - in_env / max(1, self.open_work))
+        turns = dict.fromkeys(partitions, 0.0)
+        for tenant, waiting in self.waiting.items():
+            missing = 0 if is_exhausted(tenant) else self.missing[tenant]
+            turns[partition_of(tenant)] += max(0.0, at_rollout * waiting + missing)
+        return turns
+
     def tenants(self) -> set[str]:
         """Tenants with rollouts under way or wanted."""
         return {tenant for tenant, waiting in self.waiting.items() if waiting} | self.rollouts.tenants.keys()
@@ -162,7 +184,13 @@ class Demand:
         if not self._jobs[tenant]:
             del self._jobs[tenant]
         if not self.active[tenant] and tenant not in self.queued:
-            del self.active[tenant], self.waiting[tenant], self.tokens[tenant], self.behind[tenant]
+            del (
+                self.active[tenant],
+                self.waiting[tenant],
+                self.tokens[tenant],
+                self.behind[tenant],
+                self.missing[tenant],
+            )
             self.rollouts.forget(tenant)
             self.examples.forget(tenant)
 
@@ -189,6 +217,7 @@ class Demand:
         # Differences of floats leave traces; where nothing is under way there is nothing.
         self.tokens[tenant] = self.tokens[tenant] + sign * view.tokens if self.waiting[tenant] else 0.0
         self.kv_tokens = self.kv_tokens + sign * view.kv_tokens if self.open_work else 0.0
+        self.missing[tenant] += sign * view.missing
         self.num_training += sign * view.training
         if view.training:
             (self.handed.add if sign > 0 else self.handed.remove)(tenant, view.training_tokens)

@@ -28,6 +28,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0  # trajectories under way, without examples of a supervised job's steps
     tokens: float = 0.0  # that the waiting trajectories will use, estimated
     kv_tokens: float = 0.0  # keys and values that they need, in tokens, estimated
+    missing: int = 0  # what would be issued besides `waiting` if there were slots without limit
     training: bool = False  # a trainer has a message of it
     training_tokens: int = 0  # of that message
     ready: bool = False  # a TrainStep could be published

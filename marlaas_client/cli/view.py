@@ -88,6 +88,16 @@ def _bases(found: list[Record]) -> str:
     return ": " + " ".join(filter(None, [", ".join(names[0]), closed and f"▸ {closed}"]))
 
 
+def wanted_lines(wanted: Mapping[str, Record]) -> list[str]:
+    """`q: 2 of 3 rollout workers are wanted for 97 turns (1:4); rollout-… retires`, by base model."""
+    lines = list[str]()
+    for base, one in wanted.items():
+        told = f"{base}: {one['workers']} of {one['live']} rollout workers are wanted for {one['turns']} turns"
+        bounds = f" ({one['bounds']})" if one["bounds"] else ""
+        lines.append(told + bounds + (f"; {one['retires']} retires" if one["retires"] else ""))
+    return lines
+
+
 def live_view(jobs: Iterable[JobProgress], workers: Iterable[Record], now: float) -> RenderableType:
     """Below the jobs their newest warnings, and the workers as long as a job runs and they are told."""
     shown = list(jobs)

@@ -16,6 +16,8 @@ class Meter:
     prefill_tokens: int = 0  # computed before turns; what a group shares counts once
     prefill_positions: int = 0  # the same with padding
     prefill_s: float = 0.0
+    later_turns: int = 0  # begun, the first ones of trajectories left out
+    kv_hits: int = 0  # of these, how many found the keys and values of the turns before
     turns: int = 0  # ended
     sum_log_turn_tokens: float = 0.0  # over turns, of the logarithm of the tokens sampled, and of its square
     sum_squared_log_turn_tokens: float = 0.0
@@ -29,6 +31,10 @@ class Meter:
         self.prefill_tokens += tokens
         self.prefill_positions += positions
         self.prefill_s += seconds
+
+    def joined(self, turn: int, *, is_hit: bool) -> None:
+        self.later_turns += turn > 0
+        self.kv_hits += is_hit
 
     def ended(self, tokens: int) -> None:
         self.turns += 1

@@ -107,6 +107,7 @@ class Prefill:
         new: dict[PrefixKey, list[TurnRow]] = {}
         for row in rows:
             pool, key, past = self._pools.of(row), prefix_key(row), self.turns.take(row.request)
+            self._meter.joined(row.request.turn, is_hit=past is not None)
             if row.request.sampling.prompt_logprobs:
                 row.prompt_logprobs, row.prompt_top_logprobs = prompt_array(row.request, ()), []
                 new.setdefault(key, []).append(row)

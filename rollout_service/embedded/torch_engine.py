@@ -80,6 +80,11 @@ class TorchEngine:
     def kv_tokens(self) -> int:
         return self._running.kv_tokens
 
+    @property
+    def kv_used(self) -> int:
+        """Tokens of `kv_tokens` that the turns under way take, or wait for."""
+        return sum(row.length_class for row in self._turns.all())
+
     def resident(self) -> list[AdapterRef]:
         return list(self._adapters)
 

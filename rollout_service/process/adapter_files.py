@@ -7,7 +7,7 @@ remembered of the first for the second.
 import contextlib
 import shutil
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from base_model.adapter import CONFIG_FILE, WEIGHTS_FILE, Adapter, check_fits, init_adapter, load_adapter, save_adapter
@@ -24,6 +24,7 @@ Trained adapters stay below 1e3. Up to this bound no product of a layer leaves t
 of at most 1e4 after a norm give at most 1e10, their product in the MLP 1e20, and its last product 1e26.
 """
 PREFIX = "marlaas-adapters-"
+CANARY_B = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +76,12 @@ class AdapterFiles:
             return known
         return self._write(BASE, zero_adapter(self.shapes))
 
+    def canary(self) -> AdapterFolder:
+        """Writes an adapter that changes all scores. It goes with the engine."""
+        first = init_adapter(LoraSpec(1, 1.0, ()), self.shapes, seed=0)
+        changed = replace(first, b={name: weights + CANARY_B for name, weights in first.b.items()})
+        return self._folder("canary", save_adapter(changed, "base"))
+
     @contextlib.contextmanager
     def hold(self, stored: Stored) -> Generator[None]:
         """Keeps the folder inside, also if the adapter is dropped meanwhile."""
@@ -98,15 +105,18 @@ class AdapterFiles:
             self._root.remove()
 
     def _write(self, ref: AdapterRef, files: Mapping[str, bytes]) -> Stored:
+        adapter = self._folder(f"{ref.tenant}/{ref}", files)
+        stored = self._stored[ref] = Stored(ref, adapter, sum(map(len, files.values())))
+        return stored
+
+    def _folder(self, name: str, files: Mapping[str, bytes]) -> AdapterFolder:
         self._last_number += 1
         self._root = self._root or OwnFolder(PREFIX, self.parent)
         folder = self._root.path / str(self._last_number)
         folder.mkdir(parents=True)
-        for name, data in files.items():
-            (folder / name).write_bytes(data)
-        adapter = AdapterFolder(self._last_number, f"{ref.tenant}/{ref}#{self._last_number}", folder)
-        stored = self._stored[ref] = Stored(ref, adapter, sum(map(len, files.values())))
-        return stored
+        for file, data in files.items():
+            (folder / file).write_bytes(data)
+        return AdapterFolder(self._last_number, f"{name}#{self._last_number}", folder)
 
     def _clean(self, stored: Stored) -> None:
         if stored.dropped and not stored.users:

@@ -65,6 +65,7 @@ class TokenChunk:
         default_factory=list[float]
     )  # of all tokens of the request but the first, if asked for
     prompt_top_logprobs: Tops = field(default_factory=Tops)  # of the same
+    num_cached: int = 0  # tokens of the request whose keys and values were there
 
 
 class Core(Protocol):
@@ -98,6 +99,14 @@ class Core(Protocol):
 
     async def remove(self, adapter: AdapterFolder) -> None:
         """Unloads the adapter, which no request names. May never return, as `add`."""
+        ...
+
+    async def sleep(self) -> None:
+        """Gives the device's memory back; no request is under way. Whatever it raises, it cannot be trusted any more."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes the memory back, and has no adapter. Raises as `sleep`; may never return, as `add`."""
         ...
 
     def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:

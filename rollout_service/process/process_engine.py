@@ -13,7 +13,6 @@ adapter is to blame, and nobody else is harmed.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,12 +20,14 @@ from typing import Any, TypeVar
 import structlog
 
 from common.cancellation import cancel_all
-from common.errors import CorruptObject, InvalidInput, NotFound
+from common.errors import CorruptObject, InvalidInput, NotFound, Unavailable
 from common.wire.messages import AdapterRef, TurnRequest
 from rollout_service.engine import BEAT_EVERY_S, Beat, CorruptAdapter, Generated, OnToken, Partial, Tokenizer
 from rollout_service.process.adapter_files import AdapterFiles, Stored
+from rollout_service.process.busy_clock import BusyClock
 from rollout_service.process.core import AdapterFolder, Core, CoreDied, TokenChunk, UnreadableAdapter
 from rollout_service.process.lora_slots import KnownAdapters, LoraSlots
+from rollout_service.process.sleeping import Sleeping, in_time
 from rollout_service.process.turn import NotFinite, OpenTurn
 from rollout_service.turns import TurnsUnderWay, check_request, weights_of
 
@@ -60,8 +61,8 @@ class Life:
     def __init__(self, core: Core, base: AdapterFolder, shape: Shape) -> None:
         self.core = core
         self.base = base  # always loaded, in a slot of its own
-        self._known = KnownAdapters(max(shape.max_loras, shape.max_known), self._add, self._remove)
-        self.slots = LoraSlots(shape.max_loras, self._known)
+        self._shape = shape
+        self.forget()
         self.over: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
         self._watching = asyncio.create_task(self._watch())
 
@@ -73,6 +74,11 @@ class Life:
         """Removes an adapter that nobody holds from the process."""
         await self.slots.drop(adapter)
         await self._known.drop(adapter)
+
+    def forget(self) -> None:
+        """Knows no adapters any more, as the process does not while it sleeps."""
+        self._known = KnownAdapters(max(self._shape.max_loras, self._shape.max_known), self._add, self._remove)
+        self.slots = LoraSlots(self._shape.max_loras, self._known)
 
     def end(self, reason: str) -> None:
         """Gives all turns in this life CoreDied."""
@@ -109,45 +115,6 @@ class Life:
 
 
 @dataclass(slots=True)
-class BusyClock:
-    """Splits the engine's time evenly among the turns running at each moment, from their beginnings and ends.
-
-    Processor sharing: a virtual clock runs at 1 / n while n turns are under way, and a turn's share is the clock's advance during
-    it. All shares add up to the busy time. Generalised processor sharing: Parekh and Gallager 1993, doi 10.1109/90.234856.
-    """
-
-    now: Callable[[], float] = time.monotonic
-    num_under_way: int = 0
-    busy_s: float = 0.0  # with anything under way, since the start
-    _share_s: float = 0.0
-    _last_s: float = 0.0
-
-    def enter(self) -> float:
-        """Begins a turn; its result is what `share_s` and `leave` take."""
-        self._advance()
-        self.num_under_way += 1
-        return self._share_s
-
-    def share_s(self, entered: float) -> float:
-        """Seconds so far of a turn under way."""
-        self._advance()
-        return self._share_s - entered
-
-    def leave(self, entered: float) -> float:
-        """Ends a turn; returns its seconds."""
-        seconds = self.share_s(entered)
-        self.num_under_way -= 1
-        return seconds
-
-    def _advance(self) -> None:
-        now = self.now()
-        if self.num_under_way:
-            self.busy_s += now - self._last_s
-            self._share_s += (now - self._last_s) / self.num_under_way
-        self._last_s = now
-
-
-@dataclass(slots=True)
 class Counts:
     """Totals since the start."""
 
@@ -155,6 +122,8 @@ class Counts:
     restarts: int = 0
     requests: int = 0  # to the process, so that each has a name of its own
     chunks: int = 0  # that it gave
+    later_turns: int = 0  # ended, the first ones of trajectories left out
+    kv_hits: int = 0  # of these, how many found keys and values of the turns before
 
 
 class ProcessEngine:
@@ -179,6 +148,7 @@ class ProcessEngine:
         self._busy = BusyClock()
         self._counts = Counts()
         self._turns = TurnsUnderWay(OpenTurn.partial)
+        self._sleeping = Sleeping(shape.vocab, shape.context, files.canary)
         self._life: asyncio.Future[Life] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -204,6 +174,11 @@ class ProcessEngine:
         life = self._current()
         return life.core.kv_tokens if life else None
 
+    @property
+    def kv_used(self) -> int:
+        """Tokens of the turns under way, those that wait for a slot included."""
+        return sum(turn.request.num_prompt + len(turn.tokens) for turn in self._turns.all())
+
     def resident(self) -> list[AdapterRef]:
         return self._files.refs()
 
@@ -214,6 +189,8 @@ class ProcessEngine:
             "busy_s": self._busy.busy_s,
             "sampled_tokens": float(self._counts.sampled_tokens),
             "engine_restarts": float(self._counts.restarts),
+            "later_turns": float(self._counts.later_turns),
+            "kv_hits": float(self._counts.kv_hits),
             "adapter_waiting": float(life.slots.num_waiting if life else 0),
         }
 
@@ -221,7 +198,7 @@ class ProcessEngine:
         self._life = asyncio.get_running_loop().create_future()
         life = await self._begin()
         self._life.set_result(life)
-        self._tasks = [asyncio.create_task(self._keep(life)), asyncio.create_task(self._beat_all())]
+        self._tasks = self._watched(life)
 
     async def stop(self) -> None:
         await cancel_all(self._tasks)
@@ -231,6 +208,22 @@ class ProcessEngine:
         self._files.close()
         if life is not None:
             await life.close()
+
+    async def sleep(self) -> None:
+        """Gives the device's memory back; no turn is under way. Raises Unavailable, as `wake`: this engine is useless then."""
+        life = self._current()
+        await cancel_all(self._tasks)  # nobody starts another process, which would take memory
+        if life is None:
+            raise Unavailable("the engine's process had just ended")
+        life.forget()
+        await in_time("fall asleep", life.unless_over(self._sleeping.sleep(life.core, life.base)))
+
+    async def wake(self) -> None:
+        """Returns when it can generate again."""
+        life = self._current()
+        assert life is not None, "it sleeps"
+        await in_time("wake as it was", life.unless_over(self._sleeping.wake(life.core, life.base)))
+        self._tasks = self._watched(life)
 
     async def load_files(self, adapter: AdapterRef, files: Mapping[str, bytes]) -> int:
         """See `Engine.load_files`. The process loads it before its first turn. Raises InvalidInput for too large a rank."""
@@ -251,6 +244,8 @@ class ProcessEngine:
         with self._turns.enter(request.id, turn), self._files.hold(stored):
             while not turn.is_over:
                 await self._go_on(turn, stored)
+        self._counts.later_turns += request.turn > 0
+        self._counts.kv_hits += request.turn > 0 and turn.num_cached > 0
         return turn.generated()
 
     def partial(self, request_id: str) -> Partial | None:
@@ -388,6 +383,9 @@ class ProcessEngine:
             await core.stop()
             raise
 
+    def _watched(self, life: Life) -> "list[asyncio.Task[None]]":
+        return [asyncio.create_task(self._keep(life)), asyncio.create_task(self._beat_all())]
+
     async def _keep(self, life: Life) -> None:
         """Notices that the process has died, reports it, and starts another."""
         while True:
@@ -402,10 +400,12 @@ class ProcessEngine:
     async def _until_over(self, life: Life) -> "asyncio.Future[Life]":
         """Waits until the process dies or is given up. Returns the next life, which `_running` awaits from now on."""
         silent = asyncio.create_task(self._until_silent())
-        await asyncio.wait([silent, life.over], return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait([silent, life.over], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            silent.cancel()
         self._life = following = asyncio.get_running_loop().create_future()
         life.end(f"it gave no token for {SILENCE_S:.0f} s")
-        await cancel_all([silent])
         return following
 
     async def _until_silent(self) -> None:

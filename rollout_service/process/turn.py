@@ -40,6 +40,7 @@ class OpenTurn:
     not_finite: int = 0  # processes in which its log-probs were no numbers
     prompt_logprobs: Array = EMPTY_F32  # as in `Generated`
     prompt_top_logprobs: Tops = field(default_factory=Tops)
+    num_cached: int = 0  # tokens of the sequence whose keys and values a process had
     stop_string: str = ""
     stop_reason: StopReason | None = None  # None: it goes on
 
@@ -100,7 +101,7 @@ class OpenTurn:
 
     def take(self, chunk: TokenChunk) -> None:
         """Adds tokens up to the turn's end and forgets those beyond it. Raises NotFinite, CoreDied."""
-        before = len(self.tokens)
+        before, self.num_cached = len(self.tokens), max(self.num_cached, chunk.num_cached)
         if self._lacks_prompt:
             self._take_prompt(chunk)
         try:

@@ -14,7 +14,7 @@ import contextlib
 import os
 import secrets
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,6 +43,10 @@ INTERVAL = 8
 """Tokens given at once on CUDA: each time costs the worker's loop 50 us. On a CPU a turn would pass for hanging meanwhile."""
 IN_THE_CORE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Computes in the engine core's process. On a CPU vLLM would start another, and both would spin in their waits."""
+SLEEP_LEVEL = 2
+"""Weights are dropped and read again, from the page cache at the best: a copy of them for each process (1) would need the host's memory."""
+ASLEEP_BYTES = 2 << 30
+"""Memory of a device that a sleeping process keeps, expected: its context, its graphs, and what libraries hold."""
 STOP_S = 1.0
 """The time that vLLM gets to stop before its processes are killed."""
 
@@ -136,6 +140,25 @@ class VllmCore:
     async def remove(self, adapter: AdapterFolder) -> None:
         await self._llm.remove_lora(adapter.number)
         del self._loras[adapter.number]
+
+    async def sleep(self) -> None:
+        with self._trusted():
+            await self._llm.sleep(SLEEP_LEVEL)
+
+    async def wake(self) -> None:
+        with self._trusted():
+            await self._llm.wake_up(["weights"])
+            await self._llm.collective_rpc("reload_weights")  # from the files; it forgets all adapters
+            await self._llm.wake_up(["kv_cache"])
+        self._loras = {}
+
+    @contextlib.contextmanager
+    def _trusted(self) -> Generator[None]:
+        """Raises CoreDied if the block fails."""
+        try:
+            yield
+        except Exception as error:  # the boundary: vLLM raises many kinds, for want of memory too
+            raise CoreDied(repr(error)) from error
 
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         prompt = {"type": "token", "prompt_token_ids": request.tokens, "cache_salt": request.salt}
@@ -249,6 +272,7 @@ def _arguments(settings: RolloutSettings, folder: Path, context: int) -> dict[st
         "enable_chunked_prefill": not is_cpu,
         "seed": secrets.randbits(31),  # or all workers draw the same
         "enable_prefix_caching": True,
+        "enable_sleep_mode": bool(settings.pool_worker),
         "enable_lora": True,
         "max_loras": settings.vllm_max_loras + 1,  # and the one that stands for the bare base model
         "max_cpu_loras": max(settings.vllm_max_loras, settings.vllm_max_known_loras) + 1,
@@ -309,6 +333,7 @@ def _chunk(output: Any, num_top: int) -> TokenChunk:
         # The prompt's first token has an empty entry. None or empty: not in this output.
         prompt_logprobs=[of_prompt.logprobs[start] for start in of_prompt.start_indices[1:]] if of_prompt else [],
         prompt_top_logprobs=_best(of_prompt, num_top)[1:] if of_prompt else [],
+        num_cached=output.num_cached_tokens or 0,
     )
 
 

@@ -156,6 +156,7 @@ class SimulatedWorker:
     _overdue_at: float = 0.0
     _began_at: float = 0.0  # of the opening
     _idle_since: float = 0.0
+    _pause: float = 0.0
     _alarm: float = inf
 
     @property
@@ -244,6 +245,7 @@ class SimulatedWorker:
             lasted_s=now - self._opened_at,
             idle_s=0.0 if is_busy else now - self._idle_since,
             opening_s=self._opened_at - self._began_at,
+            pause_s=self._pause,
         )
 
     def _waiting(self, base: str, since: float) -> WaitingBase:
@@ -270,7 +272,8 @@ class SimulatedWorker:
             follows_at = since + self.pool.operation_s.get(base, 1.0) + opening_s
         else:
             return inf
-        return max(follows_at, self._idle_since + linger_s(opening_s)) if self.open and is_idle else follows_at
+        lingers_s = linger_s(opening_s, self._pause)
+        return max(follows_at, self._idle_since + lingers_s) if self.open and is_idle else follows_at
 
     def _opening_s(self, base: str) -> float:
         costs = self.pool.costs
@@ -291,6 +294,7 @@ class SimulatedWorker:
             self.look()
 
     def _switch(self, base: str) -> None:
+        self._pause = self.pool.waiting[base][0].at - self._closed_at.get(base, -inf)
         self.next = base
         if not self.running:
             self._begin_opening()

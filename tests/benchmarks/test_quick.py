@@ -10,7 +10,19 @@ import pytest
 from harness.browser import find_browser
 from manager_service.launcher.supervisor import ROOT
 
-OWN = ("bus", "elastic", "fused", "losses", "planned_memory", "pool", "rollout", "scale", "takeover", "training")
+OWN = (
+    "bus",
+    "elastic",
+    "fused",
+    "losses",
+    "own_streams",
+    "planned_memory",
+    "pool",
+    "rollout",
+    "scale",
+    "takeover",
+    "training",
+)
 WITH_OPTIONS = {
     "gpu": ("--device", "cpu", "--shapes", "tiny", "--jobs", "1", "--kernels"),
     "isolation": ("--mode", "default", "--out", "results"),

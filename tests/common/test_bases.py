@@ -34,7 +34,7 @@ class Store(Objects):
         self.breaks_at: int | None = None
         self.wrong = 0
         self.starts: list[int] = []
-        """The first bytes of all reads of weights."""
+        """Bytes at which reads of weights began."""
 
     async def stream(self, path: str, start: int, least_bytes: int) -> AsyncIterator[bytes]:
         is_weights = path.endswith(WEIGHTS)

@@ -19,8 +19,10 @@ from common.bus.streams import GROUP_ENV, GROUP_ROLLOUT, Cell
 from common.errors import InvalidInput
 from common.store.objects import Objects
 from common.wire.messages import BASE, Cancel, EnvSpec, GradeRequest, Sampling, Start
+from common.worker.own_streams import OwnStreams
 from common.worker.settler import MOST_BYTES, Settler
 from common.worker.telemetry import About, Reporter
+from common.worker.underway import Inbox
 from harness.proxy import Proxy
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.launcher.embedded_redis import find_server
@@ -182,11 +184,21 @@ async def test_a_full_redis_drains(tmp_path: Path, program: Callable[[], Path]) 
         await bus.ensure_group(CELL.env, GROUP_ENV)
         await bus.publish([(CELL.env, start(n)) for n in range(3)])
         held = await bus.read([CELL.env], GROUP_ENV, "w", count=3)
+        stream = CELL.rollout_worker("w")
+        own = OwnStreams(bus, "w", [Inbox(CELL.rollout_first, GROUP_ROLLOUT, own=stream)], 10.0)
+        await own.begin()
+        await bus.publish([(stream, start(n)) for n in range(2)])
         await bus.client.config_set("maxmemory", 1)
         # When work settles, then its outputs stand and its inputs are gone
         async with asyncio.timeout(60):
             assert await bus.settle([Settlement(d, [(CELL.rollout, start())]) for d in held]) == [True] * 3
         assert (await bus.client.xlen(CELL.env), await bus.client.xlen(CELL.rollout)) == (0, 3)
+        # And a worker is there, reads, and leaves what waits for it to the others
+        async with asyncio.timeout(60):
+            await own.begin()
+            assert len(await bus.read_in_order([stream], GROUP_ROLLOUT, "w", count=1, tells=own.tells)) == 1
+            await own.leave()
+        assert (await bus.client.xlen(stream), await bus.client.xlen(CELL.rollout_first)) == (1, 1)
     finally:
         await bus.close()
         server.stop()

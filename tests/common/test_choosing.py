@@ -50,9 +50,9 @@ def test_a_slice_lasts_an_idle_one_lingers_and_a_base_waits_as_long_as_its_openi
     if found and current and current.is_busy:
         assert current.lasted_s >= longest_slice_s(current.opening_s, SLICE_MAX_S)
     elif found and current:
-        assert current.idle_s >= min(linger_s(base.opening_s) for base in found)
+        assert current.idle_s >= min(linger_s(base.opening_s, current.pause_s) for base in found)
     assert all(base.is_loaded or base.waited_s >= base.opening_s for base in found)
-    assert linger_s(1e9) == MAX_LINGER_S
+    assert linger_s(1e9, 0.0) == MAX_LINGER_S
 
 
 def test_bases_that_open_fast_keep_no_slow_one_waiting() -> None:
@@ -64,13 +64,20 @@ def test_bases_that_open_fast_keep_no_slow_one_waiting() -> None:
     assert chosen(current, [*fast, slow])[0] == slow
 
 
+def test_a_base_lingers_for_the_next_only_if_its_work_came_soon_after_it_was_last_closed() -> None:
+    other = WaitingBase(base="other", waited_s=9.0, operation_s=0.1, opening_s=2.0)
+    for pause_s, follow in ((0.1, []), (0.6, [other])):
+        idle = OpenSlice(base="c", is_busy=False, lasted_s=1.0, idle_s=0.2, opening_s=2.0, pause_s=pause_s)
+        assert chosen(idle, [other]) == follow
+
+
 @given(st.one_of(st.none(), slices()), bases(least=1))
 def test_no_place_idles_while_a_base_has_waited_for_the_linger_and_its_opening(
     current: OpenSlice | None, waiting: list[WaitingBase]
 ) -> None:
     if current and (current.is_busy or current.idle_s < MAX_LINGER_S):
         return
-    ripe = {base.base for base in waiting if base.waited_s >= max(base.opening_s, linger_s(base.opening_s))}
+    ripe = {base.base for base in waiting if base.waited_s >= max(base.opening_s, linger_s(base.opening_s, 0.0))}
     assert ripe <= {base.base for base in chosen(current, waiting)}
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 
 from common.bus.bus import Bus
 from common.cancellation import cancel_all
-from common.pool.gate import Channel, Close, Closed, Expected, FromBase, Gate, Open, Pulse
+from common.pool.gate import Awake, Channel, Close, Closed, Expected, FromBase, Gate, Open, Pulse
 from tests.common.test_bus import start
 from tests.common.test_worker import CELL, Recorder, at_once, for_ever, length, until, working
 
@@ -94,6 +95,32 @@ async def test_without_a_limit_all_that_was_begun_ends_before_the_worker_is_clos
         may_end.set()
         await until(lambda: pool.num_closed)
         assert await length(bus, CELL.rollout, 1)
+
+
+async def test_a_worker_reads_once_it_is_awake_and_is_closed_once_it_sleeps(
+    bus: Bus, sides: tuple[Gate, PoolSide]
+) -> None:
+    gate, pool = sides
+    may_go_on, came = asyncio.Event(), list[str]()
+
+    async def turn(name: str) -> None:
+        came.append(name)
+        await may_go_on.wait()
+        may_go_on.clear()
+
+    gate.wake, gate.sleep = partial(turn, "wakes"), partial(turn, "falls asleep")
+    async with working(bus, Recorder(at_once), gate=gate):
+        await bus.publish([(CELL.env, start(1))])
+        await pool.channel.send(Open("device", 2.0))
+        await until(lambda: came == ["wakes"])
+        assert Awake() not in pool.heard and await length(bus, CELL.env, 1)
+        may_go_on.set()
+        await until(lambda: length(bus, CELL.rollout, 1))
+        await pool.channel.send(Close(0.0))
+        await until(lambda: came == ["wakes", "falls asleep"])
+        assert Awake() in pool.heard and not pool.num_closed
+        may_go_on.set()
+        await until(lambda: pool.num_closed)
 
 
 async def test_a_closed_worker_reports_what_its_pool_worker_expects(bus: Bus, sides: tuple[Gate, PoolSide]) -> None:

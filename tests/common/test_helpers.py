@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.children.helpers import HelperKilled, HelperPool, tell
+from common.children.helpers import HelperKilled, HelperOverran, HelperPool, tell
 from common.errors import InvalidInput
 
 
@@ -53,6 +53,17 @@ async def test_a_helper_that_dies_or_hangs_is_ended_and_another_takes_its_place(
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert await ask(pool, b"x") == b"xx"
+
+
+async def test_a_question_may_take_longer_than_its_processor_time_and_no_more_of_that() -> None:
+    pool = HelperPool("tests.support.answering_helper", "0.2", variables={})
+    try:
+        assert await ask(pool, b"sleep") == b"awake"
+        with pytest.raises(HelperOverran):
+            await ask(pool, b"hang")
+        assert await ask(pool, b"x") == b"xx"
+    finally:
+        await pool.close()
 
 
 async def test_a_helper_that_died_while_idle_is_not_handed_out(pool: HelperPool) -> None:

@@ -42,7 +42,8 @@ FIRST = TurnRequest(
     context=b"item, state 0" * 20,
 )
 SCORED = ScoredTrajectory(**ABOUT, id="s", adapter=ADAPTER, trajectory=FIRST.trajectory, stop_reason="stop", reward=1.0)
-GROUPS = {CELL.rollout: GROUP_ROLLOUT, CELL.rollout_first: GROUP_ROLLOUT, CELL.env: GROUP_ENV}
+OWN = CELL.rollout_worker("rollout-1")
+GROUPS = {CELL.rollout: GROUP_ROLLOUT, CELL.rollout_first: GROUP_ROLLOUT, OWN: GROUP_ROLLOUT, CELL.env: GROUP_ENV}
 
 
 def answer(request: Any, **changes: Any) -> TurnResult:
@@ -123,6 +124,27 @@ async def test_every_part_of_a_conversation_is_sent_once(bus: Bus, remembers: bo
     worker, held = await at(CELL.env)
     await go_on(worker, held, CELL.scored(3), SCORED)
     assert not await histories(bus)
+
+
+async def test_turns_that_go_back_to_their_worker_are_known_on_both_sides(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a conversation of which both have read the first turn
+    bus.owns.add(OWN)
+    await bus.ensure_group(OWN, GROUP_ROLLOUT)
+    await first_turn(bus)
+    request, env = FIRST, knows_nothing(bus)
+    held = await read(env, CELL.env)
+    # Then neither reads its history again
+    for each in (bus, env):
+        monkeypatch.setattr(each._histories, "_pipelined", pytest.fail)  # pyright: ignore[reportPrivateUsage]
+    for _ in range(3):
+        request = following(answer(request))
+        await go_on(env, held, OWN, request)
+        held = await read(bus, OWN)
+        assert held.message == request
+        await go_on(bus, held, CELL.env, answer(request))
+        held = await read(env, CELL.env)
 
 
 async def test_who_takes_over_reads_what_the_dead_worker_knew(bus: Bus) -> None:

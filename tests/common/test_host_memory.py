@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.models.host_memory import host_bytes, host_limit
+from common.models.host_memory import host_bytes, host_limit, own_bytes
 
 GB = 1_000_000_000
 
@@ -74,3 +74,11 @@ def test_a_container_that_sees_its_group_as_the_root_finds_its_limit(tmp_path: P
 
 def test_this_machine_has_some_left() -> None:
     assert 0 < host_bytes() < 1 << 50
+
+
+def test_own_bytes_follow_what_the_process_takes_and_gives_back() -> None:
+    before = own_bytes()
+    block = bytearray(32 << 20)
+    assert own_bytes() - before >= len(block) - (1 << 20)
+    del block
+    assert own_bytes() - before < 16 << 20

@@ -38,6 +38,15 @@ async def test_unread_entries_are_seen_with_the_age_of_the_oldest_until_somebody
     assert (await lookout.look({}))["tiny"].num == 2
 
 
+async def test_what_waits_for_a_rollout_worker_that_is_gone_is_seen_by_all(bus: Bus) -> None:
+    (lookout,) = lookouts(bus, 1)
+    for stream in (bus.cell.rollout_worker("gone"), bus.cell.rollout_chat_worker("gone")):
+        await bus.publish([(stream, start(1))])
+    await bus.client.zadd(bus.cell.rollout_workers, {"gone": 1})
+    seen = await lookout.look({})
+    assert (seen["tiny"].num, seen["tiny"].num_own, seen["other"].num) == (2, 0, 0)
+
+
 async def test_only_its_own_pool_worker_sees_what_waits_for_a_trainer(bus: Bus) -> None:
     (lookout,) = lookouts(bus, 1, "trainer")
     stream = bus.cell.trainer("trainer-x")

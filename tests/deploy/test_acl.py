@@ -20,12 +20,15 @@ from common.pool.looking import Lookout
 from common.store.known_store import recognised
 from common.store.parts import StoredFile
 from common.store.store_folder import IDENTITY, StoreFolder
+from common.worker.own_streams import OwnStreams
 from deploy.acl import SERVICES, USERS, acl_file
 from harness.live import Api, is_balanced
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.launcher.embedded_redis import find_server
 from manager_service.launcher.supervisor import ServiceCommand
 from manager_service.records.receivers import LOGGERS
+from rollout_service.settings import RolloutSettings
+from tests.common.test_bus import start
 from tests.manager.test_export import create, exporter, nothing_waits, until
 from tests.support.api_server import running_api, running_jobs
 from tests.support.forked import running
@@ -189,6 +192,31 @@ async def test_a_rollout_worker_keeps_progress_with_its_own_rights(server: Redis
             assert [entry for entry in operator.acl_log() if "client" not in str(entry["object"])] == []
     finally:
         await bus.close()
+
+
+async def test_a_rollout_worker_has_its_own_streams_with_its_own_rights(server: RedisServer) -> None:
+    urls = [f"redis://{user}:{user}-password@127.0.0.1:{server.port}/0" for user in ("rollout", "env")]
+    rollout, env = (Bus.connect(url, CELL) for url in urls)
+    inboxes = RolloutSettings().inboxes(CELL, "gone")[1:]
+    own = OwnStreams(rollout, "gone", inboxes, lease_s=0.0)
+    try:
+        await rollout.ensure_group(CELL.rollout_first, GROUP_ROLLOUT)
+        await own.begin()
+        await env.publish([(CELL.rollout_worker("gone"), start(n)) for n in range(2)])
+        found = await rollout.read_in_order(
+            [CELL.rollout_worker("gone")], GROUP_ROLLOUT, "gone", count=1, tells=own.tells
+        )
+        assert len(found) == 1
+        heir = OwnStreams(rollout, "heir", RolloutSettings().inboxes(CELL, "heir")[1:], lease_s=1.0)
+        await asyncio.sleep(0.01)
+        await heir.begin()
+        assert [inbox.stream for inbox in heir.pending()] == [CELL.rollout_worker(who) for who in ("heir", "gone")]
+        with client(server, "operator") as operator:
+            assert [operator.xlen(stream) for stream in (CELL.rollout_worker("gone"), CELL.rollout_first)] == [1, 1]
+            assert [entry for entry in operator.acl_log() if "client" not in str(entry["object"])] == []
+    finally:
+        await rollout.close()
+        await env.close()
 
 
 def test_redis_7_keeps_reading_and_appending_apart(server: RedisServer) -> None:

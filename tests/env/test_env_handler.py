@@ -176,6 +176,18 @@ def test_a_start_gives_one_request_a_sample_with_the_same_tokens() -> None:
     assert (requests[0].epoch, requests[0].partition, requests[0].tenant) == (2, 3, "acme")
 
 
+def test_a_start_with_a_home_sends_its_turns_there() -> None:
+    out = asyncio.run(Run().handle(single(samples=(0, 1), home="rollout-1")))
+    assert [stream for stream, _ in out] == [CELL.rollout_worker("rollout-1")] * 2
+
+
+async def test_the_next_turn_goes_to_the_worker_of_the_last() -> None:
+    run = Run()
+    request = await run.first(start_of("calculator"))
+    [(stream, following)] = await run.handle(result_of(request, CALL, worker="rollout-1"))
+    assert stream == CELL.rollout_worker("rollout-1") and isinstance(following, TurnRequest)
+
+
 def test_the_groups_that_began_and_the_time_that_their_prompts_took_are_counted() -> None:
     run = Run()
     for start in (single(samples=(0, 1, 2)), single(item={"answer": "1"})):

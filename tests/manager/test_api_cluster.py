@@ -9,6 +9,8 @@ import openai
 import pytest
 
 from common.bus.bus import Bus
+from common.models.base_digest import base_digest
+from common.settings import TINY
 from common.wire.messages import DeadLetter, Outside, Span, WorkerReport
 from common.wire.reported import InPool
 from common.worker.telemetry import KEEP_S
@@ -121,6 +123,17 @@ async def test_readiness_says_what_is_missing(server: ApiServer) -> None:
     await until(server, 3)
     answer = await server.http.get("/readyz")
     assert (answer.status_code, answer.json()["status"]) == (200, "ready")
+
+
+async def test_a_replica_with_another_tokenizer_than_the_workers_is_not_ready(server: ApiServer) -> None:
+    await tell(server.bus, *(report(service, service) for service in ("rollout", "env", "trainer")))
+    await until(server, 3)
+    for digest, status in ((base_digest(TINY), 200), ("f" * 32 + "-" + "0" * 32, 503)):
+        await server.bus.client.hset(server.bus.cell.bits, "base", digest)
+        answer = await server.http.get("/readyz")
+        assert answer.status_code == status
+    assert answer.json()["waiting_for"] == ["manager (tiny)"]
+    assert "are others than those of the workers" in answer.json()["refused"][0]
 
 
 async def test_a_rank_that_a_rollout_worker_cannot_take_is_refused(server: ApiServer) -> None:

@@ -6,8 +6,10 @@ import hashlib
 import os
 import resource
 import signal
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,16 @@ from common.store.objects import Objects
 from common.wire.messages import LoraSpec
 from harness.redis_server import RedisServer, find_valkey
 from manager_service.http import open_requests
+from manager_service.http.connections import Connection
 from manager_service.http.open_requests import OpenRequests
 from manager_service.http.openai.jobs import jobs as job_routes
+from manager_service.http.server import ACCEPTED_AT_ONCE
 from manager_service.http.stores import job_store
 from manager_service.http.stores.job_store import JobStore, ListedJob
 from manager_service.launcher.embedded_redis import find_server
 from manager_service.records.keys import JSON
 from manager_service.records.run_records import Checkpoint, RunSpec, RunState
+from manager_service.records.tenants import Tenants
 from tests.common.test_worker import until
 from tests.support.api_server import ApiServer, create, running_api, upload, write_state
 
@@ -166,6 +171,51 @@ async def test_a_read_whose_client_left_before_its_turn_is_not_computed(server: 
     key = b"Bearer " + server.openai.api_key.encode()
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"authorization", key)]}
     await OpenRequests(app, server.api)(scope, receive, send)
+
+
+async def test_connections_are_accepted_few_at_a_time_and_the_others_wait(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turn, made, num = 0, Counter[int](), 100
+
+    async def count_turns() -> None:
+        nonlocal turn
+        while made.total() < num:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def counted(connection: Connection, transport: asyncio.Transport, begin: Any = Connection.connection_made) -> None:
+        made[turn] += 1
+        begin(connection, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", counted)
+    with ExitStack() as opened:
+        for _ in range(num):
+            opened.enter_context(socket.create_connection(("127.0.0.1", server.api.settings.port), timeout=60))
+        await count_turns()
+    assert max(made.values()) <= ACCEPTED_AT_ONCE + 1  # later Pythons accept one more
+
+
+async def test_a_request_whose_client_left_at_once_costs_no_look_at_its_key(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, lost = 0, asyncio.Event()
+
+    async def looked(tenants: Tenants, key: str, look: Any = Tenants.authenticate) -> Any:
+        nonlocal looks
+        looks += 1
+        return await look(tenants, key)
+
+    def ended(connection: Connection, error: Exception | None, end: Any = Connection.connection_lost) -> None:
+        end(connection, error)
+        lost.set()
+
+    monkeypatch.setattr(Tenants, "authenticate", looked)
+    monkeypatch.setattr(Connection, "connection_lost", ended)
+    with socket.create_connection(("127.0.0.1", server.api.settings.port)) as client:
+        client.sendall(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\n\r\n".encode())
+    await lost.wait()
+    assert (await server.http.get("/v1/models")).status_code == 200 and looks == 1
 
 
 async def test_many_lists_at_once_leave_redis_memory_flat(server: ApiServer) -> None:

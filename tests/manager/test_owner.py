@@ -200,6 +200,16 @@ async def test_turns_of_live_sessions_are_under_way_until_their_env_worker_has_s
     assert (await measured(bus))["env"] > 4096
 
 
+async def test_turns_in_a_rollout_workers_own_stream_are_under_way(bus: Bus) -> None:
+    surroundings = Surroundings(
+        bus, Tenants(bus.client), StoredBytes(bus.client, {}, 1), Allocator(FixedSlots()), LIMITS
+    )
+    await bus.client.zadd(bus.cell.rollout_workers, {"rollout-1": 1})
+    assert await surroundings.nothing_under_way([], [])
+    await bus.client.xadd(bus.cell.rollout_worker("rollout-1"), {"payload": "x"})
+    assert not await surroundings.nothing_under_way([], []) and await surroundings.env_backlog() == 0
+
+
 async def test_a_step_that_redis_lost_is_sampled_and_trained_again(system: System) -> None:
     lost = 0
 

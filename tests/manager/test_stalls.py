@@ -50,7 +50,7 @@ async def test_a_job_whose_trajectories_are_out_says_whose_work_the_workers_have
 ) -> None:
     spec, system = job_spec(job), System(bus, objects)
     spans = (Span(1.0, 2.0, spec.tenant, "another", "env"), Span(1.0, 2.0, "other", "theirs", "env"))
-    system.slots = FixedSlots(workers=[report("rollout", "rollout"), report("env", "env", spans=spans)])
+    system.slots = FixedSlots(reports=[report("rollout", "rollout"), report("env", "env", spans=spans)])
     system.env.delay_s = 60
     event = await stalled_event(system, spec, monkeypatch)
     assert "trajectories are with the rollout and env workers; rollout workers have no work, " + holders in event

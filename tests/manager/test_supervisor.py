@@ -21,7 +21,7 @@ from common.errors import REFUSED
 from common.store.disk_room import free_bytes
 from harness.redis_server import RedisServer
 from manager_service.launcher import supervisor
-from manager_service.launcher.redis_room import KEPT_BYTES
+from manager_service.launcher.embedded_redis import KEPT_BYTES
 from manager_service.launcher.supervisor import (
     LocalCluster,
     ServiceCommand,
@@ -319,7 +319,7 @@ async def test_no_process_outlives_a_supervisor_that_ctrl_c_or_a_kill_ends(tmp_p
         pass
 
 
-def test_all_base_models_share_the_workers_unless_vllm_samples() -> None:
+def test_all_base_models_share_the_workers_unless_vllm_cannot_sleep() -> None:
     environment = {"MARLAAS_BASE_MODELS": "tiny,big=/models/big"}
     services = service_commands({"rollout": 2, "trainer": 1}, environment)
     assert [service.name for service in services] == ["manager", "exporter", "rollout-0", "rollout-1", "trainer-0"]
@@ -328,6 +328,9 @@ def test_all_base_models_share_the_workers_unless_vllm_samples() -> None:
     services = service_commands({"rollout": 1, "trainer": 1}, environment | {"MARLAAS_ENGINE": "vllm"})
     assert [service.name for service in services[2:]] == ["rollout-tiny-0", "rollout-big-0", "trainer-0"]
     assert services[2].environment == {"MARLAAS_BASE_MODEL": "tiny"}
+    asleep = {"MARLAAS_ENGINE": "vllm", "MARLAAS_ROLLOUT_DEVICE": "cuda", "MARLAAS_ROLLOUT_KV_BYTES": "20GB"}
+    services = service_commands({"rollout": 1, "trainer": 1}, environment | asleep)
+    assert [service.name for service in services[2:]] == ["rollout-0", "trainer-0"]
 
 
 def test_a_long_log_is_moved_aside_while_its_writer_goes_on(tmp_path: Path) -> None:

@@ -35,12 +35,20 @@ def prefilled(engine: TorchEngine) -> float:
     return engine.counters()["prefill_tokens"]
 
 
+def hits(engine: TorchEngine) -> tuple[float, float]:
+    """Later turns that met their keys and values, of how many."""
+    counters = engine.counters()
+    return counters["kv_hits"], counters["later_turns"]
+
+
 async def talks(limits: EngineLimits) -> tuple[Talks, float]:
     """The second of two rounds, and how many tokens it prefilled: the first shows the engine that these jobs have turns."""
     async with running(adapters={ref("a"): files_of(1), ref("b"): files_of(2, rank=16)}, limits=limits) as engine:
         await talk(engine, turns=2)
-        before = prefilled(engine)
-        return await talk(engine), prefilled(engine) - before
+        before, (found, later) = prefilled(engine), hits(engine)
+        second, most = await talk(engine), 24 if limits.turns else 0
+        assert hits(engine) == (found + most, later + 24)
+        return second, prefilled(engine) - before
 
 
 @pytest.mark.parametrize("most_together", [0, 256])
@@ -68,7 +76,9 @@ async def test_other_tokens_than_those_that_were_kept_are_computed_whole() -> No
     async with running(adapters=adapters) as engine:
         for each in asked:
             await one(engine, each)
+        before = hits(engine)
         found = await one(engine, changed)
+        assert hits(engine) == (before[0], before[1] + 1)
     async with running(adapters=adapters) as engine:
         assert nearly(found, await one(engine, changed))
 

@@ -19,7 +19,7 @@ from tests.support.rollout_cases import running as running_torch
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 MASKING = [kind for kind in KINDS if kind != "fake"]
-follows = pytest.mark.parametrize("running", MASKING, indirect=True)
+masking = pytest.mark.parametrize("running", MASKING, indirect=True)
 
 PLACE = {
     "type": "object",
@@ -43,7 +43,7 @@ def value(tokens: list[int]) -> Any:
     return json.loads(tokenizer().decode(tokens))
 
 
-@follows
+@masking
 async def test_turns_follow_their_grammars_to_the_end_beside_rows_without_one(running: Running) -> None:
     free = [request(ref("a"), tokens=prompt("add 1+2"), sample=i, temperature=0.0) for i in range(4)]
     bound = [
@@ -64,7 +64,7 @@ async def test_turns_follow_their_grammars_to_the_end_beside_rows_without_one(ru
     assert not running.exact or [bits(answer) for answer in beside] == [bits(answer) for answer in alone]
 
 
-@follows
+@masking
 async def test_a_mask_is_for_the_choice_and_log_probs_are_of_the_whole_vocabulary(running: Running) -> None:
     async with running() as engine:
         answer = await one(engine, asked(temperature=0.0))
@@ -80,7 +80,7 @@ async def test_a_mask_is_for_the_choice_and_log_probs_are_of_the_whole_vocabular
         assert np.greater_equal(answer.logprobs, expected - 1e-3).all()
 
 
-@follows
+@masking
 async def test_a_moved_turn_goes_on_in_its_grammar_or_is_refused(running: Running) -> None:
     async with running() as engine:
         whole = await one(engine, asked(temperature=0.0))
@@ -118,9 +118,23 @@ async def test_an_engine_whose_process_masks_nothing_refuses_grammars() -> None:
         await engine.stop()
 
 
-def follows_schema(schema: Any, answer: str) -> bool:
-    matcher = LLMatcher(LLTokenizer("byte"), json_grammar(schema), log_level=0, limits=LIMITS)
+def follows(grammar: str, answer: str) -> bool:
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LIMITS)
     return matcher.try_consume_tokens(list(answer.encode())) == len(answer) and matcher.is_accepting()
+
+
+def follows_schema(schema: Any, answer: str) -> bool:
+    return follows(json_grammar(schema), answer)
+
+
+async def test_an_answer_may_be_a_call_or_json() -> None:
+    functions = [{"name": name, "parameters": {"properties": {name: {"type": "integer"}}}} for name in ("a", "b")]
+    grammar = call_grammar(functions, tags_are_tokens=False, instead=json_grammar(PLACE))
+    call = '<tool_call>\n{"name": "b", "arguments": {"b": 3}}\n</tool_call>'
+    place = '{"city":"Oslo","nights":3}'
+    assert follows(grammar, call) and follows(grammar, place)
+    for neither in ("Oslo", call + place, call + call, call.replace('"b": 3', '"a": 3')):
+        assert not follows(grammar, neither)
 
 
 async def test_an_object_has_the_properties_of_all_the_schemas_that_describe_it() -> None:
@@ -146,7 +160,7 @@ async def test_a_schema_of_too_many_levels_is_refused() -> None:
     for _ in range(500):
         schema = {"type": "array", "items": schema}
     with pytest.raises(InvalidInput, match=r"recursion (depth|limit)"):
-        do(Constrain("tiny", schema, [], "response_format"), {"tiny": tokenizer()})
+        do(Constrain("tiny", schema, []), {"tiny": tokenizer()})
 
 
 async def test_a_schema_that_cannot_be_followed_is_named_without_options_of_the_library() -> None:

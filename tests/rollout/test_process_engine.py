@@ -54,6 +54,16 @@ async def started(make_core: Callable[[], Core], *jobs: str, **options: Any) -> 
         await engine.stop()
 
 
+async def test_later_turns_that_meet_their_keys_and_values_are_counted() -> None:
+    cores = Cores()
+    async with started(cores, "a") as engine:
+        for turn, cached in ((0, 16), (1, 0), (2, 16)):
+            cores.last.cached = cached
+            await one(engine, request(ref("a"), turn=turn, max_tokens=2))
+        counters = engine.counters()
+    assert (counters["kv_hits"], counters["later_turns"]) == (1, 2)
+
+
 async def test_turns_go_on_from_their_tokens_when_the_process_dies() -> None:
     cores = Cores()
     async with started(cores, "a") as engine:

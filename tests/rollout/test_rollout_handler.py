@@ -115,7 +115,7 @@ async def serving(
         deltas.append((stream, delta))
 
     cache = AdapterCache(store, engine, idle_bytes=idle_bytes)
-    yield RolloutHandler(engine, cache, CELL, send_delta=send, deterministic=deterministic), deltas
+    yield RolloutHandler(engine, cache, CELL, send_delta=send, worker="w", deterministic=deterministic), deltas
     await cache.close()
 
 
@@ -131,7 +131,7 @@ async def test_a_turn_goes_to_env_with_its_adapter_and_what_it_cost() -> None:
         asked = request(ref("a"), max_tokens=5)
         stream, result = await turn(handler, asked)
     assert (stream, result.id, result.partition, result.failure) == (CELL.env, asked.id, 3, None)
-    assert result.adapter == ref("a") and result.request == asked
+    assert (result.adapter, result.request, result.worker) == (ref("a"), asked, "w")
     assert len(result.tokens) == len(result.logprobs) == result.usage.sampled_tokens > 0
     assert result.usage.prompt_tokens == len(asked.tokens) and result.usage.rollout_s > 0
 

@@ -62,6 +62,15 @@ def test_two_runs_are_the_same_to_the_last_digit(policy: str) -> None:
         trainer=st.integers(1, 2),
         rollout_slots=st.integers(2, 64),
         env_slots=st.integers(1, 64),
+        own_streams=st.booleans(),
+        lora_slots=st.sampled_from([0, 2]),
+        kills_s=st.sampled_from([(), (0.3, 0.6)]),
+        start_s=st.just(0.2),
+        lease_s=st.just(0.4),
+        least_rollout=st.integers(0, 1),
+        repack=st.booleans(),
+        adapter_bytes=st.sampled_from([0.0, 1e6]),
+        relay=st.booleans(),
     ),
 )
 def test_every_trajectory_that_is_issued_is_trained_whoever_decides(
@@ -79,6 +88,16 @@ def test_every_trajectory_that_is_issued_is_trained_whoever_decides(
 def test_what_a_job_samples_does_not_depend_on_policy_or_company() -> None:
     tokens = {run(AGENTIC, policy, num)[0].progress["job-00000"].tokens for policy in POLICIES for num in (1, 3)}
     assert len(tokens) == 1
+
+
+def test_what_a_job_samples_depends_neither_on_deaths_nor_on_workers_that_come_and_go() -> None:
+    slow = msgspec.structs.replace(TAIL, turn_tokens=LogNormal.of(100, 1.0))
+    moved = Size(
+        rollout=3, rollout_slots=16, kills_s=(0.5, 1.0), lease_s=0.5, start_s=0.5, least_rollout=1, repack=True
+    )
+    assert run(slow, "marlaas", 2, size=moved)[0].progress["job-00000"].tokens == (
+        run(slow, "marlaas", 2)[0].progress["job-00000"].tokens
+    )
 
 
 def test_the_policies_come_in_their_known_order() -> None:
@@ -118,7 +137,7 @@ def test_alone_under_sequential_a_jobs_time_is_the_sum_of_its_parts() -> None:
 
 ABOUT: dict[str, Any] = {
     **{"tenant": "", "job": "", "partition": 0, "base_model": "tiny"},
-    **{"pid": 1, "host": "h", "state": "busy", "busy": 0.5, "slots": 8},
+    **{"pid": 1, "host": "h", "state": "busy", "slots": 8},
 }
 
 
@@ -128,7 +147,8 @@ def reports(service: str, growth: list[dict[str, float]]) -> list[WorkerReport]:
     found: list[WorkerReport] = []
     for each in [{}, *growth]:
         counters = {name: counters.get(name, 0.0) + each.get(name, 0.0) for name in {**counters, **each}}
-        found.append(WorkerReport(id=f"{service}-1", service=service, **ABOUT, counters=counters))
+        busy = 0.5 if "settled" in each else 0.0
+        found.append(WorkerReport(id=f"{service}-1", service=service, busy=busy, **ABOUT, counters=counters))
     return found
 
 
@@ -184,7 +204,10 @@ def test_a_file_that_is_no_recording_is_named(tmp_path: Path) -> None:
         read_recording(tmp_path / "README.md")
 
 
-@pytest.mark.parametrize("option", ["--n=x", "--n=0", "--n=-3", "--n=1,", "--rollout=-1", "--steps=0", "--tenants=0"])
+@pytest.mark.parametrize(
+    "option",
+    ["--n=x", "--n=0", "--n=-3", "--n=1,", "--rollout=-1", "--steps=0", "--tenants=0", "--set=x=1", "--with=relay=x"],
+)
 def test_wrong_numbers_are_refused_in_a_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options().parse_args(["--calibration", "c.json", option])

@@ -217,6 +217,11 @@ class SharedCore:
     async def remove(self, adapter: AdapterFolder) -> None:
         await self._running.remove(self._known.pop(adapter.number))
 
+    async def sleep(self) -> None:
+        raise NotImplementedError("others share it")
+
+    wake = sleep
+
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         prefix, adapter = self._prefix, self._known[request.adapter.number]
         mine = dataclasses.replace(

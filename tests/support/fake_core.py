@@ -31,6 +31,7 @@ class FakeCore:
     fails_to_start: bool = False
     skips_prompts: bool = False  # gives no log-probs of prompts
     prompts_scored: int = 0
+    cached: int = 0  # tokens of each request whose keys and values it says that it had
     loaded: dict[int, str] = field(default_factory=dict[int, str])  # number -> digest of the files
     most_loaded: int = 0
     num_added: int = 0
@@ -45,6 +46,9 @@ class FakeCore:
     named: list[str] = field(default_factory=list[str])  # adapters, in the order in which turns were asked for
     aborted: list[str] = field(default_factory=list[str])
     dead: asyncio.Event = field(default_factory=asyncio.Event)
+    wakes: str = "well"  # or: hangs, fails, dies, with other weights, without adapters
+    is_asleep: bool = False
+    woke: str = ""  # how it woke
 
     async def start(self) -> None:
         await asyncio.sleep(0)
@@ -59,6 +63,7 @@ class FakeCore:
 
     async def add(self, adapter: AdapterFolder) -> None:
         await self._answer()
+        assert not self.is_asleep
         if _job(adapter) in self.unreadable:
             raise UnreadableAdapter("not for me")
         assert adapter.number not in self.loaded
@@ -71,7 +76,23 @@ class FakeCore:
 
     async def remove(self, adapter: AdapterFolder) -> None:
         await self._answer()
+        assert not self.is_asleep
         del self.loaded[adapter.number]
+
+    async def sleep(self) -> None:
+        await self._answer()
+        assert not self.running, "a turn is under way"
+        self.is_asleep, self.loaded = True, {}
+
+    async def wake(self) -> None:
+        if self.wakes == "hangs":
+            await asyncio.Event().wait()
+        if self.wakes == "fails":
+            raise CoreDied("no memory")
+        if self.wakes == "dies":
+            self.dead.set()
+        await self._answer()
+        self.is_asleep, self.woke = False, self.wakes
 
     async def sample(self, request: SamplingRequest) -> AsyncGenerator[TokenChunk]:
         self.named.append(request.adapter.name)
@@ -79,7 +100,7 @@ class FakeCore:
         self.salts.append(request.salt)
         self.by_token.append(request.by_token)
         self.lengths.append(len(request.tokens))
-        digest, tokens = self.loaded[request.adapter.number], list(request.tokens)
+        digest, tokens = self._digest(request.adapter), list(request.tokens)
         random = np.random.default_rng(request.seed)
         self.running += 1
         try:
@@ -87,7 +108,8 @@ class FakeCore:
             for left in range(request.max_tokens - 1, -1, -1):
                 await self._step(request)
                 chunk = self._next(request, digest, tokens, random, last=left == 0)
-                chunk = dataclasses.replace(chunk, prompt_logprobs=prompt_logprobs, prompt_top_logprobs=prompt_tops)
+                of_prompt = {"prompt_logprobs": prompt_logprobs, "prompt_top_logprobs": prompt_tops}
+                chunk = dataclasses.replace(chunk, **of_prompt, num_cached=self.cached)
                 tokens, prompt_logprobs, prompt_tops = tokens + chunk.tokens, [], []
                 yield chunk
                 if chunk.finished:
@@ -97,6 +119,13 @@ class FakeCore:
             raise
         finally:
             self.running -= 1
+
+    def _digest(self, adapter: AdapterFolder) -> str:
+        assert not self.is_asleep
+        digest = self.loaded[adapter.number]
+        if self.woke == "without adapters":  # as if each were the first, which changes nothing
+            digest = next(iter(self.loaded.values()))
+        return f"{digest} of others" if self.woke == "with other weights" else digest
 
     async def _step(self, request: SamplingRequest) -> None:
         await asyncio.sleep(STEP_S)

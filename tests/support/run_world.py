@@ -147,11 +147,11 @@ class World(System):
         """A trainer that is alive until the context ends."""
         async with hashing_trainer(self.bus, self.store, lease_s=self.lease_s) as trainer:
             alive = report(trainer.name, "trainer")
-            self.slots.workers.append(alive)
+            self.slots.reports.append(alive)
             try:
                 yield trainer
             finally:
-                self.slots.workers.remove(alive)
+                self.slots.reports.remove(alive)
 
     # ---- a user -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from common.bus.bus import Bus
 from common.bus.streams import Cell
 from common.cancellation import cancel_all
@@ -16,9 +18,10 @@ from common.pool.base_workers import BaseWorker, BaseWorkers
 from common.pool.gate import Pulse
 from common.settings import TINY
 from common.wire.messages import WorkerReport
+from common.worker.membership import Membership
 from tests.common.test_bus import start
 from tests.common.test_worker import length, until
-from tests.manager.test_supervisor import is_alive
+from tests.manager.test_supervisor import gone, is_alive
 from tests.support.forked import begun
 
 LEASE_S = "1"
@@ -52,6 +55,11 @@ class Pool:
         bus = self.cells[base]
         await bus.publish([(bus.cell.rollout, start(number)) for number in range(num)])
 
+    async def entered(self, base: str) -> None:
+        """Waits until somebody opens it."""
+        cell = self.cells[base]
+        await until(lambda: cell.client.zcard(cell.cell.opening("rollout")))
+
     async def answered(self, base: str, num: int) -> None:
         bus = self.cells[base]
         await until(lambda: length(bus, bus.cell.env, num))
@@ -76,6 +84,10 @@ class Pool:
 
         await until(there)
         return found[-1]
+
+
+async def later(bus: Bus, stream: str, num: int) -> bool:
+    return await bus.client.xlen(stream) > num
 
 
 @contextlib.asynccontextmanager
@@ -171,6 +183,69 @@ async def test_a_base_model_that_cannot_be_loaded_is_refused_with_its_reason_and
         assert "its process ended with status 3" in (await running.reported("dies", "refused")).reason
         assert "its licence is not accepted" in (await running.reported("refuses", "refused")).reason
         assert running.log.count('"not_loaded"') == 3, "one dies twice before it is refused"
+
+
+async def test_a_base_model_that_cannot_wake_is_refused_and_others_are_served(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    async with pool(bus, tmp_path, redis_url, "drowsy echoes") as running:
+        for base in ("drowsy", "echoes"):
+            await running.ask(base)
+        await running.answered("echoes", 1)
+        report = await running.reported("drowsy", "refused")
+        assert "its process ended with status 1: rollout: no memory" in report.reason
+        assert running.log.count('"not_loaded"') == 2
+
+
+async def test_a_base_model_whose_loading_hangs_is_refused_and_others_are_loaded_meanwhile(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    short: dict[str, Any] = {"MARLAAS_TEST_PATIENCE_S": "1"}
+    async with pool(bus, tmp_path, redis_url, "stalls echoes", **short) as running:
+        await running.ask("stalls")
+        await running.entered("stalls")
+        await running.ask("echoes")
+        await running.answered("echoes", 1)
+        assert "was killed by SIGKILL" in (await running.reported("stalls", "refused")).reason
+
+
+async def test_where_a_base_model_dies_while_it_loads_the_closed_ones_end_and_it_is_tried_once_more(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    async with pool(bus, tmp_path, redis_url, "greedy echoes other") as running:
+        for base in ("echoes", "other", "greedy"):
+            await running.ask(base)
+            await running.answered(base, 1)
+        assert running.log.count('"not_loaded"') == 1
+
+
+async def test_a_base_model_that_its_cell_does_not_take_is_refused_with_its_reason_and_others_are_served(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    cell = Bus(bus.client, Cell("echoes"))
+    await Membership(cell, "trainer", deterministic=True, fingerprint="ff", fingerprints={}).join()
+    await bus.client.sadd(cell.cell.begun, "a-job")
+    async with pool(bus, tmp_path, redis_url, "echoes other") as running:
+        for base in ("echoes", "other"):
+            await running.ask(base)
+        await running.answered("other", 1)
+        assert "in default mode, but echoes has" in (await running.reported("echoes", "refused")).reason
+        assert running.log.count('"not_loaded"') == 1, "it is tried each minute"
+
+
+async def test_what_a_base_worker_has_goes_back_where_a_whole_group_of_processes_is_told_to_end(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    async with pool(bus, tmp_path, redis_url, "takes echoes") as running:
+        cell = running.cells["takes"]
+        await running.ask("takes", 1000)  # more than it ends in all this time
+        worker = psutil.Process((await running.reported("takes", "busy")).pid)
+        psutil.Process(worker.ppid()).terminate()  # the server that forked it hears of it first
+        done = await bus.client.xlen(cell.cell.env)
+        await until(lambda: later(bus, cell.cell.env, done + 4))
+        os.killpg(running.children[0].pid, signal.SIGTERM)
+        assert await gone([running.children[0].pid])
+        assert (await bus.client.xpending(cell.cell.rollout, "rollout"))["pending"] == 0
 
 
 async def test_base_models_that_do_not_fit_together_end_each_other_and_one_that_never_fits_is_refused(

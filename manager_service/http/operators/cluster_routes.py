@@ -15,7 +15,7 @@ from manager_service.http.context import Admin, Parts
 from manager_service.http.errors import COMMON
 from manager_service.http.openai.paging import After, Limit, page, wrong_cursor
 from manager_service.http.schemas import DeadLetterObject, Page, SpanObject, WorkerObject
-from manager_service.records.cluster import WorkerSpan
+from manager_service.records.cluster import WorkerSpan, wanted_of
 
 router = APIRouter(prefix="/v1/cluster", tags=["cluster"], responses=COMMON)
 
@@ -37,6 +37,14 @@ def _worker(worker: WorkerReport) -> WorkerObject:
     working_for = [dict(zip(("tenant", "job", "phase"), one, strict=True)) for one in sorted(work)]
     pool = msgspec.structs.asdict(worker.pool) if worker.pool else None
     return WorkerObject.model_validate(msgspec.structs.asdict(worker) | {"working_for": working_for, "pool": pool})
+
+
+@router.get("/wanted")
+async def wanted(api: Parts, admin: Admin) -> dict[str, dict[str, int | str]]:
+    """The rollout `workers` that each base model wants for its `turns`; its `live` ones, their `bounds`, and which `retires`. Without
+    bases of which no manager has said so lately. Needs the admin key."""
+    found = {name: await wanted_of(base.redis, base.cell) for name, base in api.bases.items()}
+    return {name: msgspec.structs.asdict(one) for name, one in found.items() if one}
 
 
 @router.get("/timeline")

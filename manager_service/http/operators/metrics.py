@@ -12,11 +12,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from redis.exceptions import ResponseError
 from starlette.responses import Response
 
-from common.bus.streams import GROUP_ENV, GROUP_MANAGER, NUM_PARTITIONS
+from common.bus.streams import GROUP_MANAGER, NUM_PARTITIONS
 from common.wire.messages import WorkerReport
 from manager_service.http.context import Admin, Base, Parts
 from manager_service.http.errors import COMMON
-from manager_service.records.cluster import env_streams
+from manager_service.records.cluster import own_streams
 from manager_service.records.job_records import JobState
 
 router = APIRouter(tags=["health"], responses=COMMON)
@@ -73,8 +73,7 @@ def _gauge(name: str, text: str, labels: list[str], samples: Iterable[MetricSamp
 async def _work_streams(base: Base) -> list[tuple[str, str]]:
     cell = base.cell
     inboxes = [(stream, GROUP_MANAGER) for number in range(NUM_PARTITIONS) for stream in cell.inboxes(number)]
-    own = [(stream, GROUP_ENV) for stream in await env_streams(base.redis, cell)]
-    return [*cell.work, *own, *inboxes]
+    return [*cell.work, *await own_streams(base.redis, cell), *inboxes]
 
 
 async def _streams(base: Base) -> list[Metric]:
@@ -113,9 +112,14 @@ async def _memory(base: Base) -> list[Metric]:
     dropped = CounterMetricFamily("marlaas_dropped", "Entries dropped because there were too many bytes", labels=labels)
     for kind, num in (await base.redis.hgetall(base.cell.dropped)).items():
         dropped.add_metric([base.name, kind.decode()], float(num))
+    families: list[Metric] = [dropped]
+    for name, num in (await base.redis.hgetall(base.cell.scaled)).items():
+        text = "Rollout workers: those that retired, and seconds for which some were held"
+        families.append(total := CounterMetricFamily(f"marlaas_{name.decode()}", text, labels=labels[:1]))
+        total.add_metric([base.name], float(num))
     found = await base.redis.hgetall(base.cell.memory)
     samples = (([base.name, kind.decode()], float(num)) for kind, num in found.items())
-    return [_gauge("redis_bytes", "Redis' memory by kind of key, estimated", labels, samples), dropped]
+    return [_gauge("redis_bytes", "Redis' memory by kind of key, estimated", labels, samples), *families]
 
 
 # ---- workers and jobs -----------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ export async function show(node, {signal}) {
   canvas.addEventListener("mousemove", (event) => say(told, under(canvas, event)));
   async function refresh() {
     const now = Date.now() / 1000, window_s = Number(span.value) || WINDOW_S;
-    const [found, alive, figures, letters] = await Promise.all([
-      get("/v1/cluster/timeline", {query: {since: since ?? now - window_s}, signal}), get("/v1/cluster/workers", {signal}), text("/metrics", {signal}), get("/v1/cluster/dead", {query: {limit: 20}, signal})]).catch((error) => {
+    const [found, alive, figures, letters, wanted] = await Promise.all([
+      get("/v1/cluster/timeline", {query: {since: since ?? now - window_s}, signal}), get("/v1/cluster/workers", {signal}), text("/metrics", {signal}), get("/v1/cluster/dead", {query: {limit: 20}, signal}), get("/v1/cluster/wanted", {signal})]).catch((error) => {
       if (!signal.aborted) say(told, error.message);
       return [];
     });
@@ -29,7 +29,7 @@ export async function show(node, {signal}) {
     spans = [...spans.filter((one) => one.end <= from && one.end > now - window_s), ...found.data].slice(-MOST_SPANS);
     since = now - 10;
     draw(canvas, legend, spans, alive.data, now, window_s);
-    fill(workers, workerTable(alive.data));
+    fill(workers, workerTable(alive.data), ...Object.entries(wanted).map(([base, one]) => h("p", {class: "muted"}, `${base}: ${one.workers} of ${one.live} rollout workers are wanted for ${one.turns} turns${one.bounds && ` (${one.bounds})`}${one.retires && `; ${one.retires} retires`}`)));
     fill(queues, queueTable(figures));
     fill(dead, deadTable(letters.data));
   }

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from common.children.helpers import HelperPool
+from common.children.helpers import HelperOverran, HelperPool
 from common.errors import InvalidInput, Unavailable
 from common.sharing.places import SharedThreads
 from common.tasks.environments import BUILT_IN
 from common.text.tokens import ChatTokenizer
-from manager_service.http.reading.process import IMPORTS
+from manager_service.http.reading.process import IMPORTS, TASK_S
 from manager_service.http.reading.tasks import CheckGrader, CheckMethod, Constrain, Task, do
 from manager_service.http.sampling.places import SharedPlaces
 from manager_service.records.tenants import TenantRecord
@@ -34,8 +34,8 @@ TINY_BYTES = 1 << 10
 """These are read without a thread, which would often take longer to wake: the slowest takes 2 ms."""
 SLICE_BYTES = 1 << 20
 """Files are read in parts of this size, so that several tenants' take turns."""
-TASK_S, IMPORT_S = 20.0, 120.0
-"""The longest time of one task in a helper, and of one that may import an operator's package."""
+PATIENCE_S, IMPORT_S = 300.0, 120.0
+"""The longest wait for an answer of a helper, whose tasks TASK_S bounds, and of one that may import an operator's package."""
 WAIT_S = 600.0
 """The longest wait for a helper."""
 
@@ -58,7 +58,8 @@ class Helpers:
         await self._importing.close()
 
     async def do(self, tenant: TenantRecord, task: Task, *, num_bytes: int) -> Any:
-        """The answer to a task about so many bytes. Raises InvalidInput, also if it takes too long; Unavailable if the helper dies."""
+        """The answer to a task about so many bytes. Raises InvalidInput, also if it takes too long; Unavailable if the helper
+        dies, or a busy machine has no time for it."""
         is_slow = isinstance(task, Constrain) or _compiles(task)  # however small it is
         if num_bytes <= TINY_BYTES and not is_slow and not _may_import(task):
             return do(task, self._tokenizers)
@@ -66,19 +67,28 @@ class Helpers:
             return await self.beside(tenant, partial(do, task, self._tokenizers))
         async with self._places.one(tenant, WAIT_S):
             encoded = await self.beside(tenant, partial(msgspec.msgpack.encode, task))
-            return await (_ask(self._importing, encoded, IMPORT_S) if _may_import(task) else _ask(self._pool, encoded))
+            imports = _may_import(task)
+            return await (
+                _ask(self._importing, encoded, IMPORT_S) if imports else _ask(self._pool, encoded, PATIENCE_S)
+            )
 
     async def beside(self, tenant: TenantRecord, function: Callable[[], T]) -> T:
         """Calls a function of ours in a thread, once it is the tenant's turn: it would stop the event loop for a moment."""
         return await self._threads.run(function, tenant.id, tenant.weight)
 
 
-async def _ask(pool: HelperPool, encoded: bytes, limit_s: float = TASK_S) -> Any:
+async def _ask(pool: HelperPool, encoded: bytes, limit_s: float) -> Any:
     try:
         async with pool.helper() as helper, asyncio.timeout(limit_s):
             return await helper.ask(encoded)
+    except HelperOverran as error:
+        raise InvalidInput(
+            f"reading this took more than {TASK_S:g} seconds of a processor: send less at once"
+        ) from error
     except TimeoutError as error:
-        raise InvalidInput(f"reading this took longer than {limit_s:g} seconds: send less at once") from error
+        raise Unavailable(
+            f"reading this took longer than {limit_s:g} seconds: try again, or send less at once"
+        ) from error
     except OSError as error:
         raise Unavailable("the helper that read this died; try again") from error
 

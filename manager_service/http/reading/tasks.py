@@ -46,12 +46,11 @@ class Encode(msgspec.Struct, tag=True, frozen=True):
 
 
 class Constrain(msgspec.Struct, tag=True, frozen=True):
-    """Gives the grammar of an answer: of one call of these functions if there are some, else of JSON of the schema."""
+    """Gives the grammar of an answer: JSON of the schema, one call of these functions, or either."""
 
     base: str
-    schema: dict[str, Any]
+    schema: dict[str, Any] | None
     functions: list[Any]
-    param: str
 
 
 class Spell(msgspec.Struct, tag=True, frozen=True):
@@ -254,12 +253,15 @@ def _encode(text: str, tokenizer: ChatTokenizer) -> list[int]:
 
 
 def _grammar(task: Constrain, tokenizer: ChatTokenizer) -> str:
+    param = "response_format"
     try:
+        answer = "" if task.schema is None else json_grammar(task.schema)
         if not task.functions:
-            return json_grammar(task.schema)
-        return call_grammar(task.functions, tags_are_tokens=tokenizer.adds(OPEN))
+            return answer
+        param = "tools"
+        return call_grammar(task.functions, tags_are_tokens=tokenizer.adds(OPEN), instead=answer)
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{task.param}: {error}", param=task.param) from error
+        raise InvalidInput(f"{param}: {error}", param=param) from error
 
 
 def _characters(messages: list[Any]) -> int:

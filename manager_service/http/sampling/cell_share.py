@@ -10,7 +10,8 @@ here. A tenant that asks for less than its share counts with just that much weig
 What completions got of the engines' time corrects their places (common/sharing/correction.py), as owners correct jobs' share;
 samples in bulk have the rest.
 
-    reads: `weights`   reads, writes: `inference`, `sampling`, `served`   after a crash: the others forget the replica after GONE_S
+    reads: `weights`   reads, writes: `inference`, `sampling`, `served`, `asked`
+    after a crash: the others forget the replica after GONE_S
 """
 
 import asyncio
@@ -30,9 +31,10 @@ ROLLOUT = (CHAT, BULK)
 GONE_S = 5.0
 """A replica that was silent for so long has no part any more."""
 
-# KEYS: inference, sampling, weights, served. ARGV: this replica, milliseconds until it counts as gone, what it tells, weight of all who
-# chat or sample in bulk, then kinds and the seconds of engines that they got lately. Answers with the weight of the owners'
-# tenants, what was served, then with what all live replicas tell. The first write needs no memory, which Redis may be out of.
+# KEYS: inference, sampling, weights, served, asked. ARGV: this replica, milliseconds until it counts as gone, what it tells, weight of
+# all who chat or sample in bulk, the slots that they ask for, then kinds and the seconds of engines that they got lately. Answers with
+# the weight of the owners' tenants, what was served, then with what all live replicas tell. The first write needs no memory, which
+# Redis may be out of.
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -42,7 +44,8 @@ local told = redis.call('HGETALL', KEYS[1])
 if ARGV[4] ~= '0.0' then redis.call('SET', KEYS[2], ARGV[4], 'PX', ARGV[2]) end
 local total = 0
 for _, weight in ipairs(redis.call('HVALS', KEYS[3])) do total = total + tonumber(weight) end
-for i = 5, #ARGV, 2 do redis.call('HINCRBYFLOAT', KEYS[4], ARGV[i], ARGV[i + 1]) end
+redis.call('SET', KEYS[5], ARGV[5], 'PX', ARGV[2])
+for i = 6, #ARGV, 2 do redis.call('HINCRBYFLOAT', KEYS[4], ARGV[i], ARGV[i + 1]) end
 local answer = {tostring(total), redis.call('HGETALL', KEYS[4])}
 for i = 1, #told, 2 do
   local ends, rest = string.match(told[i + 1], '^(%d+) (.*)$')
@@ -61,6 +64,7 @@ class Asked(msgspec.Struct, frozen=True):
 
     weight: float
     num: int  # places that it holds or waits for; of rollout slots at most as many as there are
+    more: int = 0  # those beyond
 
 
 Asking = Mapping[str, Asked]
@@ -102,9 +106,10 @@ class CellShare:
             for kind, asking in self._asking().items()
         }
         cell = self._bus.cell
-        keys = [cell.inference, cell.sampling, cell.weights, cell.served]
+        keys = [cell.inference, cell.sampling, cell.weights, cell.served, cell.asked]
         got, self._got = self._got, defaultdict[str, float](float)
         words = [self._replica, int(GONE_S * 1000), msgspec.json.encode(mine), repr(self._sampling_weight())]
+        words.append(repr(self._slots_asked()))
         words += [word for kind, seconds in got.items() for word in (kind, repr(seconds))]
         total, served, *told = await self._bus.retrying(lambda: self._exchange(keys=keys, args=words))
         self._jobs_weight = float(total)
@@ -114,7 +119,8 @@ class CellShare:
 
     def _at_most(self, kind: str, asked: Asked) -> Asked:
         """Splits a tenant's demand equally between replicas once it exceeds what there is."""
-        return Asked(asked.weight, min(asked.num, max(1, self._slots()))) if kind in ROLLOUT else asked
+        num = min(asked.num, max(1, self._slots())) if kind in ROLLOUT else asked.num
+        return Asked(asked.weight, num, asked.num - num)
 
     def note(self, kind: str, seconds: float) -> None:
         """Notes what a turn got of the engines' time."""
@@ -177,6 +183,12 @@ class CellShare:
             over = 1 - self._most_for_chat * rest / (1 - self._most_for_chat) / chat
             return found | {t: found[t] - over * part for t, part in chats.items()}
         return found
+
+    def _slots_asked(self) -> float:
+        """Rollout slots that all would fill, or in which completions find their part."""
+        each = {CHAT: 1 / self._most_for_chat, BULK: 1.0}
+        asked = ((each[kind], one) for told in self._all for kind in ROLLOUT for one in told.get(kind, {}).values())
+        return sum(slots * (one.num + one.more) for slots, one in asked)
 
     def _weights(self, kind: str) -> dict[str, float]:
         """Weight of each tenant that asks any replica."""

@@ -73,25 +73,32 @@ async def _read(body: ChatGiven, reader: PromptReader) -> Wanted:
     prompt = await reader.render(body.messages, tools or [], body.chat_template_kwargs)
     limit = body.max_completion_tokens or body.max_tokens
     num_top, told = body.top_logprobs or 0, bool(body.logprobs)
-    grammar = await reader.grammar(_checked_schema(body, tools), _forced(body, tools, reader.base.tokenizer))
+    grammar = await reader.grammar(*_constraints(body, tools, reader.base.tokenizer))
     if grammar:
         _check_no_thoughts(prompt, reader.base.tokenizer)
     return Wanted(prompts=[prompt], limit=limit, num_top=num_top, with_logprobs=told, tools=tools, grammar=grammar)
 
 
-def _checked_schema(body: ChatGiven, tools: list[Any] | None) -> dict[str, Any] | None:
+def _constraints(
+    body: ChatGiven, tools: list[Any] | None, tokenizer: ChatTokenizer
+) -> tuple[dict[str, Any] | None, list[Any]]:
+    """The JSON Schema of the answer's text and the functions that it may call instead; neither if it is free. Raises InvalidInput."""
     schema = body.answer_schema()
-    if schema is not None and tools:
+    if body.tool_choice not in (None, "auto", "none"):
+        return None, _forced(body, tools, tokenizer)  # a call has no text
+    if schema is None or not tools:
+        return schema, []
+    if tokenizer.tool_format != "hermes":
         raise InvalidInput(
-            "an answer is JSON or calls tools: leave out response_format, or tools", param="response_format"
+            "this base model's calls are not JSON, so with tools its answers follow no response_format: leave out either, or send"
+            ' tool_choice="none"',
+            param="response_format",
         )
-    return schema
+    return schema, [tool["function"] for tool in tools]
 
 
 def _forced(body: ChatGiven, tools: list[Any] | None, tokenizer: ChatTokenizer) -> list[Any]:
-    """The functions of which the answer must call one; none if it need not call any. Raises InvalidInput."""
-    if body.tool_choice in (None, "auto", "none"):
-        return []
+    """The functions of which the answer must call one. Raises InvalidInput."""
     name = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     found = [tool["function"] for tool in tools or () if name in (None, tool["function"]["name"])]
     if not found:

@@ -4,7 +4,9 @@ gives the request back.
 A completion's epoch rises with every attempt. Messages of an older attempt are not used, except for a whole answer.
 """
 
+import hashlib
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +31,9 @@ from common.wire.transcript import shown, wrote
 from manager_service.records.tenants import TenantRecord
 
 ReplyMessage = TurnDelta | TurnResult | TurnRequest | GradeResult
+FIRST_TOKENS = 256
+"""Two prompts with the same first tokens are taken for parts of one conversation, or of one application."""
+MAX_KNOWN = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +65,9 @@ class Choice:
     request: TurnRequest  # the newest attempt
     prompt: Sequence[int]
     place: Claim | None = None  # held from the request to its result
-    entry: str = ""  # where the request stands in the stream; empty before it has a place
+    stream: str = ""  # in which the request stands, and where; empty before it has a place
+    entry: str = ""
+    worker: str = ""  # whose own stream that was at first
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     heard_s: float = 0.0  # monotonic: last sign of life, and last token
@@ -191,3 +198,35 @@ def continued(choice: Choice) -> TurnRequest:
         transcript=shown(prompt) + wrote(seen, choice.logprobs),
         num_partial=len(seen),
     )
+
+
+class LastWorkers:
+    """The rollout workers that answered last what begins like a request, and so have keys and values of it."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[AdapterRef, bytes], str] = OrderedDict()
+        self._num: Counter[str] = Counter()  # requests under way that were addressed to a worker
+
+    def address(self, choice: Choice, num_workers: int) -> None:
+        """Sets `choice.worker` if one is known, unless it has more than its part of what is under way."""
+        self.end(choice)
+        worker = "" if choice.request.epoch else self._known.get(_beginning(choice), "")
+        if worker and self._num[worker] <= 1 + self._num.total() // max(1, num_workers):
+            choice.worker = worker
+            self._num[worker] += 1
+
+    def end(self, choice: Choice) -> None:
+        """Notes who answered, if somebody has."""
+        if choice.worker:
+            self._num[choice.worker] -= 1
+            choice.worker = ""
+        if choice.result and choice.result.worker:
+            self._known[_beginning(choice)] = choice.result.worker
+            self._known.move_to_end(_beginning(choice))
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+
+def _beginning(choice: Choice) -> tuple[AdapterRef, bytes]:
+    first = np.array(choice.prompt[:FIRST_TOKENS], np.int64)
+    return choice.request.adapter, hashlib.sha256(first.tobytes()).digest()

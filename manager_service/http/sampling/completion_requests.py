@@ -139,11 +139,10 @@ class PromptReader:
         return await self._read(Encode(self.base.name, texts))
 
     async def grammar(self, schema: dict[str, Any] | None, functions: Sequence[Any] = ()) -> str:
-        """The grammar of a call of one of the functions, or else of JSON of a schema; "" without either. Raises InvalidInput."""
+        """The grammar of JSON of a schema, of a call of one of the functions, or of either; "" without both. Raises InvalidInput."""
         if schema is None and not functions:
             return ""
-        param = "tools" if functions else "response_format"
-        return await self._read(Constrain(self.base.name, schema or {}, list(functions), param))
+        return await self._read(Constrain(self.base.name, schema, list(functions)))
 
     async def _read(self, task: Task) -> Any:
         return await self.helpers.do(self.tenant, task, num_bytes=self.num_bytes)

@@ -1,6 +1,6 @@
 """Asks the workers of training for chat turns and grader runs; a turn survives the death of its worker.
 
-    reads: reply:<api>   writes: rollout:chat, rollout, env, control   holds: turns under way (lost on a crash, with the connection)
+    reads: reply:<api>   writes: rollout:*, rollout, env, control   holds: turns under way (lost on a crash, with the connection)
     waits for: a delta or a result   unblocked by: rollout, env
     when a worker dies: another takes the turn over, from the tokens that were kept; a stream is asked for again after a silence,
     from those that were seen. A worker that stops gives the turn back, and it is asked for again at once
@@ -33,6 +33,7 @@ from manager_service.http.sampling.choices import (
     Choice,
     Fresh,
     InferenceRequest,
+    LastWorkers,
     ReplyMessage,
     choice_key,
     choices_of,
@@ -133,11 +134,12 @@ class Inference:
         timeout_s: float,
         slots: Callable[[str], int],
         most_for_chat: float,
+        num_workers: Callable[[], int],
         turn: Callable[[], BaseTurn],
     ) -> None:
         """`slots`: the completions' turns (CHAT), grader runs (`env`), and samples in bulk together with jobs' trajectories (BULK)
         that all replicas may have under way at once. `most_for_chat`: the part of rollout slots that CHAT may have.
-        `turn`: of the base model at the rollout workers."""
+        `num_workers`: live rollout workers. `turn`: of the base model at them."""
         self._bus = bus
         self._share = CellShare(
             bus,
@@ -153,6 +155,8 @@ class Inference:
         self._threads = SharedThreads()
         self._silence_s = silence_s
         self._timeout_s = timeout_s
+        self._num_workers = num_workers
+        self._last = LastWorkers()
         self._turn = turn
         self._cancels: asyncio.Queue[Cancel] = asyncio.Queue()
 
@@ -238,6 +242,7 @@ class Inference:
             self._cancel(choices[0].request, epoch=2**31)
 
     def _give_back(self, choice: Choice) -> None:
+        self._last.end(choice)
         place, choice.place = choice.place, None
         if place is not None:
             self._places_of(choice).give_back(place)
@@ -266,16 +271,34 @@ class Inference:
 
     async def _publish(self, choices: Sequence[Choice]) -> None:
         """Appends the requests, and remembers their entries. Raises ApiError 503 when Redis is away or full."""
-        encoded = [(self._stream(choice), await self._bus.fields(choice.request)) for choice in choices]
+        encoded = [(choice, await self._bus.fields(choice.request)) for choice in choices]
+        for choice in choices:
+            self._last.address(choice, self._num_workers())
         async with time_for_redis(self._bus, PUBLISH_S):
-            written = await self._bus.pipelined(("XADD", stream, "*", *fields) for stream, fields in encoded)
+            written = await self._append(encoded)
         for choice, entry in zip(choices, written, strict=True):
             choice.entry = entry.decode()
             choice.heard_s = time.monotonic()
             choice.advanced_s = choice.advanced_s or choice.heard_s
 
+    async def _append(self, encoded: Sequence[tuple[Choice, list[Any]]]) -> list[bytes]:
+        """Appends each to the stream of the worker that it is addressed to; to that of all if there is none."""
+        commands: list[list[Any]] = []
+        for choice, fields in encoded:
+            choice.stream = self._stream(choice)
+            commands.append(["XADD", choice.stream, *(["NOMKSTREAM"] if choice.worker else []), "*", *fields])
+        written = await self._bus.pipelined(commands)
+        gone = [each for each, entry in zip(encoded, written, strict=True) if entry is None]
+        for choice, _ in gone:
+            self._last.end(choice)
+        again = iter(await self._append(gone)) if gone else iter(())
+        return [next(again) if entry is None else entry for entry in written]
+
     def _stream(self, choice: Choice) -> str:
-        return self._bus.cell.rollout if choice.bulk else self._bus.cell.rollout_chat
+        cell, worker = self._bus.cell, choice.worker
+        if choice.bulk:
+            return cell.rollout_worker(worker) if worker else cell.rollout
+        return cell.rollout_chat_worker(worker) if worker else cell.rollout_chat
 
     # ---- silence ----------------------------------------------------------------------------------------------------
 
@@ -320,9 +343,11 @@ class Inference:
     async def _is_cared_for(self, choice: Choice) -> bool:
         """True if the request waits in the stream, or a worker renewed it within the silence. Without a stream of tokens it need not
         be renewed: another worker takes it over, and goes on from the progress that is kept."""
-        stream, client, entry = self._stream(choice), self._bus.client, choice.entry
+        stream, client, entry = choice.stream, self._bus.client, choice.entry
         if not await self._bus.retrying(lambda: client.xrange(stream, entry, entry)):
-            return False
+            moved: Any = await self._bus.retrying(lambda: client.get(self._bus.cell.moved(stream, entry)))
+            choice.stream, choice.entry = moved.decode().split(" ") if moved else (stream, entry)
+            return bool(moved)
         if not choice.request.stream:
             return True
         try:

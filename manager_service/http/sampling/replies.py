@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -142,5 +143,11 @@ def _rows(
 
 
 def token_logprob(tokenizer: ChatTokenizer, token: int, logprob: float | None) -> dict[str, Any]:
+    text, encoded = _text_of(tokenizer, token)
+    return {"token": text, "logprob": logprob, "bytes": encoded}
+
+
+@lru_cache(maxsize=1 << 16)
+def _text_of(tokenizer: ChatTokenizer, token: int) -> tuple[str, tuple[int, ...]]:
     text = tokenizer.decode([token], skip_special=False)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    return text, tuple(text.encode())

@@ -6,15 +6,19 @@ from manager_service.launcher.commands import base_command, example, merge, plan
 from marlaas_client.cli.main import make_app, run
 from marlaas_client.cli.options import Data, Json, Url, connect
 from marlaas_client.cli.output import cells, print_json, print_table, say, table
-from marlaas_client.cli.view import workers_view
+from marlaas_client.cli.view import wanted_lines, workers_view
 from marlaas_client.errors import ClientError
 
 
 def workers(url: Url = None, data: Data = None, as_json: Json = False) -> None:
     """The workers, and how busy they are (needs the admin key)."""
     with connect(url, data, admin=True) as client:
-        records = client.get("/v1/cluster/workers")["data"]
-    print_json(records) if as_json else print_table(workers_view(records))
+        records, wanted = client.get("/v1/cluster/workers")["data"], client.get("/v1/cluster/wanted")
+    if as_json:
+        return print_json(records)
+    print_table(workers_view(records))
+    for line in wanted_lines(wanted):
+        say(line)
 
 
 def dead(url: Url = None, data: Data = None, as_json: Json = False) -> None:

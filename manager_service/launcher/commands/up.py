@@ -11,16 +11,20 @@ from typing import Annotated
 import typer
 
 from manager_service.launcher.supervisor import LocalCluster
+from manager_service.scheduling.elastic import WorkerRange
 from manager_service.settings import ManagerSettings
 from marlaas_client.cli.options import Json
 from marlaas_client.cli.output import print_json, say, typed
 from marlaas_client.place import ClientSettings
 
+Rollouts = Annotated[
+    str, typer.Option(metavar="N or MIN:MAX", help="Rollout workers; of a range as many as turns want.")
+]
 Count = Annotated[int, typer.Option(min=0, help="Number of workers, for all base models; of vLLM's for each.")]
 
 
 def up(
-    rollout: Count = 1,
+    rollout: Rollouts = "1",
     env: Count = 1,
     trainer: Count = 1,
     port: Annotated[
@@ -30,9 +34,13 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start Redis, the manager and the workers, and keep them running until Ctrl-C."""
+    try:
+        workers = WorkerRange.parse(rollout)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--rollout") from error
     cluster = LocalCluster(
         data_dir=data or ClientSettings().data_dir,
-        rollout=rollout,
+        rollout=workers,
         env=env,
         trainer=trainer,
         port=port,

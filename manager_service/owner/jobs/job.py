@@ -84,16 +84,18 @@ class Job:
 
     def wants_group(self) -> bool:
         """May a group for training be issued now?"""
+        return self.groups_wanted() > 0
+
+    def groups_wanted(self) -> int:
+        """Groups for training that may be issued now."""
         state, hyper = self.state, self.spec.hyper
-        if state.status != "running" or state.version < 0 or self.steps_sent >= self.num_steps:
-            return False
-        if hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size:
-            return False
+        drawn_out = hyper.dynamic_sampling and state.drawn >= MAX_DRAWN * hyper.batch_size
+        if drawn_out or state.status != "running" or state.version < 0:
+            return 0
         # The version gate (I1). A batch with a trainer still counts: its version is not there yet
         untrained = len(self.open.groups) + (hyper.batch_size if state.training else 0)
         room = capacity(eta=hyper.max_staleness, batch_size=hyper.batch_size, num_untrained=untrained)
-        left = (self.num_steps - self.steps_sent) * hyper.batch_size
-        return room > 0 and len(self.open.groups) < left
+        return max(0, min(room, (self.num_steps - self.steps_sent) * hyper.batch_size - len(self.open.groups)))
 
     def wants_eval(self) -> bool:
         """May a part of an evaluation be issued now?"""
