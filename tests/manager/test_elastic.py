@@ -156,6 +156,11 @@ async def test_the_owner_tells_how_many_are_wanted_and_which_retires(bus: Bus) -
     assert (await wanted_of(bus.client, bus.cell) or WantedWorkers(0, 0, 0)).workers == 3
     await PoolSizer(bus, cluster, None, repack=True).look(6.0)
     assert await wanted_of(bus.client, bus.cell) == WantedWorkers(64, 505, 2)
+    # And while none is heard of, as many as before
+    await tell(bus, *(report(name, "rollout", state="stopped") for name in "ac"))
+    await cluster.follow_once()
+    await pool.look(7.0)
+    assert await wanted_of(bus.client, bus.cell) == WantedWorkers(3, 505, 0, "1:3")
 
 
 def places(counts: Any, environment: Any) -> list[ServiceCommand]:
