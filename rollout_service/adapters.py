@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -94,10 +94,11 @@ class AdapterCache:
         self._entries.clear()
         self._loaded_bytes = 0
 
-    def _enter(self, adapter: AdapterRef) -> Entry:
+    def _enter(self, adapter: AdapterRef, files: Mapping[str, bytes] | None = None) -> Entry:
+        """`files`: of the adapter, if they were read."""
         entry = self._entries.get(adapter)
         if entry is None:
-            loading = asyncio.create_task(self._load(adapter), name=f"load {adapter}")
+            loading = asyncio.create_task(self._load(adapter, files), name=f"load {adapter}")
             loading.add_done_callback(lambda task: self._forget_failed(adapter, task))
             entry = self._entries[adapter] = Entry(loading)
         self._entries.move_to_end(adapter)
@@ -107,13 +108,13 @@ class AdapterCache:
         try:
             files = await self._store.read(adapter)
             if all(len(data) <= PARTED_BYTES for data in files.values()):
-                self._enter(adapter)
+                self._enter(adapter, files)
         except MarlaasError as error:
             log.warning("adapter_not_cached", adapter=str(adapter), reason=str(error))
 
-    async def _load(self, adapter: AdapterRef) -> int:
+    async def _load(self, adapter: AdapterRef, files: Mapping[str, bytes] | None) -> int:
         since = time.monotonic()
-        files = await self._store.read(adapter)
+        files = files or await self._store.read(adapter)
         async with self._changing:
             num_bytes = await self._engine.load_files(adapter, files)
         self._loaded_bytes += num_bytes

@@ -6,6 +6,7 @@ One process at a time writes a file: it has locked it. Beyond the folder's size 
 on with what it has open. All calls block, and raise OSError if the folder is full, read-only, or not this user's alone.
 """
 
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -54,12 +55,16 @@ class NodeFolder:
     def _make_room(self, file: StoredFile) -> None:
         if file.size > self._max_bytes:
             raise OSError(errno.EFBIG, f"a file of {file.size:,} bytes is larger than MARLAAS_CACHE_BYTES")
-        others = [(path.stat(), path) for path in self.path.iterdir() if path.name != file.sha256]
-        too_many = file.size + sum(found.st_size for found, _ in others) - self._max_bytes
-        for found, path in sorted(others, key=lambda each: each[0].st_mtime_ns):
+        others = list[tuple[int, int, Path]]()
+        for path in self.path.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another worker makes room too
+                found = path.stat()
+                others += [(found.st_mtime_ns, found.st_size, path)] if path.name != file.sha256 else []
+        too_many = file.size + sum(num_bytes for _, num_bytes, _ in others) - self._max_bytes
+        for _, num_bytes, path in sorted(others):
             if too_many > 0:
                 path.unlink(missing_ok=True)
-                too_many -= found.st_size
+                too_many -= num_bytes
 
 
 def make_own_folder(path: Path) -> None:

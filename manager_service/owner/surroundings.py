@@ -66,7 +66,8 @@ class PoolSizer:
         self._retirement = Retirement(repack)
         self._tell = bus.client.register_script(_TELL)
         self._looked_s: float | None = None
-        self._retires: str | None = None
+        self._row_slots = 0.0  # the last that were known: a silent worker does not make many turns want only one
+        self._retiring = set[str]()  # chosen, or stopping since
 
     async def look(self, now_s: float) -> None:
         """Writes `wanted` for WANTED_S. `now_s`: monotonic."""
@@ -75,16 +76,22 @@ class PoolSizer:
         turns = sum(map(float, told)) + float(asked or 0)
         workers = [each for each in self._cluster.workers() if each.service == "rollout"]
         live = [_load(each) for each in workers if each.state in ("idle", "busy")]
-        number = wanted(turns, row_slots(live))
+        self._row_slots = row_slots(live) or self._row_slots
+        number = wanted(turns, self._row_slots)
         if self._bounds:
             number = self._bounds.clamp(number)
         settled = self._bounds is not None and not any(each.state in ("starting", "draining") for each in workers)
-        before, self._retires = self._retires, self._retirement.look(now_s, live, number, settled=settled)
-        retired = before is not None and all(each.id != before for each in workers)
-        record = WantedWorkers(number, round(turns), len(live), str(self._bounds or ""), self._retires or "")
+        retires = self._retirement.look(now_s, live, number, settled=settled) or ""
+        num_retired = len(self._retiring - {each.id for each in workers})
+        self._retiring = {
+            each.id
+            for each in workers
+            if each.id == retires or (each.state == "draining" and each.id in self._retiring)
+        }
+        record = WantedWorkers(number, round(turns), len(live), str(self._bounds or ""), retires)
         held_s = len(workers) * (now_s - self._looked_s) if self._looked_s is not None else 0.0
         self._looked_s = now_s
-        words = [msgspec.json.encode(record), int(WANTED_S * 1000), repr(held_s), int(retired)]
+        words = [msgspec.json.encode(record), int(WANTED_S * 1000), repr(held_s), num_retired]
         await self._bus.retrying(lambda: self._tell(keys=[cell.wanted, cell.scaled], args=words))
 
 

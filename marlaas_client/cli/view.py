@@ -89,12 +89,12 @@ def _bases(found: list[Record]) -> str:
 
 
 def wanted_lines(wanted: Mapping[str, Record]) -> list[str]:
-    """`q: 2 of 3 rollout workers are wanted for 97 turns (1:4); rollout-… retires`, by base model."""
+    """`q: 97 turns want 2 rollout workers (1:4), 3 are there; rollout-… retires`, by base model."""
     lines = list[str]()
     for base, one in wanted.items():
-        told = f"{base}: {one['workers']} of {one['live']} rollout workers are wanted for {one['turns']} turns"
         bounds = f" ({one['bounds']})" if one["bounds"] else ""
-        lines.append(told + bounds + (f"; {one['retires']} retires" if one["retires"] else ""))
+        told = f"{base}: {one['turns']} turns want {one['workers']} rollout workers{bounds}, {one['live']} are there"
+        lines.append(told + (f"; {one['retires']} retires" if one["retires"] else ""))
     return lines
 
 

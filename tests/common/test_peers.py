@@ -319,6 +319,8 @@ async def test_a_file_that_another_worker_of_the_machine_drove_out_comes_again(w
 def test_the_least_recently_used_files_go_and_one_process_writes_a_file(tmp_path: Path) -> None:
     files = [stored_file(bytes([number]) * (2 * PARTED_BYTES), in_parts=True) for number in range(4)]
     folder = NodeFolder(tmp_path / "files", 3 * files[0].size)
+    (tmp_path / "files").mkdir(mode=0o700)
+    (tmp_path / "files" / "gone").symlink_to("nowhere")  # as one that another worker removes just now
     for number, file in enumerate([*files[:3], files[0], files[3]]):
         handle = folder.open(file)
         assert handle is not None and folder.open(file) is None

@@ -143,12 +143,12 @@ async def test_the_owner_tells_how_many_are_wanted_and_which_retires(bus: Bus) -
     # Then the one with the fewest retires, whose rows the others have room for
     assert await wanted_of(bus.client, bus.cell) == WantedWorkers(2, 10, 3, "1:3", "b")
     assert 0 < await bus.client.pttl(bus.cell.wanted) <= 10_000
-    # And it is counted once it has gone, as is the time of all
-    await tell(bus, report("b", "rollout", state="stopped"))
-    await cluster.follow_once()
-    await pool.look(2.0)
-    await pool.look(4.0)
-    assert await bus.client.hgetall(bus.cell.scaled) == {b"held_worker_seconds": b"8", b"retired": b"1"}
+    # And it is counted once, when it has gone, as is the time of all
+    for at_s, state in ((1.0, "draining"), (2.0, "stopped"), (4.0, "stopped")):
+        await tell(bus, report("b", "rollout", state=state))
+        await cluster.follow_once()
+        await pool.look(at_s)
+    assert await bus.client.hgetall(bus.cell.scaled) == {b"held_worker_seconds": b"9", b"retired": b"1"}
     assert await wanted_of(bus.client, bus.cell) == WantedWorkers(2, 10, 2, "1:3")
     # And a burst wants more, but no more than there may be; where nobody follows, as many as it takes, and none retires
     await bus.client.set(bus.cell.asked, "500")
@@ -156,6 +156,11 @@ async def test_the_owner_tells_how_many_are_wanted_and_which_retires(bus: Bus) -
     assert (await wanted_of(bus.client, bus.cell) or WantedWorkers(0, 0, 0)).workers == 3
     await PoolSizer(bus, cluster, None, repack=True).look(6.0)
     assert await wanted_of(bus.client, bus.cell) == WantedWorkers(64, 505, 2)
+    # And while none is heard of, as many as before
+    await tell(bus, *(report(name, "rollout", state="stopped") for name in "ac"))
+    await cluster.follow_once()
+    await pool.look(7.0)
+    assert await wanted_of(bus.client, bus.cell) == WantedWorkers(3, 505, 0, "1:3")
 
 
 def places(counts: Any, environment: Any) -> list[ServiceCommand]:

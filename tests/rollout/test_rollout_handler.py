@@ -453,6 +453,18 @@ async def test_with_a_relay_a_new_version_is_kept_for_jobs_that_had_turns_here_a
     assert cache.counters()["peer_bytes"] == 5
 
 
+async def test_with_a_relay_a_small_new_version_is_read_once_and_loaded() -> None:
+    store, _ = await store_with(ref("a", 2))
+    store.relay, engine = CountingRelay(), FakeEngine()
+    cache = AdapterCache(store, engine, idle_bytes=1000)
+    cache.expect(ref("a", 1))
+    cache.prefetch(ref("a", 2))
+    while not engine.held:
+        await asyncio.sleep(0.001)
+    assert store.reads == 1
+    await cache.close()
+
+
 async def test_a_prefetched_adapter_is_there_when_it_is_named() -> None:
     store, _ = await store_with(ref("a"))
     engine = FakeEngine()

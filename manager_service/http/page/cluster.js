@@ -29,7 +29,7 @@ export async function show(node, {signal}) {
     spans = [...spans.filter((one) => one.end <= from && one.end > now - window_s), ...found.data].slice(-MOST_SPANS);
     since = now - 10;
     draw(canvas, legend, spans, alive.data, now, window_s);
-    fill(workers, workerTable(alive.data), ...Object.entries(wanted).map(([base, one]) => h("p", {class: "muted"}, `${base}: ${one.workers} of ${one.live} rollout workers are wanted for ${one.turns} turns${one.bounds && ` (${one.bounds})`}${one.retires && `; ${one.retires} retires`}`)));
+    fill(workers, workerTable(alive.data), ...Object.entries(wanted).map(([base, one]) => h("p", {class: "muted"}, `${base}: ${one.turns} turns want ${one.workers} rollout workers${one.bounds && ` (${one.bounds})`}, ${one.live} are there${one.retires && `; ${one.retires} retires`}`)));
     fill(queues, queueTable(figures));
     fill(dead, deadTable(letters.data));
   }
