@@ -57,6 +57,8 @@ def adapter_files() -> dict[str, bytes]:
 class Resident:
     """Stands for the worker's cache where the engine has all adapters from the start."""
 
+    def expect(self, adapter: AdapterRef) -> None: ...
+
     def hold(self, adapter: AdapterRef) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 

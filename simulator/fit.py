@@ -147,6 +147,8 @@ def fit_pair(
     num, x = (np.array([d[name] for d in used]) for name in (each, more))
     y = np.array([d[seconds] - sum(d[name] for name in besides) for d in used])
     sums = total(found)
+    if not sums[more]:
+        raise ValueError(f"no worker counted any {more} between two of its reports: calibrate on a longer run")
     whole = max(0.0, sums[seconds] - sum(sums[name] for name in besides))
     if np.std(x / num) < ALIKE * np.mean(x / num):
         return 0.0, whole / sums[more]

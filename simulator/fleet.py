@@ -15,12 +15,12 @@ LOOK_S = 1.0
 
 @dataclass
 class Fleet:
-    """The live rollout workers. `missing`: turns that would be issued if there were slots; None: no job is left, and all stop."""
+    """The live rollout workers. `num_turns`: slots that turns would fill if there were so many; None: no job is left."""
 
     clock: Clock
     size: Size
     make: Callable[[str], SimulatedEngine]
-    missing: Callable[[], int | None]
+    num_turns: Callable[[], float | None]
     changed: Callable[[], None]  # there are more workers, or fewer
     live: list[SimulatedEngine] = field(default_factory=list[SimulatedEngine])
     all: list[SimulatedEngine] = field(default_factory=list[SimulatedEngine])
@@ -72,7 +72,7 @@ class Fleet:
 
     def _kill(self) -> None:
         """Kills the worker with most rows; another takes its place."""
-        if self.missing() is None or not self.live:
+        if self.num_turns() is None or not self.live:
             return
         engine = max(self.live, key=lambda each: each.num_rows)
         lost = engine.stop(killed=True)
@@ -95,20 +95,15 @@ class Fleet:
     # ---- an elastic pool --------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        missing = self.missing()
-        if missing is None:
+        turns = self.num_turns()
+        if turns is None:
             return
         self.clock.after(LOOK_S, self._look)
         loads = [WorkerLoad(each.name, self.size.rollout_slots, each.num_rows) for each in self.live]
-        turns = self.live[0].turns if self.live else None
-        waiting = sum(len(each.own) + len(each.orphans) for each in self.live)
-        waiting += len(turns.first) + len(turns.fresh) if turns else 0
-        under_way = sum(load.rows for load in loads) + waiting + missing
-        number = self._range.clamp(wanted(under_way, row_slots(loads)))
+        number = self._range.clamp(wanted(turns, row_slots(loads)))
         for _ in range(number - len(self.live) - self._starting):
             self._start()
-        settled = not waiting and not missing and not self._starting
-        name = self._retirement.look(self.clock.now, loads, number, settled=settled)
+        name = self._retirement.look(self.clock.now, loads, number, settled=not self._starting)
         for engine in [each for each in self.live if each.name == name]:
             self._leave(engine)
             for flight in engine.stop(killed=False):

@@ -76,7 +76,7 @@ class World:
         self.control = Process(self.host)
         self.turns = EngineTurns(self.clock, machine.hop_s, size.own_streams)
         self.links = Links(self.clock, machine.load_s, size)
-        self.fleet = Fleet(self.clock, size, self._make_engine, self._missing, self._plan_pass)
+        self.fleet = Fleet(self.clock, size, self._make_engine, self._num_turns, self._plan_pass)
         self.train_queue: deque[Init | TrainStep] = deque()
         self.trainers = [
             TrainerWorker(
@@ -110,7 +110,9 @@ class World:
         return None
 
     def lora_slots(self) -> dict[str, int]:
-        return {}
+        size = self.calibration.size
+        scarce = size.own_streams and size.lora_slots
+        return {each.name: size.lora_slots for each in self.fleet.live} if scarce else {}
 
     def least_kv_tokens(self) -> int | None:
         return None
@@ -141,12 +143,12 @@ class World:
         if self._to_end:
             raise RuntimeError(f"{len(self.jobs)} jobs never ended, such as {next(iter(self.jobs.values())).state}")
 
-    def _missing(self) -> int | None:
-        """Trajectories that jobs would be issued with unlimited slots. None: no job is left."""
+    def _num_turns(self) -> float | None:
+        """Slots that turns would fill, as the owner tells; None: no job is left."""
         if not self._to_end:
             return None
-        wanting = (job for job in self.jobs.values() if job.wants_group())
-        return sum(job.groups_missing() * job.spec.hyper.group_size for job in wanting)
+        found = self.allocator.demand.turns(range(NUM_PARTITIONS), self.allocator.in_env, lambda _: False)
+        return sum(found.values())
 
     # ---- the owner --------------------------------------------------------------------------------------------------
 
@@ -216,8 +218,9 @@ class World:
     def _started(self, start: Start) -> None:
         """Its prompts are made."""
         self.env.starts -= 1
+        home = next((each for each in self.fleet.live if each.name == start.home), None) if start.home else None
         for sample in start.samples:
-            self.turns.put(Flight(start, sample, self.workloads[start.job]))
+            self.turns.put(Flight(start, sample, self.workloads[start.job], engine=home))
 
     def _turn_began(self, flight: Flight) -> None:
         progress = self.progress[flight.start.job]

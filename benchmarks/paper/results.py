@@ -108,8 +108,8 @@ def calibrates(policy: str, n: int) -> bool:
 
 
 def calibration_of(recording: Recording, run: Measured, cores: int | None) -> Calibration:
-    """Calibration with the processor seconds that manager and Redis used for a turn in the run, without those of their waiting, which
-    nobody else has."""
+    """Calibration with the processor seconds that manager and Redis used for a turn in the run; what they use while nothing happens
+    stands apart."""
     turns = total(deltas(recording.reports, "rollout"))["turns"]
     waiting = {name: run.idle.get(name, 0.0) for name in ("manager", "redis")}
     control_s = sum(max(0.0, run.cpu_s[name] - idle * run.makespan_s) for name, idle in waiting.items())

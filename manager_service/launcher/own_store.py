@@ -37,18 +37,19 @@ class OwnStore:
             make_private(self._own)
 
     def with_bases_here(self) -> dict[str, str]:
-        """The environment, naming the folders of the texts of the store's base models. Errors are left to the services."""
-        environment, cache = dict(self._environment), self._environment.get("MARLAAS_CACHE_DIR")
-        store = environment.get("MARLAAS_STORE_URL", "")
+        """The environment, naming folders with the texts of the store's base models. Errors are left to the services."""
+        environment = dict(self._environment)
         with contextlib.suppress(MarlaasError, ValueError):
-            settings = Settings(data_dir=self._own.parent, store_url=store, cache_dir=Path(cache) if cache else None)
+            settings = Settings(
+                data_dir=self._own.parent,
+                store_url=environment.get("MARLAAS_STORE_URL", ""),
+                cache_dir=Path(cache) if (cache := environment.get("MARLAAS_CACHE_DIR")) else None,
+            )
             bases = parse_base_models(environment.get("MARLAAS_BASE_MODELS", "tiny"))
-            stored = {name: where for name, where in bases.items() if stored_digest(where)}
-            if stored and (store or self._own.is_dir()):
-                here = {name: folder_of(where, settings, with_weights=False) for name, where in stored.items()}
-                environment["MARLAAS_BASE_MODELS"] = ",".join(
-                    f"{name}={where}" for name, where in (bases | here).items()
-                )
+            for name, where in bases.items():
+                if stored_digest(where):
+                    bases[name] = str(folder_of(where, settings, with_weights=False))
+            environment["MARLAAS_BASE_MODELS"] = ",".join(f"{name}={where}" for name, where in bases.items())
         return environment
 
     def look_again(self) -> None:
