@@ -536,6 +536,18 @@ async def uploading(server: ApiServer, content: bytes, length: int = 60_000_000)
 FILE_LIMIT = MAX_FILE_BYTES + (64 << 10)
 
 
+async def test_the_bodies_that_a_tenant_has_under_way_are_bounded_together(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_limit, "MAX_PASSING_BYTES", 150_000)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\nContent-Length: 200000\r\n\r\n"
+    with await half_open(server, head.encode() + b" " * 100_000):
+        while (refused := await server.http.post(CHAT, content=b" " * 70_000)).status_code == 400:
+            await asyncio.sleep(0.01)
+        assert refused.status_code == 429 and "under way" in refused.json()["error"]["message"]
+        assert (await server.http.post(CHAT, content=b" " * 1000)).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("path", "limit", "announced"),
     [(CHAT, 4 << 20, True), (CHAT, 4 << 20, False), ("/v1/files", FILE_LIMIT, True)],
