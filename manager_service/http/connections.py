@@ -62,13 +62,13 @@ KERNEL_BYTES = 128 << 10
 AT_ONCE = struct.pack("ii", 1, 0)
 """SO_LINGER's value by which the kernel drops what it still was to send."""
 MAX_HEAD_LINES, MAX_HEAD_BYTES = 128, 64 << 10
-"""Of a request's line and headers. h11 bounds only the bytes of a head that has not come whole."""
+"""The most that come before a body. h11 bounds only the bytes of what has not come whole."""
 FEW_CHUNKS, CHUNK_BYTES = 1000, 64
 """A body's chunks beyond a few have at least so many bytes on average: each is read by itself, while everybody else waits."""
 
 
 class Incoming(ReceiveBuffer):
-    """What a client has sent and h11 has not read. It is no public API either."""
+    """Bytes that a client has sent and h11 has not read. This is no public API either."""
 
     def __init__(self) -> None:
         super().__init__()
