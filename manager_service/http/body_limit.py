@@ -24,6 +24,8 @@ FORM_BYTES = 64 << 10
 """Room for the other parts of a multipart form."""
 MAX_BODY_BYTES = 4 << 20
 """The largest body that is neither an upload nor named as larger."""
+SMALL_BYTES = 64 << 10
+"""Bodies that say that they have no more do not count: as many as a tenant may have requests open have little together."""
 MAX_PASSING_BYTES = 256 << 20
 """Bytes that one tenant's large bodies may have together."""
 PAUSE_S = 30.0
@@ -68,7 +70,7 @@ class BodyLimit:
             await body.drain(announced if comes else 0)
             await answer(ApiError(413, _too_large(limit), code="too_large"))(scope, receive, send)
             return
-        if not uploads and not larger:
+        if not uploads and not _may_be_large(scope):
             await self._app(scope, body.receive, send)
             return
         under_way = self._uploading if uploads else self._passing
@@ -142,6 +144,10 @@ class KeyFirst:
 def _has_body(scope: Scope) -> bool:
     headers = dict(scope["headers"])
     return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+
+
+def _may_be_large(scope: Scope) -> bool:
+    return b"transfer-encoding" in dict(scope["headers"]) or _announced(scope) > SMALL_BYTES
 
 
 def _announced(scope: Scope) -> int:

@@ -1,4 +1,5 @@
-"""Closes connections whose clients send no request, give no key or do not read their answers; works for nobody who has left.
+"""Closes connections whose clients send no request, give no key, send too much of what is slow to read, or do not read their answers;
+works for nobody who has left.
 
 They are closed after a while; of too many, the oldest at once. An answer to a request without a key ends its connection (`KeyFirst`).
 """
@@ -10,7 +11,9 @@ from collections import defaultdict
 from collections.abc import Awaitable
 from typing import Any, ClassVar, TypeVar, cast
 
+import h11
 from fastapi import Request
+from h11._receivebuffer import ReceiveBuffer
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -58,6 +61,44 @@ KERNEL_BYTES = 128 << 10
 """Bytes of an answer that the kernel keeps (Linux doubles it). By itself it keeps megabytes, which hides a slow client's reading."""
 AT_ONCE = struct.pack("ii", 1, 0)
 """SO_LINGER's value by which the kernel drops what it still was to send."""
+MAX_HEAD_LINES, MAX_HEAD_BYTES = 128, 64 << 10
+"""The most that come before a body. h11 bounds only the bytes of what has not come whole."""
+FEW_CHUNKS, CHUNK_BYTES = 1000, 64
+"""A body's chunks beyond a few have at least so many bytes on average: each is read by itself, while everybody else waits."""
+
+
+class Incoming(ReceiveBuffer):
+    """Bytes that a client has sent and h11 has not read. This is no public API either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_chunks = self._num_bytes = 0
+        self.fault = ""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """The lines of a head, or those behind a body. Raises RemoteProtocolError."""
+        lines = super().maybe_extract_lines()
+        self._num_chunks = self._num_bytes = 0
+        if lines and (len(lines) > MAX_HEAD_LINES or sum(map(len, lines)) > MAX_HEAD_BYTES):
+            self._refuse(f"send at most {MAX_HEAD_LINES} lines and {MAX_HEAD_BYTES} bytes before the body")
+        return lines
+
+    def maybe_extract_next_line(self) -> bytearray | None:
+        """The line before a chunk. Raises RemoteProtocolError."""
+        line = super().maybe_extract_next_line()
+        self._num_chunks += line is not None
+        if (self._num_chunks - FEW_CHUNKS) * CHUNK_BYTES > self._num_bytes:
+            self._refuse(f"send the body in larger chunks: {CHUNK_BYTES} bytes or more")
+        return line
+
+    def maybe_extract_at_most(self, count: int) -> bytearray | None:
+        data = super().maybe_extract_at_most(count)
+        self._num_bytes += len(data or b"")
+        return data
+
+    def _refuse(self, fault: str) -> None:
+        self.fault = fault
+        raise h11.RemoteProtocolError(fault)
 
 
 class Connection(H11Protocol):
@@ -73,6 +114,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._incoming = cast("Any", self.conn)._receive_buffer = Incoming()
         self._tenant = ""  # whose key it has shown
         self._has_shown_key = False
         self._request_due: asyncio.TimerHandle | None = None
@@ -99,6 +141,12 @@ class Connection(H11Protocol):
             del self._keyless[oldest]
             if oldest.is_keyless():
                 oldest._reset()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(self._incoming.fault or msg)
+        else:  # its answer has begun
+            self.transport.abort()
 
     def on_response_complete(self) -> None:
         newest = self._newest()

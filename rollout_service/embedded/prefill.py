@@ -70,7 +70,7 @@ class Extension(NamedTuple):
 
 
 def prefix_key(row: TurnRow) -> PrefixKey:
-    return row.request.adapter, row.request.transcript.ids[:-4]
+    return row.request.adapter, row.request.transcript.ids[:-4], row.request.tenant
 
 
 class Prefill:

@@ -12,8 +12,8 @@ from torch import Tensor
 from common.store.byte_cache import ByteCache
 from common.wire.messages import AdapterRef, TrajectoryRef, TurnRequest
 
-PrefixKey = tuple[AdapterRef, bytes]
-"""Adapter, and the prefix: all tokens but the last, i4."""
+PrefixKey = tuple[AdapterRef, bytes, str]
+"""Adapter, the prefix: all tokens but the last, i4, and the tenant: how soon an answer comes tells nobody what others asked the base."""
 TurnKey = tuple[AdapterRef, str, TrajectoryRef]
 """Adapter, job, and trajectory."""
 MAX_JOBS = 10_000

@@ -79,7 +79,7 @@ class OpenTurn:
             id=name,
             tokens=sequence,
             adapter=adapter,
-            salt=str(request.adapter) if request.untrained else str(adapter.number),
+            salt=f"{request.tenant} {request.adapter if request.untrained else adapter.number}",
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             num_top_logprobs=sampling.num_top_logprobs,

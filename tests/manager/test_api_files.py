@@ -168,6 +168,17 @@ async def test_a_files_name_is_kept_as_it_can_be_shown_or_refused_with_what_to_d
         assert answer.status_code == 400 and hint in answer.json()["error"]["message"]
 
 
+async def test_a_form_has_one_file_and_a_few_small_fields(server: ApiServer) -> None:
+    file = ("file", ("items.jsonl", jsonl(item())))
+    for files, more, hint in (
+        ([file] * 2, {}, "number of files is 1"),
+        ([file], {f"field{i}": "" for i in range(8)}, "number of fields is 8"),
+        ([file], {"purpose": "x" * (65 << 10)}, "size of 64KB"),
+    ):
+        answer = await server.http.post("/v1/files", files=files, data={"purpose": "fine-tune"} | more)
+        assert answer.status_code == 400 and hint in answer.json()["error"]["message"]
+
+
 async def send(server: ApiServer, name: str | None) -> httpx.Response:
     """Uploads a file under a name that clients themselves would write in another way."""
     named = b"" if name is None else b'; filename="' + name.encode() + b'"'

@@ -408,6 +408,21 @@ async def test_what_stands_behind_a_request_without_a_key_is_not_worked_on(serve
         assert answers.count(b"HTTP/1.1 ") == 1 and b"connection: close" in answers
 
 
+async def test_what_is_slow_to_read_is_refused(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MAX_HEAD_BYTES", 2000)
+    chunked = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\nTransfer-Encoding: chunked"
+    for sent, told in (
+        (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 200, b"at most 128 lines"),
+        (b"GET /?" + b"a&" * 1000 + b" HTTP/1.1\r\nHost: x\r\n", b"and 2000 bytes before the body"),
+        (chunked.encode() + b"\r\n\r\n" + b"1\r\n \r\n" * 2000, b"larger chunks"),
+    ):
+        with await half_open(server, sent + b"\r\n") as connection:
+            answers = b""
+            while more := await received(connection):
+                answers += more
+        assert answers.startswith(b"HTTP/1.1 400") and told in answers
+
+
 async def received(connection: socket.socket) -> bytes:
     """More of what the server sends; nothing once it has closed the connection."""
     try:
@@ -519,6 +534,18 @@ async def uploading(server: ApiServer, content: bytes, length: int = 60_000_000)
 
 
 FILE_LIMIT = MAX_FILE_BYTES + (64 << 10)
+
+
+async def test_the_bodies_that_a_tenant_has_under_way_are_bounded_together(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_limit, "MAX_PASSING_BYTES", 150_000)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.key}\r\nContent-Length: 200000\r\n\r\n"
+    with await half_open(server, head.encode() + b" " * 100_000):
+        while (refused := await server.http.post(CHAT, content=b" " * 70_000)).status_code == 400:
+            await asyncio.sleep(0.01)
+        assert refused.status_code == 429 and "under way" in refused.json()["error"]["message"]
+        assert (await server.http.post(CHAT, content=b" " * 1000)).status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,10 @@ SYSTEM = list(range(FIRST_TOKENS))
 WORKERS = [f"rollout-{n}" for n in range(6)]
 
 
-def choice(prompt: list[int], *, bulk: bool = False, adapter: AdapterRef = BASE) -> Choice:
-    of: Any = {"tenant": TENANT, "adapter": adapter, "num_choices": 1, "seed": 0, "stream": False, "bulk": bulk}
+def choice(
+    prompt: list[int], *, bulk: bool = False, adapter: AdapterRef = BASE, tenant: TenantRecord = TENANT
+) -> Choice:
+    of: Any = {"tenant": tenant, "adapter": adapter, "num_choices": 1, "seed": 0, "stream": False, "bulk": bulk}
     return choices_of("chat-1", InferenceRequest(prompts=[prompt], sampling=[Sampling()], **of), "reply")[0]
 
 
@@ -40,9 +42,10 @@ def test_what_begins_alike_goes_to_the_worker_that_answered_last() -> None:
     for worker in ("a", "b"):
         answered(workers, choice([*SYSTEM, 1]), worker)
     found = [choice([*SYSTEM, 2, 3]), choice(SYSTEM[1:]), choice([*SYSTEM, 1], adapter=AdapterRef("acme", "job", 1))]
+    found.append(choice([*SYSTEM, 2], tenant=TenantRecord(id="bluebird", created_at=0)))
     for each in found:
         workers.address(each, 4)
-    assert [each.worker for each in found] == ["b", "", ""]
+    assert [each.worker for each in found] == ["b", "", "", ""]
 
 
 def test_no_worker_gets_more_than_its_part_of_an_application() -> None:

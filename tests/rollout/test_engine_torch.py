@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from base_model.kernels import NotDeterministic
 from common.errors import InvalidInput
@@ -65,7 +66,8 @@ async def test_a_prompt_shared_by_a_group_is_kept_once_for_each_adapter() -> Non
         prefixes = batch._prefill._prefixes  # pyright: ignore[reportPrivateUsage]
         assert {key[0] for key in prefixes._entries} == {ref("a"), ref("b")}  # pyright: ignore[reportPrivateUsage]
         await engine.drop(ref("a"))
-        await one(engine, request(ref("b"), max_tokens=1))
+        await one(engine, replace(request(ref("b"), max_tokens=1), tenant="another"))
+        assert len(prefixes._entries) == 2  # pyright: ignore[reportPrivateUsage]
         assert {key[0] for key in prefixes._entries} == {ref("b")}  # pyright: ignore[reportPrivateUsage]
     assert sum(g.busy_s for g in done) > 0
 

@@ -296,6 +296,14 @@ async def test_versions_0_that_change_nothing_share_the_base_models_weights_and_
     assert cores.last.num_added == 1 and len(set(cores.last.salts)) == 3
 
 
+async def test_what_is_cached_for_a_tenant_serves_no_other() -> None:
+    cores = Cores()
+    async with started(cores) as engine:
+        for tenant in ("acme", "bluebird"):
+            await one(engine, replace(request(BASE, max_tokens=2), tenant=tenant))
+    assert len(set(cores.last.salts)) == 2
+
+
 async def test_an_adapter_that_is_dropped_and_loaded_again_gets_a_number_of_its_own() -> None:
     cores = Cores()
     async with started(cores, "a") as engine:

@@ -7,14 +7,20 @@ from typing import Any, cast
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.formparsers import MultiPartParser
 from starlette.responses import Response
 
+from manager_service.http.body_limit import FORM_BYTES
 from manager_service.http.connections import unless_gone
 from manager_service.http.context import Api, tenant_of
 from manager_service.http.errors import body_model, model_of_field
 from manager_service.http.reading.reading_helpers import SMALL_BYTES
 from manager_service.http.reading.tasks import ParseBody, do
 
+MAX_FIELDS = 8
+"""Fields of a form besides its file. Starlette would hold a thousand of a megabyte each in memory, and as many files."""
+MultiPartParser.spool_max_size = 64 << 10
+"""Bytes of a file under way that are held in memory. Starlette has no other way to say it."""
 UNKNOWN_SHOWN = 5
 """Unknown fields of an object that are checked: an error names the first."""
 
@@ -45,6 +51,23 @@ class JsonRequest(Request):
         api: Api = self.app.state.api
         tenant = await tenant_of(api, self.scope)
         return await unless_gone(self, api.helpers.do(tenant, ParseBody(body), num_bytes=len(body)))
+
+
+class FormRoute(APIRoute):
+    """A route with a form: one file, and a few fields that come to little."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_strictly(request: Request) -> Response:
+            return await handle(FormRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+class FormRequest(Request):
+    def form(self, **_: Any) -> Any:
+        return super().form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES)
 
 
 def few_unknown(value: Any, model: type[BaseModel] | None) -> Any:

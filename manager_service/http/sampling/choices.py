@@ -204,7 +204,7 @@ class LastWorkers:
     """The rollout workers that answered last what begins like a request, and so have keys and values of it."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[AdapterRef, bytes], str] = OrderedDict()
+        self._known: OrderedDict[tuple[str, AdapterRef, bytes], str] = OrderedDict()
         self._num: Counter[str] = Counter()  # requests under way that were addressed to a worker
 
     def address(self, choice: Choice, num_workers: int) -> None:
@@ -227,6 +227,6 @@ class LastWorkers:
             self._known.popitem(last=False)
 
 
-def _beginning(choice: Choice) -> tuple[AdapterRef, bytes]:
+def _beginning(choice: Choice) -> tuple[str, AdapterRef, bytes]:
     first = np.array(choice.prompt[:FIRST_TOKENS], np.int64)
-    return choice.request.adapter, hashlib.sha256(first.tobytes()).digest()
+    return choice.request.tenant, choice.request.adapter, hashlib.sha256(first.tobytes()).digest()

@@ -2,6 +2,7 @@
 
 import hashlib
 import secrets
+from array import array
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -93,7 +94,10 @@ async def _named(
 
 def _ask(tenant: TenantRecord, base: Base, adapter: AdapterRef, checked: CheckedSample) -> InferenceRequest:
     """Raises InvalidInput for a prompt that the model cannot read."""
-    prompt, tokenizer = checked.prompt.numpy().tolist(), base.tokenizer
+    prompt, tokenizer = (
+        array("i", checked.prompt.numpy().tobytes()),
+        base.tokenizer,
+    )  # a list would take ten times its memory
     room = tokenizer.context - len(with_room(prompt, tokenizer))
     if max(prompt) >= tokenizer.vocab_size:
         raise InvalidInput(

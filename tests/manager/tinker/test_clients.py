@@ -210,7 +210,14 @@ async def test_a_tenants_open_samples_are_bounded_however_few_its_requests(
     )
     await asample(await client_of(server, "stranger"), num_samples=2)
     async with played(Script(server.bus, text="ok", stop_reason="length", inbox=server.bus.cell.rollout)):
-        assert (await client.retrieve(asked["request_id"])).status_code == 200
+        # What is done takes room until it is retrieved, and a prompt does as samples do
+        samples, name = server.tinker.futures["tiny"].samples, asked["request_id"]
+        await samples.find("default", name).task
+        assert (await client.post("asample", **SAMPLE | {"num_samples": 2})).status_code == 429
+        assert (await client.retrieve(name)).status_code == 200
+        monkeypatch.setattr(sample_futures, "TOKENS", 1)
+        assert (await client.post("asample", **SAMPLE | {"num_samples": 8})).status_code == 429
+        monkeypatch.setattr(sample_futures, "TOKENS", 512)
         await asample(client, num_samples=8)
 
 

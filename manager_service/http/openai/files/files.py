@@ -18,6 +18,7 @@ from manager_service.http.openai.files.file_store import ADAPTER, content_of
 from manager_service.http.openai.paging import After, FileLimit, as_json, rest_after, written
 from manager_service.http.quota import check_disk
 from manager_service.http.reading.adapter_uploads import FoundAdapter, check_finite, header_bytes, refuse_pickle
+from manager_service.http.reading.bodies import FormRoute
 from manager_service.http.reading.reading_helpers import SLICE_BYTES
 from manager_service.http.reading.tasks import ReadAdapter
 from manager_service.http.schemas import Deleted, FileObject, Page
@@ -26,7 +27,7 @@ from manager_service.records.file_records import FileRecord, UploadedAdapter
 from manager_service.records.job_records import JobSpec
 from manager_service.records.tenants import TenantRecord
 
-router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON)
+router = APIRouter(prefix="/v1/files", tags=["files"], responses=COMMON, route_class=FormRoute)
 JSONL = {"content": {"application/jsonl": {}}, "description": "The file as it was uploaded; of CSV, what it became"}
 SLICE = 100
 """Records that are read at once."""

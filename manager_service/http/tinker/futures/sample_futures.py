@@ -40,9 +40,10 @@ from manager_service.records.tenants import TenantRecord
 PREFIX = "smp"
 _ID = re.compile(rf"{PREFIX}-([0-9a-f]{{16}})-(.+)-\d+")  # replica, base model
 MAX_OPEN = 10_000
-"""Requests of one tenant that are under way."""
+"""Requests of one tenant that are under way, or whose results nobody has retrieved."""
 MAX_SAMPLES = 65_536
-"""Samples of those requests together: each is held in memory from the beginning."""
+"""Samples of those requests together: each is held in memory from the beginning. So is a prompt: its TOKENS are as much as a sample."""
+TOKENS = 512
 KEPT_S, RETRIEVED_S = 600.0, 30.0
 """Seconds that a result waits to be retrieved, and to be retrieved again if the first answer was lost."""
 UNASKED_S = 60.0
@@ -88,6 +89,7 @@ class Request:
     task: "asyncio.Task[SamplesOutcome]"
     asked_s: float  # monotonic: when its client last asked about it
     retrieved: bool = False
+    has_room: bool = True  # it counts among its tenant's
 
 
 class Samples:
@@ -104,7 +106,7 @@ class Samples:
         self._requests: dict[str, Request] = {}
         self._ids: dict[tuple[str, str], str] = {}  # by `key`
         self._open: Counter[str] = Counter()  # by tenant
-        self._num_samples: Counter[str] = Counter()  # by tenant, of those requests
+        self._num_samples: Counter[str] = Counter()  # by tenant, of those requests, as `_size` has it
         self._silent: dict[str, float] = {}  # session without a sign of life -> since when, as the clock says
 
     def start(self, ask: InferenceRequest, once: str = "", session: str = "") -> str:
@@ -113,18 +115,19 @@ class Samples:
         key = (tenant, once)
         if once and key in self._ids:
             return self._ids[key]
-        if self._open[tenant] >= MAX_OPEN or self._num_samples[tenant] + ask.num_choices > MAX_SAMPLES:
+        if self._open[tenant] >= MAX_OPEN or self._num_samples[tenant] + _size(ask) > MAX_SAMPLES:
             raise too_many(
-                f"{MAX_OPEN:,} of your requests for samples are under way, or {MAX_SAMPLES:,} samples: wait until some have ended"
+                f"{MAX_OPEN:,} of your requests for samples are under way or not retrieved, or {MAX_SAMPLES:,} samples, as which each"
+                f" {TOKENS} tokens of a prompt count: retrieve some, or wait until some have ended"
             )
         name = f"{self._prefix}{next(self._numbers)}"
         task = asyncio.create_task(self._serve(name, ask, session))
-        self._requests[name] = Request(name, ask, key, session, task, self._clock())
+        request = self._requests[name] = Request(name, ask, key, session, task, self._clock())
         if once:
             self._ids[key] = name
         self._open[tenant] += 1
-        self._num_samples[tenant] += ask.num_choices
-        task.add_done_callback(lambda _: self._make_room(ask))  # a task that is cancelled may never have begun
+        self._num_samples[tenant] += _size(ask)
+        task.add_done_callback(lambda _: self._make_room(request))  # a task that is cancelled may never have begun
         return name
 
     async def outcome(self, tenant: str, name: str, timeout_s: float) -> SamplesOutcome:
@@ -138,6 +141,7 @@ class Samples:
             return WAITS
         outcome = GONE if request.task.cancelled() else request.task.result()
         request.retrieved = True
+        self._make_room(request)
         if outcome.gone:
             self._forget(request)
         return outcome
@@ -207,11 +211,15 @@ class Samples:
         self._requests.pop(request.id, None)
         if self._ids.get(request.key) == request.id:
             del self._ids[request.key]
+        self._make_room(request)
 
-    def _make_room(self, ask: InferenceRequest) -> None:
-        """Lets others have the room of a request that is over."""
-        self._open[ask.tenant.id] -= 1
-        self._num_samples[ask.tenant.id] -= ask.num_choices
+    def _make_room(self, request: Request) -> None:
+        """Lets others have the room of a request that is over, once its result was retrieved or is here no more."""
+        over = request.task.done() and (request.retrieved or request.id not in self._requests)
+        if over and request.has_room:
+            request.has_room = False
+            self._open[request.ask.tenant.id] -= 1
+            self._num_samples[request.ask.tenant.id] -= _size(request.ask)
 
     async def _serve(self, name: str, ask: InferenceRequest, session: str) -> SamplesOutcome:
         try:
@@ -340,6 +348,10 @@ def place_of(request: str) -> tuple[str, str]:
     """(replica, base model) that a request's id names; empty if it names none."""
     match = _ID.fullmatch(request)
     return (match[1], match[2]) if match else ("", "")
+
+
+def _size(ask: InferenceRequest) -> int:
+    return ask.num_choices + sum(map(len, ask.prompts)) // TOKENS
 
 
 def _patience_s(request: Request) -> float:
