@@ -136,6 +136,8 @@ async def measure(url: str, window_s: float, folder: Path, *, repack: bool, full
     for stream in (CELL.rollout, CELL.rollout_first):
         await load.bus.ensure_group(stream, GROUP_ROLLOUT)
     async with pool(url, folder, load, repack=repack) as running:
+        while not any("begin" in file.read_text() for file in folder.glob("[0-9]")):
+            await asyncio.sleep(0.1)  # none has started yet
         await asyncio.sleep(2 * WARM_S if window_s > WARM_S else window_s)
         since_s = time.monotonic()
         while time.monotonic() < since_s + window_s:

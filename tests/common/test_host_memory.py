@@ -1,5 +1,6 @@
 """A process may still take the memory that its machine and its control groups leave, in kernels of both versions."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,8 @@ def test_this_machine_has_some_left() -> None:
 
 def test_own_bytes_follow_what_the_process_takes_and_gives_back() -> None:
     before = own_bytes()
-    block = bytearray(32 << 20)
+    block = mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # memory that nothing here had before
+    block.write(bytes([1]) * len(block))
     assert own_bytes() - before >= len(block) - (1 << 20)
-    del block
+    block.close()
     assert own_bytes() - before < 16 << 20

@@ -590,6 +590,7 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
     letter = {"id": "d", "job": "ftjob-1", "stream": "env", "deliveries": 10, "reason": "poison"}
     paused = {**worker, "id": "v", "pid": 8, "state": "idle", "busy": 0.47}
     api.answers = {("GET", "/v1/cluster/workers"): [worker, paused], ("GET", "/v1/cluster/dead"): [letter]}
+    api.answers["GET", "/v1/cluster/wanted"] = {}
     # both need the admin key, which lies in the data folder
     monkeypatch.delenv("MARLAAS_API_KEY")
     (tmp_path / "admin_key").write_text(f"{KEY}\n")

@@ -71,6 +71,7 @@ OCCURRENCES: dict[str, Iterable[int]] = {
     "ZRANGE": (1, 3),
     "XTRIM": (1, 4),
     "MEMORY": (1,),
+    "XLEN": (1,),
 }
 """Every command that an owner sends (a script by its name, a pipeline by its first), and at which of them it dies."""
 

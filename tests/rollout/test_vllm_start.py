@@ -116,7 +116,10 @@ def test_outputs_that_vllm_joined_still_name_the_sampled_token_among_the_best() 
         end_indices=[3, 6],
     )
     output = SimpleNamespace(
-        outputs=[SimpleNamespace(logprobs=flat, token_ids=[7, 9])], finished=False, prompt_logprobs=None
+        outputs=[SimpleNamespace(logprobs=flat, token_ids=[7, 9])],
+        finished=False,
+        prompt_logprobs=None,
+        num_cached_tokens=None,
     )
     chunk = vllm_engine._chunk(output, 2)  # pyright: ignore[reportPrivateUsage]
     assert chunk.top_logprobs == [[(7, -0.1), (3, -3.0)], [(7, -0.5), (3, -2.0)]] and chunk.logprobs == [-0.1, -4.0]
