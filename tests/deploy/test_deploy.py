@@ -435,7 +435,7 @@ def test_each_image_installs_what_its_code_imports(image: str) -> None:
             if not any(part in str(file.relative_to(ROOT)) for part in elsewhere):
                 wanted = {DISTRIBUTION.get(name, name) for name in imported(file)}
                 missing = wanted - installed - set(sys.stdlib_module_names) - ours - MAY_BE_ABSENT
-                assert missing <= {"starlette", "h11", "hiredis"}, (file, missing)
+                assert missing <= {"starlette", "hiredis"}, (file, missing)
 
 
 def imported(file: Path) -> set[str]:
