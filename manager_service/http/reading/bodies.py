@@ -25,18 +25,6 @@ UNKNOWN_SHOWN = 5
 """Unknown fields of an object that are checked: an error names the first."""
 
 
-class JsonRoute(APIRoute):
-    """A route with a JSON body, which is refused if `parse_json` refuses it. Every route with a JSON body is one."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_strictly(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
-
-        return handle_strictly
-
-
 class JsonRequest(Request):
     """Raises InvalidInput for a body that is no JSON for us, and Unavailable if the helper that reads it dies."""
 
@@ -53,21 +41,35 @@ class JsonRequest(Request):
         return await unless_gone(self, api.helpers.do(tenant, ParseBody(body), num_bytes=len(body)))
 
 
-class FormRoute(APIRoute):
-    """A route with a form: one file, and a few fields that come to little."""
+class FormRequest(Request):
+    def form(self, **_: Any) -> Any:
+        return super().form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES)
+
+
+class StrictRoute(APIRoute):
+    """A route whose body is read as its kind of request reads it."""
+
+    request: type[Request]
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_strictly(request: Request) -> Response:
-            return await handle(FormRequest(request.scope, request.receive))
+            return await handle(self.request(request.scope, request.receive))
 
         return handle_strictly
 
 
-class FormRequest(Request):
-    def form(self, **_: Any) -> Any:
-        return super().form(max_files=1, max_fields=MAX_FIELDS, max_part_size=FORM_BYTES)
+class JsonRoute(StrictRoute):
+    """A route with a JSON body, which is refused if `parse_json` refuses it. Every route with a JSON body is one."""
+
+    request = JsonRequest
+
+
+class FormRoute(StrictRoute):
+    """A route with a form: one file, and a few fields that come to little."""
+
+    request = FormRequest
 
 
 def few_unknown(value: Any, model: type[BaseModel] | None) -> Any:
