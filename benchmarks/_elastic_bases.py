@@ -6,11 +6,12 @@ says the seconds of each phase. Imports are left out of the bar: they are the sa
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -67,8 +68,9 @@ async def started(redis_url: str, variables: Mapping[str, str]) -> Start:
         await bus.close()
 
 
-async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
-    """The fastest start from the store, and from the node folder."""
+@contextlib.asynccontextmanager
+async def slow_store(folder: Path, num_bytes: int) -> AsyncGenerator[tuple[str, dict[str, str]]]:
+    """A store with a base model of so many bytes: where it is, and the variables by which services find it. `folder`: for the base."""
     layers = max(1, num_bytes // LAYER_BYTES)
     sizes = {
         "hidden_size": WIDTH,
@@ -84,23 +86,28 @@ async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
     os.environ |= environment(server.endpoint)
     try:
         where = await push_base(Objects.open(STORE), "bench", base, lambda _: None)
-        starts = list[tuple[Start, Start]]()
+        yield where, environment(proxy.endpoint) | {"MARLAAS_STORE_URL": STORE}
+    finally:
+        await proxy.shut()
+        server.stop()
+
+
+async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
+    """The fastest start from the store, and from the node folder."""
+    starts = list[tuple[Start, Start]]()
+    async with slow_store(folder, num_bytes) as (where, store):
         with embedded_redis() as redis:
             for number in range(TRIES):
-                variables = environment(proxy.endpoint) | {
+                variables = store | {
                     "MARLAAS_REDIS_URL": redis.url,
-                    "MARLAAS_STORE_URL": STORE,
                     "MARLAAS_BASE_MODELS": f"bench={where}",
                     "MARLAAS_CACHE_DIR": str(folder / str(number)),
                     "MARLAAS_ROLLOUT_KV_BYTES": "100MB",
                     "MARLAAS_ROLLOUT_SLOTS": "4",
                 }
                 starts.append((await started(redis.url, variables), await started(redis.url, variables)))
-        first, second = zip(*starts, strict=True)
-        return min(first, key=lambda each: each.base_s), min(second, key=lambda each: each.base_s)
-    finally:
-        await proxy.shut()
-        server.stop()
+    first, second = zip(*starts, strict=True)
+    return min(first, key=lambda each: each.base_s), min(second, key=lambda each: each.base_s)
 
 
 def bases_report(num_bytes: int) -> Report:
