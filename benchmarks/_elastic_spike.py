@@ -23,7 +23,7 @@ import os
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -45,7 +45,7 @@ from manager_service.records.cluster import Cluster, WantedWorkers
 from manager_service.scheduling.elastic import TARGET, WorkerRange, wanted
 from manager_service.scheduling.fairness import OVERSUBSCRIPTION
 
-WARM_S, MINUTE_S, LIMIT_S = 10.0, 60, 240
+WARM_S, MINUTE_S, LIMIT_S = 10, 60, 240
 TOKENS = 40
 PEAK = TARGET * BOUNDS.most * SLOTS / (TOKENS * (STEP_S + ROW_S * SLOTS))
 """Turns of TOKENS a second that want all workers."""
@@ -58,6 +58,12 @@ wants 15 s to agree makes no difference: the window is as long."""
 class Arrival(NamedTuple):
     at_s: float
     tokens: int
+
+
+class Arrivals(NamedTuple):
+    turns: Sequence[Arrival]
+    spike_s: float
+    """When the spike begins; what came before does not count."""
 
 
 def of_rates(rates: Sequence[float]) -> list[Arrival]:
@@ -101,7 +107,7 @@ class ArrivalLoad:
 
     bus: Bus
     cluster: Cluster
-    arrivals: Sequence[Arrival]
+    arrivals: Arrivals
     first_workers: int
     """Workers that serve when it begins."""
     begun_s: float = math.inf
@@ -124,7 +130,7 @@ class ArrivalLoad:
         while self._slots() < self.first_workers * SLOTS:
             await asyncio.sleep(0.1)
         self.begun_s = time.monotonic()
-        for number, (at_s, tokens) in enumerate(self.arrivals):
+        for number, (at_s, tokens) in enumerate(self.arrivals.turns):
             await asyncio.sleep(self.begun_s + at_s - time.monotonic())
             turn = request(BASE, list(range(97, 113)), number, tokens)
             self.due[turn.id] = self.begun_s + at_s
@@ -149,7 +155,7 @@ class ArrivalLoad:
                 if isinstance(message, TurnResult):
                     self._issued.remove(message.id)
             await self._issue()
-            if len(self.due) == len(self.arrivals) and not self.under_way:
+            if len(self.due) == len(self.arrivals.turns) and not self.under_way:
                 self.all_ended.set()
 
 
@@ -163,7 +169,7 @@ class Autoscaler:
     _syncs: int = -1
 
     async def look(self, now_s: float) -> None:
-        since_s = now_s - self.load.begun_s - WARM_S + SYNC_S / 2
+        since_s = now_s - self.load.begun_s - self.load.arrivals.spike_s + SYNC_S / 2
         if since_s > -math.inf and (syncs := math.floor(since_s / SYNC_S)) != self._syncs:
             self._syncs, self._told = syncs, max(self._told, await self.number())
         record = msgspec.json.encode(WantedWorkers(self._told, self.load.under_way, 0))
@@ -225,10 +231,7 @@ class SpikeFigures:
     held_s: float
 
 
-async def measure(
-    url: str, folder: Path, where: str, arrivals: Sequence[Arrival], since_s: float, contender: Contender
-) -> SpikeFigures:
-    """`since_s`: turns that arrive earlier do not count."""
+async def measure(url: str, folder: Path, where: str, arrivals: Arrivals, contender: Contender) -> SpikeFigures:
     bus, held = Bus.connect(url, CELL), list[int]()
     for stream in (CELL.rollout, CELL.rollout_first):
         await bus.ensure_group(stream, GROUP_ROLLOUT)
@@ -239,28 +242,26 @@ async def measure(
         pool(url, folder, load, contender.size(load), bounds=contender.bounds, options=options) as running,
     ):
         while not load.all_ended.is_set():
-            if len(load.due) < len(arrivals) and load.begun_s < math.inf:
+            if len(load.due) < len(arrivals.turns) and load.begun_s < math.inf:
                 held.append(sum(process.pid is not None for process in running.values()))
             await asyncio.sleep(HELD_EVERY_S)
     await bus.close()
     notes = sorted(line.split() for file in folder.glob("[0-9]") for line in file.read_text().splitlines())
     begun = {note[2]: float(note[1]) for note in reversed(notes) if note[0] == "begin"}  # one that moved begins twice
-    counted = {turn: at_s for turn, at_s in load.due.items() if at_s >= load.begun_s + since_s}
+    counted = {turn: at_s for turn, at_s in load.due.items() if at_s >= load.begun_s + arrivals.spike_s}
     waits = sorted(begun[turn] - at_s for turn, at_s in counted.items())
-    held_s = sum(held) / len(held) * arrivals[-1].at_s
+    held_s = sum(held) / len(held) * arrivals.turns[-1].at_s
     return SpikeFigures(waits[len(waits) // 2], waits[len(waits) * 99 // 100], held_s)
 
 
-async def compared(
-    arrivals: Sequence[Arrival], since_s: float, num_bytes: int, contenders: dict[str, Contender]
-) -> dict[str, SpikeFigures]:
+async def compared(arrivals: Arrivals, num_bytes: int, contenders: Mapping[str, Contender]) -> dict[str, SpikeFigures]:
     found = dict[str, SpikeFigures]()
     with tempfile.TemporaryDirectory() as folder:
         async with slow_store(Path(folder), num_bytes) as (where, store):
             os.environ |= store
             for name, contender in contenders.items():
                 with embedded_redis() as server, tempfile.TemporaryDirectory() as own:
-                    found[name] = await measure(server.url, Path(own), where, arrivals, since_s, contender)
+                    found[name] = await measure(server.url, Path(own), where, arrivals, contender)
     return found
 
 
@@ -273,8 +274,10 @@ def _report(title: str, found: dict[str, SpikeFigures], goals: Sequence[Goal] = 
 
 
 def spike_report(num_bytes: int, spike_s: int) -> Report:
-    arrivals = of_rates([IDLE] * int(WARM_S) + [PEAK] * spike_s)
-    found = asyncio.run(compared(arrivals, WARM_S, num_bytes, SPIKE))
+    warm_s = min(WARM_S, spike_s)
+    arrivals = Arrivals(of_rates([IDLE] * warm_s + [PEAK] * spike_s), warm_s)
+    contenders = SPIKE if spike_s > SYNC_S else {name: SPIKE[name] for name in (BEFORE, HERE)}
+    found = asyncio.run(compared(arrivals, num_bytes, contenders))
     ratio = found[BEFORE].p99_s / found[HERE].p99_s
     goal = Goal("p99 to the first token by stream lengths and from the store, over ours", ratio, 5, " x")
     return _report(f"a spike of {spike_s} s, a base model of {num_bytes / 1e6:.0f} MB", found, [goal])
@@ -286,7 +289,7 @@ def report(given: Any) -> Report:
         return spike_report(num_bytes, seconds)
     tables, figures = list[Any](), dict[str, Any]()
     for file in given.traces:
-        found = asyncio.run(compared(of_trace(file, seconds), 0.0, num_bytes, TRACE))
+        found = asyncio.run(compared(Arrivals(of_trace(file, seconds), 0.0), num_bytes, TRACE))
         part = _report(f"{seconds} s of {file.name}", found)
         tables, figures = [*tables, *part.tables], figures | part.figures
     return Report(tables, figures)

@@ -137,41 +137,18 @@ def report(given: Any) -> Report:
         Goal("tokens/s of all turns, of two workers'", 100 * min(each.speed for each in losses), 90, " %"),
     ]
     tables, pools, more = _elastic_repack.measured(float(given.window_s))
-    relay = relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s)
-    bases = bases_report(2 * given.megabytes * 1_000_000)
-    spike = spike_report(6 * given.megabytes * 1_000_000, given.spike_s)
-    return Report(
-        [make_table("A worker is killed", columns, rows), *tables, *relay.tables, *bases.tables, *spike.tables],
-        {
-            "losses": [asdict(each) for each in losses],
-            "pools": pools,
-            **relay.figures,
-            **bases.figures,
-            **spike.figures,
-        },
-        [*goals, *more, *relay.goals, *bases.goals, *spike.goals],
-    )
+    figures: dict[str, Any] = {"losses": [asdict(each) for each in losses], "pools": pools}
+    parts = [
+        relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s),
+        bases_report(2 * given.megabytes * 1_000_000),
+        spike_report(6 * given.megabytes * 1_000_000, given.spike_s),
+    ]
+    for part in parts:
+        tables, figures, more = [*tables, *part.tables], figures | part.figures, [*more, *part.goals]
+    return Report([make_table("A worker is killed", columns, rows), *tables], figures, [*goals, *more])
 
 
 if __name__ == "__main__":
-    quick = {
-        "slots": 32,
-        "lease_s": 1,
-        "rounds": 1,
-        "window_s": 4,
-        "readers": 4,
-        "megabytes": 16,
-        "copy_s": 1,
-        "spike_s": 4,
-    }
-    numbers = {
-        "slots": 128,
-        "lease_s": 2,
-        "rounds": 3,
-        "window_s": 120,
-        "readers": 16,
-        "megabytes": 100,
-        "copy_s": 5,
-        "spike_s": 60,
-    }
-    run(__doc__, report, quick, **numbers)
+    quick = {"slots": 32, "lease_s": 1, "rounds": 1, "window_s": 4, "readers": 4, "megabytes": 16, "copy_s": 1}
+    numbers = {"slots": 128, "lease_s": 2, "rounds": 3, "window_s": 120, "readers": 16, "megabytes": 100, "copy_s": 5}
+    run(__doc__, report, quick | {"spike_s": 4}, **numbers, spike_s=60)
