@@ -117,7 +117,9 @@ async def test_workers_and_timeline_are_for_the_operator(server: ApiServer) -> N
     assert later.json()["data"] == []
 
 
-async def test_an_autoscaler_is_told_the_workers_of_all_bases_or_why_it_cannot_be(server: ApiServer) -> None:
+async def test_an_autoscaler_is_told_the_workers_of_all_bases_or_why_it_cannot_be(
+    server: ApiServer, redis_url: str
+) -> None:
     async def total() -> tuple[int, Any]:
         answer = await server.http.get("/v1/cluster/wanted/total", headers=server.as_admin())
         return answer.status_code, answer.json()
@@ -126,11 +128,12 @@ async def test_an_autoscaler_is_told_the_workers_of_all_bases_or_why_it_cannot_b
     status, answer = await total()
     assert status == 503 and "how many rollout workers tiny wants" in answer["error"]["message"]
     bases = server.api.bases
-    bases["wide"] = dataclasses.replace(bases["tiny"], cell=Cell("wide"))
+    bases["wide"] = dataclasses.replace(bases["tiny"], bus=(wide := Bus.connect(redis_url, Cell("wide"))))
     for name, workers in (("tiny", 3), ("wide", 2)):
         assert (await total())[0] == 503, "not of all"
         await server.bus.client.set(bases[name].cell.wanted, msgspec.json.encode(WantedWorkers(workers, 99, 1)))
     assert await total() == (200, {"workers": 5})
+    await wide.close()
 
 
 async def test_readiness_says_what_is_missing(server: ApiServer) -> None:
