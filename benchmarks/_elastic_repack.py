@@ -129,8 +129,8 @@ async def pool(
     elastic = ElasticPool(bounds, {}, running, nothing)
     argv, commands = (sys.executable, "-m", "benchmarks._paced_rollout"), list[Command]()
     for number in range(bounds.most):
-        own = [option.format(number) for option in options]
-        arguments = " ".join((url, str(LEASE_S), str(SLOTS), str(folder / str(number)), str(LOAD_S), *own))
+        more = [option.format(number) for option in options]
+        arguments = " ".join((url, str(LEASE_S), str(SLOTS), str(folder / str(number)), str(LOAD_S), *more))
         settings = {**os.environ, ARGUMENTS: arguments}
         commands.append(Command(name=f"rollout-{number}", argv=argv, environment=settings, log=folder / "log"))
     server = PreforkServer(commands, folder / "log")

@@ -63,7 +63,7 @@ class Arrival(NamedTuple):
 class Arrivals(NamedTuple):
     turns: Sequence[Arrival]
     spike_s: float
-    """When the spike begins; what came before does not count."""
+    """Seconds until the spike; what came before does not count."""
 
 
 def of_rates(rates: Sequence[float]) -> list[Arrival]:
@@ -112,7 +112,7 @@ class ArrivalLoad:
     """Workers that serve when it begins."""
     begun_s: float = math.inf
     due: dict[str, float] = field(default_factory=dict[str, float])
-    """When a turn arrived, by the machine's monotonic clock."""
+    """Each turn's arrival, by the machine's monotonic clock."""
     all_ended: asyncio.Event = field(default_factory=asyncio.Event)
     _waiting: deque[TurnRequest] = field(default_factory=deque[TurnRequest])
     _issued: set[str] = field(default_factory=set[str])
@@ -202,7 +202,7 @@ class Contender(NamedTuple):
     bounds: WorkerRange = BOUNDS
 
     def options(self, where: str, folder: Path) -> list[str]:
-        """Of `_paced_rollout`: `{}` gives each worker a node folder of its own."""
+        """Options of `_paced_rollout`; `{}` gives each worker a node folder of its own."""
         node_dir = folder / ("node" if self.base == "node" else "node-{}")
         return [where, str(node_dir), *([str(STORE_BYTES_PER_S)] if self.base == "chain" else [])]
 
