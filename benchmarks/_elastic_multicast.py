@@ -1,4 +1,4 @@
-"""A base model for up to seven workers at once, from others that have it: the part of `benchmarks.elastic` about multicast.
+"""A base model for some workers at once, from others that have it: the part of `benchmarks.elastic` about multicast.
 
     python -m benchmarks._elastic_multicast          this part alone
 
@@ -67,7 +67,7 @@ class Pool:
         """Has one fetch the base model; returns when it was there."""
         return float(await self.workers[number].answer(f"{self.num_runs}-{number}"))
 
-    async def multicast(self, sources: int, loaders: int, *, is_lost: bool = False) -> Multicast:
+    async def multicast(self, loaders: int, sources: int = 1, *, is_lost: bool = False) -> Multicast:
         """`is_lost`: one in the middle of the chain, as with its machine: its connections stay, and say nothing."""
         self.num_runs += 1
         rounds = len(self.weights.parts) + math.ceil(math.log2((loaders + sources) / sources)) - 1
@@ -82,12 +82,13 @@ class Pool:
             self.workers[lost].process.send_signal(signal.SIGSTOP)
             reads.pop(lost).cancel()
         seconds = max(await asyncio.gather(*reads.values())) - since_s
-        await asyncio.gather(*(self.workers[each].answer("") for each in reads))
+        if loaders > 1:  # a single one goes on as a source
+            await asyncio.gather(*(self.workers[each].answer("") for each in reads))
         return Multicast(f"{loaders} from {sources}{', one is lost' * is_lost}", seconds, bar_s)
 
 
 async def measure(folder: Path, loaders: int, num_bytes: int, bytes_per_s: int) -> tuple[list[Multicast], float]:
-    """For 1 to `loaders` from one source, for one less from two, and with a loss; and the copies of the base model that the store sent."""
+    """For `loaders` and fewer from one source, for one less from two, and with a loss; and the copies that the store sent."""
     base = await asyncio.to_thread(make_base, folder / "base", num_bytes)
     server = S3Server.start()
     proxy = Proxy(server.port, bytes_per_s=STORE_SPEED * bytes_per_s)
@@ -104,11 +105,10 @@ async def measure(folder: Path, loaders: int, num_bytes: int, bytes_per_s: int) 
                 workers.append(await LineWorker.start(*given))
             pool = Pool(workers, max(files.values(), key=lambda file: file.size), bytes_per_s)
             await pool.fetch(0)
-            found = [await pool.multicast(1, each) for each in range(1, loaders + 1)]
-            await pool.fetch(1)
-            found.append(await pool.multicast(2, loaders - 1))
+            found = [await pool.multicast(each) for each in (loaders, *(n for n in (5, 3, 2) if n < loaders), 1)]
+            found.append(await pool.multicast(loaders - 1, sources=2))
             await workers[1].answer("")
-            found.append(await pool.multicast(1, loaders, is_lost=True))
+            found.append(await pool.multicast(loaders, is_lost=True))
         return found, proxy.num_bytes / sum(file.size for file in files.values())
     finally:
         await asyncio.gather(*(worker.kill() for worker in workers))
@@ -123,7 +123,7 @@ def multicast_report(loaders: int, megabytes: int, copy_s: int) -> Report:
         found, copies = asyncio.run(measure(Path(folder), loaders, num_bytes, bytes_per_s))
     rows = [(each.what, each.seconds, each.bar_s, each.seconds / each.bar_s) for each in found]
     *whole, lost = found
-    over, cost_s = max(each.seconds / each.bar_s for each in whole), lost.seconds - whole[loaders - 1].seconds
+    over, cost_s = max(each.seconds / each.bar_s for each in whole), lost.seconds - whole[0].seconds
     goals = [
         Goal("a multicast over its bar", over, 1.15, " x", more_is_better=False),
         Goal("the loss of a worker costs", cost_s, 2.5, " s", more_is_better=False),

@@ -113,8 +113,7 @@ class Holders:
 
     async def lag(self, offer: Offer) -> int:
         """Parts that the followed worker lacks of what the one has that it follows itself, as both last told; 0 if they did not."""
-        key = self._bus.cell.holders(offer.file.sha256)
-        found: dict[bytes, bytes] = await self._bus.retrying(lambda: self._bus.client.hgetall(key))
+        (found,) = await self._bus.read_hashes([self._bus.cell.holders(offer.file.sha256)])
         _, _, parts, _, source = found.get(offer.source.encode(), b"0 - 0 0 -").split()
         return int(found[source].split()[2]) - int(parts) if source in found else 0
 

@@ -83,6 +83,7 @@ def test_who_waits_itself_is_not_slow_but_starved() -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "LOOK_S", 0.05)
+    monkeypatch.setattr(speed, "ADAPTS", 0.0)
     monkeypatch.setattr(speed, "SLOW_S", 0.3)
     monkeypatch.setattr(chain, "SLOW_S", 0.3)
     monkeypatch.setattr(chain, "HEAR_S", 30.0)
