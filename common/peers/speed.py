@@ -6,7 +6,7 @@ A part on its way is timed, the wait for the next one is not: a holder that wait
 from dataclasses import dataclass
 
 SLOW_SHARE = 0.25
-"""What counts as little: less than this share of what a worker usually gets."""
+"""The share of what a worker usually gets below which it gets little."""
 SLOW_S = 5.0
 """Seconds of little after which a holder is slow. Twice as long behind one that is starved itself: that one moves first."""
 LOOK_S = 1.0
@@ -17,18 +17,18 @@ FIRST_BYTES_PER_S = 4_000_000.0
 
 @dataclass(slots=True)
 class Usual:
-    """What a worker usually gets of one file, of any holder."""
+    """The speed at which a worker usually gets a file, whoever its holder is."""
 
     bytes_per_s: float = FIRST_BYTES_PER_S
 
 
 @dataclass(slots=True)
 class HolderSpeed:
-    """What one holder sends."""
+    """The speed of one holder."""
 
     usual: Usual
     looked_s: float
-    """When it was last looked at; at first, when the worker began to follow it."""
+    """Time of the last look; at first, of the connection."""
     got_per_s: float = 0.0
     """Bytes a second before that, waits included."""
     _bytes: int = 0
@@ -62,5 +62,5 @@ class HolderSpeed:
         return True
 
     def leave(self) -> None:
-        """From now on the worker expects no more than this one gave, lest it leave one after another."""
+        """Lets the worker expect no more than this one gave, lest it leave one after another."""
         self.usual.bytes_per_s = min(self.usual.bytes_per_s, self.got_per_s)

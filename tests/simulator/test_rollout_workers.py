@@ -88,7 +88,7 @@ def test_a_chain_ends_one_part_later_for_each_who_follows() -> None:
 
 @pytest.mark.parametrize(("sources", "loaders"), [(1, 16), (2, 16), (1, 31), (4, 31)])
 def test_a_chain_takes_hardly_longer_than_a_binomial_pipeline(sources: int, loaders: int) -> None:
-    """That one has the least rounds that there can be; in each every worker sends a part."""
+    """Its rounds are as few as there can be; in each every worker that has a part sends one."""
     part_s = 100e6 / NUM_PARTS / 20e6
     here, links = arrivals(CHAIN, sources)
     began_s = links.clock.now
