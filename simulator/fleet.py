@@ -26,7 +26,7 @@ class PoolRule(NamedTuple):
     keep_s: float | None = None  # as many stay as any look of so many seconds wanted, the fullest; None: `Retirement`
 
 
-UP = PoolRule()
+MARLAAS_UP = PoolRule()
 
 
 @dataclass
@@ -38,10 +38,8 @@ class Fleet:
     make: Callable[[str], SimulatedEngine]
     num_turns: Callable[[], float | None]
     changed: Callable[[], None]  # there are more workers, or fewer
-    rule: PoolRule = UP
-    load: Callable[[SimulatedEngine, Act], None] | None = (
-        None  # acts when a new worker can serve; None: after `size.start_s`
-    )
+    rule: PoolRule = MARLAAS_UP
+    load: Callable[[SimulatedEngine, Act], None] | None = None  # a start's end, then it acts
     live: list[SimulatedEngine] = field(default_factory=list[SimulatedEngine])
     all: list[SimulatedEngine] = field(default_factory=list[SimulatedEngine])
     held_s: float = 0.0  # of those that ended
@@ -88,10 +86,7 @@ class Fleet:
             self._join(engine)
             self.changed()
 
-        if self.load:
-            self.load(engine, started)
-        else:
-            self.clock.after(self.size.start_s, started)
+        self.clock.after(self.size.start_s, lambda: self.load(engine, started) if self.load else started())
 
     def _leave(self, engine: SimulatedEngine) -> None:
         self.live.remove(engine)

@@ -7,8 +7,8 @@ Models, with lambdaScale's constants (github.com/lambda-scale/lambda-scale: `har
     link            30 GB/s: 0.5 s; its 7B: 0.45 s      18.8 GB/s: 7.4 s, from machine to machine
     node folder     55 GB/s: 0.3 s                      55 GB/s: 2.55 s, from the machine's memory
 
-The store gives each reader that rate, however many there are. lambdaScale tells no seconds of a token; those here are of NVIDIA's
-measurements of NIM (docs.nvidia.com/nim/benchmarking/llm: Llama 3.1 8B 1.8.0 and 70B 1.3.0, with one request and with a hundred).
+The store gives each reader that rate, however many there are. lambdaScale tells no seconds of a token; a step's are of NVIDIA's figures
+for NIM (docs.nvidia.com/nim/benchmarking/llm: Llama 3.1 8B 1.8.0 and 70B 1.3.0, one request and a hundred), a prompt's are assumed.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from manager_service.scheduling.elastic import TARGET, wanted
 from simulator.calibration import LogNormal, Machine, Size, Workload
 from simulator.clock import Act, Clock, SimulatedHost
 from simulator.engine import EngineTurns, SimulatedEngine
-from simulator.fleet import UP, Fleet, PoolRule
+from simulator.fleet import MARLAAS_UP, Fleet, PoolRule
 from simulator.links import Links
 from simulator.spikes.arrivals import Arrivals, Request
 from simulator.workers import Flight
@@ -71,7 +71,7 @@ class Way(NamedTuple):
 
     name: str
     source: Literal["static", "store", "chain", "pipeline", "folder"]
-    rule: PoolRule = UP
+    rule: PoolRule = MARLAAS_UP
 
 
 def ways(look_s: float) -> tuple[Way, ...]:
@@ -84,7 +84,7 @@ def ways(look_s: float) -> tuple[Way, ...]:
         Way("chain", "chain", rule),
         Way("execute while load", "pipeline", rule),
         Way("node folder", "folder", rule),
-        Way("node folder, marlaas up", "folder", UP._replace(look_s=look_s)),
+        Way("node folder, marlaas up", "folder", MARLAAS_UP._replace(look_s=look_s)),
     )
 
 
@@ -150,9 +150,11 @@ class SpikePool:
         travel = Size(adapter_bytes=model.weights, link_bytes_per_s=rate, store_bytes_per_s=rate * peak, relay=relay)
         self.links, self.host = Links(self.clock, 0.0, travel), SimulatedHost(self.clock, None)
         self.turns = EngineTurns(self.clock, model.machine.hop_s)
-        self.size = Size(rollout=peak, least_rollout=int(source != "static"), rollout_slots=self.plan.slots)
+        start_s = self.before_s + self.load_s * (source == "folder")
+        elastic = int(source != "static")
+        self.size = Size(rollout=peak, least_rollout=elastic, rollout_slots=self.plan.slots, start_s=start_s)
         hooks = (self._make, lambda: self._under_way if self._left else None, lambda: None)
-        self.fleet = Fleet(self.clock, self.size, *hooks, self.way.rule, self._start)
+        self.fleet = Fleet(self.clock, self.size, *hooks, self.way.rule, self._load)
 
     def run(self) -> PoolFigures:
         """Serves all requests, until the trace has ended too."""
@@ -199,12 +201,9 @@ class SpikePool:
         self.links.hold(engine, REQUEST.adapter)
         return engine
 
-    def _start(self, engine: SimulatedEngine, act: Act) -> None:
-        self.clock.after(self.before_s, lambda: self._load(engine, act))
-
     def _load(self, engine: SimulatedEngine, act: Act) -> None:
         if self.way.source == "folder":
-            self.clock.after(self.load_s, act)
+            act()
         elif self.way.source == "pipeline":
             self._newcomers.append((engine, act))
             self.clock.after(0.0, self._form)
