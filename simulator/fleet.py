@@ -18,7 +18,7 @@ HPA_PODS = 4
 
 
 class PoolRule(NamedTuple):
-    """How an elastic pool follows its turns: the default as `marlaas up` does, or as Kubernetes' autoscaler."""
+    """The way in which an elastic pool follows its turns: by default that of `marlaas up`; else that of Kubernetes' autoscaler."""
 
     look_s: float = LOOK_S  # between two looks
     fill: bool = False  # all slots, as a stream's length over a worker's slots says; else `wanted` leaves room

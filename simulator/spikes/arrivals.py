@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ PROMPT, TOKENS = (760.0, 0.99, 14_000), (151.0, 0.86, 1000)
 COLUMNS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """One request. `at_s`: since the trace began."""
 
     at_s: float
@@ -44,13 +45,13 @@ class Arrivals:
     rates: Sequence[float]
     lengths: Sequence[tuple[int, int]]
 
-    def requests(self, times: float) -> list[Request]:
-        """So many times as many, as a Poisson process in each second: the same for the same arguments."""
-        rng, found = random.Random(f"requests {self.name}"), list[Request]()
+    def requests(self, times: float) -> list[TraceRequest]:
+        """Draws so many times as many, as a Poisson process in each second: the same for the same arguments."""
+        rng, found = random.Random(f"requests {self.name}"), list[TraceRequest]()
         for second, rate in enumerate(self.rates):
             at_s = rng.expovariate(rate * times) if rate else 1.0
             while at_s < 1.0:
-                found.append(Request(second + at_s, *rng.choice(self.lengths)))
+                found.append(TraceRequest(second + at_s, *rng.choice(self.lengths)))
                 at_s += rng.expovariate(rate * times)
         return found
 
@@ -68,6 +69,7 @@ def draw(seed: int) -> Arrivals:
     return Arrivals(f"drawn {seed}", rates, _lengths())
 
 
+@cache
 def _lengths() -> list[tuple[int, int]]:
     rng = random.Random("lengths")
 

@@ -27,16 +27,16 @@ from simulator.clock import Act, Clock, SimulatedHost
 from simulator.engine import EngineTurns, SimulatedEngine
 from simulator.fleet import MARLAAS_UP, Fleet, PoolRule
 from simulator.links import Links
-from simulator.spikes.arrivals import Arrivals, Request
+from simulator.spikes.arrivals import Arrivals, TraceRequest
 from simulator.workers import Flight
 
 BASE = AdapterRef("", "base", 0)
-"""What travels over the links."""
+"""The one file that travels over the links."""
 REQUEST = Start(
     id="", tenant="", job="", partition=0, adapter=AdapterRef("", "", 0), purpose="chat", seed=0, group=0, samples=(), item=None,
     env=EnvSpec(""), sampling=Sampling(),
 )  # fmt: skip
-"""What all requests have in common."""
+"""The fields that are alike in all requests."""
 BEGIN_S = 10
 """A trace begins with as many workers as its first seconds want."""
 KEEP_S = 30.0
@@ -67,7 +67,7 @@ MODELS = (
 
 
 class Way(NamedTuple):
-    """How a pool gets its workers."""
+    """The source of a pool's workers, and how many there are."""
 
     name: str
     source: Literal["static", "store", "chain", "pipeline", "folder"]
@@ -75,7 +75,7 @@ class Way(NamedTuple):
 
 
 def ways(look_s: float) -> tuple[Way, ...]:
-    """Of these, all but the first two follow `wanted` every `look_s`."""
+    """All ways. Elastic pools beyond the first follow `wanted` every `look_s`."""
     rule = PoolRule(look_s, keep_s=KEEP_S)
     return (
         Way("static", "static"),
@@ -101,18 +101,18 @@ class PoolFigures(msgspec.Struct, frozen=True):
     most: int  # workers at a time
 
 
-class Plan(NamedTuple):
+class SpikePlan(NamedTuple):
     """Requests, and pools that suit them."""
 
-    requests: Sequence[Request]
+    requests: Sequence[TraceRequest]
     seconds: float
     first: int  # workers when it begins
     peak: int  # and at most
     slots: int  # of a worker
 
 
-def plan(arrivals: Arrivals, machine: Machine, slots: int, workers: int) -> Plan:
-    """So many times the trace that the most requests under way at a time want so many workers, if none waits."""
+def plan(arrivals: Arrivals, machine: Machine, slots: int, workers: int) -> SpikePlan:
+    """Plays the trace so many times that the most requests under way at a time want so many workers, if none waits."""
     rows, num, rates = TARGET * slots, len(arrivals.lengths), arrivals.rates
     token_s = machine.decode_step_s + machine.decode_row_s * rows
     prefill_s = machine.prefill_token_s * rows * sum(prompt for prompt, _ in arrivals.lengths) / num  # the other rows'
@@ -122,7 +122,7 @@ def plan(arrivals: Arrivals, machine: Machine, slots: int, workers: int) -> Plan
     first = wanted(times * request_s * sum(rates[:BEGIN_S]) / BEGIN_S, slots)
     if len(requests := arrivals.requests(times)) < 100:
         raise ValueError(f"{arrivals.name}: {len(requests)} requests have no p99; --workers and --slots make them more")
-    return Plan(requests, float(len(rates)), min(workers, max(1, first)), workers, slots)
+    return SpikePlan(requests, float(len(rates)), min(workers, max(1, first)), workers, slots)
 
 
 @dataclass
@@ -131,7 +131,7 @@ class SpikePool:
 
     model: Model
     way: Way
-    plan: Plan
+    plan: SpikePlan
     before_s: float = 0.0
     clock: Clock = field(default_factory=Clock)
     waits_s: list[float] = field(default_factory=list[float])  # for slots
@@ -173,7 +173,7 @@ class SpikePool:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def _arrive(self, number: int, request: Request) -> None:
+    def _arrive(self, number: int, request: TraceRequest) -> None:
         fixed = LogNormal(log(request.tokens), 0.0)
         workload = Workload(prefill_tokens=request.prompt, turn_tokens=fixed, max_tokens=request.tokens)
         flight = Flight(REQUEST, number, workload)

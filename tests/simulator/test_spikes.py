@@ -12,15 +12,15 @@ import pytest
 
 from simulator.fleet import PoolRule
 from simulator.spikes.__main__ import main
-from simulator.spikes.arrivals import Request, draw, read
-from simulator.spikes.serving import MODELS, Plan, SpikePool, Way, plan, ways
+from simulator.spikes.arrivals import TraceRequest, draw, read
+from simulator.spikes.serving import MODELS, SpikePlan, SpikePool, Way, plan, ways
 
 LARGE = MODELS[1]
 MEASURED = (4.05, 3.85, 4.5, 9.7, 12.6, 14.3, 0.40, 0.947, 0.729, 0.384, 1.25, 9.9, 23)
 """Figures of lambdaScale's `workload/Burst.txt`: mean, deviation, median, p90, p99, most; share below 1; correlation with what was 1, 10,
 100 seconds before; from second to second the deviation, the largest rise, and rises of 3 or more."""
 APART = (*9 * [0.05], 0.25, 0.1, 0.1, 0.2)
-"""How far those of drawn traces may be from them, on average."""
+"""Relative errors that the means over drawn traces may have."""
 
 
 def figures(rates: Sequence[float]) -> Sequence[float]:
@@ -86,15 +86,15 @@ def test_all_requests_are_served_and_the_faster_workers_start_the_less_they_wait
 
 @pytest.mark.parametrize(("source", "serve"), [("chain", [2, 4]), ("pipeline", [4, 4])])
 def test_two_newcomers_that_load_from_two_holders_serve_from_half_of_the_load_on(source: Any, serve: list[int]) -> None:
-    requests = [Request(0.5, 100, 5000)] * 30  # of four workers' 40 slots, 0.8 of which are to be filled
-    pool = SpikePool(LARGE, Way("", source, PoolRule(keep_s=30)), Plan(requests, 60.0, 2, 4, 10))
+    requests = [TraceRequest(0.5, 100, 5000)] * 30  # of four workers' 40 slots, 0.8 of which are to be filled
+    pool = SpikePool(LARGE, Way("", source, PoolRule(keep_s=30)), SpikePlan(requests, 60.0, 2, 4, 10))
     assert at_times(pool, 1 + 0.55 * pool.load_s, 1 + 1.05 * pool.load_s) == serve
 
 
 def test_kubernetes_autoscaler_doubles_at_most_and_keeps_what_a_look_of_the_last_seconds_wanted() -> None:
-    requests = [Request(0.5, 100, 200)] * 300
+    requests = [TraceRequest(0.5, 100, 200)] * 300
     rule = PoolRule(15.0, fill=True, growth=2.0, keep_s=30.0)
-    pool = SpikePool(LARGE, Way("", "folder", rule), Plan(requests, 120.0, 1, 32, 8))
+    pool = SpikePool(LARGE, Way("", "folder", rule), SpikePlan(requests, 120.0, 1, 32, 8))
     looked = at_times(pool, 0.9, 15, 20, 45, 47)  # it looks at 1, 16, 31, 46
     assert looked == [1, 5, 10, 10, 1], "first four more, as that is more than twice as many"
 
