@@ -37,11 +37,8 @@ REQUEST = Start(
     env=EnvSpec(""), sampling=Sampling(),
 )  # fmt: skip
 """The fields that are alike in all requests."""
-BEGIN_S = 10
-"""A trace begins with as many workers as its first seconds want."""
-KEEP_S = 30.0
-HPA_LOOK_S = 15.0
-"""Kubernetes' autoscaler looks so often."""
+BEGIN_S, KEEP_S, HPA_LOOK_S = 10, 30.0, 15.0
+"""First seconds, for whose requests there are workers; seconds for which one stays; time between looks of Kubernetes' autoscaler."""
 
 
 class Model(NamedTuple):
