@@ -44,7 +44,7 @@ async def list_models(api: Parts, tenant: Tenant) -> Response:
         base, each = found[key]
         rows[each.name] = as_json(_adapter(each.name, each.created_ms // 1000, each.tenant, base.name, each.version))
         if not len(rows) % AT_ONCE:
-            await asyncio.sleep(0)
+            await api.rounds.next(tenant.id)
     return written(rows | {name: as_json(_base(base, name)) for name, base in api.bases.items()}, has_more=False)
 
 
