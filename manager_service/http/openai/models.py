@@ -26,7 +26,7 @@ from manager_service.records.stored import count_again
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=COMMON)
 
 OPERATOR = "marlaas"
-AT_ONCE = 50
+AT_ONCE = 25
 """Models that are written before others have the event loop."""
 
 
