@@ -1,4 +1,4 @@
-"""A number of places that tenants share by weight, of turns for each, and of threads for long computations."""
+"""A number of places that tenants share by weight, of turns for each, rounds of the event loop, and threads for long computations."""
 
 import asyncio
 import os
