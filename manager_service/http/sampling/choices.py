@@ -226,7 +226,7 @@ class LastWorkers:
             self._num[choice.worker] -= 1
             choice.worker = ""
         if choice.result and choice.result.worker:
-            answer = [] if choice.bulk else choice.result.tokens.numpy()
+            answer: list[int] = [] if choice.bulk else choice.result.tokens.numpy().tolist()
             for each in _beginnings(choice, [*choice.prompt, *answer]):
                 self._known[each] = choice.result.worker
                 self._known.move_to_end(each)
