@@ -31,7 +31,7 @@ class Kind:
 
 KINDS = (
     Kind("kill", 38, PROCESSES, (0, 0)),  # SIGKILL
-    Kind("stop", 6, WORKERS, (0, 0)),  # SIGTERM, as to one that retires
+    Kind("stop", 4, WORKERS, (0, 0)),  # SIGTERM, as to one that retires
     Kind("kill as it stops", 2, ROLLOUTS, (0, 0)),  # SIGTERM, and SIGKILL while it hands its turns back
     Kind("freeze as it stops", 2, ROLLOUTS, (0.2, 5)),  # the same with SIGSTOP, SIGCONT
     Kind("kill a helper", 3, HELPED, (0, 0)),  # SIGKILL of a process that it started for graders or large texts

@@ -32,7 +32,7 @@ OWN_CODE = {
 LONG = "long"
 LONG_TOKENS = 160
 LARGE_RANK = 32
-"""Of adapters that rollout workers pass on to each other: smaller ones have no parts."""
+"""The rank of adapters that rollout workers pass on to each other: smaller ones have no parts."""
 
 
 class Unplanned(Exception):

@@ -85,7 +85,7 @@ async def test_other_tokens_than_those_that_were_kept_are_computed_whole() -> No
 
 
 def chat(tokens: list[int], tenant: str = "acme", name: str = "a") -> TurnRequest:
-    asked = request(ref(name), tokens=tokens, temperature=0.0, max_tokens=12, reply_to="reply:x")
+    asked = request(ref(name), tokens=tokens, temperature=0.0, max_tokens=12, stop_ids=(), reply_to="reply:x")
     return replace(asked, chat=True, tenant=tenant)
 
 
