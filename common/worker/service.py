@@ -29,6 +29,7 @@ from common.models.base_digest import BaseIdentity, base_digest
 from common.models.host_memory import own_bytes
 from common.peers.base_fetch import BaseFetch
 from common.peers.chain import Relay
+from common.peers.convoys import WHOLE, Convoy
 from common.peers.folder import NodeFolder
 from common.peers.holders import Holders
 from common.pool.base_workers import BaseWorkers
@@ -100,11 +101,17 @@ class BuiltService:
     """Takes it back. An error of either ends the worker, whose base model is then loaded again."""
 
 
+Build = Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]
+Early = Callable[[S, Parts, Convoy, asyncio.Event], Coroutine[Any, Any, None]]
+"""Serves in a convoy while the base model comes, until the event."""
+
+
 def run(
     name: str,
     settings_type: type[S],
-    build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]],
+    build: Build[S],
     pooled: Callable[[S], PooledService],
+    early: Early[S] | None = None,
 ) -> None:
     """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do.
 
@@ -114,7 +121,7 @@ def run(
 
     def main(settings: S) -> Coroutine[Any, Any, None]:
         if settings.base_model or len(settings.models) == 1:
-            return _run(name, settings, build)
+            return _run(name, settings, build, early)
         if sys.platform != "linux":
             raise InvalidInput("a worker serves several base models on Linux alone: name one with MARLAAS_BASE_MODEL")
         spec = sys.modules["__main__"].__spec__
@@ -184,7 +191,7 @@ def leave(error: str = "", status: int = 0) -> NoReturn:
     os._exit(status)
 
 
-async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
+async def _run(name: str, settings: S, build: Build[S], early: Early[S] | None) -> None:
     imported_s = own_age_s()
     async with heartbeat(None if settings.pool_worker else settings.heartbeat_file):
         is_known = await recognised_at_once(settings, [settings.model_name])
@@ -192,8 +199,14 @@ async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any
         await patiently(objects.probe)
         start = _Start.of(name, settings, objects, imported_s)
         relay = await _open_relay(settings, start) if name == SERVES_PEERS and settings.relays else None
-        async with running(*([relay.run()] if relay else [])):
-            await _serve(settings, build, start, relay, is_known)
+        convoy, own_loops = None, [relay.run()] if relay else []
+        digest = stored_digest(settings.models[settings.model_name])
+        if early and relay and settings.convoys and digest:
+            convoy = Convoy(start.bus, start.reporter.worker, relay.address, settings.convoys)
+            parts = start.parts(BaseIdentity(settings.model_name, digest), relay)
+            own_loops.append(start.early(early(settings, parts, convoy, start.stop)))
+        async with running(*own_loops):
+            await _serve(settings, build, start, relay, is_known, convoy)
 
 
 async def _open_relay(settings: Settings, start: "_Start") -> Relay | None:
@@ -211,15 +224,16 @@ async def _open_relay(settings: Settings, start: "_Start") -> Relay | None:
 
 async def _serve(
     settings: S,
-    build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]],
+    build: Build[S],
     start: "_Start",
     relay: Relay | None,
     is_known: bool,  # the store was recognised
+    convoy: Convoy | None,
 ) -> None:
     bus, stop, gate, objects = start.bus, start.stop, start.gate, start.objects
-    cell, name, own_id = bus.cell, start.reporter.service, start.reporter.worker
-    settings, base = await _identified(settings, start, relay)
-    parts = Parts(own_id, cell, bus, objects, AdapterStore(objects, base, relay), fingerprints={})
+    cell, name = bus.cell, start.reporter.service
+    settings, base = await _identified(settings, start, relay, convoy)
+    parts = start.parts(base, relay)
     service = await start.during(build(settings, parts), _loading(cell.base_model), "load")
     if gate:
         gate.num_bytes, gate.num_held = service.num_bytes, service.num_held
@@ -232,6 +246,8 @@ async def _serve(
             await start.during(recognised_by_service(settings, [cell.base_model], objects), _loading(cell.base_model))
         if await _join(membership, reporter, bus, stop, gate):
             spare_collections(holds_tensors=name in NEED_WEIGHTS)
+            if convoy and convoy.state:
+                convoy.state = WHOLE
             async with running(membership.keep(stop), *(loop() for loop in service.loops)):
                 await worker.run(stop)
     finally:
@@ -250,6 +266,7 @@ class _Start:
     stop: asyncio.Event
     gate: Gate | None
     seconds: dict[str, float]  # of each phase
+    early_ended: asyncio.Event  # what serves in a convoy has handed back
 
     @classmethod
     def of(cls, name: str, settings: Settings, objects: Objects, imported_s: float) -> "_Start":
@@ -262,7 +279,21 @@ class _Start:
         told: dict[str, Any] = {"pool": gate.state, "counters": gate.counters} if gate else {}
         reporter = Reporter(worker_id(name), name, cell.base_model, About(slots=0), **told)
         bus = Bus.connect(settings.redis_url, cell, objects)
-        return cls(reporter, bus, objects, stop, gate, dict.fromkeys(PHASES, 0.0) | {"import": imported_s})
+        seconds, early_ended = dict.fromkeys(PHASES, 0.0) | {"import": imported_s}, asyncio.Event()
+        early_ended.set()
+        return cls(reporter, bus, objects, stop, gate, seconds, early_ended)
+
+    def parts(self, base: BaseIdentity, relay: Relay | None) -> Parts:
+        store = AdapterStore(self.objects, base, relay)
+        return Parts(self.reporter.worker, self.bus.cell, self.bus, self.objects, store, fingerprints={})
+
+    async def early(self, serving: Coroutine[Any, Any, None]) -> None:
+        """Serves in a convoy; a stop before this worker is built waits for that."""
+        self.early_ended.clear()
+        try:
+            await serving
+        finally:
+            self.early_ended.set()
 
     def ended(self, about: About) -> Reporter:
         """The worker's own, which tells what its start took."""
@@ -284,6 +315,7 @@ class _Start:
         telling = asyncio.create_task(self._tell(progress))
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
+            await self.early_ended.wait()
             kill_children()
             leave()
         await cancel_all([stopped, telling])
@@ -309,11 +341,11 @@ def _loading(base: str) -> Callable[[], str]:
     return progress
 
 
-async def _identified(settings: S, start: _Start, relay: Relay | None) -> tuple[S, BaseIdentity]:
+async def _identified(settings: S, start: _Start, relay: Relay | None, convoy: Convoy | None) -> tuple[S, BaseIdentity]:
     """The base model's identity, as far as this service has its files; fetches them first. The settings name the folder of what came
     from the store. Raises InvalidInput."""
     name, with_weights = settings.model_name, start.reporter.service in NEED_WEIGHTS
-    folder = await _fetch_base(settings, start, relay, with_weights=with_weights)
+    folder = await _fetch_base(settings, start, relay, convoy, with_weights=with_weights)
     digesting = asyncio.to_thread(base_digest, folder, with_weights=with_weights)
     digest = await start.during(digesting, _loading(name), "check")
     if stored_digest(settings.models[name]):
@@ -321,13 +353,17 @@ async def _identified(settings: S, start: _Start, relay: Relay | None) -> tuple[
     return settings, BaseIdentity(name, digest)
 
 
-async def _fetch_base(settings: Settings, start: _Start, relay: Relay | None, *, with_weights: bool) -> Path:
+async def _fetch_base(
+    settings: Settings, start: _Start, relay: Relay | None, convoy: Convoy | None, *, with_weights: bool
+) -> Path:
     """Fetches a hub's or the store's base model for this service, and goes on after a restart. Raises InvalidInput."""
     where = settings.models[settings.model_name]
     if Path(where).is_dir():
         return Path(where)
     if stored_digest(where):
-        fetch = BaseFetch(start.objects, settings.node_dir, where, with_weights=with_weights, relay=relay)
+        fetch = BaseFetch(
+            start.objects, settings.node_dir, where, with_weights=with_weights, relay=relay, convoy=convoy
+        )
         return await start.during(patiently(fetch.run), fetch.progress, "fetch")
     resolve = resolve_model if with_weights else resolve_config
     return await start.during(asyncio.to_thread(resolve, where), Download(where).progress, "fetch")

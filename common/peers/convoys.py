@@ -1,0 +1,123 @@
+"""Gives loaders of one base model its stages, and finds which of them serve together before any has the whole.
+
+    enter ─► a stage ─► its weights come ─► ready ─► a convoy: one of each stage, led by the first ─► whole: convoys dissolve
+
+A loader's entry in `convoy` is one line: until when it counts, ms; stage; number; state; address. All read the same entries, so each
+knows by a pure rule whom it serves with, and none has to decide for others.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.bus.bus import Bus
+from common.models.stages import Stage
+
+HOLD_S = 5.0
+TELL_S = 0.25
+LOADING, READY, WHOLE = "loading", "ready", "whole"
+
+# KEYS: `convoy`. ARGV: worker, ms that an entry counts, number of stages, state, address. Gives a worker without an entry the stage that
+# fewest loaders have. Returns all entries. The first write needs no memory, as in SETTLE.
+TELL = """
+local now, own = redis.call('TIME'), redis.call('HGET', KEYS[1], ARGV[1])
+now = now[1] * 1000 + math.floor(now[2] / 1000)
+redis.call('HDEL', KEYS[1], ARGV[1])
+local nums, last, stage, number = {}, 0, nil, nil
+for i = 0, ARGV[3] - 1 do nums[i] = 0 end
+local entries = redis.call('HGETALL', KEYS[1])
+for i = 1, #entries, 2 do
+  local till, of, which, state = string.match(entries[i + 1], '^(%d+) (%d+) (%d+) (%S+) %S+$')
+  if tonumber(till) < now then
+    redis.call('HDEL', KEYS[1], entries[i])
+  else
+    last = math.max(last, which)
+    of = tonumber(of)
+    if state ~= 'whole' and nums[of] then nums[of] = nums[of] + 1 end
+  end
+end
+if own then
+  stage, number = string.match(own, '^%d+ (%d+) (%d+) ')
+else
+  stage, number = 0, last + 1
+  for i = 1, ARGV[3] - 1 do if nums[i] < nums[stage] then stage = i end end
+end
+local entry = {string.format('%.0f', now + ARGV[2]), stage, number, ARGV[4], ARGV[5]}
+redis.call('HSET', KEYS[1], ARGV[1], table.concat(entry, ' '))
+redis.call('EXPIRE', KEYS[1], 60)
+return redis.call('HGETALL', KEYS[1])
+"""
+
+
+class Loader(NamedTuple):
+    """A worker that loads a base model, or just did."""
+
+    worker: str
+    stage: int
+    number: int  # in order of arrival
+    state: str
+    address: str
+
+
+def behind(loaders: Sequence[Loader], head: str, num_stages: int) -> list[Loader]:
+    """The other stages of the convoy that `head` leads, in order: the n-th of each stage serve together. Empty: there is none, or it is
+    not needed any more."""
+    ready = [
+        sorted((each.number, each) for each in loaders if each.stage == n and each.state == READY)
+        for n in range(num_stages)
+    ]
+    heads = [each.worker for _, each in ready[0]]
+    place = heads.index(head) if head in heads else len(loaders)
+    if any(each.state == WHOLE for each in loaders) or any(len(same) <= place for same in ready):
+        return []
+    return [same[place][1] for same in ready[1:]]
+
+
+class Convoy:
+    """One loader's place."""
+
+    def __init__(self, bus: Bus, worker: str, address: str, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self.began = asyncio.Event()
+        """Are its stage's weights here?"""
+        self.folder, self.stages, self.number = Path(), list[Stage](), 0
+        """With its stage's weights; all stages, and which one is its own. They count once it began."""
+        self.state = ""
+        """Empty: it has no stage, for it loads nothing yet, or has found all."""
+        self.loaders: list[Loader] = []
+        """All, as of TELL_S ago."""
+        self.worker = worker
+        self._bus, self._address = bus, address
+        self._tell = bus.client.register_script(TELL)
+
+    async def enter(self) -> int:
+        """The number of its stage."""
+        self.state = LOADING
+        self.number = next(each.stage for each in await self._told() if each.worker == self.worker)
+        return self.number
+
+    def begin(self, folder: Path, stages: Sequence[Stage]) -> None:
+        self.folder, self.stages = folder, list(stages)
+        self.began.set()
+
+    async def keep(self) -> None:
+        """Says how far it is, and hears of the others."""
+        while True:
+            if self.state:
+                self.loaders = await self._told()
+            await asyncio.sleep(TELL_S)
+
+    async def _told(self) -> list[Loader]:
+        words: list[Any] = [self.worker, round(1000 * HOLD_S), self.num_stages, self.state, self._address]
+        answer = await self._bus.retrying(lambda: self._tell(keys=[self._bus.cell.convoy], args=words))
+        pairs = zip(answer[::2], answer[1::2], strict=True)
+        return [_parsed(worker.decode(), entry.decode()) for worker, entry in pairs]
+
+    async def leave(self) -> None:
+        await self._bus.pipelined([("HDEL", self._bus.cell.convoy, self.worker)])
+
+
+def _parsed(worker: str, entry: str) -> Loader:
+    _, stage, number, state, address = entry.split()
+    return Loader(worker, int(stage), int(number), state, address)
