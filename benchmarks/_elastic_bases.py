@@ -67,8 +67,7 @@ async def started(redis_url: str, variables: Mapping[str, str]) -> Start:
         await bus.close()
 
 
-async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
-    """The fastest start from the store, and from the node folder."""
+def random_base(folder: Path, num_bytes: int) -> Path:
     layers = max(1, num_bytes // LAYER_BYTES)
     sizes = {
         "hidden_size": WIDTH,
@@ -77,7 +76,12 @@ async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
         "max_position_embeddings": 512,
     }
     heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "vocab_size": 1024}
-    base = await asyncio.to_thread(make_random_base, folder / "base", last_word=300, **sizes, **heads)
+    return make_random_base(folder, last_word=300, **sizes, **heads)
+
+
+async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
+    """The fastest start from the store, and from the node folder."""
+    base = await asyncio.to_thread(random_base, folder / "base", num_bytes)
     server = S3Server.start()
     proxy = Proxy(server.port, bytes_per_s=STORE_BYTES_PER_S)
     await proxy.open()

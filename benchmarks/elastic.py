@@ -7,7 +7,7 @@ Three workers, each a process at a given pace (`_paced_rollout`), have all of th
 leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
 tokens that it had had and that are sampled once more. The speed is of all turns, from when the last went on: against two thirds of
 that of the three before, which is what two workers give. Redis is the one of `marlaas up`. `_elastic_repack`
-says what is measured of pools, `_elastic_relay` what of adapters, `_elastic_bases` what of base models.
+says what is measured of pools, `_elastic_relay` what of adapters, `_elastic_bases` and `_elastic_convoy` what of base models.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks import _elastic_repack
 from benchmarks._elastic_bases import bases_report
+from benchmarks._elastic_convoy import convoy_report
 from benchmarks._elastic_relay import relay_report
 from benchmarks._paced_rollout import CELL, PROGRESS_S, ROW_S, STEP_S
 from benchmarks._report import Goal, Report, make_table, run
@@ -137,10 +138,11 @@ def report(given: Any) -> Report:
     tables, pools, more = _elastic_repack.measured(float(given.window_s))
     relay = relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s)
     bases = bases_report(2 * given.megabytes * 1_000_000)
+    convoys = convoy_report(2 * given.megabytes * 1_000_000)
     return Report(
-        [make_table("A worker is killed", columns, rows), *tables, *relay.tables, *bases.tables],
-        {"losses": [asdict(each) for each in losses], "pools": pools, **relay.figures, **bases.figures},
-        [*goals, *more, *relay.goals, *bases.goals],
+        [make_table("A worker is killed", columns, rows), *tables, *relay.tables, *bases.tables, *convoys.tables],
+        {"losses": [asdict(each) for each in losses], "pools": pools} | relay.figures | bases.figures | convoys.figures,
+        [*goals, *more, *relay.goals, *bases.goals, *convoys.goals],
     )
 
 

@@ -156,5 +156,7 @@ def pooled(settings: RolloutSettings) -> PooledService:
     )
 
 
+early = partial(take_part, serving)
+
 if __name__ == "__main__":
-    run("rollout", RolloutSettings, build, pooled, early=partial(take_part, serving))
+    run("rollout", RolloutSettings, build, pooled, early)

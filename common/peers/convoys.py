@@ -7,11 +7,13 @@ knows by a pure rule whom it serves with, and none has to decide for others.
 """
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.bus.bus import Bus
+from common.cancellation import running
 from common.models.stages import Stage
 
 HOLD_S = 5.0
@@ -79,15 +81,15 @@ class Convoy:
 
     def __init__(self, bus: Bus, worker: str, address: str, num_stages: int) -> None:
         self.num_stages = num_stages
-        self.began = asyncio.Event()
-        """Are its stage's weights here?"""
+        self.worker = worker
+        self.began, self.over = asyncio.Event(), asyncio.Event()
+        """Are its stage's weights here? Has it handed back what it had as a part of a convoy?"""
         self.folder, self.stages, self.number = Path(), list[Stage](), 0
         """With its stage's weights; all stages, and which one is its own. They count once it began."""
         self.state = ""
-        """Empty: it has no stage, for it loads nothing yet, or has found all."""
+        """Empty: it has no stage, for it loads nothing yet, or had all."""
         self.loaders: list[Loader] = []
         """All, as of TELL_S ago."""
-        self.worker = worker
         self._bus, self._address = bus, address
         self._tell = bus.client.register_script(TELL)
 
@@ -101,8 +103,23 @@ class Convoy:
         self.folder, self.stages = folder, list(stages)
         self.began.set()
 
-    async def keep(self) -> None:
-        """Says how far it is, and hears of the others."""
+    def is_now(self, state: str) -> None:
+        """Notes how far it is, if it has a stage; WHOLE is the last word."""
+        if self.state and self.state != WHOLE:
+            self.state = state
+
+    @contextlib.asynccontextmanager
+    async def taken_part(self) -> AsyncGenerator[None]:
+        """Inside, it tells how far it is, and hears of the others."""
+        try:
+            async with running(self._keep()):
+                yield
+            if self.state:
+                await self._bus.pipelined([("HDEL", self._bus.cell.convoy, self.worker)])
+        finally:
+            self.over.set()
+
+    async def _keep(self) -> None:
         while True:
             if self.state:
                 self.loaders = await self._told()
@@ -111,13 +128,7 @@ class Convoy:
     async def _told(self) -> list[Loader]:
         words: list[Any] = [self.worker, round(1000 * HOLD_S), self.num_stages, self.state, self._address]
         answer = await self._bus.retrying(lambda: self._tell(keys=[self._bus.cell.convoy], args=words))
-        pairs = zip(answer[::2], answer[1::2], strict=True)
-        return [_parsed(worker.decode(), entry.decode()) for worker, entry in pairs]
-
-    async def leave(self) -> None:
-        await self._bus.pipelined([("HDEL", self._bus.cell.convoy, self.worker)])
-
-
-def _parsed(worker: str, entry: str) -> Loader:
-    _, stage, number, state, address = entry.split()
-    return Loader(worker, int(stage), int(number), state, address)
+        entries = [
+            (worker.decode(), *entry.decode().split()) for worker, entry in zip(answer[::2], answer[1::2], strict=True)
+        ]
+        return [Loader(worker, int(stage), int(number), *more) for worker, _, stage, number, *more in entries]

@@ -199,14 +199,14 @@ async def _run(name: str, settings: S, build: Build[S], early: Early[S] | None) 
         await patiently(objects.probe)
         start = _Start.of(name, settings, objects, imported_s)
         relay = await _open_relay(settings, start) if name == SERVES_PEERS and settings.relays else None
-        convoy, own_loops = None, [relay.run()] if relay else []
+        loops = [relay.run()] if relay else []
         digest = stored_digest(settings.models[settings.model_name])
         if early and relay and settings.convoys and digest:
             convoy = Convoy(start.bus, start.reporter.worker, relay.address, settings.convoys)
-            parts = start.parts(BaseIdentity(settings.model_name, digest), relay)
-            own_loops.append(start.early(early(settings, parts, convoy, start.stop)))
-        async with running(*own_loops):
-            await _serve(settings, build, start, relay, is_known, convoy)
+            parts, start = start.parts(BaseIdentity(settings.model_name, digest), relay), replace(start, convoy=convoy)
+            loops.append(early(settings, parts, convoy, start.stop))
+        async with running(*loops):
+            await _serve(settings, build, start, relay, is_known)
 
 
 async def _open_relay(settings: Settings, start: "_Start") -> Relay | None:
@@ -228,32 +228,49 @@ async def _serve(
     start: "_Start",
     relay: Relay | None,
     is_known: bool,  # the store was recognised
-    convoy: Convoy | None,
 ) -> None:
-    bus, stop, gate, objects = start.bus, start.stop, start.gate, start.objects
-    cell, name = bus.cell, start.reporter.service
-    settings, base = await _identified(settings, start, relay, convoy)
+    cell, gate = start.bus.cell, start.gate
+    settings, base = await _identified(settings, start, relay)
     parts = start.parts(base, relay)
     service = await start.during(build(settings, parts), _loading(cell.base_model), "load")
     if gate:
         gate.num_bytes, gate.num_held = service.num_bytes, service.num_held
         gate.sleep, gate.wake = service.sleep, service.wake
-    membership = _member(name, settings, service, parts)
-    reporter, lease_s, habits = start.ended(service.about), settings.lease_s, service.habits
-    worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=lease_s, habits=habits, gate=gate)
     try:
         if not is_known:
-            await start.during(recognised_by_service(settings, [cell.base_model], objects), _loading(cell.base_model))
-        if await _join(membership, reporter, bus, stop, gate):
-            spare_collections(holds_tensors=name in NEED_WEIGHTS)
-            if convoy and convoy.state:
-                convoy.state = WHOLE
-            async with running(membership.keep(stop), *(loop() for loop in service.loops)):
-                await worker.run(stop)
+            recognised = recognised_by_service(settings, [cell.base_model], start.objects)
+            await start.during(recognised, _loading(cell.base_model))
+        if start.convoy:
+            start.convoy.is_now(WHOLE)
+        async with running(_spare_collections(start)):
+            await serve(settings, service, parts, start.ended(service.about), start.stop, gate)
     finally:
         for close in [*([relay.close] if relay else []), *service.close]:
             await close()
-        await bus.close()
+        await start.bus.close()
+
+
+async def _spare_collections(start: "_Start") -> None:
+    if start.convoy:  # what it had must be collected
+        await start.convoy.over.wait()
+    spare_collections(holds_tensors=start.reporter.service in NEED_WEIGHTS)
+
+
+async def serve(
+    settings: Settings,
+    service: BuiltService,
+    parts: Parts,
+    reporter: Reporter,
+    stop: asyncio.Event,
+    gate: Gate | None = None,
+) -> None:
+    """Joins the cell, and works until `stop`."""
+    membership, lease_s = _member(reporter.service, settings, service, parts), settings.lease_s
+    more: dict[str, Any] = {"lease_s": lease_s, "habits": service.habits, "gate": gate}
+    worker = Worker(parts.bus, service.handler, service.inboxes, reporter, **more)
+    if await _join(membership, reporter, parts.bus, stop, gate):
+        async with running(membership.keep(stop), *(loop() for loop in service.loops)):
+            await worker.run(stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +283,7 @@ class _Start:
     stop: asyncio.Event
     gate: Gate | None
     seconds: dict[str, float]  # of each phase
-    early_ended: asyncio.Event  # what serves in a convoy has handed back
+    convoy: Convoy | None = None
 
     @classmethod
     def of(cls, name: str, settings: Settings, objects: Objects, imported_s: float) -> "_Start":
@@ -279,21 +296,11 @@ class _Start:
         told: dict[str, Any] = {"pool": gate.state, "counters": gate.counters} if gate else {}
         reporter = Reporter(worker_id(name), name, cell.base_model, About(slots=0), **told)
         bus = Bus.connect(settings.redis_url, cell, objects)
-        seconds, early_ended = dict.fromkeys(PHASES, 0.0) | {"import": imported_s}, asyncio.Event()
-        early_ended.set()
-        return cls(reporter, bus, objects, stop, gate, seconds, early_ended)
+        return cls(reporter, bus, objects, stop, gate, dict.fromkeys(PHASES, 0.0) | {"import": imported_s})
 
     def parts(self, base: BaseIdentity, relay: Relay | None) -> Parts:
         store = AdapterStore(self.objects, base, relay)
         return Parts(self.reporter.worker, self.bus.cell, self.bus, self.objects, store, fingerprints={})
-
-    async def early(self, serving: Coroutine[Any, Any, None]) -> None:
-        """Serves in a convoy; a stop before this worker is built waits for that."""
-        self.early_ended.clear()
-        try:
-            await serving
-        finally:
-            self.early_ended.set()
 
     def ended(self, about: About) -> Reporter:
         """The worker's own, which tells what its start took."""
@@ -315,7 +322,8 @@ class _Start:
         telling = asyncio.create_task(self._tell(progress))
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            await self.early_ended.wait()
+            if self.convoy:
+                await self.convoy.over.wait()
             kill_children()
             leave()
         await cancel_all([stopped, telling])
@@ -341,11 +349,11 @@ def _loading(base: str) -> Callable[[], str]:
     return progress
 
 
-async def _identified(settings: S, start: _Start, relay: Relay | None, convoy: Convoy | None) -> tuple[S, BaseIdentity]:
+async def _identified(settings: S, start: _Start, relay: Relay | None) -> tuple[S, BaseIdentity]:
     """The base model's identity, as far as this service has its files; fetches them first. The settings name the folder of what came
     from the store. Raises InvalidInput."""
     name, with_weights = settings.model_name, start.reporter.service in NEED_WEIGHTS
-    folder = await _fetch_base(settings, start, relay, convoy, with_weights=with_weights)
+    folder = await _fetch_base(settings, start, relay, with_weights=with_weights)
     digesting = asyncio.to_thread(base_digest, folder, with_weights=with_weights)
     digest = await start.during(digesting, _loading(name), "check")
     if stored_digest(settings.models[name]):
@@ -353,17 +361,14 @@ async def _identified(settings: S, start: _Start, relay: Relay | None, convoy: C
     return settings, BaseIdentity(name, digest)
 
 
-async def _fetch_base(
-    settings: Settings, start: _Start, relay: Relay | None, convoy: Convoy | None, *, with_weights: bool
-) -> Path:
+async def _fetch_base(settings: Settings, start: _Start, relay: Relay | None, *, with_weights: bool) -> Path:
     """Fetches a hub's or the store's base model for this service, and goes on after a restart. Raises InvalidInput."""
     where = settings.models[settings.model_name]
     if Path(where).is_dir():
         return Path(where)
     if stored_digest(where):
-        fetch = BaseFetch(
-            start.objects, settings.node_dir, where, with_weights=with_weights, relay=relay, convoy=convoy
-        )
+        more: dict[str, Any] = {"with_weights": with_weights, "relay": relay, "convoy": start.convoy}
+        fetch = BaseFetch(start.objects, settings.node_dir, where, **more)
         return await start.during(patiently(fetch.run), fetch.progress, "fetch")
     resolve = resolve_model if with_weights else resolve_config
     return await start.during(asyncio.to_thread(resolve, where), Download(where).progress, "fetch")

@@ -20,10 +20,8 @@ from common.models.weight_files import read_weights
 from common.peers.chain import Relay
 from common.peers.convoys import HOLD_S, READY, TELL_S, WHOLE, Convoy, Loader, behind
 from common.text.tokens import ChatTokenizer
-from common.worker.membership import Membership
-from common.worker.service import BuiltService, Parts
+from common.worker.service import BuiltService, Parts, serve
 from common.worker.telemetry import Reporter
-from common.worker.worker import Worker
 from rollout_service.embedded.backbone.choice import load_stage
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.convoy.stage import StageServer
@@ -43,26 +41,23 @@ log = structlog.get_logger()
 async def take_part(make: Make, settings: RolloutSettings, parts: Parts, convoy: Convoy, stop: asyncio.Event) -> None:
     """Takes part from when the stage's weights are here until a loader is whole, or `stop`."""
     relay = parts.store.relay
-    assert relay is not None, "its address is known"
-    async with running(convoy.keep()):
+    assert relay is not None, "the stage is served through it"
+    async with convoy.taken_part():
         if not await done_before(stop, convoy.began.wait()):
-            return await convoy.leave()
+            return
         try:
             own = await asyncio.to_thread(load_stage, settings, convoy.folder, convoy.stages[convoy.number])
         except (MarlaasError, OSError, RuntimeError, SafetensorError) as error:  # torch's lack of memory too
-            log.warning("no_convoy", reason=f"{type(error).__name__}: {error}")
-            return await convoy.leave()
+            return log.warning("no_convoy", reason=f"{type(error).__name__}: {error}")
         relay.serve_stage(StageServer(own, settings.rollout_threads).serve)
-        if convoy.state != WHOLE:
-            convoy.state = READY
+        convoy.is_now(READY)
         head = Head(make, settings, parts, convoy, stop)
-        while not stop.is_set() and convoy.state != WHOLE:
+        while not stop.is_set() and convoy.state == READY:
             if stages := behind(convoy.loaders, convoy.worker, convoy.num_stages):
                 await head.lead(own, stages, relay)
             await set_within(stop, TELL_S)
         await set_within(stop, HOLD_S)  # heads must hear who is whole
         relay.serve_stage(None)
-    await convoy.leave()
 
 
 @dataclass(slots=True)
@@ -84,8 +79,9 @@ class Head:
             for each in stages:
                 layers = self.convoy.stages[each.stage].layers
                 links.append(await asyncio.to_thread(StageLink, each.address, relay.key, layers))
-            shapes = await asyncio.to_thread(read_weights, self.convoy.folder)
-            await self._serve(StagedDecoder(own, shapes.shapes, links, on_lost), over)
+            weights = await asyncio.to_thread(read_weights, self.convoy.folder)
+            async with running(self._watch(over)):
+                await self._serve(StagedDecoder(own, weights.shapes, links, on_lost), over)
         except OSError as error:
             log.warning("convoy_not_formed", reason=repr(error))
             await set_within(self.stop, RETRY_S)
@@ -96,29 +92,18 @@ class Head:
     async def _serve(self, model: StagedDecoder, over: asyncio.Event) -> None:
         slots = {"rollout_slots": min(SLOTS, self.settings.rollout_slots), "rollout_orphan_slots": 0}
         settings = self.settings.model_copy(update=slots | {"own_streams": False})
-        parts = replace(self.parts, worker=f"{self.parts.worker}-convoy")
         limits = EngineLimits(
             settings.engine_slots, settings.rollout_kv_bytes, 0, 0, min_rows=DEFAULT.min_rows, exact=True
         )
         tokenizer = await asyncio.to_thread(ChatTokenizer.load, self.convoy.folder, settings.max_context)
         engine = TorchEngine(model, tokenizer, limits=limits, changes=model.changes)
         await engine.start()
+        parts = replace(self.parts, worker=f"{self.parts.worker}-convoy")
         service = self.make(settings, parts, engine, lambda: self.heir)
         about = replace(service.about, counters=engine.counters)  # what peers sent, this worker tells later
-        reporter = Reporter(parts.worker, "rollout", parts.cell.base_model, about)
-        worker = Worker(
-            parts.bus, service.handler, service.inboxes, reporter, lease_s=settings.lease_s, habits=service.habits
-        )
-        digest = parts.store.base.digest
-        member = Membership(
-            parts.bus, "rollout", deterministic=False, fingerprint="", fingerprints=parts.fingerprints, digest=digest
-        )
         try:
-            async with running(self._watch(over)):
-                if await done_before(over, member.wait_to_join(_untold)):
-                    log.info("convoy_serves", stages=self.convoy.num_stages)
-                    async with running(member.keep(over)):
-                        await worker.run(over)
+            log.info("convoy_serves", stages=self.convoy.num_stages)
+            await serve(settings, service, parts, Reporter(parts.worker, "rollout", parts.cell.base_model, about), over)
         finally:
             model.close()
             for close in service.close:
@@ -132,7 +117,3 @@ class Head:
             if whole or self.stop.is_set():
                 over.set()
             await set_within(self.stop, TELL_S)
-
-
-async def _untold(reason: str) -> None:
-    """`Membership` logs it."""

@@ -20,18 +20,7 @@ from common.peers.server import BEAT, PART
 from rollout_service.embedded import kv
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import ForwardPart, QkvAttend
-from rollout_service.embedded.convoy.wire import (
-    SIZE_BYTES,
-    Computed,
-    Packed,
-    SentAdapter,
-    SentAttend,
-    SentProduct,
-    Step,
-    decode,
-    framed,
-    size_of,
-)
+from rollout_service.embedded.convoy import wire
 from rollout_service.embedded.pools import Pool, PoolChange
 
 log = structlog.get_logger()
@@ -52,8 +41,8 @@ class StageServer:
         self._is_busy, mirror, loop = True, Mirror(self._model), asyncio.get_running_loop()
         try:
             while True:
-                step = await reader.readexactly(size_of(await reader.readexactly(SIZE_BYTES)))
-                computing = loop.run_in_executor(self._thread, mirror.answer, decode(step, Step))
+                step = await reader.readexactly(wire.size_of(await reader.readexactly(wire.SIZE_BYTES)))
+                computing = loop.run_in_executor(self._thread, mirror.answer, step)
                 answer = await beating(lambda: writer.write(BEAT), computing)
                 writer.write(PART + answer)
                 await writer.drain()
@@ -69,30 +58,30 @@ class Mirror:
     def __init__(self, model: FusedDecoder) -> None:
         self._model = model
         self._shape = replace(model.config, num_layers=len(model.layers))
-        self._like = model.embedding
         self._pools = dict[int, Pool]()  # by length
         self._adapters = dict[int, FusedAdapter]()
         self._lanes = dict[int, tuple[list[int], LaneFactors]]()  # by rank: the last ones
 
-    def answer(self, step: Step) -> bytes:
+    def answer(self, step: bytes) -> bytes:
         try:
-            return framed(Computed(Packed.of(self.compute(step))))
-        except (RuntimeError, ValueError, KeyError, IndexError) as error:
-            return framed(Computed(error=f"{type(error).__name__}: {error}"))
+            x = self.compute(wire.decoded(step, wire.Step, self._model.embedding.device))
+            return wire.framed(wire.Computed(x))
+        except (RuntimeError, ValueError, LookupError) as error:
+            return wire.framed(wire.Computed(error=f"{type(error).__name__}: {error}"))
 
     @torch.inference_mode()
-    def compute(self, step: Step) -> Tensor:
+    def compute(self, step: wire.Step) -> Tensor:
         """Hidden states behind the stage's layers [N, E]."""
         for change in step.changes:
             self._repeat(change)
         if step.forgets:
             self._adapters.clear()
             self._lanes.clear()
-        self._adapters |= {number: self._fused(sent) for number, sent in step.adapters.items()}
-        x, positions = (each.on(self._like.device) for each in (step.x, step.positions))
-        products = [self._product(sent) for sent in step.products]
-        part = ForwardPart(len(x), self._attend(step.attend, positions), products)
-        return self._model.run(x, positions, [part])
+        for number, sent in step.adapters.items():
+            self._adapters[number] = FusedAdapter(sent.rank, LaneFactors.of(sent.a, sent.b))
+        products = [Product(self._factors(sent.owners), sent.gather, sent.rows, sent.places) for sent in step.products]
+        part = ForwardPart(len(step.x), self._attend(step.attend, step.positions), products)
+        return self._model.run(step.x, step.positions, [part])
 
     def _repeat(self, change: PoolChange) -> None:
         match change:
@@ -109,35 +98,22 @@ class Mirror:
 
     def _pool(self, length: int) -> Pool:
         if length not in self._pools:
-            self._pools[length] = Pool.empty(self._shape, length, self._like)
+            self._pools[length] = Pool.empty(self._shape, length, self._model.embedding)
         return self._pools[length]
 
-    def _attend(self, sent: SentAttend, positions: Tensor) -> QkvAttend:
+    def _attend(self, sent: wire.SentAttend, positions: Tensor) -> QkvAttend:
+        each = [(self._pool(length), slots) for length, slots in sent.rows]
         if sent.width:
-            rows = [(pool := self._pool(length), pool.row(slots[0])) for length, slots in sent.rows]
+            rows = [(pool, pool.row(slots[0])) for pool, slots in each]
             return kv.PrefillAttend(self._shape, rows, sent.nums, sent.width)
-        pools = [self._pool(length) for length, _ in sent.rows]
-        each = zip(pools, (slots for _, slots in sent.rows), strict=True)
         pools = [pool if pool.slots == slots else pool.only(slots[0]) for pool, slots in each]
         return kv.DecodeAttend(self._shape, kv.slices(pools, positions, sent.nums), exact=True)
 
-    def _fused(self, sent: SentAdapter) -> FusedAdapter:
-        a = [each.on(self._like.device) for each in sent.a]
-        b = [[each.on(self._like.device) for each in same] for same in sent.b]
-        return FusedAdapter(sent.rank, LaneFactors.of(a, b))
-
-    def _product(self, sent: SentProduct) -> Product:
-        indices = (
-            None if each is None else each.on(self._like.device) for each in (sent.gather, sent.rows, sent.places)
-        )
-        return Product(self._factors(sent.owners), *indices)
-
     def _factors(self, owners: list[int]) -> LaneFactors:
         adapters = [self._adapters[number] for number in owners]
-        first = adapters[0]
+        first, kept = adapters[0], self._lanes.get(adapters[0].rank)
         if len(owners) == 1:
             return first.factors
-        kept = self._lanes.get(first.rank)
         if kept is None or kept[0] != owners:
             values = torch.cat([each.factors.values for each in adapters])
             kept = self._lanes[first.rank] = owners, first.factors.over(lambda _: values)

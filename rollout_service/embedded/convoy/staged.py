@@ -15,24 +15,12 @@ from base_model.stacked import NUM_FUSED, FusedAdapter, Product
 from common.peers.server import BEAT, HEAR_S, PART, SEND_S, STAGE
 from rollout_service.embedded import kv
 from rollout_service.embedded.backbone.fused import FusedDecoder
-from rollout_service.embedded.backbone.interface import ForwardPart, ModelShape, QkvAttend
-from rollout_service.embedded.convoy.wire import (
-    SIZE_BYTES,
-    Computed,
-    Packed,
-    SentAdapter,
-    SentAttend,
-    SentProduct,
-    Step,
-    decode,
-    framed,
-    packed_or_none,
-    size_of,
-)
+from rollout_service.embedded.backbone.interface import ForwardPart, QkvAttend
+from rollout_service.embedded.convoy import wire
 from rollout_service.embedded.pools import PoolChange
 
 MAX_ADAPTERS = 64
-"""Adapters that stages keep; they come again if others take their place."""
+"""Adapters that stages keep; with more, all come again."""
 log = structlog.get_logger()
 
 
@@ -46,55 +34,53 @@ class StageLink:
     def __init__(self, address: str, key: str, layers: range) -> None:
         """Raises OSError if nobody is there."""
         host, _, port = address.rpartition(":")
-        self.address, self.changes = address, list[PoolChange]()
-        self._numbers = range(layers.start * NUM_FUSED, layers.stop * NUM_FUSED)
-        self._sent, self._new, self._forgets = dict[FusedAdapter, int](), dict[int, SentAdapter](), False
+        self.changes = list[PoolChange]()  # that the stage does not know
+        self._address = address
+        self._products = slice(layers.start * NUM_FUSED, layers.stop * NUM_FUSED)
+        self._sent, self._new, self._forgets = dict[FusedAdapter, int](), dict[int, wire.SentAdapter](), False
         self._socket = socket.create_connection((host, int(port)), HEAR_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.sendall(f"{key} {STAGE} 0\n".encode())
 
-    def run(self, x: Tensor, positions: Tensor, attend: SentAttend, products: Sequence[Product]) -> Tensor:
+    def run(self, x: Tensor, positions: Tensor, attend: wire.SentAttend, products: Sequence[Product]) -> Tensor:
         """Hidden states behind the stage's layers. Raises StageLost, and RuntimeError for a forward that fails there."""
         if len(self._sent) > MAX_ADAPTERS:
             self._sent, self._new, self._forgets = {}, {}, True
-        sent = [self._product(product) for product in products]
-        step = Step(self.changes, self._forgets, self._new, Packed.of(x), Packed.of(positions), attend, sent)
+        sent = [
+            wire.SentProduct([self._number(each) for each in p.owners], p.gather, p.rows, p.places) for p in products
+        ]
         try:
-            answer = self._ask(step)
+            self._send(wire.Step(self.changes, self._forgets, self._new, x, positions, attend, sent))
+            answer = wire.decoded(self._answer(), wire.Computed, x.device)
         except (OSError, EOFError, ValueError) as error:
-            raise StageLost(f"the stage at {self.address}: {error!r}") from error
+            raise StageLost(f"the stage at {self._address}: {error!r}") from error
         self.changes, self._new, self._forgets = [], {}, False
         if answer.x is None:
-            raise RuntimeError(f"at the stage {self.address}: {answer.error}")
-        return answer.x.on(x.device)
+            raise RuntimeError(f"at the stage {self._address}: {answer.error}")
+        return answer.x
 
     def close(self) -> None:
         self._socket.close()
-
-    def _product(self, product: Product) -> SentProduct:
-        owners = [self._number(adapter) for adapter in product.owners]
-        indices = (packed_or_none(each) for each in (product.gather, product.rows, product.places))
-        return SentProduct(owners, *indices)
 
     def _number(self, adapter: FusedAdapter) -> int:
         """The number by which the stage knows it."""
         if adapter not in self._sent:
             number = self._sent[adapter] = len(self._sent)
-            a, b = ([factors[each] for each in self._numbers] for factors in (adapter.factors.a, adapter.factors.b))
-            packed_b = [[Packed.of(each) for each in same] for same in b]
-            self._new[number] = SentAdapter(adapter.rank, [Packed.of(each) for each in a], packed_b)
+            a, b = (list(factors[self._products]) for factors in (adapter.factors.a, adapter.factors.b))
+            self._new[number] = wire.SentAdapter(adapter.rank, a, [list(same) for same in b])
         return self._sent[adapter]
 
-    def _ask(self, step: Step) -> Computed:
-        """Raises OSError, EOFError and ValueError."""
+    def _send(self, step: wire.Step) -> None:
         self._socket.settimeout(SEND_S)
-        self._socket.sendall(framed(step))
+        self._socket.sendall(wire.framed(step))
         self._socket.settimeout(HEAR_S)
+
+    def _answer(self) -> bytes:
         while (mark := self._heard(1)) == BEAT:
             pass
         if mark != PART:
             raise ValueError(f"it says {mark!r}")
-        return decode(self._heard(size_of(self._heard(SIZE_BYTES))), Computed)
+        return self._heard(wire.size_of(self._heard(wire.SIZE_BYTES)))
 
     def _heard(self, num_bytes: int) -> bytes:
         heard = bytearray()
@@ -115,19 +101,12 @@ class StagedDecoder:
         links: Sequence[StageLink],
         on_lost: Callable[[], object],
     ) -> None:
-        """`own`: the first layers. `shapes`: of all layers that adapters may target. `on_lost`: called in the engine's thread."""
+        """`own`: the first layers. `shapes`: see `linear_shapes`. `on_lost`: called in the engine's thread."""
         self.changes = list[PoolChange]()
-        """Those of the rows' pools that no stage knows yet: `TorchEngine` adds them."""
+        """Those of the rows' pools that no link knows yet: `TorchEngine` adds them."""
+        self.config, self.embedding, self.logits = own.config, own.embedding, own.logits
         self._own, self._shapes, self._links, self._on_lost = own, shapes, links, on_lost
         self._closed = threading.Event()
-
-    @property
-    def config(self) -> ModelShape:
-        return self._own.config
-
-    @property
-    def embedding(self) -> Tensor:
-        return self._own.embedding
 
     def linear_shapes(self) -> Mapping[str, tuple[int, int]]:
         return self._shapes
@@ -139,30 +118,24 @@ class StagedDecoder:
             link.changes += self.changes
         self.changes.clear()
         try:
-            if self._closed.is_set():
-                raise StageLost("the convoy is over")
             for link in self._links:
                 x = link.run(x, positions, attend, part.products)
         except StageLost as error:
-            if not self._closed.is_set():
-                log.warning("stage_lost", reason=str(error))
+            log.warning("stage_lost", reason=str(error))
             self._on_lost()
             self._closed.wait()
             raise
         return self._own.final_norm(x)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._own.logits(hidden)
 
     def close(self) -> None:
         """Ends a forward that has lost a stage, and all later ones."""
         self._closed.set()
 
 
-def _sent(attend: QkvAttend) -> SentAttend:
+def _sent(attend: QkvAttend) -> wire.SentAttend:
     if isinstance(attend, kv.PrefillAttend):
         rows = [(pool.length, [pool.slots[row]]) for pool, row in attend.rows]
-        return SentAttend(rows, list(attend.nums), attend.width)
+        return wire.SentAttend(rows, list(attend.nums), attend.width)
     assert isinstance(attend, kv.DecodeAttend), "the rows of a convoy keep nothing between turns"
     rows = [(part.pool.length, list(part.pool.slots)) for part in attend.parts]
-    return SentAttend(rows, [part.length for part in attend.parts], 0)
+    return wire.SentAttend(rows, [part.length for part in attend.parts], 0)
