@@ -111,8 +111,8 @@ class Settings(BaseSettings):
     store_places: int = Field(default=1, ge=1)
     """Workers that may read one file from the store at once; the others follow them."""
     convoys: int = Field(default=0, ge=0, le=16)
-    """Rollout workers that fetch a base model from the store at the same time serve together, each with one of so many parts of its
-    layers, before any has the whole; 0: none do."""
+    """Rollout workers that fetch a base model from the store together serve before any has the whole, each with one of so many parts
+    of its layers; 0: none do."""
 
     @field_validator("base_models")
     @classmethod
@@ -127,7 +127,7 @@ class Settings(BaseSettings):
     @property
     def relays(self) -> bool:
         """Do files come through peers?"""
-        return not self.store.startswith("file:") if self.peers is None else self.peers
+        return bool(self.convoys) or not self.store.startswith("file:") if self.peers is None else self.peers
 
     @property
     def node_dir(self) -> Path:

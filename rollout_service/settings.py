@@ -65,18 +65,6 @@ class RolloutSettings(Settings):
             raise ValueError(f"rollout_device={device}: vLLM takes cpu or cuda, and CUDA_VISIBLE_DEVICES says which")
         return ON_GPU | given if vllm and device == "cuda" else given
 
-    @model_validator(mode="after")
-    def _can_be_in_convoys(self) -> "RolloutSettings":
-        wrong = (
-            self.engine != "torch" or self.deterministic or self.rollout_backbone == "transformers" or not self.relays
-        )
-        if self.convoys and wrong:
-            raise ValueError(
-                "convoys: they need MARLAAS_ENGINE=torch, our decoder, MARLAAS_PEERS=1, and no deterministic mode; "
-                "unset MARLAAS_CONVOYS"
-            )
-        return self
-
     @field_validator("vllm_max_lora_rank")
     @classmethod
     def _is_a_rank(cls, value: int) -> int:

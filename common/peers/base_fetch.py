@@ -14,7 +14,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedRandom
 from itertools import chain
@@ -25,7 +25,7 @@ import structlog
 
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.models.base_digest import base_digest, differ, shown
-from common.models.stages import Stage, divided
+from common.models.stages import divided
 from common.models.weight_files import StoredTensor, stored_tensors
 from common.peers.chain import FolderUnusable, Relay
 from common.peers.convoys import Convoy
@@ -70,6 +70,7 @@ class BaseFetch:
         self._target = self._whole if with_weights else Path(f"{self._whole}.texts")
         self._part = Path(f"{self._target}.part")
         self._total = 0
+        self._shares = list[tuple[str, StoredFile]]()
 
     def progress(self) -> str:
         """`fetching q@0a1b…: 43% of 1.2 GB, 516 MB are here`."""
@@ -97,11 +98,9 @@ class BaseFetch:
             raise InvalidInput(f"base model {self._where}: {what}") from error
         except CorruptObject as error:
             raise InvalidInput(f"base model {self._where} is damaged in the store: {error}; push it again") from error
-        if self._relay and files:
-            sections = await asyncio.to_thread(_sections, found, files, self._convoy) if self._convoy else []
-            for path, file in [*((found / name, file) for name, file in files.items()), *sections]:
-                if file.size > PARTED_BYTES:
-                    self._relay.offer(file, path).has(len(file.parts))
+        for name, file in [*files.items(), *self._shares]:
+            if self._relay and file.size > PARTED_BYTES:
+                self._relay.offer(file, found / name).has(len(file.parts))
         return found
 
     def _kept(self) -> Path | None:
@@ -159,20 +158,22 @@ class BaseFetch:
         """What is no weights, then the weights of a convoy's stage, of the one behind it, and so on."""
         tensors = dict[str, list[StoredTensor]]()
         for name, file in files.items():
-            if _has_stages(name, file):
+            if name.endswith(".safetensors") and file.size > PARTED_BYTES:
                 tensors[name] = await self._header(self._part / name, file)
             else:
                 await self._complete(self._part / name, file)
         stages = divided(chain(*tensors.values()), convoy.num_stages)
-        first = await convoy.enter()
-        for stage in [*stages[first:], *stages[:first]]:
-            for name, own in tensors.items():
-                await self._complete(self._part / name, _section(files[name], own, stage, convoy))
-            if stage.number == first:
+        own, group = await convoy.enter()
+        for stage in [*stages[own:], *stages[:own]]:
+            for name, file in ((name, files[name]) for name in tensors):
+                share = file.section(f"{stage.number}of{len(stages)}.{group}", stage.parts_of(file, tensors[name]))
+                await self._complete(self._part / name, share)
+                self._shares.append((name, share))
+            if stage.number == own:
                 convoy.begin(self._part, stages)
 
     async def _header(self, path: Path, file: StoredFile) -> list[StoredTensor]:
-        """What a file of weights holds; its first parts come."""
+        """What a file of weights holds; its first parts come. Raises CorruptObject too."""
         num, needed = 0, 1
         while num < needed:
             num = min(needed, len(file.parts))
@@ -181,7 +182,11 @@ class BaseFetch:
                 needed = min(
                     -(-(8 + int.from_bytes(handle.read(8), "little")) // part_bytes(file.size)), len(file.parts)
                 )
-        return _tensors_of(path)
+        try:
+            with path.open("rb") as handle:
+                return stored_tensors(handle)
+        except ValueError as error:
+            raise CorruptObject(f"{path.name}: {error}") from error
 
     async def _complete(self, path: Path, file: StoredFile) -> None:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as handle:
@@ -216,31 +221,6 @@ def _sizes(folder: Path) -> dict[str, int]:
 def _num_held(folder: Path) -> int:
     """Bytes on the disk: sections leave holes between them."""
     return sum(min(found.st_size, 512 * found.st_blocks) for found in (file.stat() for file in folder.iterdir()))
-
-
-def _has_stages(name: str, file: StoredFile) -> bool:
-    return name.endswith(".safetensors") and file.size > PARTED_BYTES
-
-
-def _tensors_of(path: Path) -> list[StoredTensor]:
-    """Raises CorruptObject."""
-    try:
-        with path.open("rb") as handle:
-            return stored_tensors(handle)
-    except ValueError as error:
-        raise CorruptObject(f"{path.name}: {error}") from error
-
-
-def _section(file: StoredFile, tensors: Sequence[StoredTensor], stage: Stage, convoy: Convoy) -> StoredFile:
-    return file.section(f"{stage.number}of{convoy.num_stages}", stage.parts_of(file, tensors))
-
-
-def _sections(folder: Path, files: Mapping[str, StoredFile], convoy: Convoy) -> list[tuple[Path, StoredFile]]:
-    """Those of a folder that is whole, and their files."""
-    weights = {folder / name: file for name, file in files.items() if _has_stages(name, file)}
-    tensors = {path: _tensors_of(path) for path in weights}
-    stages = divided(chain(*tensors.values()), convoy.num_stages)
-    return [(path, _section(file, tensors[path], stage, convoy)) for path, file in weights.items() for stage in stages]
 
 
 def _manifest(folder: Path) -> BaseManifest:

@@ -20,13 +20,13 @@ HOLD_S = 5.0
 TELL_S = 0.25
 LOADING, READY, WHOLE = "loading", "ready", "whole"
 
-# KEYS: `convoy`. ARGV: worker, ms that an entry counts, number of stages, state, address. Gives a worker without an entry the stage that
-# fewest loaders have. Returns all entries. The first write needs no memory, as in SETTLE.
+# KEYS: `convoy`. ARGV: worker, ms that an entry counts, number of stages, state, address, its stage; "": the one that fewest loaders
+# have. Returns all entries. The first write needs no memory, as in SETTLE.
 TELL = """
 local now, own = redis.call('TIME'), redis.call('HGET', KEYS[1], ARGV[1])
 now = now[1] * 1000 + math.floor(now[2] / 1000)
 redis.call('HDEL', KEYS[1], ARGV[1])
-local nums, last, stage, number = {}, 0, nil, nil
+local nums, last = {}, now
 for i = 0, ARGV[3] - 1 do nums[i] = 0 end
 local entries = redis.call('HGETALL', KEYS[1])
 for i = 1, #entries, 2 do
@@ -39,10 +39,10 @@ for i = 1, #entries, 2 do
     if state ~= 'whole' and nums[of] then nums[of] = nums[of] + 1 end
   end
 end
-if own then
-  stage, number = string.match(own, '^%d+ (%d+) (%d+) ')
-else
-  stage, number = 0, last + 1
+local stage, number = string.match(own or '', '^%d+ (%d+) (%d+) ')
+stage, number = ARGV[6] ~= '' and ARGV[6] or stage, number or last + 1
+if not stage then
+  stage = 0
   for i = 1, ARGV[3] - 1 do if nums[i] < nums[stage] then stage = i end end
 end
 local entry = {string.format('%.0f', now + ARGV[2]), stage, number, ARGV[4], ARGV[5]}
@@ -57,7 +57,7 @@ class Loader(NamedTuple):
 
     worker: str
     stage: int
-    number: int  # in order of arrival
+    number: int  # in order of arrival; the first's is the time, ms
     state: str
     address: str
 
@@ -84,7 +84,7 @@ class Convoy:
         self.worker = worker
         self.began, self.over = asyncio.Event(), asyncio.Event()
         """Are its stage's weights here? Has it handed back what it had as a part of a convoy?"""
-        self.folder, self.stages, self.number = Path(), list[Stage](), 0
+        self.folder, self.stages, self.number = Path(), list[Stage](), -1
         """With its stage's weights; all stages, and which one is its own. They count once it began."""
         self.state = ""
         """Empty: it has no stage, for it loads nothing yet, or had all."""
@@ -93,11 +93,13 @@ class Convoy:
         self._bus, self._address = bus, address
         self._tell = bus.client.register_script(TELL)
 
-    async def enter(self) -> int:
-        """The number of its stage."""
-        self.state = LOADING
-        self.number = next(each.stage for each in await self._told() if each.worker == self.worker)
-        return self.number
+    async def enter(self) -> tuple[int, int]:
+        """The number of its stage, and that of all who load with it: these read the store once, each another stage first, and pass on
+        what they have. Whole workers give nothing, for all would draw on one of them."""
+        self.state = self.state or LOADING
+        loaders = await self._told()
+        self.number = next(each.stage for each in loaders if each.worker == self.worker)
+        return self.number, min(each.number for each in loaders)
 
     def begin(self, folder: Path, stages: Sequence[Stage]) -> None:
         self.folder, self.stages = folder, list(stages)
@@ -126,7 +128,8 @@ class Convoy:
             await asyncio.sleep(TELL_S)
 
     async def _told(self) -> list[Loader]:
-        words: list[Any] = [self.worker, round(1000 * HOLD_S), self.num_stages, self.state, self._address]
+        stage = "" if self.number < 0 else self.number
+        words: list[Any] = [self.worker, round(1000 * HOLD_S), self.num_stages, self.state, self._address, stage]
         answer = await self._bus.retrying(lambda: self._tell(keys=[self._bus.cell.convoy], args=words))
         entries = [
             (worker.decode(), *entry.decode().split()) for worker, entry in zip(answer[::2], answer[1::2], strict=True)

@@ -146,7 +146,7 @@ class Pool:
         """Gives its place to the last row, which has `num` tokens; nothing behind them is copied."""
         # Rows stand without gaps, so that a forward reads each pool as one slice. What follows a row's tokens is masked by adding minus
         # infinity to its scores: old numbers there are harmless, NaN is not (0 * NaN is NaN), so a row that may hold one is cleared.
-        self._changed("remove", slot, num, clear)
+        self._changed("remove", slot, num, int(clear))
         row, last = self.row(slot), len(self.slots) - 1
         for layer in self.layers:
             if row != last:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from base_model.kernels import DEFAULT
 from common.cancellation import done_before, running, set_within
-from common.errors import MarlaasError
+from common.errors import InvalidInput, MarlaasError
 from common.models.weight_files import read_weights
 from common.peers.chain import Relay
 from common.peers.convoys import HOLD_S, READY, TELL_S, WHOLE, Convoy, Loader, behind
@@ -32,7 +32,6 @@ from rollout_service.settings import RolloutSettings
 
 SLOTS = 28
 """Turns that a convoy generates at once, besides a few chats: each token costs a way to all stages."""
-RETRY_S = 1.0
 Make = Callable[[RolloutSettings, Parts, TorchEngine, Callable[[], str]], BuiltService]
 """Makes a service of an engine; the last argument names the stream that gets what is handed back."""
 log = structlog.get_logger()
@@ -40,6 +39,10 @@ log = structlog.get_logger()
 
 async def take_part(make: Make, settings: RolloutSettings, parts: Parts, convoy: Convoy, stop: asyncio.Event) -> None:
     """Takes part from when the stage's weights are here until a loader is whole, or `stop`."""
+    if settings.engine != "torch" or settings.deterministic or settings.rollout_backbone == "transformers":
+        raise InvalidInput(
+            "MARLAAS_CONVOYS needs MARLAAS_ENGINE=torch, our decoder, and no deterministic mode: unset it"
+        )
     relay = parts.store.relay
     assert relay is not None, "the stage is served through it"
     async with convoy.taken_part():
@@ -77,14 +80,13 @@ class Head:
         on_lost = partial(asyncio.get_running_loop().call_soon_threadsafe, over.set)
         try:
             for each in stages:
-                layers = self.convoy.stages[each.stage].layers
-                links.append(await asyncio.to_thread(StageLink, each.address, relay.key, layers))
+                if layers := self.convoy.stages[each.stage].layers:
+                    links.append(await asyncio.to_thread(StageLink, each.address, relay.key, layers))
             weights = await asyncio.to_thread(read_weights, self.convoy.folder)
             async with running(self._watch(over)):
                 await self._serve(StagedDecoder(own, weights.shapes, links, on_lost), over)
         except OSError as error:
             log.warning("convoy_not_formed", reason=repr(error))
-            await set_within(self.stop, RETRY_S)
         finally:
             for link in links:
                 link.close()

@@ -62,6 +62,7 @@ class Mirror:
         self._adapters = dict[int, FusedAdapter]()
         self._lanes = dict[int, tuple[list[int], LaneFactors]]()  # by rank: the last ones
 
+    @torch.inference_mode()
     def answer(self, step: bytes) -> bytes:
         try:
             x = self.compute(wire.decoded(step, wire.Step, self._model.embedding.device))
@@ -69,7 +70,6 @@ class Mirror:
         except (RuntimeError, ValueError, LookupError) as error:
             return wire.framed(wire.Computed(error=f"{type(error).__name__}: {error}"))
 
-    @torch.inference_mode()
     def compute(self, step: wire.Step) -> Tensor:
         """Hidden states behind the stage's layers [N, E]."""
         for change in step.changes:
