@@ -56,7 +56,7 @@ async def convoy(
         links, lost = list[StageLink](), asyncio.Event()
         for stage in others:
             server = PeerServer({}, lambda: KEY, None)
-            server.serve_stage = StageServer(staged(stage), 1).serve
+            server.serve_stage = StageServer(staged(stage)).serve
             address = await server.open("127.0.0.1", 0)
             stack.push_async_callback(server.close)
             if proxy and stage is others[-1]:

@@ -52,7 +52,7 @@ async def take_part(make: Make, settings: RolloutSettings, parts: Parts, convoy:
             own = await asyncio.to_thread(load_stage, settings, convoy.folder, convoy.stages[convoy.number])
         except (MarlaasError, OSError, RuntimeError, SafetensorError) as error:  # torch's lack of memory too
             return log.warning("no_convoy", reason=f"{type(error).__name__}: {error}")
-        relay.serve_stage(StageServer(own, settings.rollout_threads).serve)
+        relay.serve_stage(StageServer(own).serve)
         convoy.is_now(READY)
         head = Head(make, settings, parts, convoy, stop)
         while not stop.is_set() and convoy.state == READY:

@@ -7,13 +7,11 @@ after a crash: the head hands its rows back
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import structlog
 import torch
 from torch import Tensor
 
-from base_model.device import prepare_cpu
 from base_model.stacked import FusedAdapter, LaneFactors, Product
 from common.cancellation import beating
 from common.peers.server import BEAT, PART
@@ -29,9 +27,9 @@ log = structlog.get_logger()
 class StageServer:
     """Serves one head at a time."""
 
-    def __init__(self, model: FusedDecoder, num_threads: int) -> None:
+    def __init__(self, model: FusedDecoder) -> None:
         self._model = model
-        self._thread = ThreadPoolExecutor(1, "stage", initializer=partial(prepare_cpu, num_threads))
+        self._thread = ThreadPoolExecutor(1, "stage")
         self._is_busy = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
