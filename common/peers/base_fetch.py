@@ -140,7 +140,10 @@ class BaseFetch:
             (self._part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
             if not await asyncio.to_thread(self._is_right, self._part):
                 raise CorruptObject("its files have another digest")
-            self._part.rename(self._target)
+            async with self._convoy.reading if self._convoy else contextlib.nullcontext():
+                self._part.rename(self._target)
+                if self._convoy:
+                    self._convoy.folder = self._target
         return self._target
 
     @contextlib.asynccontextmanager

@@ -86,6 +86,8 @@ class Convoy:
         """Are its stage's weights here? Has it handed back what it had as a part of a convoy?"""
         self.folder, self.stages, self.number = Path(), list[Stage](), -1
         """With its stage's weights; all stages, and which one is its own. They count once it began."""
+        self.reading = asyncio.Lock()
+        """Whoever reads the folder, or renames it, holds it."""
         self.state = ""
         """Empty: it has no stage, for it loads nothing yet, or had all."""
         self.loaders: list[Loader] = []

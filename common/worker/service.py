@@ -199,7 +199,7 @@ async def _run(name: str, settings: S, build: Build[S], early: Early[S] | None) 
         await patiently(objects.probe)
         start = _Start.of(name, settings, objects, imported_s)
         relay = await _open_relay(settings, start) if name == SERVES_PEERS and settings.relays else None
-        loops = [relay.run()] if relay else []
+        loops: list[Coroutine[Any, Any, None]] = [relay.run()] if relay else []
         digest = stored_digest(settings.models[settings.model_name])
         if early and relay and settings.convoys and digest:
             convoy = Convoy(start.bus, start.reporter.worker, relay.address, settings.convoys)

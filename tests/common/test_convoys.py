@@ -52,9 +52,8 @@ def test_the_nth_of_each_stage_serve_together_until_one_is_whole() -> None:
 
 
 @pytest.mark.asyncio
-async def test_loaders_begin_with_different_stages_and_the_store_is_read_once(
-    store: Store, tmp_path: Path, bus: Bus
-) -> None:
+async def test_loaders_begin_with_different_stages_and_the_store_is_read_once(tmp_path: Path, bus: Bus) -> None:
+    store = Store()
     where, _ = await pushed(store)
     relays, convoys = list[Relay](), list[Convoy]()
 

@@ -28,7 +28,7 @@ from rollout_service.embedded.convoy.stage import StageServer
 from rollout_service.embedded.convoy.staged import StagedDecoder, StageLink
 from rollout_service.embedded.torch_engine import TorchEngine
 from tests.common.test_worker import until
-from tests.support.rollout_cases import TINY, NoEnd, exact_limits, files_of, one, prompt, ref, request, running
+from tests.support.rollout_cases import TINY, NoEnd, exact_limits, files_of, nearly, one, prompt, ref, request, running
 
 pytestmark = pytest.mark.asyncio
 CELL = Cell("tiny")
@@ -98,9 +98,12 @@ def turns() -> list[TurnRequest]:
 async def test_tokens_are_the_whole_engines_while_rows_join_and_leave(num_stages: int) -> None:
     asked = turns()
     async with running(adapters=FILES, ends=False) as engine:
+        usual = await asyncio.gather(*(one(engine, each) for each in asked))
+    async with running(limits=exact_limits(4, prefix_bytes=0), adapters=FILES, ends=False) as engine:
         whole = await asyncio.gather(*(one(engine, each) for each in asked))
     async with convoy(num_stages, slots=9) as (engine, _):
         found = await asyncio.gather(*(one(engine, each) for each in asked))
+    assert all(map(nearly, found, usual))
     for mine, theirs in zip(found, whole, strict=True):
         assert mine.tokens == theirs.tokens and mine.adapter == theirs.adapter
         assert np.abs(np.array(mine.logprobs) - theirs.logprobs).max() < 1e-5
@@ -169,12 +172,11 @@ async def loaders(redis_url: str, store: str, where: str, gate: Path, num: int) 
 
 
 async def test_turns_begin_before_any_worker_is_whole_and_end_at_the_first_that_is(
-    bus: Bus, redis_url: str, tmp_path: Path
+    bus: Bus, redis_url: str, objects: Objects, tmp_path: Path
 ) -> None:
     # Given two workers that load a base model from the store, and turns
     store, gate, num_turns, num_tokens = f"file://{tmp_path}/store", tmp_path / "gate", 6, 1600
-    (tmp_path / "store").mkdir()
-    where = await push_base(Objects.open(store), "tiny", TINY, lambda _: None)
+    where = await push_base(objects, "tiny", TINY, lambda _: None)
     asked = [request(BASE, sample=n, max_tokens=num_tokens, stop_ids=()) for n in range(num_turns)]
     await bus.ensure_group(CELL.rollout, GROUP_ROLLOUT)
     await bus.publish([(CELL.rollout, each) for each in asked])
@@ -189,7 +191,7 @@ async def test_turns_begin_before_any_worker_is_whole_and_end_at_the_first_that_
 
         # Then all turns have tokens before either worker is whole
         await until(num_kept)
-        states = {(each.worker.endswith("-convoy"), each.state) for each in await reports()}
+        states = {(each.id.endswith("-convoy"), each.state) for each in await reports()}
         assert not states & {(False, "idle"), (False, "busy")}
         # And when they are whole the turns go on with their tokens, each of which was sampled once
         gate.touch()

@@ -6,9 +6,10 @@ after a crash: of a stage the head hands its rows back; those of a head are take
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 from safetensors import SafetensorError
@@ -49,18 +50,30 @@ async def take_part(make: Make, settings: RolloutSettings, parts: Parts, convoy:
         if not await done_before(stop, convoy.began.wait()):
             return
         try:
-            own = await asyncio.to_thread(load_stage, settings, convoy.folder, convoy.stages[convoy.number])
+            async with convoy.reading:
+                loaded = await asyncio.to_thread(_load, settings, convoy)
         except (MarlaasError, OSError, RuntimeError, SafetensorError) as error:  # torch's lack of memory too
             return log.warning("no_convoy", reason=f"{type(error).__name__}: {error}")
-        relay.serve_stage(StageServer(own).serve)
+        relay.serve_stage(StageServer(loaded.own).serve)
         convoy.is_now(READY)
-        head = Head(make, settings, parts, convoy, stop)
+        head = Head(make, settings, parts, convoy, loaded, stop)
         while not stop.is_set() and convoy.state == READY:
             if stages := behind(convoy.loaders, convoy.worker, convoy.num_stages):
-                await head.lead(own, stages, relay)
+                await head.lead(stages, relay)
             await set_within(stop, TELL_S)
         await set_within(stop, HOLD_S)  # heads must hear who is whole
         relay.serve_stage(None)
+
+
+class Loaded(NamedTuple):
+    own: FusedDecoder
+    shapes: Mapping[str, tuple[int, int]]
+    tokenizer: ChatTokenizer
+
+
+def _load(settings: RolloutSettings, convoy: Convoy) -> Loaded:
+    folder, own = convoy.folder, load_stage(settings, convoy.folder, convoy.stages[convoy.number])
+    return Loaded(own, read_weights(folder).shapes, ChatTokenizer.load(folder, settings.max_context))
 
 
 @dataclass(slots=True)
@@ -71,10 +84,11 @@ class Head:
     settings: RolloutSettings
     parts: Parts
     convoy: Convoy
+    loaded: Loaded
     stop: asyncio.Event
     heir: str = ""
 
-    async def lead(self, own: FusedDecoder, stages: Sequence[Loader], relay: Relay) -> None:
+    async def lead(self, stages: Sequence[Loader], relay: Relay) -> None:
         """Generates turns until a loader is whole, a stage is lost, or it stops; then hands them back."""
         over, links = asyncio.Event(), list[StageLink]()
         on_lost = partial(asyncio.get_running_loop().call_soon_threadsafe, over.set)
@@ -82,9 +96,8 @@ class Head:
             for each in stages:
                 if layers := self.convoy.stages[each.stage].layers:
                     links.append(await asyncio.to_thread(StageLink, each.address, relay.key, layers))
-            weights = await asyncio.to_thread(read_weights, self.convoy.folder)
             async with running(self._watch(over)):
-                await self._serve(StagedDecoder(own, weights.shapes, links, on_lost), over)
+                await self._serve(StagedDecoder(self.loaded.own, self.loaded.shapes, links, on_lost), over)
         except OSError as error:
             log.warning("convoy_not_formed", reason=repr(error))
         finally:
@@ -97,8 +110,7 @@ class Head:
         limits = EngineLimits(
             settings.engine_slots, settings.rollout_kv_bytes, 0, 0, min_rows=DEFAULT.min_rows, exact=True
         )
-        tokenizer = await asyncio.to_thread(ChatTokenizer.load, self.convoy.folder, settings.max_context)
-        engine = TorchEngine(model, tokenizer, limits=limits, changes=model.changes)
+        engine = TorchEngine(model, self.loaded.tokenizer, limits=limits, changes=model.changes)
         await engine.start()
         parts = replace(self.parts, worker=f"{self.parts.worker}-convoy")
         service = self.make(settings, parts, engine, lambda: self.heir)

@@ -1,6 +1,6 @@
 """The head's model: its own layers, then those of each stage, over sockets. Its calls block, in the engine's thread.
 
-reads, writes: stages' connections   waits for: a stage's answer   unblocked by: that stage; HEAR_S without a byte
+reads, writes: stages' connections   waits for: a stage's answer   unblocked by: that stage; PATIENCE_S without a byte
 after a stage is lost: the rows stay as they are, so that they can be handed back with their tokens, until `close`
 """
 
@@ -19,6 +19,8 @@ from rollout_service.embedded.backbone.interface import ForwardPart, QkvAttend
 from rollout_service.embedded.convoy import wire
 from rollout_service.embedded.pools import PoolChange
 
+PATIENCE_S = 10.0
+"""Seconds without a byte after which a stage counts as gone: its process loads the whole base model meanwhile."""
 MAX_ADAPTERS = 64
 """Adapters that stages keep; with more, all come again."""
 log = structlog.get_logger()
@@ -66,14 +68,14 @@ class StageLink:
         """The number by which the stage knows it."""
         if adapter not in self._sent:
             number = self._sent[adapter] = len(self._sent)
-            a, b = (list(factors[self._products]) for factors in (adapter.factors.a, adapter.factors.b))
-            self._new[number] = wire.SentAdapter(adapter.rank, a, [list(same) for same in b])
+            a, b = adapter.factors.a[self._products], adapter.factors.b[self._products]
+            self._new[number] = wire.SentAdapter(adapter.rank, list(a), [list(same) for same in b])
         return self._sent[adapter]
 
     def _send(self, step: wire.Step) -> None:
         self._socket.settimeout(SEND_S)
         self._socket.sendall(wire.framed(step))
-        self._socket.settimeout(HEAR_S)
+        self._socket.settimeout(PATIENCE_S)
 
     def _answer(self) -> bytes:
         while (mark := self._heard(1)) == BEAT:
@@ -112,6 +114,8 @@ class StagedDecoder:
         return self._shapes
 
     def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
+        if self._closed.is_set():
+            raise StageLost("the convoy is over")
         (part,) = parts
         x, attend = self._own.run(self._own.embed(tokens), positions, parts), _sent(part.attend)
         for link in self._links:
