@@ -1,7 +1,7 @@
 """The first token of workers that load one base model at the same time, alone and as a convoy: the part of `benchmarks.elastic` about
 executing while loading.
 
-Each of NUM workers reads the store through a link of its own, of BYTES_PER_S, and sends as much to the others. Turns wait before they
+Each worker reads the store through a link of its own, of BYTES_PER_S, and sends as much to the others. Turns wait before they
 start. Measured is the time until the first turn of TOKENS tokens is answered: of a convoy from when its last worker's imports have
 ended, else from when the first's have. Processes yield to each other on a machine of few cores, so their imports end apart.
 """
@@ -23,12 +23,12 @@ from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
 from common.store.bases import push_base
 from common.store.objects import Objects
-from common.wire.messages import BASE, TurnResult, WorkerReport
+from common.wire.messages import BASE, WorkerReport
 from harness.proxy import Proxy
 from harness.redis_server import embedded_redis
 from harness.s3_server import S3Server, environment
 
-NUM, TOKENS, BYTES_PER_S = 4, 8, 20_000_000
+TOKENS, BYTES_PER_S = 8, 20_000_000
 
 
 class First(msgspec.Struct, frozen=True):
@@ -36,14 +36,14 @@ class First(msgspec.Struct, frozen=True):
     whole_s: float  # until the first worker takes turns with the whole base model
 
 
-async def measure(folder: Path, where: str, server: S3Server, *, convoys: int) -> First:
+async def measure(folder: Path, where: str, server: S3Server, num: int, *, convoys: int) -> First:
     async with contextlib.AsyncExitStack() as stack:
         redis = stack.enter_context(embedded_redis())
         bus, workers, begun_s = Bus.connect(redis.url, CELL), list[asyncio.subprocess.Process](), time.time()
         stack.push_async_callback(bus.close)
         await bus.ensure_group(CELL.rollout, GROUP_ROLLOUT)
-        await bus.publish([(CELL.rollout, request(BASE, list(range(97, 113)), n, TOKENS)) for n in range(NUM)])
-        for number in range(NUM):
+        await bus.publish([(CELL.rollout, request(BASE, list(range(97, 113)), n, TOKENS)) for n in range(num)])
+        for number in range(num):
             proxy = Proxy(server.port, bytes_per_s=BYTES_PER_S)
             await proxy.open()
             stack.push_async_callback(proxy.shut)
@@ -67,11 +67,11 @@ async def first(bus: Bus, pids: list[int], begun_s: float, *, in_convoy: bool) -
     """Waits until all workers are whole: their first reports say when their imports ended."""
     imported, answered_s, whole_s = dict[int, float](), 0.0, 0.0
     async with asyncio.timeout(600):
-        while len(imported) < len(pids):
+        while not answered_s or len(imported) < len(pids):
             await asyncio.sleep(0.02)
             if not answered_s:
                 told = await bus.follow(CELL.env, "0", block_ms=None)
-                answered_s = time.time() if any(isinstance(message, TurnResult) for _, message in told) else 0.0
+                answered_s = time.time() if told else 0.0
             for _, report in await bus.follow(CELL.telemetry, "0", block_ms=None):
                 if isinstance(report, WorkerReport) and "start_import_s" in report.counters:
                     imported.setdefault(report.pid, begun_s + report.counters["start_import_s"])
@@ -80,27 +80,27 @@ async def first(bus: Bus, pids: list[int], begun_s: float, *, in_convoy: bool) -
     return First(answered_s - since_s, whole_s - since_s)
 
 
-async def both(folder: Path, num_bytes: int) -> tuple[First, First]:
+async def both(folder: Path, num: int, num_bytes: int) -> tuple[First, First]:
     """Alone, and as a convoy."""
     base, server = await asyncio.to_thread(random_base, folder / "base", num_bytes), S3Server.start()
     try:
         os.environ |= environment(server.endpoint)
         where = await push_base(Objects.open(STORE), "bench", base, lambda _: None)
-        alone = await measure(folder, where, server, convoys=0)
-        return alone, await measure(folder, where, server, convoys=NUM)
+        alone = await measure(folder, where, server, num, convoys=0)
+        return alone, await measure(folder, where, server, num, convoys=num)
     finally:
         server.stop()
 
 
-def convoy_report(num_bytes: int) -> Report:
+def convoy_report(num: int, num_bytes: int) -> Report:
     with tempfile.TemporaryDirectory() as folder:
-        alone, convoy = asyncio.run(both(Path(folder), num_bytes))
+        alone, convoy = asyncio.run(both(Path(folder), num, num_bytes))
     rows = [
         ("the first answer, s", alone.token_s, convoy.token_s),
         ("the first worker is whole, s", alone.whole_s, convoy.whole_s),
     ]
     table = make_table(
-        f"{NUM} workers load {num_bytes / 1e6:.0f} MB over links of {BYTES_PER_S / 1e6:.0f} MB/s",
+        f"{num} workers load {num_bytes / 1e6:.0f} MB over links of {BYTES_PER_S / 1e6:.0f} MB/s",
         ("after their imports", "each by itself", "as a convoy"),
         rows,
     )

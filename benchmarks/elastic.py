@@ -138,7 +138,7 @@ def report(given: Any) -> Report:
     tables, pools, more = _elastic_repack.measured(float(given.window_s))
     relay = relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s)
     bases = bases_report(2 * given.megabytes * 1_000_000)
-    convoys = convoy_report(2 * given.megabytes * 1_000_000)
+    convoys = convoy_report(min(4, given.readers // 2), 2 * given.megabytes * 1_000_000)
     return Report(
         [make_table("A worker is killed", columns, rows), *tables, *relay.tables, *bases.tables, *convoys.tables],
         {"losses": [asdict(each) for each in losses], "pools": pools} | relay.figures | bases.figures | convoys.figures,
