@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
@@ -93,16 +94,9 @@ def serving(
 ) -> BuiltService:
     """A service of an engine that runs. `heir`: see `RolloutHandler`."""
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
-    send_delta, worker = partial(_send_delta, parts.bus), parts.worker if settings.own_streams else ""
-    handler = RolloutHandler(
-        engine,
-        adapters,
-        parts.cell,
-        send_delta=send_delta,
-        worker=worker,
-        deterministic=settings.deterministic,
-        heir=heir,
-    )
+    worker = parts.worker if settings.own_streams else ""
+    more: dict[str, Any] = {"worker": worker, "deterministic": settings.deterministic, "heir": heir}
+    handler = RolloutHandler(engine, adapters, parts.cell, send_delta=partial(_send_delta, parts.bus), **more)
     return BuiltService(
         handler,
         settings.inboxes(parts.cell, parts.worker),

@@ -158,7 +158,7 @@ class BaseFetch:
             yield
 
     async def _fetch_shares(self, convoy: Convoy, files: Mapping[str, StoredFile]) -> None:
-        """What is no weights, then the weights of a convoy's stage, of the one behind it, and so on."""
+        """Fetches other files, then the weights of a convoy's stage, of the one behind it, and so on."""
         tensors = dict[str, list[StoredTensor]]()
         for name, file in files.items():
             if name.endswith(".safetensors") and file.size > PARTED_BYTES:
@@ -176,7 +176,7 @@ class BaseFetch:
                 convoy.begin(self._part, stages)
 
     async def _header(self, path: Path, file: StoredFile) -> list[StoredTensor]:
-        """What a file of weights holds; its first parts come. Raises CorruptObject too."""
+        """Fetches a file's first parts; returns the tensors that they name. Raises CorruptObject too."""
         num, needed = 0, 1
         while num < needed:
             num = min(needed, len(file.parts))

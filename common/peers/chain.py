@@ -52,7 +52,7 @@ class Relay:
 
     @property
     def key(self) -> str:
-        """What others must know to be served."""
+        """The secret that others must know to be served."""
         return self._holders.key
 
     @property

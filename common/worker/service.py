@@ -102,17 +102,12 @@ class BuiltService:
 
 
 Build = Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]
+Pooled = Callable[[S], PooledService]
 Early = Callable[[S, Parts, Convoy, asyncio.Event], Coroutine[Any, Any, None]]
 """Serves in a convoy while the base model comes, until the event."""
 
 
-def run(
-    name: str,
-    settings_type: type[S],
-    build: Build[S],
-    pooled: Callable[[S], PooledService],
-    early: Early[S] | None = None,
-) -> None:
+def run(name: str, settings_type: type[S], build: Build[S], pooled: Pooled[S], early: Early[S] | None = None) -> None:
     """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do.
 
     A thread runs `build`: the event loop beats meanwhile, reports the start, and hears SIGTERM. With several base models and none

@@ -78,7 +78,7 @@ def length_class(length: int, context: int) -> int:
 
 
 class PoolChange(NamedTuple):
-    """What other machines repeat that have other layers of the same rows. `numbers`: the arguments of the call."""
+    """A change that other machines repeat, which have other layers of the same rows. `numbers`: the arguments of the call."""
 
     kind: Literal["add", "resize", "remove", "copy", "clear"]
     length: int  # of the pool; 0: all pools

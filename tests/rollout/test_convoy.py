@@ -79,7 +79,7 @@ async def convoy(
 
 
 def turns() -> list[TurnRequest]:
-    """Of all adapters and the base, of several lengths; some share a prompt, and some want its log-probs."""
+    """Turns of all adapters and the base, of several lengths; some share a prompt, and some want its log-probs."""
     texts = ("add 37+58", "reverse cabin", "count a in " + "banana " * 12)
     return [
         request(

@@ -65,15 +65,15 @@ async def take_part(make: Make, settings: RolloutSettings, parts: Parts, convoy:
         relay.serve_stage(None)
 
 
-class Loaded(NamedTuple):
+class LoadedStage(NamedTuple):
     own: FusedDecoder
     shapes: Mapping[str, tuple[int, int]]
     tokenizer: ChatTokenizer
 
 
-def _load(settings: RolloutSettings, convoy: Convoy) -> Loaded:
+def _load(settings: RolloutSettings, convoy: Convoy) -> LoadedStage:
     folder, own = convoy.folder, load_stage(settings, convoy.folder, convoy.stages[convoy.number])
-    return Loaded(own, read_weights(folder).shapes, ChatTokenizer.load(folder, settings.max_context))
+    return LoadedStage(own, read_weights(folder).shapes, ChatTokenizer.load(folder, settings.max_context))
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Head:
     settings: RolloutSettings
     parts: Parts
     convoy: Convoy
-    loaded: Loaded
+    loaded: LoadedStage
     stop: asyncio.Event
     heir: str = ""
 

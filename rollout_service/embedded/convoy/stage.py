@@ -51,7 +51,7 @@ class StageServer:
 
 
 class Mirror:
-    """What a stage keeps for one head: keys and values of its rows, and their adapters, of the stage's layers."""
+    """A stage's part of one head's rows: keys and values of its rows, and their adapters, of the stage's layers."""
 
     def __init__(self, model: FusedDecoder) -> None:
         self._model = model
@@ -63,12 +63,12 @@ class Mirror:
     @torch.inference_mode()
     def answer(self, step: bytes) -> bytes:
         try:
-            x = self.compute(wire.decoded(step, wire.Step, self._model.embedding.device))
-            return wire.framed(wire.Computed(x))
+            x = self.compute(wire.decoded(step, wire.StageStep, self._model.embedding.device))
+            return wire.framed(wire.StageAnswer(x))
         except (RuntimeError, ValueError, LookupError) as error:
-            return wire.framed(wire.Computed(error=f"{type(error).__name__}: {error}"))
+            return wire.framed(wire.StageAnswer(error=f"{type(error).__name__}: {error}"))
 
-    def compute(self, step: wire.Step) -> Tensor:
+    def compute(self, step: wire.StageStep) -> Tensor:
         """Hidden states behind the stage's layers [N, E]."""
         for change in step.changes:
             self._repeat(change)

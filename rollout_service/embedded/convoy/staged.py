@@ -52,8 +52,8 @@ class StageLink:
             wire.SentProduct([self._number(each) for each in p.owners], p.gather, p.rows, p.places) for p in products
         ]
         try:
-            self._send(wire.Step(self.changes, self._forgets, self._new, x, positions, attend, sent))
-            answer = wire.decoded(self._answer(), wire.Computed, x.device)
+            self._send(wire.StageStep(self.changes, self._forgets, self._new, x, positions, attend, sent))
+            answer = wire.decoded(self._answer(), wire.StageAnswer, x.device)
         except (OSError, EOFError, ValueError) as error:
             raise StageLost(f"the stage at {self._address}: {error!r}") from error
         self.changes, self._new, self._forgets = [], {}, False
@@ -72,7 +72,7 @@ class StageLink:
             self._new[number] = wire.SentAdapter(adapter.rank, list(a), [list(same) for same in b])
         return self._sent[adapter]
 
-    def _send(self, step: wire.Step) -> None:
+    def _send(self, step: wire.StageStep) -> None:
         self._socket.settimeout(SEND_S)
         self._socket.sendall(wire.framed(step))
         self._socket.settimeout(PATIENCE_S)
@@ -105,7 +105,7 @@ class StagedDecoder:
     ) -> None:
         """`own`: the first layers. `shapes`: see `linear_shapes`. `on_lost`: called in the engine's thread."""
         self.changes = list[PoolChange]()
-        """Those of the rows' pools that no link knows yet: `TorchEngine` adds them."""
+        """Changes of the rows' pools that no link knows yet: `TorchEngine` adds them."""
         self.config, self.embedding, self.logits = own.config, own.embedding, own.logits
         self._own, self._shapes, self._links, self._on_lost = own, shapes, links, on_lost
         self._closed = threading.Event()

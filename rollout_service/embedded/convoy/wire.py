@@ -1,4 +1,4 @@
-"""What the head of a convoy and a stage say to each other: a Step there, a Computed back; msgpack, with tensors as raw bytes.
+"""Messages between the head of a convoy and a stage: a StageStep there, a StageAnswer back; msgpack, with tensors as raw bytes.
 
 A message is its size, 8 bytes, then its bytes. The stage says PART before it, and BEAT now and then while it computes, as holders of
 files do: so the head hears that a stage is gone from that it takes long. Axes: N rows of a forward, E hidden.
@@ -30,7 +30,7 @@ class SentAdapter(msgspec.Struct, frozen=True, array_like=True):
 class SentProduct(msgspec.Struct, frozen=True, array_like=True):
     """See `base_model.stacked.Product`."""
 
-    owners: list[int]  # numbers of adapters that came with this Step or an earlier one
+    owners: list[int]  # numbers of adapters that came with this step or an earlier one
     gather: Tensor | None
     rows: Tensor | None
     places: Tensor | None
@@ -44,7 +44,7 @@ class SentAttend(msgspec.Struct, frozen=True, array_like=True):
     width: int  # positions of a prompt; 0: one new token a row
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True):
+class StageStep(msgspec.Struct, frozen=True, array_like=True):
     """One forward of a stage. What the stage keeps changes first."""
 
     changes: list[PoolChange]
@@ -56,7 +56,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     products: list[SentProduct]
 
 
-class Computed(msgspec.Struct, frozen=True, array_like=True):
+class StageAnswer(msgspec.Struct, frozen=True, array_like=True):
     """The answer."""
 
     x: Tensor | None = None  # [N, E] behind the stage's layers
