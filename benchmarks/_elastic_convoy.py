@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks._elastic_bases import CELL, STORE, random_base
+from benchmarks._elastic_bases import CELL, STORE, make_base
 from benchmarks._report import Goal, Report, make_table
 from benchmarks.rollout import request
 from common.bus.bus import Bus
@@ -82,7 +82,7 @@ async def first(bus: Bus, pids: list[int], begun_s: float, *, in_convoy: bool) -
 
 async def both(folder: Path, num: int, num_bytes: int) -> tuple[First, First]:
     """Alone, and as a convoy."""
-    base, server = await asyncio.to_thread(random_base, folder / "base", num_bytes), S3Server.start()
+    base, server = await asyncio.to_thread(make_base, folder / "base", num_bytes), S3Server.start()
     try:
         os.environ |= environment(server.endpoint)
         where = await push_base(Objects.open(STORE), "bench", base, lambda _: None)
