@@ -42,7 +42,7 @@ WITH_WEIGHTS = ("rollout", "trainer")
 JOBS_A_BASE, POOL, SLOTS = 2, 2, 128
 CALLS, TOOL_S = 2, 4
 LEAST_SAVED, MOST_SLOWDOWN, MOST_ERROR = 37.58, 1.1, 15
-"""What PlexRL saves of GPU-hours, in percent; times the step of own workers; percent of the makespan."""
+"""Percent of GPU-hours that PlexRL saves; times the step of own workers; percent of the makespan."""
 ENTRY_POINTS = {"slow_tool": f"{SlowTool.__module__}:{SlowTool.__name__}"}
 
 
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """What each job does."""
+    """The work of each job."""
 
     steps: int
     calls: int

@@ -84,7 +84,7 @@ def dying(folder: Path, counts: Mapping[str, int], environment: Mapping[str, str
 
 async def versions(cluster: LocalCluster, api: Api, bases: Mapping[str, Path]) -> dict[str, dict[str, str]]:
     """The bytes of the last version of a job of each base model, all at the same time."""
-    shape = {**SHAPE, "max_steps": 2, "max_tokens": 16}
+    shape: dict[str, Any] = {**SHAPE, "max_steps": 2, "max_tokens": 16}
     jobs = {name: await api.submit("add", model=name, grader=ALIKE, **shape) for name in bases}
     await until_whole(cluster, api, list(jobs.values()), steps=2, trajectories=2 * 4 * 2)
     return {name: await adapter_hashes(cluster, "default", job, 2) for name, job in jobs.items()}
