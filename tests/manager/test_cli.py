@@ -611,9 +611,11 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
     api.answers["GET", "/v1/cluster/wanted"] = {"b": wanted, "alone": wanted}
     assert "rollout 7: tiny ▸ b, c (refused)" in (printed := run("workers"))
     assert "alone: 9 turns" in printed and "b: 9 turns" not in printed
-    # Given one that serves one base model, and is refused
-    api.answers["GET", "/v1/cluster/workers"] = [{**worker, "state": "refused", "pool": None}]
-    assert "refused" in run("workers")
+    # Given one that serves one base model, and is refused, and one that fetches it
+    away = [{**worker, "state": "refused", "reason": "no bits"}, {**worker, "state": "starting", "reason": "43% of it"}]
+    api.answers["GET", "/v1/cluster/workers"] = [{**one, "id": one["state"], "pool": None} for one in away]
+    printed = run("workers")
+    assert all(words in printed for words in ("refused", "no bits", "starting", "43% of it"))
     assert json.loads(run("dead", "--json")) == [letter]
 
 
