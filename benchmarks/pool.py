@@ -155,5 +155,5 @@ if __name__ == "__main__":
     options.add_argument(
         "--bases", default="", metavar="NAME=FOLDER,...", help="base models to switch between; default: made ones"
     )
-    asked = parsed(options, {"switches": 2, "idle_s": 4, "steps": 1, "computed_steps": 1, "tool_s": 1})
+    asked = parsed(options, {"switches": 2, "idle_s": 4, "steps": 1, "computed_steps": 0, "tool_s": 1})
     show(report(asked), asked.json)
