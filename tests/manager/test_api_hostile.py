@@ -316,6 +316,14 @@ def num_asking(server: ApiServer) -> list[int]:
     return [sum(asked.num for asked in places[kind].asking().values()) for kind in ("rollout", "env")]
 
 
+@pytest.mark.parametrize("large", [{"model_sample": "é" * 300_000}, {"item": {"answer": "x", "note": "x" * 600_000}}])
+async def test_a_grader_run_travels_in_one_message_and_leaves_nothing_in_the_store(
+    server: ApiServer, large: dict[str, Any]
+) -> None:
+    refused = await server.http.post(RUN, json=graded() | large)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_large")
+
+
 async def test_many_choices_of_one_request_leave_room_for_others(server: ApiServer) -> None:
     victim = await server.new_tenant("victim")
     messages: Any = [{"role": "user", "content": "x"}]
