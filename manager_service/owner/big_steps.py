@@ -7,6 +7,7 @@ its job's others.
 """
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -146,13 +147,12 @@ class PayloadTidier:
     async def run(self) -> None:
         """Deletes payloads that name old versions or operations, those that a crash left too, and others' old ones."""
         while True:
-            try:
+            job, oldest = "", 0.0
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, self._swept_at + SWEEP_EVERY_S - time.monotonic())):
                     job, oldest = await self._untidy.get()
-                await self._tidy(job, oldest)
-            except TimeoutError:
-                self._swept_at = time.monotonic()
-                await self._sweep()
+            try:
+                await (self._tidy(job, oldest) if job else self._sweep())
             except Unavailable as error:
                 log.warning("not_deleted", job_id=job, reason=str(error))
 
@@ -166,12 +166,10 @@ class PayloadTidier:
                 await self._objects.delete_folder(folder)
 
     async def _sweep(self) -> None:
-        try:
-            for job in await self._objects.folders("payloads"):
-                if job.startswith(OF_NO_OWNER):
-                    await self._objects.delete_older(f"payloads/{job}", ENDED_S)
-        except Unavailable as error:
-            log.warning("not_swept", reason=str(error))
+        self._swept_at = time.monotonic()
+        for job in await self._objects.folders("payloads"):
+            if job.startswith(OF_NO_OWNER):
+                await self._objects.delete_older(f"payloads/{job}", ENDED_S)
 
 
 def _operation(path: str) -> float:
