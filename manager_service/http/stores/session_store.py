@@ -59,11 +59,10 @@ class ClientSessions:
         return [session for created_at, session in rows if before is None or (created_at, session) < before]
 
     async def some(self, tenant: str, sessions: Sequence[str]) -> list[ClientSession]:
-        """The sessions of a tenant that are still kept. Others have Redis and the event loop between."""
+        """The sessions of a tenant that are still kept. Others have Redis and the event loop between. Call in `Api.reads`."""
         found: list[ClientSession] = []
         for start in range(0, len(sessions), READ_COUNT):
-            async with self._api.reads.of(tenant):
-                records = await self._api.redis.mget([_key(each) for each in sessions[start : start + READ_COUNT]])
+            records = await self._api.redis.mget([_key(each) for each in sessions[start : start + READ_COUNT]])
             found += [msgspec.json.decode(record, type=ClientSession) for record in records if record is not None]
         return [session for session in found if session.tenant == tenant]
 
