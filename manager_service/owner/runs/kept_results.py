@@ -10,7 +10,7 @@ from common.wire.operations import OperationResult
 from manager_service.owner.jobs.changes import Changes
 
 MAX_BYTES = 64 << 20
-"""Of all results of one tenant; many times what its clients, who wait for each, have not fetched yet."""
+"""Bytes of all results of one tenant: many times what its clients, who wait for each, have not fetched yet."""
 LEAST_BYTES = 1 << 10
 """A result counts for at least so many: this process remembers each."""
 
