@@ -52,7 +52,7 @@ class OpenRequests:
         # The application returns when its last part is sent, and each part waits for the one before (`in_parts`): a client that
         # does not read keeps its request open, and pays for its answer's memory with its own limit.
         streams = scope["path"].endswith("/content")
-        read = kind is OTHERS and scope["method"] == "GET" and not streams
+        read = kind is OTHERS and scope["method"] == "GET"
         with ExitStack() as held:
             held.callback(self._end, tenant, kind)
             if not streams:
