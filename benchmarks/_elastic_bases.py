@@ -67,17 +67,23 @@ async def started(redis_url: str, variables: Mapping[str, str]) -> Start:
         await bus.close()
 
 
-async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
-    """The fastest start from the store, and from the node folder."""
+def make_base(folder: Path, num_bytes: int) -> Path:
+    """Makes one whose weights are of about this size."""
     layers = max(1, num_bytes // LAYER_BYTES)
     sizes = {
         "hidden_size": WIDTH,
         "intermediate_size": FFN,
         "num_hidden_layers": layers,
         "max_position_embeddings": 512,
+        "vocab_size": max(1024, (num_bytes - layers * LAYER_BYTES) // (2 * WIDTH)),
     }
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64, "vocab_size": 1024}
-    base = await asyncio.to_thread(make_random_base, folder / "base", last_word=300, **sizes, **heads)
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 64}
+    return make_random_base(folder, last_word=300, **sizes, **heads)
+
+
+async def measure(folder: Path, num_bytes: int) -> tuple[Start, Start]:
+    """The fastest start from the store, and from the node folder."""
+    base = await asyncio.to_thread(make_base, folder / "base", num_bytes)
     server = S3Server.start()
     proxy = Proxy(server.port, bytes_per_s=STORE_BYTES_PER_S)
     await proxy.open()

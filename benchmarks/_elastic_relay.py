@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import structlog
@@ -71,24 +72,23 @@ class RelayFigures(msgspec.Struct, kw_only=True):
 
 
 @dataclass(slots=True)
-class RelayWorker:
-    """A worker's process."""
+class LineWorker:
+    """A process that answers each line with one."""
 
     process: asyncio.subprocess.Process
 
     @classmethod
-    async def start(cls, redis_url: str, folder: Path, bytes_per_s: int) -> "RelayWorker":
-        command = (sys.executable, "-m", "benchmarks._elastic_relay", redis_url, str(folder), str(bytes_per_s))
-        pipe = asyncio.subprocess.PIPE
+    async def start(cls, module: str, *arguments: object) -> Self:
+        """Returns once it has said a line."""
+        command, pipe = (sys.executable, "-m", module, *map(str, arguments)), asyncio.subprocess.PIPE
         worker = cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
         await worker._line()
         return worker
 
-    async def read(self, adapter: AdapterRef) -> Read:
-        """Has it read an adapter."""
+    async def answer(self, line: str) -> bytes:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{adapter.job} {adapter.version}\n".encode())
-        return msgspec.json.decode(await self._line(), type=Read)
+        self.process.stdin.write(f"{line}\n".encode())
+        return await self._line()
 
     async def kill(self) -> None:
         if self.process.returncode is None:
@@ -101,6 +101,12 @@ class RelayWorker:
         if not line:
             raise EOFError("the worker ended")
         return line
+
+
+class RelayWorker(LineWorker):
+    async def read(self, adapter: AdapterRef) -> Read:
+        """Has it read an adapter."""
+        return msgspec.json.decode(await self.answer(f"{adapter.job} {adapter.version}"), type=Read)
 
 
 @dataclass(slots=True)
@@ -117,7 +123,8 @@ class World:
     async def workers(self, number: int, *, relays: bool = True) -> AsyncGenerator[list[RelayWorker]]:
         bytes_per_s, now = self.bytes_per_s if relays else 0, time.monotonic_ns()
         folders = [self.folder / f"{now}-{each}" for each in range(number)]
-        starts = [RelayWorker.start(self.redis_url, folder, bytes_per_s) for folder in folders]
+        module = "benchmarks._elastic_relay"
+        starts = [RelayWorker.start(module, self.redis_url, folder, bytes_per_s) for folder in folders]
         workers = await asyncio.gather(*starts)
         try:
             yield workers

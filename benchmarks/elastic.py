@@ -2,12 +2,13 @@
 that come through peers.
 
     python -m benchmarks.elastic [--slots 128] [--lease-s 2] [--rounds 3] [--window-s 120] [--readers 16] [--megabytes 100] [--copy-s 5]
+                                [--loaders 7]
 
 Three workers, each a process at a given pace (`_paced_rollout`), have all of their slots taken, and more turns wait. A turn takes ten
 leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
 tokens that it had had and that are sampled once more. The speed is of all turns, from when the last went on: against two thirds of
 that of the three before, which is what two workers give. Redis is the one of `marlaas up`. `_elastic_repack`
-says what is measured of pools, `_elastic_relay` what of adapters, `_elastic_bases` what of base models.
+says what is measured of pools, `_elastic_relay` what of adapters, `_elastic_bases` and `_elastic_multicast` what of base models.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from typing import Any
 
 from benchmarks import _elastic_repack
 from benchmarks._elastic_bases import bases_report
+from benchmarks._elastic_multicast import multicast_report
 from benchmarks._elastic_relay import relay_report
 from benchmarks._paced_rollout import CELL, PROGRESS_S, ROW_S, STEP_S
 from benchmarks._report import Goal, Report, make_table, run
@@ -135,16 +137,24 @@ def report(given: Any) -> Report:
         Goal("tokens/s of all turns, of two workers'", 100 * min(each.speed for each in losses), 90, " %"),
     ]
     tables, pools, more = _elastic_repack.measured(float(given.window_s))
-    relay = relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s)
-    bases = bases_report(2 * given.megabytes * 1_000_000)
+    others = [
+        relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s),
+        bases_report(2 * given.megabytes * 1_000_000),
+        multicast_report(given.loaders, given.megabytes, given.copy_s),
+    ]
+    figures = {"losses": [asdict(each) for each in losses], "pools": pools}
     return Report(
-        [make_table("A worker is killed", columns, rows), *tables, *relay.tables, *bases.tables],
-        {"losses": [asdict(each) for each in losses], "pools": pools, **relay.figures, **bases.figures},
-        [*goals, *more, *relay.goals, *bases.goals],
+        [
+            make_table("A worker is killed", columns, rows),
+            *tables,
+            *(table for each in others for table in each.tables),
+        ],
+        figures | {name: found for each in others for name, found in each.figures.items()},
+        [*goals, *more, *(goal for each in others for goal in each.goals)],
     )
 
 
 if __name__ == "__main__":
     quick = {"slots": 32, "lease_s": 1, "rounds": 1, "window_s": 4, "readers": 4, "megabytes": 16, "copy_s": 1}
     numbers = {"slots": 128, "lease_s": 2, "rounds": 3, "window_s": 120, "readers": 16, "megabytes": 100, "copy_s": 5}
-    run(__doc__, report, quick, **numbers)
+    run(__doc__, report, quick | {"loaders": 3}, **numbers, loaders=7)

@@ -1,9 +1,9 @@
 """Compares losses as the default of jobs: does any give a better model than `grpo`, from the same seeds?
 
-    python -m benchmarks.losses [--base FOLDER] [--skill NAME] [--seeds 8] [--steps 40] [--json FILE]
+    python -m benchmarks.losses [--base FOLDER] [--skill NAME] [--seeds 8] [--steps 40] [--groups 16] [--json FILE]
 
 A seed's jobs differ in their loss alone: items, their order, the first adapter and the rate, the base's own, are the same. They
-train at once on a cluster of one worker of each kind: 16 groups of 8 a step, 24 tokens an answer, exact answers get 1. The
+train at once on a cluster of one worker of each kind: groups of 8, 24 tokens an answer, exact answers get 1. The
 figure is the mean reward of 8 sampled answers to each of 32 held-out items, of the last version and of the one halfway; `steps`
 is the mean reward over all steps. A difference is to grpo's job of the same seed, with its standard error.
 """
@@ -36,6 +36,7 @@ async def of_job(api: Api, job: str) -> list[float]:
 async def of_seed(api: Api, seed: int, given: Any) -> list[list[float]]:
     """The figures of a seed's jobs, one of each loss."""
     hyper = {"max_steps": given.steps, "eval_interval": given.steps // 2, "eval_samples": 8, "max_tokens": 24}
+    hyper["batch_size"] = given.groups
     common: dict[str, Any] = {"model": "base", "seed": seed, "evaluate": True, **hyper}
     jobs = [await api.submit(given.skill, loss=loss, **common) for loss in LOSSES]
     for job in await api.until_done(*jobs, seconds=LIMIT_S, ask_every_s=2.0):
@@ -59,12 +60,12 @@ def report(given: Any) -> Report:
         cells = [f"{apart[:, f].mean():+.4f} ± {standard_error(apart[:, f].tolist()):.4f}" for f in range(len(FIGURES))]
         rows.append((loss, *(f"{mean:.4f}" for mean in found[:, place].mean(0)), *(cells if place else ["", "", ""])))
     columns = ("loss", *FIGURES, *(f"{figure}, difference" for figure in FIGURES))
-    title = f"{given.base.name}, {given.skill}, {given.seeds} seeds"
+    title = f"{given.base.name}, {given.skill}, {given.seeds} seeds, {given.groups} groups a step"
     return Report([make_table(title, columns, rows)], found.tolist(), [])
 
 
 if __name__ == "__main__":
-    options = parser(__doc__, seeds=8, steps=40)
+    options = parser(__doc__, seeds=8, steps=40, groups=16)
     options.add_argument("--base", type=Path, default=TINY, help="the base model's folder")
     options.add_argument("--skill", choices=[*SKILLS], default="max")
     chosen = parsed(options, {"seeds": 2, "steps": 2})

@@ -118,8 +118,10 @@ class Cluster:
         }
 
     def _commands(self, counts: Mapping[str, int], variables: Mapping[str, str]) -> list[ServiceCommand]:
-        """Two managers."""
+        """Two managers. Each rollout worker has a node folder of its own, as on two machines: they pass adapters on to each other."""
         manager, *workers = service_commands(counts, variables)
+        for worker in workers:
+            worker.environment["MARLAAS_CACHE_DIR"] = str(self.folder / "nodes" / worker.name)
         managers = [replace(manager, name=name) for name in MANAGERS]
         managers[1] = replace(managers[1], environment={"MARLAAS_PORT": str(self.second_port)})
         return managers + workers

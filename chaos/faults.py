@@ -11,6 +11,7 @@ from dataclasses import dataclass
 MANAGERS = ("manager-0", "manager-1")
 WORKERS = ("rollout-0", "rollout-1", "env-0", "env-1", "trainer-0", "trainer-1")
 PROCESSES = (*MANAGERS, "exporter", *WORKERS)
+ROLLOUTS = ("rollout-0", "rollout-1")
 CALLING = ("env-0", "env-1")
 HELPED = (*CALLING, *MANAGERS)
 REDIS, STORE = "redis", "store"
@@ -30,7 +31,9 @@ class Kind:
 
 KINDS = (
     Kind("kill", 38, PROCESSES, (0, 0)),  # SIGKILL
-    Kind("stop", 8, WORKERS, (0, 0)),  # SIGTERM, as to one that retires
+    Kind("stop", 4, WORKERS, (0, 0)),  # SIGTERM, as to one that retires
+    Kind("kill as it stops", 2, ROLLOUTS, (0, 0)),  # SIGTERM, and SIGKILL while it hands its turns back
+    Kind("freeze as it stops", 2, ROLLOUTS, (0.2, 5)),  # the same with SIGSTOP, SIGCONT
     Kind("kill a helper", 3, HELPED, (0, 0)),  # SIGKILL of a process that it started for graders or large texts
     Kind("kill a call", 2, CALLING, (0, 0)),  # SIGKILL of tenants' code, below the sandbox's own process
     Kind("freeze", 11, PROCESSES, (0.2, 5)),  # SIGSTOP, SIGCONT: up to two and a half leases

@@ -23,6 +23,8 @@ FAILED_SHARE = 0.1
 CALLS = (b"GET /", b"PUT /", b"HEAD /", b"POST /", b"DELETE /")
 WRITES = (b"PUT /", b"POST /")
 HALVED_SHARE = 0.05
+HANDS_BACK_S = 0.1
+"""The longest time from SIGTERM to what strikes a worker that stops: most have more to do."""
 PATIENCE_S, PAUSE_S = 10.0, 0.1
 """Time in which a victim that comes and goes must be there (a helper, a call, a connection to the store), and between two looks."""
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -116,6 +118,19 @@ async def freeze(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
     cluster.services.kill(fault.victim, signal.SIGSTOP)
     try:
         yield lambda: int(_stands_still(pid))
+    finally:
+        cluster.services.kill(fault.victim, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def strike_as_it_stops(cluster: Cluster, fault: Fault) -> AsyncGenerator[Hits]:
+    number = signal.SIGKILL if fault.kind.startswith("kill") else signal.SIGSTOP
+    pid = await _running(cluster, fault.victim)
+    cluster.services.kill(fault.victim, signal.SIGTERM)
+    await asyncio.sleep(fault.chance * HANDS_BACK_S)
+    struck = _pids(cluster, fault) == [pid] and cluster.services.kill(fault.victim, number)
+    try:
+        yield lambda: int(struck)
     finally:
         cluster.services.kill(fault.victim, signal.SIGCONT)
 
@@ -325,6 +340,8 @@ Infliction = Callable[[Cluster, Fault], AbstractAsyncContextManager[Hits]]
 INFLICTIONS: dict[tuple[str, str], Infliction] = {
     ("kill", "process"): end,
     ("stop", "process"): end,
+    ("kill as it stops", "process"): strike_as_it_stops,
+    ("freeze as it stops", "process"): strike_as_it_stops,
     ("kill a helper", "process"): kill_helpers,
     ("kill a call", "process"): kill_calls,
     ("freeze", "process"): freeze,

@@ -31,6 +31,8 @@ OWN_CODE = {
 }
 LONG = "long"
 LONG_TOKENS = 160
+LARGE_RANK = 32
+"""The rank of adapters that rollout workers pass on to each other: smaller ones have no parts."""
 
 
 class Unplanned(Exception):
@@ -124,7 +126,7 @@ RECIPES = (
     Recipe("tool", "calc", {"environment": CALCULATOR}),
     Recipe("long", LONG, {"grader": ALIKE}, {"max_tokens": LONG_TOKENS}),
     Recipe("all", "max", {"grader": {"type": "math"}}, {"loss": "dapo"}),
-    Recipe("all", "calc", {"environment": CALCULATOR}, {"max_staleness": 0, "lora_rank": 16}),
+    Recipe("all", "calc", {"environment": CALCULATOR}, {"max_staleness": 0, "lora_rank": LARGE_RANK}),
     Recipe("all", LONG, {"grader": ALIKE}, {"max_tokens": LONG_TOKENS, "loss": "cispo"}),
 )
 FEW = (RECIPES[0], RECIPES[2], RECIPES[4])

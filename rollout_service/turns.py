@@ -18,6 +18,8 @@ MAX_STOP_IDS = 128
 """Each step of the torch engine compares with as many ids as some turn has had."""
 STOP_MARGIN = 4
 """Tokens decoded beyond a stop string's bytes in the search for it: one character may need so many."""
+END_CHARACTERS = 3
+"""A stop string's last characters, which are looked for first."""
 
 T = TypeVar("T")
 
@@ -78,9 +80,13 @@ def first_stop(stops: Sequence[str], tokens: Sequence[int], decode: Callable[[Se
     ids to text, special tokens included."""
     if not stops:
         return ""
-    reach = max(len(stop.encode()) for stop in stops) + STOP_MARGIN
-    text = decode(tokens[-reach:])
-    return next((stop for stop in stops if stop and stop in text), "")
+    near = decode(tokens[-(4 * END_CHARACTERS + STOP_MARGIN) :])
+    likely = [stop for stop in stops if stop and stop[-END_CHARACTERS:] in near]
+    if not likely:  # long strings are compared for few tokens only
+        return ""
+    text = decode(tokens[-(max(len(stop.encode()) for stop in likely) + STOP_MARGIN) :])
+    num_new = len(decode(tokens[-STOP_MARGIN:]))
+    return next((stop for stop in likely if stop in text[-len(stop) - num_new :]), "")
 
 
 class TurnsUnderWay(Generic[T]):

@@ -16,5 +16,6 @@ What decides is not simulated: `Job`, `Demand`, `Allocator`, policies and traini
     links.py         simulates how versions travel: from the store, or along chains
     world.py         simulates the cluster around one owner
     pool/            simulates many base models on pools of workers, by traces of months
+    spikes/          simulates spikes of requests on pools that start workers in several ways
     report.py        prints tables and goals, and declares options; the benchmarks use it too
 """

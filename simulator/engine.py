@@ -165,6 +165,11 @@ class SimulatedEngine:
         return self.machine.decode_step_s + self.machine.decode_row_s * len(self._rows)
 
     @property
+    def first_token_s(self) -> float:
+        """Seconds until the row that joined last has its first token, if no other joins before."""
+        return self._debt_s + self.token_s
+
+    @property
     def num_rows(self) -> int:
         return len(self._rows) + len(self._held)
 

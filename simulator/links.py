@@ -78,6 +78,11 @@ class Links:
         else:
             pull.acts.append(act)
 
+    def hold(self, worker: object, adapter: AdapterRef) -> None:
+        """The worker has had it from the beginning."""
+        self._joined += 1
+        self._files[adapter][worker] = Pull(worker, 0.0, adapter, self._joined, here_s=self.clock.now)
+
     def write(self, act: Act) -> None:
         """Acts when a new version's bytes are in the store."""
         if self.size.adapter_bytes:

@@ -88,7 +88,9 @@ async def measure(workload: Workload, policy: str, n: int, steps: int) -> tuple[
 
 
 @asynccontextmanager
-async def running(workload: Workload, policy: str) -> AsyncGenerator[LocalCluster]:
+async def running(
+    workload: Workload, policy: str, settings: Mapping[str, str] = {}, *, rollout: int = 1
+) -> AsyncGenerator[LocalCluster]:
     def services(counts: Mapping[str, int], environment: Mapping[str, str]) -> list[ServiceCommand]:
         own = (sys.executable, "-m", workload.env_module)
         made = service_commands(counts, environment)
@@ -96,8 +98,9 @@ async def running(workload: Workload, policy: str) -> AsyncGenerator[LocalCluste
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = {**workload.prepare(folder), "MARLAAS_POLICY": policy}
-        async with LocalCluster(data_dir=folder / "data", environment=environment, services=services) as cluster:
+        environment = {**workload.prepare(folder), "MARLAAS_POLICY": policy, **settings}
+        options: dict[str, Any] = {"environment": environment, "services": services, "rollout": rollout}
+        async with LocalCluster(data_dir=folder / "data", **options) as cluster:
             yield cluster
 
 

@@ -11,7 +11,7 @@ slot. A shard that fails over or moves shows as a lost connection.
 import asyncio
 import socket
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import hiredis
@@ -44,6 +44,14 @@ class FastConnection(Connection):
         words = name.split() if isinstance(name, str) else (name,)  # "XGROUP CREATE" is two arguments
         command: Any = (*words, *args[1:])  # hiredis' own type says that a command has one word
         return [hiredis.pack_command(command)]
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """Leaves the wait to whoever reads the answer. The library makes a task to wait until all is written, which takes three more
+        rounds of the event loop for each command; this connection has one command at a time."""
+        if self.is_open and isinstance(command, list) and self._writer is not None:
+            self._writer.writelines(cast("list[bytes]", command))
+        else:
+            await super().send_packed_command(command, check_health)
 
     @property
     def is_open(self) -> bool:

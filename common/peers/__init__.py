@@ -9,5 +9,6 @@ A part is used or passed on only if its sha256 is the manifest's. Whatever fails
     folder.py    keeps files by their sha256 for all workers of a machine, and outlives them
     server.py    sends what this worker has to its followers
     chain.py     fetches a file part by part: from a holder, from another if that fails, from the store at last
+    speed.py     tells a slow holder from one that waits itself
     base_fetch.py  fetches a base model into the node folder
 """

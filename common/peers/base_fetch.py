@@ -123,6 +123,8 @@ class BaseFetch:
                 raise OSError(f"{missing / 1e9:.2f} GB are missing, and {free / 1e9:.2f} GB are free")
             for name, file in files.items():
                 await self._complete(self._part / name, file)
+            for name in files:  # only now: who follows would wait for the disk between two files
+                await asyncio.to_thread(_sync, self._part / name)
             (self._part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
             if not await asyncio.to_thread(self._is_right, self._part):
                 raise CorruptObject("its files have another digest")
@@ -151,7 +153,6 @@ class BaseFetch:
                     if times == MAX_WRONG:
                         raise CorruptObject(str(error)) from error
             handle.truncate(file.size)
-            await asyncio.to_thread(os.fsync, handle)
 
     async def _fill(self, handle: BufferedRandom, path: Path, file: StoredFile) -> None:
         stored = base_path(self._digest, path.name)
@@ -164,6 +165,11 @@ class BaseFetch:
             except WrongPart as error:
                 raise CorruptObject(f"{stored}: {error}") from error
             part += 1
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file)
 
 
 def _sizes(folder: Path) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Fetches a file part by part into the node folder: from a holder, from another if that fails, from the store at last.
 
 reads: `holders:<sha256>`, holders, the store   writes: `holders:<sha256>`, `peer-key`, the node folder
-waits for: a place, a holder's next bytes   unblocked by: a holder; HEAR_S without a byte; the store
+waits for: a place, a holder's next bytes   unblocked by: a holder; HEAR_S without a byte, or SLOW_S of few; the store
 after a crash: whole parts stay in the node folder, and followers join elsewhere
 """
 
@@ -22,11 +22,12 @@ from common.errors import CorruptObject
 from common.peers.folder import NodeFolder, WrongPart, keep_right_parts, read_right, read_whole, write_part
 from common.peers.holders import RENEW_S, STORE, Holders
 from common.peers.server import BEAT, HEAR_S, PART, Offer, PeerServer
+from common.peers.speed import SLOW_S, HolderSpeed, Usual
 from common.store.objects import Objects
 from common.store.parts import StoredFile, part_bytes, read_parts
 
 MAX_OFFERS = 64
-"""Files that a worker tells of, those used last: each is an entry to renew every second."""
+"""Adapters that a worker tells of, those used last: each is an entry to renew every second."""
 WAIT_S = 0.1
 PATIENCE_S = 30.0
 """Seconds after which another worker of this machine that writes a file is not waited for."""
@@ -47,6 +48,7 @@ class Relay:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of who uses one file at once
         self._server = PeerServer(self._offers, lambda: holders.key, bytes_per_s)
         self._store_bytes = self._peer_bytes = 0
+        self._usual = Usual()
         self.is_usable = True
         """Could the node folder be used so far?"""
 
@@ -60,9 +62,9 @@ class Relay:
             for offer in list(self._offers.values()):
                 if offer.is_whole and not offer.path.exists():  # another worker of this machine needed its room
                     self._forget(offer)
-                elif offer.stays:
-                    self._offers.move_to_end(offer.file.sha256)
-            await self._holders.renew(list(self._offers.values())[-MAX_OFFERS:])
+            of_bases = [offer for offer in self._offers.values() if offer.stays]
+            adapters = [offer for offer in self._offers.values() if not offer.stays]
+            await self._holders.renew([*of_bases, *adapters[-MAX_OFFERS:]])
             await asyncio.sleep(RENEW_S)
 
     async def close(self) -> None:
@@ -143,17 +145,18 @@ class Relay:
         num_parts = await asyncio.to_thread(keep_right_parts, handle, file)
         if file.sha256 in self._offers:  # it was whole, and another worker needed its room
             self._forget(self._offers[file.sha256])
-        offer, left_out = self.offer(file, to) if to else self._offer(file), set[str]()
+        offer, lost, slow = self.offer(file, to) if to else self._offer(file), set[str](), set[str]()
         offer.has(num_parts)
         try:
             while not offer.is_whole:
-                source, address = await self._holders.join(offer, left_out)
+                source, address = await self._holders.join(offer, lost | slow)
                 if source == STORE:
                     await self._from_store(handle, offer, path)
                 elif not source:
+                    slow.clear()  # better than none
                     await asyncio.sleep(WAIT_S)
-                elif not await self._follow(handle, offer, address):
-                    left_out.add(source)
+                elif error := await self._follow(handle, offer, address):
+                    (slow if isinstance(error, SlowHolder) else lost).add(source)
             offer.source = ""
             await self._holders.renew([offer])  # at once: its place at the store is free
         finally:
@@ -161,8 +164,8 @@ class Relay:
                 self._forget(offer)
                 await self._holders.leave([offer])
 
-    async def _follow(self, handle: BufferedRandom, offer: Offer, address: str) -> bool:
-        """Takes parts from a holder until the file is whole. False: it is gone, lies, or was not heard for HEAR_S."""
+    async def _follow(self, handle: BufferedRandom, offer: Offer, address: str) -> Exception | None:
+        """Takes parts from a holder until the file is whole, or the holder is to be left: returns why."""
         host, _, port = address.rpartition(":")
         loop, part = asyncio.get_running_loop(), memoryview(bytearray(part_bytes(offer.file.size)))
         try:
@@ -172,18 +175,28 @@ class Relay:
                     await loop.sock_connect(holder, (host, int(port)))
                     asked = f"{self._holders.key} {offer.file.sha256} {offer.num_parts}\n"
                     await loop.sock_sendall(holder, asked.encode())
+                speed = HolderSpeed(self._usual, time.monotonic())
                 while not offer.is_whole:
                     mark = bytes(await _heard(holder, part[:1]))
+                    if speed.came(0, 0.0, time.monotonic()):
+                        await self._check_lag(offer, speed)
                     if mark == PART:
                         size = offer.file.span(offer.num_parts)[1]
-                        await _take(handle, offer, await _heard(holder, part[:size]))
+                        await _take(handle, offer, await _heard(holder, part[:size], speed))
                         self._peer_bytes += size
                     elif mark != BEAT:
                         raise WrongPart(f"it says {mark!r}")
-        except (OSError, EOFError, WrongPart) as error:
+        except (OSError, EOFError, WrongPart, SlowHolder) as error:
             log.warning("holder_lost", holder=offer.source, part=offer.num_parts, reason=repr(error))
-            return False
-        return True
+            return error
+        return None
+
+    async def _check_lag(self, offer: Offer, speed: HolderSpeed) -> None:
+        """Raises SlowHolder if the holder is what slows the chain: it has far less than whom it follows."""
+        if speed.is_starved:
+            lag = await self._holders.lag(offer) * part_bytes(offer.file.size)
+            if lag > SLOW_S * speed.got_per_s:
+                raise SlowHolder(f"it is {lag:,} bytes behind its own holder")
 
     async def _from_store(self, handle: BufferedRandom, offer: Offer, path: str) -> None:
         async for part in read_parts(self._objects, path, offer.file, offer.num_parts):
@@ -198,6 +211,10 @@ class FolderUnusable(Exception):
     """An OSError of the node folder, told from one of a connection."""
 
 
+class SlowHolder(Exception):
+    """It gives a small part of what a worker usually gets (speed.py)."""
+
+
 async def _take(handle: BufferedRandom, offer: Offer, part: bytes | memoryview) -> None:
     """Raises WrongPart and FolderUnusable."""
     try:
@@ -209,13 +226,17 @@ async def _take(handle: BufferedRandom, offer: Offer, part: bytes | memoryview) 
     offer.has(offer.num_parts + 1)
 
 
-async def _heard(holder: socket.socket, wanted: memoryview) -> memoryview:
-    """Fills `wanted`. Raises TimeoutError if no byte comes for HEAR_S, and EOFError at the end."""
+async def _heard(holder: socket.socket, wanted: memoryview, speed: HolderSpeed | None = None) -> memoryview:
+    """Fills `wanted`. Raises TimeoutError if no byte comes for HEAR_S, EOFError at the end, and SlowHolder by `speed`."""
     num_bytes = 0
     while num_bytes < len(wanted):
+        since_s = time.monotonic()
         async with asyncio.timeout(HEAR_S):
             num_more = await asyncio.get_running_loop().sock_recv_into(holder, wanted[num_bytes:])
         if not num_more:
             raise EOFError("it ended the connection")
         num_bytes += num_more
+        if speed and speed.came(num_more, (now_s := time.monotonic()) - since_s, now_s) and speed.is_slow:
+            speed.leave()
+            raise SlowHolder(f"{speed.got_per_s:,.0f} bytes a second")
     return wanted

@@ -36,23 +36,31 @@ for i = 1, #entries, 2 do
     last = math.max(last, number)
     -- Whom it leaves out counts for nothing: that one's holder is free for it, or its place at the store.
     if not out[entries[i]] then
-      rows[#rows + 1] = {entries[i], address, tonumber(parts), tonumber(number), tonumber(till)}
+      local heard = tonumber(till) - ARGV[6] > now - 1500
+      rows[#rows + 1] = {entries[i], address, tonumber(parts), tonumber(number), heard}
       followed[source] = true
       if source == 'store' then reading = reading + 1 end
     end
   end
 end
 if mine == 0 then mine = last + 1 end
-local patient, best = #ARGV - 9 < tonumber(ARGV[8]), nil
+-- Of equals one that was heard of lately: a dead one is not yet forgotten. Then who came first: so chains are of one length.
+local function is_before(a, b)
+  if a[3] ~= b[3] then return a[3] > b[3] end
+  if a[5] ~= b[5] then return a[5] end
+  return a[4] < b[4]
+end
+local patient, place, best = #ARGV - 9 < tonumber(ARGV[8]), reading < tonumber(ARGV[7]), nil
 for _, row in ipairs(patient and rows or {}) do
   if not followed[row[1]] and (row[3] == total or row[4] < mine) then
-    -- Of equals the one that was heard of last: a dead one is not yet forgotten.
-    if not best or row[3] > best[3] or (row[3] == best[3] and row[5] > best[5]) then best = row end
+    if not best or is_before(row, best) then best = row end
   end
 end
+-- The only place is for whoever finds no holder; each of several begins a chain.
+if best and place and reading > 0 and best[3] < total then best = nil end
 local source, address = '', ''
 if best then source, address = best[1], best[2]
-elseif not patient or reading < tonumber(ARGV[7]) then source = 'store' end
+elseif not patient or place then source = 'store' end
 if source ~= '' then
   local entry = {string.format('%.0f', now + ARGV[6]), ARGV[2], ARGV[3], mine, source}
   redis.call('HSET', KEYS[1], worker, table.concat(entry, ' '))
@@ -102,6 +110,12 @@ class Holders:
         source, address, number, key = await self._bus.retrying(lambda: self._join(keys=keys, args=arguments))
         offer.source, offer.number, self.key = source.decode(), number, key.decode()
         return offer.source, address.decode()
+
+    async def lag(self, offer: Offer) -> int:
+        """Parts that the followed worker lacks of what the one has that it follows itself, as both last told; 0 if they did not."""
+        (found,) = await self._bus.read_hashes([self._bus.cell.holders(offer.file.sha256)])
+        _, _, parts, _, source = found.get(offer.source.encode(), b"0 - 0 0 -").split()
+        return int(found[source].split()[2]) - int(parts) if source in found else 0
 
     async def renew(self, offers: Sequence[Offer]) -> None:
         """Says what this worker has, for the next HOLD_S, and learns the key."""

@@ -11,6 +11,7 @@ weight; correction.py compares engine seconds with what is due.
     env slots, sandboxes, sessions,         tenants of a process           places.py
     downloads, loggers, webhooks
     threads for long computations           tenants of a process           places.py
+    rounds of a manager's event loop        its tenants                    places.py
 
 A tenant's own jobs share by priorities and deadlines, not by weights (manager_service/scheduling/demand.py).
 
@@ -18,5 +19,5 @@ Its files:
 
     correction.py  moves a tenant's share of the rollout slots until it gets its share of the engines' time
     fairness.py    keeps each tenant's virtual time: what it was charged, over its weight
-    places.py      shares a number of places, or of threads, between tenants
+    places.py      shares a number of places, of threads, or rounds of the event loop between tenants
 """

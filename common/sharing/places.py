@@ -1,8 +1,9 @@
-"""A number of places that tenants share by weight, of turns for each, and of threads for long computations."""
+"""A number of places that tenants share by weight, of turns for each, rounds of the event loop, and threads for long computations."""
 
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -161,6 +162,33 @@ class PerTenant:
 
     def of(self, tenant: str) -> asyncio.Semaphore:
         return self._of.setdefault(tenant, asyncio.Semaphore(self._num))
+
+
+class Rounds:
+    """Lets one call of each tenant go on in a round of the event loop: whoever computes for long calls `next` between parts, and
+    others wait for one part of a tenant's at most, however many calls it has. For one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, in order; no tenant without a call
+
+    async def next(self, tenant: str) -> None:
+        """Waits for the tenant's turn. It is over with the next `await`."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        if tenant not in self._waiting:
+            self._waiting[tenant] = deque()
+            loop.call_soon(self._serve, tenant)
+        self._waiting[tenant].append(turn)
+        await turn
+
+    def _serve(self, tenant: str) -> None:
+        waiting = self._waiting[tenant]
+        if not (turn := waiting.popleft()).done():  # or its call was cancelled
+            turn.set_result(None)
+        if waiting:
+            asyncio.get_running_loop().call_soon(self._serve, tenant)
+        else:
+            del self._waiting[tenant]
 
 
 class SharedThreads:

@@ -10,7 +10,7 @@ other deletes its own folder. Only the trainer service writes here.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -20,7 +20,7 @@ import msgspec
 from common.errors import AlreadyExists, CorruptObject, NotFound, Unavailable
 from common.models.base_digest import NO_BASE, BaseIdentity
 from common.peers.chain import Relay
-from common.store.objects import Objects
+from common.store.objects import InThread, Objects
 from common.store.parts import StoredFile, stored_file
 from common.wire.messages import AdapterRef, AdapterUpdate, Usage
 
@@ -52,10 +52,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         sizes = {name: file.size for name, file in self.files.items()}
         optimizer = sizes.pop(OPTIMIZER_FILE, 0)
         return sum(sizes.values()), optimizer
-
-
-InThread = Callable[[Callable[[], StoredFile]], Awaitable[StoredFile]]
-"""Calls a function in a thread."""
 
 
 def update_of(manifest: Manifest, about: Mapping[str, Any]) -> AdapterUpdate:
@@ -95,7 +91,7 @@ class AdapterStore:
     async def read(
         self, adapter: AdapterRef, names: Iterable[str] = PEFT_FILES, beside: InThread = asyncio.to_thread
     ) -> dict[str, bytes]:
-        """File contents, checked against the manifest's sha256 in a thread of `beside`. Raises NotFound, CorruptObject, or
+        """File contents, read and checked against the manifest's sha256 in a thread of `beside`. Raises NotFound, CorruptObject, or
         InvalidInput if the version is of another base model."""
         manifest = await self.manifest(adapter)
         if manifest is None:
@@ -114,7 +110,7 @@ class AdapterStore:
         try:
             if self.relay and file.parts and (relayed := await self.relay.read(file, path)) is not None:
                 return relayed
-            data = await self._objects.get(path)
+            data = await self._objects.get(path, beside)
         except NotFound as error:
             raise CorruptObject(f"adapter {manifest.adapter}: {name} is gone") from error
         if (await beside(partial(stored_file, data, in_parts=False))).sha256 != file.sha256:

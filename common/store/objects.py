@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Any, BinaryIO, TypeVar
+from functools import partial
+from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import urlparse
 from uuid import uuid4
 
@@ -43,6 +44,12 @@ S3: Any = {
 MAX_DELAY_S = 2.0
 
 
+class InThread(Protocol):
+    """Calls a function in a thread."""
+
+    async def __call__(self, function: Callable[[], T], /) -> T: ...
+
+
 class Objects:
     """Immutable objects by path. All calls are coroutines, and raise StoreUnavailable when it is away or full."""
 
@@ -67,7 +74,7 @@ class Objects:
 
         For small objects: it sends one request, because S3 checks the condition only there.
         """
-        await self._present()
+        self._present()
         call = obstore.put_async(self._backend, path, data, mode="create", use_multipart=False)
         try:
             await _translated(call, path)
@@ -78,14 +85,14 @@ class Objects:
 
     async def write(self, path: str, data: bytes) -> None:
         """Writes an object of any size, whole or not at all, under a partly random path of its own. Repeatable."""
-        await self._present()
+        self._present()
         in_parts = len(data) > PART_BYTES
         call = obstore.put_async(self._backend, path, data, use_multipart=in_parts, chunk_size=PART_BYTES)
         await _translated(call, path)
 
     async def write_parts(self, path: str, parts: AsyncIterator[bytes]) -> None:
         """Does what `write` does, with content that is never in memory as a whole."""
-        await self._present()
+        self._present()
         call = obstore.put_async(self._backend, path, parts, use_multipart=True, chunk_size=PART_BYTES)
         await _translated(call, path)
 
@@ -94,13 +101,13 @@ class Objects:
         call = obstore.get_range_async(self._backend, path, start=start, length=num_bytes)
         return bytes(await self._found(call, path))
 
-    async def get(self, path: str) -> bytes:
-        """Raises NotFound."""
+    async def get(self, path: str, beside: InThread = asyncio.to_thread) -> bytes:
+        """`beside`: calls a function in a thread. Raises NotFound."""
         if self._folder is not None:
             if (small := self._folder.read(path, SMALL_BYTES)) is not None:
                 return small
             # a thread reads into the bytes that it returns; copying them from obstore's would hold the interpreter's lock
-            if (large := await asyncio.to_thread(self._folder.read, path, sys.maxsize)) is not None:
+            if (large := await beside(partial(self._folder.read, path, sys.maxsize))) is not None:
                 return large
         result = await self._found(obstore.get_async(self._backend, path), path)
         return bytes(await _translated(result.bytes_async(), path))
@@ -135,19 +142,19 @@ class Objects:
 
     async def sizes(self, prefix: str) -> dict[str, int]:
         """Path of each object below a folder, with its bytes."""
-        await self._present()
+        self._present()
         pages = obstore.list(self._backend, prefix).collect_async()
         return {meta["path"]: meta["size"] for meta in await _translated(pages, prefix)}
 
     async def folders(self, prefix: str) -> list[str]:
         """Names of the folders directly below a folder, sorted."""
-        await self._present()
+        self._present()
         found = await _translated(obstore.list_with_delimiter_async(self._backend, prefix), prefix)
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in found["common_prefixes"])
 
     async def delete(self, *paths: str) -> None:
         """Deletes what is there; a missing object is no error."""
-        await self._present()
+        self._present()
         for path in paths:
             try:
                 await _translated(obstore.delete_async(self._backend, path), path)
@@ -170,18 +177,18 @@ class Objects:
         try:
             return await _translated(call, path)
         except NotFound:
-            await self._present()
+            self._present()
             raise
 
-    async def _present(self) -> None:
+    def _present(self) -> None:
         """Raises StoreUnavailable if the folder of a local store is away."""
         if self._folder is not None:
-            await asyncio.to_thread(self._folder.check)
+            self._folder.check()  # at once: the way to a thread and back takes longer
 
     async def identity(self) -> str:
         """The identity of a local store while its folder is there; empty: it has none."""
         try:
-            await self._present()
+            self._present()
         except StoreUnavailable:
             return ""
         return self._folder.opened_identity if self._folder else ""

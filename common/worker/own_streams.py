@@ -1,7 +1,7 @@
 """The streams that are one worker's own: of what it does sooner than others, who can do it too. No promise depends on them.
 
 reads, writes: `rollout-workers`, `hungry`   waits for: nothing   unblocked by: -
-after a crash: the others find the worker gone after a lease; they pass on what waits in its streams, and take over what it held
+after a crash: the others find the worker gone after HOLD_S, and pass on what waits in its streams; what it held they take over
 """
 
 import asyncio
@@ -16,6 +16,8 @@ from common.worker.underway import Inbox
 LOOK_EVERY_S = 0.08
 """Time between two looks of a worker without room at what waits for it: nobody idles for longer."""
 ATTEND_EVERY_S = 1.0
+HOLD_S = 3.0
+"""Time without a sign of life after which what waits for a worker goes to all; what it works on is its own for a lease."""
 MOST = 100
 """Entries passed on by one script, since Redis serves nobody else meanwhile."""
 HUNGRY = -1
@@ -29,7 +31,7 @@ class OwnStreams:
         self._bus = bus
         self._worker = worker
         self._inboxes = [inbox for inbox in inboxes if inbox.own]
-        self._lease_ms, self._every_s = int(lease_s * 1000), min(ATTEND_EVERY_S, lease_s / 4)
+        self._lease_s, self._every_s = lease_s, min(ATTEND_EVERY_S, lease_s / 4)
         self._attend_own = bus.client.register_script(ATTEND_OWN)
         self._pass_on = bus.client.register_script(PASS_ON)
         self._gone: list[str] = []
@@ -76,7 +78,8 @@ class OwnStreams:
             pass
 
     async def _attend(self) -> None:
-        words = [self._inboxes[0].group, self._worker, self._lease_ms, self._lease_ms, *(i.own for i in self._inboxes)]
+        times = [int(1000 * seconds) for seconds in (min(HOLD_S, self._lease_s), self._lease_s)]
+        words = [self._inboxes[0].group, self._worker, *times, *(inbox.own for inbox in self._inboxes)]
         keys = [self._bus.cell.rollout_workers]
         gone = await self._bus.retrying(lambda: self._attend_own(keys=keys, args=words))
         self._gone = [worker.decode() for worker in gone]

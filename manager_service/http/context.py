@@ -22,7 +22,7 @@ from common.bus.streams import Cell
 from common.cancellation import running
 from common.errors import InvalidInput, NotFound
 from common.models.weight_files import Weights
-from common.sharing.places import PerTenant
+from common.sharing.places import PerTenant, Rounds
 from common.store.adapters import AdapterStore
 from common.store.objects import Objects
 from common.text.tokens import ChatTokenizer
@@ -116,6 +116,7 @@ class Api:
     tables: Tables
     bases: dict[str, Base]
     reads: PerTenant = field(default_factory=lambda: PerTenant(MAX_READS))
+    rounds: Rounds = field(default_factory=Rounds)  # of the event loop, for what takes long
     downloads: Downloads = field(default_factory=Downloads)
 
 

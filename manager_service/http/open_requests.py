@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from functools import partial
 
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,8 +39,8 @@ class OpenRequests:
         self._unread: Counter[str] = Counter()  # tenant -> bytes of large answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send = send_all = in_parts(send)
         tenant = await self._tenant(scope) if scope["type"] == "http" else ""
+        send = send_all = in_parts(send, partial(self._api.rounds.next, tenant))
         if not tenant:
             await self._app(scope, receive, send)
             return
@@ -115,13 +116,15 @@ class OpenRequests:
             return ""
 
 
-def in_parts(send: Send) -> Send:
-    """Sends large bodies part by part: before each, the server waits until the client has read most of those before."""
+def in_parts(send: Send, turn: Callable[[], Awaitable[None]]) -> Send:
+    """Sends large bodies part by part, each at its `turn`: before each, the server waits until the client has read most of those
+    before."""
 
     async def sending(message: Message) -> None:
         body = memoryview(message.get("body", b""))
         while len(body) > PART_BYTES:
             await send({"type": message["type"], "body": bytes(body[:PART_BYTES]), "more_body": True})
+            await turn()
             body = body[PART_BYTES:]
         await send({**message, "body": bytes(body)} if "body" in message else message)
 

@@ -43,6 +43,7 @@ class ElasticPool:
         self._bounds, self._running, self._notify = bounds, running, notify
         self._cell = Cell(bases[0].partition("=")[0].strip())
         self._makes: dict[str, Callable[[], SupervisedProcess]] = {}
+        self._retiring = set[str]()
         if bounds.is_fixed:
             return
         exact = environment.get("MARLAAS_DETERMINISTIC", "0").lower() not in OFF
@@ -66,11 +67,11 @@ class ElasticPool:
                         wanted = await wanted_of(client, self._cell)
                 if wanted is not None:
                     self._start(wanted, group)
-                    await self._retire(wanted)
+                    self._retire(wanted, group)
                 await asyncio.sleep(LOOK_EVERY_S)
 
     def _workers(self) -> list[str]:
-        return [name for name in self._makes if name in self._running]
+        return [name for name in self._makes if name in self._running and name not in self._retiring]
 
     def _start(self, wanted: WantedWorkers, group: asyncio.TaskGroup) -> None:
         missing = self._bounds.clamp(wanted.workers) - len(self._workers())
@@ -79,7 +80,7 @@ class ElasticPool:
             group.create_task(process.keep_running())
             self._notify(f"{name} starts: {wanted.turns} turns want {wanted.workers} rollout workers")
 
-    async def _retire(self, wanted: WantedWorkers) -> None:
+    def _retire(self, wanted: WantedWorkers, group: asyncio.TaskGroup) -> None:
         """Stops the worker that the owner chose, if this cluster has it and it is not needed meanwhile."""
         if len(self._workers()) <= self._bounds.clamp(wanted.workers):
             return
@@ -87,5 +88,11 @@ class ElasticPool:
             process = self._running[name]
             if wanted.retires.startswith(f"rollout-{socket.gethostname()}-{process.pid}-"):
                 self._notify(f"{name} retires: {wanted.turns} turns want {wanted.workers} rollout workers")
-                await process.stop(GRACE_S)
-                del self._running[name]
+                self._retiring.add(name)
+                group.create_task(self._end(name))
+
+    async def _end(self, name: str) -> None:
+        """Frees the place once its worker has ended. Others start and retire meanwhile."""
+        await self._running[name].stop(GRACE_S)
+        del self._running[name]
+        self._retiring.remove(name)

@@ -18,6 +18,7 @@ from common.sharing.fairness import Fairness
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.groups import num_tokens
 from manager_service.owner.jobs.job import Job
+from manager_service.owner.jobs.orders import give_homes
 from manager_service.owner.runs.run import Run
 from manager_service.records.job_records import JobError
 from manager_service.records.tenants import TenantRecord
@@ -33,7 +34,6 @@ from manager_service.scheduling.fairness import (
     room,
     serve,
 )
-from manager_service.scheduling.homes import give_homes
 from manager_service.scheduling.members import MemberTable
 from manager_service.scheduling.policies import MARLAAS, Policy, closed, may_start
 from manager_service.scheduling.storage_quota import StorageQuota

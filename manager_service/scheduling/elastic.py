@@ -17,7 +17,8 @@ TARGET = 0.8
 FEW_ROWS = 0.5
 """A worker with fewer rows than this part of its slots may retire."""
 RETIRE_EVERY_S = 5.0
-"""Least time between two choices of a worker that retires: by then reports show where the last one's rows are."""
+"""Least time between two choices of a worker that retires: by then reports show where the last one's rows are. So long must fewer
+have been wanted before the first: between two steps jobs want few."""
 EXAMPLE = "write --rollout 1:4 for one to four workers, as turns want them, or --rollout 4 for always four"
 
 
@@ -100,6 +101,8 @@ class Retirement:
             self._unsettled_s = now_s if self._unsettled_s is None else self._unsettled_s
         elif self._unsettled_s is not None:
             self._next_s, self._unsettled_s = max(self._next_s, 2 * now_s - self._unsettled_s), None
+        if len(workers) <= wanted:
+            self._next_s = max(self._next_s, now_s + RETIRE_EVERY_S)
         if not settled or len(workers) <= wanted:
             self.worker = None
         elif now_s >= self._next_s:

@@ -158,7 +158,9 @@ def _state(worker: Record) -> str:
 
 
 def _work(worker: Record) -> str:
-    """`acme, bluebird`: the tenants that it worked for in the last second."""
+    """`acme, bluebird`: the tenants that it worked for in the last second; of one that does not work yet, how far it is, or why not."""
+    if worker["state"] in ("starting", "refused"):
+        return str(worker.get("reason") or "")
     work: list[Record] = worker.get("working_for") or []
     tenants = sorted({str(one["tenant"]) for one in work})
     more = f" and {len(tenants) - MAX_TENANTS} more" if len(tenants) > MAX_TENANTS else ""

@@ -406,7 +406,7 @@ class RunningRows:
         partial = self.progress(row)
         assert partial is not None, "a row ends once"
         self.meter.ended(partial.num_sampled)
-        if in_pool and reason == "stop":
+        if in_pool and (reason == "stop" or (reason and row.request.chat)):
             self._keep(row)
         self._remove(row, clear=reason is None, in_pool=in_pool)
         self._ended.append(Ended(row, reason, partial, error))

@@ -1,8 +1,8 @@
 """Fills the pools before a turn's first token: keys and values of all tokens but the last.
 
     a new prompt    is computed once for all rows that share adapter and tokens
-    a later turn    goes on from the kept keys and values of the earlier ones, if this engine had them: its new tokens are
-                    computed without padding, in the forward of the step that gives its first token
+    a later turn    goes on from the kept keys and values of the earlier ones, if this engine had them, as does a chat that begins
+                    like an earlier one: its new tokens are computed without padding, in the forward of the step that gives its first token
     prompt_logprobs are computed whole, whatever is kept, and each token gets its score
 
 Rows of different adapters and lengths are computed together. Everything here runs in the engine's thread.
@@ -107,7 +107,7 @@ class Prefill:
         new: dict[PrefixKey, list[TurnRow]] = {}
         for row in rows:
             pool, key, past = self._pools.of(row), prefix_key(row), self.turns.take(row.request)
-            self._meter.joined(row.request.turn, is_hit=past is not None)
+            self._meter.joined(row.request.turn, is_hit=past is not None and row.request.turn > 0)
             if row.request.sampling.prompt_logprobs:
                 row.prompt_logprobs, row.prompt_top_logprobs = prompt_array(row.request, ()), []
                 new.setdefault(key, []).append(row)

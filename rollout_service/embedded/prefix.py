@@ -1,5 +1,5 @@
-"""Keeps keys and values of prompts, so that a group's samples share one prefill, and of trajectories between turns, so that
-the next turn computes only its new tokens.
+"""Keeps keys and values of prompts, so that a group's samples share one prefill, and of trajectories and chats between turns, so
+that the next turn computes only its new tokens.
 
 Axes: T tokens, K key/value heads, D head size.
 """
@@ -7,6 +7,7 @@ Axes: T tokens, K key/value heads, D head size.
 from collections import OrderedDict
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from common.store.byte_cache import ByteCache
@@ -14,8 +15,10 @@ from common.wire.messages import AdapterRef, TrajectoryRef, TurnRequest
 
 PrefixKey = tuple[AdapterRef, bytes, str]
 """Adapter, the prefix: all tokens but the last, i4, and the tenant: how soon an answer comes tells nobody what others asked the base."""
-TurnKey = tuple[AdapterRef, str, TrajectoryRef]
-"""Adapter, job, and trajectory."""
+TurnKey = tuple[AdapterRef, str, TrajectoryRef | bytes]
+"""Adapter, job, and trajectory; of a chat adapter, tenant, and all tokens, i4."""
+LEAST_SHARED = 0.5
+"""The part of a chat's prompt that must be kept: several answers to one prompt would each compute the rest."""
 MAX_JOBS = 10_000
 K = TypeVar("K", bound=tuple[Any, ...])
 V = TypeVar("V")
@@ -38,7 +41,7 @@ class PrefixCache(CacheByAdapter[PrefixKey, Tensor]):
 
 
 class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
-    """The last ended turns, up to `budget_bytes`. A job's are kept once one of its trajectories had a second turn.
+    """The last ended turns, up to `budget_bytes`: of chats, and of jobs once one of their trajectories had a second turn.
 
     Keys and values computed piece by piece differ in their bits from those of a whole prefill: deterministic mode has budget 0.
     """
@@ -48,17 +51,23 @@ class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
         self._jobs: OrderedDict[str, None] = OrderedDict()  # with more than one turn
 
     def wants(self, request: TurnRequest) -> bool:
-        return request.job in self._jobs and not request.reply_to
+        return request.chat or (request.job in self._jobs and not request.reply_to)
 
     def knows(self, request: TurnRequest) -> bool:
         return _turn_key(request) in self
 
     def keep(self, request: TurnRequest, tokens: bytes, cache: Tensor) -> None:
         """`tokens`: of the prompt and all turns so far, i4; `cache` [layers, T, 2K, D]: keys and values."""
-        self.put(_turn_key(request), (tokens, cache))
+        for key in self._chats(request) if request.chat else ():
+            if tokens.startswith(key[2]):  # the new one has all of it
+                self.pop(key)
+        self.put((request.adapter, request.tenant, tokens) if request.chat else _turn_key(request), (tokens, cache))
 
     def take(self, request: TurnRequest) -> Tensor | None:
-        """Gives the caller what was kept of this trajectory, [layers, T, 2K, D], if the request continues it."""
+        """Gives the caller what was kept of this trajectory, [layers, T, 2K, D], if the request continues it; of a chat's tokens so many as
+        the tenant's chats began with."""
+        if request.chat:
+            return self._begun(request)
         if request.reply_to or not request.turn or not self.budget_bytes:
             return None
         self._jobs[request.job] = None
@@ -69,6 +78,26 @@ class TurnCache(CacheByAdapter[TurnKey, tuple[bytes, Tensor]]):
         # tokens. They go to the caller: nobody else continues this trajectory.
         tokens, cache = self.pop(_turn_key(request)) or (b"", None)
         return cache if request.transcript.ids[:-4].startswith(tokens) else None
+
+    def _begun(self, request: TurnRequest) -> Tensor | None:
+        # A template may show an answer otherwise than it was sampled, or leave out its thoughts: what comes before is the same.
+        prompt = request.transcript.ids[:-4]
+        shared = {key: _num_shared(prompt, key[2]) for key in self._chats(request)}
+        if not shared or shared[longest := max(shared, key=shared.__getitem__)] < LEAST_SHARED * len(prompt) // 4:
+            return None
+        found = self.get(longest)
+        return found and found[1][:, : shared[longest]]
+
+    def _chats(self, request: TurnRequest) -> list[tuple[AdapterRef, str, bytes]]:
+        of = request.adapter, request.tenant
+        return [(*of, key[2]) for key in self if key[:2] == of and isinstance(key[2], bytes)]
+
+
+def _num_shared(one: bytes, other: bytes) -> int:
+    """The number of tokens, i4, in which both begin alike."""
+    num = min(len(one), len(other)) // 4
+    differ = np.frombuffer(one, "<i4", num) != np.frombuffer(other, "<i4", num)
+    return int(differ.argmax()) if differ.any() else num
 
 
 def _turn_key(request: TurnRequest) -> TurnKey:

@@ -14,6 +14,7 @@ OWN = (
     "bus",
     "elastic",
     "fused",
+    "later_turns",
     "losses",
     "own_streams",
     "planned_memory",

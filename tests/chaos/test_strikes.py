@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -123,6 +124,34 @@ async def test_a_full_disk_hits_a_process_that_writes_and_a_freeze_one_that_live
                 await asyncio.sleep(0.01)
             process.kill()
             process.wait()
+            assert hits() == 0
+
+
+@pytest.mark.parametrize("kind", ["kill as it stops", "freeze as it stops"])
+async def test_a_worker_is_struck_while_it_stops_and_one_that_has_ended_is_not(kind: str) -> None:
+    stubborn = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout and process.stdout.readline()
+        signals: list[int] = []
+
+        def kill(_: str, number: int) -> bool:
+            signals.append(number)
+            process.send_signal(number)
+            return process.poll() is None
+
+        cluster = running(rollout=process.pid)
+        cluster.services.kill = kill
+        async with inflict.INFLICTIONS[kind, "process"](cluster, fault(kind, "rollout", chance=0.0)) as hits:
+            assert hits() == 1 and signals == [signal.SIGTERM, signal.SIGKILL if "kill" in kind else signal.SIGSTOP]
+        process.kill()
+        process.wait()
+
+        def ends(_: str, number: int) -> bool:
+            cluster.services.pids = {}
+            return True
+
+        cluster.services.kill = ends
+        async with inflict.INFLICTIONS[kind, "process"](cluster, fault(kind, "rollout")) as hits:
             assert hits() == 0
 
 

@@ -242,12 +242,13 @@ async def test_weights_come_through_peers_and_the_store_is_read_once(store: Stor
 
     relays, tasks = list[Relay](), list[asyncio.Task[None]]()
     async with asyncio.timeout(60):
-        found = await asyncio.gather(*(worker(name) for name in "abc"))
-        # and one that finds it in its node folder passes it on, too
+        found = await asyncio.gather(*(worker(name) for name in "abcdefg"))
+        # and so it goes on once the store has none, and one that began with it has left
+        await store.delete(base_path(TINY_DIGEST, WEIGHTS))
         await relays[0].close()
-        found.append(await worker("d"))
+        found.append(await worker("h"))
     assert all(content(folder) == content(TINY) for folder in found) and store.starts == [0]
-    assert sorted(each.counters()["store_bytes"] for each in relays) == [0, 0, 0, SIZE]
+    assert sorted(each.counters()["store_bytes"] for each in relays) == [*[0] * 7, SIZE]
     for relay, task in zip(relays, tasks, strict=True):
         task.cancel()
         await relay.close()

@@ -107,6 +107,18 @@ async def test_nobody_idles_while_turns_wait_for_a_worker_without_room(bus: Bus)
         other.may_end.set()
 
 
+async def test_who_is_hungry_says_so_again_to_a_redis_that_lost_it(bus: Bus) -> None:
+    async with working(bus, "one", one := Noting()), working(bus, "other", other := Noting()):
+        await bus.publish([(ONE, start(n)) for n in range(2)])
+        await until(lambda: one.running == 2)
+        await until(lambda: bus.client.hexists(CELL.hungry, "other"))
+        await bus.client.delete(CELL.hungry)
+        await bus.publish([(ONE, start(2))])
+        await until(lambda: other.running == 1)
+        one.may_end.set()
+        other.may_end.set()
+
+
 async def test_a_chat_waits_for_no_slot_of_the_worker_that_it_was_meant_for(bus: Bus) -> None:
     own = CELL.rollout_chat_worker("one")
     async with working(bus, "one", one := Noting()):
@@ -149,6 +161,18 @@ async def test_what_a_dead_worker_had_and_what_waited_for_it_goes_on_elsewhere(b
             )
 
         await until(is_forgotten)
+
+
+async def test_what_waits_for_a_dead_worker_waits_for_no_lease(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.worker.own_streams.HOLD_S", LEASE_S)
+    async with working(bus, "one", one := Noting()) as killed:
+        await bus.publish([(ONE, start(n)) for n in range(3)])
+        await until(lambda: one.running == 2)
+        killed.set()
+    async with working(bus, "other", other := Noting(), slots=8):
+        await until(lambda: other.seen)
+        assert other.seen == ["job/2"] and await bus.client.xlen(ONE) == 2, "the lease of what it worked on is not over"
+        other.may_end.set()
 
 
 async def test_a_stream_that_only_a_dead_worker_could_read_is_one_that_others_look_after(bus: Bus) -> None:

@@ -241,6 +241,16 @@ async def test_a_redis_that_lost_the_holders_hears_of_them_again(world: World, r
     assert bytes_of(second) == (0, len(DATA))
 
 
+async def test_all_files_of_a_large_base_model_are_told_of(world: World, redis_client: redis.Redis) -> None:
+    relay, path = await world.worker("w"), world.folder / "file"
+    path.touch()
+    files = [StoredFile(f"{number:064}", 1, ("x",)) for number in range(chain.MAX_OFFERS + 6)]
+    for file in files:
+        relay.offer(file, path).has(1)
+    while redis_client.exists(*(CELL.holders(file.sha256) for file in files)) < len(files):
+        await asyncio.sleep(0.05)
+
+
 async def test_who_does_not_know_the_key_gets_nothing(world: World) -> None:
     relay = await world.worker("w")
     await relay.read(FILE, PATH)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from common.sharing.places import Places
+from common.sharing.places import Places, Rounds
 
 
 class Clock:
@@ -113,3 +113,23 @@ async def test_a_call_that_is_cancelled_leaves_its_place_to_the_next() -> None:
     both[0].cancel()  # in the moment in which it is given its place
     await settle()
     assert len(calls.begun) == 4
+
+
+async def test_of_each_tenants_calls_one_goes_on_in_a_round_of_the_event_loop() -> None:
+    rounds, at, went = Rounds(), 0, Counter[tuple[str, int]]()
+
+    async def compute(tenant: str) -> None:
+        for _ in range(4):
+            await rounds.next(tenant)
+            went[tenant, at] += 1
+
+    calls = [asyncio.create_task(compute(tenant)) for tenant in ("hog", "hog", "hog", "small")]
+    calls.append(gone := asyncio.create_task(compute("hog")))
+    await asyncio.sleep(0)
+    gone.cancel()
+    while not all(call.done() for call in calls):
+        at += 1
+        await asyncio.sleep(0)
+    assert went.total() == 16 and set(went.values()) == {1}
+    ends = {tenant: max(at for who, at in went if who == tenant) for tenant in ("hog", "small")}
+    assert ends["small"] < ends["hog"]

@@ -40,6 +40,24 @@ async def test_calls_beyond_the_connections_wait_for_one_in_order(redis_url: str
         await client.aclose()
 
 
+async def test_a_command_starts_no_task(redis_url: str) -> None:
+    client: Any = make_client(redis_url, KEY, socket_timeout=LONG_S)
+    loop, made = asyncio.get_running_loop(), 0
+
+    def count(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        nonlocal made
+        made += 1
+        return asyncio.Task(work, loop=loop, **options)
+
+    try:
+        await client.get(KEY)
+        loop.set_task_factory(count)
+        assert await client.get(KEY) is None and made == 0
+    finally:
+        loop.set_task_factory(None)
+        await client.aclose()
+
+
 async def test_calls_that_are_cancelled_while_they_wait_keep_no_connection(redis_url: str) -> None:
     client: Any = make_client(redis_url, KEY, max_connections=2, wait_s=LONG_S)
     try:

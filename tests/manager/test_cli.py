@@ -608,9 +608,11 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
     records = [{**row, "id": str(pid), "pid": pid, "base_model": base} for pid, (base, row) in enumerate(rows)]
     api.answers["GET", "/v1/cluster/workers"] = {"data": records}
     assert "rollout 7: tiny ▸ b, c (refused)" in run("workers")
-    # Given one that serves one base model, and is refused
-    api.answers["GET", "/v1/cluster/workers"] = [{**worker, "state": "refused", "pool": None}]
-    assert "refused" in run("workers")
+    # Given one that serves one base model, and is refused, and one that fetches it
+    away = [{**worker, "state": "refused", "reason": "no bits"}, {**worker, "state": "starting", "reason": "43% of it"}]
+    api.answers["GET", "/v1/cluster/workers"] = [{**one, "id": one["state"], "pool": None} for one in away]
+    printed = run("workers")
+    assert all(words in printed for words in ("refused", "no bits", "starting", "43% of it"))
     assert json.loads(run("dead", "--json")) == [letter]
 
 

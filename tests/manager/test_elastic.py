@@ -1,7 +1,10 @@
 """The number of rollout workers that a cell wants, the one that retires, and `marlaas up --rollout MIN:MAX`, which follows."""
 
+import asyncio
 import random
 import socket
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,14 @@ from hypothesis import strategies as st
 
 from common.bus.bus import Bus
 from common.bus.streams import Cell
+from common.cancellation import cancel_all
+from common.children.processes import Command, SupervisedProcess
 from common.errors import InvalidInput
 from harness.live import Api, is_balanced
+from harness.proxy import Proxy
 from harness.standin import FixedSlots, job_spec
+from manager_service.launcher import supervisor
+from manager_service.launcher.elastic_pool import ElasticPool
 from manager_service.launcher.supervisor import LocalCluster, ServiceCommand
 from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.leases import Leases
@@ -88,7 +96,8 @@ def test_one_worker_retires_after_the_other_and_none_once_turns_come() -> None:
     assert retirement.look(0.0, idle, 1, settled=True) == "a"
     assert retirement.look(1.0, idle[1:], 1, settled=True) == "a", "the next one once reports show what the first left"
     assert retirement.look(2.0, idle, 3, settled=True) is None, "a burst"
-    assert retirement.look(RETIRE_EVERY_S, idle[1:], 1, settled=True) == "b"
+    assert retirement.look(RETIRE_EVERY_S, idle[1:], 1, settled=True) is None, "this may be a lull"
+    assert retirement.look(2.0 + RETIRE_EVERY_S, idle[1:], 1, settled=True) == "b"
     assert retirement.look(9 * RETIRE_EVERY_S, idle[2:], 1, settled=True) is None
 
 
@@ -168,20 +177,23 @@ def places(counts: Any, environment: Any) -> list[ServiceCommand]:
     return [ServiceCommand("manager", python(API)), *rollouts]
 
 
+async def tell_wanted(client: Any, wanted: WantedWorkers | None) -> None:
+    key = Cell("tiny").wanted
+    await (client.set(key, msgspec.json.encode(wanted)) if wanted else client.delete(key))
+
+
+def id_of(cluster: LocalCluster, name: str) -> str:
+    return f"rollout-{socket.gethostname()}-{cluster.pids[name]}-abc"
+
+
 async def test_up_starts_workers_for_a_burst_and_ends_those_that_retire(tmp_path: Path) -> None:
     heard: list[str] = []
     up = LocalCluster(data_dir=tmp_path, rollout=WorkerRange(1, 3), services=places, notify=heard.append)
     async with up as cluster, connect(cluster) as client:
-
-        async def tells(wanted: WantedWorkers | None) -> None:
-            key = Cell("tiny").wanted
-            await (client.set(key, msgspec.json.encode(wanted)) if wanted else client.delete(key))
+        tells = partial(tell_wanted, client)
 
         def workers() -> set[str]:
             return {name for name in cluster.pids if name.startswith("rollout")}
-
-        def id_of(name: str) -> str:
-            return f"rollout-{socket.gethostname()}-{cluster.pids[name]}-abc"
 
         assert workers() == {"rollout-0"}, "it begins with the least"
         await tells(WantedWorkers(9, 900, 1))
@@ -189,7 +201,7 @@ async def test_up_starts_workers_for_a_burst_and_ends_those_that_retire(tmp_path
         assert heard == [f"rollout-{n} starts: 900 turns want 9 rollout workers" for n in (1, 2)]
         # When fewer are wanted nobody goes but who is chosen, and nobody at all while that worker is needed
         before = cluster.pids
-        await tells(WantedWorkers(1, 9, 3, retires=id_of("rollout-1")))
+        await tells(WantedWorkers(1, 9, 3, retires=id_of(cluster, "rollout-1")))
         await until(lambda: len(workers()) == 2)
         assert (
             heard[2:] == ["rollout-1 retires: 9 turns want 1 rollout workers"] and cluster.pids.items() < before.items()
@@ -197,12 +209,59 @@ async def test_up_starts_workers_for_a_burst_and_ends_those_that_retire(tmp_path
         # When nothing is told, or another's worker is to go, all stay; a place that came free is taken again
         await tells(None)
         await tells(WantedWorkers(1, 9, 2, retires=f"rollout-elsewhere-{cluster.pids['rollout-2']}-abc"))
-        await tells(WantedWorkers(3, 300, 2, retires=id_of("rollout-2")))
+        await tells(WantedWorkers(3, 300, 2, retires=id_of(cluster, "rollout-2")))
         await until(lambda: len(workers()) == 3)
         assert heard[3:] == ["rollout-1 starts: 300 turns want 3 rollout workers"]
         assert all(cluster.pids[name] == before[name] for name in ("redis", "manager", "rollout-0", "rollout-2"))
         pids = list(cluster.pids.values())
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "and all end with it"
+
+
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+
+
+async def test_while_a_worker_hangs_as_it_retires_others_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.1)
+    heard: list[str] = []
+
+    def services(counts: Any, environment: Any) -> list[ServiceCommand]:
+        made = places(counts, environment)
+        return [replace(each, argv=python(DEAF)) if each.name == "rollout-1" else each for each in made]
+
+    up = LocalCluster(data_dir=tmp_path, rollout=WorkerRange(1, 3), services=services, notify=heard.append)
+    async with up as cluster, connect(cluster) as client:
+        await tell_wanted(client, WantedWorkers(2, 50, 1))
+        log = cluster.log_file("rollout-1")
+        await until(lambda: log.exists() and log.read_text() == "deaf\n")
+        hangs = cluster.pids["rollout-1"]
+        await tell_wanted(client, WantedWorkers(1, 9, 2, retires=id_of(cluster, "rollout-1")))
+        await until(lambda: len(heard) == 2)
+        await tell_wanted(client, WantedWorkers(2, 50, 1))
+        await until(lambda: "rollout-2" in cluster.pids)
+        assert cluster.pids["rollout-1"] == hangs, "its place is taken until it has ended"
+
+
+async def test_while_redis_does_not_answer_a_pool_stays_as_it_is(
+    redis_url: str, redis_client: Any, tmp_path: Path
+) -> None:
+    link = Proxy(int(redis_url.rpartition(":")[2].partition("/")[0]))
+    running: dict[str, SupervisedProcess] = {}
+    pool = ElasticPool(WorkerRange(1, 3), {}, running, lambda line: None)
+    for name in ("rollout-0", "rollout-1", "rollout-2"):
+        command = Command(name=name, argv=python(SLEEP), environment={}, log=tmp_path / "log")
+        pool.add(name, partial(SupervisedProcess, command, lambda line: None))
+    redis_client.set(Cell("tiny").wanted, msgspec.json.encode(WantedWorkers(3, 900, 1)))
+    link.fall_silent()
+    await link.open()
+    async with asyncio.TaskGroup() as group:
+        follows = group.create_task(pool.follow(f"redis://127.0.0.1:{link.port}/0", group))
+        await until(lambda: link.num_swallowed)
+        assert list(running) == ["rollout-0"]
+        link.speak()
+        await until(lambda: len(running) == 3)
+        await cancel_all([follows])
+        await asyncio.gather(*(running[name].stop(10) for name in ("rollout-1", "rollout-2")))
+    await link.shut()
 
 
 def test_a_range_is_refused_where_the_number_of_workers_is_fixed(tmp_path: Path) -> None:

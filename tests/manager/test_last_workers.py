@@ -1,5 +1,6 @@
 """Tests who gets what begins like a request that was answered, and which worker is a job's home."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,13 +10,14 @@ from hypothesis import strategies as st
 
 from common.bus.bus import Bus
 from common.bus.streams import GROUP_ROLLOUT
-from common.wire.messages import BASE, EMPTY_F32, EMPTY_I32, AdapterRef, Sampling, Start, TurnResult, Usage
+from common.wire.messages import BASE, EMPTY_F32, AdapterRef, Sampling, Start, TurnResult, Usage, i32
 from manager_service.http.sampling.choices import FIRST_TOKENS, Choice, InferenceRequest, LastWorkers, choices_of
 from manager_service.http.sampling.inference import Inference
 from manager_service.owner.jobs.changes import Changes
+from manager_service.owner.jobs.orders import give_homes
 from manager_service.records.cluster import BaseTurn
 from manager_service.records.tenants import TenantRecord
-from manager_service.scheduling.homes import give_homes, home_of
+from manager_service.scheduling.homes import home_of
 from tests.common.test_bus import start
 
 TENANT = TenantRecord(id="acme", created_at=0)
@@ -30,9 +32,15 @@ def choice(
     return choices_of("chat-1", InferenceRequest(prompts=[prompt], sampling=[Sampling()], **of), "reply")[0]
 
 
-def answered(workers: LastWorkers, asked: Choice, worker: str) -> None:
+def answered(workers: LastWorkers, asked: Choice, worker: str, answer: Sequence[int] = ()) -> None:
     request = asked.request
-    more: Any = {"tokens": EMPTY_I32, "logprobs": EMPTY_F32, "stop_reason": "stop", "usage": Usage(), "worker": worker}
+    more: Any = {
+        "tokens": i32(answer),
+        "logprobs": EMPTY_F32,
+        "stop_reason": "stop",
+        "usage": Usage(),
+        "worker": worker,
+    }
     asked.result = TurnResult(**request.about(), id=request.id, request=request, adapter=request.adapter, **more)
     workers.end(asked)
 
@@ -46,6 +54,19 @@ def test_what_begins_alike_goes_to_the_worker_that_answered_last() -> None:
     for each in found:
         workers.address(each, 4)
     assert [each.worker for each in found] == ["b", "", "", ""]
+
+
+def test_a_short_conversation_goes_on_where_it_was_answered_though_others_begin_alike() -> None:
+    workers, begun = LastWorkers(), {name: [*SYSTEM[:30], *[ord(name)] * 10] for name in "ab"}
+    for name, prompt in begun.items():
+        answered(workers, choice(prompt), name, range(20))
+    for name, prompt in begun.items():
+        following = choice([*prompt, *range(18), 7, 8, 9])  # the answer's text gives other tokens at its end
+        workers.address(following, 4)
+        assert following.worker == name
+    fresh = choice([*SYSTEM[:30], *range(50)])
+    workers.address(fresh, 4)
+    assert fresh.worker == "b", "what else begins like both goes to who was the last"
 
 
 def test_no_worker_gets_more_than_its_part_of_an_application() -> None:

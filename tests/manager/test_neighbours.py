@@ -112,10 +112,14 @@ async def test_others_have_the_event_loop_between_the_jobs_of_a_list(server: Api
             await asyncio.sleep(0)
 
     entries = [ListedJob(0, job, server.api.bases["tiny"]) for job in jobs]
+
+    async def read() -> list[tuple[str, int]]:
+        return [(row.spec.id, looks) async for row in JobStore(server.api).rows("default", entries)]
+
     async with running(look()):
-        seen = [(row.spec.id, looks) async for row in JobStore(server.api).rows("default", entries)]
-    assert [job for job, _ in seen] == jobs
-    assert len({at for _, at in seen}) == NUM
+        lists = await asyncio.gather(read(), read())
+    assert [[job for job, _ in seen] for seen in lists] == [jobs, jobs]
+    assert len({at for seen in lists for _, at in seen}) == 2 * NUM  # one part of a tenant's work in a round
 
 
 async def test_reads_of_one_tenant_take_turns_and_another_s_are_answered_beside_them(

@@ -4,8 +4,9 @@ import asyncio
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from common.wire.messages import AdapterRef
+from common.wire.messages import AdapterRef, TurnRequest
 from rollout_service.embedded.backbone.compiling import compiling
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.torch_engine import TorchEngine
@@ -83,8 +84,35 @@ async def test_other_tokens_than_those_that_were_kept_are_computed_whole() -> No
         assert nearly(found, await one(engine, changed))
 
 
+def chat(tokens: list[int], tenant: str = "acme", name: str = "a") -> TurnRequest:
+    asked = request(ref(name), tokens=tokens, temperature=0.0, max_tokens=12, stop_ids=(), reply_to="reply:x")
+    return replace(asked, chat=True, tenant=tenant)
+
+
 @pytest.mark.asyncio
-async def test_nothing_is_kept_of_single_turns_chats_and_dropped_adapters() -> None:
+async def test_a_chat_computes_only_what_its_tenants_earlier_chats_did_not() -> None:
+    begun = prompt(" ".join(TEXTS))
+    adapters = {ref("a"): files_of(1), ref("b"): files_of(2)}
+    async with running(adapters=adapters) as engine:
+        answer = (await one(engine, chat(begun))).tokens
+        # Given the text of an answer whose tokens are others from the fifth on, as a template may show it
+        following = [*begun, *answer[:4], *REPLY]
+        assert REPLY[0] != answer[4]
+        before = prefilled(engine)
+        found = await one(engine, chat(following))
+        assert prefilled(engine) - before == len(REPLY) - 1
+        # Then other tenants and adapters gain nothing from it, and a prompt that has little of it is computed whole
+        less = [*begun[:8], *REPLY, *REPLY]
+        for asked in (chat(following, tenant="bluebird"), chat(following, name="b"), chat(less)):
+            before = prefilled(engine)
+            await one(engine, asked)
+            assert prefilled(engine) - before == len(asked.tokens.numpy()) - 1
+    async with running(adapters=adapters) as engine:
+        assert nearly(found, await one(engine, chat(following)))
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_kept_of_single_turns_samples_and_dropped_adapters() -> None:
     async with running(adapters={ref("a"): files_of(1)}) as engine:
         turns = engine._running._prefill.turns  # pyright: ignore[reportPrivateUsage]
         for group in range(4):

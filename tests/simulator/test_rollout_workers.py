@@ -1,5 +1,6 @@
 """Simulated rollout workers: own streams, LoRA slots, deaths, versions on their way, and pools that follow their turns."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -83,6 +84,20 @@ def test_all_who_read_the_store_share_its_link() -> None:
 def test_a_chain_ends_one_part_later_for_each_who_follows() -> None:
     part_s = 100e6 / NUM_PARTS / 20e6
     assert arrivals(CHAIN, 8)[0] == pytest.approx({worker: 5.0 + worker * part_s for worker in range(8)})
+
+
+@pytest.mark.parametrize(("sources", "loaders"), [(1, 16), (2, 16), (1, 31), (4, 31)])
+def test_a_chain_takes_hardly_longer_than_a_binomial_pipeline(sources: int, loaders: int) -> None:
+    """Its rounds are as few as there can be; in each every worker that has a part sends one."""
+    part_s = 100e6 / NUM_PARTS / 20e6
+    here, links = arrivals(CHAIN, sources)
+    began_s = links.clock.now
+    for worker in range(sources, sources + loaders):
+        links.when_here(worker, A, lambda worker=worker: here.update({worker: links.clock.now}))
+    play(links.clock)
+    rounds = NUM_PARTS + math.ceil(math.log2((loaders + sources) / sources)) - 1
+    assert (max(here.values()) - began_s) / part_s <= 1.07 * rounds
+    assert (max(here.values()) - began_s) / part_s == pytest.approx(NUM_PARTS + math.ceil(loaders / sources) - 1)
 
 
 def test_who_loses_its_holder_goes_on_from_its_part() -> None:

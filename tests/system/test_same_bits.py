@@ -5,6 +5,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +17,30 @@ from common.store.objects import Objects
 from common.wire.messages import AdapterRef
 from examples.new_skill import as_example, questions
 from harness.live import Api, adapter_hashes, is_balanced, jsonl
-from manager_service.launcher.supervisor import LocalCluster
+from manager_service.launcher.supervisor import LocalCluster, ServiceCommand, Services, service_commands
 from tests.support.forked import running
 from tests.support.whole import workers
 from tests.system.tinker_kills import differences, either, kill, left, train
 
 pytestmark = [pytest.mark.exact, pytest.mark.slow, pytest.mark.timeout(900)]
-DETERMINISTIC = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2"}
+DETERMINISTIC = {"MARLAAS_DETERMINISTIC": "1", "MARLAAS_LEASE_S": "2", "MARLAAS_OWN_STREAMS": "1", "MARLAAS_PEERS": "1"}
 
 WATCHED: dict[str, dict[str, Any]] = {
-    "sort": {"batch_size": 4, "group_size": 4, "max_steps": 3},
+    "sort": {"batch_size": 4, "group_size": 4, "max_steps": 3, "lora_rank": 32},  # peers pass on such a large one
     "calc": {"batch_size": 4, "group_size": 4, "max_steps": 2},
 }
 OTHERS = ("add", "reverse", "calc")
 """Jobs that differ from the watched ones in everything that a neighbour may differ in."""
 SUPERVISED = {"batch_size": 8, "n_epochs": 2, "eval_interval": 2, "keep_versions": 3}
 NUM_EXAMPLES, NUM_STEPS = 16, 4
-VICTIMS = ("trainer-0", "trainer-1", "env-0", "manager", "rollout-1", "redis")
+VICTIMS = ("trainer-0", "trainer-1", "env-0", "rollout-0", "manager", "rollout-1", "redis")
 
 
 async def test_jobs_and_a_run_have_the_same_bits_alone_and_among_others_whatever_is_killed(tmp_path: Path) -> None:
     """One worker of a kind or two; other jobs and a chat, or none; every kind of process killed on the way."""
     stop, told = tmp_path / "stop", tmp_path / "told"
     # Given jobs and a run of the Tinker protocol among others, under kills of which each comes after an answer to the run
-    shape = {"rollout": 2, "trainer": 2}
+    shape: Any = {"rollout": 2, "trainer": 2, "services": on_machines(tmp_path / "nodes")}
     async with running(tmp_path / "among", environment=DETERMINISTIC, **shape) as (cluster, api):
         async with a_chat(cluster):
             others = [await api.submit(skill, seed=100 + n, **others_shape(n)) for n, skill in enumerate(OTHERS)]
@@ -53,6 +54,7 @@ async def test_jobs_and_a_run_have_the_same_bits_alone_and_among_others_whatever
             among = {skill: await finished(cluster, api, job) for skill, job in jobs.items()}
             supervised_among = await finished_supervised(cluster, api, examples)
         await nothing_is_left(cluster)
+    assert [*(tmp_path / "nodes").glob("rollout-*/files/*")], "no adapter came through peers"
     # When each is done by itself
     async with running(tmp_path / "alone", environment=DETERMINISTIC) as (cluster, api):
         alone = {skill: await finished(cluster, api, await api.submit(skill, **WATCHED[skill])) for skill in WATCHED}
@@ -64,6 +66,16 @@ async def test_jobs_and_a_run_have_the_same_bits_alone_and_among_others_whatever
     assert [*run_among.faults, *run.faults, *differences(run_among, run)] == []
     # And workers of default mode wait until the jobs of deterministic mode have ended
     await default_mode_waits(tmp_path / "alone", *unfinished)
+
+
+def on_machines(nodes: Path) -> Services:
+    """Commands of services of which each has a machine, and so a node folder, of its own."""
+
+    def services(*given: Any) -> list[ServiceCommand]:
+        made = service_commands(*given)
+        return [replace(s, environment={**s.environment, "MARLAAS_CACHE_DIR": str(nodes / s.name)}) for s in made]
+
+    return services
 
 
 def others_shape(number: int) -> dict[str, Any]:

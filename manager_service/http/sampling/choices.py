@@ -31,9 +31,13 @@ from common.wire.transcript import shown, wrote
 from manager_service.records.tenants import TenantRecord
 
 ReplyMessage = TurnDelta | TurnResult | TurnRequest | GradeResult
+Beginning = tuple[str, AdapterRef, bytes]
+"""Tenant, adapter, and a hash of the first tokens."""
 FIRST_TOKENS = 256
-"""Two prompts with the same first tokens are taken for parts of one conversation, or of one application."""
-MAX_KNOWN = 10_000
+"""Two prompts of samples with the same first tokens are taken for one."""
+CHAT_TOKENS = [round(16 * 1.25**n) for n in range(20)]
+"""A chat belongs to the conversation, or application, with which it has most of its first tokens in common: one of these numbers."""
+MAX_KNOWN = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,13 +208,14 @@ class LastWorkers:
     """The rollout workers that answered last what begins like a request, and so have keys and values of it."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, AdapterRef, bytes], str] = OrderedDict()
+        self._known: OrderedDict[Beginning, str] = OrderedDict()
         self._num: Counter[str] = Counter()  # requests under way that were addressed to a worker
 
     def address(self, choice: Choice, num_workers: int) -> None:
         """Sets `choice.worker` if one is known, unless it has more than its part of what is under way."""
         self.end(choice)
-        worker = "" if choice.request.epoch else self._known.get(_beginning(choice), "")
+        known = (self._known.get(each) for each in reversed(_beginnings(choice, choice.prompt)))
+        worker = "" if choice.request.epoch else next(filter(None, known), "")
         if worker and self._num[worker] <= 1 + self._num.total() // max(1, num_workers):
             choice.worker = worker
             self._num[worker] += 1
@@ -221,12 +226,17 @@ class LastWorkers:
             self._num[choice.worker] -= 1
             choice.worker = ""
         if choice.result and choice.result.worker:
-            self._known[_beginning(choice)] = choice.result.worker
-            self._known.move_to_end(_beginning(choice))
+            answer: list[int] = [] if choice.bulk else choice.result.tokens.numpy().tolist()
+            for each in _beginnings(choice, [*choice.prompt, *answer]):
+                self._known[each] = choice.result.worker
+                self._known.move_to_end(each)
         while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
 
-def _beginning(choice: Choice) -> tuple[str, AdapterRef, bytes]:
-    first = np.array(choice.prompt[:FIRST_TOKENS], np.int64)
-    return choice.request.tenant, choice.request.adapter, hashlib.sha256(first.tobytes()).digest()
+def _beginnings(choice: Choice, tokens: Sequence[int]) -> list[Beginning]:
+    """The beginnings of `tokens` by which workers are known, the longest last."""
+    lengths = [FIRST_TOKENS] if choice.bulk else [num for num in CHAT_TOKENS if num <= len(tokens)]
+    first = np.array(tokens[: max(lengths, default=0)], np.int32)
+    digests = (hashlib.sha256(first[:num].tobytes()).digest() for num in lengths)
+    return [(choice.request.tenant, choice.request.adapter, digest) for digest in digests]

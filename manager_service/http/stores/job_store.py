@@ -258,7 +258,7 @@ class JobStore:
 
     async def rows(self, tenant: str, entries: Sequence[ListedJob]) -> AsyncIterator[JobRow]:
         """The entries of the tenant's jobs that exist, in their order, a portion at a time: Redis holds what is not read yet.
-        Each is decoded by itself, and others have the event loop between: a specification may have 240 KB."""
+        Each is decoded in a round of its own: a specification may have 240 KB."""
         for portion in await self._portions(entries):
             async with self._api.reads.of(tenant):
                 records = await _of_each(portion, "HMGET", "spec", "state", DELETED)
@@ -266,9 +266,9 @@ class JobStore:
                 archived = await asyncio.gather(*(_in_archive(entry.base, tenant, entry.job) for entry in gone))
             moved = {row.spec.id: row for row in archived if row is not None}
             for entry in portion:
+                await self._api.rounds.next(tenant)
                 if row := _decoded(entry.base, records[entry.job]) or moved.get(entry.job):
                     yield row
-                    await asyncio.sleep(0)
 
     async def _portions(self, entries: Sequence[ListedJob]) -> list[list[ListedJob]]:
         sizes = await _of_each(entries, "HSTRLEN", "spec")

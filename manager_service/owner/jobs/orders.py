@@ -1,6 +1,6 @@
 """Makes the messages that a job sends to workers, from its spec, its files and its state."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,11 +20,13 @@ from common.wire.messages import (
     TrajectoryRef,
     TurnRequest,
 )
+from manager_service.owner.jobs.changes import Changes
 from manager_service.owner.jobs.groups import Group, pack
 from manager_service.owner.jobs.items import Items, Shuffle
 from manager_service.owner.jobs.open_trajectories import TrajectoryKey
 from manager_service.records.file_records import uploaded_path
 from manager_service.records.job_records import JobSpec, JobState, is_untrained
+from manager_service.scheduling.homes import home_of
 
 
 class Orders:
@@ -137,3 +139,14 @@ class Orders:
         """Fields that every message about the job has; see `Message.about`."""
         tenant = self._spec.tenant
         return {"tenant": tenant, "job": self._spec.id, "partition": partition_of(tenant), "epoch": state.epoch}
+
+
+def give_homes(changes: Iterable[Changes], lora_slots: Mapping[str, int], *, num_jobs: int) -> None:
+    """Gives all that begins a home. `lora_slots`: workers with the number of adapters that each batches. `num_jobs`: active ones."""
+    if not lora_slots or num_jobs <= min(lora_slots.values()):
+        return
+    for change in changes:
+        for index, (stream, message) in enumerate(change.published):
+            if isinstance(message, Start):
+                home = home_of(message.job, lora_slots)
+                change.published[index] = stream, msgspec.structs.replace(message, home=home)
