@@ -77,15 +77,11 @@ class OpenRequests:
                 await refuse(too_many(told, code="too_many_open"))
             elif size:
                 self._unread[tenant] += size
-                held.callback(self._read, tenant, size)
+                held.callback(self._unread.subtract, {tenant: size})
             if not refused:
                 await send(message)
 
         return sending
-
-    def _read(self, tenant: str, size: int) -> None:
-        self._unread[tenant] -= size
-        self._unread += Counter()  # without the tenants that have read all
 
     async def _in_turn(self, tenant: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers behind the tenant's reads before: the event loop would turn to all of them before it turns to another's. The turn ends

@@ -1,7 +1,4 @@
-"""Bounds the results that wait in Redis for the clients of one tenant's runs: the oldest go first.
-
-held in memory: how large they are (lost with the owner: what it has written until then goes by itself, by age or number)
-"""
+"""Bounds the results that wait in Redis for the clients of a tenant's runs. Those of an owner that died go by age or number."""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
