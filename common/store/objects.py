@@ -163,11 +163,9 @@ class Objects:
 
     async def delete_older(self, prefix: str, seconds: float) -> None:
         """Deletes what is below a folder and was written so long ago."""
-        await self._present()
-        found, last = (
-            await _translated(obstore.list(self._backend, prefix).collect_async(), prefix),
-            time.time() - seconds,
-        )
+        self._present()
+        found = await _translated(obstore.list(self._backend, prefix).collect_async(), prefix)
+        last = time.time() - seconds
         await self.delete(*(meta["path"] for meta in found if meta["last_modified"].timestamp() < last))
 
     async def delete_folder(self, prefix: str) -> None:
