@@ -7,19 +7,21 @@ Axes: B rows, T positions, E hidden, H query heads, K key/value heads, D head si
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from common.errors import InvalidInput
 from common.models.base_shape import BaseShape
 from common.models.families import check_weights, unsupported
+from common.models.stages import Stage
 from common.models.weight_files import LINEAR_LAYERS
 from common.text.model_folder import read_config
 
@@ -128,6 +130,24 @@ class Decoder:
             loaded = load_file(shard, device=device)
             check_finite(folder, loaded.items())
             weights |= {name.removeprefix("model."): tensor.to(dtype) for name, tensor in loaded.items()}
+        return cls(config, weights)
+
+    @classmethod
+    def load_stage(
+        cls, folder: Path, stage: Stage, *, device: str, dtype: torch.dtype, max_context: int | None
+    ) -> "Decoder":
+        """Loads what one stage of a convoy needs, of a folder whose other weights may be missing. Without the embedding, which the head
+        has, there is an empty one. Raises InvalidInput, as `load`."""
+        config, weights = DecoderConfig.load(folder, max_context), dict[str, Tensor]()
+        for shard in sorted(folder.glob("*.safetensors")):
+            with safe_open(shard, "pt", device=device) as stored:
+                names = [name for name in stored.keys() if stage.has(name)]  # noqa: SIM118 - it is no dict
+                loaded = {name: stored.get_tensor(name) for name in names}
+            check_finite(folder, loaded.items())
+            weights |= {name.removeprefix("model."): tensor.to(dtype) for name, tensor in loaded.items()}
+        if stage.number:
+            config = replace(config, tied=True)
+            weights["embed_tokens.weight"] = weights["norm.weight"].new_zeros(0, config.hidden)
         return cls(config, weights)
 
     @property

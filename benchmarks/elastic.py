@@ -8,7 +8,8 @@ Three workers, each a process at a given pace (`_paced_rollout`), have all of th
 leases or more. Then one is killed with SIGKILL. Each of its turns goes on when another worker gives it a token; its cost is the
 tokens that it had had and that are sampled once more. The speed is of all turns, from when the last went on: against two thirds of
 that of the three before, which is what two workers give. Redis is the one of `marlaas up`. `_elastic_repack`
-says what is measured of pools, `_elastic_relay` what of adapters, `_elastic_bases` and `_elastic_multicast` what of base models.
+says what is measured of pools, `_elastic_relay` what of adapters, `_elastic_bases`, `_elastic_multicast` and `_elastic_convoy` what of
+base models.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from typing import Any
 
 from benchmarks import _elastic_repack
 from benchmarks._elastic_bases import bases_report
+from benchmarks._elastic_convoy import convoy_report
 from benchmarks._elastic_multicast import multicast_report
 from benchmarks._elastic_relay import relay_report
 from benchmarks._paced_rollout import CELL, PROGRESS_S, ROW_S, STEP_S
@@ -141,6 +143,7 @@ def report(given: Any) -> Report:
         relay_report(given.readers, given.megabytes * 1_000_000, given.copy_s),
         bases_report(2 * given.megabytes * 1_000_000),
         multicast_report(given.loaders, given.megabytes, given.copy_s),
+        convoy_report(min(4, given.readers // 2), 2 * given.megabytes * 1_000_000),
     ]
     figures = {"losses": [asdict(each) for each in losses], "pools": pools}
     return Report(

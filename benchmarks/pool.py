@@ -1,12 +1,13 @@
-"""Measures what several base models on one pool cost: a switch from each tier, a pool worker without work, and the rule.
+"""Measures what several base models on one pool cost: a switch from each tier, a pool worker without work, the rule, and jobs.
 
-    python -m benchmarks.pool [--switches 20] [--idle_s 80] [--json FILE]
+    python -m benchmarks.pool [--part switches|jobs] [--switches 20] [--idle_s 280] [--steps 6] [--json FILE]
 
 A cluster as `marlaas up` starts it has three base models: `tiny`, a twin, and `wide`, of 170 MB. Chats to `wide` and to the twin take
 turns, so that each switches the rollout worker. A switch lasts from the choice of the next base model until it is told to read, by the
 worker's log; of a base model without a process, loading counts too. The processor time of a worker without work is that of its own
 process, in the last quarter of `idle_s` seconds after the start. Mean waits and rates under the rule and others are computed, not
-measured, by an exact model of one place (`_one_place.py`): four base models at load 0.8, and two whose clients think for 0.1 s.
+measured, by an exact model of one place (`_one_place.py`): four base models at load 0.8, and two whose clients think for 0.1 s. The part
+`jobs`, of three minutes, has jobs of four base models (`_four_bases.py`).
 
 On a GPU the same measures the tiers of real base models, which vLLM puts to sleep:
 
@@ -22,8 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks._four_bases import TOOL_S, bases_report
 from benchmarks._one_place import Rule, by_ratio, first_come, in_turn, mean_wait_s, rate
-from benchmarks._report import Goal, Report, make_table, parsed, parser, show
+from benchmarks._report import Goal, Report, make_table, parsed, parser, positive, show
 from common.pool.choosing import OpenSlice, WaitingBase, choose
 from common.settings import TINY
 from harness.bases import FIRST_WORD, make_random_base
@@ -115,7 +117,7 @@ def choice_s() -> float:
     return statistics.median(times)
 
 
-def report(given: Any) -> Report:
+def switches_report(given: Any) -> Report:
     found, rule = asyncio.run(measure(given.switches, given.idle_s, given.bases)), computed()
     medians = {tier: statistics.median(found[tier]) for tier in MOST if found[tier]}
     figures: dict[str, float] = {
@@ -135,10 +137,23 @@ def report(given: Any) -> Report:
     return Report([table], figures, goals)
 
 
+def report(given: Any) -> Report:
+    parts = [switches_report(given)] if given.part != "jobs" else []
+    if given.part != "switches":
+        parts.append(bases_report(given.steps, given.tool_s, given.computed_steps))
+    return Report(
+        [table for part in parts for table in part.tables],
+        {name: value for part in parts for name, value in part.figures.items()},
+        [goal for part in parts for goal in part.goals],
+    )
+
+
 if __name__ == "__main__":
-    options = parser(__doc__, switches=20, idle_s=280)
+    options = parser(__doc__, switches=20, idle_s=280, steps=6, computed_steps=10)
+    options.add_argument("--part", choices=("switches", "jobs"), help="default: both")
+    options.add_argument("--tool_s", type=positive, default=TOOL_S, metavar="S", help=f"of a tool; default {TOOL_S}")
     options.add_argument(
         "--bases", default="", metavar="NAME=FOLDER,...", help="base models to switch between; default: made ones"
     )
-    asked = parsed(options, {"switches": 2, "idle_s": 4})
+    asked = parsed(options, {"switches": 2, "idle_s": 4, "steps": 1, "computed_steps": 0, "tool_s": 1})
     show(report(asked), asked.json)

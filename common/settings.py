@@ -19,7 +19,7 @@ _KNOWN = (
     # all services
     "redis_url data_dir store_url disk_reserve_bytes base_models base_model max_context lease_s deterministic log_level "
     "heartbeat_file pool_worker pool_bytes placement slice_max_s slice_drain_s "
-    "peers peer_port peer_bytes_per_s cache_dir cache_bytes store_places "
+    "peers peer_port peer_bytes_per_s cache_dir cache_bytes store_places convoys "
     # the manager
     "host port policy rollout_range repack inference_timeout_s archive_after_s "
     "max_open_requests max_unfinished_jobs max_stored_bytes max_kept_bytes "
@@ -110,6 +110,9 @@ class Settings(BaseSettings):
     """Bytes of adapters in `cache_dir`: beyond them the least recently used go."""
     store_places: int = Field(default=1, ge=1)
     """Workers that may read one file from the store at once; the others follow them."""
+    convoys: int = Field(default=0, ge=0, le=16)
+    """Rollout workers that fetch a base model from the store together serve before any has the whole, each with one of so many parts
+    of its layers; 0: none do."""
 
     @field_validator("base_models")
     @classmethod
@@ -124,7 +127,7 @@ class Settings(BaseSettings):
     @property
     def relays(self) -> bool:
         """Do files come through peers?"""
-        return not self.store.startswith("file:") if self.peers is None else self.peers
+        return bool(self.convoys) or not self.store.startswith("file:") if self.peers is None else self.peers
 
     @property
     def node_dir(self) -> Path:

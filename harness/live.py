@@ -77,10 +77,17 @@ class Api:
         return self._files[key]
 
     async def submit(
-        self, skill: str, *, model: str = "tiny", seed: int = 7, evaluate: bool = False, **hyper: Any
+        self,
+        skill: str,
+        *,
+        model: str = "tiny",
+        seed: int = 7,
+        evaluate: bool = False,
+        grader: Mapping[str, Any] = GRADER,
+        **hyper: Any,
     ) -> str:
         """A job on a skill's items; returns its id."""
-        how = {"environment": CALCULATOR} if skill == "calc" else {"grader": GRADER}
+        how = {"environment": CALCULATOR} if skill == "calc" else {"grader": grader}
         body: dict[str, Any] = {
             "model": model,
             "seed": seed,

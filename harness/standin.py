@@ -112,12 +112,13 @@ class StandInEnv(StandIn):
 
 @dataclass
 class StandInTrainer(StandIn):
-    """Commits versions of one byte each; the commit protocol is the real one."""
+    """Commits versions of one byte each, unless `files` says otherwise; the commit protocol is the real one."""
 
     cell: Cell
     store: AdapterStore
     seen: list[TrainStep] = field(default_factory=list)
     refuse: Callable[[TrainStep], Failure | None] = lambda step: None
+    files: dict[str, bytes] = field(default_factory=lambda: {"adapter_model.safetensors": b"1"})
 
     async def __call__(self, message: Init | TrainStep | Forget, beat: Beat) -> list[Out]:
         if isinstance(message, Forget):
@@ -135,7 +136,7 @@ class StandInTrainer(StandIn):
     async def _commit(self, target: AdapterRef, batch: str, seed: int) -> Manifest:
         metrics = {"reward_mean": 0.5, "reward_std": 0.5, "loss": 0.0}
         more: dict[str, Any] = {"batch": batch, "seed": seed, "metrics": metrics, "usage": Usage(trained_tokens=10)}
-        return await commit(self.store, self.cell.base_model, target, {"adapter_model.safetensors": b"1"}, **more)
+        return await commit(self.store, self.cell.base_model, target, self.files, **more)
 
     def _refused(self, message: Init | TrainStep, failure: Failure) -> Out:
         target = message.adapter if isinstance(message, Init) else message.adapter.next()

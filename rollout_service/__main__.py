@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from base_model.device import alone_on, held_bytes, keep_freed_memory, prepare_cpu
 from base_model.kernels import DEFAULT, choose
@@ -19,6 +21,7 @@ from common.worker.telemetry import About
 from common.worker.worker import Habits
 from rollout_service.adapters import AdapterCache
 from rollout_service.embedded.backbone.choice import load_backbone
+from rollout_service.embedded.convoy.member import take_part
 from rollout_service.embedded.pools import EngineLimits
 from rollout_service.embedded.selftest import selftest
 from rollout_service.embedded.torch_engine import TorchEngine
@@ -77,12 +80,24 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         await engine.start()
     if settings.engine == "torch":
         prepare_cpu(settings.rollout_threads)  # for this thread
+    service = serving(settings, parts, engine, bits=bits)
+    return service if isinstance(engine, TorchEngine) else _sleeping(service, engine)
+
+
+def serving(
+    settings: RolloutSettings,
+    parts: Parts,
+    engine: TorchEngine | ProcessEngine,
+    heir: Callable[[], str] = str,
+    *,
+    bits: str = "",
+) -> BuiltService:
+    """A service of an engine that runs. `heir`: see `RolloutHandler`."""
     adapters = AdapterCache(parts.store, engine, idle_bytes=settings.rollout_idle_adapter_bytes)
-    send_delta, worker = partial(_send_delta, parts.bus), parts.worker if settings.own_streams else ""
-    handler = RolloutHandler(
-        engine, adapters, parts.cell, send_delta=send_delta, worker=worker, deterministic=settings.deterministic
-    )
-    service = BuiltService(
+    worker = parts.worker if settings.own_streams else ""
+    more: dict[str, Any] = {"worker": worker, "deterministic": settings.deterministic, "heir": heir}
+    handler = RolloutHandler(engine, adapters, parts.cell, send_delta=partial(_send_delta, parts.bus), **more)
+    return BuiltService(
         handler,
         settings.inboxes(parts.cell, parts.worker),
         About(
@@ -104,7 +119,6 @@ async def build(settings: RolloutSettings, parts: Parts) -> BuiltService:
         close=[adapters.close, engine.stop],
         num_bytes=partial(held_bytes, settings.rollout_device),
     )
-    return service if isinstance(engine, TorchEngine) else _sleeping(service, engine)
 
 
 def _sleeping(service: BuiltService, engine: ProcessEngine) -> BuiltService:
@@ -136,5 +150,7 @@ def pooled(settings: RolloutSettings) -> PooledService:
     )
 
 
+early = partial(take_part, serving)
+
 if __name__ == "__main__":
-    run("rollout", RolloutSettings, build, pooled)
+    run("rollout", RolloutSettings, build, pooled, early)

@@ -56,15 +56,17 @@ class RolloutHandler:
         send_delta: SendDelta,
         worker: str = "",
         deterministic: bool = False,
+        heir: Callable[[], str] = str,
     ) -> None:
         """`worker`: to which later turns come back; "": to any. `deterministic`: no progress is kept, and a moved turn of a job starts
-        again: going on from its tokens changes bits."""
+        again: going on from its tokens changes bits. `heir`: the stream of what is handed back; "": that of all workers."""
         self._engine = engine
         self._adapters = adapters
         self._cell = cell
         self._send_delta = send_delta
         self._worker = worker
         self._deterministic = deterministic
+        self._heir = heir
 
     async def __call__(self, message: TurnRequest, beat: Callable[[], None]) -> list[Out]:
         """Generates the turn. Raises Unavailable when the store is away; other trouble is a failed TurnResult."""
@@ -99,7 +101,7 @@ class RolloutHandler:
             request = _without_partial(request)
         elif partial is not None:
             request = _with_tokens(request, partial.tokens, partial.logprobs)
-        return [(message.reply_to or self._cell.rollout_first, request)]
+        return [(message.reply_to or self._heir() or self._cell.rollout_first, request)]
 
     def progress(self, message: TurnRequest) -> tuple[bytes, bytes] | None:
         """The turn's tokens and log-probs so far, and its trajectory's cost with them; see `Resumes`. None for a short turn, for a

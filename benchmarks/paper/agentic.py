@@ -63,3 +63,18 @@ class Agentic:
         await asyncio.sleep(latency_s(state, sample, number))
         reply = {"role": "tool", "tool_call_id": "call_0", "content": turn.item["answer"]}
         return Step(state=state, done=False, messages=[reply], reward=right / MAX_CALLS)
+
+
+class SlowTool(Agentic):
+    """Each of so many calls takes `times` as long, and all samples of a group wait equally. Rewards odd samples."""
+
+    def __init__(self, calls: int, times: float) -> None:
+        self._calls, self._times = calls, times
+
+    async def step(self, state: int, turn: Turn) -> Step:
+        sample, number = place(turn.key)
+        if turn.last or number >= self._calls:
+            return Step(state=state, done=True, reward=float(sample % 2))
+        await asyncio.sleep(self._times * latency_s(state, 0, number))
+        reply = {"role": "tool", "tool_call_id": "call_0", "content": turn.item["answer"]}
+        return Step(state=state, done=False, messages=[reply])

@@ -11,4 +11,5 @@ A part is used or passed on only if its sha256 is the manifest's. Whatever fails
     chain.py     fetches a file part by part: from a holder, from another if that fails, from the store at last
     speed.py     tells a slow holder from one that waits itself
     base_fetch.py  fetches a base model into the node folder
+    convoys.py   gives loaders of one base model its stages, and finds which of them serve together (Redis)
 """

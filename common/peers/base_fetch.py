@@ -14,9 +14,10 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from io import BufferedRandom
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -24,12 +25,15 @@ import structlog
 
 from common.errors import CorruptObject, InvalidInput, NotFound
 from common.models.base_digest import base_digest, differ, shown
+from common.models.stages import divided
+from common.models.weight_files import StoredTensor, stored_tensors
 from common.peers.chain import FolderUnusable, Relay
+from common.peers.convoys import Convoy
 from common.peers.folder import WrongPart, keep_right_parts, make_own_folder, write_part
 from common.settings import Settings, kept_base, resolve_config, resolve_model, stored_digest
 from common.store.bases import MANIFEST, BaseManifest, base_path, decode_manifest, read_base
 from common.store.objects import Objects
-from common.store.parts import PARTED_BYTES, StoredFile, read_parts
+from common.store.parts import PARTED_BYTES, StoredFile, part_bytes, read_parts
 
 LOOK_S = 0.1
 MAX_WRONG = 3
@@ -50,22 +54,30 @@ class BaseFetch:
     """One base model's way to this machine."""
 
     def __init__(
-        self, objects: Objects, node_dir: Path, where: str, *, with_weights: bool, relay: Relay | None = None
+        self,
+        objects: Objects,
+        node_dir: Path,
+        where: str,
+        *,
+        with_weights: bool,
+        relay: Relay | None = None,
+        convoy: Convoy | None = None,
     ) -> None:
-        """`where`: `store:NAME@DIGEST`. `relay`: through it come large files."""
-        self._objects, self._relay = objects, relay
+        """`where`: `store:NAME@DIGEST`. `relay`: through it come large files. `convoy`: its stage's share of them comes first."""
+        self._objects, self._relay, self._convoy = objects, relay, convoy
         self._where, self._digest, self._with_weights = where, stored_digest(where), with_weights
         self._whole = Path(kept_base(where, node_dir))
         self._target = self._whole if with_weights else Path(f"{self._whole}.texts")
         self._part = Path(f"{self._target}.part")
         self._total = 0
+        self._shares = list[tuple[str, StoredFile]]()
 
     def progress(self) -> str:
         """`fetching q@0a1b…: 43% of 1.2 GB, 516 MB are here`."""
         name, _, digest = self._where.partition("@")
         told, total = f"fetching {name}@{shown(digest)}", self._total
         try:
-            done = sum(_sizes(self._part).values())
+            done = _num_held(self._part)
         except FileNotFoundError:  # it has just become the whole one, or was not begun
             return told
         return (
@@ -86,7 +98,7 @@ class BaseFetch:
             raise InvalidInput(f"base model {self._where}: {what}") from error
         except CorruptObject as error:
             raise InvalidInput(f"base model {self._where} is damaged in the store: {error}; push it again") from error
-        for name, file in files.items():
+        for name, file in [*files.items(), *self._shares]:
             if self._relay and file.size > PARTED_BYTES:
                 self._relay.offer(file, found / name).has(len(file.parts))
         return found
@@ -118,9 +130,11 @@ class BaseFetch:
                 shutil.rmtree(self._part, ignore_errors=True)
                 self._target.rename(self._part)
             self._part.mkdir(exist_ok=True)
-            missing, free = self._total - sum(_sizes(self._part).values()), shutil.disk_usage(self._part).free
+            missing, free = self._total - _num_held(self._part), shutil.disk_usage(self._part).free
             if free < missing:
                 raise OSError(f"{missing / 1e9:.2f} GB are missing, and {free / 1e9:.2f} GB are free")
+            if self._convoy:
+                await self._fetch_shares(self._convoy, files)
             for name, file in files.items():
                 await self._complete(self._part / name, file)
             for name in files:  # only now: who follows would wait for the disk between two files
@@ -128,7 +142,10 @@ class BaseFetch:
             (self._part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
             if not await asyncio.to_thread(self._is_right, self._part):
                 raise CorruptObject("its files have another digest")
-            self._part.rename(self._target)
+            async with self._convoy.reading if self._convoy else contextlib.nullcontext():
+                self._part.rename(self._target)
+                if self._convoy:
+                    self._convoy.folder = self._target
         return self._target
 
     @contextlib.asynccontextmanager
@@ -141,6 +158,40 @@ class BaseFetch:
                     break
                 await asyncio.sleep(LOOK_S)
             yield
+
+    async def _fetch_shares(self, convoy: Convoy, files: Mapping[str, StoredFile]) -> None:
+        """Fetches other files, then the weights of a convoy's stage, of the one behind it, and so on."""
+        tensors = dict[str, list[StoredTensor]]()
+        for name, file in files.items():
+            if name.endswith(".safetensors") and file.size > PARTED_BYTES:
+                tensors[name] = await self._header(self._part / name, file)
+            else:
+                await self._complete(self._part / name, file)
+        stages = divided(chain(*tensors.values()), convoy.num_stages)
+        own, group = await convoy.enter()
+        for stage in [*stages[own:], *stages[:own]]:
+            for name, file in ((name, files[name]) for name in tensors):
+                share = file.section(f"{stage.number}of{len(stages)}.{group}", stage.parts_of(file, tensors[name]))
+                await self._complete(self._part / name, share)
+                self._shares.append((name, share))
+            if stage.number == own:
+                convoy.begin(self._part, stages)
+
+    async def _header(self, path: Path, file: StoredFile) -> list[StoredTensor]:
+        """Fetches a file's first parts; returns the tensors that they name. Raises CorruptObject too."""
+        num, needed = 0, 1
+        while num < needed:
+            num = min(needed, len(file.parts))
+            await self._complete(path, file.section(f"first{num}", range(num)))
+            with path.open("rb") as handle:
+                needed = min(
+                    -(-(8 + int.from_bytes(handle.read(8), "little")) // part_bytes(file.size)), len(file.parts)
+                )
+        try:
+            with path.open("rb") as handle:
+                return stored_tensors(handle)
+        except ValueError as error:
+            raise CorruptObject(f"{path.name}: {error}") from error
 
     async def _complete(self, path: Path, file: StoredFile) -> None:
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as handle:
@@ -174,6 +225,11 @@ def _sync(path: Path) -> None:
 
 def _sizes(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in folder.iterdir()}
+
+
+def _num_held(folder: Path) -> int:
+    """Bytes on the disk: sections leave holes between them."""
+    return sum(min(found.st_size, 512 * found.st_blocks) for found in (file.stat() for file in folder.iterdir()))
 
 
 def _manifest(folder: Path) -> BaseManifest:

@@ -21,7 +21,7 @@ import structlog
 from common.errors import CorruptObject
 from common.peers.folder import NodeFolder, WrongPart, keep_right_parts, read_right, read_whole, write_part
 from common.peers.holders import RENEW_S, STORE, Holders
-from common.peers.server import BEAT, HEAR_S, PART, Offer, PeerServer
+from common.peers.server import BEAT, HEAR_S, PART, Offer, PeerServer, Serve
 from common.peers.speed import SLOW_S, HolderSpeed, Usual
 from common.store.objects import Objects
 from common.store.parts import StoredFile, part_bytes, read_parts
@@ -51,6 +51,19 @@ class Relay:
         self._usual = Usual()
         self.is_usable = True
         """Could the node folder be used so far?"""
+
+    @property
+    def key(self) -> str:
+        """The secret that others must know to be served."""
+        return self._holders.key
+
+    @property
+    def address(self) -> str:
+        return self._holders.address
+
+    def serve_stage(self, serve: Serve | None) -> None:
+        """Gives those that ask for the stage of a convoy to `serve`; None: ends their connections."""
+        self._server.serve_stage = serve
 
     async def open(self, host: str, first_port: int) -> None:
         """Begins to serve at an address of this machine. Raises OSError."""

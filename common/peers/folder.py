@@ -77,11 +77,14 @@ def make_own_folder(path: Path) -> None:
 
 
 def keep_right_parts(handle: BufferedRandom, file: StoredFile) -> int:
-    """Cuts off what is not right of what an earlier process left. Returns the number of parts that are."""
-    handle.seek(0)
+    """Cuts off what is not right of what an earlier process left; nothing of a file's sections. Returns the number of first parts that
+    are right."""
     for part, sha256 in enumerate(file.parts):
-        if hashlib.sha256(handle.read(file.span(part)[1])).hexdigest() != sha256:
-            handle.truncate(file.span(part)[0])
+        start, size = file.span(part)
+        handle.seek(start)
+        if hashlib.sha256(handle.read(size)).hexdigest() != sha256:
+            if not file.at:
+                handle.truncate(start)
             return part
     return len(file.parts)
 

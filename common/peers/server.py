@@ -2,6 +2,7 @@
 
 A follower says one line, `<key> <sha256> <first part>`; then come the parts from there on, each behind the byte PART. BEAT between two
 says that there is no newer part yet: so a follower hears the difference between a holder that waits itself and one that is gone.
+Whoever says `<key> stage 0` speaks from then on with the stage of a convoy.
 
 reads: files of the node folder   writes: followers' connections
 waits for: the next part, a slow follower   unblocked by: chain.py, the follower; SEND_S
@@ -12,7 +13,7 @@ import asyncio
 import contextlib
 import hmac
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,8 @@ SEND_S = 30.0
 CHUNK_BYTES = 256 << 10
 BURST_S = 0.05
 MAX_LINE = 256
+STAGE = "stage"
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 NUM_PORTS = 16
 """Ports from the first on of which a worker takes a free one: several may share a machine or a container."""
 log = structlog.get_logger()
@@ -99,6 +102,7 @@ class PeerServer:
         self._offers = offers
         self._key = key
         self._pace = Pace(bytes_per_s)
+        self.serve_stage: Serve | None = None
         self._serving = set[asyncio.Task[None]]()
         self._server: asyncio.Server | None = None
 
@@ -127,7 +131,9 @@ class PeerServer:
                 key, sha256, part = (await reader.readline()).decode().split()
             if not hmac.compare_digest(key.encode(), self._key().encode()):
                 raise ValueError("it does not know the key")
-            if (offer := self._offers.get(sha256)) is not None:
+            if sha256 == STAGE and self.serve_stage is not None:
+                await self.serve_stage(reader, writer)
+            elif (offer := self._offers.get(sha256)) is not None:
                 await self._send(offer, int(part), writer)
         # a timeout is an OSError, a line that is too long a ValueError, and `sendfile` over a lost connection a RuntimeError
         except (OSError, ValueError, RuntimeError) as error:

@@ -89,7 +89,10 @@ class BaseState:
         self.num_deaths = self.num_deaths + 1 if died else 0
         if died and self.num_deaths < MAX_DEATHS:
             return
-        self.refuse(reason, BANNED_S if died else AGAIN_S)
+        if died:
+            advice = f"look into this worker's log, and at the machine's memory; it is tried again in {BANNED_S / 60:.0f} minutes"
+            return self.refuse(f"{reason}, {self.num_deaths} times: {advice}", BANNED_S)
+        self.refuse(reason)
 
     def refuse(self, reason: str, seconds: float = AGAIN_S) -> None:
         self.refused, self._retry_at_s = reason, time.monotonic() + seconds

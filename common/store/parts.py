@@ -1,7 +1,7 @@
 """The parts of a stored file, each with its own sha256: what comes from another worker is checked before the whole is there."""
 
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
@@ -19,11 +19,16 @@ class StoredFile(msgspec.Struct, frozen=True, omit_defaults=True):
     sha256: str
     size: int  # bytes
     parts: tuple[str, ...] = ()  # sha256 of each part, in order; of a file above PARTED_BYTES that rollout workers load
+    at: tuple[int, ...] = ()  # of a section: its parts' numbers in the file; in no manifest
 
     def span(self, part: int) -> tuple[int, int]:
         """The first byte of a part, and its size."""
-        most = part_bytes(self.size)
-        return part * most, min(most, self.size - part * most)
+        most, number = part_bytes(self.size), self.at[part] if self.at else part
+        return number * most, min(most, self.size - number * most)
+
+    def section(self, name: str, at: Sequence[int]) -> "StoredFile":
+        """Some parts of this file, which workers pass on apart from the others: their place and `size` are the file's."""
+        return StoredFile(f"{self.sha256}.{name}", self.size, tuple(self.parts[number] for number in at), tuple(at))
 
 
 def part_bytes(size: int) -> int:
@@ -44,14 +49,17 @@ def stored_file(data: bytes, *, in_parts: bool) -> StoredFile:
 
 async def read_parts(objects: Objects, path: str, file: StoredFile, first: int) -> AsyncIterator[bytes]:
     """The parts of an object from `first` on, unchecked. Raises NotFound, StoreUnavailable, and CorruptObject if it is too short."""
-    if first == len(file.parts):
-        return
-    read, part = bytearray(), first
-    async for piece in objects.stream(path, file.span(first)[0], part_bytes(file.size)):
-        read += piece
-        while part < len(file.parts) and len(read) >= (size := file.span(part)[1]):
-            yield bytes(read[:size])
-            del read[:size]
-            part += 1
-    if part < len(file.parts):
-        raise CorruptObject(f"{path} is too short")
+    part, spans = first, [file.span(number) for number in range(len(file.parts))]
+    while part < len(spans):
+        at, read = spans[part][0], bytearray()
+        async for piece in objects.stream(path, at, part_bytes(file.size)):
+            read += piece
+            while part < len(spans) and spans[part][0] == at and len(read) >= spans[part][1]:
+                size = spans[part][1]
+                yield bytes(read[:size])
+                del read[:size]
+                part, at = part + 1, at + size
+            if part == len(spans) or spans[part][0] != at:  # a section's next part is elsewhere
+                break
+        else:
+            raise CorruptObject(f"{path} is too short")

@@ -29,6 +29,7 @@ from common.models.base_digest import BaseIdentity, base_digest
 from common.models.host_memory import own_bytes
 from common.peers.base_fetch import BaseFetch
 from common.peers.chain import Relay
+from common.peers.convoys import WHOLE, Convoy
 from common.peers.folder import NodeFolder
 from common.peers.holders import Holders
 from common.pool.base_workers import BaseWorkers
@@ -100,12 +101,13 @@ class BuiltService:
     """Takes it back. An error of either ends the worker, whose base model is then loaded again."""
 
 
-def run(
-    name: str,
-    settings_type: type[S],
-    build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]],
-    pooled: Callable[[S], PooledService],
-) -> None:
+Build = Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]
+Pooled = Callable[[S], PooledService]
+Early = Callable[[S, Parts, Convoy, asyncio.Event], Coroutine[Any, Any, None]]
+"""Serves in a convoy while the base model comes, until the event."""
+
+
+def run(name: str, settings_type: type[S], build: Build[S], pooled: Pooled[S], early: Early[S] | None = None) -> None:
     """Run one worker until SIGTERM or Ctrl-C. Wrong settings end it with one line that says what to do.
 
     A thread runs `build`: the event loop beats meanwhile, reports the start, and hears SIGTERM. With several base models and none
@@ -114,7 +116,7 @@ def run(
 
     def main(settings: S) -> Coroutine[Any, Any, None]:
         if settings.base_model or len(settings.models) == 1:
-            return _run(name, settings, build)
+            return _run(name, settings, build, early)
         if sys.platform != "linux":
             raise InvalidInput("a worker serves several base models on Linux alone: name one with MARLAAS_BASE_MODEL")
         spec = sys.modules["__main__"].__spec__
@@ -184,7 +186,7 @@ def leave(error: str = "", status: int = 0) -> NoReturn:
     os._exit(status)
 
 
-async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]]) -> None:
+async def _run(name: str, settings: S, build: Build[S], early: Early[S] | None) -> None:
     imported_s = own_age_s()
     async with heartbeat(None if settings.pool_worker else settings.heartbeat_file):
         is_known = await recognised_at_once(settings, [settings.model_name])
@@ -192,7 +194,13 @@ async def _run(name: str, settings: S, build: Callable[[S, Parts], Coroutine[Any
         await patiently(objects.probe)
         start = _Start.of(name, settings, objects, imported_s)
         relay = await _open_relay(settings, start) if name == SERVES_PEERS and settings.relays else None
-        async with running(*([relay.run()] if relay else [])):
+        loops: list[Coroutine[Any, Any, None]] = [relay.run()] if relay else []
+        digest = stored_digest(settings.models[settings.model_name])
+        if early and relay and settings.convoys and digest:
+            convoy = Convoy(start.bus, start.reporter.worker, relay.address, settings.convoys)
+            parts, start = start.parts(BaseIdentity(settings.model_name, digest), relay), replace(start, convoy=convoy)
+            loops.append(early(settings, parts, convoy, start.stop))
+        async with running(*loops):
             await _serve(settings, build, start, relay, is_known)
 
 
@@ -211,33 +219,53 @@ async def _open_relay(settings: Settings, start: "_Start") -> Relay | None:
 
 async def _serve(
     settings: S,
-    build: Callable[[S, Parts], Coroutine[Any, Any, BuiltService]],
+    build: Build[S],
     start: "_Start",
     relay: Relay | None,
     is_known: bool,  # the store was recognised
 ) -> None:
-    bus, stop, gate, objects = start.bus, start.stop, start.gate, start.objects
-    cell, name, own_id = bus.cell, start.reporter.service, start.reporter.worker
+    cell, gate = start.bus.cell, start.gate
     settings, base = await _identified(settings, start, relay)
-    parts = Parts(own_id, cell, bus, objects, AdapterStore(objects, base, relay), fingerprints={})
+    parts = start.parts(base, relay)
     service = await start.during(build(settings, parts), _loading(cell.base_model), "load")
     if gate:
         gate.num_bytes, gate.num_held = service.num_bytes, service.num_held
         gate.sleep, gate.wake = service.sleep, service.wake
-    membership = _member(name, settings, service, parts)
-    reporter, lease_s, habits = start.ended(service.about), settings.lease_s, service.habits
-    worker = Worker(bus, service.handler, service.inboxes, reporter, lease_s=lease_s, habits=habits, gate=gate)
     try:
         if not is_known:
-            await start.during(recognised_by_service(settings, [cell.base_model], objects), _loading(cell.base_model))
-        if await _join(membership, reporter, bus, stop, gate):
-            spare_collections(holds_tensors=name in NEED_WEIGHTS)
-            async with running(membership.keep(stop), *(loop() for loop in service.loops)):
-                await worker.run(stop)
+            recognised = recognised_by_service(settings, [cell.base_model], start.objects)
+            await start.during(recognised, _loading(cell.base_model))
+        if start.convoy:
+            start.convoy.is_now(WHOLE)
+        async with running(_spare_collections(start)):
+            await serve(settings, service, parts, start.ended(service.about), start.stop, gate)
     finally:
         for close in [*([relay.close] if relay else []), *service.close]:
             await close()
-        await bus.close()
+        await start.bus.close()
+
+
+async def _spare_collections(start: "_Start") -> None:
+    if start.convoy:  # what it had must be collected
+        await start.convoy.over.wait()
+    spare_collections(holds_tensors=start.reporter.service in NEED_WEIGHTS)
+
+
+async def serve(
+    settings: Settings,
+    service: BuiltService,
+    parts: Parts,
+    reporter: Reporter,
+    stop: asyncio.Event,
+    gate: Gate | None = None,
+) -> None:
+    """Joins the cell, and works until `stop`."""
+    membership, lease_s = _member(reporter.service, settings, service, parts), settings.lease_s
+    more: dict[str, Any] = {"lease_s": lease_s, "habits": service.habits, "gate": gate}
+    worker = Worker(parts.bus, service.handler, service.inboxes, reporter, **more)
+    if await _join(membership, reporter, parts.bus, stop, gate):
+        async with running(membership.keep(stop), *(loop() for loop in service.loops)):
+            await worker.run(stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +278,7 @@ class _Start:
     stop: asyncio.Event
     gate: Gate | None
     seconds: dict[str, float]  # of each phase
+    convoy: Convoy | None = None
 
     @classmethod
     def of(cls, name: str, settings: Settings, objects: Objects, imported_s: float) -> "_Start":
@@ -263,6 +292,10 @@ class _Start:
         reporter = Reporter(worker_id(name), name, cell.base_model, About(slots=0), **told)
         bus = Bus.connect(settings.redis_url, cell, objects)
         return cls(reporter, bus, objects, stop, gate, dict.fromkeys(PHASES, 0.0) | {"import": imported_s})
+
+    def parts(self, base: BaseIdentity, relay: Relay | None) -> Parts:
+        store = AdapterStore(self.objects, base, relay)
+        return Parts(self.reporter.worker, self.bus.cell, self.bus, self.objects, store, fingerprints={})
 
     def ended(self, about: About) -> Reporter:
         """The worker's own, which tells what its start took."""
@@ -284,6 +317,8 @@ class _Start:
         telling = asyncio.create_task(self._tell(progress))
         await asyncio.wait([working, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
+            if self.convoy:
+                await self.convoy.over.wait()
             kill_children()
             leave()
         await cancel_all([stopped, telling])
@@ -327,7 +362,8 @@ async def _fetch_base(settings: Settings, start: _Start, relay: Relay | None, *,
     if Path(where).is_dir():
         return Path(where)
     if stored_digest(where):
-        fetch = BaseFetch(start.objects, settings.node_dir, where, with_weights=with_weights, relay=relay)
+        more: dict[str, Any] = {"with_weights": with_weights, "relay": relay, "convoy": start.convoy}
+        fetch = BaseFetch(start.objects, settings.node_dir, where, **more)
         return await start.during(patiently(fetch.run), fetch.progress, "fetch")
     resolve = resolve_model if with_weights else resolve_config
     return await start.during(asyncio.to_thread(resolve, where), Download(where).progress, "fetch")

@@ -16,5 +16,6 @@ Its files:
     meter.py            counts forwards, their rows, tokens and seconds
     selftest.py         checks that a turn's bits do not depend on what runs with it
     backbone/           computes the base model
+    convoy/             computes it on several workers that load it, before any has the whole
     fault_isolation.py  does row by row what failed for several
 """

@@ -31,7 +31,7 @@ from rollout_service.embedded.backbone.interface import EngineBackbone, ForwardP
 from rollout_service.embedded.backbone.layout import ForwardLayout, exact_rows, rounded_rows
 from rollout_service.embedded.fault_isolation import FailedTurn, outcomes, tried
 from rollout_service.embedded.meter import Meter
-from rollout_service.embedded.pools import EngineLimits, Pool, Pools
+from rollout_service.embedded.pools import EngineLimits, Pool, PoolChange, Pools
 from rollout_service.embedded.prefill import PREFILL_TOKENS, Extension, Prefill, Rest, prefix_key
 from rollout_service.embedded.prefix import PrefixKey
 from rollout_service.embedded.row_states import RowStates, TurnRow
@@ -79,8 +79,10 @@ class RunningRows:
         decode: Callable[[Sequence[int]], str],
         limits: EngineLimits,
         captured: CapturedSteps | None = None,
+        changes: list[PoolChange] | None = None,
     ) -> None:
-        """`decode`: token ids to text with special tokens, where stop strings are looked for. `captured`: None: as on this device."""
+        """`decode`: token ids to text with special tokens, where stop strings are looked for. `captured`: None: as on this device.
+        `changes`: gets those of the pools."""
         config, device = model.config, model.embedding.device
         self._model, self._config, self._device = model, config, device
         self._decode = decode
@@ -88,7 +90,7 @@ class RunningRows:
         self._rounded = exact_rows if limits.exact else rounded_rows
         self._compiled = compiled_for(model.embedding, exact=limits.exact)
         self._states = RowStates(limits.slots, end_ids, config.context, self._compiled)
-        self._pools = Pools(config, model.embedding, limits.pools)
+        self._pools = Pools(config, model.embedding, limits.pools, changes)
         wide = None if limits.exact else WIDE_LANE_ROWS
         self._captured = captured or captured_for(model, limits.step_lanes // 2)
         budget = limits.step_lanes // 2 if self._captured else limits.step_lanes
@@ -424,7 +426,8 @@ class RunningRows:
 
     def _remove(self, row: TurnRow, *, clear: bool = False, in_pool: bool = True) -> None:
         if in_pool:
-            self._pools.of(row).remove(row.slot, self._states.length, clear=clear)
+            pool = self._pools.of(row)
+            pool.remove(row.slot, int(self._states.length[pool.slots[-1]]), clear=clear)
         self._states.leave(row)
         self._pools.release(row)
         self._layout = None

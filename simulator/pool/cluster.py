@@ -1,6 +1,6 @@
 """Simulates jobs of many bases on pools: operations are events, and production decides (`simulator.pool.places`).
 
-    job: rollout, tools ─► train ─► rollout …      of each service a pool a size of workers; without a rollout pool rollouts run on the
+    job: turns, tools ─► train ─► turns …          of each service a pool a size of workers; without a rollout pool rollouts run on the
                                                    job's own GPUs, as PlexRL's
 
 A step's rollouts begin when at most `lag` steps before them are untrained: 0 is strict, 1 PlexRL's. What an operation takes varies about
@@ -75,6 +75,7 @@ class RunningJob:
     rolled: int = 0
     trained: int = 0
     _is_rolling: bool = False
+    _turns: int = 0  # ended, of the step under way
     _is_training: bool = False
 
     @property
@@ -84,23 +85,30 @@ class RunningJob:
     def go_on(self) -> None:
         """Asks for what may follow."""
         if not self._is_rolling and self.rolled < self.job.steps and self.rolled - self.trained <= self.lag:
-            self._is_rolling = True
-            seconds = self.job.rollout_s * self.factors[self.rolled]
-            if self.rollouts is None:
-                self.clock.after(seconds + self.job.tool_s, self._rolled)
-            else:
-                self.rollouts.ask(PoolOperation(self.job.base, seconds, self.clock.now, self._sampled))
+            self._is_rolling, self._turns = True, 0
+            self._roll()
         if not self._is_training and self.trained < self.rolled:
             self._is_training = True
             seconds = self.job.train_s * self.factors[self.trained]
             self.trainer.ask(PoolOperation(self.job.base, seconds, self.clock.now, self._trained))
 
-    def _sampled(self) -> None:
-        self.clock.after(self.job.tool_s, self._rolled)
+    def _roll(self) -> None:
+        seconds = self.job.rollout_s * self.factors[self.rolled] / self.job.turns
+        if self.rollouts is None:
+            self.clock.after(seconds, self._sampled)
+        else:
+            self.rollouts.ask(PoolOperation(self.job.base, seconds, self.clock.now, self._sampled))
 
-    def _rolled(self) -> None:
-        self.rolled, self._is_rolling = self.rolled + 1, False
-        self.go_on()
+    def _sampled(self) -> None:
+        self.clock.after(self.job.tool_s / self.job.turns, self._answered)
+
+    def _answered(self) -> None:
+        self._turns += 1
+        if self._turns < self.job.turns:
+            self._roll()
+        else:
+            self.rolled, self._is_rolling = self.rolled + 1, False
+            self.go_on()
 
     def _trained(self) -> None:
         self.trained, self._is_training = self.trained + 1, False

@@ -3,7 +3,8 @@
     {"at_s": 12.5, "tenant": "t3", "base": "b1", "shape": {"rollout": 8, "train": 16}, "steps": 90, "rollout_s": 240, "train_s": 60,
      "tool_s": 20}
 
-`at_s`: since the trace began; `rollout_s`, `train_s`, `tool_s`: of one step alone, the means; `shape`: GPUs.
+`at_s`: since the trace began; `rollout_s`, `train_s`, `tool_s`: of one step alone, the means; `shape`: GPUs. `turns`, 1 unless given:
+parts of its rollouts, with tools after each.
 
 The columns of the logs, as their publishers describe them (github.com/InternLM/AcmeTrace, S-Lab-System-Group/HeliosData,
 msr-fiddle/philly-traces):
@@ -66,6 +67,8 @@ class TraceJob(msgspec.Struct, frozen=True, kw_only=True):
     rollout_s: float
     train_s: float
     tool_s: float = 0.0
+    turns: int = 1
+    """Parts of a step's rollouts, each with its part of the tools' time after it."""
 
     @property
     def step_s(self) -> float:
@@ -74,8 +77,8 @@ class TraceJob(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         times = (self.at_s, self.rollout_s, self.train_s, self.tool_s)
-        if self.steps < 1 or self.shape.train < 1 or self.shape.rollout < 0 or self.train_s <= 0:
-            raise ValueError("steps, shape.train and train_s must be above 0")
+        if min(self.steps, self.turns, self.shape.train) < 1 or self.shape.rollout < 0 or self.train_s <= 0:
+            raise ValueError("steps, turns, shape.train and train_s must be above 0")
         if not all(math.isfinite(seconds) and seconds >= 0 for seconds in times):
             raise ValueError("at_s, rollout_s, train_s and tool_s must be 0 or more")
 

@@ -14,6 +14,7 @@ from redis.exceptions import AuthenticationError, NoPermissionError, ResponseErr
 from common.bus.bus import Bus, Idle, Progress
 from common.bus.fullness import memory_used
 from common.bus.streams import GROUP_ROLLOUT, Cell
+from common.peers.convoys import Convoy
 from common.peers.holders import STORE, Holders
 from common.peers.server import Offer
 from common.pool.looking import Lookout
@@ -149,6 +150,7 @@ async def test_only_rollout_workers_find_each_other_and_know_what_opens_their_fi
                 assert await holders.join(offer, []) == (STORE, "")
                 await holders.renew([offer])
                 await holders.leave([offer])
+                assert (await Convoy(bus, "w", holders.address, 2).enter())[0] == 0
         finally:
             await bus.close()
         assert allowed(server, user, "GET", CELL.peer_key) == (user == "rollout")

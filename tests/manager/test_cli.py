@@ -607,7 +607,10 @@ def test_workers_and_dead_letters(api: type[FakeApi], tmp_path: Path, monkeypatc
     rows.append(("b", {**closed, "state": "starting"}))
     records = [{**row, "id": str(pid), "pid": pid, "base_model": base} for pid, (base, row) in enumerate(rows)]
     api.answers["GET", "/v1/cluster/workers"] = {"data": records}
-    assert "rollout 7: tiny ▸ b, c (refused)" in run("workers")
+    wanted = {"turns": 9, "workers": 1, "bounds": "", "live": 0, "retires": ""}
+    api.answers["GET", "/v1/cluster/wanted"] = {"b": wanted, "alone": wanted}
+    assert "rollout 7: tiny ▸ b, c (refused)" in (printed := run("workers"))
+    assert "alone: 9 turns" in printed and "b: 9 turns" not in printed
     # Given one that serves one base model, and is refused, and one that fetches it
     away = [{**worker, "state": "refused", "reason": "no bits"}, {**worker, "state": "starting", "reason": "43% of it"}]
     api.answers["GET", "/v1/cluster/workers"] = [{**one, "id": one["state"], "pool": None} for one in away]

@@ -140,6 +140,17 @@ def test_alone_a_job_takes_the_sum_of_its_parts() -> None:
         )
 
 
+def test_a_job_of_three_turns_asks_for_its_base_three_times_a_step() -> None:
+    job = TraceJob(
+        at_s=0, tenant="t", base="a", shape=JobShape(1, 1), steps=2, rollout_s=9, train_s=4, tool_s=3, turns=3
+    )
+    cluster = has_run(Setup("backfill", {0: PoolSize(1)}, PoolSize(1), lag=0, sigma=0.0), [job])
+    assert cluster.rollouts is not None
+    [other] = cluster.rollouts.workers
+    assert cluster.ended[0].alone_s == 2 * 16 and other.books.busy == pytest.approx(18)
+    assert other.books.idle > 2 * (2 + 4), "it waits for tools between turns"
+
+
 def test_two_runs_are_the_same_to_the_last_digit() -> None:
     jobs = draw(3, days=1, jobs_per_day=40)
     assert jobs == draw(3, days=1, jobs_per_day=40) != draw(4, days=1, jobs_per_day=40)

@@ -27,7 +27,9 @@ def main(service: str, file: Path) -> None:
         return load(settings)
 
     setattr(module, LOADERS[service], waiting)
-    run(service, RolloutSettings if service == "rollout" else TrainerSettings, module.build, module.pooled)
+    if service == "rollout":
+        run(service, RolloutSettings, module.build, module.pooled, module.early)
+    run(service, TrainerSettings, module.build, module.pooled)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.settings import TINY
-from harness.live import Api, adapter_hashes
+from harness.live import ALIKE, Api, adapter_hashes
 from manager_service.launcher.supervisor import LocalCluster, ServiceCommand, service_commands
 from tests.support.dying_pool import POINTS
 from tests.support.forked import running
 from tests.support.whole import until_whole
 from tests.system.tinker_kills import differences, either, kill, train
+
+sys.path.insert(0, str(TINY.parent))
+import make_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SHAPE: dict[str, Any] = {"batch_size": 2, "group_size": 4, "max_steps": 3}
@@ -35,6 +38,13 @@ def twins(folder: Path, *names: str) -> dict[str, Path]:
         weights = load_file(base / "model.safetensors")
         save_file({name: w + 1e-3 * torch.randn_like(w) for name, w in weights.items()}, base / "model.safetensors")
     return made
+
+
+def untrained(folder: Path, **shapes: str) -> dict[str, Path]:
+    """Base models of random weights."""
+    for name, shape in shapes.items():
+        make_tiny.save(make_tiny.make_model(5, make_tiny.Shape.parse(shape)), folder / name)
+    return {name: folder / name for name in shapes}
 
 
 def served(bases: Mapping[str, Path], **settings: str) -> dict[str, str]:
@@ -74,16 +84,17 @@ def dying(folder: Path, counts: Mapping[str, int], environment: Mapping[str, str
 
 async def versions(cluster: LocalCluster, api: Api, bases: Mapping[str, Path]) -> dict[str, dict[str, str]]:
     """The bytes of the last version of a job of each base model, all at the same time."""
-    jobs = {name: await api.submit("add", model=name, **SHAPE) for name in bases}
-    await until_whole(cluster, api, list(jobs.values()), steps=3, trajectories=TRAJECTORIES)
-    return {name: await adapter_hashes(cluster, "default", job, 3) for name, job in jobs.items()}
+    shape: dict[str, Any] = {**SHAPE, "max_steps": 2, "max_tokens": 16}
+    jobs = {name: await api.submit("add", model=name, grader=ALIKE, **shape) for name in bases}
+    await until_whole(cluster, api, list(jobs.values()), steps=2, trajectories=2 * 4 * 2)
+    return {name: await adapter_hashes(cluster, "default", job, 2) for name, job in jobs.items()}
 
 
 @pytest.mark.exact
-async def test_jobs_of_three_base_models_have_the_bytes_of_pinned_workers_wherever_a_switch_is_killed(
+async def test_jobs_of_four_base_models_have_the_bytes_of_pinned_workers_wherever_a_switch_is_killed(
     tmp_path: Path,
 ) -> None:
-    bases = twins(tmp_path / "bases", "a", "b", "c")
+    bases = twins(tmp_path / "bases", "a", "b") | untrained(tmp_path / "bases", c="64x2", d="96x3")
     environment = served(bases, MARLAAS_DETERMINISTIC="1", MARLAAS_LEASE_S="2", MARLAAS_SLICE_MAX_S="2")
     deaths = tmp_path / "deaths"
     deaths.mkdir()

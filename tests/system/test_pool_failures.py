@@ -4,16 +4,20 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import psutil
+import pytest
 
 from common.bus.bus import Bus
 from common.bus.streams import Cell
 from common.cancellation import cancel_all
 from common.children.processes import ChildProcess
+from common.pool.base_states import BaseState
 from common.pool.base_workers import BaseWorker, BaseWorkers
 from common.pool.gate import Pulse
 from common.settings import TINY
@@ -180,9 +184,28 @@ async def test_a_base_model_that_cannot_be_loaded_is_refused_with_its_reason_and
         for base in ("dies", "refuses", "echoes"):
             await running.ask(base)
         await running.answered("echoes", 1)
-        assert "its process ended with status 3" in (await running.reported("dies", "refused")).reason
+        reason = (await running.reported("dies", "refused")).reason
+        assert "its process ended with status 3" in reason and "tried again in 10 minutes" in reason
         assert "its licence is not accepted" in (await running.reported("refuses", "refused")).reason
         assert running.log.count('"not_loaded"') == 3, "one dies twice before it is refused"
+
+
+async def test_a_base_model_whose_folder_is_gone_is_refused_with_its_place_and_others_are_served(
+    bus: Bus, redis_url: str, tmp_path: Path
+) -> None:
+    folder = copytree(TINY, tmp_path / "base")
+    served: dict[str, Any] = {"MARLAAS_BASE_MODELS": f"gone={folder},echoes={TINY}"}
+    async with pool(bus, tmp_path, redis_url, "gone echoes", **served) as running:
+        await running.ask("gone")
+        await running.answered("gone", 1)
+        folder.rename(tmp_path / "elsewhere")
+        for pid in await running.base_workers("gone"):
+            os.kill(pid, signal.SIGKILL)
+        for base in ("gone", "echoes"):
+            await running.ask(base)
+        await running.answered("echoes", 1)
+        report = await running.reported("gone", "refused")
+        assert str(folder) in report.reason and report.pool and report.pool.tier == "away"
 
 
 async def test_a_base_model_that_cannot_wake_is_refused_and_others_are_served(
@@ -278,6 +301,23 @@ async def test_a_base_worker_without_weights_ends_when_unused_and_comes_again_wi
             await running.answered("echoes", num)
             await until(lambda before=before, ended=ended: running.log.count(ended) > before)
         assert "base_worker_ended" not in running.log, "it is no failure"
+
+
+def test_a_refused_base_model_is_tried_again_in_a_minute_and_one_that_died_twice_in_ten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    for died, limit_s in ((False, 60), (True, 600)):
+        state = BaseState("a", str(TINY), itemsize=4)
+        for _ in range(1 + died):
+            assert state.may_open, "one death is none too many"
+            state.failed("it does not load", died=died)
+        assert not state.may_open
+        now_s += limit_s - 1
+        assert not state.may_open
+        now_s += 1
+        assert state.may_open
 
 
 def test_what_holds_sessions_or_gradients_ends_last() -> None:

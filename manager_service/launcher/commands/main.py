@@ -17,7 +17,8 @@ def workers(url: Url = None, data: Data = None, as_json: Json = False) -> None:
     if as_json:
         return print_json(records)
     print_table(workers_view(records))
-    for line in wanted_lines(wanted):
+    in_turns = {each["base_model"] for each in records if each.get("pool")}  # of these a closed worker is one too
+    for line in wanted_lines({base: one for base, one in wanted.items() if base not in in_turns}):
         say(line)
 
 

@@ -6,8 +6,9 @@ import structlog
 import torch
 
 from base_model.decoder import Decoder, fitting_kind
-from base_model.device import find_device
+from base_model.device import find_device, prepare_cpu
 from common.errors import InvalidInput
+from common.models.stages import Stage
 from rollout_service.embedded.backbone.fused import FusedDecoder
 from rollout_service.embedded.backbone.interface import EngineBackbone
 from rollout_service.settings import RolloutSettings
@@ -35,3 +36,12 @@ def load_backbone(settings: RolloutSettings, folder: Path) -> EngineBackbone:
         return load_modules(folder, device=str(device), dtype=dtype, max_context=settings.max_context)
     except InvalidInput as error:
         raise InvalidInput(f"{error} (vLLM may sample from it: MARLAAS_ENGINE=vllm)") from error
+
+
+def load_stage(settings: RolloutSettings, folder: Path, stage: Stage) -> FusedDecoder:
+    """Loads the layers of one stage of a convoy, which all compute as deterministic mode does. Raises InvalidInput for a base model that
+    our decoder does not know."""
+    prepare_cpu(settings.rollout_threads)
+    device, dtype = find_device(settings.rollout_device, "MARLAAS_ROLLOUT_DEVICE"), getattr(torch, settings.dtype)
+    decoder = Decoder.load_stage(folder, stage, device=str(device), dtype=dtype, max_context=settings.max_context)
+    return FusedDecoder(decoder, exact=True, consume=True, layers=stage.layers)

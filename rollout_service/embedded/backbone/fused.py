@@ -44,15 +44,18 @@ class FusedLayer:
 class FusedDecoder:
     """See `EngineBackbone`."""
 
-    def __init__(self, decoder: Decoder, *, exact: bool, consume: bool = False) -> None:
+    def __init__(
+        self, decoder: Decoder, *, exact: bool, consume: bool = False, layers: Sequence[int] | None = None
+    ) -> None:
         """`exact`: its bits are those of torch's own norms; otherwise a CPU has quicker ones. `consume`: empties `decoder` layer by
-        layer, so that no memory holds all weights twice."""
+        layer, so that no memory holds all weights twice. `layers`: these alone; adapters and pools of `run` number them from 0."""
         self.config, self._norm_eps = ModelShape.of(decoder.config), decoder.config.norm_eps
         self.embedding, self.head = decoder.embedding, decoder.head
         self._shapes = decoder.linear_shapes()
         quick = not exact and decoder.device.type == "cpu" and decoder.embedding.dtype == torch.float32
         make_norm = partial(quick_norm if quick else torch_norm, eps=self._norm_eps)
-        self.layers = [_fuse_layer(decoder, layer, make_norm, consume) for layer in range(self.config.num_layers)]
+        layers = range(self.config.num_layers) if layers is None else layers
+        self.layers = [_fuse_layer(decoder, layer, make_norm, consume) for layer in layers]
         self.final_norm = make_norm(decoder.weights["norm.weight"])
         half = self.config.head_dim // 2
         self._cos = decoder.cos.unsqueeze(1)  # [context, 1, D]
@@ -63,12 +66,18 @@ class FusedDecoder:
         return self._shapes
 
     def forward(self, tokens: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
-        x = F.embedding(tokens, self.embedding)
+        return self.final_norm(self.run(self.embed(tokens), positions, parts))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embedding)
+
+    def run(self, x: Tensor, positions: Tensor, parts: Sequence[ForwardPart]) -> Tensor:
+        """x [N, E], which it may change -> hidden states behind its layers [N, E]."""
         rotate = self.rotation(positions)
         for number, layer in enumerate(self.layers):
             x = x.add_(self._attention(number, layer, x, rotate, parts))
             x = x.add_(self._mlp(number, layer, x, parts))
-        return self.final_norm(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head).float()

@@ -1,0 +1,82 @@
+"""Convoys: how a base model is divided, who loads what, and who serves with whom."""
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.bus.bus import Bus
+from common.cancellation import running
+from common.models.stages import divided
+from common.models.weight_files import StoredTensor, stored_tensors
+from common.peers.base_fetch import BaseFetch
+from common.peers.chain import Relay
+from common.peers.convoys import LOADING, READY, WHOLE, Convoy, Loader, behind
+from common.peers.folder import NodeFolder
+from common.peers.holders import Holders
+from common.settings import TINY
+from common.store.parts import stored_file
+from tests.common.test_bases import SIZE, WEIGHTS, Store, content, pushed
+
+FILE = stored_file((TINY / WEIGHTS).read_bytes(), in_parts=True)
+
+
+@given(st.lists(st.integers(1, 100), max_size=40), st.integers(0, 200), st.integers(1, 8))
+def test_stages_have_all_layers_in_order_and_about_as_many_bytes(layers: list[int], rest: int, num: int) -> None:
+    named = [(f"model.layers.{number}.w", size) for number, size in enumerate(layers)]
+    tensors = [StoredTensor(0, size, name, "F32", [1]) for name, size in [*named, ("model.embed_tokens.weight", rest)]]
+    stages = divided(tensors, num)
+    assert [layer for stage in stages for layer in stage.layers] == list(range(len(layers)))
+    share, largest = (sum(layers) + rest) / num, max(layers, default=0)
+    assert all(sum(layers[layer] for layer in stage.layers) <= share + largest for stage in stages[1:])
+
+
+def test_each_stage_needs_the_parts_of_its_tensors_and_all_are_whole_together() -> None:
+    with (TINY / WEIGHTS).open("rb") as file:
+        tensors = stored_tensors(file)
+    for num in (1, 2, 4):
+        parts = [stage.parts_of(FILE, tensors) for stage in divided(tensors, num)]
+        assert sorted({*itertools.chain(*parts)}) == list(range(len(FILE.parts)))
+        assert max(map(len, parts)) <= len(FILE.parts) / num + 3  # the header's, and those at both ends
+
+
+def test_the_nth_of_each_stage_serve_together_until_one_is_whole() -> None:
+    ready = [Loader(f"w{number}", number % 2, number, READY, f"h:{number}") for number in range(4)]
+    assert behind(ready, "w0", 2) == [ready[1]] and behind(ready, "w2", 2) == [ready[3]]
+    assert behind(ready, "w1", 2) == [] and behind(ready[:3], "w2", 2) == []
+    assert behind([*ready[:1], ready[1]._replace(state=LOADING)], "w0", 2) == []
+    assert behind([*ready, Loader("w4", 0, 4, WHOLE, "h:4")], "w0", 2) == []
+
+
+@pytest.mark.asyncio
+async def test_loaders_begin_with_different_stages_and_the_store_is_read_once(tmp_path: Path, bus: Bus) -> None:
+    store = Store()
+    where, _ = await pushed(store)
+    relays, convoys = list[Relay](), list[Convoy]()
+
+    async def load(name: str) -> Path:
+        relay = Relay(store, NodeFolder(tmp_path / name / "files", 0), Holders(bus, name, store_places=1))
+        await relay.open("127.0.0.1", 0)
+        relays.append(relay)
+        convoys.append(Convoy(bus, name, relay.address, 3))
+        fetch = BaseFetch(store, tmp_path / name, where, with_weights=True, relay=relay, convoy=convoys[-1])
+        async with running(relay.run()), convoys[-1].taken_part():
+            found = await fetch.run()
+            done.append(name)
+            while len(done) < 3:
+                await asyncio.sleep(0.01)
+        return found
+
+    done = list[str]()
+    async with asyncio.timeout(60):
+        found = await asyncio.gather(*(load(name) for name in "abc"))
+    assert all(content(folder) == content(TINY) for folder in found)
+    assert sorted(convoy.number for convoy in convoys) == [0, 1, 2] and all(c.began.is_set() for c in convoys)
+    # each part once, but for those that two stages share
+    assert SIZE <= sum(each.counters()["store_bytes"] for each in relays) < 1.2 * SIZE
+    assert await bus.client.exists(bus.cell.convoy) == 0
+    for relay in relays:
+        await relay.close()
